@@ -1,0 +1,13 @@
+"""The two ways a run ends early on purpose."""
+
+
+class UserError(Exception):
+    """A mistake its author can mend: shown as one line (what, where, what to do), exit code 2."""
+
+
+class Interrupted(Exception):
+    """The user or the scheduler asked us to stop; everything needed to go on is on disk."""
+
+    def __init__(self, signal_number: int, message: str):
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
