@@ -1,4 +1,4 @@
-"""The two ways a run ends early on purpose."""
+"""The ways a run ends early on purpose."""
 
 
 class UserError(Exception):
@@ -11,3 +11,7 @@ class Interrupted(Exception):
     def __init__(self, signal_number: int, message: str):
         super().__init__(message)
         self.exit_code = 128 + signal_number
+
+
+class RunFailed(Exception):
+    """Training itself went wrong and stopped before doing more harm: shown as one line, exit code 1."""

@@ -1,0 +1,42 @@
+# Two commands on a fresh machine: `make quickstart` and `make test`. Both set up .venv when needed and only then.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+INSTALLED_FOR_TESTS := $(VENV)/installed-for-tests
+INPUTS := pyproject.toml constraints.txt
+
+.PHONY: quickstart test test-long lint bench
+.DELETE_ON_ERROR:
+
+quickstart: $(INSTALLED)
+	@$(BIN)/trimtab quickstart
+
+test: $(INSTALLED_FOR_TESTS)
+	$(BIN)/python -m pytest
+
+test-long: $(INSTALLED_FOR_TESTS)
+	$(BIN)/python -m pytest -m long
+
+lint: $(INSTALLED_FOR_TESTS)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(INSTALLED_FOR_TESTS)
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+$(INSTALLED): $(INPUTS)
+	$(call set_up,.)
+
+$(INSTALLED_FOR_TESTS): $(INPUTS)
+	$(call set_up,.[test])
+
+# A half-made .venv (no pip in it) is made anew. The stamp is written last, so an interrupted set-up is repeated.
+define set_up
+	@echo "Setting up $(VENV) (about 2 minutes the first time; pip says nothing while it downloads) ..."
+	@start=$$(date +%s); \
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || exit 1; \
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e '$(1)' || exit 1; \
+	touch $@; \
+	echo "Set-up took $$(( $$(date +%s) - start )) s."
+endef

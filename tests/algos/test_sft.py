@@ -1,0 +1,65 @@
+"""The SFT loss against its closed form and against TRL's own path."""
+
+import pytest
+import torch
+
+from tests.samples import batch_of, random_examples
+from tests.tiny import tiny_model
+from trimtab.algos.sft import sft_loss_sum
+from trimtab.models.policy import Policy
+from trimtab.models.selfcheck import choose_path
+
+LENGTHS = [12, 3, 11, 7]
+
+
+def ours(model, batch):
+    policy = Policy(model)
+    assert choose_path(policy).path == "packed"
+    policy.train()
+    loss = sft_loss_sum(policy(batch).log_probs_N) / batch.trained_tokens
+    loss.backward()
+    return loss.item(), {n.removeprefix("model."): p.grad.clone() for n, p in policy.named_parameters()}
+
+
+def assert_same(mine, theirs):
+    assert mine[0] == pytest.approx(theirs[0], abs=1e-5)
+    for name, gradient in theirs[1].items():
+        torch.testing.assert_close(mine[1][name], gradient, atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_loss_and_gradients_equal_the_closed_form():
+    batch = batch_of(LENGTHS)
+    model = tiny_model("llama")
+    total, count = 0.0, 0
+    for ids, trained in zip(batch.ids_T.split(LENGTHS), batch.trained_T.split(LENGTHS)):
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        for t in range(1, len(ids)):
+            if trained[t]:
+                total = total - (logits[t - 1, ids[t]] - logits[t - 1].logsumexp(0))
+                count += 1
+    (total / count).backward()
+    expected = (total / count).item(), {n: p.grad.clone() for n, p in model.named_parameters()}
+    assert_same(ours(tiny_model("llama"), batch), expected)
+
+
+def test_loss_and_gradients_equal_trls_trainer(tmp_path):
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from trimtab.embedded.sort_task import make_tokenizer
+
+    examples = random_examples(LENGTHS)
+    rows = Dataset.from_list(
+        [{"input_ids": ids.tolist(), "completion_mask": trained.astype(int).tolist()} for ids, trained in examples]
+    )
+    model = tiny_model("llama")
+    arguments = SFTConfig(
+        str(tmp_path), per_device_train_batch_size=len(LENGTHS), completion_only_loss=True, use_cpu=True, bf16=False,
+        gradient_checkpointing=False, report_to=[], max_length=None,
+    )  # fmt: skip
+    trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=make_tokenizer())
+    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    loss = trainer.compute_loss(trainer.model.train(), inputs)
+    loss.backward()
+    expected = loss.item(), {n: p.grad.clone() for n, p in trainer.model.named_parameters()}
+    assert_same(ours(tiny_model("llama"), batch_of(LENGTHS)), expected)

@@ -1,0 +1,62 @@
+import subprocess
+import sys
+import time
+
+import pytest
+
+import trimtab
+from trimtab.cli import main as cli
+
+HEAVY = ("torch", "transformers", "datasets", "peft", "numpy", "rich")
+
+
+def test_every_verb_is_in_the_help(capsys):
+    assert cli.main([]) == 0
+    bare = capsys.readouterr().out
+    assert cli.main(["--help"]) == 0
+    assert capsys.readouterr().out == bare
+    assert all(f"  {verb} " in bare for verb in cli.VERBS)
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"trimtab {trimtab.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "verb, hint",
+    [
+        ("stf", "did you mean trimtab sft?"),
+        ("train_sft", "did you mean trimtab sft?"),
+        ("quickstrat", "did you mean trimtab quickstart?"),
+        ("xyzzy", "the verbs are"),
+    ],
+)
+def test_an_unknown_verb_is_one_line_and_exit_code_2(verb, hint, capsys):
+    assert cli.main([verb, "--bf16"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"trimtab: error: unknown verb {verb!r}; {hint}") and line.count("\n") == 1
+
+
+def test_a_verb_gets_the_rest_of_the_words(capsys):
+    assert cli.main(["sft", "--learning_rat", "1"]) == 2
+    assert capsys.readouterr().err.startswith("trimtab sft: error: unknown option --learning_rat;")
+
+
+def test_a_verbs_help(capsys):
+    assert cli.main(["sft", "--help"]) == 0
+    assert "--learning_rate" in capsys.readouterr().out
+
+
+def test_help_and_mistakes_answer_at_once_and_import_nothing_heavy():
+    script = (
+        "import sys; from trimtab.cli.main import main\n"
+        "codes = [main(['sft', '--help']), main(['sft', '--bff16']), main(['sft', '--dry_run', '--max_len', 'x']),"
+        " main(['sft', '--dry_run']), main(['nonsense'])]\n"
+        f"heavy = [name for name in {HEAVY} if name in sys.modules]\n"
+        "print(codes, heavy)"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[0, 2, 2, 2, 2] []", done.stderr
+    assert time.perf_counter() - started < 2

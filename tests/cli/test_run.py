@@ -1,0 +1,131 @@
+import sys
+
+import pytest
+
+from trimtab.cli.run import run_job
+from trimtab.config import support
+from trimtab.config.jobs import SFTOptions
+from trimtab.config.parse import parse
+from trimtab.errors import Interrupted, RunFailed, UserError
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+GOOD = ["--pretrain", "owner/model", "--dataset", "owner/data"]
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    for name in ("WORLD_SIZE", "HF_TOKEN", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def never(options):
+    raise AssertionError("must not be reached")
+
+
+def failing_with(error):
+    def start(options):
+        raise error
+
+    return start
+
+
+def test_a_run_gets_its_options_and_succeeds(capsys):
+    seen = []
+    assert run_job(SFTOptions, [*GOOD, "--max_len", "9"], seen.append, never) == 0
+    assert seen[0].max_len == 9 and seen[0].wandb_run_name
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "argv, expected",
+    [
+        ([*GOOD, "--learning_rat", "1"], "unknown option --learning_rat; did you mean --learning_rate?"),
+        ([*GOOD, "--max_len", "x"], "--max_len: takes a whole number, not 'x'"),
+        (["--dataset", "owner/data"], "--pretrain is missing: give a hub name or a model folder"),
+        ([*GOOD, "--zpg", "8"], "--zpg (ZeRO++ hierarchical partitions) is not implemented yet; leave it at 1"),
+    ],
+)
+@pytest.mark.parametrize("dry", [[], ["--dry_run"]])
+def test_a_mistake_is_one_line_and_exit_code_2_before_anything_starts(argv, expected, dry, capsys):
+    assert run_job(SFTOptions, argv + dry, never, never) == 2
+    output = capsys.readouterr()
+    assert output.err == f"trimtab sft: error: {expected}\n" and output.out == ""
+
+
+def test_help_succeeds(capsys):
+    assert run_job(SFTOptions, ["--help"], never) == 0
+    assert capsys.readouterr().out.startswith("usage: trimtab sft")
+
+
+def test_a_dry_run_rehearses_and_prints_a_config_that_reads_back(tmp_path, capsys):
+    lines = ["3 rows", "2 steps"]
+    assert run_job(SFTOptions, [*GOOD, "--bf16", "--dry_run"], never, lambda options: lines) == 0
+    written = capsys.readouterr().out
+    assert written.endswith("# 3 rows\n# 2 steps\n")
+    (tmp_path / "c.yaml").write_text(written)
+    again = parse(SFTOptions, ["--config", str(tmp_path / "c.yaml")])
+    assert (again.bf16, again.pretrain, again.dry_run) == (True, "owner/model", False)
+
+
+def test_a_mistake_found_in_rehearsal_is_one_line(capsys):
+    assert run_job(SFTOptions, [*GOOD, "--dry_run"], never, failing_with(UserError("rows.jsonl line 3:\nbroken"))) == 2
+    assert capsys.readouterr().err == "trimtab sft: error: rows.jsonl line 3: broken\n"
+
+
+def test_missing_hardware_is_a_warning_in_a_dry_run_and_an_error_at_start(monkeypatch, capsys):
+    monkeypatch.setattr(support, "find_spec", lambda module: None)
+    argv = [*GOOD, "--use_liger_kernel"]
+    assert run_job(SFTOptions, [*argv, "--dry_run"], never, lambda options: []) == 0
+    assert "trimtab sft: warning: --use_liger_kernel needs" in capsys.readouterr().err
+    assert run_job(SFTOptions, argv, never) == 2
+    assert "trimtab sft: error: --use_liger_kernel needs" in capsys.readouterr().err
+
+
+def test_warnings_are_said_and_the_run_goes_on_with_the_settled_options(capsys):
+    seen = []
+    assert run_job(SFTOptions, [*GOOD, "--input_template", "Question"], seen.append) == 0
+    assert seen[0].input_template is None
+    assert capsys.readouterr().err.count("warning:") == 1
+
+
+def test_an_interruption_says_its_message_and_keeps_its_exit_code(capsys):
+    start = failing_with(Interrupted(15, "stopped at step 7; go on with --load_checkpoint"))
+    assert run_job(SFTOptions, GOOD, start) == 143
+    assert capsys.readouterr().err == "trimtab sft: stopped at step 7; go on with --load_checkpoint\n"
+
+
+def test_a_failed_run_is_one_line_and_exit_code_1(capsys):
+    assert run_job(SFTOptions, GOOD, failing_with(RunFailed("loss is not finite"))) == 1
+    assert capsys.readouterr().err == "trimtab sft: failed: loss is not finite\n"
+
+
+def test_control_c_before_training_is_no_traceback(capsys):
+    assert run_job(SFTOptions, GOOD, failing_with(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "trimtab sft: interrupted\n"
+
+
+def test_a_defect_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        run_job(SFTOptions, GOOD, failing_with(ZeroDivisionError()))
+
+
+@pytest.mark.parametrize(
+    "error", [UserError(f"bad key {KEY}"), Interrupted(2, f"with {KEY}"), RuntimeError(f"refused {KEY}")]
+)
+def test_a_key_is_in_nothing_that_is_printed(error, monkeypatch, capsys):
+    monkeypatch.setattr(support, "find_spec", lambda module: object())
+    argv = [*GOOD, "--use_wandb", KEY]
+    assert run_job(SFTOptions, argv, failing_with(error)) != 0
+    assert run_job(SFTOptions, [*argv, "--dry_run"], never, lambda options: [f"key {options.use_wandb}"]) == 0
+    output = capsys.readouterr()
+    assert "<redacted>" in output.err and "<redacted>" in output.out
+    assert KEY not in output.err + output.out
+
+
+def test_a_key_leaves_the_command_line_that_loggers_copy(monkeypatch):
+    monkeypatch.setattr(support, "find_spec", lambda module: object())
+    monkeypatch.setattr(sys, "argv", ["trimtab", *GOOD, f"--use_wandb={KEY}"])
+    seen = []
+    assert run_job(SFTOptions, None, seen.append) == 0
+    assert seen[0].use_wandb == KEY
+    assert sys.argv[-1] == "--use_wandb=<redacted>"

@@ -1,0 +1,174 @@
+import dataclasses
+import inspect
+
+import pytest
+
+from trimtab.config.checks import SCHEDULERS, check, settle
+from trimtab.config.jobs import SFTOptions
+from trimtab.errors import UserError
+
+
+def options(**changes) -> SFTOptions:
+    return SFTOptions(**{"pretrain": "owner/model", "dataset": "owner/data", **changes})
+
+
+def refusal(**changes) -> str:
+    with pytest.raises(UserError) as caught:
+        check(options(**changes))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_plain_options_pass_without_a_word():
+    assert check(options()) == []
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({"pretrain": None}, "--pretrain is missing"),
+        ({"dataset": None}, "--dataset is missing"),
+        ({"dataset": " , "}, "names no source"),
+        ({"learning_rate": -1e-5}, "--learning_rate is -1e-05: it must be at least 0"),
+        ({"lr_warmup_ratio": 1.5}, "--lr_warmup_ratio is 1.5: it must be between 0 and 1"),
+        ({"min_lr_ratio": -0.1}, "--min_lr_ratio"),
+        ({"l2": -1.0}, "--l2"),
+        ({"max_norm": -1.0}, "--max_norm"),
+        ({"adam_betas": (0.9, 1.0)}, "--adam_betas has 1"),
+        ({"max_len": 0}, "--max_len is 0: it must be at least 1"),
+        ({"max_samples": 0}, "--max_samples"),
+        ({"max_epochs": 0}, "--max_epochs"),
+        ({"num_workers": 0}, "--num_workers"),
+        ({"aux_loss_coef": -1.0}, "--aux_loss_coef"),
+        ({"save_steps": 0}, "--save_steps is 0: it must be a number of steps above 0, or -1"),
+        ({"eval_steps": -2}, "--eval_steps"),
+        ({"logging_steps": 0}, "--logging_steps"),
+        ({"max_ckpt_num": 0}, "--max_ckpt_num"),
+        ({"lora_rank": -1}, "--lora_rank"),
+        ({"lora_dropout": 1.0}, "--lora_dropout"),
+        ({"zero_stage": 4}, "--zero_stage is 4"),
+        ({"grad_accum_dtype": "fp16"}, "--grad_accum_dtype is fp16"),
+        ({"load_in_4bit": True, "lora_rank": 8}, "add --bf16"),
+        ({"load_in_4bit": True, "bf16": True}, "add --lora_rank"),
+        ({"multiturn": True, "pretrain_mode": True}, "choose one"),
+        ({"train_max_tokens_per_gpu": 4096}, "add --packing_samples"),
+        ({"train_max_tokens_per_gpu": 100, "packing_samples": True}, "cannot hold one sample of --max_len 2048"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(changes, expected):
+    assert expected in refusal(**changes)
+
+
+def test_batch_sizes_that_do_not_divide_are_refused_with_two_ways_out():
+    assert refusal(train_batch_size=128, micro_train_batch_size=12) == (
+        "--train_batch_size 128 is not a multiple of --micro_train_batch_size 12: "
+        "use --micro_train_batch_size 8, or --train_batch_size 120"
+    )
+    assert refusal(train_batch_size=4).endswith("use --micro_train_batch_size 4")
+
+
+@pytest.mark.parametrize("whole, micro", [(128, 12), (7, 3), (4, 8), (30, 13)])
+def test_the_ways_out_of_undivided_batches_work(whole, micro):
+    advice = refusal(train_batch_size=whole, micro_train_batch_size=micro).split(": use ")[1]
+    for way in advice.split(", or "):
+        flag, number = way.split()
+        sizes = {"train_batch_size": whole, "micro_train_batch_size": micro, flag[2:]: int(number)}
+        assert check(options(**sizes)) == []
+
+
+def test_scheduler_names_are_those_of_transformers_that_need_no_further_argument():
+    transformers = pytest.importorskip("transformers.optimization")
+    needs_rate = {"cosine_with_min_lr"}  # its floor is our --min_lr_ratio
+    for name in SCHEDULERS:
+        schedule = transformers.TYPE_TO_SCHEDULER_FUNCTION[transformers.SchedulerType(name)]
+        required = {
+            parameter.name
+            for parameter in inspect.signature(schedule).parameters.values()
+            if parameter.default is inspect.Parameter.empty
+        }
+        assert required <= {"optimizer", "num_warmup_steps", "num_training_steps"} or name in needs_rate
+    assert ", ".join(SCHEDULERS) in refusal(lr_scheduler="wsd")
+
+
+@pytest.mark.parametrize("shares", ["0.5", "0.5,x", "0.5,-0.1", "0,0", "0.5,nan", "0.5,", "1,2,3"])
+def test_shares_must_fit_the_sources(shares):
+    assert "--dataset_probs" in refusal(dataset="owner/one,owner/two", dataset_probs=shares)
+
+
+def test_shares_that_fit_pass():
+    assert check(options(dataset="owner/one, owner/two", dataset_probs="3, 1")) == []
+
+
+@pytest.mark.parametrize(
+    "source", ["rows.jsonl", "./rows", "/no/such/rows", "~/no-such-rows", "a/b/c", "data/rows.parquet", "json@nowhere"]
+)
+@pytest.mark.parametrize("name", ["dataset", "eval_dataset"])
+def test_a_local_source_that_does_not_exist_is_refused(source, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = refusal(**{name: f"owner/name,{source}"})
+    assert f"--{name}" in line and source in line
+
+
+@pytest.mark.parametrize("source", ["name", "owner/name", "Owner/name-1.5b_v2", "owner/name@folder"])
+def test_a_hub_name_is_not_taken_for_a_path(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert check(options(dataset=source, eval_dataset=source, pretrain=source.split("@")[0])) == []
+
+
+def test_local_sources_that_exist_pass(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "many").mkdir()
+    assert check(options(dataset=f"rows.jsonl,./many,json@many,{tmp_path}/rows.jsonl", pretrain="./many")) == []
+
+
+def test_a_name_missing_from_an_existing_folder_is_a_warning_because_it_may_be_a_hub_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (warning,) = check(options(dataset="data/train"))
+    assert "no train in the folder data" in warning
+
+
+def test_a_model_folder_that_does_not_exist_is_refused():
+    assert refusal(pretrain="./no/such/model") == "--pretrain: ./no/such/model does not exist; check the path"
+
+
+def test_a_template_without_a_place_for_the_prompt_is_left_out_with_a_warning():
+    settled, warnings = settle(options(input_template="Question:"))
+    assert settled.input_template is None
+    assert len(warnings) == 1 and "{}" in warnings[0]
+
+
+def test_settling_fills_the_run_name_and_nothing_else():
+    settled, warnings = settle(options())
+    assert settled.wandb_run_name.startswith("sft_20") and warnings == []
+    assert dataclasses.replace(settled, wandb_run_name=None) == options()
+    assert settle(settled)[0] == settled
+
+
+def test_a_written_backslash_n_in_the_template_is_a_warning():
+    (warning,) = check(options(input_template="User: {}\\nAssistant:"))
+    assert "new line" in warning
+    assert check(options(input_template="User: {}\nAssistant:")) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora_alpha": 32},
+        {"target_modules": ("q_proj",)},
+        {"gradient_checkpointing_use_reentrant": True},
+        {"eval_split": "test"},
+        {"wandb_group": "g"},
+        {"min_lr_ratio": 0.2, "lr_scheduler": "linear"},
+    ],
+)
+def test_an_option_without_effect_is_a_warning(changes):
+    (warning,) = check(options(**changes))
+    assert f"--{next(iter(changes))} has no effect without" in warning
+
+
+def test_checkpoints_that_would_save_nothing_are_a_warning():
+    (warning,) = check(options(save_steps=5, disable_ds_ckpt=True))
+    assert "saves nothing" in warning
+    assert check(options(save_steps=5, disable_ds_ckpt=True, save_hf_ckpt=True)) == []

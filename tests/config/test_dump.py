@@ -1,0 +1,70 @@
+import pytest
+import yaml
+
+from trimtab.config.dump import redact, to_dict, to_yaml
+from trimtab.config.jobs import SFTOptions
+from trimtab.config.parse import parse
+from trimtab.errors import UserError
+
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+def read_back(tmp_path, text: str, *argv: str) -> SFTOptions:
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    return parse(SFTOptions, ["--config", str(path), *argv])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SFTOptions(),
+        SFTOptions(learning_rate=1.23456789e-7, adam_betas=(0.1, 0.2), l2=1e22, target_modules=("a", "b")),
+        SFTOptions(
+            input_template="é: {}\n\t\"q\" 'p' \\n # no\n", output_key="true", wandb_group="12", wandb_org="1e3"
+        ),
+        SFTOptions(input_template=None, use_wandb="offline", bf16=True, train_max_tokens_per_gpu=5, dataset="a, b:c"),
+        SFTOptions(
+            use_wandb="True", tokenizer_chat_template="{% for m in messages %}\n{{ m }}\n{% endfor %}", input_key=""
+        ),
+    ],
+)
+def test_a_written_config_reads_back_equal(options, tmp_path):
+    assert read_back(tmp_path, to_yaml(options)) == options
+
+
+def test_what_concerns_one_call_only_is_not_written():
+    written = yaml.safe_load(to_yaml(SFTOptions(dry_run=True, config="x.yaml", local_rank=3)))
+    assert not {"dry_run", "config", "local_rank"} & written.keys()
+    assert written == to_dict(SFTOptions())
+
+
+def test_a_key_is_in_no_text_that_options_become(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
+    options = SFTOptions(use_wandb=KEY)
+    for text in (
+        to_yaml(options),
+        str(to_dict(options)),
+        repr(options),
+        redact(f"bad key {KEY}, hf_abcdefgh", options),
+    ):
+        assert KEY not in text and "hf_abcdefgh" not in text
+    assert redact("no secret here", options) == "no secret here"
+
+
+@pytest.mark.parametrize("value", ["True", "offline", "online", None])
+def test_a_harmless_value_is_written_as_it_is(value):
+    assert to_dict(SFTOptions(use_wandb=value))["use_wandb"] == value
+    assert redact("True offline online", SFTOptions(use_wandb=value)) == "True offline online"
+
+
+def test_columns_named_key_and_token_options_are_not_hidden():
+    assert to_dict(SFTOptions(input_key="question"))["input_key"] == "question"
+
+
+def test_a_redacted_key_read_back_is_asked_for_unless_the_command_line_has_it(tmp_path):
+    text = to_yaml(SFTOptions(use_wandb=KEY))
+    with pytest.raises(UserError, match="--use_wandb is <redacted>"):
+        read_back(tmp_path, text)
+    assert read_back(tmp_path, text, "--use_wandb", KEY) == SFTOptions(use_wandb=KEY)
+    assert read_back(tmp_path, text, "--use_wandb", "None") == SFTOptions()

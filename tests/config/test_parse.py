@@ -1,0 +1,205 @@
+import shlex
+
+import pytest
+
+from trimtab.config.jobs import SFTOptions
+from trimtab.config.parse import parse
+from trimtab.errors import UserError
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(UserError) as caught:
+        parse(SFTOptions, argv)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def config(tmp_path, text: str) -> str:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+ASCEND_GUIDE = shlex.split(
+    """--max_len 2048 --dataset rows.jsonl --input_key question --output_key response --train_batch_size 256
+    --micro_train_batch_size 2 --max_samples 500000 --pretrain model --save_path ./checkpoint/sft --save_steps -1
+    --logging_steps 1 --eval_steps -1 --zero_stage 2 --max_epochs 1 --bf16 --learning_rate 5e-6 --load_checkpoint
+    --gradient_checkpointing"""
+)
+README = shlex.split(
+    """--max_len 4096 --dataset rows.jsonl --input_key question --output_key response
+    --input_template 'User: {}\nAssistant: ' --train_batch_size 256 --micro_train_batch_size 2 --max_samples 500000
+    --pretrain model --save_path ./sft --save_steps -1 --logging_steps 1 --eval_steps -1 --zero_stage 2 --max_epochs 1
+    --packing_samples --bf16 --flash_attn --learning_rate 5e-6 --gradient_checkpointing --load_checkpoint
+    --use_wandb {wandb_token}"""
+)
+DOCUMENTATION = shlex.split(
+    """--max_len 2048 --dataset rows.jsonl --input_key question --output_key response
+    --input_template 'User: {}\nAssistant: ' --train_batch_size 256 --micro_train_batch_size 8 --max_samples 500000
+    --pretrain model --save_path ./sft --save_steps -1 --logging_steps 1 --eval_steps -1 --zero_stage 2 --max_epochs 1
+    --bf16 --flash_attn --packing_samples --learning_rate 5e-6 --gradient_checkpointing --use_wandb {wandb_token}"""
+)
+
+
+def test_documented_commands_are_understood():
+    guide, readme, documentation = (parse(SFTOptions, argv) for argv in (ASCEND_GUIDE, README, DOCUMENTATION))
+    assert (guide.max_len, guide.output_key, guide.save_steps, guide.bf16) == (2048, "response", -1, True)
+    assert (readme.max_len, readme.packing_samples, readme.load_checkpoint) == (4096, True, True)
+    assert (readme.use_wandb, readme.train_batch_size, guide.flash_attn) == ("{wandb_token}", 256, False)
+    assert (documentation.micro_train_batch_size, documentation.learning_rate) == (8, 5e-6)
+    assert documentation.input_template == "User: {}\nAssistant: "
+
+
+def test_a_switch_stands_alone_or_takes_true_or_false():
+    assert parse(SFTOptions, ["--bf16"]).bf16 is True
+    assert parse(SFTOptions, ["--bf16", "--multiturn"]).bf16 is True
+    assert parse(SFTOptions, ["--bf16", "True"]).bf16 is True
+    assert parse(SFTOptions, ["--bf16", "--bf16=false"]).bf16 is False
+
+
+@pytest.mark.parametrize("text, value", [("1e8", 10**8), ("500_000", 500_000), ("12", 12)])
+def test_a_whole_number_may_be_written_in_several_ways(text, value):
+    chosen = parse(SFTOptions, ["--max_ckpt_mem", text]).max_ckpt_mem
+    assert chosen == value and type(chosen) is int
+
+
+def test_several_values():
+    options = parse(SFTOptions, shlex.split("--adam_betas 0.8 0.99 --target_modules q_proj k_proj v_proj --bf16"))
+    assert options.adam_betas == (0.8, 0.99)
+    assert options.target_modules == ("q_proj", "k_proj", "v_proj")
+
+
+def test_the_word_none_unsets():
+    assert parse(SFTOptions, ["--input_template", "None"]).input_template is None
+    assert parse(SFTOptions, ["--train_max_tokens_per_gpu", "None"]).train_max_tokens_per_gpu is None
+    assert "a whole number" in refusal("--max_len", "None")
+
+
+def test_launchers_may_write_local_rank_in_both_ways():
+    assert parse(SFTOptions, ["--local_rank=0"]).local_rank == 0
+    assert parse(SFTOptions, ["--local_rank", "3"]).local_rank == 3
+
+
+def test_use_wandb_may_stand_alone():
+    assert parse(SFTOptions, ["--use_wandb"]).use_wandb == "True"
+    assert parse(SFTOptions, ["--use_wandb", "true"]).use_wandb == "True"
+    assert parse(SFTOptions, ["--use_wandb", "False"]).use_wandb is None
+    assert parse(SFTOptions, ["--use_wandb", "offline"]).use_wandb == "offline"
+
+
+def test_the_last_of_repeated_options_wins():
+    options = parse(SFTOptions, shlex.split("--max_len 1 --max_len 2 --max_epochs 5 --max_epoch 6"))
+    assert (options.max_len, options.max_epochs) == (2, 6)
+
+
+def test_other_spellings():
+    options = parse(SFTOptions, shlex.split("--max_epoch 3 --train_split half --max-len 9 --input-template=a-{}"))
+    assert (options.max_epochs, options.dataset_split) == (3, "half")
+    assert (options.max_len, options.input_template) == (9, "a-{}")
+
+
+def test_negative_and_odd_values_reach_their_option():
+    options = parse(SFTOptions, ["--save_steps", "-1", "--input_template", "-- {}", "--wandb_group=--x"])
+    assert (options.save_steps, options.input_template, options.wandb_group) == (-1, "-- {}", "--x")
+
+
+@pytest.mark.parametrize(
+    "word, meant",
+    [("--learning_rat", "learning_rate"), ("--max_epohc", "max_epochs"), ("--warmup", "lr_warmup_ratio")],
+)
+def test_an_unknown_option_is_refused_with_the_nearest_name(word, meant):
+    assert refusal(word, "1") == f"unknown option {word}; did you mean --{meant}?"
+
+
+def test_a_prefix_is_not_an_option():
+    assert "did you mean --learning_rate?" in refusal("--learning", "1")
+
+
+def test_an_unknown_option_like_no_other_points_to_help():
+    assert refusal("--xyzzy") == "unknown option --xyzzy; trimtab sft --help lists them all"
+
+
+def test_a_key_behind_a_misspelt_option_is_not_repeated():
+    assert "s3cr3t" not in refusal("--use-wandbb=s3cr3t")
+
+
+@pytest.mark.parametrize(
+    "argv, expected",
+    [
+        (["--max_len", "long"], "--max_len: takes a whole number, not 'long'"),
+        (["--max_len", "1.5"], "--max_len: takes a whole number, not '1.5'"),
+        (["--max_len", "inf"], "--max_len: takes a whole number, not 'inf'"),
+        (["--learning_rate", "nan"], "--learning_rate: takes a number, not 'nan'"),
+        (["--bf16", "maybe"], "--bf16: takes True or False, not 'maybe'"),
+        (["--max_epoch", "x"], "--max_epochs: takes a whole number, not 'x'"),
+        (["--adam_betas", "0.9"], "--adam_betas: expected 2 arguments"),
+        (["--max_len"], "--max_len: expected one argument"),
+        (["--target_modules"], "--target_modules: expected at least one argument"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(argv, expected):
+    assert refusal(*argv) == expected
+
+
+def test_words_that_belong_to_no_option_are_refused():
+    assert refusal("rows.jsonl").startswith("unexpected 'rows.jsonl'")
+    assert refusal("--dataset", "a", "b").startswith("unexpected 'b'")
+
+
+def test_the_command_line_wins_over_the_file(tmp_path):
+    path = config(tmp_path, "max_len: 64\nbf16: true\nmax_epochs: 4\n")
+    options = parse(SFTOptions, ["--max_len", "32", "--config", path, "--bf16", "False"])
+    assert (options.max_len, options.bf16, options.max_epochs) == (32, False, 4)
+
+
+def test_the_file_reads_what_people_write(tmp_path):
+    path = config(
+        tmp_path,
+        "learning_rate: 5e-6\nmax_ckpt_mem: 1e8\nmax_norm: 2\nadam_betas: [0.8, 0.9]\ntarget_modules: q_proj\n"
+        "input_template: null\nuse_wandb: true\nwandb_group: 7\nmax_epoch: 3\nl2: 1.0e-2\noutput_key: None\n",
+    )
+    options = parse(SFTOptions, ["--config", path])
+    assert (options.learning_rate, options.max_ckpt_mem, options.max_norm, options.l2) == (5e-6, 10**8, 2.0, 0.01)
+    assert (options.adam_betas, options.target_modules) == ((0.8, 0.9), ("q_proj",))
+    assert (options.input_template, options.output_key, options.use_wandb) == (None, None, "True")
+    assert (options.wandb_group, options.max_epochs) == ("7", 3)
+
+
+def test_an_empty_file_changes_nothing(tmp_path):
+    assert parse(SFTOptions, ["--config", config(tmp_path, "# nothing\n")]) == SFTOptions()
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("seed: 1\nlearning_rat: 1\n", "line 2: unknown option learning_rat; did you mean learning_rate?"),
+        ("optimiser:\n  l2: 1\n", "(options are not nested)"),
+        ("max_len: long\n", "line 1: max_len takes a whole number, not 'long'"),
+        ("max_len: true\n", "line 1: max_len takes a whole number, not True"),
+        ("max_len: null\n", "line 1: max_len takes a whole number, not None"),
+        ("bf16: 3\n", "line 1: bf16 takes True or False, not 3"),
+        ("dataset: [a, b]\n", "line 1: dataset takes text, not ['a', 'b']"),
+        ("dataset: true\n", "line 1: dataset takes text, not True"),
+        ("adam_betas: [0.9]\n", "line 1: adam_betas takes a list of 2 values"),
+        ("target_modules: []\n", "line 1: target_modules takes a list of one or more values"),
+        ("max_len: 1\n\nmax_len: 2\n", "line 3: max_len is set twice"),
+        ("max_epochs: 1\nmax_epoch: 2\n", "line 2: max_epochs is set twice"),
+        ("dry_run: true\n", "line 1: dry_run belongs on the command line"),
+        ("seed: 1\nbf16: [true\nl2: 0\n", "line 3: not valid YAML"),
+        ("seed: 1\n\tbf16: true\n", "line 2: not valid YAML"),
+        ("- seed\n", "line 1: a config holds lines of the form"),
+        ("use_wandb: [s3cr3t]\n", "line 1: use_wandb takes text, not what is there"),
+    ],
+)
+def test_a_mistake_in_the_file_is_refused_with_file_and_line(tmp_path, text, expected):
+    path = config(tmp_path, text)
+    line = refusal("--config", path)
+    assert path in line and expected in line and "s3cr3t" not in line
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    missing = str(tmp_path / "none.yaml")
+    assert refusal("--config", missing) == f"--config {missing}: No such file or directory"
+    assert "directory" in refusal("--config", str(tmp_path))
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x80")
+    assert "UTF-8" in refusal("--config", str(tmp_path / "bytes.yaml"))

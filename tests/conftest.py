@@ -1,0 +1,14 @@
+"""One cache for all tests, and nothing that reaches for a network."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path_factory.getbasetemp() / "trimtab-cache"))

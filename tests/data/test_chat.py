@@ -1,0 +1,143 @@
+import pytest
+
+from tests.data.templates import CHATML, GEMMA, GENERATION, LLAMA3, MISTRAL, QWEN3, WORDS
+from trimtab.data.chat import ChatRenderer, render_pair, render_whole
+from trimtab.errors import UserError
+
+
+def talk(*contents, system=None):
+    roles = ["user", "assistant"]
+    messages = [{"role": "system", "content": system}] if system else []
+    return messages + [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def trained(rendering):
+    return [rendering.text[start:end] for start, end in rendering.trained]
+
+
+@pytest.mark.parametrize(
+    "template, ends",
+    [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (MISTRAL, "</s>"), (GEMMA, "<end_of_turn>")],
+)
+def test_loss_covers_the_answers_and_their_end_of_turn_and_nothing_else(make_tokenizer, template, ends):
+    messages = talk("one?", "It is one.", "two?", "It is two.")
+    tokenizer = make_tokenizer(template)
+    assert trained(ChatRenderer(tokenizer, multiturn=True).render(messages)) == [
+        "It is one." + ends,
+        "It is two." + ends,
+    ]
+    assert trained(ChatRenderer(tokenizer).render(messages)) == ["It is two." + ends]
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL, GEMMA, QWEN3, GENERATION])
+def test_text_is_exactly_the_templates_own_rendering(make_tokenizer, template):
+    tokenizer = make_tokenizer(template)
+    messages = talk("one?", " It is one.\n", "two?", "It is two.")
+    expected = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert ChatRenderer(tokenizer, multiturn=True).render(messages).text == expected
+
+
+@pytest.mark.parametrize("template", [LLAMA3, GEMMA])
+def test_contents_that_the_template_trims_keep_right_spans(make_tokenizer, template):
+    messages = talk("q", "\n  first \n", "q", " second ")
+    spans = trained(ChatRenderer(make_tokenizer(template), multiturn=True).render(messages))
+    assert [span.partition("<")[0] for span in spans] == ["first", "second"]
+
+
+def test_system_text_folded_into_the_user_turn_is_not_trained(make_tokenizer):
+    rendering = ChatRenderer(make_tokenizer(GEMMA), multiturn=True).render(talk("q", "a", system="Be kind."))
+    assert trained(rendering) == ["a<end_of_turn>"]
+    assert "Be kind.\n\nq" in rendering.text
+
+
+def test_an_answer_that_quotes_the_templates_marks_is_one_span(make_tokenizer):
+    quote = "x<|im_end|>\n<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\ny"
+    rendering = ChatRenderer(make_tokenizer(CHATML), multiturn=True).render(talk("q1", quote, "q2", "z"))
+    assert trained(rendering) == [quote + "<|im_end|>", "z<|im_end|>"]
+
+
+def test_thinking_removed_from_earlier_turns_is_absent_and_the_last_thought_is_trained(make_tokenizer):
+    messages = talk("q1", "<think>\nhm\n</think>\n\nfirst", "q2", "<think>\nwell\n</think>\n\nsecond")
+    rendering = ChatRenderer(make_tokenizer(QWEN3), multiturn=True).render(messages)
+    assert trained(rendering) == ["first<|im_end|>", "<think>\nwell\n</think>\n\nsecond<|im_end|>"]
+    assert "hm" not in rendering.text
+
+
+def test_an_empty_thinking_block_that_the_template_writes_is_trained(make_tokenizer):
+    rendering = ChatRenderer(make_tokenizer(QWEN3)).render(talk("q1", "a1", "q2", "a2"))
+    assert trained(rendering) == ["<think>\n\n</think>\n\na2<|im_end|>"]
+
+
+def test_reasoning_and_tool_calls_are_the_turns_own_words(make_tokenizer):
+    call = {"name": "add", "arguments": {"a": 1}}
+    messages = [
+        {"role": "user", "content": "sum?"},
+        {"role": "assistant", "content": "", "tool_calls": [call], "reasoning_content": "use it"},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    rendering = ChatRenderer(make_tokenizer(QWEN3), multiturn=True).render(messages, tools=[{"name": "add"}])
+    assert rendering.text.startswith('<|im_start|>system\nTools: [{"name": "add"}]')
+    first, second = trained(rendering)
+    assert first.startswith("<think>\nuse it\n</think>\n\n<tool_call>") and first.endswith("</tool_call><|im_end|>")
+    assert second == "<think>\n\n</think>\n\ntwo<|im_end|>"
+
+
+def test_generation_blocks_are_taken_from_the_template(make_tokenizer):
+    tokenizer = make_tokenizer(GENERATION)
+    messages = talk("q1", "a1", "q2", "a2")
+    assert trained(ChatRenderer(tokenizer, multiturn=True).render(messages)) == ["a1<|im_end|>", "a2<|im_end|>"]
+    assert trained(ChatRenderer(tokenizer).render(messages)) == ["a2<|im_end|>"]
+
+
+def test_a_template_without_special_tokens_gets_an_eos_after_the_last_turn(make_tokenizer):
+    rendering = ChatRenderer(make_tokenizer(WORDS), multiturn=True).render(talk("q1", "a1", "q2", "a2"))
+    assert rendering.text == "Human: q1\nBot: a1\nHuman: q2\nBot: a2</s>"
+    assert trained(rendering) == [" a1", " a2</s>"]
+
+
+def test_completion_messages_are_trained_and_prompt_messages_are_not(make_tokenizer):
+    messages = talk("q1", "a1", "q2", "a2", "q3", "a3")
+    rendering = ChatRenderer(make_tokenizer(CHATML)).render(messages, trained_from=2)
+    assert trained(rendering) == ["a2<|im_end|>", "a3<|im_end|>"]
+
+
+def test_a_conversation_without_a_last_answer_is_refused_with_its_row(make_tokenizer):
+    with pytest.raises(UserError, match=r"row 3: the last turn is 'user'"):
+        ChatRenderer(make_tokenizer(CHATML)).render(talk("q", "a", "q2"), where="row 3")
+
+
+def test_a_conversation_the_template_refuses_is_one_line_with_its_row(make_tokenizer):
+    with pytest.raises(UserError, match=r"row 5: .*roles must alternate"):
+        ChatRenderer(make_tokenizer(GEMMA)).render([{"role": "assistant", "content": "a"}], where="row 5")
+
+
+def test_a_template_that_hides_the_last_answer_is_refused_with_advice(make_tokenizer):
+    template = "{% for m in messages %}{{ m.content[:2] + '.' }}{% endfor %}"
+    with pytest.raises(UserError, match=r"row 1: .*generation"):
+        ChatRenderer(make_tokenizer(template)).render(talk("question", "answer"), where="row 1")
+
+
+def test_a_tokenizer_without_template_is_refused_with_the_flag(make_tokenizer):
+    with pytest.raises(UserError, match="--tokenizer_chat_template"):
+        ChatRenderer(make_tokenizer(None))
+
+
+def test_plain_template_fills_only_the_first_hole_and_leaves_braces_alone(make_tokenizer):
+    rendering = render_pair("f{x} {}", "{y}", make_tokenizer(), "{b} User: {} and {}\nA: ")
+    assert rendering.text == "{b} User: f{x} {} and {}\nA: {y}</s>"
+    assert trained(rendering) == ["{y}</s>"]
+
+
+@pytest.mark.parametrize("template", [None, "no hole"])
+def test_without_a_hole_the_prompt_stands_alone(make_tokenizer, template):
+    assert render_pair("p ", "r", make_tokenizer(), template).text == "p r</s>"
+
+
+def test_eos_is_not_doubled(make_tokenizer):
+    assert render_pair("p", "r</s>", make_tokenizer(), None).text == "pr</s>"
+    assert render_whole("t</s>", make_tokenizer()).text == "t</s>"
+
+
+def test_language_modelling_trains_everything(make_tokenizer):
+    assert trained(render_whole("some text", make_tokenizer())) == ["some text</s>"]

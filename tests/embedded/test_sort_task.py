@@ -1,0 +1,135 @@
+import json
+
+import pytest
+import torch
+
+from trimtab.embedded import sort_task
+from trimtab.evaluate.answers import answer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return sort_task.make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return sort_task.make_model(seed=3)
+
+
+def test_tokenizer_has_46_symbols_and_gives_text_back(tokenizer):
+    text = "sort 493817>, ok?"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(tokenizer) == 46
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_tokenizer_maps_what_it_does_not_know_to_one_unknown_token(tokenizer):
+    assert tokenizer("a\né", add_special_tokens=False)["input_ids"][1:] == [tokenizer.unk_token_id] * 2
+
+
+def test_chat_template_marks_exactly_the_answer_and_its_end(tokenizer):
+    messages = [
+        {"role": "user", "content": "sort 31>"},
+        {"role": "assistant", "content": "13"},
+        {"role": "user", "content": "sort 90>"},
+        {"role": "assistant", "content": "09"},
+    ]
+    encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    marked = [token for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"]) if mask]
+    assert tokenizer.decode(encoded["input_ids"]) == "<user>sort 31><assistant>13<eos><user>sort 90><assistant>09<eos>"
+    assert tokenizer.decode(marked) == "13<eos>09<eos>"
+
+
+def test_generation_prompt_is_the_beginning_of_the_whole_conversation(tokenizer):
+    row = sort_task.make_rows(1, seed=0)[0]["messages"]
+    prompt = tokenizer.apply_chat_template(row[:1], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.apply_chat_template(row, tokenize=False) == prompt + row[1]["content"] + tokenizer.eos_token
+
+
+def test_model_is_drawn_from_its_seed_and_leaves_the_global_random_state(model):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    again, other = sort_task.make_model(seed=3), sort_task.make_model(seed=4)
+    assert torch.equal(torch.rand(3), expected)
+    weights, repeated = model.state_dict(), again.state_dict()
+    assert all(torch.equal(weights[name], repeated[name]) for name in weights)
+    assert not torch.equal(weights["lm_head.weight"], other.state_dict()["lm_head.weight"])
+    assert 850_000 < model.num_parameters() < 870_000
+
+
+def test_rows_are_different_sorted_and_repeatable():
+    rows = sort_task.make_rows(500, seed=1)
+    assert rows == sort_task.make_rows(500, seed=1)
+    assert rows != sort_task.make_rows(500, seed=2)
+    assert len({sort_task.prompt_of(row) for row in rows}) == 500
+    for row in rows:
+        digits = sort_task.prompt_of(row).removeprefix("sort ").removesuffix(">")
+        assert sort_task.SHORTEST <= len(digits) <= sort_task.LONGEST
+        assert sort_task.reference_of(row) == "".join(sorted(digits))
+
+
+def test_no_held_out_answer_occurs_in_training_whatever_the_seeds():
+    trained = {sort_task.reference_of(row) for seed in range(3) for row in sort_task.make_rows(2000, seed)}
+    held_out = {
+        sort_task.reference_of(row) for seed in range(3) for row in sort_task.make_rows(300, seed, held_out=True)
+    }
+    assert held_out and not trained & held_out
+
+
+def test_descending_share_is_the_share_of_descending_answers():
+    rows = sort_task.make_rows(2000, seed=0, descending_share=0.65)
+    answers = [sort_task.reference_of(row) for row in rows]
+    descending = sum(text == "".join(sorted(text, reverse=True)) for text in answers) / len(answers)
+    assert 0.60 < descending < 0.70
+
+
+def test_success_counts_exact_answers_only():
+    assert sort_task.success_rate(["12", "12 ", "21", "3"], ["12", "12", "12", "3"]) == 0.5
+
+
+def test_write_gives_a_loadable_model_and_the_same_bytes_again(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    sort_task.write(tmp_path, seed=7, train_rows=20, test_rows=5)
+    files = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
+    first = {path: path.read_bytes() for path in files}
+    sort_task.write(tmp_path, seed=7, train_rows=20, test_rows=5)
+    assert {path: path.read_bytes() for path in files} == first
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert torch.equal(model.lm_head.weight, sort_task.make_model(7).lm_head.weight)
+    assert tokenizer.chat_template == sort_task.CHAT_TEMPLATE
+    assert model.config.eos_token_id == tokenizer.eos_token_id == model.generation_config.eos_token_id
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    assert rows == sort_task.make_rows(20, seed=7)
+
+
+def test_answers_do_not_depend_on_the_batch_and_keep_training_mode(tokenizer):
+    model = sort_task.make_model(seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8)  # fresh weights say nearly the same to everything
+    prompts = ["sort 5>", "sort 98765432>", "sort 12>"]
+    model.train()
+    together = answer(model, tokenizer, prompts, max_new_tokens=6)
+    alone = [answer(model, tokenizer, [prompt], max_new_tokens=6)[0] for prompt in prompts]
+    split = answer(model, tokenizer, prompts, max_new_tokens=6, batch_size=2)
+    assert together == alone == split
+    assert model.training
+    assert len(set(together)) > 1, "answers that all agree would hide a wrong order"
+    model.eval()
+    assert answer(model, tokenizer, [], max_new_tokens=6) == []
+    assert not model.training
+
+
+def test_answer_is_the_argmax_of_the_models_own_logits(model, tokenizer):
+    text = "<user>sort 5><assistant>"
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        expected = tokenizer.decode(model(ids).logits[0, -1].argmax(), skip_special_tokens=True)
+    assert answer(model, tokenizer, ["sort 5>"], max_new_tokens=1) == [expected]

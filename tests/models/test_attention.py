@@ -1,0 +1,67 @@
+import pytest
+import torch
+
+from trimtab.models.attention import PackedRow, UnsupportedAttention, packed_attention, set_row
+
+
+def naive(query, key, value, lengths, scale, window=None, softcap=None):
+    """Attention of each sample alone, from its definition."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    outputs, start = [], 0
+    for length in lengths:
+        q, k, v = (x[0, :, start : start + length] for x in (query, key, value))
+        scores = q @ k.transpose(1, 2) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        i = torch.arange(length)
+        seen = i[:, None] >= i
+        if window is not None:
+            seen &= i[:, None] - i < window
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        outputs.append(weights @ v)
+        start += length
+    return torch.cat(outputs, 1).transpose(0, 1)[None]
+
+
+def tensors(tokens, heads=4, kv_heads=2, width=8):
+    torch.manual_seed(0)
+    shapes = ((heads, width), (kv_heads, width), (kv_heads, width))
+    return [torch.randn(1, tokens, h, d).transpose(1, 2).requires_grad_() for h, d in shapes]
+
+
+@pytest.mark.parametrize("lengths", [[7], [1, 1, 1], [9, 8, 3, 9, 1], [20, 2, 19, 3, 18]])
+@pytest.mark.parametrize("options", [{}, {"window": 4}, {"softcap": 2.0}, {"window": 4, "softcap": 2.0}])
+def test_packed_samples_attend_as_if_each_were_alone(lengths, options):
+    inputs = tensors(sum(lengths))
+    set_row(PackedRow.of(lengths, torch.device("cpu")))
+    arguments = {"sliding_window": options.get("window"), "softcap": options.get("softcap")}
+    ours, _ = packed_attention(None, *inputs, None, scaling=0.3, **arguments)
+    expected = naive(*inputs, lengths, 0.3, **options)
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
+    upstream = torch.randn_like(ours)
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(expected, inputs, upstream)
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_changing_one_sample_leaves_the_others_untouched():
+    lengths = [6, 5, 6]
+    query, key, value = (x.detach() for x in tensors(sum(lengths)))
+    set_row(PackedRow.of(lengths, torch.device("cpu")))
+    before, _ = packed_attention(None, query, key, value, None, scaling=1.0)
+    key = key.clone()
+    key[:, :, 6:11] += 1
+    after, _ = packed_attention(None, query, key, value, None, scaling=1.0)
+    changed = (before != after).flatten(2).any(2)[0]
+    assert changed[6:11].any() and not changed[:6].any() and not changed[11:].any()
+
+
+def test_an_argument_we_would_drop_is_refused():
+    query, key, value = tensors(4)
+    set_row(PackedRow.of([4], torch.device("cpu")))
+    with pytest.raises(UnsupportedAttention, match="s_aux"):
+        packed_attention(torch.nn.Linear(1, 1), query, key, value, None, s_aux=torch.zeros(4))
+    with pytest.raises(UnsupportedAttention, match="mask"):
+        packed_attention(torch.nn.Linear(1, 1), query, key, value, torch.zeros(1, 1, 4, 4))

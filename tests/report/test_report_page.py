@@ -1,0 +1,201 @@
+"""The page from whole, odd and broken runs. Whatever is on disk, there is a report, and nothing in it is executed."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from trimtab.cli import main as trimtab_main
+from trimtab.cli import report as report_command
+from trimtab.report.page import write_report
+
+VOID = {"meta", "br", "hr", "img", "input", "link", "line", "path", "rect"}
+
+
+class Checked(HTMLParser):
+    """Fails on tags that do not close and remembers what the page contains."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes += attributes
+        if tag not in VOID or tag == "rect":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def step_row(step: int, **changes) -> dict:
+    row = {
+        "step": step,
+        "epoch": step / 40,
+        "loss": 3.0 * math.exp(-step / 10) + 0.1,
+        "learning_rate": 1e-3 / step,
+        "grad_norm": 1.0 + 1 / step,
+        "samples": 8,
+        "tokens": 100,
+        "trained_tokens": 40,
+        "tokens_per_second": 1000.0,
+        "seconds": 0.1,
+        "memory_gib": 0.5,
+        "skipped_steps": 0,
+    }
+    return row | changes
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A healthy run of 40 steps."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    rows = [step_row(step) | ({"eval_loss": 3 / step} if step % 10 == 0 else {}) for step in range(1, 41)]
+    write_metrics(folder, rows)
+    (folder / "options.yaml").write_text("pretrain: some/model\ndataset: data/rows.jsonl\nlearning_rate: 1.0e-3\n")
+    manifest = {
+        "versions": {"torch": "2.13.0"},
+        "steps": 40,
+        "trainable": [f"layer.{index}" for index in range(100)],
+        "device": "cpu",
+        "dtype": "float32",
+        "data": {"rows_read": 400, "rows_kept": 390, "rows_truncated": 3, "evaluation": {"rows_read": 7}},
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    samples = [{"prompt": "sort 21>", "before": "zz", "after": "12", "reference": "12"}]
+    (folder / "samples.json").write_text(json.dumps(samples))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def write_metrics(folder, rows) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def page_of(folder) -> str:
+    path = write_report(folder)
+    assert path == folder / "report.html"
+    page = path.read_text()
+    Checked(page)
+    assert not re.search(r'="[^"]*\b(nan|inf)\b', page), "a coordinate is not a number"
+    return page
+
+
+def test_a_healthy_run_shows_its_figures_and_nothing_unusual(run):
+    page = page_of(run)
+    assert "some/model" in page and "390 rows of data/rows.jsonl" in page
+    assert "Nothing unusual" in page
+    assert (
+        "versions · torch" in page
+        and "<td>rows read</td><td>400</td><td>7</td>" in page
+        and "layer.7 and 92 more" in page
+    )
+    assert page.count("<figure") == 5 and "Not recorded" not in page
+    assert ">4.0 s<" in page and ">4,000<" in page, "seconds and tokens add up over the steps"
+    assert ">0.164<" in page, "final loss is the mean over the last tenth of the steps"
+    assert "class=right>12<" in page and "class=wrong>zz<" in page
+    assert not (run / "report.html.part").exists()
+
+
+def test_the_page_is_self_contained_and_runs_no_script(run):
+    page = Checked(page_of(run))
+    assert not page.tags & {"script", "link", "iframe", "object", "img"}
+    assert not [name for name, value in page.attributes if name in ("src", "href") or name.startswith("on")]
+    assert "url(" not in (run / "report.html").read_text() and "@import" not in (run / "report.html").read_text()
+
+
+def test_markup_from_any_file_is_text(run):
+    evil = "</style><script>alert('x')</script>\"&"
+    (run / "samples.json").write_text(json.dumps([{"prompt": evil, "before": evil, "after": evil, "reference": evil}]))
+    (run / "options.yaml").write_text(json.dumps({"pretrain": evil, "dataset": evil, evil: evil}))
+    manifest = {"device": evil, "job": evil, evil: {evil: evil}, "data": {evil: evil, "rows_kept": evil}}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    assert "script" not in Checked(page_of(run)).tags
+
+
+def test_a_cut_last_line_is_left_out_and_named(run):
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:-30])
+    page = page_of(run)
+    assert "last line of metrics.jsonl is cut off" in page and "39 steps" in page
+
+
+def test_a_repeated_step_counts_once_with_its_later_row(run):
+    write_metrics(run, [step_row(1), step_row(2, loss=9.0), step_row(2, loss=0.5)])
+    page = page_of(run)
+    assert "2 steps" in page and "each step 9" not in page and ">0.5<" in page
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        b"",
+        b"\n\n",
+        b'not json\n[1, 2]\n"text"\n17\nnull\n',
+        b"\xff\xfe\x00\x80\n",
+        b'{"step": 1}\n',
+        b'{"loss": 1.0}\n{"step": null, "loss": 1}\n{"step": NaN}\n{"step": "three"}\n',
+        b'{"step": 1, "loss": NaN, "grad_norm": Infinity, "seconds": -Infinity}\n',
+        b'{"step": 1, "loss": "high", "grad_norm": null, "tokens": true, "memory_gib": [1], "epoch": {}}\n',
+        b'{"step": 1, "loss": 0.0}\n{"step": 2, "loss": 0.0}\n',
+        b'{"step": 1, "loss": 1e308}\n{"step": 2, "loss": -1e308}\n{"step": 3, "loss": 1e199}\n',
+        b'{"step": 1, "loss": 5e-324}\n{"step": 2, "loss": 1e-320}\n',
+        b'{"step": 1, "loss": 1' + b"0" * 400 + b"}\n",
+        b'{"step": 1' + b"0" * 150 + b', "loss": 1}\n{"step": -5, "loss": 2}\n',
+        b'{"step": 1, "loss": -3.5, "eval_loss": -4}\n',
+        b"[" * 100_000 + b"\n",
+    ],
+)
+def test_broken_metrics_still_give_a_report(run, metrics):
+    (run / "metrics.jsonl").write_bytes(metrics)
+    page_of(run)
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "[1, 2", "[]", "3", "{", "a: b: c", "\x00", '{"data": 3}', '{"data": {}}']
+)
+@pytest.mark.parametrize("name", ["options.yaml", "manifest.json", "samples.json"])
+def test_broken_or_missing_companions_still_give_a_report(run, name, content):
+    (run / name).unlink()
+    if content is not None:
+        (run / name).write_text(content)
+    page_of(run)
+
+
+def test_odd_samples_are_shown_as_they_are(run):
+    samples = [3, {}, {"prompt": 5, "after": None}, {"prompt": ["a"], "before": "", "after": "x", "reference": "y"}]
+    (run / "samples.json").write_text(json.dumps(samples))
+    assert "empty" in page_of(run)
+
+
+def test_a_long_run_stays_a_small_page(run):
+    write_metrics(run, [step_row(step) for step in range(1, 20_001)])
+    assert len(page_of(run)) < 400_000
+
+
+def test_command_prints_the_path(run, capsys):
+    assert report_command.main([str(run)]) == 0
+    assert capsys.readouterr().out == f"{run / 'report.html'}\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["report"], ["report", "here/is/nothing"], ["report", "."], ["report", "--folder", "x"]]
+)
+def test_a_mistake_is_one_line_and_exit_code_2(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert trimtab_main.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("trimtab report: error: ") and error.count("\n") == 1

@@ -1,0 +1,55 @@
+"""Models of a few thousand parameters, one for each family the tests need."""
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCABULARY = 61
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+FAMILIES = {
+    "llama": {},
+    "llama_tied": {"tie_word_embeddings": True},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "mistral": {"sliding_window": 5},
+    "gemma2": {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "granite": {"logits_scaling": 4.0},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 64, "dropout": 0.0, "word_embed_proj_dim": 32},
+    "bloom": {},
+    "falcon": {},
+}
+
+
+def tiny_model(family: str = "llama", *, seed: int = 0, spread: float = 0.2, **changes) -> PreTrainedModel:
+    """`spread`: standard deviation of the matrices, wide enough that mistakes show in the log-probs."""
+    kind = {"llama_tied": "llama"}.get(family, family)
+    config = CONFIG_MAPPING[kind](**{**COMMON, **FAMILIES[family], **changes})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, spread)
+    return model.eval()

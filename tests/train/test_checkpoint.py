@@ -1,0 +1,73 @@
+import pytest
+import torch
+
+from trimtab.errors import UserError
+from trimtab.train.checkpoint import Checkpoints
+
+
+def tensors(value=0.0, size=1000):
+    return {"weight/a": torch.full((size,), value), "step/a": torch.tensor(3.0)}
+
+
+def make(folder, keep=3, keep_gib=1e8):
+    return Checkpoints(folder, keep=keep, keep_gib=keep_gib)
+
+
+def test_what_was_saved_is_loaded(tmp_path):
+    store = make(tmp_path)
+    store.save(5, tensors(1.5), {"counters": {"step": 5}})
+    loaded, state = make(tmp_path).load()
+    assert torch.equal(loaded["weight/a"], tensors(1.5)["weight/a"]) and loaded["step/a"].shape == ()
+    assert state["counters"]["step"] == 5
+
+
+def test_nothing_saved_loads_nothing(tmp_path):
+    assert make(tmp_path / "absent").load() is None
+
+
+def test_oldest_go_first_and_the_newest_always_stays(tmp_path):
+    store = make(tmp_path, keep=2)
+    for step in (2, 10, 9):
+        store.save(step, tensors(), {}, export=lambda folder: folder.mkdir())
+    assert sorted(p.name for p in tmp_path.glob("global*")) == [
+        "global_step10", "global_step10_hf", "global_step9", "global_step9_hf",
+    ]  # fmt: skip
+    assert store.latest().name == "global_step9"
+    tight = make(tmp_path, keep=5, keep_gib=1e-9)
+    tight.save(11, tensors(), {})
+    assert [p.name for p in sorted(tmp_path.glob("global*"))] == ["global_step11"]
+
+
+def test_an_interrupted_write_is_ignored_and_cleaned(tmp_path):
+    store = make(tmp_path)
+    store.save(1, tensors(), {"counters": {"step": 1}})
+    half = tmp_path / ".writing-global_step2-123"
+    half.mkdir()
+    (half / "tensors.safetensors").write_bytes(b"half")
+    assert store.load()[1]["counters"]["step"] == 1
+    store.save(3, tensors(), {"counters": {"step": 3}})
+    assert not half.exists()
+
+
+def test_a_lost_pointer_finds_the_newest(tmp_path):
+    store = make(tmp_path)
+    for step in (9, 10):
+        store.save(step, tensors(), {})
+    (tmp_path / "latest").unlink()
+    assert store.latest().name == "global_step10"
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    store = make(tmp_path)
+    store.save(1, tensors(1.0), {})
+    store.save(1, tensors(2.0), {})
+    assert store.load()[0]["weight/a"][0] == 2.0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step1", "latest"]
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    store = make(tmp_path)
+    store.save(1, tensors(), {})
+    (tmp_path / "global_step1" / "tensors.safetensors").write_bytes(b"\x00" * 100)
+    with pytest.raises(UserError, match="global_step1.*damaged"):
+        store.load()

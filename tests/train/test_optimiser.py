@@ -1,0 +1,112 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from trimtab.train.optimiser import Optimiser
+
+
+def settings(**changes):
+    values = {
+        "learning_rate": 1e-2, "l2": 0.1, "adam_betas": (0.9, 0.95), "max_norm": 1.0, "lr_warmup_ratio": 0.0,
+        "lr_scheduler": "constant", "min_lr_ratio": 0.1,
+    }  # fmt: skip
+    return SimpleNamespace(**(values | changes))
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    for p in net.parameters():
+        p.data = p.data.to(dtype)
+    return net
+
+
+def backward(net, seed, scale=1.0):
+    torch.manual_seed(seed)
+    x = torch.randn(16, 4, dtype=next(net.parameters()).dtype)
+    (net(x).float().square().mean() * scale).backward()
+
+
+def test_equals_torch_adamw_with_clipping_and_undecayed_vectors():
+    ours, theirs = network(), network()
+    optimiser = Optimiser(ours, settings(), 10, fused=False)
+    matrices = [p for p in theirs.parameters() if p.ndim >= 2]
+    vectors = [p for p in theirs.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    for step in range(5):
+        backward(ours, step, scale=10)
+        backward(theirs, step, scale=10)
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        reference.step()
+        reference.zero_grad()
+        assert optimiser.step(step).applied
+    torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()))
+
+
+def test_small_updates_survive_in_the_fp32_masters_of_bf16_weights():
+    net = network(torch.bfloat16)
+    optimiser = Optimiser(net, settings(learning_rate=1e-6, l2=0.0), 1000, fused=False)
+    start = {n: m.clone() for n, m in optimiser.masters.items()}
+    for step in range(50):
+        backward(net, step)
+        optimiser.step(step)
+    moved = (optimiser.masters["0.weight"] - start["0.weight"]).abs().mean()
+    assert moved > 1e-5, "fifty steps of 1e-6 add up"
+    for name, master in optimiser.masters.items():
+        assert torch.equal(optimiser.working[name], master.bfloat16())
+
+
+def test_gradients_of_bf16_weights_add_up_in_fp32():
+    net = network(torch.bfloat16)
+    optimiser = Optimiser(net, settings(), 10, fused=False)
+    expected = torch.zeros(8, 4)
+    for step in range(32):
+        single = network(torch.bfloat16)
+        backward(single, step)
+        expected += single[0].weight.grad.float()
+        backward(net, step)
+    torch.testing.assert_close(optimiser.accumulated["0.weight"], expected, atol=1e-6, rtol=1e-6)
+    assert net[0].weight.grad is None
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_moves_nothing(bad):
+    net = network()
+    optimiser = Optimiser(net, settings(), 10, fused=False)
+    backward(net, 0)
+    optimiser.step(0)
+    before = {k: v.clone() for k, v in optimiser.state().items()}
+    backward(net, 1)
+    net[0].bias.grad[0] = bad
+    assert not optimiser.step(1).applied
+    after = optimiser.state()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    assert all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fused", [False, True])
+def test_restored_state_continues_bit_for_bit(dtype, fused):
+    straight, resumed = network(dtype), network(dtype)
+    first = Optimiser(straight, settings(), 10, fused=fused)
+    for step in range(3):
+        backward(straight, step)
+        first.step(step)
+    saved = {k: v.clone() for k, v in first.state().items()}
+    second = Optimiser(resumed, settings(), 10, fused=fused)
+    second.restore(saved)
+    for step in range(3, 6):
+        for net, optimiser in ((straight, first), (resumed, second)):
+            backward(net, step)
+            optimiser.step(step)
+    for a, b in zip(straight.parameters(), resumed.parameters()):
+        assert torch.equal(a, b)
+
+
+def test_schedule_warms_up_then_falls_to_its_floor():
+    optimiser = Optimiser(network(), settings(lr_scheduler="cosine_with_min_lr", lr_warmup_ratio=0.1), 100, fused=False)
+    assert optimiser.rate(0) == 0 and optimiser.rate(5) == pytest.approx(5e-3)
+    assert optimiser.rate(10) == pytest.approx(1e-2) and optimiser.rate(100) == pytest.approx(1e-3)

@@ -1,0 +1,87 @@
+"""From a job's words to its run: parse, check, then rehearse or start. Mistakes become one line and exit code 2."""
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trimtab.config.checks import check, settle
+from trimtab.config.dump import redact, secrets_of, to_yaml
+from trimtab.config.parse import parse
+from trimtab.config.support import hardware_problems, refuse_unimplemented
+from trimtab.errors import Interrupted, RunFailed, UserError
+
+
+def run_job(
+    job_class: type,
+    argv: Sequence[str] | None,
+    start: Callable[[Any], None],
+    rehearse: Callable[[Any], list[str]] | None = None,
+) -> int:
+    """Run one job and return its exit code.
+
+    `start` and `rehearse` get checked options and import what is heavy themselves. In a dry run, standard output is a
+    config that `--config` reads: what `rehearse` has to say follows it as comments.
+    """
+    name = f"trimtab {job_class.verb}"
+    options = None
+    try:
+        options = parse(job_class, sys.argv[1:] if argv is None else argv)
+        if argv is None:
+            # Loggers copy the command line of the process.
+            sys.argv[1:] = [redact(word, options) for word in sys.argv[1:]]
+        options, warnings = settle(options)
+        warnings += check(options)
+        refuse_unimplemented(options)
+        problems = hardware_problems(options)
+        if problems and not options.dry_run:
+            raise UserError("; ".join(problems))
+        for warning in warnings + problems:
+            _say(f"{name}: warning: {warning}", options)
+        if not options.dry_run:
+            start(options)
+            return 0
+        print(to_yaml(options), end="", flush=True)
+        for line in rehearse(options) if rehearse else []:
+            print(redact(f"# {line}", options))
+        return 0
+    except SystemExit as leaving:
+        if options is None:
+            return int(leaving.code or 0)  # --help
+        raise
+    except Exception as error:
+        return _exit_code(name, error, options)
+    except KeyboardInterrupt:
+        _say(f"{name}: interrupted", options)
+        return 130
+
+
+def guarded(name: str, action: Callable[[], int | None]) -> int:
+    """Run a command that is not a job with the same manners, and return its exit code."""
+    try:
+        return action() or 0
+    except Exception as error:
+        return _exit_code(name, error)
+    except KeyboardInterrupt:
+        _say(f"{name}: interrupted")
+        return 130
+
+
+def _exit_code(name: str, error: Exception, options: Any = None) -> int:
+    if isinstance(error, UserError):
+        _say(f"{name}: error: {' '.join(str(error).splitlines())}", options)
+        return 2
+    if isinstance(error, RunFailed):
+        _say(f"{name}: failed: {' '.join(str(error).splitlines())}", options)
+        return 1
+    if isinstance(error, Interrupted):
+        _say(f"{name}: {error}", options)
+        return error.exit_code
+    if not secrets_of(options):
+        raise error
+    _say("".join(traceback.format_exception(error)).rstrip(), options)
+    return 1
+
+
+def _say(text: str, options: Any = None) -> None:
+    print(redact(text, options), file=sys.stderr, flush=True)

@@ -1,0 +1,23 @@
+"""A parser for the verbs that have a handful of words of their own; jobs with real options use trimtab.config."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from trimtab.errors import UserError
+
+
+class Words(argparse.ArgumentParser):
+    """argparse, except that a mistake is a UserError of one line instead of a usage text."""
+
+    def __init__(self, program: str, description: str):
+        super().__init__(
+            prog=program,
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")

@@ -1,0 +1,111 @@
+"""What options a job has, read from its dataclass: the one description that parsing, help and YAML share."""
+
+import ast
+import difflib
+import functools
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any
+
+from trimtab.config.spellings import ALIASES, aliases_of
+
+
+@dataclass(frozen=True)
+class Option:
+    name: str
+    kind: type
+    """bool, int, float or str: the type of one value."""
+    count: int | None
+    """How many values: None for one, 0 for one or more, n for exactly n."""
+    optional: bool
+    """None is a value."""
+    bare: str | None
+    """A text option that may stand alone, and then has this value; False then means None."""
+    default: Any
+    help: str
+    section: str
+    aliases: tuple[str, ...]
+    secret: bool
+    of_this_call: bool
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+
+@functools.cache
+def options_of(job_class: type) -> dict[str, Option]:
+    """The options of a job by name, in the order in which help shows them."""
+    declared = {known.name: known for known in fields(job_class)}
+    options: dict[str, Option] = {}
+    for group in job_class.__mro__:
+        for name, text in _help_texts(group).items():
+            if name in declared:
+                options[name] = _option(declared[name], text, inspect.getdoc(group) or "")
+    assert options.keys() == declared.keys(), f"without help text: {sorted(declared.keys() - options.keys())}"
+    return options
+
+
+def _option(declared: Field, text: str, section: str) -> Option:
+    kind, count, optional = _shape(declared.type)
+    assert declared.default is not MISSING, f"{declared.name} has no default"
+    return Option(
+        name=declared.name,
+        kind=kind,
+        count=count,
+        optional=optional,
+        bare=declared.metadata.get("bare"),
+        default=declared.default,
+        help=text,
+        section=section,
+        aliases=aliases_of(declared.name),
+        secret="secret" in declared.metadata,
+        of_this_call="of_this_call" in declared.metadata,
+    )
+
+
+def _shape(annotation: Any) -> tuple[type, int | None, bool]:
+    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    kinds = [member for member in members if member is not types.NoneType]
+    optional = len(kinds) < len(members)
+    (kind,) = kinds
+    if typing.get_origin(kind) is tuple:
+        inner = typing.get_args(kind)
+        return inner[0], (0 if inner[-1] is Ellipsis else len(inner)), optional
+    assert kind in (bool, int, float, str), f"no command line form for {annotation}"
+    return kind, None, optional
+
+
+def _help_texts(group: type) -> dict[str, str]:
+    """The string under each field of a class."""
+    if group is object:
+        return {}
+    body = ast.parse(textwrap.dedent(inspect.getsource(group))).body[0].body
+    texts = {}
+    for statement, following in itertools.pairwise(body):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+        ):
+            texts[statement.target.id] = " ".join(str(following.value.value).split())
+    return texts
+
+
+def find(job_class: type, name: str) -> Option | None:
+    """The option of this name or alias."""
+    return options_of(job_class).get(ALIASES.get(name, name))
+
+
+def suggestion(job_class: type, name: str) -> str | None:
+    """The name of the option that someone who wrote `name` most likely meant."""
+    options = options_of(job_class)
+    names = [*options, *(alias for option in options.values() for alias in option.aliases)]
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    containing = sorted((known for known in options if name in known), key=len) if len(name) > 3 else []
+    close = close or containing or difflib.get_close_matches(name, names, n=1, cutoff=0.55)
+    return ALIASES.get(close[0], close[0]) if close else None

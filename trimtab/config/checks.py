@@ -1,0 +1,284 @@
+"""What can be said about options before torch is imported: mistakes are a UserError, oddities a line of warning.
+
+What depends on this machine (packages, processes) is in support.py.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from trimtab.config.groups import (
+    BatchOptions,
+    CheckpointOptions,
+    DataOptions,
+    LoadOptions,
+    LoggingOptions,
+    LoraOptions,
+    ModelOptions,
+    OptimiserOptions,
+    RowOptions,
+    ShardingOptions,
+    TemplateOptions,
+    UpdateOptions,
+)
+from trimtab.config.jobs import SFTOptions
+from trimtab.errors import UserError
+
+Options = TypeVar("Options")
+
+SCHEDULERS = (
+    "linear",
+    "cosine",
+    "cosine_with_min_lr",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+)
+DATA_SUFFIXES = {".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt", ".py"}
+FILE_TYPES = {"json", "csv", "parquet", "arrow", "text"}
+
+
+def settle(options: Options) -> tuple[Options, list[str]]:
+    """The options with what they leave open filled in, and a line for each value that was set aside."""
+    changes: dict[str, Any] = {}
+    warnings = []
+    if isinstance(options, LoggingOptions) and options.wandb_run_name is None:
+        changes["wandb_run_name"] = f"{options.verb}_{time.strftime('%Y%m%dT%H%M%S')}"
+    if (
+        isinstance(options, TemplateOptions)
+        and options.input_template is not None
+        and "{}" not in options.input_template
+    ):
+        changes["input_template"] = None
+        warnings.append("--input_template has no {} for the prompt, so it is left out")
+    return dataclasses.replace(options, **changes), warnings
+
+
+def check(options: Any) -> list[str]:
+    """Refuse what cannot be meant; return warnings about what probably is not."""
+    warnings: list[str] = []
+    for group, examine in _EXAMINERS:
+        if isinstance(options, group):
+            warnings += examine(options)
+    return warnings + _without_effect(options)
+
+
+def _examine_model(options: ModelOptions) -> Iterable[str]:
+    _require(options, "pretrain", "a hub name or a model folder")
+    if _looks_like_a_path(options.pretrain) and not os.path.exists(os.path.expanduser(options.pretrain)):
+        raise UserError(f"--pretrain: {options.pretrain} does not exist; check the path")
+    _at_least(options, 0, "aux_loss_coef")
+    return []
+
+
+def _examine_load(options: LoadOptions) -> Iterable[str]:
+    if options.load_in_4bit and not options.bf16:
+        raise UserError("--load_in_4bit computes in bfloat16: add --bf16")
+    return []
+
+
+def _examine_lora(options: LoraOptions) -> Iterable[str]:
+    _at_least(options, 0, "lora_rank")
+    _at_least(options, 1, "lora_alpha")
+    if not 0 <= options.lora_dropout < 1:
+        raise UserError(f"--lora_dropout is {options.lora_dropout:g}: it must be at least 0 and below 1")
+    if getattr(options, "load_in_4bit", False) and not options.lora_rank:
+        raise UserError("--load_in_4bit freezes the base model: add --lora_rank, for example --lora_rank 16")
+    return []
+
+
+def _examine_update(options: UpdateOptions) -> Iterable[str]:
+    if options.lr_scheduler not in SCHEDULERS:
+        raise UserError(f"--lr_scheduler {options.lr_scheduler} is not one of {', '.join(SCHEDULERS)}")
+    _between_zero_and_one(options, "lr_warmup_ratio", "min_lr_ratio")
+    _at_least(options, 0, "l2", "max_norm")
+    for beta in options.adam_betas:
+        if not 0 <= beta < 1:
+            raise UserError(f"--adam_betas has {beta:g}: both must be at least 0 and below 1")
+    return []
+
+
+def _examine_optimiser(options: OptimiserOptions) -> Iterable[str]:
+    _at_least(options, 0, "learning_rate")
+    return []
+
+
+def _examine_batches(options: BatchOptions) -> Iterable[str]:
+    _at_least(options, 1, "train_batch_size", "micro_train_batch_size", "max_epochs")
+    whole, micro = options.train_batch_size, options.micro_train_batch_size
+    if whole % micro:
+        divisor = max(number for number in range(1, min(micro, whole) + 1) if whole % number == 0)
+        other = "" if whole < micro else f", or --train_batch_size {whole - whole % micro}"
+        raise UserError(
+            f"--train_batch_size {whole} is not a multiple of --micro_train_batch_size {micro}: "
+            f"use --micro_train_batch_size {divisor}{other}"
+        )
+    budget = options.train_max_tokens_per_gpu
+    if budget is None:
+        return []
+    if not options.packing_samples:
+        raise UserError("--train_max_tokens_per_gpu is the budget of packed rows: add --packing_samples")
+    longest = getattr(options, "max_len", 1)
+    if budget < longest:
+        raise UserError(f"--train_max_tokens_per_gpu {budget} cannot hold one sample of --max_len {longest}: raise it")
+    return []
+
+
+def _examine_rows(options: RowOptions) -> Iterable[str]:
+    _at_least(options, 1, "max_samples", "max_len")
+    if options.num_workers is not None:
+        _at_least(options, 1, "num_workers")
+    return _examine_sources(options.eval_dataset or "", "--eval_dataset")
+
+
+def _examine_data(options: DataOptions) -> Iterable[str]:
+    _require(options, "dataset", "a file, a folder or a hub name")
+    sources = _listed(options.dataset)
+    if not sources:
+        raise UserError(f"--dataset {options.dataset!r} names no source")
+    if options.dataset_probs is not None:
+        _examine_shares(options.dataset_probs, sources)
+    return _examine_sources(options.dataset, "--dataset")
+
+
+def _examine_shares(text: str, sources: list[str]) -> None:
+    try:
+        shares = [float(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(f"--dataset_probs {text!r} must be numbers separated by commas, for example 0.7,0.3") from None
+    if len(shares) != len(sources):
+        raise UserError(f"--dataset_probs has {len(shares)} numbers for {len(sources)} sources in --dataset")
+    if not all(share >= 0 for share in shares) or not 0 < sum(shares) < float("inf"):
+        raise UserError(f"--dataset_probs {text!r}: no share may be negative, and their sum must be above 0")
+
+
+def _examine_sources(text: str, flag: str) -> Iterable[str]:
+    warnings = []
+    for source in _listed(text):
+        kind, at, folder = source.partition("@")
+        if at and kind in FILE_TYPES:
+            if not os.path.isdir(os.path.expanduser(folder)):
+                raise UserError(f"{flag} {source}: there is no folder {folder}")
+            continue
+        parent, name = os.path.split(os.path.expanduser(source))
+        if at or os.path.exists(os.path.join(parent, name)):
+            continue
+        if _looks_like_a_path(source):
+            raise UserError(f"{flag}: {source} does not exist; check the path")
+        if os.path.isdir(parent):
+            warnings.append(f"{flag}: there is no {name} in the folder {parent}, so {source} is taken for a hub name")
+    return warnings
+
+
+def _looks_like_a_path(text: str) -> bool:
+    """A hub name is `name` or `owner/name`, without a data file's suffix."""
+    return text.startswith((".", "/", "~")) or text.count("/") > 1 or os.path.splitext(text)[1].lower() in DATA_SUFFIXES
+
+
+def _examine_templates(options: TemplateOptions) -> Iterable[str]:
+    if options.input_template and "\\n" in options.input_template:
+        return [r"--input_template holds a backslash and an n, not a new line: in bash write $'...\n...'"]
+    return []
+
+
+def _examine_checkpoints(options: CheckpointOptions) -> Iterable[str]:
+    _every_so_often(options, "save_steps")
+    _at_least(options, 1, "max_ckpt_num", "max_ckpt_mem")
+    if options.save_steps > 0 and options.disable_ds_ckpt and not options.save_hf_ckpt:
+        return ["--save_steps saves nothing: --disable_ds_ckpt is on and --save_hf_ckpt is not"]
+    return []
+
+
+def _examine_logging(options: LoggingOptions) -> Iterable[str]:
+    _at_least(options, 1, "logging_steps")
+    _every_so_often(options, "eval_steps")
+    return []
+
+
+def _examine_sharding(options: ShardingOptions) -> Iterable[str]:
+    if options.zero_stage not in range(4):
+        raise UserError(f"--zero_stage is {options.zero_stage}: it must be 0, 1, 2 or 3")
+    if options.grad_accum_dtype not in (None, "fp32", "bf16"):
+        raise UserError(f"--grad_accum_dtype is {options.grad_accum_dtype}: it must be fp32, bf16 or None")
+    return []
+
+
+def _examine_sft(options: SFTOptions) -> Iterable[str]:
+    if options.multiturn and options.pretrain_mode:
+        raise UserError("--multiturn learns the assistant's turns, --pretrain_mode every token: choose one")
+    return []
+
+
+_EXAMINERS = (
+    (ModelOptions, _examine_model),
+    (DataOptions, _examine_data),
+    (RowOptions, _examine_rows),
+    (LoadOptions, _examine_load),
+    (LoraOptions, _examine_lora),
+    (UpdateOptions, _examine_update),
+    (OptimiserOptions, _examine_optimiser),
+    (BatchOptions, _examine_batches),
+    (TemplateOptions, _examine_templates),
+    (CheckpointOptions, _examine_checkpoints),
+    (LoggingOptions, _examine_logging),
+    (ShardingOptions, _examine_sharding),
+    (SFTOptions, _examine_sft),
+)
+
+_NEEDS = (
+    ("gradient_checkpointing_use_reentrant", "gradient_checkpointing"),
+    ("lora_alpha", "lora_rank"),
+    ("lora_dropout", "lora_rank"),
+    ("target_modules", "lora_rank"),
+    ("eval_split", "eval_dataset"),
+    ("wandb_org", "use_wandb"),
+    ("wandb_group", "use_wandb"),
+)
+
+
+def _without_effect(options: Any) -> list[str]:
+    warnings = [
+        f"--{name} has no effect without --{needed}"
+        for name, needed in _NEEDS
+        if changed(options, name) and not getattr(options, needed)
+    ]
+    if changed(options, "min_lr_ratio") and options.lr_scheduler != "cosine_with_min_lr":
+        warnings.append("--min_lr_ratio has no effect without --lr_scheduler cosine_with_min_lr")
+    return warnings
+
+
+def changed(options: Any, name: str) -> bool:
+    """Whether the job has this option and it is not at its default."""
+    default = next((known.default for known in dataclasses.fields(options) if known.name == name), None)
+    return getattr(options, name, default) != default
+
+
+def _listed(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _require(options: Any, name: str, what: str) -> None:
+    if not getattr(options, name):
+        raise UserError(f"--{name} is missing: give {what}")
+
+
+def _at_least(options: Any, least: int, *names: str) -> None:
+    for name in names:
+        if getattr(options, name) < least:
+            raise UserError(f"--{name} is {getattr(options, name):g}: it must be at least {least}")
+
+
+def _between_zero_and_one(options: Any, *names: str) -> None:
+    for name in names:
+        if not 0 <= getattr(options, name) <= 1:
+            raise UserError(f"--{name} is {getattr(options, name):g}: it must be between 0 and 1")
+
+
+def _every_so_often(options: Any, name: str) -> None:
+    value = getattr(options, name)
+    if value < 1 and value != -1:
+        raise UserError(f"--{name} is {value}: it must be a number of steps above 0, or -1")

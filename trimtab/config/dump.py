@@ -1,0 +1,76 @@
+"""Options to YAML that `--config` reads back to equal options, and the removal of keys from any text."""
+
+import os
+from itertools import groupby
+from typing import Any
+
+import yaml
+
+from trimtab.config.catalogue import options_of
+from trimtab.config.values import REDACTED
+
+_HARMLESS = {None, "True", "online", "offline"}
+_SECRET_VARIABLES = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+# Shorter than any real key; hiding such a word would only make the text unreadable.
+_SHORTEST_KEY = 6
+
+
+def to_dict(options: Any) -> dict[str, Any]:
+    """The resolved options of a run by name, in plain types and without keys or what concerns this call only."""
+    return {
+        name: _plain(REDACTED if option.secret and _is_key(getattr(options, name)) else getattr(options, name))
+        for name, option in options_of(type(options)).items()
+        if not option.of_this_call
+    }
+
+
+def to_yaml(options: Any) -> str:
+    """The same under the headings of `--help`."""
+    described = options_of(type(options))
+    values = to_dict(options)
+    text = f"# trimtab {options.verb}\n"
+    for section, names in groupby(values, key=lambda name: described[name].section):
+        block = {name: values[name] for name in names}
+        text += f"\n# {section}\n" + yaml.dump(
+            block, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1_000_000, default_flow_style=False
+        )
+    return text
+
+
+def redact(text: str, options: Any = None) -> str:
+    """The text without the keys that the options or the environment hold."""
+    for key in secrets_of(options):
+        text = text.replace(key, REDACTED)
+    return text
+
+
+def secrets_of(options: Any = None) -> list[str]:
+    """Values that must not be shown, longest first."""
+    found = {os.environ.get(name, "") for name in _SECRET_VARIABLES}
+    if options is not None:
+        held = (getattr(options, name) for name, option in options_of(type(options)).items() if option.secret)
+        found |= {value for value in held if _is_key(value)}
+    return sorted((key for key in found if len(key) >= _SHORTEST_KEY), key=len, reverse=True)
+
+
+def _is_key(value: Any) -> bool:
+    return value not in _HARMLESS
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # A template on one line, with its \n visible, reads better than YAML's folded blocks.
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _string)
+_Dumper.add_representer(
+    list, lambda dumper, items: dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
+)

@@ -1,0 +1,76 @@
+"""The text of `--help`."""
+
+import shutil
+import textwrap
+from itertools import groupby
+
+from trimtab.config.catalogue import Option, options_of
+
+_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
+_COLUMN = 34
+
+
+def help_text(job_class: type, width: int | None = None) -> str:
+    """Every option of the job under its heading, wrapped to the terminal."""
+    width = width or max(70, min(shutil.get_terminal_size().columns, 120))
+    verb = job_class.verb
+    lines = [
+        f"usage: trimtab {verb} --pretrain MODEL --dataset DATA [option ...]",
+        f"       trimtab {verb} --config FILE.yaml [option ...]",
+        "",
+        *textwrap.wrap(
+            "A switch stands alone or is followed by True or False. Where no default is shown, a switch is off and any "
+            "other option unset; None unsets one that can be unset.",
+            width,
+        ),
+    ]
+    by_section = sorted(options_of(job_class).values(), key=_section_order(job_class))
+    for section, members in groupby(by_section, key=lambda option: option.section):
+        lines += ["", f"{section}:"]
+        for option in members:
+            lines += _entry(option, width)
+    lines += ["", "  -h, --help".ljust(_COLUMN) + "Show this and stop."]
+    return "\n".join(lines) + "\n"
+
+
+def _section_order(job_class: type):
+    order = list(dict.fromkeys(option.section for option in options_of(job_class).values()))
+    return lambda option: order.index(option.section)
+
+
+def _entry(option: Option, width: int) -> list[str]:
+    notes = [f"default: {_shown(option)}"] if not (option.default is None or option.default is False) else []
+    notes += [f"also --{alias}" for alias in option.aliases]
+    text = option.help + (f" ({'; '.join(notes)})" if notes else "")
+    left = f"  {option.flag} {_metavar(option)}".rstrip()
+    body = textwrap.wrap(text, width - _COLUMN, break_long_words=False, break_on_hyphens=False)
+    if len(left) > _COLUMN - 2:
+        return [left, *(" " * _COLUMN + line for line in body)]
+    return [left.ljust(_COLUMN) + body[0], *(" " * _COLUMN + line for line in body[1:])]
+
+
+def _metavar(option: Option) -> str:
+    if option.kind is bool:
+        return ""
+    one = _METAVARS[option.kind]
+    if option.bare:
+        return f"[{one}]"
+    if option.count is None:
+        return one
+    return f"{one} ..." if option.count == 0 else " ".join([one] * option.count)
+
+
+def _shown(option: Option) -> str:
+    if option.kind is bool:
+        return "on"
+    values = option.default if option.count is not None else (option.default,)
+    return " ".join(_shown_value(value) for value in values)
+
+
+def _shown_value(value: object) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = str(value)
+    return repr(text) if text != "".join(text.split()) else text

@@ -1,0 +1,134 @@
+"""Command line and YAML file to a job's options. Imports nothing heavy: an error must come before torch does."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from trimtab.config.catalogue import Option, find, options_of, suggestion
+from trimtab.config.help import help_text
+from trimtab.config.values import REDACTED, from_text, from_yaml
+from trimtab.errors import UserError
+
+Options = TypeVar("Options")
+
+
+def parse(job_class: type[Options], argv: Sequence[str]) -> Options:
+    """The options that `argv` (and the file its --config names) asks for; a mistake is a UserError of one line.
+
+    `-h` and `--help` print the help and leave through SystemExit(0).
+    """
+    if "-h" in argv or "--help" in argv:
+        print(help_text(job_class), end="")
+        raise SystemExit(0)
+    given = _from_command_line(job_class, argv)
+    from_file = _from_file(job_class, given["config"]) if given.get("config") else {}
+    chosen = {**from_file, **given}
+    for name, value in chosen.items():
+        if value == REDACTED:
+            raise UserError(f"--{name} is {REDACTED} in this config, because it was a key: give it on the command line")
+    return job_class(**chosen)
+
+
+def _from_command_line(job_class: type, argv: Sequence[str]) -> dict[str, Any]:
+    """Only the options that were given."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for option in options_of(job_class).values():
+        parser.add_argument(
+            option.flag, *(f"--{alias}" for alias in option.aliases), dest=option.name, **_arity(option)
+        )
+    try:
+        namespace, rest = parser.parse_known_args([_underscored(word) for word in argv])
+    except argparse.ArgumentError as error:
+        raise UserError(f"{(error.argument_name or '').split('/')[0]}: {error.message}") from None
+    if rest:
+        raise UserError(_not_understood(job_class, rest[0]))
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in vars(namespace).items()}
+
+
+def _arity(option: Option) -> dict[str, Any]:
+    def convert(text: str) -> Any:
+        try:
+            return from_text(option, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    arguments: dict[str, Any] = {"type": convert, "default": argparse.SUPPRESS}
+    if option.kind is bool or option.bare:
+        arguments |= {"nargs": "?", "const": option.bare or True}
+    elif option.count is not None:
+        arguments |= {"nargs": option.count or "+"}
+    return arguments
+
+
+def _underscored(word: str) -> str:
+    """--max-len is --max_len; values stay as they are."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"
+
+
+def _not_understood(job_class: type, word: str) -> str:
+    if word.startswith("-") and word.strip("-"):
+        # A value after = may be a key, so only the name is repeated.
+        return _unknown(job_class, word.split("=")[0], word.split("=")[0].lstrip("-"), "--")
+    return f"unexpected {word!r}: every value follows its option, and one with spaces needs quotes"
+
+
+def _unknown(job_class: type, shown: str, name: str, prefix: str) -> str:
+    nearest = suggestion(job_class, name)
+    return f"unknown option {shown}; " + (
+        f"did you mean {prefix}{nearest}?" if nearest else f"trimtab {job_class.verb} --help lists them all"
+    )
+
+
+def _from_file(job_class: type, path: str) -> dict[str, Any]:
+    chosen: dict[str, Any] = {}
+    for line, key, value in _entries(path):
+        where = f"{path} line {line}"
+        option = find(job_class, key)
+        if option is None:
+            hint = " (options are not nested)" if isinstance(value, dict) else ""
+            raise UserError(f"{where}: {_unknown(job_class, key, key, '')}{hint}")
+        if option.of_this_call:
+            raise UserError(f"{where}: {key} belongs on the command line, not in a config file")
+        if option.name in chosen:
+            raise UserError(f"{where}: {option.name} is set twice in this file")
+        try:
+            chosen[option.name] = from_yaml(option, value)
+        except ValueError as error:
+            raise UserError(f"{where}: {key} {error}") from None
+    return chosen
+
+
+def _entries(path: str) -> list[tuple[int, str, Any]]:
+    """The file's (line, key, value) triples, repeated keys included."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a UTF-8 text file"
+        raise UserError(f"--config {path}: {reason}") from None
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return []
+        if not isinstance(root, yaml.MappingNode):
+            raise UserError(f"{path} line {root.start_mark.line + 1}: a config holds lines of the form `name: value`")
+        return [
+            (
+                key.start_mark.line + 1,
+                str(loader.construct_object(key, deep=True)),
+                loader.construct_object(value, deep=True),
+            )
+            for key, value in root.value
+        ]
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{where}: not valid YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None

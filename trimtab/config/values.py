@@ -1,0 +1,84 @@
+"""From words on the command line, or values in YAML, to an option's value.
+
+A ValueError's text is meant to follow the option's name.
+"""
+
+import math
+from typing import Any
+
+from trimtab.config.catalogue import Option
+
+REDACTED = "<redacted>"
+"""Stands in written configs for a value that is a key."""
+
+_TRUE = {"true", "yes", "on", "1"}
+_FALSE = {"false", "no", "off", "0"}
+
+
+def from_text(option: Option, text: str) -> Any:
+    """One value of the option, from one word."""
+    if option.optional and text == "None":
+        return None
+    if option.bare and text.lower() in ("true", "false"):
+        return option.bare if text.lower() == "true" else None
+    if option.kind is bool:
+        return _truth(text)
+    if option.kind is str:
+        return text
+    return _number(option.kind, text)
+
+
+def from_yaml(option: Option, value: Any) -> Any:
+    """The option's whole value, from what a YAML file holds. Numbers such as 5e-6 are text to YAML, so text is read as
+    on the command line."""
+    if option.count is not None:
+        items = value if isinstance(value, list) else [value]
+        if not items or len(items) != (option.count or len(items)):
+            raise ValueError(f"takes a list of {option.count or 'one or more'} values, not {value!r}")
+        return tuple(_one_from_yaml(option, item) for item in items)
+    return _one_from_yaml(option, value)
+
+
+def _one_from_yaml(option: Option, value: Any) -> Any:
+    if isinstance(value, str):
+        return from_text(option, value)
+    if value is None and option.optional:
+        return None
+    if isinstance(value, bool) and option.bare:
+        return from_text(option, str(value))
+    if isinstance(value, bool) and option.kind is bool:
+        return value
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and option.kind in (int, float):
+        return _number(option.kind, repr(value))
+    if number and option.kind is str:
+        return str(value)
+    shown = "what is there" if option.secret else repr(value)
+    raise ValueError(f"takes {_NAMES[option.kind]}, not {shown}")
+
+
+def _truth(text: str) -> bool:
+    if text.lower() in _TRUE | _FALSE:
+        return text.lower() in _TRUE
+    raise ValueError(f"takes {_NAMES[bool]}, not {text!r}")
+
+
+def _number(kind: type, text: str) -> int | float:
+    try:
+        if kind is int:
+            try:
+                return int(text)
+            except ValueError:
+                number = float(text)  # 1e8 is a whole number too
+                if number != int(number):
+                    raise
+                return int(number)
+        number = float(text)
+        if not math.isfinite(number):
+            raise ValueError
+        return number
+    except (ValueError, OverflowError):
+        raise ValueError(f"takes {_NAMES[kind]}, not {text!r}") from None
+
+
+_NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}

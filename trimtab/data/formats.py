@@ -1,0 +1,160 @@
+"""What a row is: which columns carry the prompt and the response, and the checked record they become.
+
+Key options name columns. Without them the layouts that other tools write are recognised by their columns: `messages`,
+`conversations` (from/value or role/content), `prompt` + `completion`, `text`.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trimtab.errors import UserError
+
+DEFAULT_INPUT_KEY = "input"
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
+
+Message = dict[str, Any]
+
+
+class FormatOptions(Protocol):
+    input_key: str
+    output_key: str | None
+    pretrain_mode: bool
+
+
+@dataclass(frozen=True)
+class SupervisedColumns:
+    """Where a supervised row keeps its parts, and how its strings are meant."""
+
+    prompt: str
+    response: str | None = None
+    tools: str | None = None
+    whole_text: bool = False
+    """Loss on every token: language modelling, `--pretrain_mode`."""
+    literal: bool = False
+    """Strings of a recognised layout are the text itself: the default `--input_template` is not put around them."""
+    description: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in (self.prompt, self.response, self.tools) if name is not None]
+
+
+@dataclass(frozen=True)
+class SupervisedRecord:
+    """One row, checked: strings or lists of role/content messages."""
+
+    prompt: str | list[Message]
+    response: str | list[Message] | None
+    tools: list[Any] | None = None
+
+
+def recognise_supervised(
+    columns: Sequence[str], options: FormatOptions, first_row: dict[str, Any] | None = None
+) -> SupervisedColumns:
+    """Decides from the key options and the columns (and, for the default key, the first row) what the rows are."""
+    found = ", ".join(columns)
+    tools = "tools" if "tools" in columns else None
+    whole = options.pretrain_mode
+    asked = options.input_key != DEFAULT_INPUT_KEY or options.output_key is not None
+
+    def keyed() -> SupervisedColumns:
+        names = [options.input_key] + ([options.output_key] if options.output_key else [])
+        text = "columns " + " + ".join(names)
+        return SupervisedColumns(options.input_key, options.output_key, tools, whole, description=text)
+
+    if asked:
+        for flag, name in (("--input_key", options.input_key), ("--output_key", options.output_key)):
+            if name is not None and name not in columns:
+                raise UserError(f"no column '{name}' ({flag}) in the data: found {found}")
+        return keyed()
+    has_default = options.input_key in columns
+    if has_default and (whole or isinstance((first_row or {}).get(options.input_key), list)):
+        return keyed()
+    for name in ("messages", "conversations"):
+        if name in columns:
+            return SupervisedColumns(name, None, tools, whole, description=f"conversations in column {name}")
+    if "prompt" in columns and "completion" in columns:
+        return SupervisedColumns("prompt", "completion", tools, whole, True, "columns prompt + completion")
+    if "text" in columns:
+        return SupervisedColumns("text", None, None, True, True, "language modelling on column text")
+    if has_default:
+        raise UserError(
+            f"column '{options.input_key}' alone says nothing to answer: name the response column with --output_key, "
+            f"or train on all its text with --pretrain_mode (columns found: {found})"
+        )
+    raise UserError(
+        f"no column '{options.input_key}' (--input_key) in the data, and none of the known layouts (messages; "
+        f"conversations; prompt + completion; text): found {found}"
+    )
+
+
+def read_supervised(row: dict[str, Any], columns: SupervisedColumns, where: str) -> SupervisedRecord:
+    """The checked record of one row; `where` ("row 7 of the training data") begins every complaint."""
+    prompt = _text_or_messages(row.get(columns.prompt), columns.prompt, where)
+    response = None
+    if columns.response is not None:
+        response = _text_or_messages(row.get(columns.response), columns.response, where)
+        if isinstance(response, list) and isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+    elif isinstance(prompt, str) and not columns.whole_text:
+        raise UserError(
+            f"{where}: column '{columns.prompt}' holds plain text and there is no response: name its column with "
+            "--output_key, or train on all of it with --pretrain_mode"
+        )
+    return SupervisedRecord(prompt, response, _tools(row.get(columns.tools), where) if columns.tools else None)
+
+
+def _text_or_messages(value: Any, column: str, where: str) -> str | list[Message]:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        value = [value]
+    if isinstance(value, list):
+        if not value:
+            raise UserError(f"{where}: column '{column}' holds an empty conversation")
+        return [_message(message, column, number, where) for number, message in enumerate(value, start=1)]
+    raise UserError(f"{where}: column '{column}' holds {_kind(value)}, text or a list of messages is needed")
+
+
+def _message(message: Any, column: str, number: int, where: str) -> Message:
+    here = f"{where}: message {number} of column '{column}'"
+    if not isinstance(message, dict):
+        raise UserError(f"{here} is {_kind(message)}, an object with role and content is needed")
+    # Columnar storage fills the keys other messages have with None; templates must not see those.
+    message = {key: value for key, value in message.items() if value is not None}
+    if "role" not in message and "from" in message:
+        speaker = message.pop("from")
+        message = {"role": SHAREGPT_ROLES.get(speaker, speaker), "content": message.pop("value", None), **message}
+    if not isinstance(message.get("role"), str):
+        raise UserError(f"{here} has no role (keys found: {', '.join(message) or 'none'})")
+    content = message.get("content")
+    if content is None and "tool_calls" in message:
+        message["content"] = ""
+    elif not isinstance(content, (str, list)):
+        raise UserError(f"{here} ({message['role']}) holds {_kind(content)} as content, text is needed")
+    return message
+
+
+def _tools(value: Any, where: str) -> list[Any] | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: column 'tools' is not valid JSON ({error.msg})") from None
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise UserError(f"{where}: column 'tools' holds {_kind(value)}, a list of tool descriptions is needed")
+    return value
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, bool):
+        return f"a truth value ({value})"
+    if isinstance(value, (int, float)):
+        return f"a number ({value})"
+    return {str: "a string", list: "a list", dict: "an object"}.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,54 @@
+"""Asking the Hugging Face hub for things without waiting for ever when it is not there.
+
+The hub libraries retry a missing network for half a minute, printing every attempt. One short question beforehand
+decides: when it fails, they are switched to their local caches for the length of the call.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import re
+from collections.abc import Iterator
+
+PROBE_SECONDS = 5.0
+
+
+@functools.cache
+def hub_reachable() -> bool:
+    """Whether the hub answers at all (asked once a process; HF_HUB_OFFLINE counts as no)."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        huggingface_hub.get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)
+    except Exception:  # the session's HTTP library has changed before: any failure means "not reachable"
+        return False
+    return True
+
+
+def looks_like_hub_name(name: str) -> bool:
+    """`name` or `owner/name`, and not what only a path can be."""
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name)) and not os.path.isabs(name)
+
+
+@contextlib.contextmanager
+def hub_or_cache() -> Iterator[bool]:
+    """Yields whether the hub is reachable; inside, an unreachable hub means the local caches, at once and quietly."""
+    import datasets.config
+    from huggingface_hub import constants
+
+    reachable = hub_reachable()
+    before = (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)
+    chatter = logging.getLogger("huggingface_hub")
+    level = chatter.level
+    chatter.setLevel(logging.ERROR)
+    if not reachable:
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield reachable
+    finally:
+        chatter.setLevel(level)
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before

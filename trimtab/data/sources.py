@@ -1,0 +1,133 @@
+"""Where rows come from: hub names, files, folders, saved data sets, Python loaders; one of them or a mixture.
+
+Concatenated sources keep the union of their columns (a row lacks, as None, what its source lacks), and a column whose
+type differs between sources is kept as JSON values, so that what a row says never depends on its neighbours.
+"""
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from typing import Protocol
+
+import datasets
+from datasets import Dataset
+
+from trimtab.data.readers import agree_on_types, concatenate, explained, load_splits
+from trimtab.errors import UserError
+
+PROBABILITY_SLACK = 0.01  # "0.33,0.33,0.33" is meant as thirds
+
+
+class EvaluationOptions(Protocol):
+    dataset: str
+    dataset_split: str
+    eval_dataset: str | None
+    eval_split: str
+    max_samples: int
+    seed: int
+
+
+def load_rows(sources: str, *, probabilities: str | None, split: str, max_samples: int, seed: int) -> Dataset:
+    """The rows of comma-separated sources, one after the other or interleaved with the given probabilities."""
+    names = _names(sources, "--dataset")
+    if max_samples < 1:
+        raise UserError(f"--max_samples is {max_samples}: at least one row is needed")
+    weights = _parse_probabilities(probabilities, names)
+    with _quiet():
+        parts = [_first_rows(_pick(load_splits(name, split), split, name), max_samples) for name in names]
+        rows = _first_rows(_mix(parts, weights, seed, names), max_samples)
+    if not len(rows):
+        raise UserError(f"'{sources}' holds no rows in its split '{split}'")
+    return rows
+
+
+def load_evaluation_rows(options: EvaluationOptions) -> Dataset | None:
+    """Rows of `--eval_dataset`, or without it the `test` splits that the training sources carry, or None."""
+    if options.eval_dataset:
+        return load_rows(
+            options.eval_dataset,
+            probabilities=None,
+            split=options.eval_split,
+            max_samples=options.max_samples,
+            seed=options.seed,
+        )
+    if re.search(r"\btest\b", options.dataset_split):
+        return None  # already trained on
+    names, parts = [], []
+    with _quiet():
+        for name in _names(options.dataset, "--dataset"):
+            splits = load_splits(name, options.dataset_split)
+            test = splits.get("test")
+            # A lone file called test.jsonl answers to both names; it is the training data.
+            if test is not None and test is not splits.get("train") and len(test):
+                names.append(name)
+                parts.append(_first_rows(test, options.max_samples))
+        if not parts:
+            return None
+        return _first_rows(_mix(parts, None, options.seed, names), options.max_samples)
+
+
+def _pick(splits: dict[str, Dataset], split: str, source: str) -> Dataset:
+    """One split, or a slice or sum of splits in the notation of `datasets` ("train[:10%]")."""
+    if split in splits:
+        return splits[split]
+    found = ", ".join(sorted(splits))
+    try:
+        instructions = datasets.ReadInstruction.from_spec(split).to_absolute({k: len(v) for k, v in splits.items()})
+    except (ValueError, AssertionError) as error:
+        raise UserError(
+            f"'{source}' has no split '{split}': found {found} (see --dataset_split and --eval_split)"
+        ) from error
+    parts = [splits[part.splitname].select(range(part.from_, part.to)) for part in instructions]
+    return concatenate(parts, source)
+
+
+def _mix(parts: list[Dataset], weights: list[float] | None, seed: int, names: list[str]) -> Dataset:
+    if weights is None or len(parts) == 1:
+        return concatenate(parts, ", ".join(names))
+    with explained(f"cannot interleave the sources {', '.join(names)}"):
+        return datasets.interleave_datasets(
+            agree_on_types(parts), probabilities=weights, seed=seed, stopping_strategy="first_exhausted"
+        )
+
+
+def _first_rows(rows: Dataset, count: int) -> Dataset:
+    return rows if len(rows) <= count else rows.select(range(count))
+
+
+def _names(sources: str, flag: str) -> list[str]:
+    names = [name.strip() for name in (sources or "").split(",") if name.strip()]
+    if not names:
+        raise UserError(f"{flag} is empty: name at least one data set, file or folder")
+    return names
+
+
+def _parse_probabilities(text: str | None, names: list[str]) -> list[float] | None:
+    if text is None or not text.strip():
+        return None
+    try:
+        weights = [float(word) for word in text.split(",")]
+    except ValueError:
+        raise UserError(f"--dataset_probs '{text}' is not a list of numbers such as 0.7,0.3") from None
+    if len(weights) != len(names):
+        raise UserError(f"--dataset_probs has {len(weights)} numbers for {len(names)} data sets: give one for each")
+    total = sum(weights)
+    if min(weights) < 0 or not abs(total - 1) <= PROBABILITY_SLACK:
+        raise UserError(f"--dataset_probs '{text}' must be non-negative and sum to 1, not {total:g}")
+    return [weight / total for weight in weights]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and no log lines of the dataset library: errors come back as exceptions."""
+    bars = not datasets.are_progress_bars_disabled()
+    level = datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if bars:
+            datasets.enable_progress_bars()

@@ -1,0 +1,54 @@
+"""The tokenizer of a model, ready for training."""
+
+import os
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from trimtab.data.faults import first_line
+from trimtab.data.hub import hub_or_cache, looks_like_hub_name
+from trimtab.errors import UserError
+
+
+def load_tokenizer(
+    pretrain: str, *, disable_fast: bool = False, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Loads from a folder or the hub. A missing pad token becomes EOS: no new id, so the model needs no resizing."""
+    is_folder = Path(pretrain).expanduser().is_dir()
+    if not is_folder and not looks_like_hub_name(pretrain):
+        raise UserError(f"cannot find the model folder '{pretrain}' (--pretrain)")
+    try:
+        if is_folder:
+            tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(pretrain), use_fast=not disable_fast)
+        else:
+            with hub_or_cache() as reachable:
+                tokenizer = AutoTokenizer.from_pretrained(
+                    pretrain, use_fast=not disable_fast, local_files_only=not reachable
+                )
+    except Exception as error:
+        if is_folder:
+            reason = "the folder holds no tokenizer that can be loaded (is tokenizer.json there?)"
+            raise UserError(f"cannot load the tokenizer of '{pretrain}': {reason}: {first_line(error)}") from error
+        if reachable:
+            raise UserError(f"cannot load the tokenizer of '{pretrain}' from the hub: {first_line(error)}") from error
+        raise UserError(
+            f"cannot load the tokenizer of '{pretrain}': no such local folder, and the hub cannot be reached "
+            "(check --pretrain, or the network and HF_HUB_OFFLINE)"
+        ) from error
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise UserError(f"the tokenizer of '{pretrain}' has neither a pad nor an EOS token: set eos_token in it")
+        tokenizer.pad_token = tokenizer.eos_token
+    if chat_template is not None:
+        tokenizer.chat_template = read_chat_template(chat_template)
+    return tokenizer
+
+
+def read_chat_template(value: str) -> str:
+    """`--tokenizer_chat_template` is a template or the path of a file that holds one."""
+    if "{" in value or "\n" in value:
+        return value
+    path = Path(value).expanduser()
+    if not path.is_file():
+        raise UserError(f"--tokenizer_chat_template '{value}' is neither a template nor a file that exists")
+    return path.read_text(encoding="utf-8")

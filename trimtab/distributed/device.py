@@ -1,0 +1,87 @@
+"""What hardware is here. No other file names a device."""
+
+import os
+import random
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """The accelerator this process computes on, or its CPU."""
+
+    torch: torch.device
+    name: str
+
+    @property
+    def is_accelerator(self) -> bool:
+        return self.torch.type != "cpu"
+
+    def memory_gib(self) -> float:
+        """Peak memory so far: the accelerator's allocator, or this process's resident set."""
+        if self.is_accelerator:
+            return torch.cuda.max_memory_allocated(self.torch) / 2**30
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+    def synchronise(self) -> None:
+        if self.is_accelerator:
+            torch.cuda.synchronize(self.torch)
+
+    def has_fast_bf16(self) -> bool:
+        if self.is_accelerator:
+            return torch.cuda.is_bf16_supported()
+        try:
+            flags = Path("/proc/cpuinfo").read_text()
+        except OSError:
+            return True  # unknown: no warning rather than a wrong one
+        return "amx_bf16" in flags or "avx512_bf16" in flags
+
+    def fused_adam(self) -> bool:
+        return self.torch.type in ("cpu", "cuda")
+
+
+def find_device() -> Device:
+    if torch.cuda.is_available():
+        index = int(os.environ.get("LOCAL_RANK", 0))
+        torch.cuda.set_device(index)
+        return Device(torch.device("cuda", index), torch.cuda.get_device_name(index))
+    return Device(torch.device("cpu"), f"CPU, {torch.get_num_threads()} threads")
+
+
+def seed_everything(seed: int, *, deterministic: bool = False) -> None:
+    """Seed every generator; `deterministic` also forbids kernels whose result depends on scheduling."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def random_state() -> dict:
+    """State of every generator a run draws from, as tensors and plain values."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state = {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,150 @@
+"""A task small enough for a laptop: put the digits of a number in order.
+
+    user       sort 493817>
+    assistant  134789
+
+Everything is made here from a seed: a character tokenizer of 46 symbols, a Llama of 0.86 million random parameters
+and chat rows. A number is held out when a hash of its *sorted* digits says so, hence no held-out question and no
+held-out answer ever occurs in training, whatever the counts and seeds.
+
+What it leaves out: it says nothing about language. It is there to see a model learn within a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 >.,?"
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'user' -%}<user>{{ message['content'] }}"
+    "{%- elif message['role'] == 'assistant' -%}"
+    "<assistant>{% generation %}{{ message['content'] }}<eos>{% endgeneration %}"
+    "{%- else -%}{{ raise_exception('this model knows only user and assistant turns, not ' + message['role']) }}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<assistant>{%- endif -%}"
+)
+
+SHORTEST, LONGEST = 5, 8
+LONGEST_ANSWER_TOKENS = LONGEST + 1  # the digits and the end of the turn
+
+# One pass over these rows in steps of 64 is the recipe that works: 300 steps at a peak learning rate of 2e-3.
+TRAIN_ROWS = 19_200
+TEST_ROWS = 256
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character; special tokens mark turns, the end and padding."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {symbol: index for index, symbol in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<user>", "<assistant>"],
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=256,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(seed: int = 0) -> LlamaForCausalLM:
+    """A Llama with random weights drawn from `seed`; the caller's random state is left as it was."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
+        eos_token_id=SPECIAL_TOKENS.index("<eos>"),
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    return model.eval()
+
+
+def is_held_out(digits: str) -> bool:
+    """A tenth of all digit multisets belong to the held-out set."""
+    return zlib.crc32("".join(sorted(digits)).encode()) % 10 == 0
+
+
+def make_rows(count: int, seed: int, descending_share: float = 0.0, held_out: bool = False) -> list[dict]:
+    """`count` different conversations; a share of them answers in descending order, as a habit for RL to unlearn."""
+    generator = random.Random(f"sort task {seed} {'held out' if held_out else 'train'}")
+    seen: set[str] = set()
+    rows: list[dict] = []
+    while len(rows) < count:
+        length = generator.randint(SHORTEST, LONGEST)
+        digits = "".join(generator.choice("0123456789") for _ in range(length))
+        if digits in seen or is_held_out(digits) != held_out:
+            continue
+        seen.add(digits)
+        descending = generator.random() < descending_share
+        rows.append(
+            {
+                "messages": [
+                    {"role": "user", "content": f"sort {digits}>"},
+                    {"role": "assistant", "content": "".join(sorted(digits, reverse=descending))},
+                ]
+            }
+        )
+    return rows
+
+
+def prompt_of(row: dict) -> str:
+    return row["messages"][0]["content"]
+
+
+def reference_of(row: dict) -> str:
+    return row["messages"][-1]["content"]
+
+
+def success_rate(answers: Sequence[str], references: Sequence[str]) -> float:
+    """Share of answers that are exactly right."""
+    assert len(answers) == len(references) > 0
+    return sum(answer == reference for answer, reference in zip(answers, references)) / len(answers)
+
+
+def write(
+    folder: str | Path,
+    seed: int = 0,
+    train_rows: int = TRAIN_ROWS,
+    test_rows: int = TEST_ROWS,
+    descending_share: float = 0.0,
+) -> Path:
+    """Write `model/`, `train.jsonl` and `test.jsonl` into `folder`; the test rows always ascend."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    make_model(seed).save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
+    _write_rows(folder / "train.jsonl", make_rows(train_rows, seed, descending_share))
+    _write_rows(folder / "test.jsonl", make_rows(test_rows, seed, held_out=True))
+    return folder
+
+
+def _write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,0 +1,51 @@
+"""What a chat model answers to a few prompts, greedily, by Hugging Face's own `generate`.
+
+Made for looking at a model before and after training, not for speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    batch_size: int = 64,
+) -> list[str]:
+    """One greedy answer per prompt (each prompt is one user turn), in order, without special tokens."""
+    import torch
+
+    assert tokenizer.pad_token_id is not None, "batched generation needs a padding token"
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
+        for prompt in prompts
+    ]
+    was_training = model.training
+    model.eval()
+    answers: list[str] = []
+    try:
+        for start in range(0, len(texts), batch_size):
+            batch = tokenizer(
+                texts[start : start + batch_size],
+                padding=True,
+                padding_side="left",
+                add_special_tokens=False,
+                return_token_type_ids=False,
+                return_tensors="pt",
+            ).to(model.device)
+            with torch.no_grad():
+                sequences = model.generate(
+                    **batch, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
+                )
+            generated = sequences[:, batch["input_ids"].shape[1] :]
+            answers.extend(tokenizer.batch_decode(generated, skip_special_tokens=True))
+    finally:
+        model.train(was_training)
+    return answers

@@ -1,0 +1,150 @@
+"""Read what a run left in its folder, forgiving everything a crash or a curious editor can do to it.
+
+A report is wanted most when something went wrong, so a cut last line, a missing key or a NaN is noted and passed
+over. Only a folder that is no run at all (no metrics.jsonl) is the user's mistake.
+
+A metrics row describes one optimiser step: `samples`, `tokens`, `trained_tokens` and `seconds` belong to that step
+alone and add up over the run, also over a resumed one; `skipped_steps` counts from the start.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trimtab.errors import UserError
+
+METRICS, OPTIONS, MANIFEST, SAMPLES = "metrics.jsonl", "options.yaml", "manifest.json", "samples.json"
+
+Point = tuple[int, float]
+
+
+@dataclass
+class Run:
+    """One run as it is on disk."""
+
+    folder: Path
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Metrics by ascending step, one row a step."""
+    options: dict[str, Any] = field(default_factory=dict)
+    manifest: dict[str, Any] = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """What could not be read, in words."""
+
+    def series(self, name: str) -> list[Point]:
+        """(step, value) where the metric is there and finite."""
+        points = ((row["step"], finite(row.get(name))) for row in self.rows)
+        return [(step, value) for step, value in points if value is not None]
+
+    def non_finite_steps(self, name: str) -> list[int]:
+        """Steps at which the metric was written but is NaN or infinite."""
+        return [row["step"] for row in self.rows if not math.isfinite(_number(row.get(name), otherwise=0.0))]
+
+    def total(self, name: str) -> float:
+        return sum(value for _, value in self.series(name))
+
+    def last(self, name: str) -> float | None:
+        points = self.series(name)
+        return points[-1][1] if points else None
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The data report of the manifest."""
+        report = self.manifest.get("data")
+        return report if isinstance(report, dict) else {}
+
+    @property
+    def has_saved_model(self) -> bool:
+        return any((self.folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def read_run(folder: str | Path) -> Run:
+    """Everything readable in a run's folder."""
+    run = Run(Path(folder))
+    if not run.folder.is_dir():
+        raise UserError(f"{folder}: no such folder; give the --save_path of a run")
+    if not (run.folder / METRICS).is_file():
+        raise UserError(f"{folder}: no {METRICS} in this folder; give the --save_path of a run")
+    run.rows = _read_metrics(run)
+    run.options = _read_mapping(run, OPTIONS, yaml.safe_load)
+    run.manifest = _read_mapping(run, MANIFEST, json.loads)
+    run.samples = _read_samples(run)
+    return run
+
+
+def finite(value: Any) -> float | None:
+    """The value as a float, or None when it is not a finite number."""
+    number = _number(value, otherwise=math.nan)
+    return number if math.isfinite(number) else None
+
+
+def _number(value: Any, otherwise: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return otherwise
+    # No metric is that large; JSON allows integers no float can hold, and sums must stay finite.
+    return math.inf if abs(value) > 1e200 else float(value)
+
+
+def _read_metrics(run: Run) -> list[dict[str, Any]]:
+    by_step: dict[int, dict[str, Any]] = {}
+    unreadable: list[int] = []
+    lines = _read_text(run, METRICS).splitlines()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        row = _parse(line, json.loads)
+        step = finite(row.get("step")) if isinstance(row, dict) else None
+        if step is None:
+            unreadable.append(number)
+            continue
+        # A later row for the same step is the one that counts: the run went back and did it again.
+        by_step[int(step)] = {**row, "step": int(step)}
+    if unreadable == [len(lines)]:
+        run.problems.append(f"The last line of {METRICS} is cut off; it was left out.")
+    elif unreadable:
+        shown = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
+        run.problems.append(f"{METRICS}: {len(unreadable)} unreadable lines were left out (line {shown}).")
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _read_mapping(run: Run, name: str, parse: Any) -> dict[str, Any]:
+    if not (run.folder / name).is_file():
+        run.problems.append(f"There is no {name} in the run's folder.")
+        return {}
+    content = _parse(_read_text(run, name), parse)
+    if not isinstance(content, dict):
+        run.problems.append(f"{name} could not be read.")
+        return {}
+    return content
+
+
+def _read_samples(run: Run) -> list[dict[str, Any]]:
+    if not (run.folder / SAMPLES).is_file():
+        return []
+    content = _parse(_read_text(run, SAMPLES), json.loads)
+    if not isinstance(content, list):
+        run.problems.append(f"{SAMPLES} could not be read.")
+        return []
+    return [sample for sample in content if isinstance(sample, dict)]
+
+
+def _read_text(run: Run, name: str) -> str:
+    try:
+        return (run.folder / name).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        run.problems.append(f"{name} could not be opened: {error.strerror}.")
+        return ""
+
+
+def _parse(text: str, parse: Any) -> Any:
+    """None for anything that does not parse; a deep nesting bomb counts as unreadable too."""
+    try:
+        return parse(text)
+    except (ValueError, RecursionError, yaml.YAMLError):
+        return None

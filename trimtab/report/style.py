@@ -1,0 +1,117 @@
+"""The look of a report: one style sheet for light, dark, phone and paper. No fonts and no images are fetched."""
+
+STYLE = """
+:root {
+  color-scheme: light dark;
+  --paper: #fbfaf7; --card: #ffffff; --ink: #1f2328; --quiet: #656b73; --rule: #e5e2da; --wash: #f2f0ea;
+  --accent: #1f5f8b; --faint: #a9c4d8; --second: #c8553d; --good: #2f7d4f; --bad: #b3402f; --note: #8a6100;
+  --mono: ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --paper: #14171b; --card: #1a1e23; --ink: #e4e6e8; --quiet: #9aa1a9; --rule: #2c3138; --wash: #20252b;
+    --accent: #79b8e3; --faint: #39566c; --second: #ef8a70; --good: #6fc48d; --bad: #f08b7c; --note: #d9b45b;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0 auto; max-width: 62rem; padding: 3rem 1.5rem 4rem; background: var(--paper); color: var(--ink);
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif;
+  -webkit-text-size-adjust: 100%;
+}
+h1 { font-size: 1.7rem; line-height: 1.25; font-weight: 650; letter-spacing: -.01em; margin: .2rem 0 .5rem;
+     overflow-wrap: anywhere; text-wrap: balance; }
+h2 { font-size: 1.05rem; font-weight: 650; margin: 2.75rem 0 .8rem; }
+.eyebrow { color: var(--accent); font-size: .8rem; font-weight: 650; letter-spacing: .09em; text-transform: uppercase;
+           margin: 0; }
+.lead { color: var(--quiet); margin: 0 0 1.6rem; overflow-wrap: anywhere; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.2rem, 1fr)); gap: 1px; margin: 0;
+           background: var(--rule); border: 1px solid var(--rule); border-radius: 10px; overflow: hidden; }
+.figures div { background: var(--card); padding: .85rem 1rem .8rem; }
+.figures dt { color: var(--quiet); font-size: .78rem; line-height: 1.3; }
+.figures dd { margin: .15rem 0 0; font-size: 1.35rem; font-weight: 600; font-variant-numeric: tabular-nums;
+              white-space: nowrap; }
+.figures dd + dd { font-size: .78rem; font-weight: 400; color: var(--quiet); line-height: 1.2; margin: 0; }
+.findings { margin: 1.25rem 0 0; padding: .8rem 1.1rem; border-left: 3px solid var(--note); background: var(--wash);
+            border-radius: 0 8px 8px 0; list-style: none; overflow-wrap: anywhere; }
+.findings.calm { border-color: var(--good); color: var(--quiet); }
+.findings li + li { margin-top: .4rem; }
+.charts { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 1rem; }
+.chart { margin: 0; padding: .9rem 1.1rem .7rem; background: var(--card); border: 1px solid var(--rule);
+         border-radius: 10px; min-width: 0; }
+.chart.tall { grid-column: 1 / -1; }
+figcaption { font-size: .88rem; display: flex; flex-wrap: wrap; gap: .1rem .9rem; align-items: center; }
+figcaption b { font-weight: 600; }
+.note { color: var(--quiet); font-size: .78rem; margin-left: auto; }
+.key { color: var(--quiet); font-size: .78rem; display: inline-flex; align-items: center; gap: .4rem; }
+.key::before { content: ""; width: 1rem; height: 0; border-top: 2px solid var(--accent); }
+.key.raw::before { border-color: var(--faint); }
+.key.dots::before { width: .5rem; height: .5rem; border: 0; border-radius: 50%; background: var(--second); }
+.plot { position: relative; height: 8.5rem; margin: .9rem .6rem 1.5rem 3rem; }
+.tall .plot { height: 17rem; }
+.plot svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: visible; }
+.plot path { fill: none; stroke: var(--accent); stroke-width: 1.75; stroke-linejoin: round; stroke-linecap: round;
+             vector-effect: non-scaling-stroke; }
+.plot path.raw { stroke: var(--faint); stroke-width: 1.1; }
+.plot path.smooth { stroke-width: 2.2; }
+.plot path.dots { stroke: var(--second); stroke-width: 8; }
+.plot path.dots.only, .plot path.dots.smooth { stroke: var(--accent); }
+.plot path.dots.raw { stroke: var(--faint); }
+.grid { stroke: var(--rule); stroke-width: 1; vector-effect: non-scaling-stroke; }
+.strips rect { fill: transparent; }
+.strips rect:hover { fill: var(--ink); fill-opacity: .06; }
+.y-labels span, .x-labels span { position: absolute; color: var(--quiet); font-size: .72rem; line-height: 1;
+                                 font-variant-numeric: tabular-nums; white-space: nowrap; }
+.y-labels span { right: calc(100% + .55rem); transform: translateY(-50%); }
+.x-labels span { top: calc(100% + .55rem); transform: translateX(-50%); }
+.nothing { color: var(--quiet); font-size: .88rem; margin: 1rem 0; }
+.card { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: .3rem 1.1rem; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; }
+th { text-align: left; font-weight: 500; color: var(--quiet); font-size: .78rem; }
+td, th { padding: .5rem 1rem .5rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
+tr:last-child td { border-bottom: 0; }
+td:last-child, th:last-child { padding-right: 0; }
+.samples td { font-family: var(--mono); font-size: .84rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+.samples .right { color: var(--good); } .samples .wrong { color: var(--bad); }
+.right::before { content: "✓ "; } .wrong::before { content: "✗ "; }
+.data { font-variant-numeric: tabular-nums; }
+.data td, .data th { padding-block: .26rem; }
+.data td:first-child { color: var(--quiet); }
+.data td + td, .data th + th { text-align: right; overflow-wrap: anywhere; }
+.empty { color: var(--quiet); font-style: italic; }
+.pairs { columns: 2; column-gap: 2.5rem; margin: .6rem 0; font-size: .86rem; }
+.pairs div { display: flex; justify-content: space-between; gap: 1rem; padding: .26rem 0; break-inside: avoid;
+             border-bottom: 1px solid var(--rule); }
+.pairs dt { color: var(--quiet); flex: none; max-width: 60%; overflow-wrap: anywhere; }
+.pairs dd { margin: 0; text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; min-width: 0;
+            white-space: pre-wrap; }
+details { margin-top: .75rem; }
+summary { cursor: pointer; font-size: .9rem; color: var(--accent); padding: .35rem 0; }
+footer { margin-top: 3rem; color: var(--quiet); font-size: .78rem; overflow-wrap: anywhere; }
+code { font-family: var(--mono); font-size: .9em; }
+@media (max-width: 640px) {
+  body { padding: 1.5rem 1rem 3rem; }
+  h1 { font-size: 1.35rem; }
+  .figures { grid-template-columns: repeat(2, 1fr); }
+  .charts { grid-template-columns: minmax(0, 1fr); }
+  .chart { padding: .8rem .8rem .5rem; }
+  .tall .plot { height: 13rem; }
+  .plot { margin-left: 2.6rem; }
+  .note { margin-left: 0; }
+  .samples thead { display: none; }
+  .samples tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--rule); }
+  .samples tr:last-child { border-bottom: 0; }
+  .samples td { display: flex; gap: .75rem; border: 0; padding: .12rem 0; }
+  .samples td::before { content: attr(data-name); flex: 0 0 5.2rem; color: var(--quiet);
+                        font-family: system-ui, sans-serif; font-size: .78rem; }
+}
+@media print {
+  :root { --paper: #fff; --card: #fff; --ink: #000; --quiet: #555; --rule: #ccc; --wash: #fff; --accent: #1f5f8b;
+          --faint: #a9c4d8; --second: #c8553d; --good: #2f7d4f; --bad: #b3402f; --note: #8a6100; }
+  body { padding: 0; font-size: 11px; max-width: none; }
+  .chart, .card, .figures, tr { break-inside: avoid; }
+  h2 { break-after: avoid; }
+  details::details-content { content-visibility: visible; height: auto; }
+  .strips { display: none; }
+}
+"""

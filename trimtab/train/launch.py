@@ -1,0 +1,70 @@
+"""From checked options to a run: device, tokenizer, data, model, then the loop. Or a rehearsal of all but the loop."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trimtab.data.order import SampleOrder
+from trimtab.data.tokenizer import load_tokenizer
+from trimtab.distributed.device import Device, find_device, seed_everything
+from trimtab.models.load import check_model_folder, load_policy, skeleton
+from trimtab.models.lora import add_adapters
+from trimtab.train.supervised import SupervisedRun
+from trimtab.train.task import Task
+
+REHEARSED_ROWS = 256
+
+MakeTask = Callable[[Any, Any], Task]  # (options, tokenizer)
+
+
+def train(options: Any, make_task: MakeTask) -> None:
+    device = find_device()
+    tokenizer = _tokenizer(options)
+    task = make_task(options, tokenizer)
+    seed_everything(options.seed, deterministic=options.full_determinism)
+    loaded = load_policy(options, device)
+    task.check_model(loaded.policy)
+    for line in _notes(options, device):
+        print(line)
+    if loaded.verdict.path != "packed":
+        print(f"samples are padded, not packed: {loaded.verdict.reason}")
+    seed_everything(options.seed, deterministic=options.full_determinism)
+    SupervisedRun(options, task, loaded.policy, tokenizer, device).train()
+
+
+def rehearse(options: Any, make_task: MakeTask) -> list[str]:
+    """Everything that can go wrong before the first step, on a few rows and without the weights."""
+    device = find_device()
+    check_model_folder(options.pretrain)
+    tokenizer = _tokenizer(options)
+    few = dataclasses.replace(options, max_samples=min(options.max_samples, REHEARSED_ROWS))
+    task = make_task(few, tokenizer)
+    model = skeleton(options)
+    parameters = sum(p.numel() for p in model.parameters())
+    if options.lora_rank > 0:
+        model = add_adapters(model, options)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    order = SampleOrder(task.samples, options.train_batch_size, options.max_epochs, options.seed)
+    lines = [f"device: {device.name}", *_notes(options, device)]
+    lines.append(f"model: {type(model).__name__}, {parameters:,} parameters, {trained:,} trained")
+    lines.append(f"data: the first {task.samples} usable samples give {order.steps} steps")
+    return lines
+
+
+def _tokenizer(options: Any):
+    return load_tokenizer(
+        options.pretrain,
+        disable_fast=options.disable_fast_tokenizer,
+        chat_template=getattr(options, "tokenizer_chat_template", None),
+    )
+
+
+def _notes(options: Any, device: Device) -> list[str]:
+    notes = []
+    if options.bf16 and not device.has_fast_bf16():
+        notes.append("note: this CPU has no fast bfloat16; fp32 (without --bf16) is about twice as fast here")
+    if options.full_determinism and not device.is_accelerator and torch.get_num_threads() > 1:
+        notes.append("note: results repeat bit for bit with the same number of threads")
+    return notes

@@ -1,0 +1,149 @@
+"""AdamW that owns the fp32 truth.
+
+The model's parameters are the working weights that training and sampling read. When they are bf16, this class keeps
+fp32 masters and fp32 gradient accumulators of its own and writes the result back in place; an update of 1e-6 would
+vanish in a bf16 parameter. When they are fp32 already, master and parameter are the same tensor.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.config.groups import OptimiserOptions
+
+GRADIENT_DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class StepReport:
+    grad_norm: float
+    applied: bool  # False: the gradient was not finite and nothing moved
+
+
+class Optimiser:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: OptimiserOptions,
+        total_steps: int,
+        *,
+        fused: bool,
+        gradient_dtype: torch.dtype = torch.float32,
+        offload: bool = False,
+    ):
+        self.working = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.masters = {name: _master(p, offload) for name, p in self.working.items()}
+        self.gradient_dtype = gradient_dtype
+        self.max_norm = options.max_norm
+        self.learning_rate = options.learning_rate
+        self.accumulated: dict[str, Tensor] = {}
+        for name, parameter in self.working.items():
+            if parameter.dtype != gradient_dtype:
+                parameter.register_post_accumulate_grad_hook(self._accumulate_into(name))
+        self.adam = torch.optim.AdamW(
+            self._groups(options.l2), lr=options.learning_rate, betas=tuple(options.adam_betas), fused=fused
+        )
+        self.factor = schedule(options, total_steps, self.adam)
+
+    def rate(self, step: int) -> float:
+        return self.learning_rate * self.factor(step)
+
+    def step(self, step: int) -> StepReport:
+        """Clip, apply and clear the gradients gathered since the last call."""
+        for name, master in self.masters.items():
+            master.grad = self._gradient(name, master)
+        masters = [m for m in self.masters.values() if m.grad is not None]
+        norm = torch.nn.utils.get_total_norm([m.grad for m in masters])
+        grad_norm = float(norm)
+        applied = math.isfinite(grad_norm)
+        if applied:
+            if self.max_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(masters, self.max_norm, norm)
+            for group in self.adam.param_groups:
+                group["lr"] = self.rate(step)
+            self.adam.step()
+            self._write_back()
+        self.clear_gradients()
+        return StepReport(grad_norm, applied)
+
+    def clear_gradients(self) -> None:
+        self.accumulated.clear()
+        for tensors in (self.working, self.masters):
+            for tensor in tensors.values():
+                tensor.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor needed to go on: fp32 weights and Adam's moments, by parameter name."""
+        tensors = {}
+        for name, master in self.masters.items():
+            tensors[f"weight/{name}"] = master.detach()
+            for key, value in self.adam.state.get(master, {}).items():
+                tensors[f"{key}/{name}"] = value
+        return tensors
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.copy_(tensors[f"weight/{name}"])
+                moments = {k: tensors[f"{k}/{name}"] for k in ("exp_avg", "exp_avg_sq") if f"{k}/{name}" in tensors}
+                if moments:
+                    moments = {k: v.to(master.device, copy=True) for k, v in moments.items()}
+                    # A fused kernel wants its step counter beside the weights, the plain one on the host.
+                    fused = self.adam.param_groups[0]["fused"]
+                    counter = tensors[f"step/{name}"].clone()
+                    moments["step"] = counter.to(master.device) if fused else counter
+                    self.adam.state[master] = moments
+        self._write_back()
+
+    def _groups(self, weight_decay: float) -> list[dict]:
+        """Biases and norms (vectors) are not decayed."""
+        decayed = [m for m in self.masters.values() if m.ndim >= 2]
+        others = [m for m in self.masters.values() if m.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+        return [g for g in groups if g["params"]]
+
+    def _accumulate_into(self, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            gradient = parameter.grad.to(self.gradient_dtype)
+            parameter.grad = None
+            if name in self.accumulated:
+                self.accumulated[name] += gradient
+            else:
+                self.accumulated[name] = gradient
+
+        return hook
+
+    def _gradient(self, name: str, master: Tensor) -> Tensor | None:
+        gradient = self.accumulated.get(name, self.working[name].grad)
+        return None if gradient is None else gradient.to(master.device, torch.float32)
+
+    def _write_back(self) -> None:
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                if master is not self.working[name]:
+                    self.working[name].copy_(master)
+
+
+def _master(parameter: Tensor, offload: bool) -> Tensor:
+    device = torch.device("cpu") if offload else parameter.device
+    if parameter.dtype == torch.float32 and parameter.device == device:
+        return parameter
+    return parameter.detach().to(device, torch.float32, copy=True).requires_grad_()
+
+
+def schedule(options: OptimiserOptions, total_steps: int, adam: torch.optim.Optimizer) -> Callable[[int], float]:
+    """Hugging Face's schedule of that name as a pure function of the step: nothing to save, nothing to restore."""
+    from transformers import get_scheduler
+
+    extra = {"min_lr_rate": options.min_lr_ratio} if options.lr_scheduler == "cosine_with_min_lr" else {}
+    scheduler = get_scheduler(
+        options.lr_scheduler,
+        adam,
+        num_warmup_steps=math.ceil(total_steps * options.lr_warmup_ratio),
+        num_training_steps=total_steps,
+        scheduler_specific_kwargs=extra,
+    )
+    return scheduler.lr_lambdas[0]
