@@ -50,6 +50,30 @@ QWEN3 = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+# Its generation prompt opens a thinking block; turns of the past have none.
+THINKING_PROMPT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.last and '<think>' not in m.content %}"
+    "{{ '<think>\n\n</think>\n' }}{% endif %}"
+    "{{ (m.content if loop.last else m.content.split('</think>')[-1]) + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+
+# Two special tokens end a turn, directly one after the other; the next turn begins with a third.
+TWO_ENDS = (
+    "{% for m in messages %}{{ '<start_of_turn>' + m.role + '\n' + m.content + '<|eot_id|><end_of_turn>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>assistant\n' }}{% endif %}"
+)
+
+# Writes a tool's answer into the calling turn, so a turn without its calls renders otherwise.
+INLINE_TOOLS = (
+    "{% for m in messages %}{% if m.role != 'tool' %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.tool_calls is defined %}"
+    "{{ 'CALL ' + m.tool_calls | tojson + messages[loop.index0 + 1].content }}{% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 # Marks what the assistant writes.
 GENERATION = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"

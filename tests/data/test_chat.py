@@ -1,6 +1,17 @@
 import pytest
 
-from tests.data.templates import CHATML, GEMMA, GENERATION, LLAMA3, MISTRAL, QWEN3, WORDS
+from tests.data.templates import (
+    CHATML,
+    GEMMA,
+    GENERATION,
+    INLINE_TOOLS,
+    LLAMA3,
+    MISTRAL,
+    QWEN3,
+    THINKING_PROMPT,
+    TWO_ENDS,
+    WORDS,
+)
 from trimtab.data.chat import ChatRenderer, render_pair, render_whole
 from trimtab.errors import UserError
 
@@ -81,6 +92,31 @@ def test_reasoning_and_tool_calls_are_the_turns_own_words(make_tokenizer):
     first, second = trained(rendering)
     assert first.startswith("<think>\nuse it\n</think>\n\n<tool_call>") and first.endswith("</tool_call><|im_end|>")
     assert second == "<think>\n\n</think>\n\ntwo<|im_end|>"
+
+
+def test_a_tools_answer_inside_a_turn_is_never_trained(make_tokenizer):
+    messages = [
+        {"role": "user", "content": "sum?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]},
+        {"role": "tool", "content": "TWO"},
+        {"role": "assistant", "content": "two"},
+    ]
+    with pytest.raises(UserError, match=r"row 1: .*generation"):
+        ChatRenderer(make_tokenizer(INLINE_TOOLS), multiturn=True).render(messages, where="row 1")
+
+
+def test_loss_begins_where_a_generation_prompt_that_opens_a_thought_ends(make_tokenizer):
+    renderer = ChatRenderer(make_tokenizer(THINKING_PROMPT), multiturn=True)
+    assert trained(renderer.render(talk("q1", "a1", "q2", "a2"))) == ["a1<|im_end|>", "\n</think>\na2<|im_end|>"]
+    thought = renderer.render(talk("q1", "<think>\nhm\n</think>\na1", "q2", "<think>\nwell\n</think>\na2"))
+    assert trained(thought) == ["\na1<|im_end|>", "well\n</think>\na2<|im_end|>"]
+
+
+def test_every_special_token_that_ends_a_turn_is_trained_but_not_the_next_turns_first(make_tokenizer):
+    rendering = ChatRenderer(make_tokenizer(TWO_ENDS), multiturn=True).render(talk("q1", "a1", "q2", "a2"))
+    assert trained(rendering) == ["a1<|eot_id|><end_of_turn>", "a2<|eot_id|><end_of_turn>"]
+    rendering = ChatRenderer(make_tokenizer(LLAMA3), multiturn=True).render(talk("q1", "a1", "q2", "a2"))
+    assert trained(rendering) == ["a1<|eot_id|>", "a2<|eot_id|>"]
 
 
 def test_generation_blocks_are_taken_from_the_template(make_tokenizer):

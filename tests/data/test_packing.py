@@ -29,7 +29,7 @@ def test_every_epoch_visits_every_sample_once_in_another_order():
     assert order.steps == 6
     steps = [order.step_samples(k) for k in range(6)]
     assert [len(s) for s in steps] == [4, 4, 2, 4, 4, 2]
-    first, second = sum(steps[:3], []), sum(steps[3:], [])
+    first, second = ([i for step in part for i in step] for part in (steps[:3], steps[3:]))
     assert sorted(first) == sorted(second) == list(range(10)) and first != second
     assert [order.ends_epoch(k) for k in range(6)] == [False, False, True, False, False, True]
 

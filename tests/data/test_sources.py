@@ -231,7 +231,7 @@ def test_malformed_compressed_json_is_found_by_line(tmp_path):
 def test_text_that_is_not_utf8_is_said_so(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": "\xff\xfe"}\n')
-    assert "a.jsonl" in error(path)
+    assert "a.jsonl is not UTF-8 text (byte 7)" in error(path)
 
 
 def test_an_unknown_split_is_answered_with_those_found(tmp_path):

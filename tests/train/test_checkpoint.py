@@ -69,5 +69,5 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     store = make(tmp_path)
     store.save(1, tensors(), {})
     (tmp_path / "global_step1" / "tensors.safetensors").write_bytes(b"\x00" * 100)
-    with pytest.raises(UserError, match="global_step1.*damaged"):
+    with pytest.raises(UserError, match=r"global_step1.*damaged"):
         store.load()

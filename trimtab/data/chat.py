@@ -69,7 +69,8 @@ class ChatRenderer:
         names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         names.update(token for token in [*tokenizer.all_special_tokens, tokenizer.eos_token] if token)
         alternatives = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-        self._end_of_turn = re.compile(rf"\s*(?:{alternatives})") if names else None
+        self._end_of_turn = re.compile(rf"\s*(?:{alternatives})" if names else r"(?!)")
+        self._last_end = re.compile(rf"\s*(?:{alternatives})+" if names else r"(?!)")
         self._generation_prompts: dict[bool, str] = {}
 
     def render(
@@ -94,9 +95,10 @@ class ChatRenderer:
         # to see them (to render the tool's answer) gets a second chance with only the content replaced.
         for keep_extras in (False, True):
             marked = self._marked(messages, turns, tools, text, keep_extras)
-            spans = marked and self._align(text, *marked, [messages[index].get("content") for index in turns], tools)
-            if spans:
-                return self._close(text, *spans, wanted)
+            for whole_opening in (True, False):
+                spans = marked and self._align(text, messages, turns, *marked, tools, whole_opening)
+                if spans and self._is_plausible(text, messages, turns, spans, wanted):
+                    return self._close(text, spans, marked, wanted)
         raise UserError(
             f"{where}: cannot tell where the chat template puts the assistant's words; use a template that marks them "
             "with {% generation %} ... {% endgeneration %} (--tokenizer_chat_template)"
@@ -174,30 +176,66 @@ class ChatRenderer:
         return ([*pieces, rest], shown) if shown and shown[-1] == len(turns) - 1 else None
 
     def _align(
-        self, text: str, pieces: list[str], shown: list[int], contents: list[Any], tools: list[Any] | None
-    ) -> tuple[dict[int, tuple[int, int]], list[str], list[int]] | None:
+        self,
+        text: str,
+        messages: list[Message],
+        turns: list[int],
+        pieces: list[str],
+        shown: list[int],
+        tools: list[Any] | None,
+        whole_opening: bool,
+    ) -> dict[int, tuple[int, int]] | None:
         """Where each shown turn lies in the real text: after its generation prompt, before the next scaffolding."""
-        opening = self._generation_prompt(tools)
-        headers, inserted = [], []
-        for piece in pieces[:-1]:
-            # Text that the template writes after the generation prompt is the model's to write: it is trained.
-            at = piece.rfind(opening) if opening else -1
-            cut = at + len(opening) if at >= 0 else len(piece)
-            headers.append(piece[:cut])
-            inserted.append(piece[cut:])
+        # Text that the template writes after the generation prompt is the model's to write: it is trained.
+        cuts = [self._end_of_opening(piece, tools, whole_opening) for piece in pieces[:-1]]
+        headers = [piece[:cut] for piece, cut in zip(pieces, cuts)]
         following = [*headers[1:], pieces[-1]]
         if not text.startswith(headers[0]):
             return None
         position = len(headers[0])
         spans = {}
         for number, turn in enumerate(shown):
+            content, inserted = messages[turns[turn]].get("content"), pieces[number][cuts[number] :]
             is_last = number == len(shown) - 1
-            end = self._find_end(text, position, inserted[number], contents[turn], following[number], is_last)
+            end = self._find_end(text, position, inserted, content, following[number], is_last)
             if end is None:
                 return None
             spans[turn] = (position, end)
             position = end + len(following[number])
-        return spans, following, shown
+        return spans
+
+    def _end_of_opening(self, piece: str, tools: list[Any] | None, whole: bool) -> int:
+        """Where, in the scaffolding before a turn, the generation prompt ends."""
+        opening = self._generation_prompt(tools)
+        # Some prompts open a thinking block, which the template then closes, fills or leaves out in turns of the past.
+        stem = opening.partition("<think")[0] or opening
+        at = piece.rfind(stem) if stem else -1
+        if at < 0:
+            return len(piece)
+        length = len(stem)
+        while whole and length < len(opening) and piece.startswith(opening[: length + 1], at):
+            length += 1
+        return at + length
+
+    @staticmethod
+    def _is_plausible(
+        text: str, messages: list[Message], turns: list[int], spans: dict[int, tuple[int, int]], wanted: list[int]
+    ) -> bool:
+        """With tool calls the marked rendering may differ in more than the marks: no one else's words in a span."""
+        if not any("tool_calls" in messages[index] for index in turns):
+            return True
+        if any(number not in spans for number in wanted if "tool_calls" in messages[turns[number]]):
+            return False
+        before = 0
+        for number in sorted(spans):
+            gap = text[before : spans[number][0]]
+            since = turns[number - 1] + 1 if number else 0
+            for message in messages[since : turns[number]]:
+                words = message.get("content")
+                if isinstance(words, str) and words.strip() in text and words.strip() not in gap:
+                    return False
+            before = spans[number][1]
+        return True
 
     @staticmethod
     def _find_end(text: str, start: int, inserted: str, content: Any, after: str, is_last: bool) -> int | None:
@@ -220,30 +258,28 @@ class ChatRenderer:
         self,
         text: str,
         spans: dict[int, tuple[int, int]],
-        following: list[str],
-        shown: list[int],
+        marked: tuple[list[str], list[int]],
         wanted: list[int],
     ) -> Rendering:
         """Extends each wanted span over the mark that ends the turn."""
-        last = following[-1]
-        if special := self._end_of_turn and self._end_of_turn.match(last):
-            closing = None
+        pieces, shown = marked
+        last = pieces[-1]
+        if match := self._last_end.match(last):
+            closing = match.group()
         else:
             # No special token ends the last turn: whatever text the template puts there does, and then EOS.
             closing = last.rstrip()
             text = with_end(text[: len(text) - len(last)] + closing, self.tokenizer)
         trained = []
-        for turn, after in zip(shown, following):
-            if turn not in wanted:
-                continue
+        for turn, after in zip(shown, pieces[1:]):
             start, end = spans[turn]
             if turn == shown[-1]:
-                end = end + special.end() if special else len(text)
-            elif closing is None and (match := self._end_of_turn.match(after)):
-                end += match.end()
+                end = end + len(closing) if match else len(text)
             elif closing and after.startswith(closing):
                 end += len(closing)
-            if end > start:
+            elif match and (other := self._end_of_turn.match(after)):
+                end += other.end()
+            if turn in wanted and end > start:
                 trained.append((start, end))
         return Rendering(text, trained)
 

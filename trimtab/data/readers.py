@@ -164,15 +164,17 @@ def _read_files(kind: str, files: dict[str, list[Path]]) -> dict[str, Dataset]:
     data_files = {name: [str(path.resolve()) for path in paths] for name, paths in files.items()}
     try:
         loaded = dict(datasets.load_dataset(kind, data_files=data_files))
+        if kind == "json":
+            for rows in loaded.values():
+                rows.data.validate(full=True)  # bytes that are not UTF-8 get this far unseen
     except Interrupted:
         raise
     except Exception as error:
+        if "corresponds to no data" in str(error):
+            raise UserError(f"{every[0]} is empty: it holds no rows") from error
         where = str(every[0]) if len(every) == 1 else f"one of {len(every)} files such as {every[0]}"
         fault = next(filter(None, map(json_fault, every)), None) if kind == "json" else None
         raise UserError(fault or f"cannot read {where} as {kind}: {first_line(error)}") from error
-    for name, rows in loaded.items():
-        if not len(rows):
-            raise UserError(f"{files[name][0]} is empty: it holds no rows")
     return loaded
 
 

@@ -4,7 +4,9 @@ A store holds all sequences one after another (ids, a mask of the trained tokens
 disk when they come from the cache. What this leaves out: labels other than a mask; preference pairs get their own.
 """
 
+import functools
 import hashlib
+import itertools
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -61,7 +63,7 @@ class TokenStore:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @property
+    @functools.cached_property
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
@@ -222,7 +224,7 @@ def tokenise(
         verbose=False,
     )
     for rendering, ids, offsets in zip(renderings, encoded["input_ids"], encoded["offset_mapping"]):
-        bounds = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+        bounds = np.fromiter(itertools.chain.from_iterable(offsets), np.int64, 2 * len(offsets)).reshape(-1, 2)
         yield np.array(ids, dtype=np.int32), _reaches_into(bounds[:, 0], bounds[:, 1], rendering.trained)
 
 

@@ -31,12 +31,15 @@ class LogitShape:
         return cls(scale, getattr(config, "final_logit_softcapping", None))
 
 
+PLAIN = LogitShape()
+
+
 def token_log_probs(
     hidden_ND: Tensor,
     head: nn.Module,
     targets_N: Tensor,
     *,
-    shape: LogitShape = LogitShape(),
+    shape: LogitShape = PLAIN,
     temperature: float = 1.0,
     entropy: bool = False,
     chunk: int | None = None,

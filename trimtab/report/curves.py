@@ -146,13 +146,13 @@ def _linear_axis(low: float, high: float) -> tuple[float, float, list[float]]:
     low, high = _widen(min(low, 0.0), max(high, 0.0))
     room = 0.04 * (high - low)
     bottom, top = low - (room if low < 0 else 0), high + (room if high > 0 else 0)
-    return bottom, top, [tick for tick in nice_ticks(low, high, 4) if bottom <= tick <= top]
+    return bottom, top, [tick for tick in nice_ticks(low, high, 5) if bottom <= tick <= top]
 
 
 def _log_axis(low: float, high: float) -> tuple[float, float, list[float]]:
     bottom, top = low / 1.15, high * 1.15
     exponents = range(math.floor(math.log10(bottom)), math.ceil(math.log10(top)) + 1)
-    factors = (1, 3) if len(exponents) <= 4 else (1,)
+    factors = (1, 3) if top / bottom < 1e4 else (1,)
     ticks = [factor * 10.0**exponent for exponent in exponents for factor in factors]
     return bottom, top, [tick for tick in ticks if bottom <= tick <= top]
 

@@ -167,7 +167,7 @@ def _data(run: Run) -> str:
     keys = dict.fromkeys([*(key for key in names if any(key in values for values in flat)), *flat[0], *flat[-1]])
     rows = "".join(
         f"<tr><td>{escape(names.get(key, key.replace('_', ' ')))}</td>"
-        f"{''.join(f'<td>{escape(_plain(values.get(key)))}</td>' for values in flat)}</tr>"
+        f"{''.join(f'<td>{escape(_count(values.get(key)))}</td>' for values in flat)}</tr>"
         for key in keys
     )
     head = f"<tr><th></th>{''.join(f'<th>{name}</th>' for name in sets)}</tr>"
@@ -229,6 +229,10 @@ def _plain(value: Any) -> str:
         more = f" and {len(value) - MOST_ITEMS} more" if len(value) > MOST_ITEMS else ""
         return ", ".join(map(_plain, value[:MOST_ITEMS])) + more
     return str(value)
+
+
+def _count(value: Any) -> str:
+    return f"{value:,}" if type(value) is int else _plain(value)
 
 
 def _short_name(path: Any, otherwise: str) -> str:

@@ -77,7 +77,7 @@ td:last-child, th:last-child { padding-right: 0; }
 .data { font-variant-numeric: tabular-nums; }
 .data td, .data th { padding-block: .26rem; }
 .data td:first-child { color: var(--quiet); }
-.data td + td, .data th + th { text-align: right; overflow-wrap: anywhere; }
+.data td + td, .data th + th { text-align: right; overflow-wrap: break-word; }
 .empty { color: var(--quiet); font-style: italic; }
 .pairs { columns: 2; column-gap: 2.5rem; margin: .6rem 0; font-size: .86rem; }
 .pairs div { display: flex; justify-content: space-between; gap: 1rem; padding: .26rem 0; break-inside: avoid;
