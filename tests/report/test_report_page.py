@@ -101,7 +101,7 @@ def test_a_healthy_run_shows_its_figures_and_nothing_unusual(run):
     assert (
         "versions · torch" in page
         and "<td>rows read</td><td>400</td><td>7</td>" in page
-        and "layer.7 and 92 more" in page
+        and "layer.3 and 96 more" in page
     )
     assert page.count("<figure") == 5 and "Not recorded" not in page
     assert ">4.0 s<" in page and ">4,000<" in page, "seconds and tokens add up over the steps"

@@ -21,7 +21,7 @@ from trimtab.report.style import STYLE
 PAGE = "report.html"
 JOB_NAMES = {"sft": "Supervised fine-tuning"}
 MOST_SAMPLES = 50
-MOST_ITEMS = 8
+MOST_ITEMS = 4
 
 
 def write_report(run_folder: str | Path) -> Path:

@@ -25,9 +25,9 @@ h2 { font-size: 1.05rem; font-weight: 650; margin: 2.75rem 0 .8rem; }
 .eyebrow { color: var(--accent); font-size: .8rem; font-weight: 650; letter-spacing: .09em; text-transform: uppercase;
            margin: 0; }
 .lead { color: var(--quiet); margin: 0 0 1.6rem; overflow-wrap: anywhere; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.2rem, 1fr)); gap: 1px; margin: 0;
+.figures { display: flex; flex-wrap: wrap; gap: 1px; margin: 0;
            background: var(--rule); border: 1px solid var(--rule); border-radius: 10px; overflow: hidden; }
-.figures div { background: var(--card); padding: .85rem 1rem .8rem; }
+.figures div { flex: 1 1 8.2rem; background: var(--card); padding: .85rem 1rem .8rem; }
 .figures dt { color: var(--quiet); font-size: .78rem; line-height: 1.3; }
 .figures dd { margin: .15rem 0 0; font-size: 1.35rem; font-weight: 600; font-variant-numeric: tabular-nums;
               white-space: nowrap; }
@@ -92,7 +92,7 @@ code { font-family: var(--mono); font-size: .9em; }
 @media (max-width: 640px) {
   body { padding: 1.5rem 1rem 3rem; }
   h1 { font-size: 1.35rem; }
-  .figures { grid-template-columns: repeat(2, 1fr); }
+  .figures div { flex-basis: 40%; }
   .charts { grid-template-columns: minmax(0, 1fr); }
   .chart { padding: .8rem .8rem .5rem; }
   .tall .plot { height: 13rem; }
@@ -108,7 +108,8 @@ code { font-family: var(--mono); font-size: .9em; }
 @media print {
   :root { --paper: #fff; --card: #fff; --ink: #000; --quiet: #555; --rule: #ccc; --wash: #fff; --accent: #1f5f8b;
           --faint: #a9c4d8; --second: #c8553d; --good: #2f7d4f; --bad: #b3402f; --note: #8a6100; }
-  body { padding: 0; font-size: 11px; max-width: none; }
+  html { font-size: 12px; }
+  body { padding: 0; font-size: 12px; max-width: none; }
   .chart, .card, .figures, tr { break-inside: avoid; }
   h2 { break-after: avoid; }
   details::details-content { content-visibility: visible; height: auto; }
