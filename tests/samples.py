@@ -17,3 +17,7 @@ def random_examples(lengths: list[int], *, prompt_share: float = 0.4, seed: int 
 
 def batch_of(lengths: list[int], **options) -> TokenBatch:
     return TokenBatch.of(random_examples(lengths, **options))
+
+
+def spans_of(lengths: list[int]) -> list:
+    return batch_of(lengths).spans

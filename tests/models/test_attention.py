@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.samples import spans_of
 from trimtab.models.attention import PackedRow, UnsupportedAttention, packed_attention, set_row
 
 
@@ -34,7 +35,7 @@ def tensors(tokens, heads=4, kv_heads=2, width=8):
 @pytest.mark.parametrize("options", [{}, {"window": 4}, {"softcap": 2.0}, {"window": 4, "softcap": 2.0}])
 def test_packed_samples_attend_as_if_each_were_alone(lengths, options):
     inputs = tensors(sum(lengths))
-    set_row(PackedRow.of(lengths, torch.device("cpu")))
+    set_row(PackedRow.of(spans_of(lengths), torch.device("cpu")))
     arguments = {"sliding_window": options.get("window"), "softcap": options.get("softcap")}
     ours, _ = packed_attention(None, *inputs, None, scaling=0.3, **arguments)
     expected = naive(*inputs, lengths, 0.3, **options)
@@ -49,7 +50,7 @@ def test_packed_samples_attend_as_if_each_were_alone(lengths, options):
 def test_changing_one_sample_leaves_the_others_untouched():
     lengths = [6, 5, 6]
     query, key, value = (x.detach() for x in tensors(sum(lengths)))
-    set_row(PackedRow.of(lengths, torch.device("cpu")))
+    set_row(PackedRow.of(spans_of(lengths), torch.device("cpu")))
     before, _ = packed_attention(None, query, key, value, None, scaling=1.0)
     key = key.clone()
     key[:, :, 6:11] += 1
@@ -60,7 +61,7 @@ def test_changing_one_sample_leaves_the_others_untouched():
 
 def test_an_argument_we_would_drop_is_refused():
     query, key, value = tensors(4)
-    set_row(PackedRow.of([4], torch.device("cpu")))
+    set_row(PackedRow.of(spans_of([4]), torch.device("cpu")))
     with pytest.raises(UnsupportedAttention, match="s_aux"):
         packed_attention(torch.nn.Linear(1, 1), query, key, value, None, s_aux=torch.zeros(4))
     with pytest.raises(UnsupportedAttention, match="mask"):

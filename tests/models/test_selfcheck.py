@@ -1,8 +1,10 @@
+import numpy as np
 import pytest
 import torch
 
-from tests.samples import batch_of
+from tests.samples import batch_of, random_examples
 from tests.tiny import FAMILIES, tiny_model
+from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 
@@ -17,9 +19,10 @@ def test_every_family_takes_a_path_whose_log_probs_are_hugging_faces(family):
     batch = batch_of([12, 3, 11, 7])
     ours = policy(batch).log_probs_N
     expected = []
-    policy.causal.set_attn_implementation("eager")
-    for ids, trained in zip(batch.ids_T.split(batch.lengths), batch.trained_T.split(batch.lengths)):
-        log_probs = policy.causal(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    policy.inner.set_attn_implementation("eager")
+    lengths = [span.length for span in batch.spans]
+    for ids, trained in zip(batch.ids_T.split(lengths), batch.trained_T.split(lengths)):
+        log_probs = policy.inner(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
         expected.append(log_probs.gather(1, ids[1:, None])[:, 0][trained[1:]])
     torch.testing.assert_close(ours, torch.cat(expected), atol=2e-5, rtol=1e-5)
 
@@ -59,4 +62,27 @@ def test_a_head_we_do_not_know_is_read_from_the_models_own_logits(monkeypatch):
 def test_the_check_restores_training_mode():
     policy = Policy(tiny_model("llama")).train()
     choose_path(policy)
-    assert policy.training and policy.causal.training
+    assert policy.training and policy.inner.training
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2", "bloom", "mixtral"])
+def test_two_answers_that_share_their_prompt_equal_two_whole_sequences(family):
+    """Log-probs and gradients, with the prompt's tokens in the row once."""
+    first, second = random_examples([14, 14], prompt_share=0.5)
+    second = (np.concatenate([first[0][:7], second[0][7:12]]), second[1][:12])
+    third = random_examples([9], seed=3)[0]
+    results = []
+    for shared in (None, [0, 7, 0]):
+        policy = Policy(tiny_model(family))
+        choose_path(policy)
+        batch = TokenBatch.of([first, second, third], shared)
+        log_probs = policy(batch).log_probs_N
+        log_probs.square().sum().backward()
+        results.append((batch, log_probs, {n: p.grad for n, p in policy.named_parameters()}))
+    (whole, expected, gradients), (sharing, ours, our_gradients) = results
+    assert sharing.tokens == whole.tokens - 7
+    assert torch.equal(whole.sequence(1), sharing.sequence(1)) and torch.equal(whole.owners_N, sharing.owners_N)
+    torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
+    for name, gradient in gradients.items():
+        scale = gradient.abs().max().clamp(min=1e-3)
+        assert (gradient - our_gradients[name]).abs().max() / scale < 1e-4, name

@@ -31,6 +31,8 @@ class Option:
     aliases: tuple[str, ...]
     secret: bool
     of_this_call: bool
+    required: tuple[str, str] | None
+    """What stands for its value in the usage line, and in words what to give, if the job cannot start without it."""
 
     @property
     def flag(self) -> str:
@@ -65,6 +67,7 @@ def _option(declared: Field, text: str, section: str) -> Option:
         aliases=aliases_of(declared.name),
         secret="secret" in declared.metadata,
         of_this_call="of_this_call" in declared.metadata,
+        required=declared.metadata.get("required"),
     )
 
 

@@ -1,6 +1,6 @@
 """What can be said about options before torch is imported: mistakes are a UserError, oddities a line of warning.
 
-What depends on this machine (packages, processes) is in support.py.
+What depends on this machine (packages, processes) is in support.py, what depends on the loss in objective_checks.py.
 """
 
 import dataclasses
@@ -9,6 +9,15 @@ import time
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from trimtab.config.bounds import (
+    a_place_that_exists,
+    at_least,
+    between_zero_and_one,
+    changed,
+    every_so_often,
+    looks_like_a_path,
+)
+from trimtab.config.catalogue import options_of
 from trimtab.config.groups import (
     BatchOptions,
     CheckpointOptions,
@@ -23,7 +32,8 @@ from trimtab.config.groups import (
     TemplateOptions,
     UpdateOptions,
 )
-from trimtab.config.jobs import SFTOptions
+from trimtab.config.objective_checks import EXAMINERS as OBJECTIVE_EXAMINERS
+from trimtab.config.objectives import PreferenceLossOptions
 from trimtab.errors import UserError
 
 Options = TypeVar("Options")
@@ -38,7 +48,6 @@ SCHEDULERS = (
     "constant_with_warmup",
     "inverse_sqrt",
 )
-DATA_SUFFIXES = {".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt", ".py"}
 FILE_TYPES = {"json", "csv", "parquet", "arrow", "text"}
 
 
@@ -55,23 +64,30 @@ def settle(options: Options) -> tuple[Options, list[str]]:
     ):
         changes["input_template"] = None
         warnings.append("--input_template has no {} for the prompt, so it is left out")
+    if isinstance(options, PreferenceLossOptions):
+        # Two spellings of one choice; whoever reads either must see it.
+        if options.ipo and options.preference_loss == "dpo":
+            changes["preference_loss"] = "ipo"
+        elif options.preference_loss == "ipo":
+            changes["ipo"] = True
     return dataclasses.replace(options, **changes), warnings
 
 
 def check(options: Any) -> list[str]:
     """Refuse what cannot be meant; return warnings about what probably is not."""
     warnings: list[str] = []
-    for group, examine in _EXAMINERS:
+    for name, option in options_of(type(options)).items():
+        if option.required and not getattr(options, name):
+            raise UserError(f"--{name} is missing: give {option.required[1]}")
+    for group, examine in (*_EXAMINERS, *OBJECTIVE_EXAMINERS):
         if isinstance(options, group):
             warnings += examine(options)
     return warnings + _without_effect(options)
 
 
 def _examine_model(options: ModelOptions) -> Iterable[str]:
-    _require(options, "pretrain", "a hub name or a model folder")
-    if _looks_like_a_path(options.pretrain) and not os.path.exists(os.path.expanduser(options.pretrain)):
-        raise UserError(f"--pretrain: {options.pretrain} does not exist; check the path")
-    _at_least(options, 0, "aux_loss_coef")
+    a_place_that_exists(options, "pretrain")
+    at_least(options, 0, "aux_loss_coef")
     return []
 
 
@@ -82,8 +98,8 @@ def _examine_load(options: LoadOptions) -> Iterable[str]:
 
 
 def _examine_lora(options: LoraOptions) -> Iterable[str]:
-    _at_least(options, 0, "lora_rank")
-    _at_least(options, 1, "lora_alpha")
+    at_least(options, 0, "lora_rank")
+    at_least(options, 1, "lora_alpha")
     if not 0 <= options.lora_dropout < 1:
         raise UserError(f"--lora_dropout is {options.lora_dropout:g}: it must be at least 0 and below 1")
     if getattr(options, "load_in_4bit", False) and not options.lora_rank:
@@ -94,8 +110,8 @@ def _examine_lora(options: LoraOptions) -> Iterable[str]:
 def _examine_update(options: UpdateOptions) -> Iterable[str]:
     if options.lr_scheduler not in SCHEDULERS:
         raise UserError(f"--lr_scheduler {options.lr_scheduler} is not one of {', '.join(SCHEDULERS)}")
-    _between_zero_and_one(options, "lr_warmup_ratio", "min_lr_ratio")
-    _at_least(options, 0, "l2", "max_norm")
+    between_zero_and_one(options, "lr_warmup_ratio", "min_lr_ratio")
+    at_least(options, 0, "l2", "max_norm")
     for beta in options.adam_betas:
         if not 0 <= beta < 1:
             raise UserError(f"--adam_betas has {beta:g}: both must be at least 0 and below 1")
@@ -103,12 +119,12 @@ def _examine_update(options: UpdateOptions) -> Iterable[str]:
 
 
 def _examine_optimiser(options: OptimiserOptions) -> Iterable[str]:
-    _at_least(options, 0, "learning_rate")
+    at_least(options, 0, "learning_rate")
     return []
 
 
 def _examine_batches(options: BatchOptions) -> Iterable[str]:
-    _at_least(options, 1, "train_batch_size", "micro_train_batch_size", "max_epochs")
+    at_least(options, 1, "train_batch_size", "micro_train_batch_size", "max_epochs")
     whole, micro = options.train_batch_size, options.micro_train_batch_size
     if whole % micro:
         divisor = max(number for number in range(1, min(micro, whole) + 1) if whole % number == 0)
@@ -129,14 +145,13 @@ def _examine_batches(options: BatchOptions) -> Iterable[str]:
 
 
 def _examine_rows(options: RowOptions) -> Iterable[str]:
-    _at_least(options, 1, "max_samples", "max_len")
+    at_least(options, 1, "max_samples", "max_len")
     if options.num_workers is not None:
-        _at_least(options, 1, "num_workers")
+        at_least(options, 1, "num_workers")
     return _examine_sources(options.eval_dataset or "", "--eval_dataset")
 
 
 def _examine_data(options: DataOptions) -> Iterable[str]:
-    _require(options, "dataset", "a file, a folder or a hub name")
     sources = _listed(options.dataset)
     if not sources:
         raise UserError(f"--dataset {options.dataset!r} names no source")
@@ -167,16 +182,11 @@ def _examine_sources(text: str, flag: str) -> Iterable[str]:
         parent, name = os.path.split(os.path.expanduser(source))
         if at or os.path.exists(os.path.join(parent, name)):
             continue
-        if _looks_like_a_path(source):
+        if looks_like_a_path(source):
             raise UserError(f"{flag}: {source} does not exist; check the path")
         if os.path.isdir(parent):
             warnings.append(f"{flag}: there is no {name} in the folder {parent}, so {source} is taken for a hub name")
     return warnings
-
-
-def _looks_like_a_path(text: str) -> bool:
-    """A hub name is `name` or `owner/name`, without a data file's suffix."""
-    return text.startswith((".", "/", "~")) or text.count("/") > 1 or os.path.splitext(text)[1].lower() in DATA_SUFFIXES
 
 
 def _examine_templates(options: TemplateOptions) -> Iterable[str]:
@@ -186,16 +196,16 @@ def _examine_templates(options: TemplateOptions) -> Iterable[str]:
 
 
 def _examine_checkpoints(options: CheckpointOptions) -> Iterable[str]:
-    _every_so_often(options, "save_steps")
-    _at_least(options, 1, "max_ckpt_num", "max_ckpt_mem")
+    every_so_often(options, "save_steps")
+    at_least(options, 1, "max_ckpt_num", "max_ckpt_mem")
     if options.save_steps > 0 and options.disable_ds_ckpt and not options.save_hf_ckpt:
         return ["--save_steps saves nothing: --disable_ds_ckpt is on and --save_hf_ckpt is not"]
     return []
 
 
 def _examine_logging(options: LoggingOptions) -> Iterable[str]:
-    _at_least(options, 1, "logging_steps")
-    _every_so_often(options, "eval_steps")
+    at_least(options, 1, "logging_steps")
+    every_so_often(options, "eval_steps")
     return []
 
 
@@ -204,12 +214,6 @@ def _examine_sharding(options: ShardingOptions) -> Iterable[str]:
         raise UserError(f"--zero_stage is {options.zero_stage}: it must be 0, 1, 2 or 3")
     if options.grad_accum_dtype not in (None, "fp32", "bf16"):
         raise UserError(f"--grad_accum_dtype is {options.grad_accum_dtype}: it must be fp32, bf16 or None")
-    return []
-
-
-def _examine_sft(options: SFTOptions) -> Iterable[str]:
-    if options.multiturn and options.pretrain_mode:
-        raise UserError("--multiturn learns the assistant's turns, --pretrain_mode every token: choose one")
     return []
 
 
@@ -226,7 +230,6 @@ _EXAMINERS = (
     (CheckpointOptions, _examine_checkpoints),
     (LoggingOptions, _examine_logging),
     (ShardingOptions, _examine_sharding),
-    (SFTOptions, _examine_sft),
 )
 
 _NEEDS = (
@@ -238,47 +241,24 @@ _NEEDS = (
     ("wandb_org", "use_wandb"),
     ("wandb_group", "use_wandb"),
 )
+_NEEDS_CHOICE = (
+    ("min_lr_ratio", "lr_scheduler", "cosine_with_min_lr"),
+    ("simpo_gamma", "preference_loss", "simpo"),
+    ("jsd_beta", "kd_loss", "jsd"),
+)
 
 
 def _without_effect(options: Any) -> list[str]:
-    warnings = [
+    return [
         f"--{name} has no effect without --{needed}"
         for name, needed in _NEEDS
         if changed(options, name) and not getattr(options, needed)
+    ] + [
+        f"--{name} has no effect without --{choice} {value}"
+        for name, choice, value in _NEEDS_CHOICE
+        if changed(options, name) and getattr(options, choice) != value
     ]
-    if changed(options, "min_lr_ratio") and options.lr_scheduler != "cosine_with_min_lr":
-        warnings.append("--min_lr_ratio has no effect without --lr_scheduler cosine_with_min_lr")
-    return warnings
-
-
-def changed(options: Any, name: str) -> bool:
-    """Whether the job has this option and it is not at its default."""
-    default = next((known.default for known in dataclasses.fields(options) if known.name == name), None)
-    return getattr(options, name, default) != default
 
 
 def _listed(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _require(options: Any, name: str, what: str) -> None:
-    if not getattr(options, name):
-        raise UserError(f"--{name} is missing: give {what}")
-
-
-def _at_least(options: Any, least: int, *names: str) -> None:
-    for name in names:
-        if getattr(options, name) < least:
-            raise UserError(f"--{name} is {getattr(options, name):g}: it must be at least {least}")
-
-
-def _between_zero_and_one(options: Any, *names: str) -> None:
-    for name in names:
-        if not 0 <= getattr(options, name) <= 1:
-            raise UserError(f"--{name} is {getattr(options, name):g}: it must be between 0 and 1")
-
-
-def _every_so_often(options: Any, name: str) -> None:
-    value = getattr(options, name)
-    if value < 1 and value != -1:
-        raise UserError(f"--{name} is {value}: it must be a number of steps above 0, or -1")

@@ -2,11 +2,11 @@
 
 A group holds the options that the same set of jobs shares; its docstring is their heading in `--help`. Jobs (jobs.py)
 inherit the groups they need and may change a default. Names and meanings follow OpenRLHF v0.7 to v0.8; where those
-versions disagree v0.8.5 decides.
+versions disagree v0.8.5 decides. Options that say what is learnt (losses, heads, references) are in objectives.py.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 
 def of_this_call(default: Any) -> Any:
@@ -19,14 +19,28 @@ def secret(default: Any, bare: str | None = None) -> Any:
     return field(default=default, repr=False, metadata={"secret": True, "bare": bare})
 
 
+def required(shown: str, what: str) -> Any:
+    """An option without which its job cannot start: `shown` stands for its value in the usage line, `what` says in
+    words what to give. In Python it is None until it is set."""
+    return field(default=None, metadata={"required": (shown, what)})
+
+
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class CallOptions:
     """Run"""
+
+    verb: ClassVar[str]
 
     config: str | None = of_this_call(None)
     """YAML file of options under these same names; what the command line says wins."""
     dry_run: bool = of_this_call(False)
     """Check everything that needs no training, print the resolved config and stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(CallOptions):
+    """Run"""
+
     seed: int = 42
     """Seed of every random choice: data order, dropout, fresh weights."""
     full_determinism: bool = False
@@ -34,11 +48,17 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
+class PrecisionOptions:
     """Model"""
 
     bf16: bool = False
-    """bfloat16 working weights, with float32 masters in the optimiser."""
+    """bfloat16 weights; in training the optimiser keeps float32 masters of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(PrecisionOptions):
+    """Model"""
+
     load_in_4bit: bool = False
     """Quantise the frozen base to 4-bit NF4 (QLoRA). Needs --bf16, and in training --lora_rank."""
     flash_attn: bool = False
@@ -55,7 +75,7 @@ class LoadOptions:
 class ModelOptions(LoadOptions):
     """Model"""
 
-    pretrain: str | None = None
+    pretrain: str | None = required("MODEL", "a hub name or a model folder")
     """Model to start from: a hub name or a local folder."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
@@ -143,7 +163,7 @@ class RowOptions:
 class DataOptions(RowOptions):
     """Data"""
 
-    dataset: str | None = None
+    dataset: str | None = required("DATA", "a file, a folder or a hub name")
     """Hub names, files (json, jsonl, csv, parquet, arrow, .py) or folders, separated by commas; type@folder for the
     files of one type in a folder."""
     dataset_probs: str | None = None
@@ -165,13 +185,45 @@ class TemplateOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversationOptions(TemplateOptions):
+class InputColumn:
     """Conversations"""
 
     input_key: str = "input"
     """Column that holds the prompt, the messages or the text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputColumn:
+    """Conversations"""
+
     output_key: str | None = None
     """Column that holds the answer; unset: the answer is the last turn of the input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationOptions(InputColumn, OutputColumn, TemplateOptions):
+    """Conversations"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelColumn:
+    """Conversations"""
+
+    label_key: str = "label"
+    """Column that holds the judgement: of a whole answer 1 or 0, of an answer in steps a list with one label a
+    step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceColumns:
+    """Conversations"""
+
+    prompt_key: str | None = None
+    """Column that holds the prompt both answers share; unset: each answer column holds the whole conversation."""
+    chosen_key: str = "chosen"
+    """Column that holds the preferred answer or conversation."""
+    rejected_key: str = "rejected"
+    """Column that holds the other one."""
 
 
 @dataclass(frozen=True, kw_only=True)

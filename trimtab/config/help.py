@@ -14,8 +14,9 @@ def help_text(job_class: type, width: int | None = None) -> str:
     """Every option of the job under its heading, wrapped to the terminal."""
     width = width or max(70, min(shutil.get_terminal_size().columns, 120))
     verb = job_class.verb
+    needed = [f"{option.flag} {option.required[0]}" for option in options_of(job_class).values() if option.required]
     lines = [
-        f"usage: trimtab {verb} --pretrain MODEL --dataset DATA [option ...]",
+        f"usage: trimtab {verb} {' '.join(needed)} [option ...]",
         f"       trimtab {verb} --config FILE.yaml [option ...]",
         "",
         *textwrap.wrap(

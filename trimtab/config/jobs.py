@@ -2,19 +2,37 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from trimtab.config.groups import (
     BatchOptions,
+    CallOptions,
     CheckpointOptions,
     ConversationOptions,
     DataOptions,
+    InputColumn,
+    LabelColumn,
     LoggingOptions,
     LoraOptions,
     ModelOptions,
     OptimiserOptions,
+    PrecisionOptions,
+    PreferenceColumns,
     RunOptions,
     ShardingOptions,
+    TemplateOptions,
+)
+from trimtab.config.objectives import (
+    CachedReferenceOptions,
+    DistillationOptions,
+    MergeOptions,
+    PreferenceLossOptions,
+    ReferenceOptions,
+    RewardHeadOptions,
+    RewardLossOptions,
+    StepRewardOptions,
+    TargetOptions,
+    UnpairedLossOptions,
 )
 
 
@@ -37,17 +55,13 @@ def _fields_of(cls: type) -> dict[str, Any]:
     return cls.__dict__.get("__dataclass_fields__", {})
 
 
-@job(
-    "sft",
-    max_epochs=2,
-    ckpt_path="./ckpt/checkpoints_sft",
-    input_template="User: {}\nAssistant: ",
-    wandb_project="trimtab_train_sft",
-)
-class SFTOptions(
-    ModelOptions,
-    DataOptions,
-    ConversationOptions,
+@dataclass(frozen=True, kw_only=True)
+class Subject(ModelOptions, DataOptions):
+    """What every training job starts from"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(
     BatchOptions,
     OptimiserOptions,
     LoraOptions,
@@ -56,11 +70,82 @@ class SFTOptions(
     ShardingOptions,
     RunOptions,
 ):
+    """How every supervised job is trained"""
+
+
+@job(
+    "sft",
+    max_epochs=2,
+    ckpt_path="./ckpt/checkpoints_sft",
+    input_template="User: {}\nAssistant: ",
+    wandb_project="trimtab_train_sft",
+)
+class SFTOptions(Subject, ConversationOptions, TargetOptions, Training):
     """Supervised fine-tuning"""
 
-    verb: ClassVar[str]
 
-    multiturn: bool = False
-    """Learn every assistant turn of a conversation, not only the last."""
-    pretrain_mode: bool = False
-    """Learn every token of the text and use no template (continued pre-training)."""
+@job(
+    "rm",
+    learning_rate=9e-6,
+    micro_train_batch_size=1,
+    max_len=512,
+    ckpt_path="./ckpt/checkpoints_rm",
+    wandb_project="trimtab_train_rm",
+)
+class RMOptions(Subject, PreferenceColumns, TemplateOptions, RewardHeadOptions, RewardLossOptions, Training):
+    """Reward model"""
+
+
+@job(
+    "prm",
+    learning_rate=1e-6,
+    micro_train_batch_size=1,
+    eval_split="test",
+    ckpt_path="./ckpt/checkpoints_prm",
+    wandb_project="trimtab_train_prm",
+)
+class PRMOptions(Subject, InputColumn, LabelColumn, StepRewardOptions, Training):
+    """Process reward model"""
+
+
+@job(
+    "dpo",
+    learning_rate=1e-5,
+    max_len=512,
+    eval_split="test",
+    ckpt_path="./ckpt/checkpoints_dpo",
+    wandb_project="trimtab_train_dpo",
+)
+class DPOOptions(Subject, PreferenceColumns, TemplateOptions, PreferenceLossOptions, CachedReferenceOptions, Training):
+    """Preference optimisation"""
+
+
+# OpenRLHF starts KTO from bigscience/bloomz-1b7 when no model is named. Nobody means that, so here it must be named.
+@job(
+    "kto",
+    learning_rate=1e-5,
+    beta=0.01,
+    eval_split="test",
+    input_template="User: {}\nAssistant: ",
+    ckpt_path="./ckpt/checkpoints_kto",
+    wandb_project="trimtab_train_kto",
+)
+class KTOOptions(Subject, ConversationOptions, LabelColumn, UnpairedLossOptions, ReferenceOptions, Training):
+    """Kahneman-Tversky optimisation"""
+
+
+@job(
+    "kd",
+    eval_split="test",
+    output_key="output",
+    input_template="User: {}\nAssistant: ",
+    ckpt_path="./ckpt/checkpoints_kd",
+    wandb_project="trimtab_train_kd",
+)
+class KDOptions(Subject, ConversationOptions, TargetOptions, DistillationOptions, Training):
+    """Distillation"""
+
+
+@job("lora-combine")
+class LoraCombineOptions(MergeOptions, PrecisionOptions, CallOptions):
+    """Merge a LoRA adapter into its model"""

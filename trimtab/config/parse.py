@@ -45,7 +45,13 @@ def _from_command_line(job_class: type, argv: Sequence[str]) -> dict[str, Any]:
         raise UserError(f"{(error.argument_name or '').split('/')[0]}: {error.message}") from None
     if rest:
         raise UserError(_not_understood(job_class, rest[0]))
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in vars(namespace).items()}
+    return {name: _whole(find(job_class, name), value) for name, value in vars(namespace).items()}
+
+
+def _whole(option: Option, value: Any) -> Any:
+    if option.count is None:
+        return value
+    return None if option.optional and value == ["None"] else tuple(value)
 
 
 def _arity(option: Option) -> dict[str, Any]:

@@ -5,6 +5,7 @@ ALIASES: dict[str, str] = {
     "max_epoch": "max_epochs",
     "train_split": "dataset_split",
     "wandb": "use_wandb",
+    "value_prefix_head": "value_head_prefix",
     # TRL and transformers
     "model_name_or_path": "pretrain",
     "dataset_name": "dataset",
@@ -22,6 +23,9 @@ ALIASES: dict[str, str] = {
     "output_dir": "save_path",
     "run_name": "wandb_run_name",
     "dataset_num_proc": "num_workers",
+    "desirable_weight": "desirable_loss_weight",
+    "undesirable_weight": "undesirable_loss_weight",
+    "teacher_model_name_or_path": "teacher_model",
 }
 
 

@@ -4,7 +4,7 @@ import os
 from importlib.util import find_spec
 from typing import Any
 
-from trimtab.config.checks import changed
+from trimtab.config.bounds import changed
 from trimtab.errors import UserError
 
 _NOT_IMPLEMENTED = {

@@ -16,8 +16,8 @@ _FALSE = {"false", "no", "off", "0"}
 
 
 def from_text(option: Option, text: str) -> Any:
-    """One value of the option, from one word."""
-    if option.optional and text == "None":
+    """One value of the option, from one word. In a list None is a word like any other."""
+    if option.optional and option.count is None and text == "None":
         return None
     if option.bare and text.lower() in ("true", "false"):
         return option.bare if text.lower() == "true" else None
@@ -32,6 +32,8 @@ def from_yaml(option: Option, value: Any) -> Any:
     """The option's whole value, from what a YAML file holds. Numbers such as 5e-6 are text to YAML, so text is read as
     on the command line."""
     if option.count is not None:
+        if option.optional and value in (None, "None"):
+            return None
         items = value if isinstance(value, list) else [value]
         if not items or len(items) != (option.count or len(items)):
             raise ValueError(f"takes a list of {option.count or 'one or more'} values, not {value!r}")

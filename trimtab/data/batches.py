@@ -1,34 +1,75 @@
-"""The record that a micro-batch is: samples one after another, without padding."""
+"""The record that a micro-batch is: token sequences one after another, without padding.
 
-from dataclasses import dataclass
+A sequence may borrow its beginning from the one before it (two answers to one prompt): the prompt's tokens then stand
+in the row once, and the second sequence owns only what comes after them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+Example = tuple[np.ndarray, np.ndarray]  # (ids, trained)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a sequence lies in the row: `length` tokens of its own, after `prefix_length` borrowed ones."""
+
+    start: int
+    length: int
+    prefix_start: int = 0
+    prefix_length: int = 0
+
+    @property
+    def whole_length(self) -> int:
+        return self.prefix_length + self.length
+
+    def rows(self) -> np.ndarray:
+        """Row index of each of its tokens, the borrowed ones first."""
+        borrowed = np.arange(self.prefix_start, self.prefix_start + self.prefix_length)
+        return np.concatenate([borrowed, np.arange(self.start, self.start + self.length)])
+
 
 @dataclass
 class TokenBatch:
-    """T tokens of several samples. `trained` marks the tokens to be predicted, never a sample's first."""
+    """T tokens of several sequences. `trained` marks the tokens to be predicted, never a sequence's first."""
 
     ids_T: Tensor
     positions_T: Tensor
     trained_T: Tensor
-    lengths: list[int]
+    previous_T: Tensor  # row index of the token before, in the same sequence; 0 for a first one
+    owners_T: Tensor  # which sequence a token belongs to
+    spans: list[Span]
+    extra: dict[str, Tensor] = field(default_factory=dict)  # what a task adds: labels, margins, reference log-probs
 
     @classmethod
-    def of(cls, examples: list[tuple[np.ndarray, np.ndarray]]) -> "TokenBatch":
-        """From (ids, trained) pairs."""
-        lengths = [len(ids) for ids, _ in examples]
-        trained = [np.asarray(mask, dtype=bool).copy() for _, mask in examples]
-        for mask in trained:
-            mask[:1] = False  # nothing predicts the first token
-        return cls(
-            torch.from_numpy(np.concatenate([np.asarray(ids, dtype=np.int64) for ids, _ in examples])),
-            torch.cat([torch.arange(n) for n in lengths]),
-            torch.from_numpy(np.concatenate(trained)),
-            lengths,
-        )
+    def of(cls, examples: Sequence[Example], shared: Sequence[int] | None = None, **extra: Tensor) -> "TokenBatch":
+        """`shared[i]`: how many first tokens sequence i borrows from sequence i - 1; none of them is trained."""
+        spans: list[Span] = []
+        ids, positions, trained, previous = [], [], [], []
+        start = 0
+        for i, (tokens, mask) in enumerate(examples):
+            borrowed = shared[i] if shared is not None else 0
+            assert not borrowed or (spans[-1].prefix_length == 0 and borrowed <= spans[-1].length)
+            length = len(tokens) - borrowed
+            span = Span(start, length, spans[-1].start if borrowed else 0, borrowed)
+            own = np.array(mask[borrowed:], dtype=bool)
+            if not borrowed:
+                own[:1] = False  # nothing predicts the first token
+            before = np.arange(start - 1, start + length - 1)
+            before[:1] = span.prefix_start + borrowed - 1 if borrowed else 0
+            spans.append(span)
+            ids.append(np.asarray(tokens[borrowed:], dtype=np.int64))
+            positions.append(np.arange(borrowed, borrowed + length))
+            trained.append(own)
+            previous.append(before)
+            start += length
+        owners = np.repeat(np.arange(len(spans)), [s.length for s in spans])
+        columns = (np.concatenate(c) for c in (ids, positions, trained, previous))
+        return cls(*map(torch.from_numpy, (*columns, owners)), spans, extra)
 
     @property
     def targets_N(self) -> Tensor:
@@ -37,13 +78,17 @@ class TokenBatch:
     @property
     def predictors_N(self) -> Tensor:
         """The position before each trained token: the one whose hidden state predicts it."""
-        return self.trained_T.nonzero()[:, 0] - 1
+        return self.previous_T[self.trained_T]
 
     @property
     def owners_N(self) -> Tensor:
-        """Which sample of the batch each trained token belongs to."""
-        lengths = torch.tensor(self.lengths, device=self.ids_T.device)
-        return torch.arange(len(self.lengths), device=self.ids_T.device).repeat_interleave(lengths)[self.trained_T]
+        """Which sequence each trained token belongs to."""
+        return self.owners_T[self.trained_T]
+
+    @property
+    def last_S(self) -> Tensor:
+        """Row index of every sequence's last token."""
+        return torch.tensor([s.start + s.length - 1 for s in self.spans], device=self.ids_T.device)
 
     @property
     def tokens(self) -> int:
@@ -53,6 +98,11 @@ class TokenBatch:
     def trained_tokens(self) -> int:
         return int(self.trained_T.sum())
 
+    def sequence(self, index: int) -> Tensor:
+        """All ids of one sequence, borrowed ones included."""
+        return self.ids_T[torch.from_numpy(self.spans[index].rows()).to(self.ids_T.device)]
+
     def to(self, device: torch.device) -> "TokenBatch":
-        move = (x.to(device, non_blocking=True) for x in (self.ids_T, self.positions_T, self.trained_T))
-        return TokenBatch(*move, self.lengths)
+        tensors = (self.ids_T, self.positions_T, self.trained_T, self.previous_T, self.owners_T)
+        extra = {name: value.to(device) for name, value in self.extra.items()}
+        return TokenBatch(*(x.to(device, non_blocking=True) for x in tensors), self.spans, extra)

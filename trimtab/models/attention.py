@@ -1,32 +1,35 @@
-"""Attention over packed rows: many samples in one row, none of which sees another.
+"""Attention over packed rows: many sequences in one row, none of which sees another but for a prompt it borrows.
 
 Registered with Hugging Face's attention interface under the name `trimtab_packed`, so every model that uses the
 interface runs it unchanged. A name without a registered mask function gets no mask, which is what we want: the
-samples' lengths say everything.
+sequences' spans say everything.
 
 Two kernels give the same numbers:
 - `varlen_attn` (torch's own variable-length flash attention): CUDA, half precision, no soft cap;
-- dense blocks: samples of similar length are gathered into a right-padded block and go through SDPA with the causal
+- dense blocks: sequences of similar length are gathered into a right-padded block and go through SDPA with the causal
   flag. A padded position lies after every real one, so causality alone keeps it out; no mask is built.
 
-The current row's lengths are module state rather than an argument, because not every architecture hands keyword
+The current row is module state rather than an argument, because not every architecture hands keyword
 arguments down to its attention, and because gradient checkpointing calls attention again in the backward pass:
 the state stays until the next forward pass sets it.
 """
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trimtab.data.batches import Span
+
 NAME = "trimtab_packed"
 
-
+# Any other argument that is not None is refused: dropping it could change the result.
 HONOURED = {"scaling", "dropout", "sliding_window", "softcap", "is_causal", "position_ids"}
 HARMLESS = {"use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"}
-HARMLESS |= {"cache_position", "head_mask", "position_bias", "past_key_values", "layer_idx", "deterministic"}
+HARMLESS |= {"cache_position", "deterministic"}
 
 
 class UnsupportedAttention(Exception):
@@ -35,53 +38,84 @@ class UnsupportedAttention(Exception):
 
 @dataclass
 class Block:
-    """Samples of similar length as one right-padded block of SDPA."""
+    """Sequences of similar length as one right-padded block of SDPA."""
 
     size: int
     length: int
-    pad_index: Tensor | None  # [size * length] row index of every slot; None: one sample, a plain slice
-    inverse: Tensor | None  # [real tokens] slot of every real token, in row order of the block's samples
-    rows: Tensor | slice  # row index of the block's real tokens
+    slots: Tensor | None  # [size * length] row index of every slot; None: one whole sequence, a plain slice
+    real: Tensor | None  # slots that hold a token, and
+    rows: Tensor | slice  # their row index
+    owned: Tensor | None  # slots whose result is kept: a borrowed token's is kept where it is owned
+    repeats: bool  # a row stands in several slots, so its gradients add up
 
 
 @dataclass
 class PackedRow:
-    """Where each sample of a packed row lies, prepared once and used by every layer."""
+    """Where each sequence of a packed row lies, prepared once and used by every layer."""
 
-    lengths: list[int]
-    starts: Tensor  # [samples + 1] int32
     blocks: list[Block]
+    order: Tensor | None  # from the blocks' owned results to row order; None: they are in order
+    query_starts: Tensor  # [sequences + 1] int32, for varlen: own tokens, and
+    key_starts: Tensor  # own and borrowed ones
+    key_rows: Tensor | None  # row index of every key; None: nothing is borrowed
+    tokens: int
+    longest: int
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> "PackedRow":
-        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(lengths, starts.to(device), _blocks(lengths, starts.tolist(), device))
+    def of(cls, spans: list[Span], device: torch.device) -> "PackedRow":
+        groups = _similar_lengths([s.whole_length for s in spans])
+        blocks = [_block([spans[i] for i in members]) for members in groups]
+        owned_rows = np.concatenate(
+            [np.arange(spans[i].start, spans[i].start + spans[i].length) for members in groups for i in members]
+        )
+        in_order = len(blocks) == 1 and blocks[0].slots is None
+        borrowing = any(s.prefix_length for s in spans)
+        tensors = {
+            "order": None if in_order else torch.from_numpy(np.argsort(owned_rows)),
+            "query_starts": _cumulative([s.length for s in spans]),
+            "key_starts": _cumulative([s.whole_length for s in spans]),
+            "key_rows": torch.from_numpy(np.concatenate([s.rows() for s in spans])) if borrowing else None,
+        }
+        tensors = {name: None if t is None else t.to(device) for name, t in tensors.items()}
+        blocks = [_moved(block, device) for block in blocks]
+        longest = max(s.whole_length for s in spans)
+        return cls(blocks, tokens=sum(s.length for s in spans), longest=longest, **tensors)
 
 
-def _blocks(lengths: list[int], starts: list[int], device: torch.device, fill: float = 0.8) -> list[Block]:
-    """Longest first; a block takes samples of at least `fill` of its longest, so little of it is padding."""
-    by_length = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    blocks, first = [], 0
-    while first < len(by_length):
-        longest = lengths[by_length[first]]
-        last = first
-        while last < len(by_length) and lengths[by_length[last]] >= fill * longest:
-            last += 1
-        members = by_length[first:last]
-        first = last
-        if len(members) == 1:
-            start = starts[members[0]]
-            blocks.append(Block(1, longest, None, None, slice(start, start + longest)))
-            continue
-        size = torch.tensor([lengths[i] for i in members])
-        start = torch.tensor([starts[i] for i in members])
-        slot = torch.arange(longest)
-        real = slot < size[:, None]
-        pad_index = torch.where(real, start[:, None] + slot, start[:, None]).flatten()
-        inverse = real.flatten().nonzero().flatten()
-        block = Block(len(members), longest, pad_index.to(device), inverse.to(device), pad_index[inverse].to(device))
-        blocks.append(block)
-    return blocks
+def _similar_lengths(lengths: list[int], fill: float = 0.8) -> list[list[int]]:
+    """Longest first; a group takes lengths of at least `fill` of its longest, so little of a block is padding."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if groups and lengths[i] >= fill * lengths[groups[-1][0]]:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def _block(spans: list[Span]) -> Block:
+    size, length = len(spans), max(s.whole_length for s in spans)
+    if size == 1 and not spans[0].prefix_length:
+        return Block(1, length, None, None, slice(spans[0].start, spans[0].start + length), None, False)
+    slots = np.zeros((size, length), dtype=np.int64)
+    real = np.zeros((size, length), dtype=bool)
+    owned = np.zeros((size, length), dtype=bool)
+    for row, span in enumerate(spans):
+        slots[row, : span.whole_length] = span.rows()
+        real[row, : span.whole_length] = True
+        owned[row, span.prefix_length : span.whole_length] = True
+    index = {"slots": slots.ravel(), "real": np.flatnonzero(real), "owned": np.flatnonzero(owned), "rows": slots[real]}
+    tensors = {name: torch.from_numpy(value) for name, value in index.items()}
+    return Block(size, length, repeats=any(s.prefix_length for s in spans), **tensors)
+
+
+def _moved(block: Block, device: torch.device) -> Block:
+    moved = {k: v.to(device) for k, v in vars(block).items() if isinstance(v, Tensor)}
+    return replace(block, **moved)
+
+
+def _cumulative(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
 _row: PackedRow | None = None
@@ -105,13 +139,17 @@ def packed_attention(
     global _calls
     _calls += 1
     unknown = [n for n, v in arguments.items() if n not in HONOURED | HARMLESS and v is not None]
+    if arguments.get("is_causal") is False:
+        unknown.append("is_causal=False")
     if unknown or attention_mask is not None:
         raise UnsupportedAttention(f"{type(module).__name__} passes {', '.join(unknown) or 'a mask'} to its attention")
-    assert _row is not None and query.shape[2] == sum(_row.lengths), "set_row() before the forward pass"
+    assert _row is not None and query.shape[2] == sum(span.length for span in _row.spans), (
+        "set_row() before the forward pass"
+    )
     scale = arguments.get("scaling") or query.shape[-1] ** -0.5
     window, softcap = arguments.get("sliding_window"), arguments.get("softcap")
     dropout = arguments.get("dropout") or 0.0
-    if window is not None and window >= max(_row.lengths):
+    if window is not None and window >= _row.longest:
         window = None
     tokens = [x.transpose(1, 2)[0] for x in (query, key, value)]  # [T, heads, D]
     if _varlen_applies(query, value, softcap, dropout):
@@ -125,47 +163,38 @@ def packed_attention(
 
 
 class _Pad(torch.autograd.Function):
-    """Rows into block slots. Both directions are gathers: a token has exactly one slot."""
+    """Rows into block slots; the gradient comes back from the slots that hold a token."""
 
     @staticmethod
-    def forward(ctx, x, pad_index, inverse, rows):
-        ctx.save_for_backward(inverse, rows)
-        ctx.tokens = x.shape[0]
-        return x.index_select(0, pad_index)
+    def forward(ctx, x, slots, real, rows, repeats):
+        ctx.save_for_backward(real, rows)
+        ctx.tokens, ctx.repeats = x.shape[0], repeats
+        return x.index_select(0, slots)
 
     @staticmethod
     def backward(ctx, grad):
-        inverse, rows = ctx.saved_tensors
+        real, rows = ctx.saved_tensors
         out = grad.new_zeros(ctx.tokens, *grad.shape[1:])
-        return out.index_copy_(0, rows, grad.index_select(0, inverse)), None, None, None
+        put = out.index_add_ if ctx.repeats else out.index_copy_
+        return put(0, rows, grad.index_select(0, real)), None, None, None, None
 
 
 def _dense_blocks(query, key, value, row, scale, window, softcap, dropout):
-    tokens, heads = query.shape[:2]
-    width = value.shape[-1]
-    pieces, rows = [], []
+    heads, width = query.shape[1], value.shape[-1]
+    pieces = []
     for block in row.blocks:
-        if block.pad_index is None:
+        if block.slots is None:
             q, k, v = (x[block.rows][None] for x in (query, key, value))
         else:
             shape = (block.size, block.length)
             q, k, v = (
-                _Pad.apply(x, block.pad_index, block.inverse, block.rows).view(*shape, *x.shape[1:])
+                _Pad.apply(x, block.slots, block.real, block.rows, block.repeats).view(*shape, *x.shape[1:])
                 for x in (query, key, value)
             )
         out = _attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, window, softcap, dropout)
         out = out.transpose(1, 2).reshape(-1, heads, width)
-        if block.inverse is None:
-            rows.append(torch.arange(block.rows.start, block.rows.stop, device=query.device))
-        else:
-            out = out.index_select(0, block.inverse)
-            rows.append(block.rows)
-        pieces.append(out)
-    if len(pieces) == 1 and row.blocks[0].pad_index is None:
-        return pieces[0]
-    order = torch.empty(tokens, dtype=torch.long, device=query.device)
-    order[torch.cat(rows)] = torch.arange(tokens, device=query.device)
-    return torch.cat(pieces).index_select(0, order)
+        pieces.append(out if block.owned is None else out.index_select(0, block.owned))
+    return pieces[0] if row.order is None else torch.cat(pieces).index_select(0, row.order)
 
 
 def _attend(query, key, value, scale, window, softcap, dropout):
@@ -213,8 +242,10 @@ def _varlen(query, key, value, row, scale, window):
             options["enable_gqa"] = True
         else:
             key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    longest = max(row.lengths)
-    return varlen_attn(query, key, value, row.starts, row.starts, longest, longest, **options)
+    if row.key_rows is not None:
+        key, value = (x.index_select(0, row.key_rows) for x in (key, value))
+    # With fewer queries than keys the last ones are aligned: own tokens see the borrowed ones before them.
+    return varlen_attn(query, key, value, row.query_starts, row.key_starts, row.longest, row.longest, **options)
 
 
 def register() -> None:

@@ -7,6 +7,7 @@ backward pass computes the chunk's logits again. `scale` and `c` are what Granit
 logits; for everyone else they are absent. Everything after the matrix product is fp32.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +76,36 @@ def shaped_logits(raw: Tensor, shape: LogitShape, temperature: float) -> Tensor:
     if shape.softcap is not None:
         logits = shape.softcap * torch.tanh(logits / shape.softcap)
     return logits if temperature == 1.0 else logits / temperature
+
+
+def choice_log_probs(hidden_ND: Tensor, head: nn.Module, choices_K: Tensor, shape: LogitShape) -> Tensor:
+    """Log-probs of a few tokens among themselves [N, K]: only their rows of the head are multiplied."""
+    bias = None if head.bias is None else head.bias[choices_K]
+    raw = nn.functional.linear(hidden_ND, head.weight[choices_K], bias)
+    return shaped_logits(raw, shape, 1.0).log_softmax(-1)
+
+
+def token_divergence(
+    hidden_ND: Tensor,
+    head: nn.Module,
+    shape: LogitShape,
+    teacher_hidden_ND: Tensor,
+    teacher_head: nn.Module,
+    teacher_shape: LogitShape,
+    divergence: Callable[[Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Divergence of each token's two distributions, from hidden states, chunk by chunk and recomputed in backward."""
+
+    def of_chunk(hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
+        student = shaped_logits(head(hidden), shape, 1.0)
+        with torch.no_grad():
+            teacher = shaped_logits(teacher_head(teacher_hidden), teacher_shape, 1.0)
+        return divergence(student, teacher)
+
+    # Several fp32 matrices of a chunk are alive at once here.
+    size = max(1, chunk_tokens(head.out_features, hidden_ND.device) // 4)
+    pairs = zip(hidden_ND.split(size), teacher_hidden_ND.split(size))
+    return torch.cat([checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in pairs])
 
 
 def _from_module(hidden, head, targets, shape, temperature):

@@ -1,109 +1,104 @@
-"""The root module of everything trained here: a Hugging Face causal LM seen as log-probabilities of tokens.
-
-One batch record goes in (samples without padding), log-probs of the trained tokens come out. How the model is run
-is decided once, at load (see selfcheck):
-- packed:  samples in one row, our attention, chunked LM head;
-- padded:  samples as padded rows through the model's own attention, chunked LM head;
-- logits:  padded rows and the model's own logits, for heads we do not know. Right for any model, hungry for memory.
-"""
+"""A causal LM seen as log-probabilities: the root module of every job that trains a policy."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
-from trimtab.models.attention import PackedRow, set_row
-from trimtab.models.lm_head import LogitShape, token_log_probs
-
-Path = Literal["packed", "padded", "logits"]
+from trimtab.models.lm_head import LogitShape, shaped_logits, token_divergence, token_log_probs
+from trimtab.models.packed import PackedModel, PaddedRows
 
 
 @dataclass
 class PolicyOutput:
-    log_probs_N: Tensor
+    """What was asked for, of N trained tokens."""
+
+    log_probs_N: Tensor | None = None
     entropy_N: Tensor | None = None
-    router_logits: tuple[Tensor, ...] | None = None  # one [T, experts] a layer, real tokens only
+    divergence_N: Tensor | None = None  # from the teacher
+    choices_NK: Tensor | None = None  # log-probs of a few tokens among themselves
+    hidden_ND: Tensor | None = None
+    router_logits: tuple[Tensor, ...] | None = None  # one [T, experts] a layer
 
 
-class Policy(nn.Module):
-    def __init__(self, model: nn.Module, path: Path = "packed"):
-        """`model` is a causal LM or a PEFT model around one; `path` how it is run."""
-        super().__init__()
-        self.model = model
-        self.path = path
+@dataclass
+class Teacher:
+    """What distillation compares the policy with, at the same trained tokens."""
+
+    hidden_ND: Tensor
+    head: nn.Module
+    shape: LogitShape
+    divergence: object  # (student logits, teacher logits) -> divergence of each token
+
+
+class Policy(PackedModel):
+    @property
+    def head(self) -> nn.Module:
+        return self.inner.get_output_embeddings()
 
     @property
-    def causal(self) -> nn.Module:
-        """The Hugging Face model itself, adapters inside it if there are any."""
-        return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
-
-    @property
-    def config(self):
-        return self.causal.config
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
+    def logit_shape(self) -> LogitShape:
+        return LogitShape.of(self.config)
 
     def forward(
-        self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False, router: bool = False
+        self,
+        batch: TokenBatch,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        router: bool = False,
+        teacher: Teacher | None = None,
+        choices_K: Tensor | None = None,
+        hidden_only: bool = False,
     ) -> PolicyOutput:
+        """Log-probs of the trained tokens, each predicted from the position before it.
+
+        With `choices_K`: instead, at the marked positions themselves, the log-probs of these tokens among themselves.
+        With `hidden_only`: instead, the hidden states that predict the trained tokens.
+        """
         if self.path == "logits":
+            assert choices_K is None and not hidden_only and teacher is None
             return self._from_logits(batch, temperature, entropy)
-        hidden_TD, router_logits = self._hidden(batch, router)
+        hidden_TD, routers = self.hidden(batch, router=router)
+        if choices_K is not None:
+            log_probs = choice_log_probs(hidden_TD[batch.trained_T], self.head, choices_K, self.logit_shape)
+            return PolicyOutput(choices_NK=log_probs, router_logits=routers)
+        hidden_ND = hidden_TD.index_select(0, batch.predictors_N)
+        if hidden_only:
+            return PolicyOutput(hidden_ND=hidden_ND)
         log_probs, entropies = token_log_probs(
-            hidden_TD.index_select(0, batch.predictors_N),
-            self.causal.get_output_embeddings(),
+            hidden_ND,
+            self.head,
             batch.targets_N,
-            shape=LogitShape.of(self.config),
+            shape=self.logit_shape,
             temperature=temperature,
             entropy=entropy,
         )
-        return PolicyOutput(log_probs, entropies, router_logits)
-
-    def _hidden(self, batch: TokenBatch, router: bool) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        arguments = {"output_router_logits": True} if router else {}
-        backbone = self.causal.base_model
-        if self.path == "packed":
-            set_row(PackedRow.of(batch.lengths, batch.ids_T.device))
-            out = backbone(
-                input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False, **arguments
+        out = PolicyOutput(log_probs, entropies, router_logits=routers)
+        if teacher is not None:
+            out.divergence_N = token_divergence(
+                *(hidden_ND, self.head, self.logit_shape),
+                *(teacher.hidden_ND, teacher.head, teacher.shape),
+                teacher.divergence,
             )
-            return out.last_hidden_state[0], out.router_logits if router else None
-        rows = PaddedRows.of(batch)
-        out = backbone(**rows.inputs, use_cache=False, **arguments)
-        routers = tuple(r.view(-1, r.shape[-1])[rows.flat_T] for r in out.router_logits) if router else None
-        return out.last_hidden_state.flatten(0, 1)[rows.flat_T], routers
+        return out
 
     def _from_logits(self, batch: TokenBatch, temperature: float, entropy: bool) -> PolicyOutput:
         rows = PaddedRows.of(batch)
-        logits = self.causal(**rows.inputs, use_cache=False).logits.flatten(0, 1)
-        logits = logits[rows.flat_T[batch.predictors_N]].float() / temperature
+        logits = self.inner(**rows.inputs, use_cache=False).logits.flatten(0, 1)
+        logits = shaped_logits(logits[rows.flat_T[batch.predictors_N]], LogitShape(), temperature)
         log_probs = logits.log_softmax(-1)
         entropies = -(log_probs.exp() * log_probs).sum(-1) if entropy else None
         return PolicyOutput(log_probs.gather(-1, batch.targets_N[:, None])[:, 0], entropies)
 
+    def check_values(self, batch: TokenBatch) -> Tensor:
+        return self(batch).log_probs_N
 
-@dataclass
-class PaddedRows:
-    """The same batch as right-padded rows, and where each of its tokens went."""
-
-    inputs: dict[str, Tensor]
-    flat_T: Tensor
-
-    @classmethod
-    def of(cls, batch: TokenBatch) -> "PaddedRows":
-        device = batch.ids_T.device
-        width = max(batch.lengths)
-        row_T = torch.arange(len(batch.lengths), device=device).repeat_interleave(
-            torch.tensor(batch.lengths, device=device)
-        )
-        flat_T = row_T * width + batch.positions_T
-        shape = (len(batch.lengths), width)
-        ids = torch.zeros(shape, dtype=torch.long, device=device)
-        ids.view(-1)[flat_T] = batch.ids_T
-        mask = torch.zeros(shape, dtype=torch.long, device=device)
-        mask.view(-1)[flat_T] = 1
-        return cls({"input_ids": ids, "attention_mask": mask}, flat_T)
+    def reference_values(self, batch: TokenBatch) -> Tensor:
+        pieces = []
+        for i in range(len(batch.spans)):
+            ids = batch.sequence(i)
+            logits = self.inner(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+            pieces.append(logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0])
+        return torch.cat(pieces)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trimtab.data.batches import TokenBatch
 from trimtab.models.attention import NAME, UnsupportedAttention, calls_since_set, register
-from trimtab.models.policy import Path, Policy
+from trimtab.models.packed import PackedModel, Path
 
 
 @dataclass(frozen=True)
@@ -23,21 +23,21 @@ class Verdict:
     difference: float  # largest |our log-prob - Hugging Face's| on the path taken
 
 
-def choose_path(policy: Policy, *, packed_allowed: bool = True) -> Verdict:
+def choose_path(root: PackedModel, *, packed_allowed: bool = True) -> Verdict:
     """Decide the path, and leave the model set up for it. Runs in eval mode; the mode is restored."""
-    was_training = policy.training
-    policy.eval()
+    was_training = root.training
+    root.eval()
     try:
         with torch.no_grad():
-            verdict = _choose(policy, packed_allowed)
+            verdict = _choose(root, packed_allowed)
     finally:
-        policy.train(was_training)
-    policy.path = verdict.path
+        root.train(was_training)
+    root.path = verdict.path
     return verdict
 
 
-def _choose(policy: Policy, packed_allowed: bool) -> Verdict:
-    causal = policy.causal
+def _choose(root: PackedModel, packed_allowed: bool) -> Verdict:
+    causal = root.inner
     native = causal.config._attn_implementation
     # Eager attention is each model's definition; SDPA silently drops Gemma-2's soft cap, for one.
     by_definition = "eager" if packed_allowed and causal._can_set_attn_implementation() else native
@@ -46,15 +46,15 @@ def _choose(policy: Policy, packed_allowed: bool) -> Verdict:
         register()
         candidates.insert(0, ("packed", NAME))
     _use(causal, by_definition)
-    probe = _probe(policy.config, policy.device)
-    reference = _reference(policy, probe)
-    tolerance = 1e-4 if next(policy.parameters()).dtype == torch.float32 else 0.15
+    probe = _probe(root.config, root.device)
+    reference = root.reference_values(probe)
+    tolerance = 1e-4 if next(root.parameters()).dtype == torch.float32 else 0.15
     reasons = [] if packed_allowed else ["another attention implementation was asked for"]
-    for policy.path, implementation in candidates:
+    for root.path, implementation in candidates:
         _use(causal, implementation)
-        problem, difference = _try(policy, probe, reference, tolerance)
+        problem, difference = _try(root, probe, reference, tolerance)
         if not problem:
-            return Verdict(policy.path, reasons[0] if reasons else "", difference)
+            return Verdict(root.path, reasons[0] if reasons else "", difference)
         reasons.append(problem)
     raise AssertionError(f"the model disagrees with itself: {reasons[-1]}")
 
@@ -64,19 +64,19 @@ def _use(causal, implementation: str) -> None:
         causal.set_attn_implementation(implementation)
 
 
-def _try(policy: Policy, probe: TokenBatch, reference: Tensor, tolerance: float) -> tuple[str, float]:
+def _try(root: PackedModel, probe: TokenBatch, reference: Tensor, tolerance: float) -> tuple[str, float]:
     """Why this path will not do (empty: it will), and how far its log-probs are from the reference."""
     try:
-        log_probs = policy(probe).log_probs_N
+        values = root.check_values(probe)
     except UnsupportedAttention as error:
         return str(error), float("inf")
-    calls, layers = calls_since_set(), policy.config.get_text_config().num_hidden_layers
-    if policy.path == "packed" and calls != layers:
+    calls, layers = calls_since_set(), root.config.get_text_config().num_hidden_layers
+    if root.path == "packed" and calls != layers:
         return f"our attention was called {calls} times in {layers} layers", float("inf")
-    difference = _difference(log_probs, reference)
+    difference = _difference(values, reference)
     if difference <= tolerance:
         return "", difference
-    return f"{policy.path} log-probs differ from Hugging Face's by {difference:.2g}", difference
+    return f"{root.path} values differ from Hugging Face's by {difference:.2g}", difference
 
 
 def _probe(config, device: torch.device) -> TokenBatch:
@@ -87,15 +87,6 @@ def _probe(config, device: torch.device) -> TokenBatch:
         ids = rng.integers(0, vocabulary, length)
         examples.append((ids, np.ones(length, dtype=bool)))
     return TokenBatch.of(examples).to(device)
-
-
-def _reference(policy: Policy, probe: TokenBatch) -> Tensor:
-    """Hugging Face's own logits, one sample at a time."""
-    pieces = []
-    for ids in probe.ids_T.split(probe.lengths):
-        logits = policy.causal(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-        pieces.append(logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0])
-    return torch.cat(pieces)
 
 
 def _difference(ours: Tensor, reference: Tensor) -> float:

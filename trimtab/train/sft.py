@@ -79,9 +79,9 @@ def check_experts(aux_loss_coef: float, policy: Policy) -> None:
     if aux_loss_coef <= 0:
         return
     if not hasattr(policy.config, "num_experts_per_tok"):
-        raise UserError(f"--aux_loss_coef {aux_loss_coef}: {type(policy.causal).__name__} has no experts; drop it")
+        raise UserError(f"--aux_loss_coef {aux_loss_coef}: {type(policy.inner).__name__} has no experts; drop it")
     if policy.path == "logits":
-        raise UserError(f"--aux_loss_coef {aux_loss_coef}: cannot read the routers of {type(policy.causal).__name__}")
+        raise UserError(f"--aux_loss_coef {aux_loss_coef}: cannot read the routers of {type(policy.inner).__name__}")
 
 
 def train_sft(options: SFTOptions) -> None:

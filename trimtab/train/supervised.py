@@ -185,7 +185,7 @@ class SupervisedRun:
         counters.skipped_in_a_row += 1
         if counters.skipped_in_a_row >= MANY_BAD_STEPS:
             path = self.folder / "bad_batch.json"
-            texts = [self.tokenizer.decode(ids) for b in batches for ids in b.ids_T.split(b.lengths)]
+            texts = [self.tokenizer.decode(ids) for b in batches for ids in map(b.sequence, range(len(b.spans)))]
             write_json(path, {"step": counters.step, "samples": samples, "texts": texts})
             raise RunFailed(
                 f"loss or gradient was not finite in {MANY_BAD_STEPS} steps in a row (last: step {counters.step}); "

@@ -1,0 +1,50 @@
+"""The accelerator's own paths; skipped where there is none."""
+
+import pytest
+import torch
+
+from tests.samples import batch_of, spans_of
+from tests.tiny import tiny_model
+from trimtab.models import attention
+from trimtab.models.load import cast_parameters
+from trimtab.models.policy import Policy
+from trimtab.models.selfcheck import choose_path
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("window", [None, 4, 100])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_varlen_attention_equals_dense_blocks(window, kv_heads):
+    lengths = [9, 1, 33, 8, 30]
+
+    torch.manual_seed(0)
+    make = lambda heads: torch.randn(1, sum(lengths), heads, 32, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    inputs = [make(h).transpose(1, 2).requires_grad_() for h in (4, kv_heads, kv_heads)]
+    row = attention.PackedRow.of(spans_of(lengths), torch.device("cuda"))
+    attention.set_row(row)
+    ours, _ = attention.packed_attention(None, *inputs, None, scaling=0.2, sliding_window=window)
+    tokens = [x.float().transpose(1, 2)[0] for x in inputs]
+    expected = attention._dense_blocks(*tokens, row, 0.2, window, None, 0.0)[None]
+    torch.testing.assert_close(ours.float(), expected, atol=2e-2, rtol=2e-2)
+    upstream = torch.randn_like(expected)
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, inputs, upstream.bfloat16()), torch.autograd.grad(expected, inputs, upstream)
+    ):
+        assert (mine - theirs).float().norm() / theirs.float().norm() < 2e-2
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "mixtral", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_follow_the_cpu(family, dtype):
+    batch = batch_of([40, 3, 17, 39])
+    on_cpu = Policy(tiny_model(family))
+    choose_path(on_cpu)
+    expected = on_cpu(batch).log_probs_N
+    model = tiny_model(family)
+    cast_parameters(model, dtype)
+    policy = Policy(model.cuda())
+    assert choose_path(policy).path == "packed"
+    ours = policy(batch.to(torch.device("cuda"))).log_probs_N.cpu()
+    error = (ours - expected).abs()
+    assert error.max() < 1e-3 if dtype == torch.float32 else error.mean() < 0.1
