@@ -11,6 +11,12 @@ from trimtab.cli.run import guarded
 VERBS: dict[str, tuple[str, str]] = {
     "quickstart": ("trimtab.cli.quickstart", "train a tiny model on this machine and look at what it learnt"),
     "sft": ("trimtab.cli.train_sft", "supervised fine-tuning"),
+    "rm": ("trimtab.cli.train_rm", "reward model, from pairs of answers"),
+    "prm": ("trimtab.cli.train_prm", "process reward model, from answers judged step by step"),
+    "dpo": ("trimtab.cli.train_dpo", "preference optimisation from pairs: DPO, IPO, cDPO, ORPO, SimPO"),
+    "kto": ("trimtab.cli.train_kto", "preference optimisation from single judged answers"),
+    "kd": ("trimtab.cli.train_kd", "distillation from a teacher model"),
+    "lora-combine": ("trimtab.cli.lora_combiner", "merge a LoRA adapter into its model"),
     "report": ("trimtab.cli.report", "turn a run's metrics into a page to look at"),
 }
 

@@ -37,7 +37,7 @@ def run_job(
         if problems and not options.dry_run:
             raise UserError("; ".join(problems))
         for warning in warnings + problems:
-            _say(f"{name}: warning: {warning}", options)
+            say(f"{name}: warning: {warning}", options)
         if not options.dry_run:
             start(options)
             return 0
@@ -52,7 +52,7 @@ def run_job(
     except Exception as error:
         return _exit_code(name, error, options)
     except KeyboardInterrupt:
-        _say(f"{name}: interrupted", options)
+        say(f"{name}: interrupted", options)
         return 130
 
 
@@ -63,25 +63,26 @@ def guarded(name: str, action: Callable[[], int | None]) -> int:
     except Exception as error:
         return _exit_code(name, error)
     except KeyboardInterrupt:
-        _say(f"{name}: interrupted")
+        say(f"{name}: interrupted")
         return 130
 
 
 def _exit_code(name: str, error: Exception, options: Any = None) -> int:
     if isinstance(error, UserError):
-        _say(f"{name}: error: {' '.join(str(error).splitlines())}", options)
+        say(f"{name}: error: {' '.join(str(error).splitlines())}", options)
         return 2
     if isinstance(error, RunFailed):
-        _say(f"{name}: failed: {' '.join(str(error).splitlines())}", options)
+        say(f"{name}: failed: {' '.join(str(error).splitlines())}", options)
         return 1
     if isinstance(error, Interrupted):
-        _say(f"{name}: {error}", options)
+        say(f"{name}: {error}", options)
         return error.exit_code
     if not secrets_of(options):
         raise error
-    _say("".join(traceback.format_exception(error)).rstrip(), options)
+    say("".join(traceback.format_exception(error)).rstrip(), options)
     return 1
 
 
-def _say(text: str, options: Any = None) -> None:
+def say(text: str, options: Any = None) -> None:
+    """A line for the user on standard error, without keys."""
     print(redact(text, options), file=sys.stderr, flush=True)

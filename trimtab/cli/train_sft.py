@@ -2,24 +2,12 @@
 
 from collections.abc import Sequence
 
-from trimtab.cli.run import run_job
+from trimtab.cli.training import training_main
 from trimtab.config.jobs import SFTOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_job(SFTOptions, argv, start, rehearse)
-
-
-def start(options: SFTOptions) -> None:
-    from trimtab.train.sft import train_sft
-
-    train_sft(options)
-
-
-def rehearse(options: SFTOptions) -> list[str]:
-    from trimtab.train.sft import rehearse_sft
-
-    return rehearse_sft(options)
+    return training_main(SFTOptions, argv)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
-from trimtab.models.lm_head import LogitShape, shaped_logits, token_divergence, token_log_probs
+from trimtab.models.lm_head import LogitShape, choice_log_probs, shaped_logits, token_divergence, token_log_probs
 from trimtab.models.packed import PackedModel, PaddedRows
 
 
