@@ -1,18 +1,19 @@
 import pytest
 import yaml
 
+from tests.config.every_job import EVERY_JOB
 from trimtab.config.dump import redact, to_dict, to_yaml
-from trimtab.config.jobs import SFTOptions
+from trimtab.config.jobs import PRMOptions, SFTOptions
 from trimtab.config.parse import parse
 from trimtab.errors import UserError
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
-def read_back(tmp_path, text: str, *argv: str) -> SFTOptions:
+def read_back(tmp_path, text: str, *argv: str, job_class: type = SFTOptions):
     path = tmp_path / "config.yaml"
     path.write_text(text, encoding="utf-8")
-    return parse(SFTOptions, ["--config", str(path), *argv])
+    return parse(job_class, ["--config", str(path), *argv])
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,13 @@ def read_back(tmp_path, text: str, *argv: str) -> SFTOptions:
 )
 def test_a_written_config_reads_back_equal(options, tmp_path):
     assert read_back(tmp_path, to_yaml(options)) == options
+
+
+@pytest.mark.parametrize(
+    "options", [*(job_class() for job_class in EVERY_JOB), PRMOptions(placeholder_token="ки", reward_tokens=("+", "-"))]
+)
+def test_the_config_of_every_job_reads_back_equal(options, tmp_path):
+    assert read_back(tmp_path, to_yaml(options), job_class=type(options)) == options
 
 
 def test_what_concerns_one_call_only_is_not_written():

@@ -2,52 +2,97 @@ import dataclasses
 
 import pytest
 
-from trimtab.config import groups
+from tests.config.every_job import EVERY_JOB
+from trimtab.config import groups, objectives
 from trimtab.config.catalogue import options_of
-from trimtab.config.jobs import SFTOptions, job
+from trimtab.config.jobs import DPOOptions, KDOptions, KTOOptions, PRMOptions, RMOptions, SFTOptions, job
 from trimtab.config.spellings import ALIASES
 
-OPENRLHF_DEFAULTS = {
+SHARED_DEFAULTS = {
     **{"save_path": "./ckpt", "save_steps": -1, "save_hf_ckpt": False, "disable_ds_ckpt": False, "logging_steps": 1},
-    **{"eval_steps": -1, "ckpt_path": "./ckpt/checkpoints_sft", "max_ckpt_num": 3, "max_ckpt_mem": 10**8},
-    **{"load_checkpoint": False, "use_ds_universal_ckpt": False, "micro_train_batch_size": 8, "train_batch_size": 128},
-    **{"max_norm": 1.0, "gradient_checkpointing": False, "deepcompile": False, "seed": 42, "full_determinism": False},
+    **{"eval_steps": -1, "max_ckpt_num": 3, "max_ckpt_mem": 10**8, "load_checkpoint": False, "train_batch_size": 128},
+    **{"use_ds_universal_ckpt": False, "max_norm": 1.0, "gradient_checkpointing": False, "deepcompile": False},
+    **{"seed": 42, "full_determinism": False, "overlap_comm": False, "pretrain": None, "grad_accum_dtype": None},
     **{"local_rank": -1, "zero_stage": 2, "bf16": False, "zpg": 1, "adam_offload": False, "flash_attn": False},
-    **{"use_liger_kernel": False, "grad_accum_dtype": None, "overlap_comm": False, "max_epochs": 2, "pretrain": None},
     **{"gradient_checkpointing_use_reentrant": False, "disable_fast_tokenizer": False, "ds_tensor_parallel_size": 1},
-    **{"aux_loss_coef": 0.0, "learning_rate": 5e-6, "lr_warmup_ratio": 0.03, "pretrain_mode": False, "l2": 0.0},
+    **{"aux_loss_coef": 0.0, "lr_warmup_ratio": 0.03, "l2": 0.0, "min_lr_ratio": 0.1, "use_liger_kernel": False},
     **{"lr_scheduler": "cosine_with_min_lr", "adam_betas": (0.9, 0.95), "ring_attn_size": 1, "ring_head_stride": 1},
     **{"load_in_4bit": False, "lora_rank": 0, "lora_alpha": 16, "target_modules": ("all-linear",), "lora_dropout": 0.0},
-    **{"packing_samples": False, "dataset": None, "dataset_probs": None, "eval_dataset": None, "eval_split": "train"},
-    **{"dataset_split": "train", "max_samples": 1_000_000, "multiturn": False, "input_key": "input"},
-    **{"output_key": None, "input_template": "User: {}\nAssistant: ", "apply_chat_template": False, "max_len": 2048},
-    **{"tokenizer_chat_template": None, "use_wandb": None, "wandb_org": None, "wandb_group": None},
-    **{"wandb_project": "trimtab_train_sft", "use_tensorboard": None, "use_ms": False},
+    **{"packing_samples": False, "dataset": None, "dataset_probs": None, "eval_dataset": None},
+    **{"dataset_split": "train", "max_samples": 1_000_000, "use_tensorboard": None, "use_ms": False},
+    **{"use_wandb": None, "wandb_org": None, "wandb_group": None},
+}
+TEMPLATE = "User: {}\nAssistant: "
+CHAT = {"apply_chat_template": False, "tokenizer_chat_template": None}
+PAIRS = {**CHAT, "input_template": None, "prompt_key": None, "chosen_key": "chosen", "rejected_key": "rejected"}
+OWN_DEFAULTS = {
+    SFTOptions: {
+        **CHAT,
+        **{"ckpt_path": "./ckpt/checkpoints_sft", "micro_train_batch_size": 8, "max_epochs": 2, "learning_rate": 5e-6},
+        **{"max_len": 2048, "eval_split": "train", "input_key": "input", "output_key": None},
+        **{"input_template": TEMPLATE, "multiturn": False, "pretrain_mode": False},
+        **{"wandb_project": "trimtab_train_sft"},
+    },
+    RMOptions: {
+        **PAIRS,
+        **{"ckpt_path": "./ckpt/checkpoints_rm", "micro_train_batch_size": 1, "max_epochs": 1, "learning_rate": 9e-6},
+        **{"max_len": 512, "eval_split": "train", "value_head_prefix": "score", "loss": "sigmoid"},
+        **{"compute_fp32_loss": False, "margin_loss": False, "wandb_project": "trimtab_train_rm"},
+    },
+    PRMOptions: {
+        **{"ckpt_path": "./ckpt/checkpoints_prm", "micro_train_batch_size": 1, "max_epochs": 1, "learning_rate": 1e-6},
+        **{"max_len": 2048, "eval_split": "test", "input_key": "input", "label_key": "label"},
+        **{"placeholder_token": None, "reward_tokens": None, "wandb_project": "trimtab_train_prm"},
+    },
+    DPOOptions: {
+        **PAIRS,
+        **{"ckpt_path": "./ckpt/checkpoints_dpo", "micro_train_batch_size": 8, "max_epochs": 1, "learning_rate": 1e-5},
+        **{"max_len": 512, "eval_split": "test", "beta": 0.1, "ipo": False, "label_smoothing": 0.0},
+        **{"nll_loss_coef": 0.0, "ref_pretrain": None, "ref_offload": False, "wandb_project": "trimtab_train_dpo"},
+    },
+    KTOOptions: {
+        **CHAT,
+        **{"ckpt_path": "./ckpt/checkpoints_kto", "micro_train_batch_size": 8, "max_epochs": 1, "learning_rate": 1e-5},
+        **{"max_len": 2048, "eval_split": "test", "beta": 0.01, "ref_offload": False, "input_template": TEMPLATE},
+        **{"desirable_loss_weight": 1.0, "undesirable_loss_weight": 1.0, "wandb_project": "trimtab_train_kto"},
+        **{"input_key": "input", "output_key": None, "label_key": "label"},
+    },
+    KDOptions: {
+        **CHAT,
+        **{"ckpt_path": "./ckpt/checkpoints_kd", "micro_train_batch_size": 8, "max_epochs": 1, "learning_rate": 5e-6},
+        **{"max_len": 2048, "eval_split": "test", "teacher_model": None, "teacher_offload": False, "kd_coef": 0.4},
+        **{"input_key": "input", "output_key": "output", "input_template": TEMPLATE, "pretrain_mode": False},
+        **{"wandb_project": "trimtab_train_kd"},
+    },
 }
 
 
-def test_sft_defaults_are_those_of_openrlhf():
-    options = SFTOptions()
-    assert {name: getattr(options, name) for name in OPENRLHF_DEFAULTS} == OPENRLHF_DEFAULTS
+@pytest.mark.parametrize("job_class", OWN_DEFAULTS)
+def test_defaults_are_those_of_openrlhf(job_class):
+    expected = SHARED_DEFAULTS | OWN_DEFAULTS[job_class]
+    assert {name: getattr(job_class(), name) for name in expected} == expected
+
+
+def test_every_training_job_packs_and_resumes():
+    for job_class in OWN_DEFAULTS:
+        assert {"packing_samples", "train_max_tokens_per_gpu", "load_checkpoint"} <= options_of(job_class).keys()
 
 
 def test_no_option_is_declared_in_two_groups():
-    declared = [
-        name
-        for group in vars(groups).values()
-        if isinstance(group, type) and dataclasses.is_dataclass(group)
-        for name in group.__annotations__
-    ]
+    found = {group for module in (groups, objectives) for group in vars(module).values() if isinstance(group, type)}
+    declared = [name for group in found if dataclasses.is_dataclass(group) for name in group.__annotations__]
+    assert "pretrain" in declared and "beta" in declared
     assert len(declared) == len(set(declared))
 
 
-def test_every_option_has_help_and_no_empty_one():
-    assert all(option.help for option in options_of(SFTOptions).values())
-    assert options_of(SFTOptions).keys() == {known.name for known in dataclasses.fields(SFTOptions)}
+@pytest.mark.parametrize("job_class", EVERY_JOB)
+def test_every_option_has_help_and_no_empty_one(job_class):
+    assert all(option.help for option in options_of(job_class).values())
+    assert options_of(job_class).keys() == {known.name for known in dataclasses.fields(job_class)}
 
 
 def test_every_alias_leads_to_an_option_and_hides_none():
-    names = options_of(SFTOptions).keys()
+    names = {name for job_class in EVERY_JOB for name in options_of(job_class)}
     assert set(ALIASES.values()) <= names
     assert not ALIASES.keys() & names
 

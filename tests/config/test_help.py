@@ -1,16 +1,18 @@
 import pytest
 
+from tests.config.every_job import EVERY_JOB
 from trimtab.config.catalogue import options_of
 from trimtab.config.help import help_text
-from trimtab.config.jobs import SFTOptions
+from trimtab.config.jobs import KDOptions, LoraCombineOptions, SFTOptions
 from trimtab.config.parse import parse
 
 
 @pytest.mark.parametrize("width", [70, 80, 120])
-def test_help_names_every_option_once_and_fits_the_terminal(width):
-    lines = help_text(SFTOptions, width).splitlines()
+@pytest.mark.parametrize("job_class", EVERY_JOB)
+def test_help_names_every_option_once_and_fits_the_terminal(job_class, width):
+    lines = help_text(job_class, width).splitlines()
     flags = [line.split()[0] for line in lines if line.startswith("  --")]
-    assert sorted(flags) == sorted(f"--{name}" for name in options_of(SFTOptions))
+    assert sorted(flags) == sorted(f"--{name}" for name in options_of(job_class))
     assert max(len(line) for line in lines if "usage" not in line) <= width
 
 
@@ -22,9 +24,17 @@ def test_help_shows_defaults_of_the_job_and_other_spellings():
     assert "also --max_epoch;" in text
 
 
-def test_each_heading_comes_once():
-    headings = [line for line in help_text(SFTOptions).splitlines() if line.endswith(":") and line[0] != " "]
-    assert "Optimiser:" in headings and len(headings) == len(set(headings)) == 11
+@pytest.mark.parametrize("job_class", EVERY_JOB)
+def test_each_heading_comes_once(job_class):
+    headings = [line for line in help_text(job_class).splitlines() if line.endswith(":") and line[0] != " "]
+    assert "Run:" in headings and len(headings) == len(set(headings))
+    assert set(headings) == {f"{option.section}:" for option in options_of(job_class).values()}
+
+
+def test_the_usage_line_shows_what_cannot_be_left_out():
+    assert help_text(SFTOptions).startswith("usage: trimtab sft --pretrain MODEL --dataset DATA [option ...]\n")
+    assert "--teacher_model MODEL [" in help_text(KDOptions).splitlines()[0]
+    assert "--lora_path ADAPTER --output_path FOLDER [" in help_text(LoraCombineOptions).splitlines()[0]
 
 
 @pytest.mark.parametrize("argv", [["-h"], ["--nonsense", "--help"]])

@@ -27,6 +27,7 @@ from trimtab.config.groups import (
     LoraOptions,
     ModelOptions,
     OptimiserOptions,
+    PreferenceColumns,
     RowOptions,
     ShardingOptions,
     TemplateOptions,
@@ -139,8 +140,12 @@ def _examine_batches(options: BatchOptions) -> Iterable[str]:
     if not options.packing_samples:
         raise UserError("--train_max_tokens_per_gpu is the budget of packed rows: add --packing_samples")
     longest = getattr(options, "max_len", 1)
-    if budget < longest:
-        raise UserError(f"--train_max_tokens_per_gpu {budget} cannot hold one sample of --max_len {longest}: raise it")
+    answers, sample = (2, "pair of two") if isinstance(options, PreferenceColumns) else (1, "sample of")
+    if budget < answers * longest:
+        raise UserError(
+            f"--train_max_tokens_per_gpu {budget} cannot hold one {sample} --max_len {longest}: "
+            f"raise it to {answers * longest} or more"
+        )
     return []
 
 

@@ -130,4 +130,4 @@ class MergeOptions:
     output_path: str | None = required("FOLDER", "a folder for the merged model")
     """Folder for the merged model, in Hugging Face form."""
     is_rm: bool = False
-    """The model is a reward model (AutoModelForSequenceClassification)."""
+    """The model is a reward model: a sequence classifier with one score."""

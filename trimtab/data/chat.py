@@ -6,6 +6,7 @@ lies between the markers is the template's scaffolding; found again in the real 
 template made of each turn, also where it strips, rewrites or adds text (thinking blocks).
 """
 
+import datetime
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.data.formats import Message
 from trimtab.errors import UserError
 
+# The day on which every template believes to be rendered, so that tomorrow's tokens equal today's. It is the one that
+# Llama's templates fall back to themselves.
+TEMPLATE_DAY = datetime.date(2024, 7, 26)
 GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -111,7 +115,11 @@ class ChatRenderer:
     def _text(self, messages: list[Message], tools: list[Any] | None, where: str, prompt: bool = False) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                strftime_now=TEMPLATE_DAY.strftime,
             )
         except Exception as error:  # templates raise what they like: jinja2's errors, TypeError, KeyError, ...
             raise _refusal(where, error) from error
@@ -128,6 +136,7 @@ class ChatRenderer:
                 tools=tools,
                 chat_template=self.tokenizer.get_chat_template(tools=tools),
                 return_assistant_tokens_mask=True,
+                strftime_now=TEMPLATE_DAY.strftime,
                 **self.tokenizer.special_tokens_map,
             )
         except Exception as error:

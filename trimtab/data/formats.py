@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from trimtab.errors import UserError
 
 DEFAULT_INPUT_KEY = "input"
+DEFAULT_OUTPUT_KEYS = (None, "output")  # of different jobs
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 
 Message = dict[str, Any]
@@ -57,21 +58,24 @@ def recognise_supervised(
     found = ", ".join(columns)
     tools = "tools" if "tools" in columns else None
     whole = options.pretrain_mode
-    asked = options.input_key != DEFAULT_INPUT_KEY or options.output_key is not None
+    asked = options.input_key != DEFAULT_INPUT_KEY or options.output_key not in DEFAULT_OUTPUT_KEYS
+    has_default = options.input_key in columns
 
-    def keyed() -> SupervisedColumns:
-        names = [options.input_key] + ([options.output_key] if options.output_key else [])
-        text = "columns " + " + ".join(names)
-        return SupervisedColumns(options.input_key, options.output_key, tools, whole, description=text)
+    def keyed(response: str | None) -> SupervisedColumns:
+        text = f"columns {options.input_key} + {response}" if response else f"column {options.input_key}"
+        return SupervisedColumns(options.input_key, response, tools, whole, description=text)
 
     if asked:
-        for flag, name in (("--input_key", options.input_key), ("--output_key", options.output_key)):
-            if name is not None and name not in columns:
-                raise UserError(f"no column '{name}' ({flag}) in the data: found {found}")
-        return keyed()
-    has_default = options.input_key in columns
+        require_columns(columns, {"--input_key": options.input_key})
+        is_conversation = isinstance((first_row or {}).get(options.input_key), list)
+        if is_conversation and options.output_key == "output" and "output" not in columns:
+            return keyed(None)
+        require_columns(columns, {"--output_key": options.output_key})
+        return keyed(options.output_key)
+    if has_default and options.output_key in columns:
+        return keyed(options.output_key)
     if has_default and (whole or isinstance((first_row or {}).get(options.input_key), list)):
-        return keyed()
+        return keyed(None)
     for name in ("messages", "conversations"):
         if name in columns:
             return SupervisedColumns(name, None, tools, whole, description=f"conversations in column {name}")
@@ -90,12 +94,19 @@ def recognise_supervised(
     )
 
 
+def require_columns(columns: Sequence[str], keys: dict[str, str | None]) -> None:
+    """`keys` are the columns that options name, by flag."""
+    for flag, name in keys.items():
+        if name is not None and name not in columns:
+            raise UserError(f"no column '{name}' ({flag}) in the data: found {', '.join(columns)}")
+
+
 def read_supervised(row: dict[str, Any], columns: SupervisedColumns, where: str) -> SupervisedRecord:
     """The checked record of one row; `where` ("row 7 of the training data") begins every complaint."""
-    prompt = _text_or_messages(row.get(columns.prompt), columns.prompt, where)
+    prompt = text_or_messages(row.get(columns.prompt), columns.prompt, where)
     response = None
     if columns.response is not None:
-        response = _text_or_messages(row.get(columns.response), columns.response, where)
+        response = text_or_messages(row.get(columns.response), columns.response, where)
         if isinstance(response, list) and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
     elif isinstance(prompt, str) and not columns.whole_text:
@@ -103,10 +114,11 @@ def read_supervised(row: dict[str, Any], columns: SupervisedColumns, where: str)
             f"{where}: column '{columns.prompt}' holds plain text and there is no response: name its column with "
             "--output_key, or train on all of it with --pretrain_mode"
         )
-    return SupervisedRecord(prompt, response, _tools(row.get(columns.tools), where) if columns.tools else None)
+    return SupervisedRecord(prompt, response, read_tools(row.get(columns.tools), where) if columns.tools else None)
 
 
-def _text_or_messages(value: Any, column: str, where: str) -> str | list[Message]:
+def text_or_messages(value: Any, column: str, where: str) -> str | list[Message]:
+    """A string as it is, a conversation (or one message) as a checked list."""
     if isinstance(value, str):
         return value
     if isinstance(value, dict):
@@ -115,13 +127,13 @@ def _text_or_messages(value: Any, column: str, where: str) -> str | list[Message
         if not value:
             raise UserError(f"{where}: column '{column}' holds an empty conversation")
         return [_message(message, column, number, where) for number, message in enumerate(value, start=1)]
-    raise UserError(f"{where}: column '{column}' holds {_kind(value)}, text or a list of messages is needed")
+    raise UserError(f"{where}: column '{column}' holds {kind_of(value)}, text or a list of messages is needed")
 
 
 def _message(message: Any, column: str, number: int, where: str) -> Message:
     here = f"{where}: message {number} of column '{column}'"
     if not isinstance(message, dict):
-        raise UserError(f"{here} is {_kind(message)}, an object with role and content is needed")
+        raise UserError(f"{here} is {kind_of(message)}, an object with role and content is needed")
     # Columnar storage fills the keys other messages have with None; templates must not see those.
     message = {key: value for key, value in message.items() if value is not None}
     if "role" not in message and "from" in message:
@@ -133,11 +145,11 @@ def _message(message: Any, column: str, number: int, where: str) -> Message:
     if content is None and "tool_calls" in message:
         message["content"] = ""
     elif not isinstance(content, (str, list)):
-        raise UserError(f"{here} ({message['role']}) holds {_kind(content)} as content, text is needed")
+        raise UserError(f"{here} ({message['role']}) holds {kind_of(content)} as content, text is needed")
     return message
 
 
-def _tools(value: Any, where: str) -> list[Any] | None:
+def read_tools(value: Any, where: str) -> list[Any] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -146,11 +158,11 @@ def _tools(value: Any, where: str) -> list[Any] | None:
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise UserError(f"{where}: column 'tools' holds {_kind(value)}, a list of tool descriptions is needed")
+        raise UserError(f"{where}: column 'tools' holds {kind_of(value)}, a list of tool descriptions is needed")
     return value
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):

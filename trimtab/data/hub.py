@@ -9,7 +9,9 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 PROBE_SECONDS = 5.0
 
@@ -22,11 +24,22 @@ def hub_reachable() -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return False
-    try:
-        huggingface_hub.get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS)
-    except Exception:  # the session's HTTP library has changed before: any failure means "not reachable"
-        return False
-    return True
+    return answered(lambda: huggingface_hub.get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS))
+
+
+def answered(question: Callable[[], Any]) -> bool:
+    """Whether the question got an answer in time; looking up a server's name ignores the timeouts of HTTP libraries."""
+    heard = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # HTTP libraries change: any failure means "not there"
+            question()
+            heard.set()
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(PROBE_SECONDS)
+    return heard.is_set()
 
 
 def looks_like_hub_name(name: str) -> bool:

@@ -1,6 +1,7 @@
 """One source becomes its splits: a file, a folder, a saved data set, a Python loader, `type@folder`, a hub name."""
 
 import contextlib
+import glob
 import hashlib
 import importlib.util
 import logging
@@ -161,7 +162,8 @@ def _read_files(kind: str, files: dict[str, list[Path]]) -> dict[str, Dataset]:
             empty = is_empty(path)
         if empty:
             raise UserError(f"{path} is empty: it holds no rows")
-    data_files = {name: [str(path.resolve()) for path in paths] for name, paths in files.items()}
+    # The library takes names for patterns.
+    data_files = {name: [glob.escape(str(path.resolve())) for path in paths] for name, paths in files.items()}
     try:
         loaded = dict(datasets.load_dataset(kind, data_files=data_files))
         if kind == "json":

@@ -16,6 +16,9 @@ from datasets import Dataset
 from trimtab.data.readers import agree_on_types, concatenate, explained, load_splits
 from trimtab.errors import UserError
 
+# What `load_rows` read last, so that `load_evaluation_rows` need not run a Python loader or ask the hub again.
+_just_read: dict[tuple[str, str], dict[str, Dataset]] = {}
+
 PROBABILITY_SLACK = 0.01  # "0.33,0.33,0.33" is meant as thirds
 
 
@@ -34,8 +37,10 @@ def load_rows(sources: str, *, probabilities: str | None, split: str, max_sample
     if max_samples < 1:
         raise UserError(f"--max_samples is {max_samples}: at least one row is needed")
     weights = _parse_probabilities(probabilities, names)
+    _just_read.clear()
     with _quiet():
-        parts = [_first_rows(_pick(load_splits(name, split), split, name), max_samples) for name in names]
+        _just_read.update({(name, split): load_splits(name, split) for name in dict.fromkeys(names)})
+        parts = [_first_rows(_pick(_just_read[name, split], split, name), max_samples) for name in names]
         rows = _first_rows(_mix(parts, weights, seed, names), max_samples)
     if not len(rows):
         raise UserError(f"'{sources}' holds no rows in its split '{split}'")
@@ -57,7 +62,8 @@ def load_evaluation_rows(options: EvaluationOptions) -> Dataset | None:
     names, parts = [], []
     with _quiet():
         for name in _names(options.dataset, "--dataset"):
-            splits = load_splits(name, options.dataset_split)
+            here = (name, options.dataset_split)
+            splits = _just_read.pop(here) if here in _just_read else load_splits(*here)
             test = splits.get("test")
             # A lone file called test.jsonl answers to both names; it is the training data.
             if test is not None and test is not splits.get("train") and len(test):

@@ -27,6 +27,8 @@ def load_tokenizer(
                 )
     except Exception as error:
         if is_folder:
+            if not any(Path(pretrain).expanduser().glob("*token*")):
+                raise UserError(f"--pretrain {pretrain}: no tokenizer.json in this folder; copy it there") from error
             reason = "the folder holds no tokenizer that can be loaded (is tokenizer.json there?)"
             raise UserError(f"cannot load the tokenizer of '{pretrain}': {reason}: {first_line(error)}") from error
         if reachable:

@@ -143,9 +143,7 @@ def packed_attention(
         unknown.append("is_causal=False")
     if unknown or attention_mask is not None:
         raise UnsupportedAttention(f"{type(module).__name__} passes {', '.join(unknown) or 'a mask'} to its attention")
-    assert _row is not None and query.shape[2] == sum(span.length for span in _row.spans), (
-        "set_row() before the forward pass"
-    )
+    assert _row is not None and query.shape[2] == _row.tokens, "set_row() before the forward pass"
     scale = arguments.get("scaling") or query.shape[-1] ** -0.5
     window, softcap = arguments.get("sliding_window"), arguments.get("softcap")
     dropout = arguments.get("dropout") or 0.0

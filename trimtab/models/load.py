@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trimtab.config.groups import LoraOptions, ModelOptions
-from trimtab.data.hub import hub_or_cache
+from trimtab.data.hub import hub_or_cache, looks_like_hub_name
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
 from trimtab.models.lora import add_adapters
@@ -125,8 +125,7 @@ def check_model_folder(pretrain: str) -> None:
     """Catch the common mistakes with a local folder before a library explains them at length."""
     folder = Path(pretrain).expanduser()
     if not folder.exists():
-        looks_local = pretrain.startswith((".", "/", "~")) or pretrain.count("/") != 1
-        if looks_local:
+        if not looks_like_hub_name(pretrain):
             raise UserError(f"--pretrain {pretrain}: no such folder; give a model folder or a hub name (owner/name)")
         return
     if not folder.is_dir():

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trimtab.errors import UserError
+from trimtab.train.disk import reason
 
 PREFIX = "global_step"
 TENSORS, STATE, LATEST = "tensors.safetensors", "state.json", "latest"
@@ -61,7 +62,7 @@ class Checkpoints:
             previous = self.latest()
             kept = f"the previous one ({previous.name}) is intact" if previous else "there is no earlier one"
             raise UserError(
-                f"--ckpt_path {self.folder}: cannot write the checkpoint of step {step} ({_reason(error)}); {kept}; "
+                f"--ckpt_path {self.folder}: cannot write the checkpoint of step {step} ({reason(error)}); {kept}; "
                 "free some space and continue with --load_checkpoint"
             ) from error
         return final
@@ -83,7 +84,7 @@ class Checkpoints:
             return load_file(path / TENSORS), json.loads((path / STATE).read_text())
         except (OSError, SafetensorError, ValueError) as error:
             raise UserError(
-                f"--ckpt_path {path}: damaged checkpoint ({_reason(error)}); remove this folder to use the one before"
+                f"--ckpt_path {path}: damaged checkpoint ({reason(error)}); remove this folder to use the one before"
             ) from error
 
     def clean(self) -> None:
@@ -123,7 +124,3 @@ def _flush(path: Path) -> None:
 def _size(folder: Path) -> int:
     both = (folder, folder.with_name(folder.name + "_hf"))
     return sum(p.stat().st_size for f in both for p in f.rglob("*") if p.is_file())
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error).splitlines()[0]

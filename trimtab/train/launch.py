@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ import torch
 from trimtab.data.order import SampleOrder
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device, seed_everything
-from trimtab.models.load import check_model_folder, load_policy, skeleton
+from trimtab.models.load import check_model_folder, load_policy, quiet_transformers, skeleton
 from trimtab.models.lora import add_adapters
+from trimtab.models.policy import Policy
+from trimtab.train.disk import check_folder
 from trimtab.train.supervised import SupervisedRun
 from trimtab.train.task import Task
 
@@ -21,8 +24,11 @@ MakeTask = Callable[[Any, Any], Task]  # (options, tokenizer)
 
 def train(options: Any, make_task: MakeTask) -> None:
     device = find_device()
+    _check_places(options)
     tokenizer = _tokenizer(options)
     task = make_task(options, tokenizer)
+    for line in task.data_lines():
+        print(line, flush=True)
     seed_everything(options.seed, deterministic=options.full_determinism)
     loaded = load_policy(options, device)
     task.check_model(loaded.policy)
@@ -37,7 +43,7 @@ def train(options: Any, make_task: MakeTask) -> None:
 def rehearse(options: Any, make_task: MakeTask) -> list[str]:
     """Everything that can go wrong before the first step, on a few rows and without the weights."""
     device = find_device()
-    check_model_folder(options.pretrain)
+    _check_places(options)
     tokenizer = _tokenizer(options)
     few = dataclasses.replace(options, max_samples=min(options.max_samples, REHEARSED_ROWS))
     task = make_task(few, tokenizer)
@@ -45,6 +51,7 @@ def rehearse(options: Any, make_task: MakeTask) -> list[str]:
     parameters = sum(p.numel() for p in model.parameters())
     if options.lora_rank > 0:
         model = add_adapters(model, options)
+    task.check_model(Policy(model))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     order = SampleOrder(task.samples, options.train_batch_size, options.max_epochs, options.seed)
     lines = [f"device: {device.name}", *_notes(options, device)]
@@ -53,7 +60,16 @@ def rehearse(options: Any, make_task: MakeTask) -> list[str]:
     return lines
 
 
+def _check_places(options: Any) -> None:
+    """Before anything slow: is the model there, and can its successor be written?"""
+    check_model_folder(options.pretrain)
+    for flag in ("save_path", "ckpt_path", "use_tensorboard"):
+        if place := getattr(options, flag):
+            check_folder(flag, Path(place))
+
+
 def _tokenizer(options: Any):
+    quiet_transformers()
     return load_tokenizer(
         options.pretrain,
         disable_fast=options.disable_fast_tokenizer,

@@ -25,7 +25,8 @@ def weights_fingerprint(model: nn.Module) -> str:
         flat = parameter.detach().flatten()
         stride = max(1, flat.numel() // SAMPLE)
         values = flat[::stride][:SAMPLE].float().cpu().contiguous()
-        digest.update(f"{name.replace('.base_layer', '')}{tuple(parameter.shape)}".encode())
+        own_name = name.removeprefix("base_model.model.").replace(".base_layer", "")  # adapters wrap the model
+        digest.update(f"{own_name}{tuple(parameter.shape)}".encode())
         digest.update(values.numpy().tobytes())
     return digest.hexdigest()
 

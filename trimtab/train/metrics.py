@@ -3,9 +3,14 @@
 import json
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import httpx
+
+from trimtab.config.dump import to_dict
 from trimtab.config.groups import LoggingOptions
+from trimtab.data.hub import PROBE_SECONDS, answered
 
 CLOCK_FIELDS = ("seconds", "tokens_per_second", "memory_gib")  # what two equal runs may differ in
 
@@ -65,42 +70,93 @@ class TensorBoardLog:
         self._writer = SummaryWriter(str(folder))
 
     def write(self, row: dict) -> None:
-        for name, value in row.items():
-            if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
-                self._writer.add_scalar(f"train/{name}", value, row["step"])
+        for curve, value in _curves(row).items():
+            self._writer.add_scalar(curve, value, row["step"])
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
 
 
 class WandbLog:
-    def __init__(self, options: LoggingOptions, config: dict):
+    def __init__(self, options: LoggingOptions, config: dict, folder: Path):
+        """wandb's own files go into `folder`; without a network it writes there for a later `wandb sync`."""
         import wandb
 
-        named_mode = options.use_wandb if options.use_wandb in ("offline", "online") else None
-        token = options.use_wandb if options.use_wandb not in ("True", "offline", "online") else None
-        if token and not os.environ.get("WANDB_API_KEY"):
-            os.environ["WANDB_API_KEY"] = token
+        key = options.use_wandb if options.use_wandb not in ("True", "offline", "online") else None
+        # Nothing but metrics: no copy of the console or the code, and no waiting for ever at either end.
+        settings = wandb.Settings(
+            silent=True, console="off", disable_code=True, init_timeout=30, login_timeout=30, finish_timeout=120
+        )
+        mode = options.use_wandb if options.use_wandb in ("offline", "online") else settings.mode
+        if mode == "online":
+            server = settings.base_url
+            if not answered(lambda: httpx.head(server, timeout=PROBE_SECONDS)):
+                mode = "offline"
+                print(f"wandb: {server} cannot be reached; send the metrics later with: wandb sync {folder}/wandb/*")
+            elif key:
+                settings.api_key = key
+        folder.mkdir(parents=True, exist_ok=True)
+        wandb.setup(settings)
         self._run = wandb.init(
             entity=options.wandb_org,
             project=options.wandb_project,
             group=options.wandb_group,
             name=options.wandb_run_name,
-            config=config,
-            mode=named_mode or os.environ.get("WANDB_MODE"),
+            config={**to_dict(options), **config},
+            mode=mode,
+            dir=str(folder),
+            settings=settings,
         )
+        if mode == "online":
+            print(f"wandb: {self._run.url}")
 
     def write(self, row: dict) -> None:
-        self._run.log({f"train/{k}": v for k, v in row.items() if k != "step"}, step=row["step"])
+        self._run.log(_curves(row), step=row["step"])
 
     def close(self) -> None:
         self._run.finish()
 
 
-def open_logs(options: LoggingOptions, config: dict) -> list:
+class SteadyLog:
+    """Another reader of the rows. Its failure is told once; training goes on and metrics.jsonl has it all."""
+
+    def __init__(self, name: str, make: Callable[[], TensorBoardLog | WandbLog]):
+        self._name = name
+        self._log: TensorBoardLog | WandbLog | None = None
+        self._attempt(lambda: setattr(self, "_log", make()))
+
+    def write(self, row: dict) -> None:
+        if self._log is not None:
+            self._attempt(lambda: self._log.write(row))
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._attempt(self._log.close)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._log = None
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            print(f"warning: {self._name} is left out from here on: {reason}", flush=True)
+
+
+def _curves(row: dict) -> dict[str, float]:
+    """The numbers of a row under the names that boards group by."""
+    return {
+        f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": value
+        for name, value in row.items()
+        if name != "step" and isinstance(value, (int, float)) and math.isfinite(value)
+    }
+
+
+def open_logs(options: LoggingOptions, config: dict, folder: Path) -> list[SteadyLog]:
     logs = []
     if options.use_wandb:
-        logs.append(WandbLog(options, config))
+        logs.append(SteadyLog("wandb", lambda: WandbLog(options, config, folder)))
     if options.use_tensorboard:
-        logs.append(TensorBoardLog(Path(options.use_tensorboard) / (options.wandb_run_name or "run")))
+        board = Path(options.use_tensorboard) / (options.wandb_run_name or "run")
+        logs.append(SteadyLog("TensorBoard", lambda: TensorBoardLog(board)))
     return logs

@@ -42,6 +42,10 @@ class SFTTask:
             described["evaluation"] = self.evaluation_report.as_dict()
         return described
 
+    def data_lines(self) -> list[str]:
+        reports = [self.report] + ([self.evaluation_report] if self.evaluation_report is not None else [])
+        return [line for report in reports for line in report.lines()]
+
     def micro_batches(self, samples: list[int], *, evaluation: bool = False) -> list[TokenBatch]:
         store = self.evaluation if evaluation else self.store
         lengths = [int(store.lengths[i]) for i in samples]
@@ -68,6 +72,7 @@ class SFTTask:
 
     def check_model(self, policy: Policy) -> None:
         check_experts(self.options.aux_loss_coef, policy)
+        check_vocabulary(int(self.store.ids.max()), policy)
 
 
 def token_budget(options: SFTOptions) -> int:
@@ -82,6 +87,15 @@ def check_experts(aux_loss_coef: float, policy: Policy) -> None:
         raise UserError(f"--aux_loss_coef {aux_loss_coef}: {type(policy.inner).__name__} has no experts; drop it")
     if policy.path == "logits":
         raise UserError(f"--aux_loss_coef {aux_loss_coef}: cannot read the routers of {type(policy.inner).__name__}")
+
+
+def check_vocabulary(largest_id: int, policy: Policy) -> None:
+    known = policy.config.get_text_config().vocab_size
+    if largest_id >= known:
+        raise UserError(
+            f"--pretrain: its tokenizer made token {largest_id} of this data, but the model knows only {known} tokens; "
+            "the tokenizer in this folder is another model's"
+        )
 
 
 def train_sft(options: SFTOptions) -> None:

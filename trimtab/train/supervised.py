@@ -6,7 +6,6 @@ A step's samples, learning rate and random state follow from its number and the 
 was killed and resumed is the run that was not. Which loss is learnt is the task's business (see task.py).
 """
 
-import json
 import math
 import time
 from dataclasses import dataclass, field
@@ -21,10 +20,11 @@ from trimtab.errors import Interrupted, RunFailed
 from trimtab.models.policy import Policy
 from trimtab.models.save import save_model
 from trimtab.train.checkpoint import Checkpoints
+from trimtab.train.disk import writing
 from trimtab.train.interrupts import StopRequest
 from trimtab.train.manifest import compare, make_manifest, names_fingerprint, weights_fingerprint, write_json
 from trimtab.train.metrics import MetricsFile, open_logs
-from trimtab.train.optimiser import GRADIENT_DTYPES, Optimiser
+from trimtab.train.optimiser import GRADIENT_DTYPES, Optimiser, StepReport
 from trimtab.train.progress import RunProgress
 from trimtab.train.task import Task
 
@@ -85,9 +85,11 @@ class SupervisedRun:
 
     def train(self) -> None:
         resumed = self.resume() if self.options.load_checkpoint else False
-        self.write_description()
-        metrics = MetricsFile(self.folder / "metrics.jsonl", resume_from=self.counters.step if resumed else None)
-        logs = open_logs(self.options, json.loads(json.dumps(self.manifest)))
+        cannot_write = f"--save_path {self.folder}: cannot write there"
+        with writing(cannot_write):
+            self.write_description()
+            metrics = MetricsFile(self.folder / "metrics.jsonl", resume_from=self.counters.step if resumed else None)
+        logs = open_logs(self.options, self.manifest, self.folder)
         progress = RunProgress(
             self.task.verb, self.order.steps, self.counters.step, every=max(1, self.options.logging_steps)
         )
@@ -95,11 +97,14 @@ class SupervisedRun:
             with StopRequest() as stop:
                 while self.counters.step < self.order.steps:
                     row = self.train_step(stop)
-                    metrics.write(row)
+                    with writing(cannot_write):
+                        metrics.write(row)
                     if row["step"] % max(1, self.options.logging_steps) == 0 or row["step"] == self.order.steps:
                         for log in logs:
                             log.write(row)
                     progress.advance(row["step"], _shown(row))
+                    if self.counters.skipped_in_a_row >= MANY_BAD_STEPS:
+                        self.give_up()
                     if self.options.save_steps > 0 and row["step"] % self.options.save_steps == 0:
                         self.save()
                     if stop.signal:
@@ -109,7 +114,8 @@ class SupervisedRun:
             metrics.close()
             for log in logs:
                 log.close()
-        save_model(self.policy, self.tokenizer, self.folder)
+        with writing(f"--save_path {self.folder}: cannot write the model"):
+            save_model(self.policy, self.tokenizer, self.folder)
 
     def train_step(self, stop: StopRequest) -> dict:
         """One optimiser step and its row of metrics."""
@@ -131,10 +137,18 @@ class SupervisedRun:
                 restore_random_state(random_before)
                 self.leave(stop.signal)
         learning_rate = self.optimiser.rate(step)
-        report = self.optimiser.step(step)
+        if math.isfinite(figures["loss"]):
+            report = self.optimiser.step(step)
+        else:
+            self.optimiser.clear_gradients()
+            report = StepReport(math.nan, applied=False)
         self.counters.step += 1
         self.counters.tokens_seen += int(totals["tokens"])
-        self.count_bad_step(report.applied, samples, batches)
+        if report.applied:
+            self.counters.skipped_in_a_row = 0
+        else:
+            self.counters.skipped_steps += 1
+            self.counters.skipped_in_a_row += 1
         row = {
             "step": step + 1,
             "epoch": round((step + 1) / self.order.steps_per_epoch, 6),
@@ -176,21 +190,21 @@ class SupervisedRun:
         self.policy.train()
         return {f"eval_{name}": value for name, value in sums.items()}
 
-    def count_bad_step(self, applied: bool, samples: list[int], batches: list) -> None:
-        counters = self.counters
-        if applied:
-            counters.skipped_in_a_row = 0
-            return
-        counters.skipped_steps += 1
-        counters.skipped_in_a_row += 1
-        if counters.skipped_in_a_row >= MANY_BAD_STEPS:
-            path = self.folder / "bad_batch.json"
-            texts = [self.tokenizer.decode(ids) for b in batches for ids in map(b.sequence, range(len(b.spans)))]
-            write_json(path, {"step": counters.step, "samples": samples, "texts": texts})
-            raise RunFailed(
-                f"loss or gradient was not finite in {MANY_BAD_STEPS} steps in a row (last: step {counters.step}); "
-                f"the batch is in {path}; try a lower --learning_rate, or resume from the last checkpoint"
-            )
+    def give_up(self) -> None:
+        """Too many bad steps in a row: keep the last one's samples for a look, and stop."""
+        step = self.counters.step
+        samples = self.order.step_samples(step - 1)
+        texts = [
+            self.tokenizer.decode(batch.ids_T[span.rows()])
+            for batch in self.task.micro_batches(samples)
+            for span in batch.spans
+        ]
+        path = self.folder / "bad_batch.json"
+        write_json(path, {"step": step, "samples": samples, "texts": texts})
+        raise RunFailed(
+            f"loss or gradient was not finite in {MANY_BAD_STEPS} steps in a row (last: step {step}); "
+            f"the batch is in {path}; try a lower --learning_rate, or resume from the last checkpoint"
+        )
 
     # ---- what is on disk
 

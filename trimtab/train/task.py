@@ -29,6 +29,9 @@ class Task(Protocol):
     def describe_data(self) -> dict:
         """Statistics of the data, for the manifest and the report."""
 
+    def data_lines(self) -> list[str]:
+        """The same in words, for a person at the start of a run: how many rows are used, and why the others are not."""
+
     def micro_batches(self, samples: list[int], *, evaluation: bool = False) -> list[Any]:
         """Cut these samples into micro-batches."""
 

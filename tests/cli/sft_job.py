@@ -1,0 +1,90 @@
+"""A tiny model with its data, and `trimtab sft` run on them in this process."""
+
+import json
+import string
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+from tests.tiny import tiny_model
+from trimtab.cli.main import main
+from trimtab.embedded import sort_task
+from trimtab.train.metrics import read_rows
+from trimtab.train.supervised import SupervisedRun
+
+
+def make_tokenizer():
+    """The embedded task's tokenizer of characters, grown to all of ASCII."""
+    with patch.object(sort_task, "CHARACTERS", string.printable):
+        return sort_task.make_tokenizer()
+
+
+def write_model(folder: Path, family: str = "llama", **changes) -> Path:
+    tokenizer = make_tokenizer()
+    changes = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, **changes}
+    tiny_model(family, **changes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def conversation(*turns: str) -> dict:
+    """Turns of the user and the assistant, one after the other."""
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]}
+
+
+@dataclass
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def mistake(self) -> str:
+        """The one line of a refused command."""
+        assert self.code == 2, (self.code, self.out, self.err)
+        assert self.err.startswith("trimtab sft: error: ") and self.err.count("\n") == 1, self.err
+        return self.err.removeprefix("trimtab sft: error: ").strip()
+
+
+@dataclass
+class Job:
+    """Runs the command, and keeps what it trained on."""
+
+    capsys: object
+    folder: Path
+    run: SupervisedRun | None = None  # the last one that made a step
+    batches: list = None
+
+    def __call__(self, *words: object) -> Outcome:
+        self.batches = []
+        code = main(["sft", *map(str, words)])
+        return Outcome(code, *self.capsys.readouterr())
+
+    def watch(self, monkeypatch) -> None:
+        plain = SupervisedRun.train_step
+
+        def train_step(run, stop):
+            self.run = run
+            self.batches += run.task.micro_batches(run.order.step_samples(run.counters.step))
+            return plain(run, stop)
+
+        monkeypatch.setattr(SupervisedRun, "train_step", train_step)
+
+    def rows(self, folder: Path) -> list[dict]:
+        return read_rows(folder / "metrics.jsonl")
+
+    def samples(self) -> list[tuple[str, str]]:
+        """(text, the trained part of it) of every sample in the order of training."""
+        decode = self.run.tokenizer.decode
+        return [
+            (decode(batch.ids_T[rows]), decode(batch.ids_T[rows][batch.trained_T[rows]]))
+            for batch in self.batches
+            for rows in (span.rows() for span in batch.spans)
+        ]

@@ -1,0 +1,116 @@
+import json
+import sys
+import types
+
+import pytest
+
+from trimtab.cli import train_dpo, train_kd, train_kto, train_prm, train_rm, train_sft
+from trimtab.errors import Interrupted, RunFailed, UserError
+from trimtab.report import page
+
+GOOD = ["--pretrain", "owner/model", "--dataset", "owner/data"]
+JOBS = {
+    "sft": (train_sft, []),
+    "rm": (train_rm, ["--value_prefix_head", "score"]),
+    "prm": (train_prm, ["--placeholder_token", "ки", "--reward_tokens", "+", "-"]),
+    "dpo": (train_dpo, ["--ipo"]),
+    "kto": (train_kto, ["--desirable_weight", "2"]),
+    "kd": (train_kd, ["--teacher_model", "owner/teacher"]),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """Puts a module in the place of trimtab.train.VERB."""
+
+    def put(verb, train=None, rehearse=None):
+        def never(options):
+            raise AssertionError("must not be reached")
+
+        module = types.ModuleType(f"trimtab.train.{verb}")
+        setattr(module, f"train_{verb}", train or never)
+        setattr(module, f"rehearse_{verb}", rehearse or never)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    return put
+
+
+def training(folder, error=None):
+    """A run of one step that leaves its metrics, then ends as told."""
+
+    def train(options):
+        folder.mkdir(exist_ok=True)
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 0.5}) + "\n")
+        if error is not None:
+            raise error
+
+    return train
+
+
+@pytest.mark.parametrize("verb", JOBS)
+def test_a_dry_run_rehearses_the_jobs_own_module_and_trains_nothing(verb, stub, capsys):
+    module, words = JOBS[verb]
+    seen = []
+    stub(verb, rehearse=lambda options: seen.append(options) or ["2 steps"])
+    assert module.main([*GOOD, *words, "--dry_run"]) == 0
+    output = capsys.readouterr()
+    assert seen[0].verb == verb and seen[0].pretrain == "owner/model"
+    assert output.out.startswith(f"# trimtab {verb}\n") and output.out.endswith("# 2 steps\n") and output.err == ""
+
+
+@pytest.mark.parametrize("verb", JOBS)
+def test_a_run_ends_with_its_report_and_where_everything_is(verb, stub, tmp_path, capsys):
+    module, words = JOBS[verb]
+    run = tmp_path / "run"
+    stub(verb, train=training(run))
+    assert module.main([*GOOD, *words, "--save_path", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"model    {run}/",
+        f"metrics  {run}/metrics.jsonl",
+        f"report   {run}/report.html",
+    ]
+    assert (run / "report.html").is_file()
+
+
+def test_with_lora_the_run_leaves_an_adapter(stub, tmp_path, capsys):
+    stub("dpo", train=training(tmp_path / "run"))
+    assert train_dpo.main([*GOOD, "--lora_rank", "4", "--save_path", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.startswith(f"adapter  {tmp_path / 'run'}/\n")
+
+
+@pytest.mark.parametrize("error, code", [(Interrupted(15, "stopped after step 1"), 143), (RunFailed("not finite"), 1)])
+def test_a_run_that_ended_early_has_its_report_too_but_no_model_to_name(error, code, stub, tmp_path, capsys):
+    run = tmp_path / "run"
+    stub("rm", train=training(run, error))
+    assert train_rm.main([*GOOD, "--save_path", str(run)]) == code
+    output = capsys.readouterr()
+    assert output.out.splitlines() == [f"metrics  {run}/metrics.jsonl", f"report   {run}/report.html"]
+    assert output.err.endswith(f"{error}\n") and (run / "report.html").is_file()
+
+
+def test_a_mistake_found_late_writes_no_report(stub, tmp_path, capsys):
+    run = tmp_path / "run"
+    stub("kto", train=training(run, UserError("the disk is full")))
+    assert train_kto.main([*GOOD, "--save_path", str(run)]) == 2
+    output = capsys.readouterr()
+    assert output.err == "trimtab kto: error: the disk is full\n" and output.out == ""
+    assert not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("error", [OSError("no\nspace"), ZeroDivisionError(), UserError("no metrics")])
+def test_a_report_that_fails_is_one_warning_and_not_a_failed_run(error, stub, tmp_path, monkeypatch, capsys):
+    def write_report(folder):
+        raise error
+
+    monkeypatch.setattr(page, "write_report", write_report)
+    run = tmp_path / "run"
+    stub("dpo", train=training(run))
+    assert train_dpo.main([*GOOD, "--save_path", str(run)]) == 0
+    output = capsys.readouterr()
+    assert output.err.startswith("trimtab dpo: warning: no report was written: ") and output.err.count("\n") == 1
+    assert output.out.splitlines() == [f"model    {run}/", f"metrics  {run}/metrics.jsonl"]

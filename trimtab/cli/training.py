@@ -1,0 +1,49 @@
+"""What the training commands share: the job's module is imported late, and a run ends with its report.
+
+By convention the job `trimtab VERB` has its options in trimtab.config.jobs and lives in trimtab.train.VERB, as
+`train_VERB(options)` and `rehearse_VERB(options)`.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trimtab.cli.run import run_job, say
+from trimtab.errors import Interrupted, RunFailed
+
+
+def training_main(job_class: type, argv: Sequence[str] | None) -> int:
+    """Run the training job of these options and return its exit code."""
+    return run_job(job_class, argv, _train, lambda options: _function("rehearse", options)(options))
+
+
+def _train(options: Any) -> None:
+    try:
+        _function("train", options)(options)
+    except (Interrupted, RunFailed):
+        # The page is wanted most where something went wrong; there is no model to point to.
+        _show_what_is_left(options, finished=False)
+        raise
+    _show_what_is_left(options, finished=True)
+
+
+def _function(action: str, options: Any) -> Callable[[Any], Any]:
+    return getattr(importlib.import_module(f"trimtab.train.{options.verb}"), f"{action}_{options.verb}")
+
+
+def _show_what_is_left(options: Any, finished: bool) -> None:
+    """Write the run's page and say where everything is. No fault of the page may spoil a run that is done."""
+    folder = Path(options.save_path)
+    places = {"metrics": folder / "metrics.jsonl"}
+    if finished:
+        places = {"adapter" if options.lora_rank else "model": f"{folder}/"} | places
+    try:
+        from trimtab.report.page import write_report
+
+        places["report"] = write_report(folder)
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        say(f"trimtab {options.verb}: warning: no report was written: {reason}", options)
+    for name, place in places.items():
+        print(f"{name:9}{place}", flush=True)

@@ -1,0 +1,149 @@
+"""From rows to a store, the same way for every job: look in the cache, or render, tokenise, cut and remember.
+
+A job brings a renderer (a row becomes text), a collector (text becomes kept sequences) and a store.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from trimtab.data import token_cache
+from trimtab.data.data_report import DataReport
+from trimtab.data.progress import progress
+from trimtab.data.rendering import CHUNK_ROWS, RowRenderer, render_all
+from trimtab.errors import UserError
+
+Arrays = dict[str, np.ndarray]
+Settings = TypeVar("Settings")
+
+
+class Store(Protocol):
+    fingerprint: str
+
+
+AnyStore = TypeVar("AnyStore", bound=Store)
+
+
+def settings_of(kind: type[Settings], options: Any) -> Settings:
+    """The fields of a job's options that its tokens depend on; those a job does not have keep their default."""
+    names = [field.name for field in dataclasses.fields(kind) if hasattr(options, field.name)]
+    return kind(**{name: getattr(options, name) for name in names})
+
+
+def workers_of(options: Any, workers: int | None) -> dict[str, int | None]:
+    """How many processes may render: exactly `workers`, or `--num_workers` at most where it is worth their start."""
+    return {"workers": workers, "most_workers": getattr(options, "num_workers", None)}
+
+
+def first_row(rows: Dataset, what: str) -> dict[str, Any]:
+    if not len(rows):
+        raise UserError(f"the {what} data hold no rows")
+    return rows[0]
+
+
+class Collector:
+    """Takes renderings, chunk by chunk, and keeps the token sequences there is something to learn from."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_len: int, report: DataReport):
+        self.tokenizer = tokenizer
+        self.max_len = max_len
+        self.report = report
+        self._ids: list[np.ndarray] = []
+        self._trained: list[np.ndarray] = []
+
+    def add(self, renderings: list[Any]) -> None:
+        present = [rendering for rendering in renderings if rendering is not None]
+        self.report.rows_empty += len(renderings) - len(present)
+        self.add_present(present)
+
+    def add_present(self, renderings: list[Any]) -> None:
+        raise NotImplementedError
+
+    def keep(self, *sequences: tuple[np.ndarray, np.ndarray]) -> bool:
+        """Keeps one row's sequences, cut to `max_len`; or counts why not, if one of them has nothing to learn."""
+        if not all(trained.any() for _, trained in sequences):
+            self.report.rows_empty += 1
+            return False
+        if not all(trained[: self.max_len].any() for _, trained in sequences):
+            self.report.rows_over_long += 1
+            return False
+        self.report.rows_kept += 1
+        self.report.rows_truncated += any(len(ids) > self.max_len for ids, _ in sequences)
+        for ids, trained in sequences:
+            self._ids.append(ids[: self.max_len])
+            self._trained.append(trained[: self.max_len])
+        return True
+
+    def finish(self) -> Arrays:
+        """The arrays of a TokenStore, and whatever else the job collects."""
+        report = self.report
+        if not self._ids:
+            raise UserError(
+                f"no row of the {report.what} data is left: of {report.rows_read:,}, {report.rows_over_long:,} have "
+                f"nothing to learn within {self.max_len:,} tokens (raise --max_len), {report.rows_empty:,} are empty"
+            )
+        lengths = np.array([len(ids) for ids in self._ids], dtype=np.int64)
+        offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+        trained = np.concatenate(self._trained)
+        report.count(trained, lengths)
+        return {"ids": np.concatenate(self._ids), "trained": trained, "offsets": offsets}
+
+
+def build_store(
+    job: str,
+    rows: Dataset,
+    renderer: RowRenderer,
+    collector: Collector,
+    store_of: Callable[[Arrays], AnyStore],
+    settings: Any,
+    *,
+    workers: int | None = None,
+    most_workers: int | None = None,
+) -> tuple[AnyStore, DataReport]:
+    """Renders, tokenises and truncates the rows, or finds the result of the same work in the cache."""
+    report = collector.report
+    work = {"job": job, **dataclasses.asdict(settings)}
+    key = token_cache.key(rows.select_columns(renderer.names), collector.tokenizer, work)
+    if key is not None and (found := _from_cache(key, store_of, report)):
+        return found
+    chunks = render_all(rows, renderer, workers=workers, most_workers=most_workers)
+    for chunk in progress(chunks, -(-len(rows) // CHUNK_ROWS), f"tokenising the {report.what} data"):
+        collector.add(chunk)
+    arrays = collector.finish()
+    store = store_of(arrays)
+    if key is not None:
+        token_cache.save(key, arrays, {"fingerprint": store.fingerprint, "report": report.as_dict()})
+    return store, report
+
+
+def _from_cache(
+    key: str, store_of: Callable[[Arrays], AnyStore], report: DataReport
+) -> tuple[AnyStore, DataReport] | None:
+    found = token_cache.load(key)
+    if found is None:
+        return None
+    arrays, notes = found
+    try:
+        store = store_of(arrays)
+        known = type(report)(**{**notes["report"], "what": report.what})
+        intact = store.fingerprint == notes["fingerprint"]
+    except (TypeError, KeyError, ValueError):
+        return None
+    return (store, known) if intact else None
+
+
+def without_first(trained: np.ndarray) -> np.ndarray:
+    """The mask without the sequence's first token, which nothing predicts."""
+    trained[:1] = False
+    return trained
+
+
+def up_to_answer(ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The sequence without what a template writes after the answer's end, so that it ends where the answer does."""
+    marked = trained.nonzero()[0]
+    end = marked[-1] + 1 if len(marked) else len(ids)
+    return ids[:end], trained[:end]
