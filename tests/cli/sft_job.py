@@ -2,7 +2,7 @@
 
 import json
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
@@ -60,7 +60,7 @@ class Job:
     capsys: object
     folder: Path
     run: SupervisedRun | None = None  # the last one that made a step
-    batches: list = None
+    batches: list = field(default_factory=list)
 
     def __call__(self, *words: object) -> Outcome:
         self.batches = []

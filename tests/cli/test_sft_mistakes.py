@@ -18,7 +18,7 @@ from trimtab.config.jobs import SFTOptions
 from trimtab.data import hub
 from trimtab.distributed.device import find_device
 from trimtab.errors import UserError
-from trimtab.models.load import load_causal_lm
+from trimtab.models.load import load_policy
 
 DATA = ("--dataset", "train.jsonl", "--max_len", "40")
 MODEL = ("--pretrain", "model")
@@ -182,7 +182,7 @@ def test_a_model_on_the_hub_without_network(refused):
     line = refused("--pretrain", "owner/model", *PLACES, *DATA)
     assert "'owner/model'" in line and "hub cannot be reached" in line
     with pytest.raises(UserError, match=r"--pretrain owner/model: .*hub cannot be reached"):
-        load_causal_lm(SFTOptions(pretrain="owner/model"), find_device())
+        load_policy(SFTOptions(pretrain="owner/model"), find_device())
 
 
 def test_a_network_that_swallows_questions_is_noticed_in_time(refused, monkeypatch):

@@ -138,6 +138,13 @@ def test_completion_messages_are_trained_and_prompt_messages_are_not(make_tokeni
     assert trained(rendering) == ["a2<|im_end|>", "a3<|im_end|>"]
 
 
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_a_template_that_prints_the_date_prints_the_same_one_on_any_day(make_tokenizer, template):
+    dated = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\n' }}" + template
+    rendering = ChatRenderer(make_tokenizer(dated)).render(talk("q", "a"))
+    assert rendering.text.startswith("Today: 26 Jul 2024\n") and trained(rendering) == ["a<|im_end|>"]
+
+
 def test_a_conversation_without_a_last_answer_is_refused_with_its_row(make_tokenizer):
     with pytest.raises(UserError, match=r"row 3: the last turn is 'user'"):
         ChatRenderer(make_tokenizer(CHATML)).render(talk("q", "a", "q2"), where="row 3")

@@ -77,6 +77,15 @@ def test_a_missing_column_is_named_with_its_flag_and_the_columns_found(changes, 
     assert words in str(caught.value) and "a, b" in str(caught.value)
 
 
+def test_a_default_output_key_names_a_column_where_there_is_one_and_hides_no_known_layout():
+    record = read({"input": "q", "output": "a", "messages": [USER]}, output_key="output")
+    assert (record.prompt, record.response) == ("q", "a")
+    assert read({"messages": [USER, ASSISTANT]}, output_key="output").prompt == [USER, ASSISTANT]
+    assert read({"talk": [USER, ASSISTANT]}, input_key="talk", output_key="output").response is None
+    with pytest.raises(UserError, match="no column 'output'"):
+        read({"question": "q"}, input_key="question", output_key="output")
+
+
 def test_an_input_column_without_a_response_is_refused_with_advice():
     with pytest.raises(UserError, match=r"--output_key.*--pretrain_mode.*columns found: input, output"):
         read({"input": "q", "output": "a"})

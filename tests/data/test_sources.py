@@ -54,6 +54,16 @@ def test_every_local_file_type_gives_the_same_rows(tmp_path, kind):
     assert load(path).to_list() == rows
 
 
+@pytest.mark.parametrize("name", ["a[1].jsonl", "b*.jsonl", "c?.jsonl", "[d] (2).jsonl"])
+def test_names_that_look_like_patterns_are_names(tmp_path, name):
+    folder = tmp_path / "x [1]"
+    path = write_jsonl(folder / name, numbered(0, 1))
+    write_jsonl(folder / name.replace("*", "other").replace("?", "x"), numbered(0, 1))
+    write_jsonl(path, numbered(7, 1))
+    assert texts(load(path)) == ["7"]
+    assert "7" in texts(load(folder))
+
+
 def test_an_edited_file_is_read_again(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", numbered(0, 2))
     assert texts(load(path)) == ["0", "1"]
@@ -110,6 +120,18 @@ def test_python_loaders_run_and_say_so(tmp_path, caplog, body):
     path.write_text(body + "\n")
     assert texts(load(path, split="test")) == ["test"]
     assert "loader.py" in caplog.text and "Python code" in caplog.text
+
+
+def test_a_python_loader_runs_once_for_training_and_evaluation_and_again_for_the_next_run(tmp_path):
+    path, calls = tmp_path / "loader.py", tmp_path / "calls"
+    path.write_text(
+        f"def load_dataset(split):\n    open({str(calls)!r}, 'a').write('x')\n"
+        "    return {s: [{'text': s}] for s in ('train', 'test')}\n"
+    )
+    for runs in ("x", "xx"):
+        assert texts(load(path)) == ["train"]
+        assert texts(evaluation(path)) == ["test"]
+        assert calls.read_text() == runs
 
 
 @pytest.mark.parametrize(

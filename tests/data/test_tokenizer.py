@@ -33,7 +33,7 @@ def test_missing_models_are_one_line(tmp_path):
     for name, words in (
         (str(tmp_path / "nowhere"), "cannot find the model folder"),
         ("org/name", "the hub cannot be reached"),
-        (str(tmp_path), "holds no tokenizer"),
+        (str(tmp_path), "no tokenizer"),
     ):
         with pytest.raises(UserError, match=words) as caught:
             load_tokenizer(name)

@@ -138,6 +138,32 @@ def test_a_response_that_only_reaches_the_first_token_counts_as_nothing(make_tok
         build_sft_store(rows, make_tokenizer(), options(max_len=1))
 
 
+def test_a_job_without_multiturn_and_pretrain_mode_gets_the_store_of_one_that_has_them_off(make_tokenizer):
+    rows, tokenizer, lacking = pairs(("hi", "yes")), make_tokenizer(), options(**KEYS)
+    del lacking.multiturn, lacking.pretrain_mode
+    store, _ = build_sft_store(rows, tokenizer, lacking)
+    assert store.fingerprint == build_sft_store(rows, tokenizer, options(**KEYS))[0].fingerprint
+    assert isinstance(store.ids, np.ndarray) and len(list(token_cache.folder().iterdir())) == 1
+
+
+@pytest.mark.parametrize("given, used", [(dict(num_workers=3), 3), ({}, min(rendering.MOST_WORKERS, 5))])
+def test_num_workers_bounds_the_processes_that_many_rows_get(make_tokenizer, monkeypatch, given, used):
+    monkeypatch.setattr(rendering, "PARALLEL_ROWS", 2)
+    monkeypatch.setattr(rendering.os, "sched_getaffinity", lambda _: range(5), raising=False)
+    counts = []
+
+    def in_workers(rows, renderer, starts, chunk_rows, workers):
+        counts.append(workers)
+        return (renderer.render_rows(rows.to_list(), start) for start in starts)
+
+    monkeypatch.setattr(rendering, "_render_in_workers", in_workers)
+    rows, tokenizer = pairs(("hi", "yes"), ("fox", "no")), make_tokenizer(CHATML)
+    build_sft_store(rows, tokenizer, options(**KEYS, apply_chat_template=True, **given))
+    build_sft_store(rows, tokenizer, options(**KEYS, **given))  # plain text: one process
+    build_sft_store(rows.select([0]), tokenizer, options(**KEYS, apply_chat_template=True, **given))
+    assert counts == [used]
+
+
 def test_a_bad_value_is_named_with_its_row(make_tokenizer):
     rows = pairs(("q", "a"), ("q", None))
     with pytest.raises(UserError, match="row 2 of the evaluation data: column 'a' holds nothing"):

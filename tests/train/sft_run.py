@@ -31,7 +31,7 @@ def make_run(folder, words="") -> SupervisedRun:
     device = find_device()
     task = SFTTask(options, tokenizer)
     seed_everything(options.seed)
-    policy = load_policy(options, device).policy
+    policy = load_policy(options, device).model
     task.check_model(policy)
     return SupervisedRun(options, task, policy, tokenizer, device)
 

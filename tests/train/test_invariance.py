@@ -57,17 +57,17 @@ def test_every_parameter_of_a_fresh_model_moves(tmp_path, family, extra):
     run = make_run(
         tmp_path, f"--train_batch_size 32 --micro_train_batch_size 8 --learning_rate 1e-2 --lr_warmup_ratio 0 {extra} {more}"
     )
-    before = {n: p.detach().clone() for n, p in run.policy.named_parameters()}
+    before = {n: p.detach().clone() for n, p in run.model.named_parameters()}
     row = run.train_step(NoStop())
     assert ("aux_loss" in row) == bool(more)
-    still = [n for n, p in run.policy.named_parameters() if torch.equal(p, before[n])]
+    still = [n for n, p in run.model.named_parameters() if torch.equal(p, before[n])]
     assert not still
 
 
 def test_with_lora_adapters_move_and_nothing_else(tmp_path):
     write_task(tmp_path)
     run = make_run(tmp_path, f"{EIGHT} 4 --lora_rank 4 --learning_rate 1e-2 --lr_warmup_ratio 0")
-    names = dict(run.policy.named_parameters())
+    names = dict(run.model.named_parameters())
     before = {n: p.detach().clone() for n, p in names.items()}
     run.train_step(NoStop())
     first = {n for n, p in names.items() if not torch.equal(p, before[n])}
@@ -80,6 +80,6 @@ def test_with_lora_adapters_move_and_nothing_else(tmp_path):
 def test_during_warm_up_nothing_moves_at_rate_zero(tmp_path):
     write_task(tmp_path)
     run = make_run(tmp_path, f"{EIGHT} 4 --lr_warmup_ratio 0.5")
-    before = {n: p.detach().clone() for n, p in run.policy.named_parameters()}
+    before = {n: p.detach().clone() for n, p in run.model.named_parameters()}
     assert run.train_step(NoStop())["learning_rate"] == 0
-    assert all(torch.equal(p, before[n]) for n, p in run.policy.named_parameters())
+    assert all(torch.equal(p, before[n]) for n, p in run.model.named_parameters())

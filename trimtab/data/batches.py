@@ -44,6 +44,7 @@ class TokenBatch:
     owners_T: Tensor  # which sequence a token belongs to
     spans: list[Span]
     extra: dict[str, Tensor] = field(default_factory=dict)  # what a task adds: labels, margins, reference log-probs
+    beside: "TokenBatch | None" = None  # other sequences that a task looks at together with these
 
     @classmethod
     def of(cls, examples: Sequence[Example], shared: Sequence[int] | None = None, **extra: Tensor) -> "TokenBatch":
@@ -105,4 +106,5 @@ class TokenBatch:
     def to(self, device: torch.device) -> "TokenBatch":
         tensors = (self.ids_T, self.positions_T, self.trained_T, self.previous_T, self.owners_T)
         extra = {name: value.to(device) for name, value in self.extra.items()}
-        return TokenBatch(*(x.to(device, non_blocking=True) for x in tensors), self.spans, extra)
+        beside = None if self.beside is None else self.beside.to(device)
+        return TokenBatch(*(x.to(device, non_blocking=True) for x in tensors), self.spans, extra, beside)

@@ -4,7 +4,6 @@ The prompt's column is the one `--prompt_key` names, or `prompt`. Without any, t
 lists, whose last assistant turn is the answer, or texts such as "\\n\\nHuman: ...\\n\\nAssistant: ...".
 """
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from trimtab.errors import UserError
 
 MARGIN = "margin"
 ANSWER_MARK = "\n\nAssistant:"
+QUESTION_MARK = "\n\nHuman:"
 SPEAKER = re.compile(r"\n\n(Human|Assistant): ?")
 ROLES = {"Human": "user", "Assistant": "assistant"}
 
@@ -128,13 +128,27 @@ def _margin(value: Any, where: str) -> float:
 
 
 def answer_starts(chosen: str, rejected: str) -> tuple[int, int] | None:
-    """Where the answers of two whole texts begin: after each one's last "Assistant:", if both have one."""
-    ends = [text.rfind(ANSWER_MARK) for text in (chosen, rejected)]
-    return None if min(ends) < 0 else (ends[0] + len(ANSWER_MARK), ends[1] + len(ANSWER_MARK))
+    """Where the answers of two whole texts begin, or None if the texts do not say it with "Assistant:".
+
+    That is after the last one the texts share; or, where a person speaks again after it, after each text's own last.
+    """
+    mark = chosen.rfind(ANSWER_MARK, 0, common_length(chosen, rejected))
+    if mark >= 0 and QUESTION_MARK not in chosen[mark:] and QUESTION_MARK not in rejected[mark:]:
+        return (mark + len(ANSWER_MARK),) * 2
+    marks = [text.rfind(ANSWER_MARK) for text in (chosen, rejected)]
+    return None if min(marks) < 0 else (marks[0] + len(ANSWER_MARK), marks[1] + len(ANSWER_MARK))
 
 
 def common_length(first: str, second: str) -> int:
-    return len(os.path.commonprefix([first, second]))
+    """How many characters two texts begin with in common."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def dialogue_messages(text: str) -> list[Message] | None:

@@ -89,7 +89,7 @@ def one_token(text: str, tokenizer: PreTrainedTokenizerBase, what: str) -> int:
     """The id of a text that must be exactly one token; `what` ("--placeholder_token") begins the complaint."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) != 1:
-        raise UserError(f"{what} '{text}' is {len(ids)} tokens of this tokenizer, it must be exactly one")
+        raise UserError(f"{what} '{text}' is {len(ids)} tokens of this tokenizer: choose a text that is exactly one")
     return ids[0]
 
 

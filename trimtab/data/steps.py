@@ -4,6 +4,7 @@ The judgement of a step is read from the model's output at the placeholder itsel
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,7 +41,7 @@ class StepOptions(StepFormatOptions, Protocol):
     """`num_workers` may be there too."""
 
     placeholder_token: str | None
-    reward_tokens: list[str] | None
+    reward_tokens: Sequence[str] | None
     max_len: int
 
 
@@ -51,7 +52,7 @@ class StepSettings:
     input_key: str
     label_key: str
     placeholder_token: str | None
-    reward_tokens: list[str] | None
+    reward_tokens: Sequence[str] | None
     max_len: int
 
 

@@ -6,15 +6,15 @@ from trimtab.config.groups import LoraOptions
 from trimtab.errors import UserError
 
 
-def add_adapters(model: nn.Module, options: LoraOptions) -> nn.Module:
-    """The model with fresh adapters; everything else is frozen."""
+def add_adapters(model: nn.Module, options: LoraOptions, task_type: str = "CAUSAL_LM") -> nn.Module:
+    """The model with fresh adapters; everything else is frozen, but for a reward head (`SEQ_CLS`)."""
     from peft import LoraConfig, get_peft_model
 
     targets = options.target_modules
     if isinstance(targets, (list, tuple)):
         targets = "all-linear" if list(targets) == ["all-linear"] else list(targets)
     config = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task_type,
         r=options.lora_rank,
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,

@@ -6,6 +6,8 @@ How the model is run is decided once, at load (see selfcheck):
 - logits:  padded rows and the model's own output, for heads we do not know. Right for any model, hungry for memory.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,3 +89,15 @@ class PaddedRows:
             flat[span.start : span.start + span.length] = np.arange(first, first + span.length)
         rows, mask, flat = (torch.from_numpy(x).to(device) for x in (rows, mask, flat))
         return cls({"input_ids": batch.ids_T[rows] * mask, "attention_mask": mask}, flat)
+
+
+@contextlib.contextmanager
+def scoring(model: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients, whatever the model was doing."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

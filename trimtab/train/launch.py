@@ -10,9 +10,7 @@ import torch
 from trimtab.data.order import SampleOrder
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device, seed_everything
-from trimtab.models.load import check_model_folder, load_policy, quiet_transformers, skeleton
-from trimtab.models.lora import add_adapters
-from trimtab.models.policy import Policy
+from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.train.disk import check_folder
 from trimtab.train.supervised import SupervisedRun
 from trimtab.train.task import Task
@@ -30,14 +28,15 @@ def train(options: Any, make_task: MakeTask) -> None:
     for line in task.data_lines():
         print(line, flush=True)
     seed_everything(options.seed, deterministic=options.full_determinism)
-    loaded = load_policy(options, device)
-    task.check_model(loaded.policy)
+    loaded = task.load_model(device)
+    task.check_model(loaded.model)
+    task.attach(loaded.model, device)
     for line in _notes(options, device):
         print(line)
     if loaded.verdict.path != "packed":
         print(f"samples are padded, not packed: {loaded.verdict.reason}")
     seed_everything(options.seed, deterministic=options.full_determinism)
-    SupervisedRun(options, task, loaded.policy, tokenizer, device).train()
+    SupervisedRun(options, task, loaded.model, tokenizer, device).train()
 
 
 def rehearse(options: Any, make_task: MakeTask) -> list[str]:
@@ -47,22 +46,22 @@ def rehearse(options: Any, make_task: MakeTask) -> list[str]:
     tokenizer = _tokenizer(options)
     few = dataclasses.replace(options, max_samples=min(options.max_samples, REHEARSED_ROWS))
     task = make_task(few, tokenizer)
-    model = skeleton(options)
+    model = task.skeleton()
+    task.check_model(model)
     parameters = sum(p.numel() for p in model.parameters())
-    if options.lora_rank > 0:
-        model = add_adapters(model, options)
-    task.check_model(Policy(model))
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     order = SampleOrder(task.samples, options.train_batch_size, options.max_epochs, options.seed)
     lines = [f"device: {device.name}", *_notes(options, device)]
-    lines.append(f"model: {type(model).__name__}, {parameters:,} parameters, {trained:,} trained")
+    lines.append(f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained")
     lines.append(f"data: the first {task.samples} usable samples give {order.steps} steps")
     return lines
 
 
 def _check_places(options: Any) -> None:
     """Before anything slow: is the model there, and can its successor be written?"""
-    check_model_folder(options.pretrain)
+    for flag in ("pretrain", "ref_pretrain", "teacher_model"):
+        if name := getattr(options, flag, None):
+            check_model_folder(name, f"--{flag}")
     for flag in ("save_path", "ckpt_path", "use_tensorboard"):
         if place := getattr(options, flag):
             check_folder(flag, Path(place))

@@ -1,6 +1,7 @@
 """metrics.jsonl: one row an optimiser step, always. TensorBoard and wandb read the same rows."""
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -88,16 +89,18 @@ class WandbLog:
         settings = wandb.Settings(
             silent=True, console="off", disable_code=True, init_timeout=30, login_timeout=30, finish_timeout=120
         )
-        mode = options.use_wandb if options.use_wandb in ("offline", "online") else settings.mode
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # wandb's reports about itself
+        ambient = wandb.setup(wandb.Settings(silent=True)).settings  # the environment's and wandb's own files
+        mode, server = ambient.mode, ambient.base_url
+        if options.use_wandb in ("offline", "online"):
+            mode = options.use_wandb
         if mode == "online":
-            server = settings.base_url
             if not answered(lambda: httpx.head(server, timeout=PROBE_SECONDS)):
                 mode = "offline"
                 print(f"wandb: {server} cannot be reached; send the metrics later with: wandb sync {folder}/wandb/*")
             elif key:
                 settings.api_key = key
         folder.mkdir(parents=True, exist_ok=True)
-        wandb.setup(settings)
         self._run = wandb.init(
             entity=options.wandb_org,
             project=options.wandb_project,

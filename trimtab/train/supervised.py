@@ -17,7 +17,7 @@ from trimtab.config.dump import to_yaml
 from trimtab.data.order import SampleOrder
 from trimtab.distributed.device import Device, random_state, restore_random_state
 from trimtab.errors import Interrupted, RunFailed
-from trimtab.models.policy import Policy
+from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.save import save_model
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.disk import writing
@@ -45,7 +45,7 @@ class Counters:
 class SupervisedRun:
     options: object
     task: Task
-    policy: Policy
+    model: PackedModel
     tokenizer: object
     device: Device
     counters: Counters = field(default_factory=Counters)
@@ -55,7 +55,7 @@ class SupervisedRun:
         self.folder = Path(options.save_path)
         self.order = SampleOrder(task.samples, options.train_batch_size, options.max_epochs, options.seed)
         self.optimiser = Optimiser(
-            self.policy.model,
+            self.model.model,
             options,
             self.order.steps,
             fused=self.device.fused_adam(),
@@ -67,15 +67,15 @@ class SupervisedRun:
         )
         self.manifest = make_manifest(
             job=task.verb,
-            weights=weights_fingerprint(self.policy.model),
+            weights=weights_fingerprint(self.model.model),
             data_order=self.order.fingerprint(task.data_fingerprint),
             seed=options.seed,
             dtype="bfloat16" if options.bf16 else "float32",
             device=self.device,
-            path=self.policy.path,
+            path=self.model.path,
             model=options.pretrain,
             trainable=names_fingerprint(self.optimiser.working),
-            parameters=sum(p.numel() for p in self.policy.parameters()),
+            parameters=sum(p.numel() for p in self.model.parameters()),
             trainable_parameters=sum(p.numel() for p in self.optimiser.working.values()),
             steps=self.order.steps,
             data=task.describe_data(),
@@ -115,7 +115,8 @@ class SupervisedRun:
             for log in logs:
                 log.close()
         with writing(f"--save_path {self.folder}: cannot write the model"):
-            save_model(self.policy, self.tokenizer, self.folder)
+            self.task.finish(self.model, self.folder)
+            save_model(self.model, self.tokenizer, self.folder)
 
     def train_step(self, stop: StopRequest) -> dict:
         """One optimiser step and its row of metrics."""
@@ -123,11 +124,12 @@ class SupervisedRun:
         step = self.counters.step
         random_before = random_state()
         samples = self.order.step_samples(step)
-        batches = self.task.micro_batches(samples)
+        batches = [batch.to(self.device.torch) for batch in self.task.micro_batches(samples)]
         totals = self.task.totals(batches)
+        self.task.prepare(self.model, batches)
         figures: dict[str, torch.Tensor] = {}
         for batch in batches:
-            share = self.task.loss(self.policy, batch.to(self.device.torch), totals)
+            share = self.task.loss(self.model, batch, totals)
             share.loss.backward()
             for name, value in share.figures.items():
                 figures[name] = figures[name] + value if name in figures else value
@@ -176,18 +178,22 @@ class SupervisedRun:
             return last or (step + 1) % self.options.eval_steps == 0
         return self.order.ends_epoch(step)
 
-    @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Every figure of the task over its evaluation set, in eval mode."""
-        self.policy.eval()
-        batches = self.task.micro_batches(list(range(self.task.evaluation_samples)), evaluation=True)
-        totals = self.task.totals(batches)
+        """Every figure of the task over its evaluation set, a step's worth of samples at a time."""
+        task, size = self.task, self.options.train_batch_size
+        everything = list(range(task.evaluation_samples))
+        groups = [
+            task.micro_batches(everything[i : i + size], evaluation=True) for i in range(0, len(everything), size)
+        ]
+        totals = task.totals([batch for group in groups for batch in group])
         sums: dict[str, float] = {}
-        for batch in batches:
-            share = self.task.loss(self.policy, batch.to(self.device.torch), totals)
-            for name, value in share.figures.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-        self.policy.train()
+        with scoring(self.model):
+            for group in groups:
+                batches = [batch.to(self.device.torch) for batch in group]
+                task.prepare(self.model, batches)
+                for batch in batches:
+                    for name, value in task.loss(self.model, batch, totals).figures.items():
+                        sums[name] = sums.get(name, 0.0) + float(value)
         return {f"eval_{name}": value for name, value in sums.items()}
 
     def give_up(self) -> None:
@@ -219,7 +225,7 @@ class SupervisedRun:
         step = self.counters.step
         export = None
         if self.options.save_hf_ckpt:
-            export = lambda folder: save_model(self.policy, self.tokenizer, folder)  # noqa: E731
+            export = lambda folder: save_model(self.model, self.tokenizer, folder)  # noqa: E731
         if self.options.disable_ds_ckpt:
             export(self.checkpoints.folder / f"global_step{step}_hf")
             return None

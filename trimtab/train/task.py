@@ -1,11 +1,22 @@
-"""What a supervised job is to the loop: examples, how a step is cut, and one loss."""
+"""What a supervised job is to the loop: samples, how a step is cut, and one loss.
+
+A job is a subclass of Task that names its store, turns samples into batches, and gives a micro-batch's share of the
+step's loss. Everything else here is the same for all of them.
+"""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from trimtab.models.policy import Policy
+from trimtab.algos.moe_balance import load_balancing_loss
+from trimtab.data.batches import TokenBatch
+from trimtab.data.packing import chunk, pack
+from trimtab.data.sources import load_evaluation_rows, load_rows
+from trimtab.distributed.device import Device
+from trimtab.errors import UserError
+from trimtab.models.load import Loaded, load_policy, policy_skeleton
+from trimtab.models.packed import PackedModel
 
 Totals = dict[str, float]
 
@@ -18,28 +29,144 @@ class Share:
     figures: dict[str, Tensor]
 
 
-class Task(Protocol):
-    """A job of the supervised loop."""
-
+class Task:
     verb: str
-    samples: int
-    evaluation_samples: int
-    data_fingerprint: str
 
-    def describe_data(self) -> dict:
-        """Statistics of the data, for the manifest and the report."""
+    def __init__(self, options: Any, tokenizer: Any):
+        self.options, self.tokenizer = options, tokenizer
+        rows = load_rows(
+            options.dataset,
+            probabilities=options.dataset_probs,
+            split=options.dataset_split,
+            max_samples=options.max_samples,
+            seed=options.seed,
+        )
+        self.store, self.report = self.build_store(rows, "train")
+        self.evaluation = self.evaluation_report = None
+        evaluation_rows = load_evaluation_rows(options)
+        if evaluation_rows is not None:
+            self.evaluation, self.evaluation_report = self.build_store(evaluation_rows, "evaluation")
+
+    # ---- what a job says of itself
+
+    def build_store(self, rows: Any, what: str) -> tuple[Any, Any]:
+        """The tokenised data and the report of what became of the rows."""
+        raise NotImplementedError
+
+    def make_batch(self, store: Any, samples: list[int]) -> TokenBatch:
+        raise NotImplementedError
+
+    def loss(self, model: PackedModel, batch: TokenBatch, totals: Totals) -> Share:
+        """This micro-batch's share of the step's loss."""
+        raise NotImplementedError
+
+    def load_model(self, device: Device) -> Loaded:
+        """The model that is trained."""
+        return load_policy(self.options, device)
+
+    def skeleton(self) -> PackedModel:
+        """The same without its weights."""
+        return policy_skeleton(self.options)
+
+    def attach(self, model: PackedModel, device: Device) -> None:
+        """Load what the job needs besides the model: a reference, a teacher."""
+
+    def prepare(self, model: PackedModel, batches: list[TokenBatch]) -> None:
+        """Look at the whole step before its first gradient: score it with a reference, for one."""
+
+    def totals(self, batches: list[TokenBatch]) -> Totals:
+        """Counts over the whole step, which its means are taken over."""
+        return {
+            "tokens": sum(b.tokens for b in batches),
+            "trained_tokens": sum(b.trained_tokens for b in batches),
+            "sequences": sum(len(b.spans) for b in batches),
+        }
+
+    def finish(self, model: PackedModel, folder: Any) -> None:
+        """After the last step, before the model is saved."""
+
+    # ---- what they share
+
+    @property
+    def samples(self) -> int:
+        return len(self.store)
+
+    @property
+    def evaluation_samples(self) -> int:
+        return 0 if self.evaluation is None else len(self.evaluation)
+
+    @property
+    def data_fingerprint(self) -> str:
+        return self.store.fingerprint
 
     def data_lines(self) -> list[str]:
-        """The same in words, for a person at the start of a run: how many rows are used, and why the others are not."""
+        """What became of the rows, for people."""
+        reports = [self.report] if self.evaluation_report is None else [self.report, self.evaluation_report]
+        return [line for report in reports for line in report.lines()]
 
-    def micro_batches(self, samples: list[int], *, evaluation: bool = False) -> list[Any]:
-        """Cut these samples into micro-batches."""
+    def describe_data(self) -> dict:
+        described = dict(self.report.as_dict())
+        if self.evaluation_report is not None:
+            described["evaluation"] = self.evaluation_report.as_dict()
+        return described
 
-    def totals(self, batches: list[Any]) -> Totals:
-        """Counts over the whole step, which its means are taken over. Has `tokens` and `trained_tokens`."""
+    def micro_batches(self, samples: list[int], *, evaluation: bool = False) -> list[TokenBatch]:
+        store = self.evaluation if evaluation else self.store
+        return [self.make_batch(store, members) for members in self.cut(store, samples)]
 
-    def loss(self, policy: Policy, batch: Any, totals: Totals) -> Share:
-        """This micro-batch's share of the step's loss."""
+    def cut(self, store: Any, samples: list[int]) -> list[list[int]]:
+        """Which samples go into one forward and backward pass."""
+        lengths = [int(store.lengths[i]) for i in samples]
+        if self.options.packing_samples:
+            parts = pack(lengths, self.token_budget())
+        else:
+            parts = chunk(lengths, self.options.micro_train_batch_size)
+        return [[samples[i] for i in members] for members in parts]
 
-    def check_model(self, policy: Policy) -> None:
+    def token_budget(self) -> int:
+        """Tokens a packed row may hold."""
+        return self.options.train_max_tokens_per_gpu or self.options.micro_train_batch_size * self.options.max_len
+
+    def check_model(self, model: PackedModel) -> None:
         """Refuse a model this job cannot train, in one line."""
+        known = model.config.get_text_config().vocab_size
+        stores = [self.store] if self.evaluation is None else [self.store, self.evaluation]
+        largest = max(int(getattr(store, "sequences", store).ids.max()) for store in stores)
+        if largest >= known:
+            raise UserError(
+                f"--pretrain {self.options.pretrain}: its tokenizer made token {largest} of the data, but the model "
+                f"knows only {known} tokens; copy the model's own tokenizer there"
+            )
+        coefficient, name = self.options.aux_loss_coef, type(model.inner).__name__
+        if coefficient <= 0:
+            return
+        if not hasattr(model.config, "num_experts_per_tok"):
+            raise UserError(f"--aux_loss_coef {coefficient}: {name} has no experts; drop it")
+        if model.path == "logits":
+            raise UserError(f"--aux_loss_coef {coefficient}: cannot read the routers of {name}; drop it")
+
+    def balances_experts(self, model: PackedModel) -> bool:
+        return self.options.aux_loss_coef > 0 and model.training
+
+    def share(
+        self, loss: Tensor, figures: dict[str, Tensor], out: Any, model: PackedModel, batch: TokenBatch, totals: Totals
+    ) -> Share:
+        """The finished share: with the experts' balance, where that is asked for."""
+        figures = {"loss": loss.detach(), **figures}
+        if self.balances_experts(model):
+            balance = load_balancing_loss(out.router_logits, model.config.num_experts_per_tok)
+            balance = balance * (batch.tokens / totals["tokens"])
+            figures["aux_loss"] = balance.detach()
+            loss = loss + self.options.aux_loss_coef * balance
+        return Share(loss, figures)
+
+
+def sums_by_sequence(values_N: Tensor, batch: TokenBatch) -> Tensor:
+    """Sum of the trained tokens' values in every sequence [S]."""
+    return values_N.new_zeros(len(batch.spans)).index_add(0, batch.owners_N, values_N)
+
+
+def counts_by_sequence(batch: TokenBatch) -> Tensor:
+    """Trained tokens in every sequence [S], as floats."""
+    owners = batch.owners_N
+    return sums_by_sequence(owners.new_ones(owners.shape, dtype=owners.dtype).float(), batch)

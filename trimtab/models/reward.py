@@ -1,0 +1,78 @@
+"""A sequence classifier with one output seen as a reward model: the score of every sequence at its last token."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from trimtab.data.batches import TokenBatch
+from trimtab.errors import UserError
+from trimtab.models.packed import PackedModel, PaddedRows, Routers
+
+REWARDS = "rewards.json"  # beside the model: every reward of the evaluation pairs, their mean and spread
+HEAD = "score"  # the name Hugging Face's decoder classifiers give their head
+
+
+@dataclass
+class RewardOutput:
+    scores_S: Tensor  # fp32, one a sequence
+    router_logits: Routers = None
+
+
+class RewardModel(PackedModel):
+    def forward(self, batch: TokenBatch, *, router: bool = False) -> RewardOutput:
+        if self.path == "logits":
+            rows = PaddedRows.of(batch)
+            return RewardOutput(self.inner(**rows.inputs, use_cache=False).logits[:, 0].float())
+        hidden_TD, routers = self.hidden(batch, router=router)
+        return RewardOutput(getattr(self.inner, HEAD)(hidden_TD[batch.last_S])[:, 0].float(), routers)
+
+    def check_values(self, batch: TokenBatch) -> Tensor:
+        return self(batch).scores_S
+
+    def reference_values(self, batch: TokenBatch) -> Tensor:
+        sequences = [batch.sequence(i) for i in range(len(batch.spans))]
+        return torch.stack([self.inner(input_ids=s[None], use_cache=False).logits[0, 0].float() for s in sequences])
+
+
+def initialise_head(model: nn.Module) -> None:
+    """A fresh head starts small, so that all rewards start near zero."""
+    nn.init.normal_(getattr(model, HEAD).weight, std=1 / (model.config.get_text_config().hidden_size + 1))
+
+
+def separate_padding(model: nn.Module, tokenizer) -> None:
+    """A padding token that is not the end token.
+
+    Hugging Face reads a classifier's score at the last token that is not padding. Answers end with the end token, so
+    if padding were the same token the saved model would score a different position than we train.
+    """
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        named = [tokenizer.unk_token, tokenizer.bos_token, *tokenizer.all_special_tokens]
+        others = [t for t in named if t and tokenizer.convert_tokens_to_ids(t) != tokenizer.eos_token_id]
+        if not others:
+            raise UserError(
+                "--pretrain: the tokenizer has no special token besides the end token to pad with; give it a pad token"
+            )
+        tokenizer.pad_token = others[0]
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+
+
+def rename_head(folder: Path, old: str, new: str) -> None:
+    """Give the head of a saved model another name, in every weights file that has it."""
+    if old == new:
+        return
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        renamed = {_renamed(name, old, new): tensor for name, tensor in tensors.items()}
+        if renamed.keys() != tensors.keys():
+            beside = path.with_suffix(".renamed")
+            save_file(renamed, beside, metadata={"format": "pt"})
+            shutil.move(beside, path)
+
+
+def _renamed(name: str, old: str, new: str) -> str:
+    return new + name.removeprefix(old) if name.startswith(f"{old}.") else name

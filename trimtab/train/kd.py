@@ -1,0 +1,70 @@
+"""Knowledge distillation as a task of the supervised loop: the data's tokens, and a teacher's view of them."""
+
+from trimtab.algos.distillation import divergence
+from trimtab.algos.sft import sft_loss_sum
+from trimtab.config.jobs import KDOptions
+from trimtab.data.batches import TokenBatch
+from trimtab.data.tokenizer import load_tokenizer
+from trimtab.distributed.device import Device
+from trimtab.errors import UserError
+from trimtab.models.load import load_frozen_policy
+from trimtab.models.packed import scoring
+from trimtab.models.policy import Policy, Teacher
+from trimtab.train.launch import rehearse, train
+from trimtab.train.sft import SFTTask
+from trimtab.train.task import Share, Totals
+
+
+class KDTask(SFTTask):
+    verb = "kd"
+
+    def attach(self, model: Policy, device: Device) -> None:
+        options = self.options
+        self.device = device
+        self.teacher = load_frozen_policy(options.teacher_model, options, device, flag="--teacher_model")
+        self.check_vocabulary(model)
+        self.offload = options.teacher_offload and device.is_accelerator
+        if self.offload:
+            self.teacher.to("cpu")
+        self.divergence = divergence(options.kd_loss, options.jsd_beta)
+
+    def check_vocabulary(self, model: Policy) -> None:
+        """Distributions can be compared only over the same tokens."""
+        name = self.options.teacher_model
+        theirs = load_tokenizer(name, disable_fast=self.options.disable_fast_tokenizer, chat_template=None)
+        sizes = [m.head.out_features for m in (model, self.teacher)]
+        if theirs.get_vocab() != self.tokenizer.get_vocab() or sizes[0] != sizes[1]:
+            raise UserError(
+                f"--teacher_model {name}: its vocabulary ({sizes[1]:,} outputs) is not the student's ({sizes[0]:,}); "
+                "distil between models that share a tokenizer"
+            )
+        for root in (model, self.teacher):
+            if root.path == "logits":
+                raise UserError(f"{type(root.inner).__name__} has an LM head we cannot read; distil another model")
+
+    def prepare(self, model: Policy, batches: list[TokenBatch]) -> None:
+        if self.offload:
+            self.teacher.to(self.device.torch)
+        with scoring(self.teacher):
+            for batch in batches:
+                batch.extra["teacher_ND"] = self.teacher(batch, hidden_only=True).hidden_ND
+        if self.offload:
+            # The head stays: its logits are taken chunk by chunk beside the student's.
+            self.teacher.to("cpu")
+            self.teacher.head.to(self.device.torch)
+
+    def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> Share:
+        teacher = Teacher(batch.extra["teacher_ND"], self.teacher.head, self.teacher.logit_shape, self.divergence)
+        out = model(batch, router=self.balances_experts(model), teacher=teacher)
+        nll = sft_loss_sum(out.log_probs_N) / totals["trained_tokens"]
+        distance = out.divergence_N.sum() / totals["trained_tokens"]
+        loss = (1 - self.options.kd_coef) * nll + self.options.kd_coef * distance
+        return self.share(loss, {"nll": nll.detach(), "distance": distance.detach()}, out, model, batch, totals)
+
+
+def train_kd(options: KDOptions) -> None:
+    train(options, KDTask)
+
+
+def rehearse_kd(options: KDOptions) -> list[str]:
+    return rehearse(options, KDTask)

@@ -1,0 +1,71 @@
+"""KTO as a task of the supervised loop."""
+
+import torch
+
+from trimtab.algos.kto import kl_baseline, kto_loss
+from trimtab.config.jobs import KTOOptions
+from trimtab.data.batches import TokenBatch
+from trimtab.data.labelled import LabelledStore, build_labelled_store
+from trimtab.distributed.device import Device
+from trimtab.models.packed import scoring
+from trimtab.models.policy import Policy
+from trimtab.train.launch import rehearse, train
+from trimtab.train.reference import Reference, sequence_log_probs
+from trimtab.train.task import Share, Task, Totals, sums_by_sequence
+
+
+class KTOTask(Task):
+    """Every batch carries its answers and, besides, the mismatched pairs that the step's KL is estimated from."""
+
+    verb = "kto"
+
+    def build_store(self, rows, what):
+        return build_labelled_store(rows, self.tokenizer, self.options, what=what)
+
+    def micro_batches(self, samples: list[int], *, evaluation: bool = False) -> list[TokenBatch]:
+        # Each prompt is paired with the answer of the step's next sample, whatever micro-batch that is in.
+        self.partner = dict(zip(samples, samples[1:] + samples[:1]))
+        return super().micro_batches(samples, evaluation=evaluation)
+
+    def make_batch(self, store: LabelledStore, samples: list[int]) -> TokenBatch:
+        batch = TokenBatch.of([store.example(i) for i in samples], good_S=torch.from_numpy(store.labels[samples]))
+        batch.beside = TokenBatch.of([store.mismatched(i, self.partner[i]) for i in samples])
+        return batch
+
+    def attach(self, model: Policy, device: Device) -> None:
+        self.reference = Reference(self.options, model, device)
+
+    def prepare(self, model: Policy, batches: list[TokenBatch]) -> None:
+        mismatched = [b.beside for b in batches]
+        self.reference.score([*batches, *mismatched])
+        with scoring(model):
+            ratios = [sequence_log_probs(model, b) - b.extra["reference_S"] for b in mismatched]
+        alone = len(batches) == 1 and len(batches[0].spans) == 1
+        z = kl_baseline(torch.cat(ratios)) if not alone else torch.zeros((), device=model.device)
+        for batch in batches:
+            batch.extra["kl"] = z
+
+    def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> Share:
+        options, good, z = self.options, batch.extra["good_S"], batch.extra["kl"]
+        out = model(batch, router=self.balances_experts(model))
+        ratios = sums_by_sequence(out.log_probs_N, batch) - batch.extra["reference_S"]
+        weights = options.desirable_loss_weight, options.undesirable_loss_weight
+        loss = kto_loss(ratios, good, z, options.beta, *weights).sum() / totals["sequences"]
+        rewards = options.beta * ratios.detach()
+        figures = {
+            "kl": z * (len(batch.spans) / totals["sequences"]),
+            "chosen_reward": rewards[good].sum() / max(1, totals["good"]),
+            "rejected_reward": rewards[~good].sum() / max(1, totals["sequences"] - totals["good"]),
+        }
+        return self.share(loss, figures, out, model, batch, totals)
+
+    def totals(self, batches: list[TokenBatch]) -> Totals:
+        return super().totals(batches) | {"good": sum(int(b.extra["good_S"].sum()) for b in batches)}
+
+
+def train_kto(options: KTOOptions) -> None:
+    train(options, KTOTask)
+
+
+def rehearse_kto(options: KTOOptions) -> list[str]:
+    return rehearse(options, KTOTask)

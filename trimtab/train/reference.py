@@ -1,0 +1,82 @@
+"""The reference that preference jobs compare the policy with: its log-probs of whole answers, without gradient.
+
+With LoRA the reference is the policy with its adapters off, so there is no second copy. Otherwise it is a frozen model
+of its own, kept in main memory between steps with --ref_offload.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from trimtab.data import token_cache
+from trimtab.data.batches import TokenBatch
+from trimtab.data.progress import progress
+from trimtab.distributed.device import Device
+from trimtab.models.load import load_frozen_policy
+from trimtab.models.packed import scoring
+from trimtab.models.policy import Policy
+from trimtab.train.manifest import weights_fingerprint
+from trimtab.train.task import sums_by_sequence
+
+
+class Reference:
+    def __init__(self, options: Any, policy: Policy, device: Device):
+        self.device = device
+        self.adapters_off = options.lora_rank > 0 and options.ref_pretrain is None
+        self.offload = options.ref_offload and not self.adapters_off and device.is_accelerator
+        self.model = policy
+        if not self.adapters_off:
+            self.model = load_frozen_policy(options.ref_pretrain or options.pretrain, options, device)
+        if self.offload:
+            self.model.to("cpu")
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[Policy]:
+        """The reference on the device, ready to score."""
+        if self.adapters_off:
+            with self.model.model.disable_adapter(), scoring(self.model):
+                yield self.model
+            return
+        if self.offload:
+            self.model.to(self.device.torch)
+        with scoring(self.model):
+            yield self.model
+        if self.offload:
+            self.model.to("cpu")
+
+    def score(self, batches: list[TokenBatch], name: str = "reference_S") -> None:
+        """Put every sequence's log-prob into `extra[name]` of its batch."""
+        with self.at_work() as model:
+            for batch in batches:
+                batch.extra[name] = sequence_log_probs(model, batch)
+
+    def fingerprint(self) -> str:
+        return weights_fingerprint(self.model.inner)
+
+
+def sequence_log_probs(model: Policy, batch: TokenBatch) -> Tensor:
+    return sums_by_sequence(model(batch).log_probs_N, batch)
+
+
+def precomputed(reference: Reference, task: Any, *, evaluation: bool) -> np.ndarray:
+    """Reference log-probs of every sample of a store [samples, sequences a sample], from disk if they are there."""
+    store = task.evaluation if evaluation else task.store
+    dtype = next(reference.model.parameters()).dtype
+    key = f"{reference.fingerprint()}/{store.fingerprint}/{dtype}/{reference.model.path}/{reference.device.torch.type}"
+    name = f"reference-{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
+    if cached := token_cache.load(name):
+        return cached[0]["log_probs"]
+    found: dict[int, np.ndarray] = {}
+    groups = task.cut(store, list(range(len(store))))
+    with reference.at_work() as model:
+        for samples in progress(groups, len(groups), "scoring with the reference"):
+            batch = task.make_batch(store, samples).to(reference.device.torch)
+            values = sequence_log_probs(model, batch).view(len(samples), -1).cpu().numpy()
+            found.update(zip(samples, values))
+    table = np.stack([found[i] for i in range(len(store))])
+    token_cache.save(name, {"log_probs": table}, {})
+    return table

@@ -1,0 +1,74 @@
+"""Reward models from preference pairs, as a task of the supervised loop."""
+
+from pathlib import Path
+
+import torch
+
+from trimtab.algos.reward_model import pairwise_loss
+from trimtab.config.jobs import RMOptions
+from trimtab.data.batches import TokenBatch
+from trimtab.distributed.device import Device
+from trimtab.errors import UserError
+from trimtab.models.load import Loaded, load_reward_model, reward_skeleton
+from trimtab.models.packed import scoring
+from trimtab.models.reward import REWARDS, RewardModel
+from trimtab.train.launch import rehearse, train
+from trimtab.train.manifest import write_json
+from trimtab.train.pair_task import PairTask
+from trimtab.train.task import Share, Totals
+
+MANY_PAIRS = 2000  # enough to know the mean and spread of rewards when there is no evaluation set
+
+
+class RMTask(PairTask):
+    verb = "rm"
+
+    def load_model(self, device: Device) -> Loaded:
+        if self.options.margin_loss and self.store.margins is None:
+            raise UserError("--margin_loss: the data have no column margin; add it or drop the option")
+        return load_reward_model(self.options, device, self.tokenizer)
+
+    def skeleton(self) -> RewardModel:
+        return reward_skeleton(self.options)
+
+    def loss(self, model: RewardModel, batch: TokenBatch, totals: Totals) -> Share:
+        out = model(batch, router=self.balances_experts(model))
+        chosen, rejected = out.scores_S[0::2], out.scores_S[1::2]
+        margin = batch.extra["margin_P"] if self.options.margin_loss else None
+        loss = pairwise_loss(chosen, rejected, margin).sum() / totals["pairs"]
+        figures = {
+            "accuracy": (chosen > rejected).float(),
+            "chosen_reward": chosen.detach(),
+            "rejected_reward": rejected.detach(),
+        }
+        figures = {name: value.sum() / totals["pairs"] for name, value in figures.items()}
+        return self.share(loss, figures, out, model, batch, totals)
+
+    def finish(self, model: RewardModel, folder: Path) -> None:
+        """Store what makes rewards comparable between models: their mean and spread over the evaluation pairs."""
+        evaluation = self.evaluation is not None
+        store = self.evaluation if evaluation else self.store
+        samples = list(range(len(store) if evaluation else min(len(store), MANY_PAIRS)))
+        scores = []
+        with scoring(model):
+            for batch in self.micro_batches(samples, evaluation=evaluation):
+                scores.append(model(batch.to(model.device)).scores_S.view(-1, 2).cpu())
+        pairs = torch.cat(scores).double()
+        facts = {
+            "mean": pairs.mean().item(),
+            "std": pairs.std().item(),
+            "value_head_prefix": self.options.value_head_prefix,
+        }
+        for name, value in facts.items():
+            setattr(model.config, name, value)
+        # An adapter's folder has no config.json of the model, so the facts are here too.
+        source = "evaluation" if evaluation else "training"
+        write_json(folder / REWARDS, {**facts, "source": source, "chosen_rejected": pairs.tolist()})
+
+
+def train_rm(options: RMOptions) -> None:
+    train(options, RMTask)
+
+
+def rehearse_rm(options: RMOptions) -> list[str]:
+    return rehearse(options, RMTask)
