@@ -44,6 +44,7 @@ def test_flash_attn_never_needs_a_package():
     "changes, package",
     [
         ({"use_wandb": "True"}, "wandb"),
+        ({"use_visualdl": "board"}, "visualdl"),
         ({"load_in_4bit": True}, "bitsandbytes"),
         ({"use_liger_kernel": True}, "liger_kernel"),
         ({"attn_implementation": "flash_attention_2"}, "flash_attn"),

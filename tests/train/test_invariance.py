@@ -54,9 +54,8 @@ def test_bf16_weights_follow_fp32_within_their_rounding(tmp_path):
 def test_every_parameter_of_a_fresh_model_moves(tmp_path, family, extra):
     write_task(tmp_path, family, rows=64)
     more = "--aux_loss_coef 0.01" if family in ("mixtral", "qwen2_moe") else ""
-    run = make_run(
-        tmp_path, f"--train_batch_size 32 --micro_train_batch_size 8 --learning_rate 1e-2 --lr_warmup_ratio 0 {extra} {more}"
-    )
+    fixed = "--train_batch_size 32 --micro_train_batch_size 8 --learning_rate 1e-2 --lr_warmup_ratio 0"
+    run = make_run(tmp_path, f"{fixed} {extra} {more}")
     before = {n: p.detach().clone() for n, p in run.model.named_parameters()}
     row = run.train_step(NoStop())
     assert ("aux_loss" in row) == bool(more)

@@ -1,4 +1,9 @@
-from trimtab.train.metrics import MetricsFile, read_rows
+import sys
+
+import pytest
+
+from trimtab.config.groups import LoggingOptions
+from trimtab.train.metrics import MetricsFile, open_logs, read_rows
 
 
 def write(path, steps, resume_from=None):
@@ -23,3 +28,27 @@ def test_a_new_run_in_an_old_folder_keeps_the_old_curve_aside(tmp_path):
         write(path, range(1, count + 1))
     assert len(read_rows(path)) == 4
     assert [len(read_rows(tmp_path / f"metrics.{n}.jsonl")) for n in (1, 2)] == [2, 3]
+
+
+def test_visualdl_gets_the_same_numbers_in_a_folder_of_the_run(tmp_path):
+    visualdl = pytest.importorskip("visualdl")
+    (log,) = open_logs(LoggingOptions(use_visualdl=str(tmp_path / "board"), wandb_run_name="mine"), {}, tmp_path)
+    for step in (1, 2):
+        log.write({"step": step, "loss": 1.0 / step, "eval_loss": 3.0, "device": "cpu", "grad_norm": float("nan")})
+    log.close()
+    (records,) = (tmp_path / "board" / "mine").iterdir()
+    reader = visualdl.LogReader(file_path=str(records))
+    assert sorted(reader.get_tags()["scalar"]) == ["eval/loss", "train/loss"]
+    assert [(point.id, point.value) for point in reader.get_data("scalar", "train/loss")] == [(1, 1.0), (2, 0.5)]
+
+
+def test_a_logger_that_cannot_start_is_one_line_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "visualdl", None)
+    options = LoggingOptions(use_visualdl=str(tmp_path / "board"), use_tensorboard=str(tmp_path / "tensorboard"))
+    logs = open_logs(options, {}, tmp_path)
+    for log in logs:
+        log.write({"step": 1, "loss": 1.0})
+        log.close()
+    printed = capsys.readouterr().out
+    assert printed.startswith("warning: VisualDL is left out from here on: ") and printed.count("\n") == 1
+    assert list((tmp_path / "tensorboard" / "run").iterdir())

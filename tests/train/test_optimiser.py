@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from trimtab.distributed.world import World
 from trimtab.train.optimiser import Optimiser
+from trimtab.train.tensor_parts import TensorParts, write_parts
 
 
 def settings(**changes):
@@ -89,15 +91,15 @@ def test_a_gradient_that_is_not_finite_moves_nothing(bad):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fused", [False, True])
-def test_restored_state_continues_bit_for_bit(dtype, fused):
+def test_restored_state_continues_bit_for_bit(tmp_path, dtype, fused):
     straight, resumed = network(dtype), network(dtype)
     first = Optimiser(straight, settings(), 10, fused=fused)
     for step in range(3):
         backward(straight, step)
         first.step(step)
-    saved = {k: v.clone() for k, v in first.state().items()}
+    write_parts(tmp_path, first.state(), World())
     second = Optimiser(resumed, settings(), 10, fused=fused)
-    second.restore(saved)
+    second.restore(TensorParts(tmp_path))
     for step in range(3, 6):
         for net, optimiser in ((straight, first), (resumed, second)):
             backward(net, step)

@@ -96,7 +96,7 @@ def test_killed_and_resumed_equals_uninterrupted(folder, straight, tmp_path, var
 
 def test_killed_inside_a_checkpoint_write_resumes_from_the_one_before(folder, straight, tmp_path):
     process = warm.start(arguments(folder, tmp_path, "plain"), prepare=hang_in_second_write)
-    warm.wait_until(lambda: any((tmp_path / "checkpoints").glob(".writing-global_step6*/state.json")), process)
+    warm.wait_until(lambda: any((tmp_path / "checkpoints").glob(".writing-global_step6*/tensors.safetensors")), process)
     process.kill()
     process.join()
     assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step3"

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 
-def kl_baseline(mismatched_ratio_B: Tensor) -> Tensor:
-    """z, from log pi - log ref of the step's mismatched pairs."""
-    return mismatched_ratio_B.mean().clamp(min=0).detach()
+def kl_baseline(mean_mismatched_ratio: Tensor) -> Tensor:
+    """z, from the mean of log pi - log ref over the step's mismatched pairs."""
+    return mean_mismatched_ratio.clamp(min=0).detach()
 
 
 def kto_loss(ratio_B: Tensor, good_B: Tensor, z: Tensor, beta: float, good_weight: float, bad_weight: float) -> Tensor:

@@ -267,9 +267,11 @@ class LoggingOptions:
     wandb_project: str = "trimtab"
     """wandb project."""
     wandb_run_name: str | None = None
-    """Name of the run in wandb, and of its folder in TensorBoard; unset: the job and the time."""
+    """Name of the run in wandb, and of its folder in TensorBoard and VisualDL; unset: the job and the time."""
     use_tensorboard: str | None = None
     """Folder for TensorBoard files."""
+    use_visualdl: str | None = None
+    """Folder for VisualDL files (needs the visualdl package)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,7 @@ def hardware_problems(options: Any) -> list[str]:
     flash_attention = getattr(options, "attn_implementation", None) == "flash_attention_2"
     for wanted, flag, module, package in (
         (getattr(options, "use_wandb", None), "--use_wandb", "wandb", "'trimtab[wandb]'"),
+        (getattr(options, "use_visualdl", None), "--use_visualdl", "visualdl", "'trimtab[visualdl]'"),
         (getattr(options, "load_in_4bit", False), "--load_in_4bit", "bitsandbytes", "'trimtab[qlora]'"),
         (getattr(options, "use_liger_kernel", False), "--use_liger_kernel", "liger_kernel", "'trimtab[liger]'"),
         (flash_attention, "--attn_implementation flash_attention_2", "flash_attn", "flash-attn"),

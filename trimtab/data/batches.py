@@ -45,6 +45,7 @@ class TokenBatch:
     spans: list[Span]
     extra: dict[str, Tensor] = field(default_factory=dict)  # what a task adds: labels, margins, reference log-probs
     beside: "TokenBatch | None" = None  # other sequences that a task looks at together with these
+    weight: float = 1.0  # 0: takes part where all processes must, and counts for nothing
 
     @classmethod
     def of(cls, examples: Sequence[Example], shared: Sequence[int] | None = None, **extra: Tensor) -> "TokenBatch":
@@ -107,4 +108,4 @@ class TokenBatch:
         tensors = (self.ids_T, self.positions_T, self.trained_T, self.previous_T, self.owners_T)
         extra = {name: value.to(device) for name, value in self.extra.items()}
         beside = None if self.beside is None else self.beside.to(device)
-        return TokenBatch(*(x.to(device, non_blocking=True) for x in tensors), self.spans, extra, beside)
+        return TokenBatch(*(x.to(device, non_blocking=True) for x in tensors), self.spans, extra, beside, self.weight)

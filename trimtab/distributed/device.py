@@ -64,16 +64,16 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> None:
 
 
 def random_state() -> dict:
-    """State of every generator a run draws from, as tensors and plain values."""
+    """State of every generator a run draws from, as plain values that JSON can hold."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     state = {
         "python": [version, list(words), gauss],
         "numpy": [kind, keys.tolist(), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
     return state
 
 
@@ -82,6 +82,10 @@ def restore_random_state(state: dict) -> None:
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(_bytes_tensor(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+        torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]))
+
+
+def _bytes_tensor(digits: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)

@@ -10,6 +10,7 @@ from torch import nn
 from trimtab.config.groups import LoraOptions, ModelOptions
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
+from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.hugging_face import (
     check_model_folder,
     first_line,
@@ -33,12 +34,13 @@ class TrainedModelOptions(ModelOptions, LoraOptions):
 class Loaded:
     model: PackedModel
     verdict: Verdict
+    weights: str  # fingerprint of what was read, before adapters and casts
 
 
-def load_policy(options: TrainedModelOptions, device: Device) -> Loaded:
-    """A causal LM to be trained."""
+def load_policy(options: TrainedModelOptions, device: Device, *, cast: bool = True) -> Loaded:
+    """A causal LM to be trained. `cast`: with --bf16 to the working weights; a split model casts as it gathers."""
     model = _causal_lm(options.pretrain, options, device)
-    return _to_be_trained(Policy, model, options, device, "CAUSAL_LM")
+    return _to_be_trained(Policy, model, options, device, "CAUSAL_LM", cast)
 
 
 def policy_skeleton(options: TrainedModelOptions) -> Policy:
@@ -49,18 +51,19 @@ def policy_skeleton(options: TrainedModelOptions) -> Policy:
     return Policy(add_adapters(model, options) if options.lora_rank > 0 else model)
 
 
-def load_frozen_policy(pretrain: str, options: ModelOptions, device: Device, flag: str = "--ref_pretrain") -> Policy:
+def load_frozen_policy(pretrain: str, options: ModelOptions, device: Device, flag: str = "--ref_pretrain") -> Loaded:
     """A causal LM that only scores: a reference or a teacher, in the trained model's precision."""
     model = _causal_lm(pretrain, options, device, flag=flag)
+    weights = weights_fingerprint(model)
     model.requires_grad_(False)
     if options.bf16:
         cast_parameters(model, torch.bfloat16)
     policy = Policy(model.to(device.torch)).eval()
-    choose_path(policy, packed_allowed=options.attn_implementation is None)
-    return policy
+    verdict = choose_path(policy, packed_allowed=options.attn_implementation is None)
+    return Loaded(policy, verdict, weights)
 
 
-def load_reward_model(options: Any, device: Device, tokenizer: Any) -> Loaded:
+def load_reward_model(options: Any, device: Device, tokenizer: Any, *, cast: bool = True) -> Loaded:
     """A reward model to be trained, from one that has a head already or from a causal LM."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -79,7 +82,7 @@ def load_reward_model(options: Any, device: Device, tokenizer: Any) -> Loaded:
     found = {key: {k for k in keys if HEAD not in str(k)} for key, keys in found.items()}
     refuse_fresh_weights(options.pretrain, found)
     separate_padding(model, tokenizer)
-    return _to_be_trained(RewardModel, model, options, device, "SEQ_CLS")
+    return _to_be_trained(RewardModel, model, options, device, "SEQ_CLS", cast)
 
 
 def reward_skeleton(options: TrainedModelOptions) -> RewardModel:
@@ -110,13 +113,14 @@ def _arguments(options: ModelOptions, device: Device) -> dict[str, Any]:
 
 
 def _to_be_trained(
-    root: type[PackedModel], model: nn.Module, options: TrainedModelOptions, device: Device, task_type: str
+    root: type[PackedModel], model: nn.Module, options: TrainedModelOptions, device: Device, task_type: str, cast: bool
 ) -> Loaded:
+    weights = weights_fingerprint(model)
     if options.load_in_4bit:
         _keep_gradients_on_cpu(model)
     if options.lora_rank > 0:
         model = add_adapters(model, options, task_type)
-    if options.bf16:
+    if options.bf16 and cast:
         cast_parameters(model, torch.bfloat16)
     model.to(device.torch)
     if options.use_liger_kernel:
@@ -126,7 +130,7 @@ def _to_be_trained(
     if options.gradient_checkpointing:
         enable_gradient_checkpointing(module, reentrant=options.gradient_checkpointing_use_reentrant)
     module.train()
-    return Loaded(module, verdict)
+    return Loaded(module, verdict, weights)
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:

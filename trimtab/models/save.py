@@ -5,13 +5,40 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from torch import Tensor, nn
+
+from trimtab.distributed.sharding import whole
+from trimtab.distributed.world import World
 from trimtab.models.packed import PackedModel
 from trimtab.models.reward import HEAD, rename_head
 
 
-def save_model(model: PackedModel, tokenizer, folder: Path) -> None:
+def save_model(model: PackedModel, tokenizer, folder: Path, *, world: World | None = None, bf16: bool = False) -> None:
+    """Every process takes part where the model is split; the first one writes."""
+    world = world or World()
+    gathered = {"state_dict": _gathered(model.model, world, bf16)} if world.size > 1 else {}
+    if not world.leads:
+        return
+    if bf16:
+        model.config.dtype = torch.bfloat16
     head = getattr(model.config, "value_head_prefix", HEAD)
-    write_folder(folder, model.model.save_pretrained, tokenizer.save_pretrained, lambda f: rename_head(f, HEAD, head))
+    write_folder(
+        folder,
+        lambda beside: model.model.save_pretrained(beside, **gathered),
+        tokenizer.save_pretrained,
+        lambda beside: rename_head(beside, HEAD, head),
+    )
+
+
+def _gathered(model: nn.Module, world: World, bf16: bool) -> dict[str, Tensor]:
+    """All weights on the first process, one gathered at a time."""
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        tensor = whole(tensor)
+        if world.leads:
+            weights[name] = (tensor.bfloat16() if bf16 and tensor.is_floating_point() else tensor).cpu()
+    return weights
 
 
 def write_folder(folder: Path, *writers: Callable[[Path], object]) -> None:

@@ -2,7 +2,7 @@
 
     ckpt_path/
       latest                     the name of the newest whole checkpoint
-      global_step40/             tensors.safetensors (weights, Adam's moments, random state), state.json
+      global_step40/             state.json and tensors.safetensors (weights, Adam's moments), in parts if need be
       global_step40_hf/          with --save_hf_ckpt: the model as a Hugging Face folder
 
 A checkpoint is written beside its place, flushed to disk, renamed, and only then does `latest` move. Nothing here is
@@ -17,48 +17,40 @@ from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trimtab.distributed.world import World
 from trimtab.errors import UserError
 from trimtab.train.disk import reason
+from trimtab.train.tensor_parts import TensorParts, write_parts
 
 PREFIX = "global_step"
-TENSORS, STATE, LATEST = "tensors.safetensors", "state.json", "latest"
+STATE, LATEST = "state.json", "latest"
 
 
 class Checkpoints:
-    def __init__(self, folder: Path, *, keep: int, keep_gib: float):
+    def __init__(self, folder: Path, *, keep: int, keep_gib: float, world: World | None = None):
         self.folder = folder
         self.keep = max(1, keep)
         self.keep_bytes = keep_gib * 2**30
+        self.world = world or World()
 
     def save(
         self, step: int, tensors: dict[str, Tensor], state: dict, export: Callable[[Path], None] | None = None
     ) -> Path:
-        """Write the checkpoint of `step`; `export` writes the Hugging Face folder beside it."""
+        """Write the checkpoint of `step`, all processes together; `export` writes the Hugging Face folder beside it."""
         final = self.folder / f"{PREFIX}{step}"
-        beside = self.folder / f".writing-{PREFIX}{step}-{os.getpid()}"
+        beside = self.folder / f".writing-{PREFIX}{step}"
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.clean()
-            beside.mkdir()
-            save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, beside / TENSORS)
-            (beside / STATE).write_text(json.dumps(state))
-            for name in (TENSORS, STATE):
-                _flush(beside / name)
-            _flush(beside)
-            if final.exists():  # an earlier run's checkpoint of the same step
-                final.rename(self.folder / f".old-{PREFIX}{step}-{os.getpid()}")
-            beside.rename(final)
-            _flush(self.folder)
+            self._together(lambda: self._make_room(beside), leader_only=True)
+            self._together(lambda: _flush(write_parts(beside, tensors, self.world)))
+            self._together(lambda: self._publish(beside, final, state), leader_only=True)
             if export is not None:
                 export(self.folder / f"{PREFIX}{step}_hf")
-            self._point_at(final.name)
-            self._prune(final)
-            self.clean()
+            self._together(lambda: self._retire(final), leader_only=True)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(beside, ignore_errors=True)
+            if self.world.leads:
+                shutil.rmtree(beside, ignore_errors=True)
             previous = self.latest()
             kept = f"the previous one ({previous.name}) is intact" if previous else "there is no earlier one"
             raise UserError(
@@ -66,6 +58,38 @@ class Checkpoints:
                 "free some space and continue with --load_checkpoint"
             ) from error
         return final
+
+    def _together(self, action: Callable[[], None], *, leader_only: bool = False) -> None:
+        """Act, and fail on every process if one fails, so that none is left waiting for it."""
+        error = None
+        if self.world.leads or not leader_only:
+            try:
+                action()
+            except (OSError, SafetensorError) as problem:
+                error = problem
+        failures = [failure for failure in self.world.gather(error and reason(error)) if failure]
+        if failures:
+            raise error or OSError(failures[0])
+
+    def _make_room(self, beside: Path) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.clean()
+        beside.mkdir()
+
+    def _publish(self, beside: Path, final: Path, state: dict) -> None:
+        (beside / STATE).write_text(json.dumps(state))
+        _flush(beside / STATE)
+        _flush(beside)
+        if final.exists():  # an earlier run's checkpoint of the same step
+            final.rename(self.folder / f".old-{final.name}")
+        beside.rename(final)
+        _flush(self.folder)
+
+    def _retire(self, final: Path) -> None:
+        """The new checkpoint is the latest; older ones go."""
+        self._point_at(final.name)
+        self._prune(final)
+        self.clean()
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, whatever an interrupted write left behind."""
@@ -76,12 +100,12 @@ class Checkpoints:
         whole = [p for p in self._all() if (p / STATE).exists()]
         return whole[-1] if whole else None
 
-    def load(self) -> tuple[dict[str, Tensor], dict] | None:
+    def load(self) -> tuple[TensorParts, dict] | None:
         path = self.latest()
         if path is None:
             return None
         try:
-            return load_file(path / TENSORS), json.loads((path / STATE).read_text())
+            return TensorParts(path), json.loads((path / STATE).read_text())
         except (OSError, SafetensorError, ValueError) as error:
             raise UserError(
                 f"--ckpt_path {path}: damaged checkpoint ({reason(error)}); remove this folder to use the one before"

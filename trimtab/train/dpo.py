@@ -7,6 +7,7 @@ from trimtab.algos.dpo import dpo_loss, ipo_loss, log_odds_ratio
 from trimtab.config.jobs import DPOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
+from trimtab.models.load import Loaded
 from trimtab.models.policy import Policy
 from trimtab.train.launch import rehearse, train
 from trimtab.train.pair_task import PairTask
@@ -21,10 +22,10 @@ class DPOTask(PairTask):
     reference: Reference | None = None
     tables: dict | None = None  # precomputed reference log-probs, by store
 
-    def attach(self, model: Policy, device: Device) -> None:
+    def attach(self, loaded: Loaded, device: Device) -> None:
         if self.options.preference_loss in WITHOUT_REFERENCE:
             return
-        self.reference = Reference(self.options, model, device)
+        self.reference = Reference(self.options, loaded, device, self.world)
         if self.options.precompute_ref_log_probs:
             self.tables = {
                 id(store): precomputed(self.reference, self, evaluation=store is self.evaluation)

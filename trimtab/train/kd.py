@@ -7,7 +7,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
-from trimtab.models.load import load_frozen_policy
+from trimtab.models.load import Loaded, load_frozen_policy
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy, Teacher
 from trimtab.train.launch import rehearse, train
@@ -18,11 +18,11 @@ from trimtab.train.task import Share, Totals
 class KDTask(SFTTask):
     verb = "kd"
 
-    def attach(self, model: Policy, device: Device) -> None:
+    def attach(self, loaded: Loaded, device: Device) -> None:
         options = self.options
         self.device = device
-        self.teacher = load_frozen_policy(options.teacher_model, options, device, flag="--teacher_model")
-        self.check_vocabulary(model)
+        self.teacher = load_frozen_policy(options.teacher_model, options, device, flag="--teacher_model").model
+        self.check_vocabulary(loaded.model)
         self.offload = options.teacher_offload and device.is_accelerator
         if self.offload:
             self.teacher.to("cpu")

@@ -7,6 +7,7 @@ from trimtab.config.jobs import KTOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.labelled import LabelledStore, build_labelled_store
 from trimtab.distributed.device import Device
+from trimtab.models.load import Loaded
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
 from trimtab.train.launch import rehearse, train
@@ -22,26 +23,29 @@ class KTOTask(Task):
     def build_store(self, rows, what):
         return build_labelled_store(rows, self.tokenizer, self.options, what=what)
 
-    def micro_batches(self, samples: list[int], *, evaluation: bool = False) -> list[TokenBatch]:
+    def cut(self, store: LabelledStore, samples: list[int]) -> list[list[int]]:
         # Each prompt is paired with the answer of the step's next sample, whatever micro-batch that is in.
         self.partner = dict(zip(samples, samples[1:] + samples[:1]))
-        return super().micro_batches(samples, evaluation=evaluation)
+        return super().cut(store, samples)
 
     def make_batch(self, store: LabelledStore, samples: list[int]) -> TokenBatch:
         batch = TokenBatch.of([store.example(i) for i in samples], good_S=torch.from_numpy(store.labels[samples]))
         batch.beside = TokenBatch.of([store.mismatched(i, self.partner[i]) for i in samples])
         return batch
 
-    def attach(self, model: Policy, device: Device) -> None:
-        self.reference = Reference(self.options, model, device)
+    def attach(self, loaded: Loaded, device: Device) -> None:
+        self.reference = Reference(self.options, loaded, device, self.world)
 
     def prepare(self, model: Policy, batches: list[TokenBatch]) -> None:
         mismatched = [b.beside for b in batches]
         self.reference.score([*batches, *mismatched])
         with scoring(model):
             ratios = [sequence_log_probs(model, b) - b.extra["reference_S"] for b in mismatched]
-        alone = len(batches) == 1 and len(batches[0].spans) == 1
-        z = kl_baseline(torch.cat(ratios)) if not alone else torch.zeros((), device=model.device)
+            local = torch.stack([r.sum() * b.weight for r, b in zip(ratios, batches)]).sum()
+        counts = torch.tensor(float(sum(len(b.spans) * b.weight for b in batches)), device=local.device)
+        total, count = self.world.sum(torch.stack([local, counts]))
+        # A step of one sample has no other answer to mismatch its prompt with.
+        z = kl_baseline(total / count) if count > 1 else torch.zeros_like(total)
         for batch in batches:
             batch.extra["kl"] = z
 

@@ -10,8 +10,10 @@ import torch
 from trimtab.data.order import SampleOrder
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device, seed_everything
+from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.train.disk import check_folder
+from trimtab.train.sharded import shard_trained
 from trimtab.train.supervised import SupervisedRun
 from trimtab.train.task import Task
 
@@ -22,21 +24,36 @@ MakeTask = Callable[[Any, Any], Task]  # (options, tokenizer)
 
 def train(options: Any, make_task: MakeTask) -> None:
     device = find_device()
+    try:
+        build_run(options, make_task, device, find_world(device)).train()
+    finally:
+        leave_world()
+
+
+def build_run(options: Any, make_task: MakeTask, device: Device, world: World) -> SupervisedRun:
+    """Everything up to the first step."""
     _check_places(options)
     tokenizer = _tokenizer(options)
+    if not world.leads:
+        world.wait()  # the first process fills the token cache for all
     task = make_task(options, tokenizer)
+    if world.leads:
+        world.wait()
+    task.world = world
     for line in task.data_lines():
-        print(line, flush=True)
+        world.say(line)
     seed_everything(options.seed, deterministic=options.full_determinism)
     loaded = task.load_model(device)
     task.check_model(loaded.model)
-    task.attach(loaded.model, device)
     for line in _notes(options, device):
-        print(line)
+        world.say(line)
     if loaded.verdict.path != "packed":
-        print(f"samples are padded, not packed: {loaded.verdict.reason}")
-    seed_everything(options.seed, deterministic=options.full_determinism)
-    SupervisedRun(options, task, loaded.model, tokenizer, device).train()
+        world.say(f"samples are padded, not packed: {loaded.verdict.reason}")
+    shard_trained(loaded.model, options, world)
+    task.attach(loaded, device)
+    # Dropout differs between processes, everything else does not.
+    seed_everything(options.seed + 1_000_003 * world.rank, deterministic=options.full_determinism)
+    return SupervisedRun(options, task, loaded.model, tokenizer, device, loaded.weights, world)
 
 
 def rehearse(options: Any, make_task: MakeTask) -> list[str]:

@@ -7,28 +7,11 @@ import platform
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trimtab import __version__
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
-
-SAMPLE = 65_536  # elements hashed of each tensor: enough to tell models apart, little enough to be instant
-
-
-def weights_fingerprint(model: nn.Module) -> str:
-    """Hash of names, shapes and an even sample of the values. Adapters, drawn from the seed, are left out."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            continue
-        flat = parameter.detach().flatten()
-        stride = max(1, flat.numel() // SAMPLE)
-        values = flat[::stride][:SAMPLE].float().cpu().contiguous()
-        own_name = name.removeprefix("base_model.model.").replace(".base_layer", "")  # adapters wrap the model
-        digest.update(f"{own_name}{tuple(parameter.shape)}".encode())
-        digest.update(values.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def names_fingerprint(tensors: dict[str, Tensor]) -> str:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one row an optimiser step, always. TensorBoard and wandb read the same rows."""
+"""metrics.jsonl: one row an optimiser step, always. TensorBoard, VisualDL and wandb read the same rows."""
 
 import json
 import logging
@@ -79,6 +79,21 @@ class TensorBoardLog:
         self._writer.close()
 
 
+class VisualDLLog:
+    def __init__(self, folder: Path):
+        from visualdl import LogWriter
+
+        self._writer = LogWriter(logdir=str(folder))
+
+    def write(self, row: dict) -> None:
+        for curve, value in _curves(row).items():
+            self._writer.add_scalar(tag=curve, value=value, step=row["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 class WandbLog:
     def __init__(self, options: LoggingOptions, config: dict, folder: Path):
         """wandb's own files go into `folder`; without a network it writes there for a later `wandb sync`."""
@@ -121,12 +136,15 @@ class WandbLog:
         self._run.finish()
 
 
+AnyLog = TensorBoardLog | VisualDLLog | WandbLog
+
+
 class SteadyLog:
     """Another reader of the rows. Its failure is told once; training goes on and metrics.jsonl has it all."""
 
-    def __init__(self, name: str, make: Callable[[], TensorBoardLog | WandbLog]):
+    def __init__(self, name: str, make: Callable[[], AnyLog]):
         self._name = name
-        self._log: TensorBoardLog | WandbLog | None = None
+        self._log: AnyLog | None = None
         self._attempt(lambda: setattr(self, "_log", make()))
 
     def write(self, row: dict) -> None:
@@ -159,7 +177,9 @@ def open_logs(options: LoggingOptions, config: dict, folder: Path) -> list[Stead
     logs = []
     if options.use_wandb:
         logs.append(SteadyLog("wandb", lambda: WandbLog(options, config, folder)))
+    name = options.wandb_run_name or "run"
     if options.use_tensorboard:
-        board = Path(options.use_tensorboard) / (options.wandb_run_name or "run")
-        logs.append(SteadyLog("TensorBoard", lambda: TensorBoardLog(board)))
+        logs.append(SteadyLog("TensorBoard", lambda: TensorBoardLog(Path(options.use_tensorboard) / name)))
+    if options.use_visualdl:
+        logs.append(SteadyLog("VisualDL", lambda: VisualDLLog(Path(options.use_visualdl) / name)))
     return logs

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trimtab.config.groups import OptimiserOptions
-
-GRADIENT_DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16}
+from trimtab.distributed.sharding import local, sum_over_parts
+from trimtab.train.tensor_parts import TensorParts
 
 
 @dataclass
@@ -41,7 +42,8 @@ class Optimiser:
         self.learning_rate = options.learning_rate
         self.accumulated: dict[str, Tensor] = {}
         for name, parameter in self.working.items():
-            if parameter.dtype != gradient_dtype:
+            # A sharded model sums its gradients itself, in this dtype.
+            if parameter.dtype != gradient_dtype and not isinstance(parameter, DTensor):
                 parameter.register_post_accumulate_grad_hook(self._accumulate_into(name))
         self.adam = torch.optim.AdamW(
             self._groups(options.l2), lr=options.learning_rate, betas=tuple(options.adam_betas), fused=fused
@@ -55,13 +57,12 @@ class Optimiser:
         """Clip, apply and clear the gradients gathered since the last call."""
         for name, master in self.masters.items():
             master.grad = self._gradient(name, master)
-        masters = [m for m in self.masters.values() if m.grad is not None]
-        norm = torch.nn.utils.get_total_norm([m.grad for m in masters])
-        grad_norm = float(norm)
+        gradients = [m.grad for m in self.masters.values() if m.grad is not None]
+        grad_norm = total_norm(gradients)
         applied = math.isfinite(grad_norm)
         if applied:
             if self.max_norm > 0:
-                torch.nn.utils.clip_grads_with_norm_(masters, self.max_norm, norm)
+                torch._foreach_mul_([local(g) for g in gradients], min(1.0, self.max_norm / (grad_norm + 1e-6)))
             for group in self.adam.param_groups:
                 group["lr"] = self.rate(step)
             self.adam.step()
@@ -84,18 +85,19 @@ class Optimiser:
                 tensors[f"{key}/{name}"] = value
         return tensors
 
-    def restore(self, tensors: dict[str, Tensor]) -> None:
+    def restore(self, saved: TensorParts) -> None:
         with torch.no_grad():
             for name, master in self.masters.items():
-                master.copy_(tensors[f"weight/{name}"])
-                moments = {k: tensors[f"{k}/{name}"] for k in ("exp_avg", "exp_avg_sq") if f"{k}/{name}" in tensors}
-                if moments:
-                    moments = {k: v.to(master.device, copy=True) for k, v in moments.items()}
-                    # A fused kernel wants its step counter beside the weights, the plain one on the host.
-                    fused = self.adam.param_groups[0]["fused"]
-                    counter = tensors[f"step/{name}"].clone()
-                    moments["step"] = counter.to(master.device) if fused else counter
-                    self.adam.state[master] = moments
+                saved.read_into(f"weight/{name}", master)
+                if f"exp_avg/{name}" not in saved:
+                    continue
+                moments = {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
+                for key, moment in moments.items():
+                    saved.read_into(f"{key}/{name}", moment)
+                # A fused kernel wants its step counter beside the weights, the plain one on the host.
+                fused = self.adam.param_groups[0]["fused"]
+                counter = saved.whole(f"step/{name}")
+                self.adam.state[master] = moments | {"step": counter.to(master.device) if fused else counter}
         self._write_back()
 
     def _groups(self, weight_decay: float) -> list[dict]:
@@ -125,6 +127,16 @@ class Optimiser:
             for name, master in self.masters.items():
                 if master is not self.working[name]:
                     self.working[name].copy_(master)
+
+
+def total_norm(gradients: list[Tensor]) -> float:
+    """Norm of all gradients together, over all the parts they are split into."""
+    if not gradients:
+        return 0.0
+    if not isinstance(gradients[0], DTensor):
+        return float(torch.nn.utils.get_total_norm(gradients))
+    norms = torch.stack([local(g).norm() if local(g).numel() else local(g).new_zeros(()) for g in gradients])
+    return float(sum_over_parts(norms.square().sum(), gradients[0]).sqrt())
 
 
 def _master(parameter: Tensor, offload: bool) -> Tensor:

@@ -16,21 +16,23 @@ from trimtab.data import token_cache
 from trimtab.data.batches import TokenBatch
 from trimtab.data.progress import progress
 from trimtab.distributed.device import Device
-from trimtab.models.load import load_frozen_policy
+from trimtab.distributed.world import World
+from trimtab.models.load import Loaded, load_frozen_policy
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
-from trimtab.train.manifest import weights_fingerprint
+from trimtab.train.sharded import shard_frozen
 from trimtab.train.task import sums_by_sequence
 
 
 class Reference:
-    def __init__(self, options: Any, policy: Policy, device: Device):
+    def __init__(self, options: Any, loaded: Loaded, device: Device, world: World):
         self.device = device
         self.adapters_off = options.lora_rank > 0 and options.ref_pretrain is None
-        self.offload = options.ref_offload and not self.adapters_off and device.is_accelerator
-        self.model = policy
         if not self.adapters_off:
-            self.model = load_frozen_policy(options.ref_pretrain or options.pretrain, options, device)
+            loaded = load_frozen_policy(options.ref_pretrain or options.pretrain, options, device)
+            shard_frozen(loaded.model, options, world, offload=options.ref_offload)
+        self.model, self.weights = loaded.model, loaded.weights
+        self.offload = options.ref_offload and not self.adapters_off and device.is_accelerator and world.size == 1
         if self.offload:
             self.model.to("cpu")
 
@@ -54,9 +56,6 @@ class Reference:
             for batch in batches:
                 batch.extra[name] = sequence_log_probs(model, batch)
 
-    def fingerprint(self) -> str:
-        return weights_fingerprint(self.model.inner)
-
 
 def sequence_log_probs(model: Policy, batch: TokenBatch) -> Tensor:
     return sums_by_sequence(model(batch).log_probs_N, batch)
@@ -66,7 +65,7 @@ def precomputed(reference: Reference, task: Any, *, evaluation: bool) -> np.ndar
     """Reference log-probs of every sample of a store [samples, sequences a sample], from disk if they are there."""
     store = task.evaluation if evaluation else task.store
     dtype = next(reference.model.parameters()).dtype
-    key = f"{reference.fingerprint()}/{store.fingerprint}/{dtype}/{reference.model.path}/{reference.device.torch.type}"
+    key = f"{reference.weights}/{store.fingerprint}/{dtype}/{reference.model.path}/{reference.device.torch.type}"
     name = f"reference-{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
     if cached := token_cache.load(name):
         return cached[0]["log_probs"]

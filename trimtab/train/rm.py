@@ -26,7 +26,7 @@ class RMTask(PairTask):
     def load_model(self, device: Device) -> Loaded:
         if self.options.margin_loss and self.store.margins is None:
             raise UserError("--margin_loss: the data have no column margin; add it or drop the option")
-        return load_reward_model(self.options, device, self.tokenizer)
+        return load_reward_model(self.options, device, self.tokenizer, cast=self.world.size == 1)
 
     def skeleton(self) -> RewardModel:
         return reward_skeleton(self.options)
@@ -51,8 +51,9 @@ class RMTask(PairTask):
         samples = list(range(len(store) if evaluation else min(len(store), MANY_PAIRS)))
         scores = []
         with scoring(model):
-            for batch in self.micro_batches(samples, evaluation=evaluation):
-                scores.append(model(batch.to(model.device)).scores_S.view(-1, 2).cpu())
+            for part in self.cut(store, samples):
+                batch = self.make_batch(store, part).to(model.device)
+                scores.append(model(batch).scores_S.view(-1, 2).cpu())
         pairs = torch.cat(scores).double()
         facts = {
             "mean": pairs.mean().item(),
@@ -63,7 +64,8 @@ class RMTask(PairTask):
             setattr(model.config, name, value)
         # An adapter's folder has no config.json of the model, so the facts are here too.
         source = "evaluation" if evaluation else "training"
-        write_json(folder / REWARDS, {**facts, "source": source, "chosen_rejected": pairs.tolist()})
+        if self.world.leads:
+            write_json(folder / REWARDS, {**facts, "source": source, "chosen_rejected": pairs.tolist()})
 
 
 def train_rm(options: RMOptions) -> None:

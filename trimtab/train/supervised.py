@@ -12,20 +12,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from trimtab.config.dump import to_yaml
+from trimtab.data.batches import TokenBatch
 from trimtab.data.order import SampleOrder
 from trimtab.distributed.device import Device, random_state, restore_random_state
+from trimtab.distributed.sharding import GRADIENT_DTYPES, sync_gradients
+from trimtab.distributed.world import World, deal
 from trimtab.errors import Interrupted, RunFailed
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.save import save_model
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.disk import writing
 from trimtab.train.interrupts import StopRequest
-from trimtab.train.manifest import compare, make_manifest, names_fingerprint, weights_fingerprint, write_json
-from trimtab.train.metrics import MetricsFile, open_logs
-from trimtab.train.optimiser import GRADIENT_DTYPES, Optimiser, StepReport
-from trimtab.train.progress import RunProgress
+from trimtab.train.manifest import compare, make_manifest, names_fingerprint, write_json
+from trimtab.train.optimiser import Optimiser, StepReport
+from trimtab.train.run_log import RunLog
 from trimtab.train.task import Task
 
 MANY_BAD_STEPS = 5  # in a row: the run stops
@@ -40,6 +43,12 @@ class Counters:
     skipped_in_a_row: int = 0
     tokens_seen: int = 0
 
+    def count(self, applied: bool, tokens: int) -> None:
+        self.step += 1
+        self.tokens_seen += tokens
+        self.skipped_steps += not applied
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+
 
 @dataclass
 class SupervisedRun:
@@ -48,6 +57,8 @@ class SupervisedRun:
     model: PackedModel
     tokenizer: object
     device: Device
+    weights: str  # fingerprint of the model as it was loaded
+    world: World = field(default_factory=World)
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self):
@@ -63,11 +74,11 @@ class SupervisedRun:
             offload=options.adam_offload,
         )
         self.checkpoints = Checkpoints(
-            Path(options.ckpt_path), keep=options.max_ckpt_num, keep_gib=options.max_ckpt_mem
+            Path(options.ckpt_path), keep=options.max_ckpt_num, keep_gib=options.max_ckpt_mem, world=self.world
         )
         self.manifest = make_manifest(
             job=task.verb,
-            weights=weights_fingerprint(self.model.model),
+            weights=self.weights,
             data_order=self.order.fingerprint(task.data_fingerprint),
             seed=options.seed,
             dtype="bfloat16" if options.bf16 else "float32",
@@ -78,6 +89,8 @@ class SupervisedRun:
             parameters=sum(p.numel() for p in self.model.parameters()),
             trainable_parameters=sum(p.numel() for p in self.optimiser.working.values()),
             steps=self.order.steps,
+            processes=self.world.size,
+            zero_stage=options.zero_stage,
             data=task.describe_data(),
         )
 
@@ -85,38 +98,27 @@ class SupervisedRun:
 
     def train(self) -> None:
         resumed = self.resume() if self.options.load_checkpoint else False
-        cannot_write = f"--save_path {self.folder}: cannot write there"
-        with writing(cannot_write):
+        if self.world.leads:
             self.write_description()
-            metrics = MetricsFile(self.folder / "metrics.jsonl", resume_from=self.counters.step if resumed else None)
-        logs = open_logs(self.options, self.manifest, self.folder)
-        progress = RunProgress(
-            self.task.verb, self.order.steps, self.counters.step, every=max(1, self.options.logging_steps)
-        )
+        log = RunLog(self, resumed) if self.world.leads else None
         try:
             with StopRequest() as stop:
                 while self.counters.step < self.order.steps:
                     row = self.train_step(stop)
-                    with writing(cannot_write):
-                        metrics.write(row)
-                    if row["step"] % max(1, self.options.logging_steps) == 0 or row["step"] == self.order.steps:
-                        for log in logs:
-                            log.write(row)
-                    progress.advance(row["step"], _shown(row))
+                    if log is not None:
+                        log.write(row)
                     if self.counters.skipped_in_a_row >= MANY_BAD_STEPS:
                         self.give_up()
                     if self.options.save_steps > 0 and row["step"] % self.options.save_steps == 0:
                         self.save()
-                    if stop.signal:
-                        self.leave(stop.signal)
+                    if signal := self.world.maximum(stop.signal or 0):
+                        self.leave(signal)
         finally:
-            progress.close()
-            metrics.close()
-            for log in logs:
+            if log is not None:
                 log.close()
         with writing(f"--save_path {self.folder}: cannot write the model"):
             self.task.finish(self.model, self.folder)
-            save_model(self.model, self.tokenizer, self.folder)
+            self.save_model(self.folder)
 
     def train_step(self, stop: StopRequest) -> dict:
         """One optimiser step and its row of metrics."""
@@ -124,41 +126,38 @@ class SupervisedRun:
         step = self.counters.step
         random_before = random_state()
         samples = self.order.step_samples(step)
-        batches = [batch.to(self.device.torch) for batch in self.task.micro_batches(samples)]
-        totals = self.task.totals(batches)
+        batches = self.deal_out(self.task.cut(self.task.store, samples))
+        totals = self.totals(batches)
         self.task.prepare(self.model, batches)
-        figures: dict[str, torch.Tensor] = {}
+        figures: dict[str, Tensor] = {}
         for batch in batches:
+            last = batch is batches[-1]
+            sync_gradients(self.model, now=last)
             share = self.task.loss(self.model, batch, totals)
-            share.loss.backward()
-            for name, value in share.figures.items():
-                figures[name] = figures[name] + value if name in figures else value
-            if stop.signal and batch is not batches[-1]:
+            # A split model averages gradients over its processes; shares are meant to add up.
+            (share.loss * (batch.weight * self.world.size)).backward()
+            share.add_to(figures, batch.weight)
+            if stop.signal and not last and self.world.size == 1:
                 # The step is given up half-way: forget its gradients and its random numbers.
                 self.optimiser.clear_gradients()
                 restore_random_state(random_before)
                 self.leave(stop.signal)
+        figures = self.world.add_up(figures)
         learning_rate = self.optimiser.rate(step)
         if math.isfinite(figures["loss"]):
             report = self.optimiser.step(step)
         else:
             self.optimiser.clear_gradients()
             report = StepReport(math.nan, applied=False)
-        self.counters.step += 1
-        self.counters.tokens_seen += int(totals["tokens"])
-        if report.applied:
-            self.counters.skipped_in_a_row = 0
-        else:
-            self.counters.skipped_steps += 1
-            self.counters.skipped_in_a_row += 1
+        self.counters.count(report.applied, int(totals["tokens"]))
         row = {
             "step": step + 1,
             "epoch": round((step + 1) / self.order.steps_per_epoch, 6),
-            **{name: float(value) for name, value in figures.items()},
+            **figures,
             "learning_rate": learning_rate,
             "grad_norm": report.grad_norm,
             "samples": len(samples),
-            "micro_batches": len(batches),
+            "micro_batches": len(batches) * self.world.size,
             "tokens": int(totals["tokens"]),
             "trained_tokens": int(totals["trained_tokens"]),
             "skipped_steps": self.counters.skipped_steps,
@@ -170,6 +169,27 @@ class SupervisedRun:
         row["memory_gib"] = self.device.memory_gib()
         return row
 
+    def deal_out(self, cut: list[list[int]], *, evaluation: bool = False) -> list[TokenBatch]:
+        """This process's micro-batches of a step, as many as every other process has."""
+        store = self.task.evaluation if evaluation else self.task.store
+        if self.world.size > 1:
+            shares = deal(cut, self.world.size, lambda part: int(sum(store.lengths[i] for i in part)), _halves)
+            cut_here = shares[self.world.rank]
+        else:
+            cut_here = cut
+        batches = []
+        for part in cut_here:
+            # With fewer samples than processes, one takes part with a sample that counts for nothing.
+            batch = self.task.make_batch(store, part or cut[0][:1]).to(self.device.torch)
+            batch.weight = 1.0 if part else 0.0
+            batches.append(batch)
+        return batches
+
+    def totals(self, batches: list[TokenBatch]) -> dict[str, float]:
+        """Counts over all processes, which means are taken over."""
+        here = self.task.totals([batch for batch in batches if batch.weight])
+        return self.world.add_up({k: torch.tensor(float(v), device=self.device.torch) for k, v in here.items()})
+
     def evaluation_is_due(self, step: int) -> bool:
         if not self.task.evaluation_samples:
             return False
@@ -179,34 +199,30 @@ class SupervisedRun:
         return self.order.ends_epoch(step)
 
     def evaluate(self) -> dict[str, float]:
-        """Every figure of the task over its evaluation set, a step's worth of samples at a time."""
+        """Every figure of the task over its evaluation set, prepared a step's worth of samples at a time."""
         task, size = self.task, self.options.train_batch_size
         everything = list(range(task.evaluation_samples))
-        groups = [
-            task.micro_batches(everything[i : i + size], evaluation=True) for i in range(0, len(everything), size)
-        ]
-        totals = task.totals([batch for group in groups for batch in group])
-        sums: dict[str, float] = {}
+        cuts = [task.cut(task.evaluation, everything[i : i + size]) for i in range(0, len(everything), size)]
+        groups = [self.deal_out(cut, evaluation=True) for cut in cuts]
+        totals = self.totals([batch for group in groups for batch in group])
+        figures: dict[str, Tensor] = {}
         with scoring(self.model):
-            for group in groups:
-                batches = [batch.to(self.device.torch) for batch in group]
+            while groups:
+                batches = groups.pop(0)
                 task.prepare(self.model, batches)
                 for batch in batches:
-                    for name, value in task.loss(self.model, batch, totals).figures.items():
-                        sums[name] = sums.get(name, 0.0) + float(value)
-        return {f"eval_{name}": value for name, value in sums.items()}
+                    task.loss(self.model, batch, totals).add_to(figures, batch.weight)
+        return {f"eval_{name}": value for name, value in self.world.add_up(figures).items()}
 
     def give_up(self) -> None:
         """Too many bad steps in a row: keep the last one's samples for a look, and stop."""
         step = self.counters.step
         samples = self.order.step_samples(step - 1)
-        texts = [
-            self.tokenizer.decode(batch.ids_T[span.rows()])
-            for batch in self.task.micro_batches(samples)
-            for span in batch.spans
-        ]
+        batch = self.task.make_batch(self.task.store, samples)
+        texts = [self.tokenizer.decode(batch.sequence(i)) for i in range(len(batch.spans))]
         path = self.folder / "bad_batch.json"
-        write_json(path, {"step": step, "samples": samples, "texts": texts})
+        if self.world.leads:
+            write_json(path, {"step": step, "samples": samples, "texts": texts})
         raise RunFailed(
             f"loss or gradient was not finite in {MANY_BAD_STEPS} steps in a row (last: step {step}); "
             f"the batch is in {path}; try a lower --learning_rate, or resume from the last checkpoint"
@@ -215,41 +231,42 @@ class SupervisedRun:
     # ---- what is on disk
 
     def write_description(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "options.yaml").write_text(to_yaml(self.options))
-        write_json(self.folder / "manifest.json", self.manifest)
+        with writing(f"--save_path {self.folder}: cannot write there"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "options.yaml").write_text(to_yaml(self.options))
+            write_json(self.folder / "manifest.json", self.manifest)
+
+    def save_model(self, folder: Path) -> None:
+        save_model(self.model, self.tokenizer, folder, world=self.world, bf16=self.options.bf16)
 
     def save(self) -> Path | None:
-        if self.options.disable_ds_ckpt and not self.options.save_hf_ckpt:
-            return None
         step = self.counters.step
-        export = None
-        if self.options.save_hf_ckpt:
-            export = lambda folder: save_model(self.model, self.tokenizer, folder)  # noqa: E731
         if self.options.disable_ds_ckpt:
-            export(self.checkpoints.folder / f"global_step{step}_hf")
+            if self.options.save_hf_ckpt:
+                self.save_model(self.checkpoints.folder / f"global_step{step}_hf")
             return None
-        randomness = random_state()
-        tensors = self.optimiser.state()
-        tensors |= {f"random/{k}": randomness.pop(k) for k in ("torch", "cuda") if k in randomness}
-        state = {"counters": vars(self.counters), "random": randomness, "manifest": self.manifest}
-        return self.checkpoints.save(step, tensors, state, export)
+        state = {
+            "counters": vars(self.counters),
+            "random": self.world.gather(random_state()),
+            "manifest": self.manifest,
+        }
+        export = self.save_model if self.options.save_hf_ckpt else None
+        return self.checkpoints.save(step, self.optimiser.state(), state, export)
 
     def resume(self) -> bool:
         """Go on from the newest checkpoint, if there is one and it is this run's."""
         loaded = self.checkpoints.load()
         if loaded is None:
-            print(f"no checkpoint in {self.checkpoints.folder}: starting from the beginning")
+            self.world.say(f"no checkpoint in {self.checkpoints.folder}: starting from the beginning")
             return False
         tensors, state = loaded
         for line in compare(state["manifest"], self.manifest, self.checkpoints.latest()):
-            print(f"warning: {line}")
+            self.world.say(f"warning: {line}")
         self.optimiser.restore(tensors)
         self.counters = Counters(**state["counters"])
-        randomness = dict(state["random"])
-        randomness |= {k: tensors[f"random/{k}"] for k in ("torch", "cuda") if f"random/{k}" in tensors}
-        restore_random_state(randomness)
-        print(f"resumed from {self.checkpoints.latest()} at step {self.counters.step}")
+        if self.world.rank < len(state["random"]):
+            restore_random_state(state["random"][self.world.rank])
+        self.world.say(f"resumed from {self.checkpoints.latest()} at step {self.counters.step}")
         return True
 
     def leave(self, signal_number: int) -> None:
@@ -260,11 +277,6 @@ class SupervisedRun:
         raise Interrupted(signal_number, f"stopped after step {self.counters.step}: {where}")
 
 
-def _shown(row: dict) -> dict[str, str]:
-    shown = {"loss": f"{row['loss']:.4f}"}
-    if "eval_loss" in row:
-        shown["eval"] = f"{row['eval_loss']:.4f}"
-    shown |= {"tok/s": f"{row['tokens_per_second']:,.0f}", "mem": f"{row['memory_gib']:.1f} GiB"}
-    if row["skipped_steps"] or not math.isfinite(row["grad_norm"]):
-        shown["skipped"] = str(row["skipped_steps"])
-    return shown
+def _halves(part: list[int]) -> list[list[int]]:
+    middle = len(part) // 2
+    return [part[:middle], part[middle:]] if middle else [part]

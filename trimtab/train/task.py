@@ -14,6 +14,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.data.packing import chunk, pack
 from trimtab.data.sources import load_evaluation_rows, load_rows
 from trimtab.distributed.device import Device
+from trimtab.distributed.world import World
 from trimtab.errors import UserError
 from trimtab.models.load import Loaded, load_policy, policy_skeleton
 from trimtab.models.packed import PackedModel
@@ -28,9 +29,14 @@ class Share:
     loss: Tensor
     figures: dict[str, Tensor]
 
+    def add_to(self, sums: dict[str, Tensor], weight: float) -> None:
+        for name, value in self.figures.items():
+            sums[name] = sums.get(name, 0.0) + value * weight
+
 
 class Task:
     verb: str
+    world = World()  # the processes that share a step; set before training
 
     def __init__(self, options: Any, tokenizer: Any):
         self.options, self.tokenizer = options, tokenizer
@@ -62,13 +68,13 @@ class Task:
 
     def load_model(self, device: Device) -> Loaded:
         """The model that is trained."""
-        return load_policy(self.options, device)
+        return load_policy(self.options, device, cast=self.world.size == 1)
 
     def skeleton(self) -> PackedModel:
         """The same without its weights."""
         return policy_skeleton(self.options)
 
-    def attach(self, model: PackedModel, device: Device) -> None:
+    def attach(self, loaded: Loaded, device: Device) -> None:
         """Load what the job needs besides the model: a reference, a teacher."""
 
     def prepare(self, model: PackedModel, batches: list[TokenBatch]) -> None:
@@ -109,10 +115,6 @@ class Task:
         if self.evaluation_report is not None:
             described["evaluation"] = self.evaluation_report.as_dict()
         return described
-
-    def micro_batches(self, samples: list[int], *, evaluation: bool = False) -> list[TokenBatch]:
-        store = self.evaluation if evaluation else self.store
-        return [self.make_batch(store, members) for members in self.cut(store, samples)]
 
     def cut(self, store: Any, samples: list[int]) -> list[list[int]]:
         """Which samples go into one forward and backward pass."""

@@ -1,0 +1,41 @@
+# Read by every recipe: how its command is started, and the tiny mode. It does nothing by itself.
+#
+#   PROCESSES=8   processes to start; unset: one for each NVIDIA GPU, at least one
+#   LAUNCH=...    what starts the command instead, for instance LAUNCH="deepspeed --module" or LAUNCH="python -m"
+#   TINY=1        embedded models and a few rows, to see the recipe work: seconds, no network, no accelerator
+#   TINY_FOLDER   where the tiny mode writes (./tiny)
+
+set -euo pipefail
+
+PYTHON=${PYTHON:-python}
+MORE=("$@") # the user's own options, which come last and win
+
+tiny() { [[ ${TINY:-0} == 1 ]]; }
+
+if tiny; then
+    TINY_FOLDER=${TINY_FOLDER:-./tiny}
+    TASK=$TINY_FOLDER/task
+    # Options that are too large for the tiny models and their few rows.
+    SMALL=(--max_len 64 --train_batch_size 16 --micro_train_batch_size 8 --learning_rate 1e-3)
+    [[ -e $TASK ]] || "$PYTHON" -m trimtab.embedded.tiny_recipes "$TASK"
+fi
+
+processes() {
+    local found
+    found=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
+    tiny && found=1
+    echo "${PROCESSES:-$((found > 1 ? found : 1))}"
+}
+
+# start MODULE OPTION ...: run the recipe.
+start() {
+    local count
+    count=$(processes)
+    if [[ -z ${LAUNCH:-} ]]; then
+        LAUNCH="$PYTHON -m"
+        ((count > 1)) && LAUNCH="torchrun --standalone --nproc_per_node $count -m"
+    fi
+    tiny && set -- "$@" "${SMALL[@]}" --ckpt_path "$SAVE_PATH/checkpoints"
+    # shellcheck disable=SC2086 # LAUNCH is several words
+    exec $LAUNCH "$@" ${MORE[@]+"${MORE[@]}"}
+}

@@ -1,0 +1,98 @@
+"""A small run of any supervised job, built through the real path, for looking at single steps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.tiny import tiny_model
+from trimtab.config.checks import check, settle
+from trimtab.config.parse import parse
+from trimtab.distributed.device import find_device
+from trimtab.distributed.world import World
+from trimtab.embedded.sort_task import make_rows, make_tokenizer, prompt_of, reference_of
+from trimtab.train.launch import MakeTask, build_run
+from trimtab.train.optimiser import StepReport
+from trimtab.train.supervised import SupervisedRun
+
+
+def write_model(folder: Path, family: str = "llama", **changes: Any) -> None:
+    tokenizer = make_tokenizer()
+    tiny_model(family, vocab_size=len(tokenizer), **changes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def preference_rows(count: int, seed: int = 1) -> list[dict]:
+    """A prompt with two answers of different lengths, and a margin."""
+    rows = []
+    for i, row in enumerate(make_rows(count, seed)):
+        right = reference_of(row)
+        answers = right, right[::-1][: 1 + i % len(right)]
+        chosen, rejected = answers if i % 3 else answers[::-1]
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": prompt_of(row)}],
+                "chosen": [{"role": "assistant", "content": chosen}],
+                "rejected": [{"role": "assistant", "content": rejected}],
+                "margin": 0.25 * i,
+            }
+        )
+    return rows
+
+
+def labelled_rows(count: int, seed: int = 1) -> list[dict]:
+    """Good and bad answers, not in pairs, not as many of one as of the other."""
+    rows = []
+    for i, row in enumerate(preference_rows(count, seed)):
+        answer = row["chosen"] if i % 2 else row["rejected"]
+        rows.append({"prompt": row["prompt"], "completion": answer, "label": i % 3 != 0})
+    return rows
+
+
+def step_rows(count: int, labels: list, seed: int = 1) -> list[dict]:
+    """Answers in steps that end with ?, with labels taken from `labels` in turn."""
+    rows, taken = [], 0
+    for row in make_rows(count, seed):
+        steps = list(reference_of(row))[: 2 + taken % 3]
+        text = prompt_of(row) + "".join(f" {step}?" for step in steps)
+        judged = [labels[(taken + j) % len(labels)] for j in range(len(steps))]
+        rows.append({"input": text, "label": judged})
+        taken += len(steps)
+    return rows
+
+
+def make_run(options_class: type, make_task: MakeTask, folder: Path, words: str = "") -> SupervisedRun:
+    """What `train` of launch.py would train, from folder/model and folder/train.jsonl."""
+    fixed = f"--pretrain {folder}/model --dataset {folder}/train.jsonl --max_len 40 --save_path {folder}/out"
+    options, _ = settle(parse(options_class, [*fixed.split(), "--ckpt_path", f"{folder}/out/ck", *words.split()]))
+    check(options)
+    return build_run(options, make_task, find_device(), World())
+
+
+class NoStop:
+    signal = None
+
+
+def step_gradient(run: SupervisedRun) -> tuple[dict[str, torch.Tensor], dict]:
+    """The gradient that the run's next step would apply, and its metrics row."""
+    gradients = {}
+
+    def keep(step):
+        for name, master in run.optimiser.masters.items():
+            gradients[name] = run.optimiser._gradient(name, master).clone()
+        return StepReport(0.0, True)
+
+    run.optimiser.step = keep
+    row = run.train_step(NoStop())
+    return gradients, row
+
+
+def relative_difference(first: dict, second: dict) -> float:
+    """Norm of the difference over the norm, of the whole gradient."""
+    difference = sum((first[n] - second[n]).double().square().sum() for n in first)
+    return (difference / sum(g.double().square().sum() for g in first.values())).sqrt().item()

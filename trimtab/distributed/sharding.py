@@ -1,0 +1,94 @@
+"""Split a model over the processes of a world with PyTorch's FSDP2. A world of one gets no wrapper.
+
+    --zero_stage 0    every process keeps everything; gradients are summed
+    --zero_stage 1, 2 gradients and optimiser are split; parameters stay gathered after a forward pass
+    --zero_stage 3    parameters too are gathered only while a layer works
+
+The split parameters are the fp32 masters; with --bf16 the gathered ones are their bf16 working copies, and gradients
+are summed in fp32 (or in --grad_accum_dtype). With --adam_offload the masters and Adam's moments live in main memory.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from trimtab.distributed.world import World
+
+GRADIENT_DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def shard(
+    module: nn.Module,
+    layers: list[nn.Module],
+    world: World,
+    *,
+    zero_stage: int,
+    dtype: torch.dtype | None = None,
+    gradient_dtype: torch.dtype | None = None,
+    offload: bool = False,
+) -> None:
+    """Split `module`, the root whose forward is called, and its `layers`, which are gathered one at a time.
+
+    `dtype`: of the gathered parameters; None leaves them as they are.
+    """
+    if world.size == 1:
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    kind = world.device.type
+    if zero_stage == 0:
+        mesh = init_device_mesh(kind, (world.size, 1), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
+    arguments: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": zero_stage == 3,
+        "mp_policy": MixedPrecisionPolicy(dtype, gradient_dtype, cast_forward_inputs=False),
+    }
+    if offload:
+        arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=kind != "cpu")
+    for layer in layers:
+        fully_shard(layer, **arguments)
+    fully_shard(module, **arguments)
+
+
+def sync_gradients(module: nn.Module, now: bool) -> None:
+    """Sum gradients over processes in the coming backward pass, or keep adding them up locally."""
+    if hasattr(module, "set_requires_gradient_sync"):
+        module.set_requires_gradient_sync(now)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor: all of it, where it is not split."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, gathered from its parts. Every process must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(tensor: Tensor) -> tuple[int, bool]:
+    """First row of this process's part, and whether this process is the one to save it."""
+    if not isinstance(tensor, DTensor):
+        return 0, True
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    coordinates = tensor.device_mesh.get_coordinate()
+    copies = [c for c, placement in zip(coordinates, tensor.placements) if placement.is_replicate()]
+    return (offset[0] if offset else 0), all(c == 0 for c in copies)
+
+
+def sum_over_parts(value: Tensor, tensor: Tensor) -> Tensor:
+    """Add a figure of every part of `tensor` (a DTensor's, or the whole tensor's) together."""
+    if not isinstance(tensor, DTensor):
+        return value
+    for dimension, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            value = value.clone()
+            torch.distributed.all_reduce(value, group=tensor.device_mesh.get_group(dimension))
+    return value

@@ -1,0 +1,110 @@
+"""The processes of a run that train one model together. One process is a world of one, without any communication."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimtab.distributed.device import Device
+
+Item = TypeVar("Item")
+
+TIMEOUT = timedelta(minutes=30)  # of one collective; a slow save on one rank must fit in
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def leads(self) -> bool:
+        """The one process that speaks and writes for all."""
+        return self.rank == 0
+
+    def say(self, line: str) -> None:
+        if self.leads:
+            print(line, flush=True)
+
+    def add_up(self, values: dict[str, Tensor]) -> dict[str, float]:
+        """The sum of every figure over all processes, which all then know."""
+        if not values:
+            return {}
+        stacked = torch.stack([v.detach().double().reshape(()) for v in values.values()])
+        return dict(zip(values, self.sum(stacked).tolist()))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        if self.size > 1:
+            tensor = tensor.clone()
+            dist.all_reduce(tensor)
+        return tensor
+
+    def maximum(self, value: int) -> int:
+        if self.size == 1:
+            return value
+        tensor = torch.tensor(value, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return int(tensor)
+
+    def gather(self, value: object) -> list:
+        """The objects of all processes, in rank order, known to all."""
+        if self.size == 1:
+            return [value]
+        gathered: list = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def wait(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+def find_world(device: Device) -> World:
+    """Join the processes that a launcher started, if one did."""
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if size == 1:
+        return World(device=device.torch)
+    if not dist.is_initialized():
+        backend = "nccl" if device.is_accelerator else "gloo"
+        options = {"device_id": device.torch} if device.is_accelerator else {}
+        dist.init_process_group(backend, timeout=TIMEOUT, **options)
+    return World(dist.get_rank(), size, device.torch)
+
+
+def leave_world() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def deal(
+    items: list[Item], size: int, cost: Callable[[Item], int], split: Callable[[Item], list[Item]]
+) -> list[list[Item | None]]:
+    """Share out items so that every process has equally many and about equal cost.
+
+    Costly items are split until their number divides; where nothing can be split any more, a process gets None: it
+    still takes part in the collectives of that turn, with an item that counts for nothing.
+    """
+    items = list(items)
+    while len(items) % size:
+        for index in sorted(range(len(items)), key=lambda i: (-cost(items[i]), i)):
+            parts = split(items[index])
+            if len(parts) > 1:
+                items[index : index + 1] = parts
+                break
+        else:
+            break
+    padded: list[Item | None] = [*items, *[None] * (-len(items) % size)]
+    turns = len(padded) // size
+    shares: list[list[Item | None]] = [[] for _ in range(size)]
+    load = [0] * size
+    for item in sorted(padded, key=lambda x: 0 if x is None else -cost(x)):
+        rank = min((r for r in range(size) if len(shares[r]) < turns), key=lambda r: (load[r], r))
+        shares[rank].append(item)
+        load[rank] += 0 if item is None else cost(item)
+    return shares

@@ -1,0 +1,95 @@
+"""What the recipes in examples/ run on in their tiny mode: models of a few thousand random weights and a few rows.
+
+The rows are the sort task's, in the columns of the data sets that the recipes name, so that a recipe's options are
+used as they stand. Nothing is learnt here but that a command works.
+
+    python -m trimtab.embedded.tiny_recipes FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from trimtab.embedded.sort_task import make_rows, make_tokenizer, prompt_of, reference_of
+
+STEP_END, GOOD, BAD = "ки", "+", "-"  # the step and label tokens of Math-Shepherd
+ROWS = 32
+
+
+def write(folder: str | Path, rows: int = ROWS) -> Path:
+    """Write the models `llama`, `mixtral` and `teacher`, and one data file a kind of job, into `folder`."""
+    folder = Path(folder)
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([STEP_END, GOOD, BAD])
+    for name, model in (
+        ("llama", make_model("llama", len(tokenizer))),
+        ("mixtral", make_model("mixtral", len(tokenizer), num_local_experts=4, num_experts_per_tok=2)),
+        ("teacher", make_model("llama", len(tokenizer), seed=1, hidden_size=64)),
+    ):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    pairs = [(prompt_of(row), reference_of(row)) for row in make_rows(rows, seed=0)]
+    for name, make in (
+        ("questions", question),
+        ("preferences", preference),
+        ("judged_answers", judged_answer),
+        ("judged_steps", judged_steps),
+    ):
+        lines = [json.dumps(make(index, *pair), ensure_ascii=False) + "\n" for index, pair in enumerate(pairs)]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+def make_model(family: str, vocabulary: int, seed: int = 0, **changes):
+    """A causal LM of this family with random weights; the caller's random state is left as it was."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes | changes))
+
+
+def question(index: int, prompt: str, answer: str) -> dict:
+    return {"question": prompt, "response": answer}
+
+
+def preference(index: int, prompt: str, answer: str) -> dict:
+    """Two whole conversations: in the rejected one the order is the wrong way round."""
+    return {"chosen": _conversation(prompt, answer), "rejected": _conversation(prompt, answer[::-1])}
+
+
+def judged_answer(index: int, prompt: str, answer: str) -> dict:
+    good = index % 3 != 0
+    return {"instruction": prompt, "response": answer if good else answer[::-1], "score": int(good)}
+
+
+def judged_steps(index: int, prompt: str, answer: str) -> dict:
+    """One digit a step; in every other row one step is wrong."""
+    digits = list(answer[:4])
+    if index % 2:
+        digits[-1] = str((int(digits[-1]) + 1) % 10)
+    labels = [GOOD if digit == right else BAD for digit, right in zip(digits, answer)]
+    return {"input": prompt + "".join(f" {digit} {STEP_END}" for digit in digits), "value": labels}
+
+
+def _conversation(prompt: str, answer: str) -> list[dict]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+if __name__ == "__main__":
+    write(sys.argv[1])

@@ -1,0 +1,146 @@
+"""The frame of every picture: a drawing area as inline SVG, without script, with its labels beside it.
+
+The SVG holds only the drawing and is stretched to whatever room there is; strokes keep their width
+(`vector-effect`), and every label is HTML. So text has one size on a phone, a screen and paper.
+Colours come from the page's custom properties through class names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from trimtab.report.numbers import short_number
+
+WIDTH, HEIGHT = 1000, 300
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A range of values and the ticks in it; `place` maps a value to 0..1."""
+
+    low: float
+    high: float
+    ticks: Sequence[float]
+    labels: Sequence[str]
+    scale: Callable[[float], float] = float
+
+    def place(self, value: float) -> float:
+        low, high = self.scale(self.low), self.scale(self.high)
+        return (self.scale(value) - low) / (high - low)
+
+
+@dataclass(frozen=True)
+class Area:
+    """A drawing area: data coordinates to SVG coordinates, y pointing down."""
+
+    across: Axis
+    up: Axis
+
+    def x(self, value: float) -> float:
+        return self.across.place(value) * WIDTH
+
+    def y(self, value: float) -> float:
+        return (1 - self.up.place(value)) * HEIGHT
+
+
+def figure(title: str, area: Area | None, drawing: str, *, keys: str = "", note: str = "", described: str = "") -> str:
+    """A <figure>: caption, grid, drawing and labels; without an area it says that there is nothing to draw."""
+    notes = f"<span class=note>{escape(note)}</span>" if note else ""
+    caption = f"<figcaption><b>{escape(title)}</b>{keys}{notes}</figcaption>"
+    if area is None:
+        return f"<figure class=chart>{caption}<p class=nothing>Not recorded.</p></figure>"
+    grid = "".join(
+        f'<line class=grid x1=0 x2={WIDTH} y1="{area.y(tick):.1f}" y2="{area.y(tick):.1f}"/>' for tick in area.up.ticks
+    )
+    y_labels = "".join(
+        f'<span style="top:{area.y(tick) / HEIGHT * 100:.2f}%">{label}</span>'
+        for tick, label in zip(area.up.ticks, area.up.labels)
+    )
+    x_labels = "".join(
+        f'<span style="left:{area.x(tick) / WIDTH * 100:.2f}%">{label}</span>'
+        for tick, label in zip(area.across.ticks, area.across.labels)
+    )
+    return (
+        f"<figure class=chart>{caption}"
+        f"<div class=plot><div class=y-labels aria-hidden=true>{y_labels}</div>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio=none role=img aria-label="{escape(described or title)}">'
+        f"{grid}{drawing}</svg>"
+        f"<div class=x-labels aria-hidden=true>{x_labels}</div></div></figure>"
+    )
+
+
+def key(name: str, kind: str, series: int) -> str:
+    """An entry of a legend."""
+    return f'<span class="key {kind} c{series}">{escape(name)}</span>'
+
+
+def linear(low: float, high: float) -> Axis:
+    """From zero to the values, with a little room beyond them."""
+    low, high = widen(min(low, 0.0), max(high, 0.0))
+    room = 0.04 * (high - low)
+    bottom, top = low - (room if low < 0 else 0), high + (room if high > 0 else 0)
+    ticks = [tick for tick in nice_ticks(low, high, 5) if bottom <= tick <= top]
+    return Axis(bottom, top, ticks, axis_labels(ticks))
+
+
+def logarithmic(low: float, high: float) -> Axis:
+    bottom, top = low / 1.15, high * 1.15
+    exponents = range(math.floor(math.log10(bottom)), math.ceil(math.log10(top)) + 1)
+    factors = (1, 3) if top / bottom < 1e4 else (1,)
+    ticks = [factor * 10.0**exponent for exponent in exponents for factor in factors]
+    ticks = [tick for tick in ticks if bottom <= tick <= top]
+    return Axis(bottom, top, ticks, axis_labels(ticks), math.log10)
+
+
+def shares(low: float = 0.0, high: float = 1.0) -> Axis:
+    """Shares as percents."""
+    interval = 0.25 if high - low > 0.6 else 0.1
+    ticks = [low + index * interval for index in range(round((high - low) / interval) + 1)]
+    return Axis(low, high, ticks, [f"{100 * tick:.0f} %" for tick in ticks])
+
+
+def steps(low: float, high: float) -> Axis:
+    left, right = widen(low, high)
+    ticks = [tick for tick in nice_ticks(left, right, 6) if left <= tick <= right and float(tick).is_integer()]
+    return Axis(left, right, ticks, axis_labels(ticks))
+
+
+def values(low: float, high: float) -> Axis:
+    """Exactly this range, which need not hold zero."""
+    left, right = widen(low, high)
+    ticks = [tick for tick in nice_ticks(left, right, 6) if left <= tick <= right]
+    return Axis(left, right, ticks, axis_labels(ticks))
+
+
+def nice_ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers 1, 2 or 5 times a power of ten apart that cover low..high."""
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    interval = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    first, last = math.floor(low / interval + 1e-9), math.ceil(high / interval - 1e-9)
+    return [index * interval for index in range(first, last + 1)]
+
+
+def axis_labels(ticks: Sequence[float]) -> list[str]:
+    """The ticks of one axis in one notation."""
+    largest = max(map(abs, ticks), default=0.0)
+    uneven = len(ticks) > 2 and not math.isclose(ticks[2] - ticks[1], ticks[1] - ticks[0])
+    if len(ticks) < 2 or uneven or not 1e-3 <= largest < 1e15:
+        return [short_number(tick) for tick in ticks]
+    divisor, suffix = next(((d, s) for d, s in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if largest >= 10 * d), (1.0, ""))
+    interval = (ticks[1] - ticks[0]) / divisor
+    decimals = max(0, -math.floor(math.log10(interval) + 1e-9))
+    return [f"{tick / divisor:,.{decimals}f}{suffix}" if tick else "0" for tick in ticks]
+
+
+def widen(low: float, high: float) -> tuple[float, float]:
+    """A range one can divide by, also for a single or a constant value."""
+    if high - low > max(1e-9 * max(abs(low), abs(high)), 1e-200):
+        return low, high
+    room = max(abs(low), abs(high)) * 0.5
+    if room < 1e-200:
+        room = 1.0
+    return low - room, high + room

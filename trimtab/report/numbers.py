@@ -1,0 +1,82 @@
+"""Numbers, names and times as a person would write them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+MOST_ITEMS = 4
+
+
+def short_number(value: float) -> str:
+    """Few characters for an axis or a headline: 1500 -> 1,500, 25300 -> 25.3k, 0.00002 -> 2e-5."""
+    size = abs(value)
+    if size == 0:
+        return "0"
+    for limit, divisor, suffix in ((1e15, 0, ""), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if size >= limit:
+            return f"{value / divisor:.3g}{suffix}" if divisor else f"{value:.2e}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size >= 1e-3:
+        return f"{value:.3g}"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """0.8533 -> 85.3 %; whole percents without a decimal, and 100 % only for all of them."""
+    text = f"{100 * share:.{digits}f}"
+    if float(text) == 100 and share < 1:
+        text = f"{100 - 10**-digits:.{digits}f}"
+    return f"{text.removesuffix('.' + '0' * digits)} %"
+
+
+def plain(value: Any) -> str:
+    """Any value from a file."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        more = f" and {len(value) - MOST_ITEMS} more" if len(value) > MOST_ITEMS else ""
+        return ", ".join(map(plain, value[:MOST_ITEMS])) + more
+    return str(value)
+
+
+def count(value: Any) -> str:
+    return f"{value:,}" if type(value) is int else plain(value)
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def short_name(path: Any, otherwise: str) -> str:
+    """The end of a path or hub name: enough to recognise it, short enough for a headline."""
+    parts = [part for part in str(path or "").strip().replace("\\", "/").split("/") if part not in ("", ".", "..")]
+    return "/".join(parts[-2:]) or otherwise
+
+
+def wilson(successes: float, number: float) -> tuple[float, float]:
+    """The 95 % interval of a share by Wilson's score, which holds for few trials and near 0 and 1 too."""
+    z = 1.959964
+    share = successes / number
+    centre = share + z * z / (2 * number)
+    reach = z * math.sqrt(share * (1 - share) / number + z * z / (4 * number * number))
+    scale = 1 + z * z / number
+    # At the ends rounding may leave the bounds a hair outside the share itself.
+    return min(share, (centre - reach) / scale), max(share, (centre + reach) / scale)

@@ -1,0 +1,33 @@
+"""Which parts of a model are split over processes, from the options of a job."""
+
+from typing import Any
+
+import torch
+
+from trimtab.distributed.sharding import GRADIENT_DTYPES, shard
+from trimtab.distributed.world import World
+from trimtab.models.packed import PackedModel
+
+
+def shard_trained(model: PackedModel, options: Any, world: World) -> None:
+    shard(
+        model,
+        decoder_layers(model),
+        world,
+        zero_stage=options.zero_stage,
+        dtype=torch.bfloat16 if options.bf16 else None,
+        gradient_dtype=GRADIENT_DTYPES[options.grad_accum_dtype],
+        offload=options.adam_offload,
+    )
+
+
+def shard_frozen(model: PackedModel, options: Any, world: World, *, offload: bool) -> None:
+    """A model without gradients is worth splitting where the trained one is, or where it is kept off the device."""
+    if options.zero_stage == 3 or offload:
+        shard(model, decoder_layers(model), world, zero_stage=3, offload=offload)
+
+
+def decoder_layers(model: PackedModel) -> list[torch.nn.Module]:
+    """The repeated layers, by the class name that Hugging Face says must not be cut."""
+    names = set(model.inner._no_split_modules or ())
+    return [module for module in model.inner.modules() if type(module).__name__ in names]
