@@ -16,7 +16,7 @@ if tiny; then
     TINY_FOLDER=${TINY_FOLDER:-./tiny}
     TASK=$TINY_FOLDER/task
     # Options that are too large for the tiny models and their few rows.
-    SMALL=(--max_len 64 --train_batch_size 16 --micro_train_batch_size 8 --learning_rate 1e-3)
+    SMALL=(--max_len 64 --train_batch_size 8 --micro_train_batch_size 4 --learning_rate 1e-2)
     [[ -e $TASK ]] || "$PYTHON" -m trimtab.embedded.tiny_recipes "$TASK"
 fi
 

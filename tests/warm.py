@@ -5,21 +5,35 @@ The parent imports everything and computes nothing, because OpenMP's threads do 
 
 import multiprocessing
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import peft  # noqa: F401
+import torch.distributed.fsdp
+import torch.distributed.tensor
 
+import trimtab.train.dpo
+import trimtab.train.kd
+import trimtab.train.kto
+import trimtab.train.prm
+import trimtab.train.rm
 import trimtab.train.sft  # noqa: F401
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.warm"])
 
 
-def start(argv: list[str], *, prepare: Callable[[], None] | None = None, log: Path | None = None):
+def start(
+    argv: list[str],
+    *,
+    prepare: Callable[[], None] | None = None,
+    log: Path | None = None,
+    environment: dict[str, str] | None = None,
+):
     """Start `trimtab ARGV` in a process of its own; `prepare` runs in it first."""
-    process = _context.Process(target=_main, args=(argv, prepare, log, dict(os.environ)))
+    process = _context.Process(target=_main, args=(argv, prepare, log, os.environ | (environment or {})))
     process.start()
     return process
 
@@ -28,6 +42,30 @@ def run(argv: list[str], **options) -> int:
     process = start(argv, **options)
     process.join()
     return process.exitcode
+
+
+def start_world(argv: list[str], size: int, *, log: Path | None = None, prepare: dict | None = None) -> list:
+    """Start `trimtab ARGV` as a world of processes; `prepare` maps ranks to what runs in them first."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return [
+        start(
+            argv,
+            prepare=(prepare or {}).get(rank),
+            log=log and log.with_name(f"{log.name}.{rank}"),
+            environment=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(size)
+    ]
+
+
+def run_world(argv: list[str], size: int, **options) -> list[int]:
+    processes = start_world(argv, size, **options)
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
 
 
 def wait_until(condition: Callable[[], bool], process, seconds: float = 60) -> None:

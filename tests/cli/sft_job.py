@@ -1,4 +1,4 @@
-"""A tiny model with its data, and `trimtab sft` run on them in this process."""
+"""A tiny model with its data, and a training command run on them in this process."""
 
 import json
 import string
@@ -13,10 +13,15 @@ from trimtab.train.metrics import read_rows
 from trimtab.train.supervised import SupervisedRun
 
 
+STEP_END = "ки"
+
+
 def make_tokenizer():
-    """The embedded task's tokenizer of characters, grown to all of ASCII."""
+    """The embedded task's tokenizer of characters, grown to all of ASCII and to Math-Shepherd's end of a step."""
     with patch.object(sort_task, "CHARACTERS", string.printable):
-        return sort_task.make_tokenizer()
+        tokenizer = sort_task.make_tokenizer()
+    tokenizer.add_tokens(STEP_END)
+    return tokenizer
 
 
 def write_model(folder: Path, family: str = "llama", **changes) -> Path:
@@ -41,6 +46,7 @@ def conversation(*turns: str) -> dict:
 
 @dataclass
 class Outcome:
+    verb: str
     code: int
     out: str
     err: str
@@ -48,9 +54,10 @@ class Outcome:
     @property
     def mistake(self) -> str:
         """The one line of a refused command."""
+        begin = f"trimtab {self.verb}: error: "
         assert self.code == 2, (self.code, self.out, self.err)
-        assert self.err.startswith("trimtab sft: error: ") and self.err.count("\n") == 1, self.err
-        return self.err.removeprefix("trimtab sft: error: ").strip()
+        assert self.err.startswith(begin) and self.err.count("\n") == 1, self.err
+        return self.err.removeprefix(begin).strip()
 
 
 @dataclass
@@ -59,13 +66,14 @@ class Job:
 
     capsys: object
     folder: Path
+    verb: str = "sft"
     run: SupervisedRun | None = None  # the last one that made a step
     batches: list = field(default_factory=list)
 
     def __call__(self, *words: object) -> Outcome:
         self.batches = []
-        code = main(["sft", *map(str, words)])
-        return Outcome(code, *self.capsys.readouterr())
+        code = main([self.verb, *map(str, words)])
+        return Outcome(self.verb, code, *self.capsys.readouterr())
 
     def watch(self, monkeypatch) -> None:
         plain = SupervisedRun.train_step

@@ -55,11 +55,3 @@ def test_a_missing_package_is_a_problem_only_where_it_is_missing(changes, packag
     assert f"needs the package {package}" in problem
     monkeypatch.setattr(support, "find_spec", lambda module: object() if module == package else None)
     assert support.hardware_problems(SFTOptions(**changes)) == []
-
-
-def test_several_processes_are_a_problem(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    (problem,) = support.hardware_problems(SFTOptions())
-    assert "WORLD_SIZE is 4" in problem
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert support.hardware_problems(SFTOptions()) == []

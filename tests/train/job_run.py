@@ -19,7 +19,7 @@ from trimtab.train.supervised import SupervisedRun
 
 def write_model(folder: Path, family: str = "llama", **changes: Any) -> None:
     tokenizer = make_tokenizer()
-    tiny_model(family, vocab_size=len(tokenizer), **changes).save_pretrained(folder)
+    tiny_model(family, **{"vocab_size": len(tokenizer), **changes}).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -1,4 +1,4 @@
-"""`trimtab report RUN`: write a run's HTML page anew and print where it is."""
+"""`trimtab report RUN ...`: write the HTML page of a run, or of several side by side, and print where it is."""
 
 import sys
 from collections.abc import Sequence
@@ -12,13 +12,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(argv: Sequence[str]) -> None:
-    words = Words("trimtab report", "Write the HTML report of a run from what it left in its folder.")
-    words.add_argument("run", metavar="RUN", help="folder of the run: what --save_path was")
+    words = Words(
+        "trimtab report", "Write the HTML report of a run, or of several side by side, from what they left behind."
+    )
+    words.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run: what --save_path was")
+    words.add_argument(
+        "--output",
+        metavar="PATH",
+        help="file or folder to write to; unset: report.html in the run's folder, or for several runs "
+        "comparison.html in the first one's",
+    )
     options = words.parse_args(argv)
 
+    from trimtab.report.compare import write_comparison
     from trimtab.report.page import write_report
 
-    print(write_report(options.run))
+    if len(options.runs) == 1:
+        print(write_report(options.runs[0], options.output))
+    else:
+        print(write_comparison(options.runs, options.output))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from trimtab.errors import Interrupted, RunFailed, UserError
 def run_job(
     job_class: type,
     argv: Sequence[str] | None,
-    start: Callable[[Any], None],
+    start: Callable[[Any], int | None],
     rehearse: Callable[[Any], list[str]] | None = None,
 ) -> int:
     """Run one job and return its exit code.
@@ -39,8 +39,7 @@ def run_job(
         for warning in warnings + problems:
             say(f"{name}: warning: {warning}", options)
         if not options.dry_run:
-            start(options)
-            return 0
+            return start(options) or 0
         print(to_yaml(options), end="", flush=True)
         for line in rehearse(options) if rehearse else []:
             print(redact(f"# {line}", options))

@@ -5,17 +5,28 @@ By convention the job `trimtab VERB` has its options in trimtab.config.jobs and 
 """
 
 import importlib
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trimtab.cli.run import run_job, say
+from trimtab.distributed.launch import launch
 from trimtab.errors import Interrupted, RunFailed
 
 
 def training_main(job_class: type, argv: Sequence[str] | None) -> int:
     """Run the training job of these options and return its exit code."""
-    return run_job(job_class, argv, _train, lambda options: _function("rehearse", options)(options))
+    words = sys.argv[1:] if argv is None else list(argv)
+
+    def start(options: Any) -> int:
+        if options.nproc > 1 and "WORLD_SIZE" not in os.environ:
+            return launch(f"trimtab.cli.train_{options.verb}", words, options.nproc)
+        _train(options)
+        return 0
+
+    return run_job(job_class, argv, start, lambda options: _function("rehearse", options)(options))
 
 
 def _train(options: Any) -> None:
@@ -34,6 +45,8 @@ def _function(action: str, options: Any) -> Callable[[Any], Any]:
 
 def _show_what_is_left(options: Any, finished: bool) -> None:
     """Write the run's page and say where everything is. No fault of the page may spoil a run that is done."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     folder = Path(options.save_path)
     places = {"metrics": folder / "metrics.jsonl"}
     if finished:

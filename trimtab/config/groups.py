@@ -140,7 +140,7 @@ class BatchOptions:
     packing_samples: bool = False
     """Pack samples into rows of a token budget instead of padding them; samples never see each other."""
     train_max_tokens_per_gpu: int | None = None
-    """Token budget of a packed pass; unset: micro_train_batch_size x max_len."""
+    """Token budget of a packed pass; unset: micro_train_batch_size x max_len, twice that for pairs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +278,8 @@ class LoggingOptions:
 class ShardingOptions:
     """Processes and sharding"""
 
+    nproc: int = of_this_call(1)
+    """Start this many processes on this machine, which train together. (torchrun and deepspeed work too.)"""
     local_rank: int = of_this_call(-1)
     """Set by launchers."""
     zero_stage: int = 2
@@ -287,7 +289,7 @@ class ShardingOptions:
     grad_accum_dtype: str | None = None
     """Type of accumulated gradients: fp32 or bf16; unset: fp32."""
     overlap_comm: bool = False
-    """Exchange gradients while the backward pass goes on (one process has none to exchange)."""
+    """Exchange gradients while the backward pass goes on; that is how it is always done here."""
     zpg: int = 1
     """Size of ZeRO++'s second partition. Not implemented yet."""
     ds_tensor_parallel_size: int = 1

@@ -1,6 +1,5 @@
 """What this version, or this machine, cannot do. Nothing here imports the packages it looks for."""
 
-import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,11 +28,6 @@ def refuse_unimplemented(options: Any) -> None:
 def hardware_problems(options: Any) -> list[str]:
     """What this machine lacks for these options: errors at the start of a run, warnings in a dry run."""
     problems = []
-    processes = os.environ.get("WORLD_SIZE", "1")
-    if processes not in ("", "1"):
-        problems.append(
-            f"WORLD_SIZE is {processes}, but this version trains in one process: start it without torchrun or deepspeed"
-        )
     flash_attention = getattr(options, "attn_implementation", None) == "flash_attention_2"
     for wanted, flag, module, package in (
         (getattr(options, "use_wandb", None), "--use_wandb", "wandb", "'trimtab[wandb]'"),

@@ -11,12 +11,12 @@ from trimtab.errors import UserError
 
 
 def load_tokenizer(
-    pretrain: str, *, disable_fast: bool = False, chat_template: str | None = None
+    pretrain: str, *, disable_fast: bool = False, chat_template: str | None = None, flag: str = "--pretrain"
 ) -> PreTrainedTokenizerBase:
     """Loads from a folder or the hub. A missing pad token becomes EOS: no new id, so the model needs no resizing."""
     is_folder = Path(pretrain).expanduser().is_dir()
     if not is_folder and not looks_like_hub_name(pretrain):
-        raise UserError(f"cannot find the model folder '{pretrain}' (--pretrain)")
+        raise UserError(f"cannot find the model folder '{pretrain}' ({flag})")
     try:
         if is_folder:
             tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(pretrain), use_fast=not disable_fast)
@@ -28,14 +28,14 @@ def load_tokenizer(
     except Exception as error:
         if is_folder:
             if not any(Path(pretrain).expanduser().glob("*token*")):
-                raise UserError(f"--pretrain {pretrain}: no tokenizer.json in this folder; copy it there") from error
+                raise UserError(f"{flag} {pretrain}: no tokenizer.json in this folder; copy it there") from error
             reason = "the folder holds no tokenizer that can be loaded (is tokenizer.json there?)"
             raise UserError(f"cannot load the tokenizer of '{pretrain}': {reason}: {first_line(error)}") from error
         if reachable:
             raise UserError(f"cannot load the tokenizer of '{pretrain}' from the hub: {first_line(error)}") from error
         raise UserError(
             f"cannot load the tokenizer of '{pretrain}': no such local folder, and the hub cannot be reached "
-            "(check --pretrain, or the network and HF_HUB_OFFLINE)"
+            f"(check {flag}, or the network and HF_HUB_OFFLINE)"
         ) from error
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from trimtab.errors import UserError
+
 
 @dataclass(frozen=True)
 class Device:
@@ -46,7 +48,9 @@ class Device:
 
 def find_device() -> Device:
     if torch.cuda.is_available():
-        index = int(os.environ.get("LOCAL_RANK", 0))
+        index, found = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if index >= found:
+            raise UserError(f"process {index} of this machine has no accelerator: {found} found; start fewer (--nproc)")
         torch.cuda.set_device(index)
         return Device(torch.device("cuda", index), torch.cuda.get_device_name(index))
     return Device(torch.device("cpu"), f"CPU, {torch.get_num_threads()} threads")

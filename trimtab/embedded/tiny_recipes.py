@@ -15,7 +15,7 @@ from pathlib import Path
 from trimtab.embedded.sort_task import make_rows, make_tokenizer, prompt_of, reference_of
 
 STEP_END, GOOD, BAD = "ки", "+", "-"  # the step and label tokens of Math-Shepherd
-ROWS = 32
+ROWS = 64
 
 
 def write(folder: str | Path, rows: int = ROWS) -> Path:

@@ -79,7 +79,9 @@ def shaped_logits(raw: Tensor, shape: LogitShape, temperature: float) -> Tensor:
 
 
 def choice_log_probs(hidden_ND: Tensor, head: nn.Module, choices_K: Tensor, shape: LogitShape) -> Tensor:
-    """Log-probs of a few tokens among themselves [N, K]: only their rows of the head are multiplied."""
+    """Log-probs of a few tokens among themselves [N, K]: of a plain head only their rows are multiplied."""
+    if type(head) is not nn.Linear:  # LoRA on it, say
+        return shaped_logits(head(hidden_ND)[:, choices_K], shape, 1.0).log_softmax(-1)
     bias = None if head.bias is None else head.bias[choices_K]
     raw = nn.functional.linear(hidden_ND, head.weight[choices_K], bias)
     return shaped_logits(raw, shape, 1.0).log_softmax(-1)

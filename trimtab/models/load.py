@@ -63,6 +63,13 @@ def load_frozen_policy(pretrain: str, options: ModelOptions, device: Device, fla
     return Loaded(policy, verdict, weights)
 
 
+def frozen_skeleton(pretrain: str, flag: str) -> Policy:
+    """The same without its weights."""
+    from transformers import AutoModelForCausalLM
+
+    return Policy(skeleton(pretrain, AutoModelForCausalLM, flag))
+
+
 def load_reward_model(options: Any, device: Device, tokenizer: Any, *, cast: bool = True) -> Loaded:
     """A reward model to be trained, from one that has a head already or from a causal LM."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -74,8 +81,7 @@ def load_reward_model(options: Any, device: Device, tokenizer: Any, *, cast: boo
     if stored != HEAD:
         arguments["key_mapping"] = {rf"^{stored}\.": f"{HEAD}."}
     model, found = from_pretrained(AutoModelForSequenceClassification, options.pretrain, **arguments)
-    if not hasattr(model, HEAD):
-        raise UserError(f"--pretrain {options.pretrain}: {type(model).__name__} is not a decoder with a score head")
+    _require_head(model, options.pretrain)
     fresh = f"{HEAD}.weight" in found["missing_keys"] or any(k[0] == f"{HEAD}.weight" for k in found["mismatched_keys"])
     if fresh:
         initialise_head(model)
@@ -89,7 +95,13 @@ def reward_skeleton(options: TrainedModelOptions) -> RewardModel:
     from transformers import AutoModelForSequenceClassification
 
     model = skeleton(options.pretrain, AutoModelForSequenceClassification, num_labels=1)
+    _require_head(model, options.pretrain)
     return RewardModel(add_adapters(model, options, "SEQ_CLS") if options.lora_rank > 0 else model)
+
+
+def _require_head(model: nn.Module, pretrain: str) -> None:
+    if not hasattr(model, HEAD):
+        raise UserError(f"--pretrain {pretrain}: {type(model).__name__} is not a decoder with a score head")
 
 
 def _causal_lm(pretrain: str, options: ModelOptions, device: Device, flag: str = "--pretrain") -> nn.Module:

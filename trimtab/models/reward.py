@@ -1,5 +1,6 @@
 """A sequence classifier with one output seen as a reward model: the score of every sequence at its last token."""
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,16 @@ class RewardOutput:
 class RewardModel(PackedModel):
     def forward(self, batch: TokenBatch, *, router: bool = False) -> RewardOutput:
         if self.path == "logits":
-            rows = PaddedRows.of(batch)
-            return RewardOutput(self.inner(**rows.inputs, use_cache=False).logits[:, 0].float())
+            inputs = PaddedRows.of(batch).inputs
+            # The model itself looks for the last token that is not padding.
+            inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, self.padding)
+            return RewardOutput(self.inner(**inputs, use_cache=False).logits[:, 0].float())
         hidden_TD, routers = self.hidden(batch, router=router)
         return RewardOutput(getattr(self.inner, HEAD)(hidden_TD[batch.last_S])[:, 0].float(), routers)
+
+    @property
+    def padding(self) -> int:
+        return self.config.get_text_config().pad_token_id
 
     def check_values(self, batch: TokenBatch) -> Tensor:
         return self(batch).scores_S
@@ -62,9 +69,13 @@ def separate_padding(model: nn.Module, tokenizer) -> None:
 
 
 def rename_head(folder: Path, old: str, new: str) -> None:
-    """Give the head of a saved model another name, in every weights file that has it."""
+    """Give the head of a saved model another name, in every weights file that has it and in their index."""
     if old == new:
         return
+    for path in folder.glob("*.safetensors.index.json"):
+        index = json.loads(path.read_text())
+        index["weight_map"] = {_renamed(name, old, new): file for name, file in index["weight_map"].items()}
+        path.write_text(json.dumps(index, indent=2))
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
         renamed = {_renamed(name, old, new): tensor for name, tensor in tensors.items()}

@@ -81,10 +81,12 @@ def _try(root: PackedModel, probe: TokenBatch, reference: Tensor, tolerance: flo
 
 def _probe(config, device: torch.device) -> TokenBatch:
     rng = np.random.default_rng(0)
-    vocabulary = config.get_text_config().vocab_size
+    vocabulary, padding = config.get_text_config().vocab_size, config.get_text_config().pad_token_id
     examples = []
     for length in (9, 6):
         ids = rng.integers(0, vocabulary, length)
+        if padding is not None:  # classifiers look past it
+            ids[ids == padding] = (padding + 1) % vocabulary
         examples.append((ids, np.ones(length, dtype=bool)))
     return TokenBatch.of(examples).to(device)
 

@@ -46,7 +46,16 @@ class Area:
         return (1 - self.up.place(value)) * HEIGHT
 
 
-def figure(title: str, area: Area | None, drawing: str, *, keys: str = "", note: str = "", described: str = "") -> str:
+def figure(
+    title: str,
+    area: Area | None,
+    drawing: str,
+    *,
+    keys: str = "",
+    note: str = "",
+    described: str = "",
+    tall: bool = False,
+) -> str:
     """A <figure>: caption, grid, drawing and labels; without an area it says that there is nothing to draw."""
     notes = f"<span class=note>{escape(note)}</span>" if note else ""
     caption = f"<figcaption><b>{escape(title)}</b>{keys}{notes}</figcaption>"
@@ -63,11 +72,11 @@ def figure(title: str, area: Area | None, drawing: str, *, keys: str = "", note:
         f'<span style="left:{area.x(tick) / WIDTH * 100:.2f}%">{label}</span>'
         for tick, label in zip(area.across.ticks, area.across.labels)
     )
+    shape = f'viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio=none'
     return (
-        f"<figure class=chart>{caption}"
+        f'<figure class="chart{" tall" if tall else ""}">{caption}'
         f"<div class=plot><div class=y-labels aria-hidden=true>{y_labels}</div>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio=none role=img aria-label="{escape(described or title)}">'
-        f"{grid}{drawing}</svg>"
+        f'<svg {shape} role=img aria-label="{escape(described or title)}">{grid}{drawing}</svg>'
         f"<div class=x-labels aria-hidden=true>{x_labels}</div></div></figure>"
     )
 

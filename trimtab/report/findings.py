@@ -1,10 +1,15 @@
-"""What deserves a second look in a run, in words. Each rule is one small function of the run."""
+"""What deserves a second look in a run, in words. Each rule is one small function of the run.
+
+What only some jobs can get wrong is in objective_findings.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from statistics import fmean, median
 
+from trimtab.report.numbers import percent
+from trimtab.report.objective_findings import RULES as OBJECTIVE_RULES
 from trimtab.report.read import Run, finite
 
 ENOUGH_STEPS = 20
@@ -13,17 +18,13 @@ ENOUGH_STEPS = 20
 
 def findings(run: Run) -> list[str]:
     """Sentences about the run, the gravest first; empty when nothing is unusual."""
-    rules = (_progress, _not_finite, _skipped, _loss_trend, _evaluation, _gradient, _data)
+    rules = (_progress, _not_finite, _skipped, _loss_trend, _evaluation, *OBJECTIVE_RULES, _gradient, _data)
     return [sentence for rule in rules for sentence in rule(run)] + run.problems
 
 
 def loss_ends(run: Run) -> tuple[float, float] | None:
-    """Mean loss over the first and over the last tenth of the steps (one to ten of them)."""
-    losses = [value for _, value in run.series("loss")]
-    if not losses:
-        return None
-    window = max(1, min(10, len(losses) // 10))
-    return fmean(losses[:window]), fmean(losses[-window:])
+    """Mean loss over the first and over the last tenth of the steps."""
+    return run.ends("loss")
 
 
 def _progress(run: Run) -> Iterator[str]:
@@ -58,9 +59,9 @@ def _loss_trend(run: Run) -> Iterator[str]:
     if ends is None or len(run.series("loss")) < ENOUGH_STEPS:
         return
     first, last = ends
-    if last > 1.1 * first:
+    if last > first + 0.1 * abs(first):
         yield f"The loss rose from {first:.3g} to {last:.3g}: the learning rate may be too high."
-    elif last > 0.98 * first:
+    elif last > first - 0.02 * abs(first):
         yield (
             f"The loss hardly moved ({first:.3g} to {last:.3g}): the learning rate may be too low, "
             "or the model already knows these data."
@@ -73,11 +74,19 @@ def _evaluation(run: Run) -> Iterator[str]:
         return
     best_step, best = min(points, key=lambda point: point[1])
     last = points[-1][1]
-    if last > 1.05 * best and last > best + 1e-3:
+    if last <= best + max(0.05 * abs(best), 1e-3):
+        return
+    told = f"The evaluation loss was lowest at step {best_step} ({best:.3g}) and ended at {last:.3g}"
+    losses = run.series("loss")
+    around = [value for step, value in losses if abs(step - best_step) <= len(losses) / 20]
+    ends = loss_ends(run)
+    if ends is not None and around and ends[1] < fmean(around):
         yield (
-            f"The evaluation loss was lowest at step {best_step} ({best:.3g}) and ended at {last:.3g}: "
-            "the model may have begun to memorise the training rows."
+            f"{told}, while the training loss went on falling: the model began to memorise the training rows. "
+            "Fewer epochs, a lower learning rate or more data may help."
         )
+    else:
+        yield f"{told}: the later steps did not help on new data."
 
 
 def _gradient(run: Run) -> Iterator[str]:
@@ -93,15 +102,22 @@ def _gradient(run: Run) -> Iterator[str]:
 
 
 def _data(run: Run) -> Iterator[str]:
-    read, kept, truncated, over_long, empty = (
-        finite(run.data.get(f"rows_{name}")) or 0.0 for name in ("read", "kept", "truncated", "over_long", "empty")
+    read, kept, truncated, over_long, empty, equal = (
+        finite(run.data.get(f"rows_{name}")) or 0.0
+        for name in ("read", "kept", "truncated", "over_long", "empty", "equal")
     )
     if kept and truncated / kept > 0.1:
-        yield f"{truncated / kept:.0%} of the rows were cut to the longest allowed length: consider a larger --max_len."
+        share = percent(truncated / kept, 0)
+        yield f"{share} of the {run.noun} were cut to the longest allowed length: consider a larger --max_len."
     if read and over_long / read > 0.1:
-        yield f"{over_long / read:.0%} of the rows were left out as too long: consider a larger --max_len."
+        share = percent(over_long / read, 0)
+        yield f"{share} of the {run.noun} were left out as too long: consider a larger --max_len."
     if read and empty / read > 0.1:
-        yield f"{empty / read:.0%} of the rows were left out because there is nothing to learn in them."
+        share = percent(empty / read, 0)
+        yield f"{share} of the {run.noun} were left out because there is nothing to learn in them."
+    if kept and equal / kept > 0.05:
+        share = percent(equal / kept, 0)
+        yield f"In {share} of the pairs chosen and rejected are the same: nothing can be learnt from them."
 
 
 def _steps(steps: list[int]) -> str:

@@ -13,13 +13,15 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
 
 from trimtab.errors import UserError
 
-METRICS, OPTIONS, MANIFEST, SAMPLES = "metrics.jsonl", "options.yaml", "manifest.json", "samples.json"
+METRICS, OPTIONS, MANIFEST = "metrics.jsonl", "options.yaml", "manifest.json"
+SAMPLES, REWARDS = "samples.json", "rewards.json"
 
 Point = tuple[int, float]
 
@@ -34,6 +36,9 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)
     manifest: dict[str, Any] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    rewards: dict[str, Any] = field(default_factory=dict)
+    """What a reward model gave to the two answers of each pair."""
+    job: str = "sft"
     problems: list[str] = field(default_factory=list)
     """What could not be read, in words."""
 
@@ -52,6 +57,35 @@ class Run:
     def last(self, name: str) -> float | None:
         points = self.series(name)
         return points[-1][1] if points else None
+
+    def tenth(self, name: str) -> int:
+        """How many steps count as the beginning, or the end: a tenth of them, one to ten."""
+        return max(1, min(10, len(self.series(name)) // 10))
+
+    def ends(self, name: str) -> tuple[float, float] | None:
+        """Mean over the first and over the last tenth of the steps."""
+        values = [value for _, value in self.series(name)]
+        if not values:
+            return None
+        window = self.tenth(name)
+        return fmean(values[:window]), fmean(values[-window:])
+
+    @property
+    def pairs(self) -> list[tuple[float, float]]:
+        """Rewards of the chosen and of the rejected answer."""
+        listed = self.rewards.get("chosen_rejected")
+        found = []
+        for pair in listed if isinstance(listed, list) else []:
+            if isinstance(pair, list) and len(pair) == 2:
+                chosen, rejected = map(finite, pair)
+                if chosen is not None and rejected is not None:
+                    found.append((chosen, rejected))
+        return found
+
+    @property
+    def noun(self) -> str:
+        """What a row of the data is called."""
+        return "pairs" if self.job in ("rm", "dpo") else "rows"
 
     @property
     def data(self) -> dict[str, Any]:
@@ -75,6 +109,11 @@ def read_run(folder: str | Path) -> Run:
     run.options = _read_mapping(run, OPTIONS, yaml.safe_load)
     run.manifest = _read_mapping(run, MANIFEST, json.loads)
     run.samples = _read_samples(run)
+    if (run.folder / REWARDS).is_file():
+        run.rewards = _read_mapping(run, REWARDS, json.loads)
+    run.job = _job(run)
+    if run.job == "kto":
+        _add_margins(run.rows)
     return run
 
 
@@ -111,6 +150,23 @@ def _read_metrics(run: Run) -> list[dict[str, Any]]:
         shown = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
         run.problems.append(f"{METRICS}: {len(unreadable)} unreadable lines were left out (line {shown}).")
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _job(run: Run) -> str:
+    """As the manifest says, else as the first line of the options does."""
+    if "job" in run.manifest:
+        return str(run.manifest["job"])
+    comment = _read_text(run, OPTIONS).partition("\n")[0] if (run.folder / OPTIONS).is_file() else ""
+    return comment.removeprefix("# trimtab ").strip() if comment.startswith("# trimtab ") else "sft"
+
+
+def _add_margins(rows: list[dict[str, Any]]) -> None:
+    """KTO has no pairs, so it records no margin; the difference of its two means is the nearest thing."""
+    for row in rows:
+        for kind in ("", "eval_"):
+            chosen, rejected = finite(row.get(f"{kind}chosen_reward")), finite(row.get(f"{kind}rejected_reward"))
+            if chosen is not None and rejected is not None:
+                row.setdefault(f"{kind}reward_margin", chosen - rejected)
 
 
 def _read_mapping(run: Run, name: str, parse: Any) -> dict[str, Any]:

@@ -4,13 +4,15 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --paper: #fbfaf7; --card: #ffffff; --ink: #1f2328; --quiet: #656b73; --rule: #e5e2da; --wash: #f2f0ea;
-  --accent: #1f5f8b; --faint: #a9c4d8; --second: #c8553d; --good: #2f7d4f; --bad: #b3402f; --note: #8a6100;
+  --accent: #1f5f8b; --good: #2f7d4f; --bad: #b3402f; --note: #8a6100;
+  --line0: #1f5f8b; --line1: #c8553d; --line2: #2f7d4f; --line3: #7a4fa3; --line4: #a87400; --line5: #b03a78;
   --mono: ui-monospace, "SF Mono", "Cascadia Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #14171b; --card: #1a1e23; --ink: #e4e6e8; --quiet: #9aa1a9; --rule: #2c3138; --wash: #20252b;
-    --accent: #79b8e3; --faint: #39566c; --second: #ef8a70; --good: #6fc48d; --bad: #f08b7c; --note: #d9b45b;
+    --accent: #79b8e3; --good: #6fc48d; --bad: #f08b7c; --note: #d9b45b;
+    --line0: #79b8e3; --line1: #ef8a70; --line2: #6fc48d; --line3: #b99be0; --line4: #d9b45b; --line5: #e78ab8;
   }
 }
 * { box-sizing: border-box; }
@@ -27,7 +29,7 @@ h2 { font-size: 1.05rem; font-weight: 650; margin: 2.75rem 0 .8rem; }
 .lead { color: var(--quiet); margin: 0 0 1.6rem; overflow-wrap: anywhere; }
 .figures { display: flex; flex-wrap: wrap; gap: 1px; margin: 0;
            background: var(--rule); border: 1px solid var(--rule); border-radius: 10px; overflow: hidden; }
-.figures div { flex: 1 1 8.2rem; background: var(--card); padding: .85rem 1rem .8rem; }
+.figures div { flex: 1 1 7.4rem; background: var(--card); padding: .85rem 1rem .8rem; }
 .figures dt { color: var(--quiet); font-size: .78rem; line-height: 1.3; }
 .figures dd { margin: .15rem 0 0; font-size: 1.35rem; font-weight: 600; font-variant-numeric: tabular-nums;
               white-space: nowrap; }
@@ -40,23 +42,35 @@ h2 { font-size: 1.05rem; font-weight: 650; margin: 2.75rem 0 .8rem; }
 .chart { margin: 0; padding: .9rem 1.1rem .7rem; background: var(--card); border: 1px solid var(--rule);
          border-radius: 10px; min-width: 0; }
 .chart.tall { grid-column: 1 / -1; }
+.two .chart.tall { grid-column: auto; }
 figcaption { font-size: .88rem; display: flex; flex-wrap: wrap; gap: .1rem .9rem; align-items: center; }
 figcaption b { font-weight: 600; }
 .note { color: var(--quiet); font-size: .78rem; margin-left: auto; }
-.key { color: var(--quiet); font-size: .78rem; display: inline-flex; align-items: center; gap: .4rem; }
-.key::before { content: ""; width: 1rem; height: 0; border-top: 2px solid var(--accent); }
-.key.raw::before { border-color: var(--faint); }
-.key.dots::before { width: .5rem; height: .5rem; border: 0; border-radius: 50%; background: var(--second); }
+.c0 { --line: var(--line0); } .c1 { --line: var(--line1); } .c2 { --line: var(--line2); }
+.c3 { --line: var(--line3); } .c4 { --line: var(--line4); } .c5 { --line: var(--line5); }
+.key { color: var(--quiet); font-size: .78rem; display: inline-flex; align-items: center; gap: .4rem;
+       overflow-wrap: anywhere; }
+.key::before { content: ""; flex: none; width: 1rem; height: 0; border-top: 2px solid var(--line); }
+.key.raw::before { opacity: .4; }
+.key.dots::before { width: .5rem; height: .5rem; border: 0; border-radius: 50%; background: var(--line); }
+.key.block::before { width: .7rem; height: .7rem; border: 0; border-radius: 2px; background: var(--line); opacity: .6; }
+.key.level::before { border-top: 1.5px dashed var(--quiet); }
 .plot { position: relative; height: 8.5rem; margin: .9rem .6rem 1.5rem 3rem; }
 .tall .plot { height: 17rem; }
 .plot svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: visible; }
-.plot path { fill: none; stroke: var(--accent); stroke-width: 1.75; stroke-linejoin: round; stroke-linecap: round;
+.plot path { fill: none; stroke: var(--line); stroke-width: 1.75; stroke-linejoin: round; stroke-linecap: round;
              vector-effect: non-scaling-stroke; }
-.plot path.raw { stroke: var(--faint); stroke-width: 1.1; }
+.plot path.raw { stroke-width: 1.1; stroke-opacity: .4; }
 .plot path.smooth { stroke-width: 2.2; }
-.plot path.dots { stroke: var(--second); stroke-width: 8; }
-.plot path.dots.only, .plot path.dots.smooth { stroke: var(--accent); }
-.plot path.dots.raw { stroke: var(--faint); }
+.plot path.dashed { stroke-dasharray: 6 5; }
+.plot path.dots { stroke-width: 8; stroke-dasharray: none; }
+.plot path.ring { stroke: var(--card); stroke-width: 11; }
+.plot path.band { fill: var(--quiet); fill-opacity: .12; stroke: none; }
+.plot path.mean { stroke-width: 1.5; stroke-linecap: butt; }
+.plot path.whisker { stroke-width: 2; stroke-opacity: .55; stroke-linecap: butt; }
+.plot .level { stroke: var(--quiet); stroke-width: 1.3; stroke-dasharray: 5 5; vector-effect: non-scaling-stroke; }
+.bar { fill: var(--line); fill-opacity: .45; }
+.bar.weight { fill: var(--quiet); fill-opacity: .22; }
 .grid { stroke: var(--rule); stroke-width: 1; vector-effect: non-scaling-stroke; }
 .strips rect { fill: transparent; }
 .strips rect:hover { fill: var(--ink); fill-opacity: .06; }
@@ -78,6 +92,18 @@ td:last-child, th:last-child { padding-right: 0; }
 .data td, .data th { padding-block: .26rem; }
 .data td:first-child { color: var(--quiet); }
 .data td + td, .data th + th { text-align: right; overflow-wrap: break-word; }
+.words { color: var(--quiet); margin: -.3rem 0 .8rem; max-width: 46rem; font-size: .95rem; overflow-wrap: anywhere; }
+.words:empty { display: none; }
+.wide { grid-column: 1 / -1; margin: 0; }
+.scroll { overflow-x: auto; }
+.sides td + td, .sides th + th { text-align: left; white-space: nowrap; }
+.sides td.best { font-weight: 650; } .sides td.best::after { content: " ●"; color: var(--good); font-size: .7em; }
+.sides td.chosen { font-weight: 650; } .sides td.default { color: var(--quiet); }
+.runs { list-style: none; margin: 0; padding: 0; }
+.runs li { padding: .2rem 0; overflow-wrap: anywhere; } .runs span { color: var(--quiet); font-size: .88rem; }
+.swatch { display: inline-block; width: 1rem; height: 0; border-top: 3px solid var(--line); margin-right: .45rem;
+          vertical-align: middle; }
+.swatch.dashed { border-top-style: dashed; }
 .empty { color: var(--quiet); font-style: italic; }
 .pairs { columns: 2; column-gap: 2.5rem; margin: .6rem 0; font-size: .86rem; }
 .pairs div { display: flex; justify-content: space-between; gap: 1rem; padding: .26rem 0; break-inside: avoid;
@@ -85,10 +111,14 @@ td:last-child, th:last-child { padding-right: 0; }
 .pairs dt { color: var(--quiet); flex: none; max-width: 60%; overflow-wrap: anywhere; }
 .pairs dd { margin: 0; text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; min-width: 0;
             white-space: pre-wrap; }
+.facts { margin: .5rem 0; font-size: .9rem; }
+.facts div { display: flex; gap: 1rem; padding: .22rem 0; }
+.facts dt { flex: 0 0 7rem; color: var(--quiet); }
+.facts dd { margin: 0; min-width: 0; overflow-wrap: anywhere; }
 details { margin-top: .75rem; }
 summary { cursor: pointer; font-size: .9rem; color: var(--accent); padding: .35rem 0; }
 footer { margin-top: 3rem; color: var(--quiet); font-size: .78rem; overflow-wrap: anywhere; }
-code { font-family: var(--mono); font-size: .9em; }
+code { font-family: var(--mono); font-size: .9em; white-space: nowrap; }
 @media (max-width: 640px) {
   body { padding: 1.5rem 1rem 3rem; }
   h1 { font-size: 1.35rem; }
@@ -98,6 +128,8 @@ code { font-family: var(--mono); font-size: .9em; }
   .tall .plot { height: 13rem; }
   .plot { margin-left: 2.6rem; }
   .note { margin-left: 0; }
+  .pairs { columns: 1; }
+  .facts dt { flex-basis: 5.4rem; }
   .samples thead { display: none; }
   .samples tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--rule); }
   .samples tr:last-child { border-bottom: 0; }
@@ -107,7 +139,8 @@ code { font-family: var(--mono); font-size: .9em; }
 }
 @media print {
   :root { --paper: #fff; --card: #fff; --ink: #000; --quiet: #555; --rule: #ccc; --wash: #fff; --accent: #1f5f8b;
-          --faint: #a9c4d8; --second: #c8553d; --good: #2f7d4f; --bad: #b3402f; --note: #8a6100; }
+          --good: #2f7d4f; --bad: #b3402f; --note: #8a6100;
+          --line0: #1f5f8b; --line1: #c8553d; --line2: #2f7d4f; --line3: #7a4fa3; --line4: #a87400; --line5: #b03a78; }
   html { font-size: 12px; }
   body { padding: 0; font-size: 12px; max-width: none; }
   .chart, .card, .figures, tr { break-inside: avoid; }

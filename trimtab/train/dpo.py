@@ -11,7 +11,7 @@ from trimtab.models.load import Loaded
 from trimtab.models.policy import Policy
 from trimtab.train.launch import rehearse, train
 from trimtab.train.pair_task import PairTask
-from trimtab.train.reference import Reference, precomputed
+from trimtab.train.reference import Reference, check_reference, precomputed
 from trimtab.train.task import Share, Totals, counts_by_sequence, sums_by_sequence
 
 WITHOUT_REFERENCE = ("orpo", "simpo")
@@ -21,6 +21,10 @@ class DPOTask(PairTask):
     verb = "dpo"
     reference: Reference | None = None
     tables: dict | None = None  # precomputed reference log-probs, by store
+
+    def check_model(self, model: Policy) -> None:
+        super().check_model(model)
+        check_reference(self)
 
     def attach(self, loaded: Loaded, device: Device) -> None:
         if self.options.preference_loss in WITHOUT_REFERENCE:

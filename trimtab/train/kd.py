@@ -7,7 +7,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
-from trimtab.models.load import Loaded, load_frozen_policy
+from trimtab.models.load import Loaded, frozen_skeleton, load_frozen_policy
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy, Teacher
 from trimtab.train.launch import rehearse, train
@@ -22,25 +22,25 @@ class KDTask(SFTTask):
         options = self.options
         self.device = device
         self.teacher = load_frozen_policy(options.teacher_model, options, device, flag="--teacher_model").model
-        self.check_vocabulary(loaded.model)
+        for root in (loaded.model, self.teacher):
+            if root.path == "logits":
+                raise UserError(f"{type(root.inner).__name__} has an LM head we cannot read; distil another model")
         self.offload = options.teacher_offload and device.is_accelerator
         if self.offload:
             self.teacher.to("cpu")
         self.divergence = divergence(options.kd_loss, options.jsd_beta)
 
-    def check_vocabulary(self, model: Policy) -> None:
+    def check_model(self, model: Policy) -> None:
         """Distributions can be compared only over the same tokens."""
+        super().check_model(model)
         name = self.options.teacher_model
-        theirs = load_tokenizer(name, disable_fast=self.options.disable_fast_tokenizer, chat_template=None)
-        sizes = [m.head.out_features for m in (model, self.teacher)]
+        theirs = load_tokenizer(name, disable_fast=self.options.disable_fast_tokenizer, flag="--teacher_model")
+        sizes = [m.head.out_features for m in (model, frozen_skeleton(name, flag="--teacher_model"))]
         if theirs.get_vocab() != self.tokenizer.get_vocab() or sizes[0] != sizes[1]:
             raise UserError(
                 f"--teacher_model {name}: its vocabulary ({sizes[1]:,} outputs) is not the student's ({sizes[0]:,}); "
                 "distil between models that share a tokenizer"
             )
-        for root in (model, self.teacher):
-            if root.path == "logits":
-                raise UserError(f"{type(root.inner).__name__} has an LM head we cannot read; distil another model")
 
     def prepare(self, model: Policy, batches: list[TokenBatch]) -> None:
         if self.offload:

@@ -1,5 +1,8 @@
 """KTO as a task of the supervised loop."""
 
+from typing import Any
+
+import numpy as np
 import torch
 
 from trimtab.algos.kto import kl_baseline, kto_loss
@@ -11,7 +14,7 @@ from trimtab.models.load import Loaded
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
 from trimtab.train.launch import rehearse, train
-from trimtab.train.reference import Reference, sequence_log_probs
+from trimtab.train.reference import Reference, check_reference, sequence_log_probs
 from trimtab.train.task import Share, Task, Totals, sums_by_sequence
 
 
@@ -23,15 +26,24 @@ class KTOTask(Task):
     def build_store(self, rows, what):
         return build_labelled_store(rows, self.tokenizer, self.options, what=what)
 
+    def __init__(self, options: KTOOptions, tokenizer: Any):
+        super().__init__(options, tokenizer)
+        self.partners = {id(store): np.arange(len(store)) for store in (self.store, self.evaluation) if store}
+
     def cut(self, store: LabelledStore, samples: list[int]) -> list[list[int]]:
         # Each prompt is paired with the answer of the step's next sample, whatever micro-batch that is in.
-        self.partner = dict(zip(samples, samples[1:] + samples[:1]))
+        self.partners[id(store)][samples] = np.roll(samples, -1)
         return super().cut(store, samples)
 
     def make_batch(self, store: LabelledStore, samples: list[int]) -> TokenBatch:
         batch = TokenBatch.of([store.example(i) for i in samples], good_S=torch.from_numpy(store.labels[samples]))
-        batch.beside = TokenBatch.of([store.mismatched(i, self.partner[i]) for i in samples])
+        partner = self.partners[id(store)]
+        batch.beside = TokenBatch.of([store.mismatched(i, int(partner[i])) for i in samples])
         return batch
+
+    def check_model(self, model: Policy) -> None:
+        super().check_model(model)
+        check_reference(self)
 
     def attach(self, loaded: Loaded, device: Device) -> None:
         self.reference = Reference(self.options, loaded, device, self.world)

@@ -1,5 +1,6 @@
 """What jobs on preference pairs share: chosen and rejected lie side by side and share their prompt's tokens."""
 
+import numpy as np
 import torch
 
 from trimtab.data.batches import TokenBatch
@@ -19,6 +20,13 @@ class PairTask(Task):
         if store.margins is not None:
             extra["margin_P"] = torch.from_numpy(store.margins[samples])
         return TokenBatch.of(examples, shared, **extra)
+
+    def lengths(self, store: PairStore) -> np.ndarray:
+        return store.lengths_sharing
+
+    def token_budget(self) -> int:
+        # A sample is two sequences of at most max_len.
+        return self.options.train_max_tokens_per_gpu or 2 * super().token_budget()
 
     def totals(self, batches: list[TokenBatch]) -> Totals:
         totals = super().totals(batches)

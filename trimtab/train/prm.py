@@ -5,6 +5,7 @@ import torch
 from trimtab.algos.process_reward import hard_step_loss, soft_step_loss
 from trimtab.config.jobs import PRMOptions
 from trimtab.data.batches import TokenBatch
+from trimtab.data.step_formats import reward_token_ids
 from trimtab.data.steps import StepStore, build_step_store
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
@@ -21,6 +22,8 @@ class PRMTask(Task):
     def make_batch(self, store: StepStore, samples: list[int]) -> TokenBatch:
         examples = [store.example(i) for i in samples]
         targets = torch.cat([torch.from_numpy(targets.copy()) for *_, targets in examples])
+        if not store.soft:
+            targets = targets.long()  # classes; probabilities stay floats
         return TokenBatch.of([(ids, marked) for ids, marked, _ in examples], targets_N=targets)
 
     def check_model(self, model: Policy) -> None:
@@ -30,9 +33,9 @@ class PRMTask(Task):
 
     def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> Share:
         targets = batch.extra["targets_N"]
-        choices = torch.tensor(self.choices(), device=targets.device)
+        choices = torch.tensor(self.choices(model), device=targets.device)
         out = model(batch, choices_K=choices, router=self.balances_experts(model))
-        if self.store.soft:
+        if targets.is_floating_point():
             losses = soft_step_loss(out.choices_NK, targets)
             right = (out.choices_NK[:, 0] > out.choices_NK[:, 1]) == (targets > 0.5)
         else:
@@ -42,11 +45,11 @@ class PRMTask(Task):
         figures = {"accuracy": right.sum() / totals["trained_tokens"]}
         return self.share(loss, figures, out, model, batch, totals)
 
-    def choices(self) -> list[int]:
-        """Token ids the prediction is taken among: the reward tokens, or the whole vocabulary."""
+    def choices(self, model: Policy) -> list[int]:
+        """Token ids the prediction is taken among: the reward tokens, or the model's whole vocabulary."""
         if self.options.reward_tokens:
-            return [self.tokenizer.convert_tokens_to_ids(t) for t in self.options.reward_tokens]
-        return list(range(len(self.tokenizer)))
+            return reward_token_ids(self.options.reward_tokens, self.tokenizer)
+        return list(range(model.head.out_features))
 
 
 def train_prm(options: PRMOptions) -> None:

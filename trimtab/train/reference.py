@@ -15,13 +15,30 @@ from torch import Tensor
 from trimtab.data import token_cache
 from trimtab.data.batches import TokenBatch
 from trimtab.data.progress import progress
+from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
+from trimtab.errors import UserError
 from trimtab.models.load import Loaded, load_frozen_policy
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
 from trimtab.train.sharded import shard_frozen
 from trimtab.train.task import sums_by_sequence
+
+
+def check_reference(task: Any) -> None:
+    """Refuse a --ref_pretrain to which the data's token ids mean something else."""
+    name = task.options.ref_pretrain
+    if name is None:
+        return
+    ids = task.token_ids().tolist()
+    theirs = load_tokenizer(name, disable_fast=task.options.disable_fast_tokenizer, flag="--ref_pretrain")
+    for number, ours, other in zip(ids, *(t.convert_ids_to_tokens(ids) for t in (task.tokenizer, theirs))):
+        if ours != other:
+            raise UserError(
+                f"--ref_pretrain {name}: its token {number} is {other!r}, --pretrain's is {ours!r}; "
+                "a reference must have the same tokenizer"
+            )
 
 
 class Reference:

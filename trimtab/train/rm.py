@@ -23,9 +23,13 @@ MANY_PAIRS = 2000  # enough to know the mean and spread of rewards when there is
 class RMTask(PairTask):
     verb = "rm"
 
+    def build_store(self, rows, what):
+        store, report = super().build_store(rows, what)
+        if self.options.margin_loss and store.margins is None:
+            raise UserError(f"--margin_loss: the {what} data have no column margin; add it or drop the option")
+        return store, report
+
     def load_model(self, device: Device) -> Loaded:
-        if self.options.margin_loss and self.store.margins is None:
-            raise UserError("--margin_loss: the data have no column margin; add it or drop the option")
         return load_reward_model(self.options, device, self.tokenizer, cast=self.world.size == 1)
 
     def skeleton(self) -> RewardModel:

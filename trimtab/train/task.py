@@ -7,6 +7,7 @@ step's loss. Everything else here is the same for all of them.
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from trimtab.algos.moe_balance import load_balancing_loss
@@ -105,6 +106,15 @@ class Task:
     def data_fingerprint(self) -> str:
         return self.store.fingerprint
 
+    def token_ids(self) -> np.ndarray:
+        """Every token that occurs in the data, in order."""
+        stores = [self.store] if self.evaluation is None else [self.store, self.evaluation]
+        flat = [getattr(store, "sequences", store).ids for store in stores]
+        seen = np.zeros(1 + max(int(ids.max()) for ids in flat), dtype=bool)
+        for ids in flat:
+            seen[ids] = True
+        return np.flatnonzero(seen)
+
     def data_lines(self) -> list[str]:
         """What became of the rows, for people."""
         reports = [self.report] if self.evaluation_report is None else [self.report, self.evaluation_report]
@@ -118,12 +128,16 @@ class Task:
 
     def cut(self, store: Any, samples: list[int]) -> list[list[int]]:
         """Which samples go into one forward and backward pass."""
-        lengths = [int(store.lengths[i]) for i in samples]
+        lengths = [int(length) for length in self.lengths(store)[samples]]
         if self.options.packing_samples:
             parts = pack(lengths, self.token_budget())
         else:
             parts = chunk(lengths, self.options.micro_train_batch_size)
         return [[samples[i] for i in members] for members in parts]
+
+    def lengths(self, store: Any) -> np.ndarray:
+        """Tokens that each sample takes in a row."""
+        return store.lengths
 
     def token_budget(self) -> int:
         """Tokens a packed row may hold."""
@@ -132,8 +146,7 @@ class Task:
     def check_model(self, model: PackedModel) -> None:
         """Refuse a model this job cannot train, in one line."""
         known = model.config.get_text_config().vocab_size
-        stores = [self.store] if self.evaluation is None else [self.store, self.evaluation]
-        largest = max(int(getattr(store, "sequences", store).ids.max()) for store in stores)
+        largest = int(self.token_ids()[-1])
         if largest >= known:
             raise UserError(
                 f"--pretrain {self.options.pretrain}: its tokenizer made token {largest} of the data, but the model "

@@ -1,0 +1,144 @@
+"""KTO: loss and gradient against the formula written out, and against TRL's trainer.
+
+TRL estimates the KL term from one micro-batch and pairs every prompt with the previous answer; ours takes the whole
+step and the next answer. With one batch of all rows, in the opposite order, the two are the same.
+"""
+
+import math
+
+import pytest
+import torch
+
+from tests.algos.one_step import (
+    STEP,
+    answer_log_probs,
+    assert_same_step,
+    causal_lm,
+    chat_ids,
+    rows_of,
+    step_of,
+    trl_arguments,
+    trl_step,
+)
+from tests.train.job_run import labelled_rows, make_run, step_gradient, write_model, write_rows
+from trimtab.algos.kto import kl_baseline, kto_loss
+from trimtab.config.jobs import KTOOptions
+from trimtab.embedded.sort_task import make_tokenizer
+from trimtab.train.kto import KTOTask
+
+RATIOS = [-3.0, -0.2, 0.0, 0.4, 6.0, -900.0, 900.0]
+WEIGHTS = "--beta 0.3 --desirable_loss_weight 1.5 --undesirable_loss_weight 0.7"
+
+
+def write_task(folder, seeds=(0, 1)):
+    """Of the policy and the reference. The KL estimate of these rows is above zero; with seeds exchanged, below."""
+    write_model(folder / "model", seed=seeds[0])
+    write_model(folder / "reference", seed=seeds[1])
+    write_rows(folder / "train.jsonl", labelled_rows(8))
+
+
+def ours(folder, words=WEIGHTS):
+    words = f"{STEP} --apply_chat_template --ref_pretrain {folder}/reference {words}"
+    return make_run(KTOOptions, KTOTask, folder, words)
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_the_loss_equals_its_closed_form(good):
+    beta, z, weights = 0.7, 0.25, {True: 1.5, False: 0.6}
+    values, slopes = [], []
+    for ratio in RATIOS:
+        gain = beta * (ratio - z if good else z - ratio)
+        s = 1 / (1 + math.exp(-gain))
+        values.append(weights[good] * (1 - s))
+        slopes.append(weights[good] * beta * s * (1 - s) * (-1 if good else 1))
+    ratios = torch.tensor(RATIOS, requires_grad=True)
+    labels = torch.full(ratios.shape, good)
+    losses = kto_loss(ratios, labels, torch.tensor(z), beta, weights[True], weights[False])
+    losses.sum().backward()
+    torch.testing.assert_close(losses, torch.tensor(values), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ratios.grad, torch.tensor(slopes), atol=1e-5, rtol=1e-5)
+
+
+def test_the_baseline_is_never_below_zero_and_has_no_gradient():
+    mean = torch.tensor(0.5, requires_grad=True)
+    assert kl_baseline(mean).item() == 0.5
+    assert kl_baseline(-mean).item() == 0
+    assert not kl_baseline(mean).requires_grad
+
+
+def plain_step(folder, order):
+    model, reference = causal_lm(folder / "model"), causal_lm(folder / "reference")
+    rows = [rows_of(folder)[i] for i in order]
+    sequences = [chat_ids(row, "completion") for row in rows]
+    mismatched = []
+    for i in range(len(rows)):
+        ids, begin = sequences[i]
+        answer, answer_begin = sequences[(i + 1) % len(rows)]
+        mismatched.append((torch.cat([ids[:begin], answer[answer_begin:]]), begin))
+
+    def ratio(sequence):
+        with torch.no_grad():
+            frozen = answer_log_probs(reference, *sequence).sum()
+        return answer_log_probs(model, *sequence).sum() - frozen
+
+    with torch.no_grad():
+        kl = sum(ratio(sequence).item() for sequence in mismatched) / len(rows)
+    z = max(0.0, kl)
+    total = 0.0
+    for row, sequence in zip(rows, sequences):
+        if row["label"]:
+            total = total + 1.5 * (1 - 1 / (1 + torch.exp(-0.3 * (ratio(sequence) - z))))
+        else:
+            total = total + 0.7 * (1 - 1 / (1 + torch.exp(-0.3 * (z - ratio(sequence)))))
+    return step_of(model, total / len(rows)), kl
+
+
+@pytest.mark.parametrize("seeds, above_zero", [((0, 1), True), ((1, 0), False)])
+def test_a_step_equals_the_formula_over_its_answers(tmp_path, seeds, above_zero):
+    write_task(tmp_path, seeds)
+    run = ours(tmp_path)
+    expected, kl = plain_step(tmp_path, run.order.step_samples(0))
+    assert (kl > 0.1) if above_zero else (kl < -0.1), "both sides of the clamp are tried"
+    found = step_gradient(run)
+    assert found[1]["kl"] == pytest.approx(max(0.0, kl), abs=1e-5)
+    assert_same_step(found, expected)
+
+
+def test_a_step_equals_trls_trainer(tmp_path):
+    from trl import KTOConfig, KTOTrainer
+
+    write_task(tmp_path)
+    run = ours(tmp_path)
+    arguments = KTOConfig(
+        **trl_arguments(tmp_path), beta=0.3, desirable_weight=1.5, undesirable_weight=0.7, loss_type="kto"
+    )
+    policy, reference = causal_lm(tmp_path / "model"), causal_lm(tmp_path / "reference")
+    rows = [rows_of(tmp_path)[i] for i in reversed(run.order.step_samples(0))]
+    expected = trl_step(
+        lambda data: KTOTrainer(policy, reference, arguments, train_dataset=data, processing_class=make_tokenizer()),
+        rows,
+    )
+    assert_same_step(step_gradient(run), expected)
+
+
+def test_an_answer_alone_in_its_step_has_no_kl_estimate(tmp_path):
+    """Its only partner would be itself."""
+    write_task(tmp_path)
+    run = ours(tmp_path, "--train_batch_size 1 --micro_train_batch_size 1")
+    assert step_gradient(run)[1]["kl"] == 0
+
+
+def test_an_evaluation_set_larger_than_a_step_is_paired_step_by_step(tmp_path):
+    """Every figure is a mean over all answers, each compared with the KL estimate of its own eight."""
+    write_task(tmp_path)
+    rows = labelled_rows(16)
+
+    def evaluated(name, rows):
+        write_rows(tmp_path / name, rows)
+        return ours(tmp_path, f"{WEIGHTS} --eval_dataset {tmp_path}/{name} --eval_split train").evaluate()
+
+    whole = evaluated("whole.jsonl", rows)
+    halves = evaluated("first.jsonl", rows[:8]), evaluated("second.jsonl", rows[8:])
+    assert halves[0]["eval_kl"] != pytest.approx(halves[1]["eval_kl"])
+    for name in ("eval_loss", "eval_kl"):
+        assert whole[name] == pytest.approx(sum(half[name] for half in halves) / 2, abs=1e-6)

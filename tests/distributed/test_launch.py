@@ -1,0 +1,24 @@
+import time
+
+import pytest
+
+from trimtab.distributed.launch import launch
+
+CRASH = "tests.distributed.crash"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(("what", "code"), [("raise", 1), ("kill", 137), ("refuse", 2)])
+def test_one_that_fails_takes_the_others_down_at_once(capfd, rank, what, code):
+    began = time.monotonic()
+    assert launch(CRASH, [rank, what], 2) == code
+    assert time.monotonic() - began < 15
+    shown = capfd.readouterr().err
+    if what == "raise":
+        assert "the worker's own words" in shown
+    if what == "kill" and rank == "1":
+        assert "process 1 was ended by signal 9" in shown
+
+
+def test_all_that_finish_are_a_success():
+    assert launch(CRASH, ["0", "finish"], 3) == 0

@@ -1,0 +1,146 @@
+"""Every recipe in examples/ runs in its tiny mode. bash puts the command together; all but one are then run in this
+process, because importing torch anew costs more than training the tiny models."""
+
+import importlib
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trimtab.config import jobs
+from trimtab.config.checks import check, settle
+from trimtab.config.parse import parse
+from trimtab.config.support import refuse_unimplemented
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES = sorted(path.stem for path in EXAMPLES.glob("train_*.sh"))
+DPO_VARIANTS = ("ipo", "cdpo", "orpo", "simpo")
+JOBS = [(name, ()) for name in RECIPES] + [("train_dpo", (variant,)) for variant in DPO_VARIANTS]
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the recipes are bash scripts")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("examples")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["tiny_recipes", str(folder / "task")])
+        runpy.run_module("trimtab.embedded.tiny_recipes", run_name="__main__")
+    return folder
+
+
+def run(name: str, *words: str, **settings: str) -> subprocess.CompletedProcess:
+    kept = {name: value for name, value in os.environ.items() if name not in ("MODEL", "DATA", "SAVE_PATH", "LAUNCH")}
+    return subprocess.run(
+        ["bash", str(EXAMPLES / f"{name}.sh"), *words],
+        env=kept | {"PYTHON": sys.executable} | settings,
+        capture_output=True,
+        timeout=120,
+    )
+
+
+def command(name: str, *words: str, **settings: str) -> tuple[str, list[str]]:
+    """The module and the options that the recipe would start."""
+    done = run(name, *words, LAUNCH=r"printf %s\0", **settings)
+    assert done.returncode == 0, done.stderr.decode()
+    module, *options = done.stdout.decode().split("\0")[:-1]
+    return module, options
+
+
+def words_given_to(program: str, place: Path, name: str, **settings: str) -> list[str]:
+    """What the recipe says to a program, which is replaced by one that repeats it line by line."""
+    (place / program).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (place / program).chmod(0o755)
+    done = run(name, PATH=f"{place}:{os.environ['PATH']}", **settings)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().splitlines()
+
+
+def tiny_command(folder: Path, name: str, *words: str) -> tuple[str, list[str]]:
+    return command(name, *words, TINY="1", TINY_FOLDER=str(folder))
+
+
+def losses(save_path: str) -> list[float]:
+    lines = (Path(save_path) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def options_class(module: str) -> type:
+    return getattr(jobs, f"{module.rpartition('_')[2].upper()}Options")
+
+
+def test_there_is_a_recipe_for_every_job_and_for_the_mixture_of_experts():
+    jobs_of_recipes = {f"train_{verb}" for verb in ("sft", "rm", "prm", "dpo", "kto", "kd")}
+    assert set(RECIPES) == jobs_of_recipes | {"train_sft_mixtral_lora"}
+    assert all(os.access(EXAMPLES / f"{name}.sh", os.X_OK) for name in RECIPES)
+
+
+@pytest.mark.parametrize("name, words", JOBS, ids=["-".join((name, *words)) for name, words in JOBS])
+def test_a_recipe_trains_in_its_tiny_mode(name, words, folder, capsys):
+    module, options = tiny_command(folder, name, *words)
+    settled, _ = settle(parse(options_class(module), options))
+    assert importlib.import_module(module).main(options) == 0, capsys.readouterr().err
+    seen = losses(settled.save_path)
+    assert len(seen) == 8 and min(seen[-3:]) < seen[0]
+    assert (Path(settled.save_path) / "report.html").is_file()
+    assert Path(settled.save_path).parent == folder
+    weights = "adapter_model.safetensors" if settled.lora_rank else "model.safetensors"
+    assert (Path(settled.save_path) / weights).is_file()
+
+
+def test_a_recipe_runs_as_a_script(folder, tmp_path):
+    done = run(
+        "train_sft", "--max_samples", "8", "--save_path", str(tmp_path / "a b"), TINY="1", TINY_FOLDER=str(folder)
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert len(losses(str(tmp_path / "a b"))) == 1
+
+
+def test_the_tiny_task_is_made_where_there_is_none(tmp_path):
+    place = tmp_path / "tiny place"
+    lines = words_given_to("python", tmp_path, "train_kd", TINY="1", TINY_FOLDER=str(place), PYTHON="python")
+    assert lines[:3] == ["-m", "trimtab.embedded.tiny_recipes", f"{place}/task"]
+    assert lines[3:5] == ["-m", "trimtab.cli.train_kd"]
+
+
+@pytest.mark.parametrize("name, words", JOBS, ids=["-".join((name, *words)) for name, words in JOBS])
+def test_a_whole_recipe_passes_the_checks_and_is_not_small(name, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module, written = command(name, *words)
+    options, warnings = settle(parse(options_class(module), written))
+    assert warnings + check(options) == []
+    refuse_unimplemented(options)
+    assert options.train_batch_size >= 64 and options.max_len >= 2048 and options.bf16
+    assert options.pretrain.count("/") == options.dataset.count("/") == 1
+
+
+def test_the_variants_of_dpo_differ_in_their_loss(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    chosen = {}
+    for variant in ("dpo", *DPO_VARIANTS):
+        options, _ = settle(parse(jobs.DPOOptions, command("train_dpo", variant)[1]))
+        chosen[variant] = (options.preference_loss, options.label_smoothing)
+    assert chosen == {
+        "dpo": ("dpo", 0),
+        "ipo": ("ipo", 0),
+        "cdpo": ("dpo", 0.1),
+        "orpo": ("orpo", 0),
+        "simpo": ("simpo", 0),
+    }
+
+
+def test_names_come_from_the_environment_and_the_users_options_win():
+    _, words = command("train_rm", "--learning_rate", "1e-5", MODEL="my/model", DATA="a b.jsonl", SAVE_PATH="out")
+    options = parse(jobs.RMOptions, words)
+    assert (options.pretrain, options.dataset, options.save_path) == ("my/model", "a b.jsonl", "out")
+    assert options.learning_rate == 1e-5
+
+
+def test_several_processes_are_started_by_torchrun(tmp_path):
+    words = words_given_to("torchrun", tmp_path, "train_sft", PROCESSES="2")
+    assert words[:5] == ["--standalone", "--nproc_per_node", "2", "-m", "trimtab.cli.train_sft"]

@@ -1,0 +1,150 @@
+"""What docs/architecture.md says about imports, read off the source."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "trimtab"
+FILES = sorted(ROOT.rglob("*.py"))
+
+# What each part may know of the rest of the project; a dotted name is one module. Every part may know itself.
+MAY_IMPORT = {
+    "cli": {"config", "train", "models", "distributed", "evaluate", "report", "embedded", "errors"},
+    "train": {"data", "models", "algos", "distributed", "config", "errors"},
+    "models": {"data.batches", "data.hub", "distributed", "config", "errors"},
+    "data": {"config", "errors"},
+    "distributed": {"errors"},
+    "algos": set(),
+    "config": {"errors"},
+    "evaluate": {"data", "models", "distributed", "errors"},
+    "report": {"config", "errors"},
+    "embedded": {"errors"},
+    "errors": set(),
+}
+
+# Kernels that exist on one kind of device only: these ask the tensor at hand, and choose no device.
+ASKS_A_TENSOR = {("models/attention.py", "is_cuda"), ("models/lm_head.py", "is_cuda")}
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Every module a file imports, at its top or inside a function, and where."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            yield node.module, node.lineno
+            # `from trimtab.data import token_cache` imports the module trimtab.data.token_cache.
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def is_module(name: str) -> bool:
+    place = ROOT.parent / name.replace(".", "/")
+    return place.with_suffix(".py").is_file() or place.is_dir()
+
+
+def allowed(importing: str, imported: str) -> bool:
+    """Is it right that a part of the project imports a module of it? Both without the leading `trimtab.`."""
+    own = imported == importing or imported.startswith(f"{importing}.")
+    return own or any(imported == name or imported.startswith(f"{name}.") for name in MAY_IMPORT[importing])
+
+
+def upward_imports(path: Path) -> list[str]:
+    wrong = []
+    modules = {(name, line) for name, line in imports(path) if name.startswith("trimtab.") and is_module(name)}
+    for name, line in sorted(modules, key=lambda found: found[1]):
+        imported = name.removeprefix("trimtab.")
+        # `from trimtab.data import batches` names the package too: the module says more.
+        is_parent = any(other.startswith(f"{name}.") and there == line for other, there in modules)
+        if not is_parent and not allowed(part_of(path), imported):
+            wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    return wrong
+
+
+def test_every_part_of_the_package_has_its_rule():
+    parts = {part_of(path) for path in FILES} - {"__init__"}
+    assert parts <= MAY_IMPORT.keys(), f"say in MAY_IMPORT what {parts - MAY_IMPORT.keys()} may import"
+
+
+def test_imports_point_downwards():
+    assert [line for path in FILES if part_of(path) != "__init__" for line in upward_imports(path)] == []
+
+
+def test_no_two_parts_import_each_other():
+    arrows = {(part, name.split(".")[0]) for part, names in MAY_IMPORT.items() for name in names}
+    assert not {(low, high) for low, high in arrows if (high, low) in arrows}
+
+
+def test_the_mathematics_depends_on_torch_alone():
+    for path in ROOT.glob("algos/*.py"):
+        known = {name.split(".")[0] for name, _ in imports(path)} - sys.stdlib_module_names
+        assert known <= {"torch", "trimtab"}, path
+
+
+def names_and_words(path: Path) -> Iterator[str]:
+    """Identifiers and texts of a file, but not its comments and docstrings."""
+    tree = ast.parse(path.read_text())
+    documentation = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and node.body and _is_text(node.body[0])
+    }
+    # In config/ a text under a field is its help.
+    documentation |= {id(node.value) for node in ast.walk(tree) if _is_text(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.value
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def test_only_distributed_names_an_accelerator():
+    found = {
+        (str(path.relative_to(ROOT)), word)
+        for path in FILES
+        if part_of(path) != "distributed"
+        for word in names_and_words(path)
+        if any(device in word.lower() for device in ("cuda", "nccl", "rocm", "torch_npu", "xpu"))
+    }
+    assert found - ASKS_A_TENSOR == set()
+
+
+@pytest.mark.parametrize(
+    "importing, imported, right",
+    [
+        ("train", "models.policy", True),
+        ("models", "data.batches", True),
+        ("models", "data.pairs", False),
+        ("data", "models.load", False),
+        ("report", "train.metrics", False),
+        ("algos", "algos.dpo", True),
+        ("algos", "errors", False),
+    ],
+)
+def test_the_rule_tells_right_from_wrong(importing, imported, right):
+    assert allowed(importing, imported) is right
+
+
+def test_an_upward_import_inside_a_function_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.test_architecture.ROOT", tmp_path / "trimtab")
+    for name in ("train", "data"):
+        (tmp_path / "trimtab" / name).mkdir(parents=True)
+    (tmp_path / "trimtab" / "train" / "sft.py").write_text("")
+    low = tmp_path / "trimtab" / "data" / "rows.py"
+    low.write_text("def read():\n    from trimtab.train import sft\n    return sft\n")
+    assert upward_imports(low) == ["data/rows.py:2 imports trimtab.train.sft"]

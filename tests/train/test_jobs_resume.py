@@ -1,0 +1,166 @@
+"""A run of any job that was killed and resumed is the run that was not: weights, optimiser and metrics, bit for bit."""
+
+import os
+import signal
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import warm
+from tests.train.job_run import write_rows
+from tests.train.jobs import JOBS, job_words, write_job
+from trimtab.train.metrics import CLOCK_FIELDS, read_rows
+from trimtab.train.supervised import SupervisedRun
+
+STEPS = 6  # 12 samples, 4 a step, two epochs
+EVERY = 2  # steps between checkpoints
+
+PACKED = "--packing_samples --micro_train_batch_size 1"  # still more than one row a step
+PACKED_BF16 = f"{PACKED} --bf16"
+LORA = "--lora_rank 4 --lora_dropout 0.1"
+VARIANTS = {
+    "rm": ("rm margin", ""),
+    "rm lora": ("rm", f"{LORA} {PACKED_BF16}"),
+    "prm hard": ("prm hard", ""),
+    "prm soft": ("prm soft", PACKED_BF16),
+    "dpo": ("dpo", PACKED_BF16),
+    "dpo lora": ("dpo", f"{LORA} --ref_pretrain None"),
+    "dpo precomputed": ("dpo precomputed", PACKED),
+    "orpo": ("orpo", ""),
+    "kto": ("kto", ""),
+    "kto lora": ("kto", f"{LORA} {PACKED_BF16} --ref_pretrain None"),
+    "kd": ("kd", PACKED),
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A folder with models, training and evaluation rows for each kind of data, made once."""
+    folders = {}
+
+    def make(name):
+        kind = JOBS[name].make_rows
+        if kind not in folders:
+            folder = folders[kind] = tmp_path_factory.mktemp("task")
+            write_job(folder, name, rows=12, attention_dropout=0.1)
+            write_rows(folder / "test.jsonl", kind(5, 2))
+        return folders[kind]
+
+    return make
+
+
+def arguments(folder, out, variant, *more):
+    name, words = VARIANTS[variant]
+    fixed = (
+        f"{JOBS[name].verb} --pretrain {folder}/model --dataset {folder}/train.jsonl "
+        f"--eval_dataset {folder}/test.jsonl --eval_split train --max_len 40 --train_batch_size 4 "
+        f"--micro_train_batch_size 2 --max_epochs 2 --save_steps {EVERY} --learning_rate 1e-2 --lr_warmup_ratio 0 "
+        f"--save_path {out} --ckpt_path {out}/checkpoints"
+    )
+    return [*fixed.split(), *job_words(folder, name, words).split(), *more]
+
+
+def result(out):
+    """Everything two equal runs must agree on."""
+    rows = [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in read_rows(out / "metrics.jsonl")]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows if "eval_loss" in row] == [STEPS // 2, STEPS]
+    described = [p.read_text() for p in (out / "rewards.json", out / "config.json") if p.exists()]
+    weights = load_file(next(out.glob("*model.safetensors")))
+    return rows, described, weights, load_file(out / "checkpoints" / f"global_step{STEPS}" / "tensors.safetensors")
+
+
+def assert_identical(first, second):
+    assert first[:2] == second[:2]
+    for mine, theirs in zip(first[2:], second[2:]):
+        assert mine.keys() == theirs.keys()
+        for name in mine:
+            assert torch.equal(mine[name], theirs[name]), name
+
+
+@pytest.fixture(scope="module")
+def straight(prepared, tmp_path_factory):
+    """The uninterrupted run of each variant, made once."""
+    results = {}
+
+    def make(variant):
+        if variant not in results:
+            out = tmp_path_factory.mktemp("straight")
+            assert warm.run(arguments(prepared(VARIANTS[variant][0]), out, variant)) == 0
+            results[variant] = result(out)
+        return results[variant]
+
+    return make
+
+
+# Where the run dies, of its own hand and without a word: (step, micro-batches into it, or "write": in a checkpoint).
+USUAL = (3, 1)  # in the middle of step 4, after the checkpoint of step 2 and after the epoch's evaluation
+LATER = [(1, 0), (2, 0), (3, 0), (4, 0), (5, 1), (1, "write"), (3, "write"), (5, "write")]
+
+
+@pytest.mark.parametrize("moment", [USUAL, *(pytest.param(m, marks=pytest.mark.long) for m in LATER)])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_killed_and_resumed_equals_uninterrupted(prepared, straight, tmp_path, variant, moment):
+    folder = prepared(VARIANTS[variant][0])
+    assert warm.run(arguments(folder, tmp_path, variant), prepare=partial(die_at, *moment)) == -signal.SIGKILL
+    done = len(read_rows(tmp_path / "metrics.jsonl"))
+    assert done == moment[0] + (moment[1] == "write")
+    log = tmp_path / "log"
+    assert warm.run(arguments(folder, tmp_path, variant, "--load_checkpoint"), log=log) == 0
+    kept = moment[0] // EVERY * EVERY
+    assert f"at step {kept}" in log.read_text() or not kept
+    assert_identical(result(tmp_path), straight(variant))
+
+
+def test_reference_log_probs_that_were_lost_are_made_again_the_same(prepared, straight, tmp_path, monkeypatch):
+    variant = "dpo precomputed"
+    folder = prepared(VARIANTS[variant][0])
+    expected = straight(variant)
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
+    assert warm.run(arguments(folder, tmp_path, variant), prepare=partial(die_at, *USUAL)) == -signal.SIGKILL
+    assert len(list((tmp_path / "cache" / "tokens").glob("reference-*"))) == 2  # training and evaluation
+    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "empty"))
+    assert warm.run(arguments(folder, tmp_path, variant, "--load_checkpoint")) == 0
+    assert_identical(result(tmp_path), expected)
+
+
+def test_a_checkpoint_of_another_job_is_refused(prepared, tmp_path):
+    folder, log = prepared("rm"), tmp_path / "log"
+    assert warm.run(arguments(folder, tmp_path, "rm"), prepare=partial(die_at, *USUAL)) == -signal.SIGKILL
+    assert warm.run(arguments(folder, tmp_path, "orpo", "--load_checkpoint"), log=log) == 2
+    assert "this checkpoint was written by another job" in log.read_text()
+
+
+def die_at(step, where):
+    """Die as by kill -9, `where` micro-batches into the step of this number, or in a checkpoint after it."""
+    if where == "write":
+        from trimtab.train import checkpoint
+
+        flush = checkpoint._flush
+
+        def stop_flushing(path):
+            if f".writing-global_step{step + 1}" in path.parts:
+                os.kill(os.getpid(), signal.SIGKILL)
+            flush(path)
+
+        checkpoint._flush = stop_flushing
+        return
+    plain = SupervisedRun.train_step
+
+    def train_step(run, stop):
+        if run.counters.step == step:
+            learn, done = run.task.loss, 0
+
+            def loss(model, batch, totals):
+                nonlocal done
+                if done == where:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                done += 1
+                return learn(model, batch, totals)
+
+            run.task.loss = loss
+        return plain(run, stop)
+
+    SupervisedRun.train_step = train_step

@@ -1,0 +1,253 @@
+"""The sections of the page about one run: functions from `Run` to HTML that return "" when there is nothing to say.
+
+Everything that comes from a file passes through `escape`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from html import escape
+from typing import Any
+
+from trimtab.report.curves import Line, chart, smooth, window_of
+from trimtab.report.figures import EVALUATION, PACE, Picture, objective_pictures
+from trimtab.report.findings import findings, loss_ends
+from trimtab.report.numbers import count, duration, percent, plain, short_number
+from trimtab.report.read import Run, finite
+from trimtab.report.rewards import accuracy_of, are_held_out
+from trimtab.report.settings import chosen_options
+from trimtab.report.subject import facts, job_name, lead, subject
+
+MOST_SAMPLES = 50
+LENGTHS = {
+    "min": "shortest",
+    "p50": "half are up to",
+    "p90": "90 % are up to",
+    "p99": "99 % are up to",
+    "max": "longest",
+}
+
+
+def headline(run: Run) -> str:
+    return (
+        f"<header><p class=eyebrow>{escape(job_name(run))}</p>"
+        f"<h1>{escape(subject(run))}</h1><p class=lead>{escape(lead(run))}</p></header>"
+    )
+
+
+def key_figures(run: Run) -> str:
+    """The few numbers one asks for first."""
+    ends = loss_ends(run)
+    figures: list[tuple[str, str, str]] = []
+    if ends is not None:
+        figures.append(("final loss", short_number(ends[1]), f"from {short_number(ends[0])}"))
+    evaluation = run.last("eval_loss")
+    if evaluation is not None:
+        figures.append(("evaluation loss", short_number(evaluation), ""))
+    figures += _accuracy(run)
+    seconds, tokens, trained = run.total("seconds"), run.total("tokens"), run.total("trained_tokens")
+    if seconds:
+        figures.append(("training time", duration(seconds), ""))
+    if tokens:
+        figures.append(
+            ("tokens", short_number(tokens), f"{percent(trained / tokens, 0)} trained on" if trained else "")
+        )
+    if seconds and tokens:
+        figures.append(("tokens a second", short_number(tokens / seconds), ""))
+    memory = max((value for _, value in run.series("memory_gib")), default=None)
+    if memory is not None:
+        figures.append(("peak memory", f"{short_number(memory)} GiB", ""))
+    cells = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd>{escape(note)}</dd></div>"
+        for name, value, note in figures
+    )
+    return f"<dl class=figures>{cells}</dl>" if cells else ""
+
+
+def _accuracy(run: Run) -> list[tuple[str, str, str]]:
+    stored = accuracy_of(run.pairs)
+    if stored is not None:
+        low, high = stored.interval
+        name = "held-out accuracy" if are_held_out(run) else "accuracy"
+        return [(name, percent(stored.share), f"{percent(low)} to {percent(high)}")]
+    held_out, ends = run.last("eval_accuracy"), run.ends("accuracy")
+    if held_out is not None:
+        return [("held-out accuracy", percent(held_out), "")]
+    return [("accuracy", percent(ends[1]), f"from {percent(ends[0])}")] if ends is not None else []
+
+
+def warnings(run: Run) -> str:
+    sentences = findings(run)
+    if not sentences:
+        return "<ul class='findings calm'><li>Nothing unusual was found in this run.</li></ul>"
+    return f"<ul class=findings>{''.join(f'<li>{sentence(told)}</li>' for told in sentences)}</ul>"
+
+
+def sentence(text: str) -> str:
+    """A sentence as HTML, its --options in one piece."""
+    return re.sub(r"(?<!\S)--\w+", r"<code>\g<0></code>", escape(text))
+
+
+def what(run: Run) -> str:
+    known = facts(run)
+    return f"<h2>What was trained</h2><div class=card>{pairs(known, 'facts')}</div>" if run.options else ""
+
+
+def curves(run: Run) -> str:
+    if not run.rows:
+        return ""
+    drawn = "".join(_chart(run, picture) for picture in objective_pictures([run]))
+    return f"<h2>Curves</h2><div class=charts>{drawn}</div>"
+
+
+def pace(run: Run) -> str:
+    if not run.rows:
+        return ""
+    drawn = "".join(_chart(run, picture, plainly=True) for picture in PACE)
+    return f"<h2>Speed, memory and the optimiser</h2><div class=charts>{drawn}</div>"
+
+
+def _chart(run: Run, picture: Picture, plainly: bool = False) -> str:
+    """Every metric of a picture as single steps, their mean and evaluation points. `plainly`: without a legend."""
+    lines: list[Line] = []
+    means: list[list[tuple[int, float]]] = []
+    several = len(picture.metrics) > 1
+    notes = [picture.note] if picture.note else []
+    for index, (metric, name) in enumerate(picture.metrics.items()):
+        points, evaluation = run.series(metric), run.series(f"{EVALUATION}{metric}")
+        window = 1 if metric in ("learning_rate", "memory_gib") else window_of(points)
+        means.append(smooth(points, window))
+        if window > 1:
+            each, mean = (name, f"{name}, mean") if several else ("each step", f"mean of {window} steps")
+            lines.append(Line(each, points, "raw", index, in_legend=not several and not plainly))
+            lines.append(Line(name if several else mean, means[-1], "smooth", index, in_legend=not plainly))
+        else:
+            lines.append(Line(name if several else "each step", points, "only", index))
+        lines.append(
+            Line(
+                f"{name}, evaluation" if several else "evaluation",
+                evaluation,
+                "dots",
+                index if several else 1,
+                in_legend=not several,
+            )
+        )
+        if several and evaluation and "dots: evaluation" not in notes:
+            notes.append("dots: evaluation")
+    band = (means[0], means[1]) if picture.band and all(means) else None
+    return chart(
+        picture.title,
+        lines,
+        "; ".join(notes),
+        tall=picture.tall,
+        share=picture.share,
+        level=picture.level,
+        band=band,
+    )
+
+
+def samples(run: Run) -> str:
+    if not run.samples:
+        return ""
+    columns = [name for name in ("prompt", "before", "after", "reference") if any(name in row for row in run.samples)]
+    head = "".join(f"<th>{name.capitalize()}</th>" for name in columns)
+    body = "".join(
+        f"<tr>{''.join(sample_cell(sample, name, name.capitalize()) for name in columns)}</tr>"
+        for sample in run.samples[:MOST_SAMPLES]
+    )
+    return (
+        "<h2>Answers before and after</h2><div class=card><table class=samples>"
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def sample_cell(sample: dict[str, Any], name: str, title: str) -> str:
+    text, verdict = plain(sample.get(name, "")), ""
+    reference = sample.get("reference")
+    if name in ("before", "after") and isinstance(reference, str) and reference:
+        verdict = " class=right" if text.strip() == reference.strip() else " class=wrong"
+    shown = escape(text) if text.strip() else "<i class=empty>empty</i>"
+    return f'<td data-name="{escape(title)}"><span{verdict}>{shown}</span></td>'
+
+
+def data(run: Run) -> str:
+    if not run.data:
+        return ""
+    names = {
+        "rows_read": f"{run.noun} read",
+        "rows_kept": f"{run.noun} kept",
+        "rows_truncated": f"{run.noun} cut to the longest length",
+        "rows_over_long": f"{run.noun} left out: too long",
+        "rows_empty": f"{run.noun} left out: nothing to learn",
+        "rows_equal": "pairs whose two sides are the same",
+        "rows_desirable": "desirable answers",
+        "prompts_shared": "pairs that share their prompt",
+        "tokens": "tokens",
+        "trained_tokens": "steps to judge" if run.job == "prm" else "tokens trained on",
+        "tokens_shared": "tokens both sides begin with, read once",
+        "max_len": "longest length allowed",
+        **{f"lengths · {name}": f"length: {words}" for name, words in LENGTHS.items()},
+    }
+    evaluation = run.data.get("evaluation")
+    sets = {"Training": {key: value for key, value in run.data.items() if key != "evaluation"}}
+    if isinstance(evaluation, dict):
+        sets["Evaluation"] = evaluation
+    flat = [dict(flatten(values, leave_out=("what", "layout"))) for values in sets.values()]
+    keys = dict.fromkeys([*(key for key in names if any(key in values for values in flat)), *flat[0], *flat[-1]])
+    rows = "".join(
+        f"<tr><td>{escape(names.get(key, str(key).replace('_', ' ')))}</td>"
+        f"{''.join(f'<td>{escape(_counted(values, key))}</td>' for values in flat)}</tr>"
+        for key in keys
+    )
+    head = f"<tr><th></th>{''.join(f'<th>{name}</th>' for name in sets)}</tr>"
+    layout = run.data.get("layout")
+    told = f"<p class=words>Read as {escape(layout)}.</p>" if isinstance(layout, str) and layout else ""
+    return f"<h2>Data</h2>{told}<div class=card><table class=data>{head}{rows}</table></div>"
+
+
+def _counted(values: dict[str, Any], key: str) -> str:
+    """A count, with its share where it is a part of something."""
+    wholes = {"trained_tokens": "tokens", "tokens_shared": "tokens", "rows_desirable": "rows_kept"}
+    wholes |= {"rows_truncated": "rows_kept", "rows_equal": "rows_kept", "prompts_shared": "rows_kept"}
+    wholes |= {"rows_kept": "rows_read", "rows_over_long": "rows_read", "rows_empty": "rows_read"}
+    part, whole = finite(values.get(key)), finite(values.get(wholes.get(key)))
+    share = f" ({percent(part / whole)})" if part and whole and 0 < part < whole else ""
+    return f"{count(values.get(key))}{share}"
+
+
+def configuration(run: Run) -> str:
+    if not run.options:
+        return ""
+    chosen = chosen_options(run)
+    rest = {name: value for name, value in run.options.items() if name not in chosen}
+    told = "Options that are not at their default:" if chosen else "Every option is at its default."
+    shown = f"<div class=card>{pairs(flatten(chosen))}</div>" if chosen else ""
+    others = f"<div class=card>{pairs(flatten(rest))}</div>"
+    folded = f"<details><summary>The other {len(rest)} options</summary>{others}</details>" if rest else ""
+    return f"<h2>Configuration</h2><p class=words>{told}</p>{shown}{folded}"
+
+
+def provenance(run: Run) -> str:
+    known = [(name.replace("_", " "), value) for name, value in flatten(run.manifest, leave_out=("data",))]
+    if not known:
+        return ""
+    return f"<details><summary>Versions and hashes</summary><div class=card>{pairs(known)}</div></details>"
+
+
+def flatten(mapping: dict[Any, Any], leave_out: Iterable[str] = (), prefix: str = "") -> list[tuple[str, Any]]:
+    left_out = set(leave_out)
+    found: list[tuple[str, Any]] = []
+    for name, value in mapping.items():
+        if name in left_out:
+            continue
+        if isinstance(value, dict):
+            found += flatten(value, prefix=f"{prefix}{name} · ")
+        else:
+            found.append((f"{prefix}{name}", value))
+    return found
+
+
+def pairs(known: Iterable[tuple[str, Any]], kind: str = "pairs") -> str:
+    rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(plain(value))}</dd></div>" for name, value in known)
+    return f"<dl class={kind}>{rows}</dl>"

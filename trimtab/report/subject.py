@@ -1,0 +1,120 @@
+"""What was trained, from what, on what, towards what: the facts of a run in words."""
+
+from __future__ import annotations
+
+from trimtab.report.numbers import percent, plain, plural, short_name, short_number
+from trimtab.report.read import Run, finite
+
+JOB_NAMES = {
+    "sft": "Supervised fine-tuning",
+    "rm": "Reward model",
+    "prm": "Process reward model",
+    "dpo": "Preference optimisation",
+    "kto": "Preference optimisation from single answers",
+    "kd": "Distillation",
+}
+
+
+def job_name(run: Run) -> str:
+    return JOB_NAMES.get(run.job, run.job)
+
+
+def subject(run: Run) -> str:
+    return f"{short_name(run.options.get('pretrain'), 'a model')} → {short_name(str(run.folder.resolve()), 'run')}"
+
+
+def lead(run: Run) -> str:
+    """One line under the headline."""
+    parts = [f"on {_rows(run, 'dataset')}"]
+    if run.rows:
+        epochs = run.last("epoch")
+        parts.append(plural(len(run.rows), "step") + (f", epoch {epochs:.3g}" if epochs is not None else ""))
+    if "device" in run.manifest:
+        dtype = run.manifest.get("dtype")
+        parts.append(f"{plain(run.manifest['device'])}{f', {plain(dtype)}' if dtype is not None else ''}")
+    return " · ".join(parts)
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """Name and value of each fact that is known."""
+    options = run.options
+    described = [
+        ("from", options.get("pretrain")),
+        ("on", _rows(run, "dataset") if options.get("dataset") else None),
+        ("evaluated on", _rows(run, "evaluation") if isinstance(run.data.get("evaluation"), dict) else None),
+        ("learns", _objective(run)),
+        ("teacher", options.get("teacher_model")),
+        ("reference", _reference(run)),
+        ("trained", _parameters(run)),
+        ("step", _step(run)),
+    ]
+    return [(name, plain(value)) for name, value in described if value]
+
+
+def _rows(run: Run, which: str) -> str:
+    """How many rows of what; which: dataset or evaluation."""
+    training = which == "dataset"
+    data = run.data if training else run.data["evaluation"]
+    listed = run.options.get("dataset" if training else "eval_dataset")
+    names = [short_name(name, "") for name in str(listed or "").split(",")]
+    source = ", ".join(name for name in names if name)
+    source = source or ("its data" if training else f"the test split of {_dataset_name(run)}")
+    kept = finite(data.get("rows_kept"))
+    return f"{short_number(kept)} {run.noun} of {source}" if kept is not None else source
+
+
+def _dataset_name(run: Run) -> str:
+    return short_name(str(run.options.get("dataset") or "").split(",")[0], "its data")
+
+
+def _objective(run: Run) -> str | None:
+    options = run.options
+    if run.job == "sft":
+        return "every token of the text" if options.get("pretrain_mode") is True else "the answers, token by token"
+    if run.job == "rm":
+        margin = ", with margins" if options.get("margin_loss") is True else ""
+        return f"which of two answers is better ({plain(options.get('loss', 'sigmoid'))} loss{margin})"
+    if run.job == "prm":
+        return "which steps of an answer are right"
+    if run.job == "dpo":
+        kind = str(options.get("preference_loss", "dpo"))
+        smoothed = finite(options.get("label_smoothing"))
+        name = "cDPO" if kind == "dpo" and smoothed else {"simpo": "SimPO"}.get(kind, kind.upper())
+        return f"to prefer one answer to another: {name}{_beta(run)}"
+    if run.job == "kto":
+        return f"to give desirable answers: KTO{_beta(run)}"
+    if run.job == "kd":
+        return f"to answer as its teacher does: {plain(options.get('kd_loss', 'forward_kl')).replace('_', ' ')}, " + (
+            f"weight {plain(options.get('kd_coef', 0.4))}"
+        )
+    return None
+
+
+def _beta(run: Run) -> str:
+    return f", beta {plain(run.options['beta'])}" if "beta" in run.options else ""
+
+
+def _reference(run: Run) -> str | None:
+    if run.job == "dpo" and run.options.get("preference_loss") in ("orpo", "simpo"):
+        return "none"
+    if run.job not in ("dpo", "kto"):
+        return None
+    return plain(run.options.get("ref_pretrain") or "the model as it was at the start")
+
+
+def _parameters(run: Run) -> str | None:
+    whole, trained = finite(run.manifest.get("parameters")), finite(run.manifest.get("trainable_parameters"))
+    if not whole or trained is None:
+        return None
+    if trained >= whole:
+        return f"all {short_number(whole)} parameters"
+    rank = finite(run.options.get("lora_rank"))
+    adapters = f" (LoRA of rank {rank:.0f})" if rank else ""
+    return f"{short_number(trained)} of {short_number(whole)} parameters, {percent(trained / whole, 2)}{adapters}"
+
+
+def _step(run: Run) -> str | None:
+    size, rate = finite(run.options.get("train_batch_size")), finite(run.options.get("learning_rate"))
+    if not size or rate is None:
+        return None
+    return f"{size:.0f} {run.noun}, learning rate {short_number(rate)}, {plain(run.options.get('lr_scheduler', ''))}"
