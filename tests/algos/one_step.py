@@ -43,12 +43,12 @@ def answer_log_probs(model: nn.Module, ids: Tensor, begin: int) -> Tensor:
 
 def step_of(model: nn.Module, loss: Tensor) -> Step:
     model.zero_grad()
-    loss.backward()
+    loss.backward(retain_graph=True)  # another loss of the same log-probs may follow
     return {n: p.grad.clone() for n, p in model.named_parameters()}, loss.item()
 
 
 def trl_arguments(folder: Path) -> dict:
-    """What every TRL config here has: one batch of everything, fp32, nothing cut off, nothing reported."""
+    """What TRL's configs here have: one batch of everything, fp32, nothing cut off, nothing reported."""
     return {
         "output_dir": str(folder / "trl"),
         "per_device_train_batch_size": ROWS,
@@ -62,10 +62,12 @@ def trl_arguments(folder: Path) -> dict:
 
 
 def trl_step(make_trainer: Callable[[Dataset], object], rows: list[dict]) -> Step:
-    """Loss and gradient of a trainer's first batch, which holds all the rows."""
+    """Loss and gradient of a trainer, averaged over its batches if it has more than one."""
     trainer = make_trainer(Dataset.from_list(rows))
-    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    return step_of(trainer.model, trainer.compute_loss(trainer.model.train(), inputs))
+    model, losses = trainer.model.train(), []
+    for batch in trainer.get_train_dataloader():
+        losses.append(trainer.compute_loss(model, trainer._prepare_inputs(batch)))
+    return step_of(model, sum(losses) / len(losses))
 
 
 def assert_same_step(ours: tuple[dict[str, Tensor], dict], expected: Step) -> None:

@@ -142,19 +142,25 @@ def test_the_odds_ratio_term_equals_trls():
 # ---- a training step
 
 
-def plain_step(folder, pair_loss, nll_weight=0.0):
-    """`pair_loss` of the log-probs of a pair's answers: policy's chosen, policy's rejected, and the reference's."""
+@pytest.fixture(scope="module")
+def plain(folder):
+    """The policy, and for every pair the log-probs of its answers' tokens: the policy's chosen and rejected, and the
+    reference's."""
     model, reference = causal_lm(folder / "model"), causal_lm(folder / "reference")
-    losses, chosen_tokens = [], []
+    pairs = []
     for row in rows_of(folder):
         sides = [chat_ids(row, name) for name in ("chosen", "rejected")]
-        policy = [answer_log_probs(model, *side) for side in sides]
         with torch.no_grad():
             frozen = [answer_log_probs(reference, *side) for side in sides]
-        losses.append(pair_loss(*policy, *frozen))
-        chosen_tokens += policy[0].unbind()
-    nll = -sum(chosen_tokens) / len(chosen_tokens)
-    return step_of(model, sum(losses) / len(losses) + nll_weight * nll)
+        pairs.append([answer_log_probs(model, *side) for side in sides] + frozen)
+    return model, pairs
+
+
+def plain_step(plain, pair_loss, nll_weight=0.0):
+    model, pairs = plain
+    loss = sum(pair_loss(*pair) for pair in pairs) / len(pairs)
+    chosen_tokens = torch.cat([chosen for chosen, *_ in pairs])
+    return step_of(model, loss + nll_weight * -chosen_tokens.sum() / len(chosen_tokens))
 
 
 def plain_h(c, r, ref_c, ref_r):
@@ -194,13 +200,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_equals_the_formula_over_its_pairs(folder, name):
+def test_a_step_equals_the_formula_over_its_pairs(folder, plain, name):
     words, pair_loss, nll_weight = CASES[name]
-    assert_same_step(ours(folder, words), plain_step(folder, pair_loss, nll_weight))
+    assert_same_step(ours(folder, words), plain_step(plain, pair_loss, nll_weight))
 
 
-def test_reference_log_probs_from_disk_are_those_of_the_reference(folder, monkeypatch):
-    expected = plain_step(folder, plain_dpo)
+def test_reference_log_probs_from_disk_are_those_of_the_reference(folder, plain, monkeypatch):
+    expected = plain_step(plain, plain_dpo)
     assert_same_step(ours(folder, "--precompute_ref_log_probs"), expected)
     monkeypatch.setattr("trimtab.train.reference.sequence_log_probs", None)  # now they can only be read
     assert_same_step(ours(folder, "--precompute_ref_log_probs"), expected)
@@ -252,10 +258,8 @@ def test_a_step_equals_trls_dpo_trainer(folder, words, settings):
 
 def test_a_step_with_label_smoothing_equals_trls_trainer_pair_by_pair(folder):
     """Of one pair, TRL's `aot` is cDPO: there is nothing to sort."""
-    settings = {"loss_type": ["aot"], "label_smoothing": 0.2, "beta": 0.3}
-    parts = [trl_step(dpo_trainer(folder, **settings), [row]) for row in without_margin(folder)]
-    gradients = {name: sum(part[0][name] for part in parts) / len(parts) for name in parts[0][0]}
-    expected = gradients, sum(part[1] for part in parts) / len(parts)
+    settings = {"loss_type": ["aot"], "label_smoothing": 0.2, "beta": 0.3, "per_device_train_batch_size": 1}
+    expected = trl_step(dpo_trainer(folder, **settings), without_margin(folder))
     assert_same_step(ours(folder, "--beta 0.3 --label_smoothing 0.2"), expected)
 
 

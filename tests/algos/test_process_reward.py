@@ -72,20 +72,21 @@ def plain_step(folder, choices, target_of):
     return step_of(model, sum(losses) / len(losses)), right / len(losses)
 
 
+TWO, THREE = "--reward_tokens y n", "--reward_tokens a b c"
 CASES = {
-    "two": (["+", "-", "-"], "--reward_tokens y n", ["y", "n"], {"+": {0: 1.0}, "-": {1: 1.0}}),
-    "three": (["a", "c", "b", "c"], "--reward_tokens a b c", list("abc"), {"a": {0: 1.0}, "b": {1: 1.0}, "c": {2: 1.0}}),
-    "numbers": ([1, 0, 0], "--reward_tokens y n", ["y", "n"], {1: {0: 1.0}, 0: {1: 1.0}}),
-    "soft": ([0.9, 0.0, 0.3], "--reward_tokens y n", ["y", "n"], {q: {0: q, 1: 1 - q} for q in (0.9, 0.0, 0.3)}),
-}  # fmt: skip
+    "signs": (["+", "-", "-"], TWO, {"+": {0: 1.0}, "-": {1: 1.0}}),
+    "numbers": ([1, 0, 0], TWO, {1: {0: 1.0}, 0: {1: 1.0}}),
+    "soft": ([0.9, 0.0, 0.3], TWO, {q: {0: q, 1: 1 - q} for q in (0.9, 0.0, 0.3)}),
+    "three": (["a", "c", "b", "c"], THREE, {"a": {0: 1.0}, "b": {1: 1.0}, "c": {2: 1.0}}),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_among_reward_tokens_equals_the_formula_over_its_placeholders(tmp_path, name):
-    labels, words, choices, targets = CASES[name]
+    labels, words, targets = CASES[name]
     run = run_of(tmp_path, labels, words)
     assert run.task.store.soft == (name == "soft")
-    expected, accuracy = plain_step(tmp_path, choices, targets.get)
+    expected, accuracy = plain_step(tmp_path, words.split()[1:], targets.get)
     found = step_gradient(run)
     assert_same_step(found, expected)
     assert found[1]["accuracy"] == pytest.approx(accuracy)

@@ -12,7 +12,6 @@ from trimtab.embedded import sort_task
 from trimtab.train.metrics import read_rows
 from trimtab.train.supervised import SupervisedRun
 
-
 STEP_END = "ки"
 
 

@@ -29,7 +29,7 @@ def write_adapter(folder, kind="sft", family="llama"):
     batches = "--train_batch_size 2 --micro_train_batch_size 2"
     run = make_run(*job, folder, f"--apply_chat_template {columns} {batches} --lora_rank 4")
     with torch.no_grad():
-        for name, parameter in run.model.named_parameters():
+        for parameter in run.model.parameters():
             if parameter.requires_grad:
                 parameter.normal_(0, 0.1)
     save_model(run.model, run.tokenizer, folder / "adapter")

@@ -2,7 +2,9 @@ from itertools import pairwise
 
 import pytest
 
-from trimtab.report.curves import Line, axis_labels, chart, nice_ticks, short_number, smooth, thin
+from trimtab.report.axes import axis_labels, nice_ticks
+from trimtab.report.curves import Line, chart, smooth, thin
+from trimtab.report.numbers import percent, short_number, wilson
 
 
 def test_smoothing_keeps_a_straight_line_and_averages_noise():
@@ -63,5 +65,42 @@ def test_a_tall_chart_of_widely_spread_values_is_logarithmic():
 
 
 def test_a_single_point_is_a_dot_and_an_empty_chart_says_so():
-    assert 'class="dots only"' in chart("Loss", [Line("loss", [(1, 2.0)])])
+    assert 'class="dots only c0"' in chart("Loss", [Line("loss", [(1, 2.0)])])
     assert "Not recorded" in chart("Loss", [Line("loss", [])])
+
+
+def test_a_percent_says_all_only_of_all():
+    assert [percent(share) for share in (1.0, 0.9999, 0.5, 0.8533)] == [
+        "100\u00a0%",
+        "99.9\u00a0%",
+        "50\u00a0%",
+        "85.3\u00a0%",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("right", "number", "low", "high"),
+    # By hand: (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n), z = 1.96
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662)],
+)
+def test_wilson_interval_has_the_published_values(right, number, low, high):
+    assert wilson(right, number) == pytest.approx((low, high), abs=2e-4)
+
+
+def test_a_band_lies_between_its_curves_and_a_level_where_it_belongs():
+    upper, lower = [(0, 1.0), (10, 1.0)], [(0, 0.0), (10, 0.0)]
+    lines = [Line("upper", upper, series=0), Line("lower", lower, series=1)]
+    drawn = chart("Rewards", lines, band=(upper, lower), level=0.5)
+    top = 300 * 0.04 / 1.04
+    assert f'class=band d="M0.0 {top:.1f}L1000.0 {top:.1f}L1000.0 300.0L0.0 300.0Z"' in drawn
+    assert f'class=level x1=0 x2=1000 y1="{300 - 150 / 1.04:.1f}"' in drawn
+
+
+def test_shares_have_percents_up_to_one_whatever_the_values():
+    drawn = chart("Accuracy", [Line("accuracy", [(0, 0.5), (10, 0.75)])], share=True)
+    assert 'd="M0.0 150.0L1000.0 75.0"' in drawn and ">100 %<" in drawn
+
+
+def test_the_seventh_curve_is_the_first_colour_dashed():
+    drawn = chart("Loss", [Line(f"run {index}", [(0, 1.0), (1, 2.0)], series=index) for index in range(7)])
+    assert drawn.count('class="only c0"') == 1 and drawn.count('class="only c0 dashed"') == 1

@@ -10,13 +10,13 @@ from trimtab.report.read import Run
 NAN = float("nan")
 
 
-def run_of(losses, folder: Path, data: dict | None = None, **columns) -> Run:
+def run_of(losses, folder: Path, data: dict | None = None, job: str = "sft", **columns) -> Run:
     (folder / "config.json").write_text("{}")
     rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
     for name, values in columns.items():
         for row, value in zip(rows, values):
             row[name] = value
-    return Run(folder, rows=rows, manifest={"data": data or {}})
+    return Run(folder, rows=rows, manifest={"data": data or {}}, job=job)
 
 
 FALLING = [3.0 - step / 20 for step in range(40)]
@@ -37,16 +37,28 @@ def test_a_falling_loss_and_clean_data_say_nothing(tmp_path):
         (FALLING, {}, {"grad_norm": [NAN, 1.0, NAN]}, "gradient norm was not a finite number at 2 steps (1, 3)"),
         (FALLING, {}, {"skipped_steps": [0] * 20 + [1] * 20}, "1 optimiser step was skipped"),
         (FALLING, {}, {"skipped_steps": [0] * 20 + [3] * 20}, "3 optimiser steps were skipped"),
-        (FALLING, {}, {"eval_loss": [2.0, 1.0, 1.5]}, "lowest at step 2"),
+        (FALLING, {}, {"eval_loss": [2.0, 1.0, 1.5]}, "lowest at step 2 (1) and ended at 1.5, while the training loss"),
+        (
+            [3.0 - step / 10 for step in range(20)] + [1.0 + step / 40 for step in range(20)],
+            {},
+            {"eval_loss": [None] * 19 + [1.0] + [None] * 19 + [1.5]},
+            "the later steps did not help on new data",
+        ),
+        (FALLING, {"rows_read": 100, "rows_kept": 100, "rows_equal": 14}, {}, "In 14\u00a0% of the pairs chosen and"),
         (FALLING, {}, {"grad_norm": [9.0] + [1.0] * 20 + [50.0] + [1.0] * 18}, "jumped to 50 at step 22"),
-        (FALLING, {"rows_read": 200, "rows_kept": 100, "rows_truncated": 30}, {}, "30% of the rows were cut"),
+        (FALLING, {"rows_read": 200, "rows_kept": 100, "rows_truncated": 30}, {}, "30\u00a0% of the rows were cut"),
         (
             FALLING,
             {"rows_read": 100, "rows_kept": 60, "rows_over_long": 40},
             {},
-            "40% of the rows were left out as too",
+            "40\u00a0% of the rows were left out as too",
         ),
-        (FALLING, {"rows_read": 100, "rows_kept": 80, "rows_empty": 20}, {}, "20% of the rows were left out because"),
+        (
+            FALLING,
+            {"rows_read": 100, "rows_kept": 80, "rows_empty": 20},
+            {},
+            "20\u00a0% of the rows were left out because",
+        ),
     ],
 )
 def test_what_went_wrong_is_said_and_nothing_else(losses, data, columns, words, tmp_path):

@@ -1,61 +1,14 @@
 """The page from whole, odd and broken runs. Whatever is on disk, there is a report, and nothing in it is executed."""
 
 import json
-import math
 import re
-from html.parser import HTMLParser
 
 import pytest
 
+from tests.report.pages import Checked, step_row, write_metrics
 from trimtab.cli import main as trimtab_main
 from trimtab.cli import report as report_command
 from trimtab.report.page import write_report
-
-VOID = {"meta", "br", "hr", "img", "input", "link", "line", "path", "rect"}
-
-
-class Checked(HTMLParser):
-    """Fails on tags that do not close and remembers what the page contains."""
-
-    def __init__(self, page: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.attributes: list[tuple[str, str | None]] = []
-        self.feed(page)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        self.attributes += attributes
-        if tag not in VOID or tag == "rect":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.add(tag)
-        self.attributes += attributes
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-def step_row(step: int, **changes) -> dict:
-    row = {
-        "step": step,
-        "epoch": step / 40,
-        "loss": 3.0 * math.exp(-step / 10) + 0.1,
-        "learning_rate": 1e-3 / step,
-        "grad_norm": 1.0 + 1 / step,
-        "samples": 8,
-        "tokens": 100,
-        "trained_tokens": 40,
-        "tokens_per_second": 1000.0,
-        "seconds": 0.1,
-        "memory_gib": 0.5,
-        "skipped_steps": 0,
-    }
-    return row | changes
 
 
 @pytest.fixture
@@ -79,10 +32,6 @@ def run(tmp_path):
     (folder / "samples.json").write_text(json.dumps(samples))
     (folder / "config.json").write_text("{}")
     return folder
-
-
-def write_metrics(folder, rows) -> None:
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def page_of(folder) -> str:
@@ -179,6 +128,12 @@ def test_odd_samples_are_shown_as_they_are(run):
     samples = [3, {}, {"prompt": 5, "after": None}, {"prompt": ["a"], "before": "", "after": "x", "reference": "y"}]
     (run / "samples.json").write_text(json.dumps(samples))
     assert "empty" in page_of(run)
+
+
+def test_a_long_answer_loses_its_middle(run):
+    (run / "samples.json").write_text(json.dumps([{"prompt": "a" * 900 + "b" * 900 + "c" * 900}]))
+    page = page_of(run)
+    assert "a" * 750 + " [... 1,200 characters ...] " + "c" * 750 in page
 
 
 def test_a_long_run_stays_a_small_page(run):

@@ -51,12 +51,34 @@ def _show_what_is_left(options: Any, finished: bool) -> None:
     places = {"metrics": folder / "metrics.jsonl"}
     if finished:
         places = {"adapter" if options.lora_rank else "model": f"{folder}/"} | places
-    try:
-        from trimtab.report.page import write_report
-
-        places["report"] = write_report(folder)
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        say(f"trimtab {options.verb}: warning: no report was written: {reason}", options)
+        _attempt("samples were", lambda: _write_samples(options), options)
+    written = _attempt("report was", lambda: _write_report(folder), options)
+    if written is not None:
+        places["report"] = written
     for name, place in places.items():
         print(f"{name:9}{place}", flush=True)
+
+
+def _write_samples(options: Any) -> Path | None:
+    # Answers of an earlier run in this folder are not this run's.
+    (Path(options.save_path) / "samples.json").unlink(missing_ok=True)
+    if not getattr(options, "report_samples", 0):
+        return None
+    from trimtab.evaluate.before_and_after import write_samples
+
+    return write_samples(options)
+
+
+def _write_report(folder: Path) -> Path:
+    from trimtab.report.page import write_report
+
+    return write_report(folder)
+
+
+def _attempt(what: str, action: Callable[[], Path | None], options: Any) -> Path | None:
+    try:
+        return action()
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        say(f"trimtab {options.verb}: warning: no {what} written: {reason}", options)
+        return None

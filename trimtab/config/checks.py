@@ -19,6 +19,7 @@ from trimtab.config.bounds import (
 )
 from trimtab.config.catalogue import options_of
 from trimtab.config.groups import (
+    AnswerOptions,
     BatchOptions,
     CheckpointOptions,
     DataOptions,
@@ -214,6 +215,13 @@ def _examine_logging(options: LoggingOptions) -> Iterable[str]:
     return []
 
 
+def _examine_answers(options: AnswerOptions) -> Iterable[str]:
+    at_least(options, 0, "report_samples")
+    if options.report_samples and getattr(options, "load_in_4bit", False):
+        raise UserError("--report_samples loads the model unquantised: leave it out, or --load_in_4bit")
+    return []
+
+
 def _examine_sharding(options: ShardingOptions) -> Iterable[str]:
     if options.zero_stage not in range(4):
         raise UserError(f"--zero_stage is {options.zero_stage}: it must be 0, 1, 2 or 3")
@@ -234,6 +242,7 @@ _EXAMINERS = (
     (TemplateOptions, _examine_templates),
     (CheckpointOptions, _examine_checkpoints),
     (LoggingOptions, _examine_logging),
+    (AnswerOptions, _examine_answers),
     (ShardingOptions, _examine_sharding),
 )
 

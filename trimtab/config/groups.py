@@ -275,6 +275,15 @@ class LoggingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnswerOptions(LoggingOptions):
+    """Logging and evaluation"""
+
+    report_samples: int = 0
+    """After the run let the model before and the model after it answer this many prompts, and show them in the
+    report."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardingOptions:
     """Processes and sharding"""
 

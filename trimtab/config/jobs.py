@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.config.groups import (
+    AnswerOptions,
     BatchOptions,
     CallOptions,
     CheckpointOptions,
@@ -80,7 +81,7 @@ class Training(
     input_template="User: {}\nAssistant: ",
     wandb_project="trimtab_train_sft",
 )
-class SFTOptions(Subject, ConversationOptions, TargetOptions, Training):
+class SFTOptions(Subject, ConversationOptions, TargetOptions, Training, AnswerOptions):
     """Supervised fine-tuning"""
 
 
@@ -116,7 +117,9 @@ class PRMOptions(Subject, InputColumn, LabelColumn, StepRewardOptions, Training)
     ckpt_path="./ckpt/checkpoints_dpo",
     wandb_project="trimtab_train_dpo",
 )
-class DPOOptions(Subject, PreferenceColumns, TemplateOptions, PreferenceLossOptions, CachedReferenceOptions, Training):
+class DPOOptions(
+    Subject, PreferenceColumns, TemplateOptions, PreferenceLossOptions, CachedReferenceOptions, Training, AnswerOptions
+):
     """Preference optimisation"""
 
 
@@ -130,7 +133,9 @@ class DPOOptions(Subject, PreferenceColumns, TemplateOptions, PreferenceLossOpti
     ckpt_path="./ckpt/checkpoints_kto",
     wandb_project="trimtab_train_kto",
 )
-class KTOOptions(Subject, ConversationOptions, LabelColumn, UnpairedLossOptions, ReferenceOptions, Training):
+class KTOOptions(
+    Subject, ConversationOptions, LabelColumn, UnpairedLossOptions, ReferenceOptions, Training, AnswerOptions
+):
     """Kahneman-Tversky optimisation"""
 
 
@@ -142,7 +147,7 @@ class KTOOptions(Subject, ConversationOptions, LabelColumn, UnpairedLossOptions,
     ckpt_path="./ckpt/checkpoints_kd",
     wandb_project="trimtab_train_kd",
 )
-class KDOptions(Subject, ConversationOptions, TargetOptions, DistillationOptions, Training):
+class KDOptions(Subject, ConversationOptions, TargetOptions, DistillationOptions, Training, AnswerOptions):
     """Distillation"""
 
 

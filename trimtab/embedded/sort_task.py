@@ -3,8 +3,8 @@
     user       sort 493817>
     assistant  134789
 
-Everything is made here from a seed: a character tokenizer of 46 symbols, a Llama of 0.86 million random parameters
-and chat rows. A number is held out when a hash of its *sorted* digits says so, hence no held-out question and no
+Everything is made here from a seed: a character tokenizer of 46 symbols, a Llama of 0.86 million random parameters,
+chat rows, and rows that say which answers are good: pairs, single judged answers, answers judged step by step. A number is held out when a hash of its *sorted* digits says so, hence no held-out question and no
 held-out answer ever occurs in training, whatever the counts and seeds.
 
 What it leaves out: it says nothing about language. It is there to see a model learn within a minute.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,10 @@ LONGEST_ANSWER_TOKENS = LONGEST + 1  # the digits and the end of the turn
 # One pass over these rows in steps of 64 is the recipe that works: 300 steps at a peak learning rate of 2e-3.
 TRAIN_ROWS = 19_200
 TEST_ROWS = 256
+JUDGED_ROWS = 4_096  # of each kind: pairs, single answers, steps
+
+# A judged step is a digit of the answer and the token that ends it; these stand for its labels.
+STEP_END, GOOD_STEP, BAD_STEP = ".", "y", "n"
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -100,7 +104,7 @@ def make_rows(count: int, seed: int, descending_share: float = 0.0, held_out: bo
     while len(rows) < count:
         length = generator.randint(SHORTEST, LONGEST)
         digits = "".join(generator.choice("0123456789") for _ in range(length))
-        if digits in seen or is_held_out(digits) != held_out:
+        if digits in seen or len(set(digits)) == 1 or is_held_out(digits) != held_out:
             continue
         seen.add(digits)
         descending = generator.random() < descending_share
@@ -113,6 +117,53 @@ def make_rows(count: int, seed: int, descending_share: float = 0.0, held_out: bo
             }
         )
     return rows
+
+
+def make_pairs(count: int, seed: int, held_out: bool = False) -> list[dict]:
+    """A question, the right answer, and one that is as long: in descending order or shuffled."""
+    generator = random.Random(f"sort task pairs {seed}")
+    return [
+        {"prompt": row["messages"][:1], "chosen": row["messages"][1:], "rejected": [_assistant(wrong)]}
+        for row, wrong in _with_wrong_answers(count, seed, held_out, generator)
+    ]
+
+
+def make_unpaired(count: int, seed: int, held_out: bool = False) -> list[dict]:
+    """A question, an answer, and whether it is right; one half of the answers are."""
+    generator = random.Random(f"sort task unpaired {seed}")
+    rows = []
+    for row, wrong in _with_wrong_answers(count, seed, held_out, generator):
+        right = generator.random() < 0.5
+        answer = row["messages"][1:] if right else [_assistant(wrong)]
+        rows.append({"prompt": row["messages"][:1], "completion": answer, "label": right})
+    return rows
+
+
+def make_steps(count: int, seed: int, held_out: bool = False) -> list[dict]:
+    """A question, its answer digit by digit, and of each digit whether all is right so far; one half are to the end."""
+    generator = random.Random(f"sort task steps {seed}")
+    rows = []
+    for row, wrong in _with_wrong_answers(count, seed, held_out, generator):
+        right = reference_of(row)
+        answer = right if generator.random() < 0.5 else wrong
+        labels = [answer[: i + 1] == right[: i + 1] for i in range(len(answer))]
+        rows.append({"prompt": f"<user>{prompt_of(row)}<assistant>", "completions": list(answer), "labels": labels})
+    return rows
+
+
+def _with_wrong_answers(count: int, seed: int, held_out: bool, generator: random.Random) -> Iterator[tuple[dict, str]]:
+    for row in make_rows(count, seed, held_out=held_out):
+        right = reference_of(row)
+        wrong = right[::-1]
+        if generator.random() < 0.5:
+            wrong = "".join(generator.sample(right, len(right)))
+        if wrong == right:  # no row is about one digit repeated, which has no wrong order
+            wrong = right[1:] + right[:1]
+        yield row, wrong
+
+
+def _assistant(text: str) -> dict:
+    return {"role": "assistant", "content": text}
 
 
 def prompt_of(row: dict) -> str:
@@ -135,14 +186,18 @@ def write(
     train_rows: int = TRAIN_ROWS,
     test_rows: int = TEST_ROWS,
     descending_share: float = 0.0,
+    judged_rows: int = JUDGED_ROWS,
 ) -> Path:
-    """Write `model/`, `train.jsonl` and `test.jsonl` into `folder`; the test rows always ascend."""
+    """Write `model/`, `train.jsonl`, `test.jsonl` and the judged rows into `folder`; the test rows always ascend."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     make_model(seed).save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
     _write_rows(folder / "train.jsonl", make_rows(train_rows, seed, descending_share))
     _write_rows(folder / "test.jsonl", make_rows(test_rows, seed, held_out=True))
+    for name, make in (("pairs", make_pairs), ("unpaired", make_unpaired), ("steps", make_steps)):
+        _write_rows(folder / f"{name}.jsonl", make(judged_rows, seed))
+        _write_rows(folder / f"{name}_test.jsonl", make(test_rows, seed, held_out=True))
     return folder
 
 

@@ -1,4 +1,4 @@
-"""What a chat model answers to a few prompts, greedily, by Hugging Face's own `generate`.
+"""What a model answers to a few prompts, greedily, by Hugging Face's own `generate`.
 
 Made for looking at a model before and after training, not for speed.
 """
@@ -20,24 +20,33 @@ def answer(
     batch_size: int = 64,
 ) -> list[str]:
     """One greedy answer per prompt (each prompt is one user turn), in order, without special tokens."""
-    import torch
-
-    assert tokenizer.pad_token_id is not None, "batched generation needs a padding token"
     texts = [
         tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
         for prompt in prompts
     ]
+    tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return continue_tokens(model, tokenizer, tokens, max_new_tokens, batch_size)
+
+
+def continue_tokens(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    batch_size: int = 64,
+) -> list[str]:
+    """The greedy continuation of each sequence of tokens, in order, without special tokens."""
+    import torch
+
+    assert tokenizer.pad_token_id is not None, "batched generation needs a padding token"
     was_training = model.training
     model.eval()
     answers: list[str] = []
     try:
-        for start in range(0, len(texts), batch_size):
-            batch = tokenizer(
-                texts[start : start + batch_size],
-                padding=True,
+        for start in range(0, len(prompts), batch_size):
+            batch = tokenizer.pad(
+                {"input_ids": [list(tokens) for tokens in prompts[start : start + batch_size]]},
                 padding_side="left",
-                add_special_tokens=False,
-                return_token_type_ids=False,
                 return_tensors="pt",
             ).to(model.device)
             with torch.no_grad():

@@ -56,11 +56,8 @@ def load_frozen_policy(pretrain: str, options: ModelOptions, device: Device, fla
     model = _causal_lm(pretrain, options, device, flag=flag)
     weights = weights_fingerprint(model)
     model.requires_grad_(False)
-    if options.bf16:
-        cast_parameters(model, torch.bfloat16)
-    policy = Policy(model.to(device.torch)).eval()
-    verdict = choose_path(policy, packed_allowed=options.attn_implementation is None)
-    return Loaded(policy, verdict, weights)
+    policy = Policy(model).eval()
+    return Loaded(policy, _placed(policy, options, device, cast=options.bf16), weights)
 
 
 def frozen_skeleton(pretrain: str, flag: str) -> Policy:
@@ -132,17 +129,25 @@ def _to_be_trained(
         _keep_gradients_on_cpu(model)
     if options.lora_rank > 0:
         model = add_adapters(model, options, task_type)
-    if options.bf16 and cast:
-        cast_parameters(model, torch.bfloat16)
-    model.to(device.torch)
+    module = root(model)
+    verdict = _placed(module, options, device, cast=options.bf16 and cast)
     if options.use_liger_kernel:
         _apply_liger(model)
-    module = root(model)
-    verdict = choose_path(module, packed_allowed=options.attn_implementation is None)
     if options.gradient_checkpointing:
         enable_gradient_checkpointing(module, reentrant=options.gradient_checkpointing_use_reentrant)
     module.train()
     return Loaded(module, verdict, weights)
+
+
+def _placed(module: PackedModel, options: ModelOptions, device: Device, *, cast: bool) -> Verdict:
+    """Choose the path, cast and move to the device, in this order: rounding would blur the comparison."""
+    ours = options.attn_implementation is None
+    verdict = choose_path(module) if ours else None
+    if cast:
+        cast_parameters(module, torch.bfloat16)
+    module.to(device.torch)
+    # An implementation that was asked for by name may know only half precision, or only the accelerator.
+    return verdict or choose_path(module, packed_allowed=False)
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:

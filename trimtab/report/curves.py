@@ -82,8 +82,8 @@ def smooth(points: Sequence[Point], window: int) -> list[Point]:
 
 
 def window_of(points: Sequence[Point]) -> int:
-    """How many steps a mean is taken over: a twenty-fifth of the run, an odd number."""
-    return max(1, len(points) // 25) | 1
+    """How many steps a mean is taken over: a twentieth of the run, an odd number."""
+    return max(1, len(points) // 20) | 1
 
 
 def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:

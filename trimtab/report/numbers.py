@@ -29,7 +29,8 @@ def percent(share: float, digits: int = 1) -> str:
     text = f"{100 * share:.{digits}f}"
     if float(text) == 100 and share < 1:
         text = f"{100 - 10**-digits:.{digits}f}"
-    return f"{text.removesuffix('.' + '0' * digits)} %"
+    # A space that does not break: the sign stays with its number.
+    return f"{text.removesuffix('.' + '0' * digits)}\u00a0%"
 
 
 def plain(value: Any) -> str:

@@ -109,10 +109,10 @@ def read_run(folder: str | Path) -> Run:
     run.options = _read_mapping(run, OPTIONS, yaml.safe_load)
     run.manifest = _read_mapping(run, MANIFEST, json.loads)
     run.samples = _read_samples(run)
-    if (run.folder / REWARDS).is_file():
-        run.rewards = _read_mapping(run, REWARDS, json.loads)
     run.job = _job(run)
-    if run.job == "kto":
+    if run.job == "rm" and (run.folder / REWARDS).is_file():
+        run.rewards = _read_mapping(run, REWARDS, json.loads)
+    elif run.job == "kto":
         _add_margins(run.rows)
     return run
 

@@ -20,6 +20,8 @@ from trimtab.report.settings import chosen_options
 from trimtab.report.subject import facts, job_name, lead, subject
 
 MOST_SAMPLES = 50
+MOST_CHARACTERS = 1500
+"""Of one prompt or answer: a longer one loses its middle."""
 LENGTHS = {
     "min": "shortest",
     "p50": "half are up to",
@@ -167,6 +169,9 @@ def sample_cell(sample: dict[str, Any], name: str, title: str) -> str:
     reference = sample.get("reference")
     if name in ("before", "after") and isinstance(reference, str) and reference:
         verdict = " class=right" if text.strip() == reference.strip() else " class=wrong"
+    if len(text) > MOST_CHARACTERS:
+        half = MOST_CHARACTERS // 2
+        text = f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
     shown = escape(text) if text.strip() else "<i class=empty>empty</i>"
     return f'<td data-name="{escape(title)}"><span{verdict}>{shown}</span></td>'
 

@@ -33,14 +33,12 @@ def chosen_options(run: Run) -> dict[str, Any]:
 
 
 def differing_options(runs: Sequence[Run]) -> list[str]:
-    """Names of the options in which the runs differ, in their order; places are left out."""
-    names = dict.fromkeys(name for run in runs for name in run.options)
-    first, *others = runs
+    """Names of the options in which the runs differ because somebody chose one, in their order."""
+    chosen = [chosen_options(run) for run in runs]
+    names = dict.fromkeys(name for run in runs for name in run.options if any(name in found for found in chosen))
+    first, *others = [run for run in runs if run.options] or runs
     return [
-        name
-        for name in names
-        if name not in PLACES
-        and any(not _equal(first.options.get(name), other.options.get(name)) for other in others if other.options)
+        name for name in names if any(not _equal(first.options.get(name), other.options.get(name)) for other in others)
     ]
 
 

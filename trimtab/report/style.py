@@ -38,11 +38,11 @@ h2 { font-size: 1.05rem; font-weight: 650; margin: 2.75rem 0 .8rem; }
             border-radius: 0 8px 8px 0; list-style: none; overflow-wrap: anywhere; }
 .findings.calm { border-color: var(--good); color: var(--quiet); }
 .findings li + li { margin-top: .4rem; }
-.charts { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 1rem; }
+.charts { display: flex; flex-wrap: wrap; gap: 1rem; }
 .chart { margin: 0; padding: .9rem 1.1rem .7rem; background: var(--card); border: 1px solid var(--rule);
-         border-radius: 10px; min-width: 0; }
-.chart.tall { grid-column: 1 / -1; }
-.two .chart.tall { grid-column: auto; }
+         border-radius: 10px; min-width: 0; flex: 1 1 calc(50% - .5rem); }
+.chart.tall { flex-basis: 100%; }
+.two .chart.tall { flex-basis: calc(50% - .5rem); }
 figcaption { font-size: .88rem; display: flex; flex-wrap: wrap; gap: .1rem .9rem; align-items: center; }
 figcaption b { font-weight: 600; }
 .note { color: var(--quiet); font-size: .78rem; margin-left: auto; }
@@ -94,9 +94,13 @@ td:last-child, th:last-child { padding-right: 0; }
 .data td + td, .data th + th { text-align: right; overflow-wrap: break-word; }
 .words { color: var(--quiet); margin: -.3rem 0 .8rem; max-width: 46rem; font-size: .95rem; overflow-wrap: anywhere; }
 .words:empty { display: none; }
-.wide { grid-column: 1 / -1; margin: 0; }
-.scroll { overflow-x: auto; }
+.wide { flex: 1 1 100%; margin: 0; }
+.scroll { overflow-x: auto; padding-inline: 0; }
+.sides { border-collapse: separate; border-spacing: 0; }
 .sides td + td, .sides th + th { text-align: left; white-space: nowrap; }
+.sides td:first-child, .sides th:first-child { position: sticky; left: 0; background: var(--card); padding-left: 1.1rem;
+                                               max-width: 10.5rem; overflow-wrap: anywhere; }
+.sides td:last-child, .sides th:last-child { padding-right: 1.1rem; }
 .sides td.best { font-weight: 650; } .sides td.best::after { content: " ●"; color: var(--good); font-size: .7em; }
 .sides td.chosen { font-weight: 650; } .sides td.default { color: var(--quiet); }
 .runs { list-style: none; margin: 0; padding: 0; }
@@ -123,8 +127,7 @@ code { font-family: var(--mono); font-size: .9em; white-space: nowrap; }
   body { padding: 1.5rem 1rem 3rem; }
   h1 { font-size: 1.35rem; }
   .figures div { flex-basis: 40%; }
-  .charts { grid-template-columns: minmax(0, 1fr); }
-  .chart { padding: .8rem .8rem .5rem; }
+  .chart, .two .chart.tall { padding: .8rem .8rem .5rem; flex-basis: 100%; }
   .tall .plot { height: 13rem; }
   .plot { margin-left: 2.6rem; }
   .note { margin-left: 0; }
@@ -144,7 +147,7 @@ code { font-family: var(--mono); font-size: .9em; white-space: nowrap; }
   html { font-size: 12px; }
   body { padding: 0; font-size: 12px; max-width: none; }
   .chart, .card, .figures, tr { break-inside: avoid; }
-  h2 { break-after: avoid; }
+  h2, .words { break-after: avoid; }
   details::details-content { content-visibility: visible; height: auto; }
   .strips { display: none; }
 }

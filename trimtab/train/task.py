@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from trimtab.algos.moe_balance import load_balancing_loss
@@ -183,5 +184,4 @@ def sums_by_sequence(values_N: Tensor, batch: TokenBatch) -> Tensor:
 
 def counts_by_sequence(batch: TokenBatch) -> Tensor:
     """Trained tokens in every sequence [S], as floats."""
-    owners = batch.owners_N
-    return sums_by_sequence(owners.new_ones(owners.shape, dtype=owners.dtype).float(), batch)
+    return torch.bincount(batch.owners_N, minlength=len(batch.spans)).float()

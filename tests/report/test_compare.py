@@ -1,0 +1,125 @@
+"""Several runs on one page."""
+
+import re
+
+import pytest
+
+from tests.report.pages import Checked, write_metrics, write_run
+from trimtab.cli import main as trimtab_main
+from trimtab.report.compare import comparability, names_of, write_comparison
+from trimtab.report.read import read_run
+
+
+def compare(*folders) -> str:
+    path = write_comparison(folders)
+    assert path == folders[0] / "comparison.html"
+    page = path.read_text()
+    assert not Checked(page).tags & {"script", "link", "iframe", "object", "img"}
+    assert not re.search(r'="[^"]*\b(nan|inf)\b', page)
+    return page.replace("\u00a0", " ")
+
+
+def row_of(page: str, name: str) -> list[str]:
+    (row,) = re.findall(rf"<tr><td>{name}</td>(.*?)</tr>", page)
+    return re.findall(r"<td.*?</td>", row)
+
+
+@pytest.fixture
+def two(tmp_path):
+    first = write_run(tmp_path / "first", "dpo", beta=0.1, learning_rate=1e-4)
+    return first, write_run(tmp_path / "second", "dpo", steps=20, beta=0.3, learning_rate=1e-4)
+
+
+def test_curves_lie_over_each_other_in_the_colours_of_their_runs(two):
+    page = compare(*two)
+    loss = page.split("<b>Loss</b>")[1].split("</figure>")[0]
+    assert 'class="smooth c0"' in loss and 'class="smooth c1"' in loss and 'class="dots c1"' in loss
+    assert '<span class="key smooth c0">first</span><span class="key smooth c1">second</span>' in loss
+    assert "<b>Chosen reward</b>" in page and "<b>Reward margin</b>" in page
+
+
+def test_final_figures_stand_side_by_side_and_the_best_is_marked(two):
+    page = compare(*two)
+    assert row_of(page, "steps") == ["<td>40</td>", "<td>20</td>"]
+    assert row_of(page, "evaluation loss") == ["<td class=best>0.075</td>", "<td>0.15</td>"]
+    assert row_of(page, "accuracy, evaluation") == ["<td>80 %</td>", "<td>80 %</td>"], "equal values have no best"
+    assert row_of(page, "chosen reward, evaluation") == ["<td>0.5</td>", "<td>0.5</td>"]
+
+
+def test_options_that_differ_are_told_from_those_in_common(two):
+    page = compare(*two)
+    assert row_of(page, "beta") == ["<td class=default>0.1</td>", "<td class=chosen>0.3</td>"]
+    assert page.count("<td>learning_rate</td>") == 0 and "<dt>learning_rate</dt><dd>0.0001</dd>" in page
+    assert "save_path" not in page
+
+
+def test_a_warning_of_all_runs_is_said_once_and_of_one_with_its_name(two):
+    for folder in two:
+        (folder / "config.json").unlink()
+    page = compare(*two)
+    assert page.count("no saved model") == 1 and "<b>All runs</b>: There is no saved model" in page
+    write_metrics(two[1], [])
+    assert "<b>second</b>: No optimiser step is recorded yet." in compare(*two)
+
+
+def test_what_cannot_be_compared_is_said(tmp_path):
+    runs = [read_run(write_run(tmp_path / job, job)) for job in ("dpo", "sft")]
+    assert list(comparability(runs)) == ["These runs are different jobs: their losses are not on one scale."]
+    assert "class=best>0.075" not in compare(tmp_path / "dpo", tmp_path / "sft")
+    other = read_run(write_run(tmp_path / "other", steps=20))
+    other.manifest |= {"initial_weights": "def", "data": {"evaluation": {"rows_kept": 5}}}
+    told = " ".join(comparability([runs[1], other]))
+    assert "different weights" in told and "evaluated on different data" in told and "numbers of steps" in told
+    assert list(comparability([runs[1], runs[1]])) == []
+
+
+def test_names_are_as_short_as_they_can_be(tmp_path):
+    folders = [write_run(tmp_path / place) for place in ("a/run", "b/run", "c/other")]
+    assert names_of([read_run(folder) for folder in folders]) == ["a/run", "b/run", "c/other"]
+    assert names_of([read_run(folder) for folder in folders[1:]]) == ["run", "other"]
+
+
+def test_answers_to_the_same_prompt_stand_side_by_side(two):
+    for folder, after in zip(two, ("12", "21")):
+        (folder / "samples.json").write_text(
+            f'[{{"prompt": "sort 21>", "before": "x", "after": "{after}", "reference": "12"}}, {{"prompt": "{after}"}}]'
+        )
+    table = compare(*two).split("Answers after training")[1]
+    assert table.count("<tr>") == 2 and "class=right>12<" in table and "class=wrong>21<" in table
+
+
+def test_nine_runs_and_broken_ones_still_give_a_page(tmp_path):
+    folders = [write_run(tmp_path / f"run{index}", seed=index) for index in range(9)]
+    (folders[3] / "metrics.jsonl").write_text("not json\n")
+    (folders[4] / "options.yaml").write_text(": :")
+    (folders[5] / "manifest.json").write_text("[")
+    page = compare(*folders)
+    assert 'class="smooth c1 dashed"' in page and page.count("<td class=chosen>") == 8
+
+
+def test_command_writes_beside_the_first_run_or_where_output_says(two, tmp_path, capsys):
+    words = ["report", *map(str, two)]
+    assert trimtab_main.main(words) == 0
+    assert trimtab_main.main([*words, "--output", str(tmp_path / "new" / "both.html")]) == 0
+    assert trimtab_main.main([*words, "--output", str(tmp_path)]) == 0
+    assert trimtab_main.main(["report", str(two[0]), "--output", f"{tmp_path}/one/"]) == 0
+    places = [two[0] / "comparison.html", tmp_path / "new/both.html", tmp_path / "comparison.html"]
+    places.append(tmp_path / "one/report.html")
+    assert capsys.readouterr().out.splitlines() == [str(place) for place in places]
+    assert all(place.read_text().startswith("<!doctype html>") for place in places)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["first", "first"], "is given twice"),
+        (["first", "./first/"], "is given twice"),
+        (["first", "nowhere"], "no such folder"),
+        (["first", "--output", "first/options.yaml/page.html"], "cannot write the report"),
+    ],
+)
+def test_a_mistake_is_one_line(words, problem, two, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert trimtab_main.main(["report", *words]) == 2
+    error = capsys.readouterr().err
+    assert problem in error and error.count("\n") == 1
