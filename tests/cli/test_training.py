@@ -114,3 +114,18 @@ def test_a_report_that_fails_is_one_warning_and_not_a_failed_run(error, stub, tm
     output = capsys.readouterr()
     assert output.err.startswith("trimtab dpo: warning: no report was written: ") and output.err.count("\n") == 1
     assert output.out.splitlines() == [f"model    {run}/", f"metrics  {run}/metrics.jsonl"]
+
+
+def test_samples_that_fail_are_one_warning_and_the_report_is_written_all_the_same(stub, tmp_path, monkeypatch, capsys):
+    from trimtab.evaluate import before_and_after
+
+    def write_samples(options):
+        raise MemoryError("no room\nfor two models")
+
+    monkeypatch.setattr(before_and_after, "write_samples", write_samples)
+    run = tmp_path / "run"
+    stub("dpo", train=training(run))
+    assert train_dpo.main([*GOOD, "--save_path", str(run), "--report_samples", "2"]) == 0
+    output = capsys.readouterr()
+    assert output.err == "trimtab dpo: warning: no samples were written: no room for two models\n"
+    assert output.out.endswith(f"report   {run}/report.html\n")

@@ -1,10 +1,12 @@
 """Every job's page shows the job's own figures, and says what was trained from what on what."""
 
 import json
+import random
 
 import pytest
 
 from tests.report.pages import FIGURES, Checked, write_run
+from trimtab.report.compare import write_comparison
 from trimtab.report.figures import OBJECTIVES
 from trimtab.report.page import write_report
 from trimtab.report.read import read_run
@@ -101,3 +103,24 @@ def test_rewards_of_an_earlier_job_in_the_folder_are_not_shown(tmp_path):
     assert "Calibration" in page_of(folder)
     (folder / "manifest.json").write_text('{"job": "sft"}')
     assert "Calibration" not in page_of(folder)
+
+
+@pytest.mark.parametrize("job", FIGURES)
+@pytest.mark.parametrize("seed", range(3))
+def test_files_cut_or_scribbled_over_at_any_place_still_give_a_page(job, seed, tmp_path):
+    dice = random.Random(f"{job} {seed}")
+    folder = write_run(tmp_path / "run", job)
+    other = write_run(tmp_path / "other", job)
+    for round in range(12):
+        for name in ("metrics.jsonl", "options.yaml", "manifest.json", "rewards.json"):
+            if not (other / name).exists():
+                continue
+            content = bytearray((other / name).read_bytes())
+            for _ in range(dice.randint(0, 4)):
+                place = dice.randrange(len(content))
+                content[place : place + dice.randint(0, 9)] = dice.choice(
+                    [b"", b"\x00", b"1e999", b'"', b"[", b"-", b"NaN"]
+                )
+            (folder / name).write_bytes(content[: dice.choice([len(content), dice.randrange(len(content))])])
+        page_of(folder)
+        Checked(write_comparison([folder, other]).read_text())

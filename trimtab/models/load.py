@@ -132,7 +132,7 @@ def _to_be_trained(
     module = root(model)
     verdict = _placed(module, options, device, cast=options.bf16 and cast)
     if options.use_liger_kernel:
-        _apply_liger(model)
+        _apply_liger(model, device)
     if options.gradient_checkpointing:
         enable_gradient_checkpointing(module, reentrant=options.gradient_checkpointing_use_reentrant)
     module.train()
@@ -185,7 +185,9 @@ def _four_bit():
     )
 
 
-def _apply_liger(model: nn.Module) -> None:
+def _apply_liger(model: nn.Module, device: Device) -> None:
+    if not device.is_accelerator:
+        raise UserError("--use_liger_kernel: its kernels need an accelerator, and none is here; leave it out")
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
     except ImportError as error:
