@@ -86,6 +86,49 @@ def test_descending_share_is_the_share_of_descending_answers():
     assert 0.60 < descending < 0.70
 
 
+def last(row: dict, column: str) -> str:
+    return row[column][-1]["content"]
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_pairs_prefer_the_ascending_order_to_another_one(held_out):
+    rows = sort_task.make_pairs(400, seed=1, held_out=held_out)
+    assert rows == sort_task.make_pairs(400, seed=1, held_out=held_out) != sort_task.make_pairs(400, 2, held_out)
+    descending = 0
+    for row in rows:
+        right, wrong = last(row, "chosen"), last(row, "rejected")
+        assert last(row, "prompt").startswith("sort ") and sort_task.is_held_out(right) == held_out
+        assert right == "".join(sorted(right)) and sorted(wrong) == sorted(right) and wrong != right
+        descending += wrong == right[::-1]
+    assert 160 < descending < 260, "about one half, the others are shuffled"
+
+
+def test_single_answers_are_labelled_by_what_they_are():
+    rows = sort_task.make_unpaired(400, seed=1)
+    for row in rows:
+        digits = last(row, "prompt").removeprefix("sort ").removesuffix(">")
+        assert (last(row, "completion") == "".join(sorted(digits))) == row["label"]
+    assert 160 < sum(row["label"] for row in rows) < 240
+
+
+def test_a_step_is_good_as_long_as_all_digits_so_far_are_right():
+    rows = sort_task.make_steps(400, seed=1)
+    for row in rows:
+        digits = row["prompt"].removeprefix("<user>sort ").removesuffix("><assistant>")
+        right, answer = "".join(sorted(digits)), "".join(row["completions"])
+        assert len(row["labels"]) == len(answer) == len(right)
+        assert row["labels"] == [right.startswith(answer[: i + 1]) for i in range(len(answer))]
+    assert 160 < sum(all(row["labels"]) for row in rows) < 240
+
+
+def test_the_marks_of_a_step_are_single_tokens(tokenizer):
+    marks = (sort_task.STEP_END, sort_task.GOOD_STEP, sort_task.BAD_STEP)
+    assert all(
+        tokenizer.encode(mark) != [tokenizer.unk_token_id] and len(tokenizer.encode(mark)) == 1 for mark in marks
+    )
+    assert sort_task.STEP_END not in "".join(sort_task.make_steps(9, seed=1)[0]["completions"])
+
+
 def test_success_counts_exact_answers_only():
     assert sort_task.success_rate(["12", "12 ", "21", "3"], ["12", "12", "12", "3"]) == 0.5
 
@@ -93,10 +136,10 @@ def test_success_counts_exact_answers_only():
 def test_write_gives_a_loadable_model_and_the_same_bytes_again(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    sort_task.write(tmp_path, seed=7, train_rows=20, test_rows=5)
+    sort_task.write(tmp_path, seed=7, train_rows=20, test_rows=5, judged_rows=9)
     files = [path for path in sorted(tmp_path.rglob("*")) if path.is_file()]
     first = {path: path.read_bytes() for path in files}
-    sort_task.write(tmp_path, seed=7, train_rows=20, test_rows=5)
+    sort_task.write(tmp_path, seed=7, train_rows=20, test_rows=5, judged_rows=9)
     assert {path: path.read_bytes() for path in files} == first
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -105,8 +148,14 @@ def test_write_gives_a_loadable_model_and_the_same_bytes_again(tmp_path):
     assert tokenizer.chat_template == sort_task.CHAT_TEMPLATE
     assert model.config.eos_token_id == tokenizer.eos_token_id == model.generation_config.eos_token_id
     assert model.config.pad_token_id == tokenizer.pad_token_id
-    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
-    assert rows == sort_task.make_rows(20, seed=7)
+    for name, rows in {
+        "train": sort_task.make_rows(20, seed=7),
+        "test": sort_task.make_rows(5, seed=7, held_out=True),
+        "pairs": sort_task.make_pairs(9, seed=7),
+        "unpaired_test": sort_task.make_unpaired(5, seed=7, held_out=True),
+        "steps": sort_task.make_steps(9, seed=7),
+    }.items():
+        assert [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()] == rows
 
 
 def test_answers_do_not_depend_on_the_batch_and_keep_training_mode(tokenizer):

@@ -106,12 +106,11 @@ def test_rewards_of_an_earlier_job_in_the_folder_are_not_shown(tmp_path):
 
 
 @pytest.mark.parametrize("job", FIGURES)
-@pytest.mark.parametrize("seed", range(3))
-def test_files_cut_or_scribbled_over_at_any_place_still_give_a_page(job, seed, tmp_path):
-    dice = random.Random(f"{job} {seed}")
+def test_files_cut_or_scribbled_over_at_any_place_still_give_a_page(job, tmp_path):
+    dice = random.Random(job)
     folder = write_run(tmp_path / "run", job)
     other = write_run(tmp_path / "other", job)
-    for round in range(12):
+    for _ in range(4):
         for name in ("metrics.jsonl", "options.yaml", "manifest.json", "rewards.json"):
             if not (other / name).exists():
                 continue

@@ -84,7 +84,7 @@ def comparability(runs: Sequence[Run]) -> Iterator[str]:
     """Why figures may not say which run is better."""
     if len({run.job for run in runs}) > 1:
         yield "These runs are different jobs: their losses are not on one scale."
-    elif len({run.options.get("preference_loss") for run in runs if run.options}) > 1:
+    elif len({plain(run.options.get("preference_loss")) for run in runs if run.options}) > 1:
         yield "These runs minimise different losses: compare accuracy and samples, not the losses themselves."
     if len({run.manifest["initial_weights"] for run in runs if _known(run, "initial_weights")}) > 1:
         yield "These runs started from different weights."
