@@ -276,3 +276,9 @@ def test_loading_prints_nothing(tmp_path, capfd):
     (tmp_path / "b.jsonl").write_text("{nonsense")
     error(tmp_path / "b.jsonl")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_lone_file_is_its_own_test_split(tmp_path):
+    write_jsonl(tmp_path / "heldout.jsonl", numbered(0, 3))
+    rows = load_rows(str(tmp_path / "heldout.jsonl"), probabilities=None, split="test", max_samples=9, seed=0)
+    assert len(rows) == 3

@@ -78,6 +78,8 @@ def _pick(splits: dict[str, Dataset], split: str, source: str) -> Dataset:
     """One split, or a slice or sum of splits in the notation of `datasets` ("train[:10%]")."""
     if split in splits:
         return splits[split]
+    if len(splits) == 1 and split in ("train", "test"):
+        return next(iter(splits.values()))  # a lone file has no splits; whatever it is called, it is what was named
     found = ", ".join(sorted(splits))
     try:
         instructions = datasets.ReadInstruction.from_spec(split).to_absolute({k: len(v) for k, v in splits.items()})
