@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "cli": {"config", "train", "models", "distributed", "evaluate", "report", "embedded", "errors"},
     "train": {"data", "models", "algos", "distributed", "config", "errors"},
     "models": {"data.batches", "data.hub", "distributed", "config", "errors"},
+    "rollout": {"data.batches", "models", "errors"},
     "data": {"config", "errors"},
     "distributed": {"errors"},
     "algos": set(),

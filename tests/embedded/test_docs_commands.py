@@ -1,38 +1,92 @@
-"""Every command of docs/sft.md runs, on few rows."""
+"""Every command and every piece of Python in the pages about jobs runs, on few rows."""
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
+import pytest
+
+from tests.config.every_job import EVERY_JOB
 from trimtab.cli.main import main
+from trimtab.config.catalogue import find
 
-PAGE = Path(__file__).parents[2] / "docs" / "sft.md"
-FEW = ["--max_samples", "72"]  # two steps at the page's batch size, the second a small one
+DOCS = Path(__file__).parents[2] / "docs"
+FEW = ["--max_samples", "72"]  # two steps at the pages' batch size, the second a small one
+EXTRA = {verb: FEW for verb in ("sft", "rm", "prm", "dpo", "kto", "kd")}
+
+LEFT_BY = {  # page: what its commands must have made
+    "sft": ["my-adapter/adapter_config.json", "my-model/report.html"],
+    "reward_model": ["my-reward-model/rewards.json", "my-merged-reward-model/config.json"],
+    "process_reward": ["my-judge/model.safetensors", "my-judge-adapter/adapter_config.json"],
+    "dpo": ["my-dpo/model.safetensors", "my-merged-dpo/model.safetensors", "my-simpo/report.html"],
+    "kto": ["my-kto/model.safetensors", "my-kto-adapter/adapter_config.json"],
+    "distillation": ["my-student/model.safetensors", "my-third-student/metrics.jsonl"],
+}
 
 
-def commands() -> list[list[str]]:
-    blocks = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(page: str) -> list[list[str]]:
+    lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
     return [shlex.split(line) for line in lines if line.strip() and not line.startswith("#")]
 
 
-def test_every_command_of_the_sft_page_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
-    words = commands()
-    assert len(words) >= 8 and {word[0] for word in words} == {"trimtab"}
-    for _, verb, *rest in words:
-        extra = {"quickstart": ["--steps", "2"], "sft": FEW}.get(verb, [])
-        assert main([verb, *rest, *extra]) == 0, (verb, rest, capsys.readouterr().err)
-    assert (tmp_path / "my-adapter" / "adapter_config.json").is_file()
-    assert (tmp_path / "my-model" / "report.html").is_file()
+@pytest.fixture(scope="module")
+def quickstarted(tmp_path_factory):
+    """A folder after `trimtab quickstart`, the first command of every page."""
+    folder = tmp_path_factory.mktemp("pages")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        patched.setenv("TRIMTAB_CACHE", str(folder / "cache"))
+        assert main(["quickstart", "--steps", "2"]) == 0
+    return folder
 
 
-def test_the_pages_promise_of_what_a_run_leaves_is_kept(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def folder(quickstarted, tmp_path, monkeypatch):
+    shutil.copytree(quickstarted, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("TRIMTAB_CACHE", str(tmp_path / "cache"))
-    assert main(["quickstart", "--steps", "1"]) == 0
-    promised = re.findall(r"`([\w.]+\.\w+)`", PAGE.read_text().split("## What a run leaves")[1].split("## Data")[0])
+    return tmp_path / "here"
+
+
+@pytest.mark.parametrize("page", LEFT_BY)
+def test_every_command_of_a_page_runs(folder, page, capsys):
+    (first, *others) = commands(page)
+    assert first == ["trimtab", "quickstart"] and len(others) >= 2
+    for program, verb, *rest in others:
+        assert program == "trimtab"
+        assert main([verb, *rest, *EXTRA.get(verb, [])]) == 0, (verb, rest, capsys.readouterr().err)
+    for name in LEFT_BY[page]:
+        assert (folder / name).is_file(), name
+    for code in blocks(page, "python"):
+        known: dict = {}
+        exec(compile(code, f"{page}.md", "exec"), known)
+        # What a page calculates are two scores that differ, or a probability for each of four steps.
+        figures = known.get("scores") or known.get("probabilities")
+        assert len(set(figures)) == len(figures) in (2, 4) and all(isinstance(figure, float) for figure in figures)
+
+
+def test_the_pages_promise_of_what_a_run_leaves_is_kept(folder):
+    page = (DOCS / "sft.md").read_text()
+    promised = re.findall(r"`([\w.]+\.\w+)`", page.split("## What a run leaves")[1].split("## Data")[0])
     assert len(promised) >= 5
     for name in promised:
-        assert (tmp_path / "quickstart" / "sft" / name).is_file(), name
+        assert (folder / "quickstart" / "sft" / name).is_file(), name
+
+
+@pytest.mark.parametrize("page", LEFT_BY)
+def test_every_option_a_page_names_exists_and_every_link_leads_somewhere(page):
+    text = (DOCS / f"{page}.md").read_text()
+    unknown = {name for name in re.findall(r"--(\w+)", text) if not any(find(job, name) for job in EVERY_JOB)}
+    assert not unknown - {"help"}
+    for target in re.findall(r"\]\((\w+\.md)", text):
+        assert (DOCS / target).is_file(), target
+
+
+def test_the_readme_names_every_page():
+    readme = (DOCS.parent / "README.md").read_text()
+    assert all(f"docs/{page}.md" in readme for page in LEFT_BY)

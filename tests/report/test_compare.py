@@ -93,8 +93,9 @@ def test_nine_runs_and_broken_ones_still_give_a_page(tmp_path):
     (folders[3] / "metrics.jsonl").write_text("not json\n")
     (folders[4] / "options.yaml").write_text(": :")
     (folders[5] / "manifest.json").write_text("[")
+    (folders[6] / "options.yaml").write_text("preference_loss: {a: [1]}\nseed: [1, {b: 2}]\n")
     page = compare(*folders)
-    assert 'class="smooth c1 dashed"' in page and page.count("<td class=chosen>") == 8
+    assert 'class="smooth c1 dashed"' in page and len(row_of(page, "seed")) == 9
 
 
 def test_command_writes_beside_the_first_run_or_where_output_says(two, tmp_path, capsys):

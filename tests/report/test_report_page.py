@@ -130,6 +130,13 @@ def test_odd_samples_are_shown_as_they_are(run):
     assert "empty" in page_of(run)
 
 
+def test_only_a_short_answer_is_called_right_or_wrong(run):
+    sentence = "There is more than one way of saying something like this."
+    (run / "samples.json").write_text(json.dumps([{"prompt": "?", "after": "Indeed.", "reference": sentence}]))
+    page = page_of(run)
+    assert sentence in page and "class=wrong" not in page and "class=right" not in page
+
+
 def test_a_long_answer_loses_its_middle(run):
     (run / "samples.json").write_text(json.dumps([{"prompt": "a" * 900 + "b" * 900 + "c" * 900}]))
     page = page_of(run)

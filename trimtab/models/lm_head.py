@@ -116,7 +116,7 @@ def _from_module(hidden, head, targets, shape, temperature):
     return log_probs.gather(-1, targets[:, None])[:, 0], entropies
 
 
-def _raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """fp32 result; on CUDA also for half-precision operands, without rounding the logits first."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         raw = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
@@ -134,7 +134,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         means = torch.empty_like(log_probs) if entropy else None  # E[z], for the entropy and its gradient
         for begin in range(0, count, chunk):
             part = slice(begin, begin + chunk)
-            logits = shaped_logits(_raw_logits(hidden[part], weight, bias), shape, temperature)
+            logits = shaped_logits(raw_logits(hidden[part], weight, bias), shape, temperature)
             normalisers[part] = torch.logsumexp(logits, -1)
             log_probs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalisers[part]
             if entropy:
@@ -154,7 +154,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for begin in range(0, hidden.shape[0], chunk):
             part = slice(begin, begin + chunk)
-            logits = shaped_logits(_raw_logits(hidden[part], weight, bias), shape, temperature)
+            logits = shaped_logits(raw_logits(hidden[part], weight, bias), shape, temperature)
             slope = None
             if shape.softcap is not None:  # d cap(z) / dz = 1 - tanh^2
                 slope = 1 - (logits * (temperature / shape.softcap)).square()

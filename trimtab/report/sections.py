@@ -22,6 +22,8 @@ from trimtab.report.subject import facts, job_name, lead, subject
 MOST_SAMPLES = 50
 MOST_CHARACTERS = 1500
 """Of one prompt or answer: a longer one loses its middle."""
+SHORT_ANSWER = 40
+"""Characters up to which an answer is right or wrong; a longer one may say the same in other words."""
 LENGTHS = {
     "min": "shortest",
     "p50": "half are up to",
@@ -167,7 +169,7 @@ def samples(run: Run) -> str:
 def sample_cell(sample: dict[str, Any], name: str, title: str) -> str:
     text, verdict = plain(sample.get(name, "")), ""
     reference = sample.get("reference")
-    if name in ("before", "after") and isinstance(reference, str) and reference:
+    if name in ("before", "after") and isinstance(reference, str) and 0 < len(reference) <= SHORT_ANSWER:
         verdict = " class=right" if text.strip() == reference.strip() else " class=wrong"
     if len(text) > MOST_CHARACTERS:
         half = MOST_CHARACTERS // 2

@@ -79,7 +79,7 @@ def _check_places(options: Any) -> None:
     for flag in ("pretrain", "ref_pretrain", "teacher_model"):
         if name := getattr(options, flag, None):
             check_model_folder(name, f"--{flag}")
-    for flag in ("save_path", "ckpt_path", "use_tensorboard"):
+    for flag in ("save_path", "ckpt_path", "use_tensorboard", "use_visualdl"):
         if place := getattr(options, flag):
             check_folder(flag, Path(place))
 

@@ -1,0 +1,209 @@
+"""The built-in engine against Hugging Face's own generation, against the trainer's log-probs, and against chance."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.samples import random_examples
+from tests.tiny import VOCABULARY, tiny_model
+from trimtab.data.batches import TokenBatch
+from trimtab.embedded.sort_task import make_tokenizer
+from trimtab.errors import UserError
+from trimtab.models.policy import Policy
+from trimtab.models.selfcheck import choose_path
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.types import Sampling
+
+FAMILIES = ["llama", "qwen2", "gpt2", "mixtral", "qwen2_moe", "mistral", "gemma2"]
+TIGHT = {"kv_tokens": 160, "slots": 3, "page_size": 8}
+MEMORIES = [{}, TIGHT, {"read_tokens": 10}]
+
+
+def prompts(lengths=(5, 17, 33, 16, 1, 48, 7), seed=0, vocabulary=VOCABULARY):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, vocabulary, n).tolist() for n in lengths]
+
+
+def policy_of(family="llama", **changes):
+    policy = Policy(tiny_model(family, **changes))
+    choose_path(policy)
+    return policy
+
+
+def hugging_face(model, ids, count):
+    model.generation_config.eos_token_id = None
+    mask = torch.ones(1, len(ids), dtype=torch.long)
+    out = model.generate(
+        torch.tensor([ids]), attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    return out[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_answers_equal_hugging_faces_in_any_memory(family):
+    model = tiny_model(family)
+    expected = [hugging_face(model, ids, 20) for ids in prompts()]
+    policy = Policy(model)
+    choose_path(policy)
+    for memory in MEMORIES:
+        answers = BuiltinEngine(policy, **memory).generate(prompts(), Sampling(max_new_tokens=20, temperature=0))
+        assert [a.ids for a in answers] == expected, memory
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_equal_the_trainers(family, temperature):
+    policy = policy_of(family)
+    answers = BuiltinEngine(policy, **TIGHT).generate(
+        prompts(), Sampling(max_new_tokens=12, n=2, temperature=temperature)
+    )
+    whole = [np.array(a.prompt_ids + a.ids) for a in answers]
+    examples = [(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, answers)]
+    trained = policy(TokenBatch.of(examples), temperature=temperature).log_probs_N
+    sampled = torch.from_numpy(np.concatenate([a.log_probs for a in answers]))
+    torch.testing.assert_close(sampled, trained, atol=1e-5, rtol=1e-5)
+
+
+def test_a_seed_gives_the_same_tokens_alone_in_a_crowd_and_after_being_stopped():
+    policy = policy_of()
+    sampling = Sampling(max_new_tokens=24, n=2)
+    crowd = prompts(np.random.default_rng(1).integers(1, 40, 64))
+    seeds = list(range(100, 164))
+    together = BuiltinEngine(policy, slots=64).generate(crowd, sampling, seeds=seeds)
+    tight = BuiltinEngine(policy, **TIGHT).generate(crowd, sampling, seeds=seeds)
+    assert [a.ids for a in together] == [a.ids for a in tight]
+    for index in (0, 17, 63):
+        alone = BuiltinEngine(policy).generate([crowd[index]], sampling, seeds=[seeds[index]])
+        assert [a.ids for a in alone] == [a.ids for a in together if a.prompt == index]
+    other = BuiltinEngine(policy).generate([crowd[0]], sampling, seeds=[999])
+    assert [a.ids for a in other] != [a.ids for a in together if a.prompt == 0]
+
+
+@pytest.mark.parametrize(
+    "setting", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 8, "top_p": 0.8, "temperature": 1.5}]
+)
+def test_frequencies_of_many_samples_match_the_models_distribution(setting):
+    """Chi-square on the first token of 20,000 samples, against the distribution worked out apart."""
+    policy = policy_of(vocab_size=13, spread=0.5)
+    ids, count = [3, 7, 5], 20_000
+    answers = BuiltinEngine(policy, slots=count).generate([ids], Sampling(max_new_tokens=1, n=count, seed=5, **setting))
+    logits = policy.inner(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double()
+    shares = torch.softmax(logits / setting.get("temperature", 1.0), -1).detach().numpy()
+    order = np.argsort(-shares)
+    if "top_k" in setting:
+        shares[order[setting["top_k"] :]] = 0
+        shares /= shares.sum()
+    if "top_p" in setting:
+        before = np.cumsum(shares[order]) - shares[order]
+        shares[order[before >= setting["top_p"]]] = 0
+        shares /= shares.sum()
+    counts = np.bincount([a.ids[0] for a in answers], minlength=13)
+    assert counts[shares == 0].sum() == 0
+    expected = shares[shares > 0] * count
+    chi = ((counts[shares > 0] - expected) ** 2 / expected).sum()
+    freedom = (shares > 0).sum() - 1
+    assert chi < freedom + 5 * np.sqrt(2 * freedom) + 5
+
+
+def test_stop_tokens_end_an_answer_but_not_before_the_minimum():
+    policy = policy_of()
+    stops = tuple(range(3, 30))
+    answers = BuiltinEngine(policy).generate(prompts(), Sampling(max_new_tokens=30, n=4, stop_token_ids=stops))
+    assert all(a.finish == "stop" and a.ids[-1] in stops and not set(a.ids[:-1]) & set(stops) for a in answers)
+    late = Sampling(max_new_tokens=30, n=4, stop_token_ids=stops, min_new_tokens=6)
+    answers = BuiltinEngine(policy).generate(prompts(), late)
+    assert all(len(a.ids) >= 7 and not set(a.ids[:6]) & set(stops) for a in answers)
+
+
+def test_stop_strings_end_an_answer_and_one_that_never_comes_runs_to_its_length():
+    tokenizer = make_tokenizer()
+    engine = BuiltinEngine(policy_of(vocab_size=len(tokenizer)), tokenizer)
+    answers = engine.generate(prompts((4, 9), vocabulary=40), Sampling(max_new_tokens=60, n=8, stop_strings=("a", "7")))
+    assert {a.finish for a in answers} == {"stop"}
+    for answer in answers:
+        text = tokenizer.decode(answer.ids)
+        assert "a" in text or "7" in text
+        shorter = tokenizer.decode(answer.ids[:-1])
+        assert "a" not in shorter and "7" not in shorter
+    never = engine.generate(prompts((4,), vocabulary=40), Sampling(max_new_tokens=5, stop_strings=("never ever",)))
+    assert never[0].finish == "length" and len(never[0].ids) == 5
+
+
+def test_forbidden_and_favoured_tokens():
+    policy = policy_of()
+    forbidden = tuple(range(10, 60))
+    answers = BuiltinEngine(policy).generate(prompts(), Sampling(max_new_tokens=10, forbidden_tokens=forbidden))
+    assert not {t for a in answers for t in a.ids} & set(forbidden)
+    favoured = BuiltinEngine(policy).generate(prompts(), Sampling(max_new_tokens=10, logit_bias={7: 1e4}))
+    assert {t for a in favoured for t in a.ids} == {7}
+
+
+def test_a_hook_may_change_the_logits():
+    policy, sampling = policy_of(), Sampling(max_new_tokens=1, temperature=0)
+    rolled = BuiltinEngine(policy).generate(
+        prompts(), sampling, logit_hook=lambda logits, samples: torch.roll(logits, 1, -1)
+    )
+    plain = BuiltinEngine(policy).generate(prompts(), sampling)
+    assert [a.ids[0] for a in rolled] == [(a.ids[0] + 1) % VOCABULARY for a in plain]
+
+
+def test_new_weights_are_used_at_once():
+    policy = policy_of()
+    engine = BuiltinEngine(policy)
+    sampling = Sampling(max_new_tokens=8, temperature=0)
+    before = engine.generate(prompts(), sampling)
+    with torch.no_grad():
+        for parameter, other in zip(policy.parameters(), tiny_model("llama", seed=9).parameters()):
+            parameter.copy_(other)
+    fresh = BuiltinEngine(policy_of(seed=9)).generate(prompts(), sampling)
+    after = engine.generate(prompts(), sampling)
+    assert [a.ids for a in after] == [a.ids for a in fresh] != [a.ids for a in before]
+
+
+def test_training_goes_on_as_before_after_generating():
+    policy = policy_of().train()
+    batch = TokenBatch.of(random_examples([9, 5]))
+    expected = policy(batch).log_probs_N
+    BuiltinEngine(policy).generate(prompts(), Sampling(max_new_tokens=3))
+    assert policy.training
+    torch.testing.assert_close(policy(batch).log_probs_N, expected)
+
+
+def test_a_thousand_requests_pass_through_memory_for_eight():
+    policy = policy_of()
+    lengths = np.random.default_rng(2).integers(4, 12, 1000)
+    engine = BuiltinEngine(policy, slots=16, kv_tokens=8 * 24, page_size=4)
+    answers = engine.generate(prompts(lengths), Sampling(max_new_tokens=12))
+    assert [a.prompt for a in answers] == list(range(1000)) and all(len(a.ids) == 12 for a in answers)
+
+
+def test_answers_stream_out_as_they_finish():
+    engine = BuiltinEngine(policy_of(), slots=2)
+    stream = engine.stream(prompts((3, 4, 5, 6)), Sampling(max_new_tokens=9))
+    first = next(stream)
+    assert first.finish == "length" and len(list(stream)) == 3
+
+
+def test_sleep_gives_the_memory_back_and_the_next_call_works():
+    engine = BuiltinEngine(policy_of())
+    sampling = Sampling(max_new_tokens=4, temperature=0)
+    before = engine.generate(prompts(), sampling)
+    engine.sleep()
+    assert engine._cache is None
+    assert [a.ids for a in engine.generate(prompts(), sampling)] == [a.ids for a in before]
+
+
+def test_mistakes_are_told_in_one_line():
+    policy = policy_of()
+    with pytest.raises(UserError, match="prompt 1 has 250 tokens .* context is 256"):
+        BuiltinEngine(policy).generate([[3], [3] * 250], Sampling(max_new_tokens=10))
+    with pytest.raises(UserError, match="prompt 0 is empty"):
+        BuiltinEngine(policy).generate([[]], Sampling())
+    with pytest.raises(UserError, match="n is 0"):
+        Sampling(n=0)
+    with pytest.raises(UserError, match="cannot hold one sequence"):
+        BuiltinEngine(policy, kv_tokens=16).generate([[3] * 40], Sampling())
+    with torch.no_grad():
+        policy.head.weight[5] = float("nan")
+    with pytest.raises(UserError, match="not finite for prompt 0, sample 0, token 0"):
+        BuiltinEngine(policy).generate(prompts(), Sampling())

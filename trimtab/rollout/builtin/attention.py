@@ -1,0 +1,100 @@
+"""Attention while generating: new tokens against what is in the cache, through Hugging Face's attention interface.
+
+Two kinds of pass, told apart by the module state:
+- reading:  packed rows of prompt tokens; their keys and values are stored on the way. A sequence whose beginning is in
+            the cache already attends to it there.
+- decoding: one token a sequence.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trimtab.models import attention as training
+from trimtab.rollout.builtin.cache import KVCache
+
+NAME = "trimtab_rollout"
+
+
+@dataclass
+class Reading:
+    row: training.PackedRow
+    places_T: Tensor
+    cached: list[tuple[slice, Tensor]]  # (own tokens in the row, places of the whole sequence) where some was cached
+
+
+@dataclass
+class Decoding:
+    places_B: Tensor
+    tables_BP: Tensor  # pages of every sequence, in order; 0 where there is none
+    lengths_B: Tensor  # tokens to look at, the new one included
+
+
+_cache: KVCache | None = None
+_pass: "Reading | Decoding | Measuring | None" = None
+
+
+def set_pass(cache: KVCache | None, current: "Reading | Decoding | Measuring") -> None:
+    global _cache, _pass
+    _cache, _pass = cache, current
+    if isinstance(current, Reading):
+        training.set_row(current.row)
+
+
+@dataclass
+class Measuring:
+    shapes: list[tuple[int, int, torch.dtype]]
+
+
+def rollout_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **arguments):
+    if isinstance(_pass, Measuring):
+        _pass.shapes.append((key.shape[1], key.shape[-1], key.dtype))
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
+    layer = module.layer_idx
+    if isinstance(_pass, Decoding):
+        _cache.store(layer, key[:, :, 0], value[:, :, 0], _pass.places_B)
+        return _decode(query, layer, arguments), None
+    _cache.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), _pass.places_T)
+    out, _ = training.packed_attention(module, query, key, value, attention_mask, **arguments)
+    for own, places in _pass.cached:
+        out[:, own] = _continue(query[:, :, own], layer, places, arguments)
+    return out, None
+
+
+def _decode(query: Tensor, layer: int, arguments: dict) -> Tensor:
+    """query [B, heads, 1, D] -> [B, 1, heads, D]."""
+    keys, values = (t[layer][_pass.tables_BP].flatten(1, 2).transpose(1, 2) for t in (_cache.keys, _cache.values))
+    position = torch.arange(keys.shape[2], device=query.device)
+    seen = position < _pass.lengths_B[:, None]
+    if arguments.get("sliding_window") is not None:
+        seen &= position >= _pass.lengths_B[:, None] - arguments["sliding_window"]
+    return _attend(query, keys, values, seen[:, None, None], arguments).transpose(1, 2)
+
+
+def _continue(query: Tensor, layer: int, places: Tensor, arguments: dict) -> Tensor:
+    """The last tokens of one sequence against all of it. query [1, heads, new, D] -> [1, new, heads, D]."""
+    keys, values = (t[layer].flatten(0, 1)[places].transpose(0, 1)[None] for t in (_cache.keys, _cache.values))
+    new, whole = query.shape[2], keys.shape[2]
+    distance = torch.arange(whole - new, whole, device=query.device)[:, None] - torch.arange(whole, device=query.device)
+    seen = distance >= 0
+    if arguments.get("sliding_window") is not None:
+        seen &= distance < arguments["sliding_window"]
+    return _attend(query, keys, values, seen, arguments).transpose(1, 2)
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, arguments: dict) -> Tensor:
+    scale, softcap = arguments.get("scaling") or query.shape[-1] ** -0.5, arguments.get("softcap")
+    groups = query.shape[1] // keys.shape[1]
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, keys, values, seen, scale=scale, enable_gqa=groups > 1)
+    keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
+    scores = softcap * torch.tanh(query @ keys.transpose(2, 3) * scale / softcap)
+    return scores.masked_fill(~seen, float("-inf")).softmax(-1, dtype=torch.float32).to(query.dtype) @ values
+
+
+def register() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, rollout_attention)

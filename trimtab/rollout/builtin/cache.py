@@ -1,0 +1,40 @@
+"""KV memory: one tensor of keys and one of values a layer, in pages of tokens."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVShape:
+    layers: int
+    heads: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_a_token(self) -> int:
+        return 2 * self.layers * self.heads * self.width * self.dtype.itemsize
+
+
+class KVCache:
+    """Keys and values [pages, tokens a page, heads, width] of every layer. Page 0 is for what nobody keeps."""
+
+    def __init__(self, shape: KVShape, pages: int, size: int, device: torch.device):
+        self.size = size
+        dimensions = (shape.layers, pages + 1, size, shape.heads, shape.width)
+        self.keys = torch.zeros(dimensions, dtype=shape.dtype, device=device)
+        self.values = torch.zeros(dimensions, dtype=shape.dtype, device=device)
+
+    def store(self, layer: int, keys_THD: Tensor, values_THD: Tensor, places_T: Tensor) -> None:
+        """`places_T`: page x size + offset of every token."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, places_T, keys_THD)
+        self.values[layer].flatten(0, 1).index_copy_(0, places_T, values_THD)
+
+    def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        source, target = torch.tensor(pairs, device=self.keys.device).t()
+        for tensor in (self.keys, self.values):
+            tensor[:, target] = tensor[:, source]

@@ -1,0 +1,89 @@
+"""Forward passes of the trainer's own model while it generates: reading prompts, decoding one token a sequence."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.data.batches import Span
+from trimtab.errors import UserError
+from trimtab.models.attention import PackedRow
+from trimtab.models.lm_head import raw_logits, shaped_logits
+from trimtab.models.policy import Policy
+from trimtab.rollout.builtin.attention import NAME, Decoding, Measuring, Reading, register, set_pass
+from trimtab.rollout.builtin.cache import KVCache, KVShape
+
+
+class Runner:
+    def __init__(self, policy: Policy, cache: KVCache | None):
+        register()
+        self.policy, self.cache = policy, cache
+        self.device = policy.device
+
+    @classmethod
+    @torch.no_grad()
+    def measure(cls, policy: Policy) -> KVShape:
+        """What the model's layers keep of a token: asked of them, since configurations name it differently."""
+        with cls(policy, None) as runner:
+            found = Measuring([])
+            set_pass(None, found)
+            one = torch.zeros((1, 1), dtype=torch.long, device=runner.device)
+            runner._hidden(one, one)
+        if len(set(found.shapes)) != 1:
+            raise UserError(
+                f"the layers of {type(policy.inner).__name__} keep different keys; the engine needs equal ones"
+            )
+        heads, width, dtype = found.shapes[0]
+        return KVShape(len(found.shapes), heads, width, dtype)
+
+    def __enter__(self) -> "Runner":
+        self._before = self.policy.inner.config._attn_implementation, self.policy.training
+        self.policy.inner.set_attn_implementation(NAME)
+        self.policy.eval()
+        return self
+
+    def __exit__(self, *_) -> None:
+        implementation, training = self._before
+        self.policy.inner.set_attn_implementation(implementation)
+        self.policy.train(training)
+
+    def read(self, sequences: list[tuple[list[int], int, list[int]]]) -> Tensor:
+        """Read (ids, how many are cached already, pages) and return each one's last hidden state [S, D]."""
+        spans, ids, positions, places, cached, start = [], [], [], [], [], 0
+        for tokens, done, pages in sequences:
+            own = len(tokens) - done
+            where = self._places(pages, len(tokens))
+            spans.append(Span(start, own))
+            ids += tokens[done:]
+            positions.append(np.arange(done, len(tokens)))
+            places.append(where[done:])
+            if done:
+                cached.append((slice(start, start + own), torch.from_numpy(where).to(self.device)))
+            start += own
+        tensor = lambda parts: torch.from_numpy(np.concatenate(parts)).to(self.device)  # noqa: E731
+        row = PackedRow.of(spans, self.device)
+        set_pass(self.cache, Reading(row, tensor(places), cached))
+        hidden = self._hidden(torch.tensor([ids], device=self.device), tensor(positions)[None])[0]
+        return hidden[[span.start + span.length - 1 for span in spans]]
+
+    def decode(self, tokens_B: Tensor, positions_B: Tensor, tables_BP: Tensor) -> Tensor:
+        """The next hidden state of every sequence [B, D], from its newest token."""
+        size = self.cache.size
+        page = tables_BP.gather(1, (positions_B // size)[:, None])[:, 0]
+        set_pass(self.cache, Decoding(page * size + positions_B % size, tables_BP, positions_B + 1))
+        return self._hidden(tokens_B[:, None], positions_B[:, None])[:, 0]
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        head = self.policy.head
+        if type(head) is torch.nn.Linear:
+            raw = raw_logits(hidden_ND, head.weight, head.bias)
+        else:
+            raw = head(hidden_ND)
+        return shaped_logits(raw, self.policy.logit_shape, 1.0)
+
+    def _hidden(self, ids: Tensor, positions: Tensor) -> Tensor:
+        backbone = self.policy.inner.base_model
+        return backbone(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+
+    def _places(self, pages: list[int], length: int) -> np.ndarray:
+        size, token = self.cache.size, np.arange(length)
+        return np.asarray(pages)[token // size] * size + token % size

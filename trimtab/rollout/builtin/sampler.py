@@ -1,0 +1,103 @@
+"""From logits to tokens, exactly and reproducibly.
+
+A sequence draws one number a token, u = hash(its seed, the position), and takes the token whose share of the cumulated
+probabilities u falls into. Its stream is its own: what else is in the batch changes nothing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimtab.rollout.types import Sampling
+
+
+def uniform(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
+    """A number in [0, 1) for each (seed, position): two rounds of the splitmix64 mixer, the top 24 bits."""
+    x = _mix(seeds_B + _wrapped(0x9E3779B97F4A7C15) * (positions_B + 1))
+    return ((_mix(x) >> 40) & 0xFFFFFF).double() / 2**24
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shifted(x, 30)) * _wrapped(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _wrapped(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _wrapped(constant: int) -> int:
+    return constant - 2**64 if constant >= 2**63 else constant
+
+
+def request_seed(seed: int, request: int) -> int:
+    """The seed of one sample of a call, from the call's seed and the sample's number."""
+    mixed = _mix(torch.tensor(seed) + _mix(torch.tensor(request + 1)))
+    return int(mixed)
+
+
+@dataclass
+class Drawn:
+    tokens_B: Tensor
+    log_probs_B: Tensor
+
+
+class Sampler:
+    """One sampling setting, ready for logits of one vocabulary."""
+
+    def __init__(self, sampling: Sampling, vocabulary: int, device: torch.device):
+        self.sampling = sampling
+        self.bias = None
+        if sampling.logit_bias or sampling.forbidden_tokens:
+            self.bias = torch.zeros(vocabulary, device=device)
+            for token, value in sampling.logit_bias.items():
+                self.bias[token] = value
+            self.bias[list(sampling.forbidden_tokens)] = float("-inf")
+        self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
+
+    def draw(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> Drawn:
+        """`drawn_B`: how many tokens each sequence has drawn; `seen_BV`: tokens it has had (repetition penalty)."""
+        sampling = self.sampling
+        raw = logits_BV.float()
+        temperature = sampling.temperature or 1.0
+        logits = raw if temperature == 1.0 else raw / temperature
+        chosen_from = self._adjusted(raw, drawn_B, seen_BV) / temperature
+        if sampling.temperature == 0:
+            tokens = chosen_from.argmax(-1)
+        else:
+            if sampling.top_k > 0 or sampling.top_p < 1:
+                chosen_from = _filtered(chosen_from, sampling.top_k, sampling.top_p)
+            shares = chosen_from.softmax(-1).cumsum(-1)
+            u = uniform(seeds_B, drawn_B).to(shares.dtype)[:, None] * shares[:, -1:]
+            tokens = torch.searchsorted(shares, u, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+        picked = logits.gather(-1, tokens[:, None])[:, 0]
+        return Drawn(tokens, picked - logits.logsumexp(-1))
+
+    def _adjusted(self, logits: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> Tensor:
+        """What tokens are chosen from: the model's logits with everything the setting asks for."""
+        sampling = self.sampling
+        if seen_BV is not None:
+            penalty = sampling.repetition_penalty
+            logits = torch.where(seen_BV, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        if self.bias is not None:
+            logits = logits + self.bias
+        if sampling.min_new_tokens > 0 and len(self.stops):
+            early = (drawn_B < sampling.min_new_tokens)[:, None]
+            logits = logits.index_fill(1, self.stops, float("-inf")).where(early, logits)
+        return logits
+
+
+def _filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Everything but the most likely tokens at minus infinity."""
+    ordered, places = logits.sort(-1, descending=True)
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if top_k > 0:
+        keep[:, top_k:] = False
+        ordered = ordered.masked_fill(~keep, float("-inf"))
+    if top_p < 1:
+        shares = ordered.softmax(-1)
+        keep &= shares.cumsum(-1) - shares < top_p  # the token that crosses the line stays
+    return torch.full_like(logits, float("-inf")).scatter(-1, places, ordered.masked_fill(~keep, float("-inf")))

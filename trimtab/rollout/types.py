@@ -1,0 +1,60 @@
+"""What goes into a rollout engine and what comes out of it, whichever engine it is."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from trimtab.errors import UserError
+
+Finish = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn; one for all prompts of a call."""
+
+    max_new_tokens: int = 128
+    n: int = 1
+    """Samples a prompt; the prompt is read once for all of them."""
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Draw among the k most likely tokens; 0: among all."""
+    top_p: float = 1.0
+    """Draw among the most likely tokens that together have this probability."""
+    min_new_tokens: int = 0
+    """No stop token before this many."""
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    forbidden_tokens: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("max_new_tokens", self.max_new_tokens, 1),
+            ("n", self.n, 1),
+            ("temperature", self.temperature, 0),
+            ("top_k", self.top_k, 0),
+            ("min_new_tokens", self.min_new_tokens, 0),
+        ):
+            if value < least:
+                raise UserError(f"sampling: {name} is {value}; at least {least} is needed")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"sampling: top_p is {self.top_p}; above 0 and at most 1 is needed")
+        if self.repetition_penalty <= 0:
+            raise UserError(f"sampling: repetition_penalty is {self.repetition_penalty}; above 0 is needed")
+
+
+@dataclass
+class Rollout:
+    """One answer. Log-probs are the model's own, fp32, at the sampling temperature (at 1 when greedy)."""
+
+    prompt: int  # which prompt of the call
+    sample: int  # which of its n samples
+    prompt_ids: list[int]
+    ids: list[int]
+    log_probs: np.ndarray
+    finish: Finish
