@@ -1,4 +1,4 @@
-"""Peak memory of log-probs through the chunked LM head against full logits: 8,192 tokens, vocabulary 49,152, hidden 576.
+"""Peak memory of log-probs through the chunked LM head against full logits: 8,192 tokens, 49,152 words, hidden 576.
 
 Each side runs forward and backward in a process of its own; its peak is counted above what the process holds before.
 

@@ -195,7 +195,7 @@ def test_sleep_gives_the_memory_back_and_the_next_call_works():
 
 def test_mistakes_are_told_in_one_line():
     policy = policy_of()
-    with pytest.raises(UserError, match="prompt 1 has 250 tokens .* context is 256"):
+    with pytest.raises(UserError, match=r"prompt 1 has 250 tokens .* context is 256"):
         BuiltinEngine(policy).generate([[3], [3] * 250], Sampling(max_new_tokens=10))
     with pytest.raises(UserError, match="prompt 0 is empty"):
         BuiltinEngine(policy).generate([[]], Sampling())

@@ -53,7 +53,8 @@ def find_device() -> Device:
             raise UserError(f"process {index} of this machine has no accelerator: {found} found; start fewer (--nproc)")
         torch.cuda.set_device(index)
         return Device(torch.device("cuda", index), torch.cuda.get_device_name(index))
-    return Device(torch.device("cpu"), f"CPU, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}")
+    threads = torch.get_num_threads()
+    return Device(torch.device("cpu"), f"CPU, {threads} thread{'s' if threads > 1 else ''}")
 
 
 def seed_everything(seed: int, *, deterministic: bool = False) -> None:

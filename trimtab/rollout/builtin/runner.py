@@ -74,10 +74,8 @@ class Runner:
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         head = self.policy.head
-        if type(head) is torch.nn.Linear:
-            raw = raw_logits(hidden_ND, head.weight, head.bias)
-        else:
-            raw = head(hidden_ND)
+        plain = type(head) is torch.nn.Linear
+        raw = raw_logits(hidden_ND, head.weight, head.bias) if plain else head(hidden_ND)
         return shaped_logits(raw, self.policy.logit_shape, 1.0)
 
     def _hidden(self, ids: Tensor, positions: Tensor) -> Tensor:
