@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from tokenizers.normalizers import Replace
 
 from tests.train.job_run import NoStop, relative_difference, step_gradient, write_rows
 from tests.train.jobs import JOBS, run_of, write_job
@@ -150,6 +151,13 @@ def test_judged_steps_may_be_certain_in_training_and_uncertain_in_evaluation(tmp
         _, row = step_gradient(run)
         assert figures["eval_loss"] == pytest.approx(row["loss"], rel=1e-4)
         assert figures["eval_accuracy"] == pytest.approx(row["accuracy"])
+
+
+def test_reward_tokens_are_what_the_tokenizer_makes_of_them(tmp_path):
+    write_job(tmp_path, "prm hard")
+    run = run_of(tmp_path, "prm hard", f"{EIGHT} 2")
+    run.tokenizer.backend_tokenizer.normalizer = Replace("y", "k")  # as some put a mark before every word
+    assert run.task.choices(run.model) == run.tokenizer.convert_tokens_to_ids(["k", "n"])
 
 
 # ---- what moves

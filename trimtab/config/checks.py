@@ -30,6 +30,7 @@ from trimtab.config.groups import (
     OptimiserOptions,
     PreferenceColumns,
     RowOptions,
+    RunOptions,
     ShardingOptions,
     TemplateOptions,
     UpdateOptions,
@@ -90,6 +91,13 @@ def check(options: Any) -> list[str]:
 def _examine_model(options: ModelOptions) -> Iterable[str]:
     a_place_that_exists(options, "pretrain")
     at_least(options, 0, "aux_loss_coef")
+    if options.aux_loss_coef > 0 and options.gradient_checkpointing_use_reentrant:
+        raise UserError("--aux_loss_coef gets no gradient through reentrant checkpointing: leave that variant out")
+    return []
+
+
+def _examine_run(options: RunOptions) -> Iterable[str]:
+    at_least(options, 0, "seed")
     return []
 
 
@@ -202,6 +210,9 @@ def _examine_templates(options: TemplateOptions) -> Iterable[str]:
 
 
 def _examine_checkpoints(options: CheckpointOptions) -> Iterable[str]:
+    source = getattr(options, "pretrain", None)
+    if source and os.path.realpath(os.path.expanduser(source)) == os.path.realpath(options.save_path):
+        raise UserError(f"--save_path {options.save_path} is --pretrain: the model it starts from would be lost")
     every_so_often(options, "save_steps")
     at_least(options, 1, "max_ckpt_num", "max_ckpt_mem")
     if options.save_steps > 0 and options.disable_ds_ckpt and not options.save_hf_ckpt:
@@ -231,6 +242,7 @@ def _examine_sharding(options: ShardingOptions) -> Iterable[str]:
 
 
 _EXAMINERS = (
+    (RunOptions, _examine_run),
     (ModelOptions, _examine_model),
     (DataOptions, _examine_data),
     (RowOptions, _examine_rows),

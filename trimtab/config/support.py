@@ -12,6 +12,7 @@ _NOT_IMPLEMENTED = {
     "ds_tensor_parallel_size": "(tensor parallel training) is not implemented yet; leave it at 1",
     "ring_attn_size": "(ring attention) is not implemented yet; leave it at 1, and lower --max_len if memory is short",
     "ring_head_stride": "belongs to ring attention, which is not implemented yet; leave it at 1",
+    "use_ms": "(ModelScope) is not implemented; fetch model and data with modelscope and give their folders",
     "use_ds_universal_ckpt": "is not needed: a checkpoint made here loads on any number of processes; leave it out",
 }
 
@@ -21,8 +22,6 @@ def refuse_unimplemented(options: Any) -> None:
     for name, reason in _NOT_IMPLEMENTED.items():
         if changed(options, name):
             raise UserError(f"--{name} {reason}")
-    if getattr(options, "use_ms", False) and not _installed("modelscope"):
-        raise UserError("--use_ms needs the modelscope package: pip install modelscope")
 
 
 def hardware_problems(options: Any) -> list[str]:

@@ -56,7 +56,8 @@ def _wait(workers: list[subprocess.Popen], errors: list) -> int:
         failed = [rank for rank, code in enumerate(codes) if code]
         # Another process's own error is worth more than the first one's broken connection.
         for rank in sorted(failed, reverse=True):
-            if rank and codes[rank] not in (2, 128 + signal.SIGTERM, 128 + signal.SIGINT):
+            asked = codes[rank] in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+            if rank and not asked and not (codes[rank] == 2 and _also_fails(workers[0])):
                 _show(rank, codes[rank], errors[rank])
                 return codes[rank]
         if failed:
@@ -64,6 +65,14 @@ def _wait(workers: list[subprocess.Popen], errors: list) -> int:
         if all(code == 0 for code in codes):
             return 0
         time.sleep(0.1)
+
+
+def _also_fails(first: subprocess.Popen) -> bool:
+    """A mistake in the command is every process's; the first one tells it, in a moment if not already."""
+    try:
+        return first.wait(2.0) == 2
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def _show(rank: int, code: int, errors) -> None:

@@ -61,6 +61,13 @@ def sync_gradients(module: nn.Module, now: bool) -> None:
         module.set_requires_gradient_sync(now)
 
 
+def split_again(module: nn.Module) -> None:
+    """Let go of what a forward pass outside training left gathered."""
+    for part in module.modules():
+        if hasattr(part, "reshard"):
+            part.reshard()
+
+
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a tensor: all of it, where it is not split."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -71,7 +71,8 @@ def find_world(device: Device) -> World:
     if size == 1:
         return World(device=device.torch)
     if not dist.is_initialized():
-        backend = "nccl" if device.is_accelerator else "gloo"
+        # What is kept in main memory is summed there.
+        backend = "cpu:gloo,cuda:nccl" if device.is_accelerator else "gloo"
         options = {"device_id": device.torch} if device.is_accelerator else {}
         dist.init_process_group(backend, timeout=TIMEOUT, **options)
     return World(dist.get_rank(), size, device.torch)

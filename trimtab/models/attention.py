@@ -226,6 +226,7 @@ def _varlen_applies(query: Tensor, value: Tensor, softcap: float | None, dropout
         and softcap is None
         and dropout == 0.0
         and query.shape[-1] == value.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
     )
 
 

@@ -1,5 +1,8 @@
 """Low-rank adapters through PEFT."""
 
+import contextlib
+from collections.abc import Iterator
+
 from torch import nn
 
 from trimtab.config.groups import LoraOptions
@@ -29,5 +32,17 @@ def add_adapters(model: nn.Module, options: LoraOptions, task_type: str = "CAUSA
         raise UserError(f"{message}; its linear layers are {', '.join(linear)}") from error
 
 
-def has_adapters(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config")
+@contextlib.contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The base model inside. PEFT's own switch also freezes the adapters, which a split model would remember."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, state in zip(layers, before):
+            layer._disable_adapters = state

@@ -91,6 +91,14 @@ class PaddedRows:
         return cls({"input_ids": batch.ids_T[rows] * mask, "attention_mask": mask}, flat)
 
 
+def learned_positions(model: nn.Module) -> int | None:
+    """How many positions a model knows that learns a vector for each; None for the others, which compute them."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in ("wpe", "embed_positions"):
+            return model.config.max_position_embeddings
+    return None
+
+
 @contextlib.contextmanager
 def scoring(model: nn.Module) -> Iterator[None]:
     """Eval mode and no gradients, whatever the model was doing."""

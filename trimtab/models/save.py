@@ -13,6 +13,8 @@ from trimtab.distributed.world import World
 from trimtab.models.packed import PackedModel
 from trimtab.models.reward import HEAD, rename_head
 
+WEIGHTS = ("adapter_*", "model*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.bin.index.json")
+
 
 def save_model(model: PackedModel, tokenizer, folder: Path, *, world: World | None = None, bf16: bool = False) -> None:
     """Every process takes part where the model is split; the first one writes."""
@@ -49,7 +51,14 @@ def write_folder(folder: Path, *writers: Callable[[Path], object]) -> None:
     try:
         for write in writers:
             write(beside)
-        for path in sorted(beside.iterdir(), key=lambda p: (p.name.endswith("config.json"), p.name)):
+        written = sorted(beside.iterdir(), key=lambda p: (p.name.endswith("config.json"), p.name))
+        for path in written:
+            if path.is_dir():
+                shutil.rmtree(folder / path.name, ignore_errors=True)
             os.replace(path, folder / path.name)
+        # Another run's adapter or shards beside these weights would be loaded with them.
+        for old in {old for pattern in WEIGHTS for old in folder.glob(pattern)}:
+            if old.name not in {path.name for path in written}:
+                old.unlink()
     finally:
         shutil.rmtree(beside, ignore_errors=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trimtab.data.batches import TokenBatch
+from trimtab.errors import UserError
 from trimtab.models.attention import NAME, UnsupportedAttention, calls_since_set, register
 from trimtab.models.packed import PackedModel, Path
 
@@ -58,7 +59,7 @@ def _choose(root: PackedModel, packed_allowed: bool) -> Verdict:
         if not problem:
             return Verdict(root.path, reasons[0] if reasons else "", difference)
         reasons.append(problem)
-    raise AssertionError(f"the model disagrees with itself: {reasons[-1]}")
+    raise UserError(f"--pretrain: {type(causal).__name__} cannot be run here: {reasons[-1]}; use another model")
 
 
 def _use(causal, implementation: str) -> None:
@@ -70,8 +71,8 @@ def _try(root: PackedModel, probe: TokenBatch, reference: Tensor, tolerance: flo
     """Why this path will not do (empty: it will), and how far its log-probs are from the reference."""
     try:
         values = root.check_values(probe)
-    except UnsupportedAttention as error:
-        return str(error), float("inf")
+    except (UnsupportedAttention, AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        return " ".join(str(error).split())[:120], float("inf")
     calls, layers = calls_since_set(), root.config.get_text_config().num_hidden_layers
     if root.path == "packed" and calls != layers:
         return f"our attention was called {calls} times in {layers} layers", float("inf")

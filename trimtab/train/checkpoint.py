@@ -21,11 +21,11 @@ from torch import Tensor
 
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
-from trimtab.train.disk import reason
+from trimtab.train.disk import reason, writing
 from trimtab.train.tensor_parts import TensorParts, write_parts
 
 PREFIX = "global_step"
-STATE, LATEST = "state.json", "latest"
+STATE, LATEST, OLD = "state.json", "latest", ".old-"
 
 
 class Checkpoints:
@@ -34,6 +34,11 @@ class Checkpoints:
         self.keep = max(1, keep)
         self.keep_bytes = keep_gib * 2**30
         self.world = world or World()
+        self._saved: Path | None = None
+
+    def saved(self, step: int) -> Path | None:
+        """The checkpoint of this step, if it was written by this run."""
+        return self._saved if self._saved and self._saved.name == f"{PREFIX}{step}" else None
 
     def save(
         self, step: int, tensors: dict[str, Tensor], state: dict, export: Callable[[Path], None] | None = None
@@ -46,8 +51,8 @@ class Checkpoints:
             self._together(lambda: _flush(write_parts(beside, tensors, self.world)))
             self._together(lambda: self._publish(beside, final, state), leader_only=True)
             if export is not None:
-                export(self.folder / f"{PREFIX}{step}_hf")
-            self._together(lambda: self._retire(final), leader_only=True)
+                self._together(lambda: export(self.folder / f"{PREFIX}{step}_hf"))
+            self._together(lambda: self._prune(final), leader_only=True)
         except (OSError, SafetensorError) as error:
             if self.world.leads:
                 shutil.rmtree(beside, ignore_errors=True)
@@ -57,7 +62,18 @@ class Checkpoints:
                 f"--ckpt_path {self.folder}: cannot write the checkpoint of step {step} ({reason(error)}); {kept}; "
                 "free some space and continue with --load_checkpoint"
             ) from error
+        self._saved = final
         return final
+
+    def export_only(self, step: int, export: Callable[[Path], None]) -> Path:
+        """Only the Hugging Face folder of `step`; older ones beyond the number to keep go."""
+        folder = self.folder / f"{PREFIX}{step}_hf"
+        with writing(f"--ckpt_path {folder}: cannot write the model"):
+            self._together(lambda: export(folder))
+        kept = sorted(self.folder.glob(f"{PREFIX}*_hf"), key=lambda p: int(p.name[len(PREFIX) : -len("_hf")]))
+        for old in kept[: -self.keep] if self.world.leads else []:
+            shutil.rmtree(old, ignore_errors=True)
+        return folder
 
     def _together(self, action: Callable[[], None], *, leader_only: bool = False) -> None:
         """Act, and fail on every process if one fails, so that none is left waiting for it."""
@@ -81,18 +97,15 @@ class Checkpoints:
         _flush(beside / STATE)
         _flush(beside)
         if final.exists():  # an earlier run's checkpoint of the same step
-            final.rename(self.folder / f".old-{final.name}")
+            final.rename(final.with_name(f"{OLD}{final.name}"))
         beside.rename(final)
         _flush(self.folder)
-
-    def _retire(self, final: Path) -> None:
-        """The new checkpoint is the latest; older ones go."""
         self._point_at(final.name)
-        self._prune(final)
         self.clean()
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, whatever an interrupted write left behind."""
+        self._bring_back()
         with suppress(OSError):
             named = self.folder / (self.folder / LATEST).read_text().strip()
             if (named / STATE).exists():
@@ -113,9 +126,17 @@ class Checkpoints:
 
     def clean(self) -> None:
         """Remove what interrupted writes left. A replaced checkpoint counts as garbage once its successor is there."""
-        for pattern in (".writing-*", ".old-*"):
+        self._bring_back()
+        for pattern in (".writing-*", f"{OLD}*"):
             for path in self.folder.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _bring_back(self) -> None:
+        """A checkpoint set aside for a successor that never came."""
+        if self.world.leads:
+            for path in self.folder.glob(f"{OLD}*"):
+                if not (place := path.with_name(path.name.removeprefix(OLD))).exists():
+                    path.rename(place)
 
     def _all(self) -> list[Path]:
         paths = [p for p in self.folder.glob(f"{PREFIX}*") if p.name[len(PREFIX) :].isdigit()]

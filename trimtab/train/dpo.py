@@ -7,6 +7,7 @@ from trimtab.algos.dpo import dpo_loss, ipo_loss, log_odds_ratio
 from trimtab.config.jobs import DPOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
+from trimtab.distributed.sharding import split_again
 from trimtab.models.load import Loaded
 from trimtab.models.policy import Policy
 from trimtab.train.launch import rehearse, train
@@ -37,6 +38,7 @@ class DPOTask(PairTask):
                 if store is not None
             }
             self.reference = None
+            split_again(loaded.model)
 
     def make_batch(self, store, samples: list[int]) -> TokenBatch:
         batch = super().make_batch(store, samples)

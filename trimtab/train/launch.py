@@ -11,6 +11,7 @@ from trimtab.data.order import SampleOrder
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device, seed_everything
 from trimtab.distributed.world import World, find_world, leave_world
+from trimtab.errors import UserError
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.train.disk import check_folder
 from trimtab.train.sharded import shard_trained
@@ -40,6 +41,8 @@ def build_run(options: Any, make_task: MakeTask, device: Device, world: World) -
     if world.leads:
         world.wait()
     task.world = world
+    if options.load_in_4bit and world.size > 1:
+        raise UserError("--load_in_4bit: 4-bit weights cannot be split; train in one process")
     for line in task.data_lines():
         world.say(line)
     seed_everything(options.seed, deterministic=options.full_determinism)
@@ -47,7 +50,8 @@ def build_run(options: Any, make_task: MakeTask, device: Device, world: World) -
     task.check_model(loaded.model)
     for line in _notes(options, device):
         world.say(line)
-    if loaded.verdict.path != "packed":
+    task.padded = loaded.verdict.path != "packed"
+    if task.padded:
         world.say(f"samples are padded, not packed: {loaded.verdict.reason}")
     shard_trained(loaded.model, options, world)
     task.attach(loaded, device)

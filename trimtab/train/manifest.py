@@ -1,15 +1,26 @@
 """What a run is made of, written beside it and compared when it is resumed."""
 
+import dataclasses
 import hashlib
 import json
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trimtab import __version__
+from trimtab.config.dump import to_dict
+from trimtab.config.groups import (
+    CheckpointOptions,
+    DataOptions,
+    LoggingOptions,
+    RowOptions,
+    RunOptions,
+    ShardingOptions,
+)
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
 
@@ -51,6 +62,23 @@ def make_manifest(
     }
 
 
+# Options that say where, when and how fast, and those whose effect has a fingerprint of its own. All others change
+# what is learnt.
+WITHOUT_EFFECT = {
+    field.name
+    for group in (CheckpointOptions, LoggingOptions, ShardingOptions, RowOptions, DataOptions, RunOptions)
+    for field in dataclasses.fields(group)
+}
+WITHOUT_EFFECT |= {"micro_train_batch_size", "packing_samples", "train_max_tokens_per_gpu", "gradient_checkpointing"}
+WITHOUT_EFFECT |= {"gradient_checkpointing_use_reentrant", "flash_attn", "bf16", "use_ms", "disable_fast_tokenizer"}
+WITHOUT_EFFECT |= {"ref_offload", "teacher_offload", "precompute_ref_log_probs", "report_samples", "pretrain"}
+
+
+def settings(options: Any) -> dict[str, Any]:
+    """The options that change what is learnt, as plain values."""
+    return {name: value for name, value in to_dict(options).items() if name not in WITHOUT_EFFECT}
+
+
 def compare(saved: dict, current: dict, checkpoint: Path) -> list[str]:
     """Refuse what cannot be continued; return a line for each thing that only costs bit-for-bit equality."""
     named = {
@@ -65,6 +93,15 @@ def compare(saved: dict, current: dict, checkpoint: Path) -> list[str]:
                 f"--ckpt_path {checkpoint}: this checkpoint {problem}; give its own settings, or another --ckpt_path"
             )
     lines = []
+    before, now = (manifest.get("settings", {}) for manifest in (saved, current))
+    changed = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
+    if "lora_alpha" in changed:
+        raise UserError(
+            f"--ckpt_path {checkpoint}: --lora_alpha was {before['lora_alpha']} there; adapters mean something else "
+            "under another one, so give the same"
+        )
+    for name in changed:
+        lines.append(f"resumed with another --{name} ({json.dumps(before[name])} -> {json.dumps(now[name])})")
     for key in ("seed", "dtype", "device_type", "threads", "fused_optimiser", "attention_path", "versions"):
         if saved.get(key) != current.get(key):
             was, now = json.dumps(saved.get(key)), json.dumps(current.get(key))

@@ -61,7 +61,7 @@ class Optimiser:
         grad_norm = total_norm(gradients)
         applied = math.isfinite(grad_norm)
         if applied:
-            if self.max_norm > 0:
+            if self.max_norm > 0 and gradients:
                 torch._foreach_mul_([local(g) for g in gradients], min(1.0, self.max_norm / (grad_norm + 1e-6)))
             for group in self.adam.param_groups:
                 group["lr"] = self.rate(step)
@@ -150,12 +150,12 @@ def schedule(options: OptimiserOptions, total_steps: int, adam: torch.optim.Opti
     """Hugging Face's schedule of that name as a pure function of the step: nothing to save, nothing to restore."""
     from transformers import get_scheduler
 
-    extra = {"min_lr_rate": options.min_lr_ratio} if options.lr_scheduler == "cosine_with_min_lr" else {}
+    extra = {"cosine_with_min_lr": {"min_lr_rate": options.min_lr_ratio}, "polynomial": {"lr_end": 0.0}}
     scheduler = get_scheduler(
         options.lr_scheduler,
         adam,
         num_warmup_steps=math.ceil(total_steps * options.lr_warmup_ratio),
         num_training_steps=total_steps,
-        scheduler_specific_kwargs=extra,
+        scheduler_specific_kwargs=extra.get(options.lr_scheduler, {}),
     )
     return scheduler.lr_lambdas[0]

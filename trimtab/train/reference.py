@@ -20,6 +20,7 @@ from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
 from trimtab.models.load import Loaded, load_frozen_policy
+from trimtab.models.lora import adapters_off
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
 from trimtab.train.sharded import shard_frozen
@@ -44,6 +45,7 @@ def check_reference(task: Any) -> None:
 class Reference:
     def __init__(self, options: Any, loaded: Loaded, device: Device, world: World):
         self.device = device
+        self.precision = "bf16" if options.bf16 else "fp32"
         self.adapters_off = options.lora_rank > 0 and options.ref_pretrain is None
         if not self.adapters_off:
             loaded = load_frozen_policy(options.ref_pretrain or options.pretrain, options, device)
@@ -57,7 +59,7 @@ class Reference:
     def at_work(self) -> Iterator[Policy]:
         """The reference on the device, ready to score."""
         if self.adapters_off:
-            with self.model.model.disable_adapter(), scoring(self.model):
+            with adapters_off(self.model.model), scoring(self.model):
                 yield self.model
             return
         if self.offload:
@@ -81,13 +83,13 @@ def sequence_log_probs(model: Policy, batch: TokenBatch) -> Tensor:
 def precomputed(reference: Reference, task: Any, *, evaluation: bool) -> np.ndarray:
     """Reference log-probs of every sample of a store [samples, sequences a sample], from disk if they are there."""
     store = task.evaluation if evaluation else task.store
-    dtype = next(reference.model.parameters()).dtype
-    key = f"{reference.weights}/{store.fingerprint}/{dtype}/{reference.model.path}/{reference.device.torch.type}"
+    how = f"{reference.precision}/{reference.model.path}/{reference.device.torch.type}"
+    key = f"{reference.weights}/{store.fingerprint}/{how}"
     name = f"reference-{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
     if cached := token_cache.load(name):
         return cached[0]["log_probs"]
     found: dict[int, np.ndarray] = {}
-    groups = task.cut(store, list(range(len(store))))
+    groups = task.cut_all(store, list(range(len(store))))
     with reference.at_work() as model:
         for samples in progress(groups, len(groups), "scoring with the reference"):
             batch = task.make_batch(store, samples).to(reference.device.torch)

@@ -55,8 +55,8 @@ class RMTask(PairTask):
         samples = list(range(len(store) if evaluation else min(len(store), MANY_PAIRS)))
         scores = []
         with scoring(model):
-            for part in self.cut(store, samples):
-                batch = self.make_batch(store, part).to(model.device)
+            for part in self.cut_all(store, samples):
+                batch = self.make_batch(store, part).to(self.world.device)
                 scores.append(model(batch).scores_S.view(-1, 2).cpu())
         pairs = torch.cat(scores).double()
         facts = {

@@ -26,7 +26,7 @@ from trimtab.models.save import save_model
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.disk import writing
 from trimtab.train.interrupts import StopRequest
-from trimtab.train.manifest import compare, make_manifest, names_fingerprint, write_json
+from trimtab.train.manifest import compare, make_manifest, names_fingerprint, settings, write_json
 from trimtab.train.optimiser import Optimiser, StepReport
 from trimtab.train.run_log import RunLog
 from trimtab.train.task import Task
@@ -89,6 +89,7 @@ class SupervisedRun:
             parameters=sum(p.numel() for p in self.model.parameters()),
             trainable_parameters=sum(p.numel() for p in self.optimiser.working.values()),
             steps=self.order.steps,
+            settings=settings(options),
             processes=self.world.size,
             zero_stage=options.zero_stage,
             data=task.describe_data(),
@@ -111,14 +112,16 @@ class SupervisedRun:
                         self.give_up()
                     if self.options.save_steps > 0 and row["step"] % self.options.save_steps == 0:
                         self.save()
-                    if signal := self.world.maximum(stop.signal or 0):
+                    signal = self.world.maximum(stop.signal or 0)
+                    if signal and self.counters.step < self.order.steps:
                         self.leave(signal)
+                # Inside, so that a signal now waits: the work is done and only has to be written.
+                with writing(f"--save_path {self.folder}: cannot write the model"):
+                    self.task.finish(self.model, self.folder)
+                    self.save_model(self.folder)
         finally:
             if log is not None:
                 log.close()
-        with writing(f"--save_path {self.folder}: cannot write the model"):
-            self.task.finish(self.model, self.folder)
-            self.save_model(self.folder)
 
     def train_step(self, stop: StopRequest) -> dict:
         """One optimiser step and its row of metrics."""
@@ -173,7 +176,8 @@ class SupervisedRun:
         """This process's micro-batches of a step, as many as every other process has."""
         store = self.task.evaluation if evaluation else self.task.store
         if self.world.size > 1:
-            shares = deal(cut, self.world.size, lambda part: int(sum(store.lengths[i] for i in part)), _halves)
+            lengths = self.task.lengths(store)
+            shares = deal(cut, self.world.size, lambda part: int(lengths[part].sum()), _halves)
             cut_here = shares[self.world.rank]
         else:
             cut_here = cut
@@ -243,7 +247,7 @@ class SupervisedRun:
         step = self.counters.step
         if self.options.disable_ds_ckpt:
             if self.options.save_hf_ckpt:
-                self.save_model(self.checkpoints.folder / f"global_step{step}_hf")
+                self.checkpoints.export_only(step, self.save_model)
             return None
         state = {
             "counters": vars(self.counters),
@@ -270,7 +274,7 @@ class SupervisedRun:
         return True
 
     def leave(self, signal_number: int) -> None:
-        saved = self.save()
+        saved = self.checkpoints.saved(self.counters.step) or self.save()
         where = f"checkpoint saved in {saved}; add --load_checkpoint to go on"
         if saved is None:
             where = "no checkpoint was written, as --disable_ds_ckpt asks"

@@ -19,7 +19,8 @@ from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
 from trimtab.models.load import Loaded, load_policy, policy_skeleton
-from trimtab.models.packed import PackedModel
+from trimtab.models.packed import PackedModel, learned_positions
+from trimtab.models.reward import REWARDS
 
 Totals = dict[str, float]
 
@@ -39,6 +40,7 @@ class Share:
 class Task:
     verb: str
     world = World()  # the processes that share a step; set before training
+    padded = False  # the model takes padded rows, where filling a token budget would not bound memory
 
     def __init__(self, options: Any, tokenizer: Any):
         self.options, self.tokenizer = options, tokenizer
@@ -92,6 +94,7 @@ class Task:
 
     def finish(self, model: PackedModel, folder: Any) -> None:
         """After the last step, before the model is saved."""
+        (folder / REWARDS).unlink(missing_ok=True)  # of another job in the same folder
 
     # ---- what they share
 
@@ -116,6 +119,11 @@ class Task:
             seen[ids] = True
         return np.flatnonzero(seen)
 
+    def longest(self) -> int:
+        """Tokens of the longest sequence in the data."""
+        stores = [self.store] if self.evaluation is None else [self.store, self.evaluation]
+        return max(int(getattr(store, "sequences", store).lengths.max()) for store in stores)
+
     def data_lines(self) -> list[str]:
         """What became of the rows, for people."""
         reports = [self.report] if self.evaluation_report is None else [self.report, self.evaluation_report]
@@ -130,11 +138,16 @@ class Task:
     def cut(self, store: Any, samples: list[int]) -> list[list[int]]:
         """Which samples go into one forward and backward pass."""
         lengths = [int(length) for length in self.lengths(store)[samples]]
-        if self.options.packing_samples:
+        if self.options.packing_samples and not self.padded:
             parts = pack(lengths, self.token_budget())
         else:
             parts = chunk(lengths, self.options.micro_train_batch_size)
         return [[samples[i] for i in members] for members in parts]
+
+    def cut_all(self, store: Any, samples: list[int]) -> list[list[int]]:
+        """The same for many samples at once, a step's worth at a time."""
+        size = self.options.train_batch_size
+        return [part for i in range(0, len(samples), size) for part in self.cut(store, samples[i : i + size])]
 
     def lengths(self, store: Any) -> np.ndarray:
         """Tokens that each sample takes in a row."""
@@ -152,6 +165,12 @@ class Task:
             raise UserError(
                 f"--pretrain {self.options.pretrain}: its tokenizer made token {largest} of the data, but the model "
                 f"knows only {known} tokens; copy the model's own tokenizer there"
+            )
+        room, longest = learned_positions(model.inner), self.longest()
+        if room is not None and longest > room:
+            raise UserError(
+                f"--max_len: a sample has {longest} tokens, but {type(model.inner).__name__} has learned only {room} "
+                f"positions; lower --max_len to {room}"
             )
         coefficient, name = self.options.aux_loss_coef, type(model.inner).__name__
         if coefficient <= 0:

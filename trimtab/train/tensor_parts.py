@@ -36,9 +36,11 @@ class TensorParts:
     """All parts in a folder, read when asked for."""
 
     def __init__(self, folder: Path):
-        self._files = [safe_open(path, framework="pt") for path in sorted(folder.glob(PATTERN))]
-        if not self._files:
-            raise FileNotFoundError(f"no {PATTERN} in {folder}")
+        paths = sorted(folder.glob(PATTERN))
+        promised = int(paths[0].stem.rpartition("-of-")[2]) if paths and "-of-" in paths[0].stem else 1
+        if len(paths) != promised:
+            raise ValueError(f"{len(paths)} of {promised} parts are there")
+        self._files = [safe_open(path, framework="pt") for path in paths]
         self._places: dict[str, list[tuple[int, int]]] = {}
         for index, file in enumerate(self._files):
             first_rows = json.loads((file.metadata() or {}).get("first_rows", "{}"))
