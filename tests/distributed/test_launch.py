@@ -16,6 +16,8 @@ def test_one_that_fails_takes_the_others_down_at_once(capfd, rank, what, code):
     shown = capfd.readouterr().err
     if what == "raise":
         assert "the worker's own words" in shown
+    if what == "refuse":
+        assert "error: a mistake" in shown
     if what == "kill" and rank == "1":
         assert "process 1 was ended by signal 9" in shown
 

@@ -71,3 +71,27 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     (tmp_path / "global_step1" / "tensors.safetensors").write_bytes(b"\x00" * 100)
     with pytest.raises(UserError, match=r"global_step1.*damaged"):
         store.load()
+
+
+def test_a_checkpoint_set_aside_for_a_successor_that_never_came_is_brought_back(tmp_path):
+    store = make(tmp_path)
+    store.save(4, tensors(1.0), {"counters": {"step": 4}})
+    (tmp_path / "global_step4").rename(tmp_path / ".old-global_step4")  # killed between two renames
+    assert make(tmp_path).load()[1]["counters"]["step"] == 4
+    store.save(5, tensors(2.0), {"counters": {"step": 5}})
+    assert (tmp_path / "global_step4").exists()
+
+
+def test_a_missing_part_is_noticed(tmp_path):
+    store = make(tmp_path)
+    folder = store.save(1, tensors(), {})
+    (folder / "tensors.safetensors").rename(folder / "tensors-00000-of-00002.safetensors")
+    with pytest.raises(UserError, match="1 of 2 parts"):
+        store.load()
+
+
+def test_only_exports_are_pruned_too(tmp_path):
+    store = make(tmp_path, keep=2)
+    for step in (1, 2, 10):
+        store.export_only(step, lambda folder: folder.mkdir(parents=True))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step10_hf", "global_step2_hf"]

@@ -107,6 +107,15 @@ def test_options_mean_the_same_in_two_processes(folder, alone, tmp_path, more, m
     same_curve(tmp_path, alone("sft", more, model=model))
 
 
+@pytest.mark.parametrize(
+    ("job", "more"),
+    [("dpo", "--lora_rank 4"), ("dpo", "--lora_rank 4 --precompute_ref_log_probs"), ("kto", "--lora_rank 4")],
+)
+def test_a_reference_that_is_the_policy_without_adapters_works_in_two_processes(folder, alone, tmp_path, job, more):
+    assert warm.run_world(arguments(folder, tmp_path, job, "--zero_stage 2", more), 2) == [0, 0]
+    same_curve(tmp_path, alone(job, "--lora_rank 4"))
+
+
 def test_bf16_stays_close_and_is_saved_as_bf16(folder, alone, tmp_path):
     assert warm.run_world(arguments(folder, tmp_path, "sft", "--bf16"), 2) == [0, 0]
     torch.testing.assert_close(curve(tmp_path), curve(alone("sft", "--bf16")), atol=2e-2, rtol=2e-2)

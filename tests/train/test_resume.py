@@ -119,6 +119,25 @@ def test_asked_to_stop_saves_leaves_cleanly_and_resumes(folder, straight, tmp_pa
     assert_identical(result(tmp_path), straight("accumulated"))
 
 
+def test_a_signal_during_the_last_save_waits_for_it(folder, straight, tmp_path):
+    process = warm.start(arguments(folder, tmp_path, "plain"), prepare=slow_last_save)
+    warm.wait_until(lambda: (tmp_path / "saving").exists(), process)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join()
+    assert process.exitcode == 0
+    assert_identical(result(tmp_path), straight("plain"))
+
+
+def test_another_lora_alpha_is_refused_and_another_rate_is_mentioned(folder, tmp_path):
+    first = arguments(folder, tmp_path, "packed_lora_bf16")
+    assert warm.run(first) == 0
+    log = tmp_path / "log"
+    assert warm.run([*first, "--load_checkpoint", "--lora_alpha", "64"], log=log) == 2
+    assert "--lora_alpha was 16" in log.read_text()
+    assert warm.run([*first, "--load_checkpoint", "--learning_rate", "1e-4"], log=log) == 0
+    assert "resumed with another --learning_rate (0.01 -> 0.0001)" in log.read_text()
+
+
 def test_a_full_disk_is_told_in_one_line_and_leaves_the_previous_checkpoint(folder, straight, tmp_path):
     process = warm.start(arguments(folder, tmp_path, "plain"), prepare=slow_steps)
     warm.wait_until(lambda: steps_done(tmp_path) >= 4, process)
@@ -148,6 +167,19 @@ def test_killed_at_random_moments_equals_uninterrupted(folder, straight, tmp_pat
         resumed = ["--load_checkpoint"]
     assert warm.run(arguments(folder, tmp_path, "packed_lora_bf16", "--load_checkpoint")) == 0
     assert_identical(result(tmp_path), expected)
+
+
+def slow_last_save():
+    from trimtab.train.supervised import SupervisedRun
+
+    plain = SupervisedRun.save_model
+
+    def slow(self, folder):
+        (self.folder / "saving").touch()
+        time.sleep(1.0)
+        plain(self, folder)
+
+    SupervisedRun.save_model = slow
 
 
 def slow_steps():
