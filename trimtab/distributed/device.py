@@ -1,5 +1,7 @@
 """What hardware is here. No other file names a device."""
 
+import contextlib
+import ctypes
 import os
 import random
 import resource
@@ -53,8 +55,18 @@ def find_device() -> Device:
             raise UserError(f"process {index} of this machine has no accelerator: {found} found; start fewer (--nproc)")
         torch.cuda.set_device(index)
         return Device(torch.device("cuda", index), torch.cuda.get_device_name(index))
+    _keep_freed_memory()
     threads = torch.get_num_threads()
     return Device(torch.device("cpu"), f"CPU, {threads} thread{'s' if threads > 1 else ''}")
+
+
+def _keep_freed_memory() -> None:
+    """Ask the C library to reuse large blocks instead of returning them: fresh pages cost a tenth of a CPU step."""
+    trim_threshold, mmap_threshold = -1, -3
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(mmap_threshold, 32 * 2**20)  # the most it takes
+        libc.mallopt(trim_threshold, 2**30)
 
 
 def seed_everything(seed: int, *, deterministic: bool = False) -> None:

@@ -64,8 +64,8 @@ def token_log_probs(
 
 
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
-    """Tokens a chunk, so that its fp32 logits take 32 MiB on a CPU and 512 MiB on an accelerator."""
-    budget = 2**23 if device.type == "cpu" else 2**27
+    """Tokens a chunk, so that its fp32 logits take 16 MiB on a CPU and 512 MiB on an accelerator."""
+    budget = 2**22 if device.type == "cpu" else 2**27
     return max(1, budget // vocabulary)
 
 
