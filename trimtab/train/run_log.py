@@ -1,25 +1,25 @@
 """Everything a run says about itself while it works: the metrics file, other loggers, the progress bar."""
 
 import math
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+from trimtab.config.groups import LoggingOptions
 from trimtab.train.disk import writing
 from trimtab.train.metrics import MetricsFile, open_logs
 from trimtab.train.progress import RunProgress
 
-if TYPE_CHECKING:
-    from trimtab.train.supervised import SupervisedRun
-
 
 class RunLog:
-    def __init__(self, run: "SupervisedRun", resumed: bool):
-        options, step, self.total = run.options, run.counters.step, run.order.steps
-        self.every = max(1, options.logging_steps)
-        self._cannot_write = f"--save_path {run.folder}: cannot write there"
+    def __init__(
+        self, options: LoggingOptions, manifest: dict, folder: Path, *, verb: str, total: int, start: int, resumed: bool
+    ):
+        """`start`: the step the run begins after; `resumed`: its earlier rows are kept."""
+        self.total, self.every = total, max(1, options.logging_steps)
+        self._cannot_write = f"--save_path {folder}: cannot write there"
         with writing(self._cannot_write):
-            self._metrics = MetricsFile(run.folder / "metrics.jsonl", resume_from=step if resumed else None)
-        self._logs = open_logs(options, run.manifest, run.folder)
-        self._progress = RunProgress(run.task.verb, self.total, step, every=self.every)
+            self._metrics = MetricsFile(folder / "metrics.jsonl", resume_from=start if resumed else None)
+        self._logs = open_logs(options, manifest, folder)
+        self._progress = RunProgress(verb, total, start, every=self.every)
 
     def write(self, row: dict) -> None:
         with writing(self._cannot_write):

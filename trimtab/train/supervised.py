@@ -101,7 +101,7 @@ class SupervisedRun:
         resumed = self.resume() if self.options.load_checkpoint else False
         if self.world.leads:
             self.write_description()
-        log = RunLog(self, resumed) if self.world.leads else None
+        log = self.open_log(resumed) if self.world.leads else None
         try:
             with StopRequest() as stop:
                 while self.counters.step < self.order.steps:
@@ -233,6 +233,10 @@ class SupervisedRun:
         )
 
     # ---- what is on disk
+
+    def open_log(self, resumed: bool) -> RunLog:
+        places = {"verb": self.task.verb, "total": self.order.steps, "start": self.counters.step}
+        return RunLog(self.options, self.manifest, self.folder, resumed=resumed, **places)
 
     def write_description(self) -> None:
         with writing(f"--save_path {self.folder}: cannot write there"):
