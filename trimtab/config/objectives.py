@@ -32,11 +32,12 @@ class RewardLossOptions:
     """Loss"""
 
     loss: str = "sigmoid"
-    """Loss on the difference d of the two rewards: sigmoid is -log sigmoid(d), logexp is log(1 + exp(-d))."""
+    """Loss on the difference d of the two rewards: sigmoid is -log sigmoid(d), logexp is log(1 + exp(-d)):
+    one function in two spellings."""
     margin_loss: bool = False
     """The chosen reward must exceed the other by what the column margin of the row says."""
     compute_fp32_loss: bool = False
-    """Take the rewards to float32 before the loss."""
+    """Take the rewards to float32 before the loss; that is how it is always done here."""
 
 
 @dataclass(frozen=True, kw_only=True)

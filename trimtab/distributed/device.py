@@ -31,10 +31,6 @@ class Device:
             return torch.cuda.max_memory_allocated(self.torch) / 2**30
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
-    def synchronise(self) -> None:
-        if self.is_accelerator:
-            torch.cuda.synchronize(self.torch)
-
     def has_fast_bf16(self) -> bool:
         if self.is_accelerator:
             return torch.cuda.is_bf16_supported()

@@ -16,7 +16,7 @@ class PairTask(Task):
         """Sequence 2i is the chosen answer of the i-th sample, 2i + 1 the rejected one."""
         examples = [example for i in samples for example in store.pair(i)]
         shared = [borrowed for i in samples for borrowed in (0, int(store.shared[i]))]
-        extra = {"sample_P": torch.tensor(samples)}
+        extra = {}
         if store.margins is not None:
             extra["margin_P"] = torch.from_numpy(store.margins[samples])
         return TokenBatch.of(examples, shared, **extra)

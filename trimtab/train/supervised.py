@@ -41,11 +41,9 @@ class Counters:
     step: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-    tokens_seen: int = 0
 
-    def count(self, applied: bool, tokens: int) -> None:
+    def count(self, applied: bool) -> None:
         self.step += 1
-        self.tokens_seen += tokens
         self.skipped_steps += not applied
         self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
 
@@ -152,7 +150,7 @@ class SupervisedRun:
         else:
             self.optimiser.clear_gradients()
             report = StepReport(math.nan, applied=False)
-        self.counters.count(report.applied, int(totals["tokens"]))
+        self.counters.count(report.applied)
         row = {
             "step": step + 1,
             "epoch": round((step + 1) / self.order.steps_per_epoch, 6),

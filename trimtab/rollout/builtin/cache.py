@@ -13,10 +13,6 @@ class KVShape:
     width: int
     dtype: torch.dtype
 
-    @property
-    def bytes_a_token(self) -> int:
-        return 2 * self.layers * self.heads * self.width * self.dtype.itemsize
-
 
 class KVCache:
     """Keys and values [pages, tokens a page, heads, width] of every layer. Page 0 is for what nobody keeps."""

@@ -136,17 +136,6 @@ class Scheduler:
         self.pool.give_back(sample.pages)
         sample.pages = []
 
-    def drop(self, sample: Sample) -> None:
-        """Forget a sample, wherever it is."""
-        if sample in self.running:
-            self.finish(sample)
-        elif sample in self.waiting:
-            self.waiting.remove(sample)
-            sample.prompt.waiting -= 1
-            if sample.prompt.waiting == 0 and sample.prompt.pages:
-                self.pool.give_back(sample.prompt.pages)
-                sample.prompt.pages = []
-
     def _stop(self, sample: Sample) -> None:
         self.finish(sample)
         sample.prompt.waiting += 1
