@@ -3,10 +3,23 @@ import dataclasses
 import pytest
 
 from tests.config.every_job import EVERY_JOB
-from trimtab.config import groups, objectives
+from trimtab.config import groups, objectives, rl
 from trimtab.config.catalogue import options_of
-from trimtab.config.jobs import DPOOptions, KDOptions, KTOOptions, PRMOptions, RMOptions, SFTOptions, job
-from trimtab.config.spellings import ALIASES
+from trimtab.config.jobs import (
+    AnyRLOptions,
+    DPOOptions,
+    GRPOOptions,
+    KDOptions,
+    KTOOptions,
+    PPOOptions,
+    PRMOptions,
+    ReinforceOptions,
+    RLOOOptions,
+    RMOptions,
+    SFTOptions,
+    job,
+)
+from trimtab.config.spellings import ALIASES, IN_RL
 
 SHARED_DEFAULTS = {
     **{"save_path": "./ckpt", "save_steps": -1, "save_hf_ckpt": False, "disable_ds_ckpt": False, "logging_steps": 1},
@@ -66,6 +79,45 @@ OWN_DEFAULTS = {
     },
 }
 
+PPO_DEFAULTS = {
+    **{"ckpt_path": "./ckpt/checkpoints_ppo_ray", "micro_train_batch_size": 4, "max_epochs": 1, "num_episodes": 1},
+    **{"rollout_batch_size": 1024, "micro_rollout_batch_size": 8, "n_samples_per_prompt": 1, "max_samples": 10**8},
+    **{"prompt_data": None, "prompt_data_probs": None, "prompt_split": "train", "eval_split": "train"},
+    **{"prompt_max_len": 1024, "generate_max_len": 1024, "max_len": None, "input_key": "input", "label_key": None},
+    **{"input_template": None, "apply_chat_template": False, "temperature": 1.0, "top_p": 1.0},
+    **{"vllm_generate_batch_size": None, "dynamic_filtering": False, "dynamic_filtering_reward_range": (0, 1)},
+    **{"use_dynamic_batch": False, "rollout_max_tokens_per_gpu": None, "advantage_estimator": "gae"},
+    **{"gamma": 1.0, "lambd": 1.0, "no_advantage_std_norm": False, "policy_loss_type": "ppo", "eps_clip": 0.2},
+    **{"eps_clip_low_high": None, "dual_clip": None, "value_clip": 0.5, "entropy_loss_coef": None},
+    **{"freezing_actor_steps": -1, "save_value_network": False, "actor_learning_rate": 1e-6},
+    **{"critic_learning_rate": 9e-6, "critic_pretrain": None, "value_head_prefix": "score"},
+    **{"init_kl_coef": 0.01, "kl_target": None, "kl_horizon": 10_000, "kl_estimator": "k1", "use_kl_loss": False},
+    **{"reward_pretrain": None, "remote_rm_url": None, "normalize_reward": False, "reward_clip_range": (-10, 10)},
+    **{"overlong_buffer_len": None, "overlong_penalty_factor": 1, "enable_ema": False, "ema_beta": 0.992},
+    **{"eval_temperature": 0.6, "eval_n_samples_per_prompt": 4, "perf": False, "ptx_coef": 0.05},
+    **{"pretrain_data": None, "pretrain_data_probs": "1.0", "pretrain_split": "train", "ref_reward_offload": False},
+    **{"colocate_actor_ref": False, "colocate_critic_reward": False, "colocate_all_models": False},
+    **{"vllm_num_engines": None, "vllm_tensor_parallel_size": 1, "vllm_gpu_memory_utilization": 0.95},
+    **{"vllm_sync_backend": "nccl", "vllm_sync_with_ray": False, "vllm_enable_sleep": False, "enforce_eager": False},
+    **{"enable_prefix_caching": False, "enable_vllm_is_correction": False, "vllm_is_truncated_threshold": 2},
+    **{"deepspeed_enable_sleep": False, "actor_init_on_gpu": False, "async_train": False, "agent_func_path": None},
+    **{f"{role}_num_nodes": 1 for role in ("actor", "ref", "critic", "reward")},
+    # OpenRLHF says 8: here an unset number is what is there.
+    **{f"{role}_num_gpus_per_node": None for role in ("actor", "ref", "critic", "reward")},
+    **{"save_rollouts": 8, "rollout_slots": 256, "rollout_kv_tokens": None, "weight_only_int8": False},
+    **{"reward_weights": None, "reward_verifier": None, "wandb_project": "trimtab_train_ppo"},
+}
+GROUP = {"n_samples_per_prompt": 8}
+PRESETS = {
+    AnyRLOptions: {},
+    GRPOOptions: {
+        **GROUP,
+        **{"advantage_estimator": "group_norm", "use_kl_loss": True, "kl_estimator": "k3", "init_kl_coef": 1e-3},
+    },
+    ReinforceOptions: {"advantage_estimator": "reinforce"},
+    RLOOOptions: {**GROUP, "advantage_estimator": "rloo"},
+}
+
 
 @pytest.mark.parametrize("job_class", OWN_DEFAULTS)
 def test_defaults_are_those_of_openrlhf(job_class):
@@ -73,16 +125,36 @@ def test_defaults_are_those_of_openrlhf(job_class):
     assert {name: getattr(job_class(), name) for name in expected} == expected
 
 
+def test_defaults_of_ppo_are_those_of_openrlhf():
+    shared = {name: value for name, value in SHARED_DEFAULTS.items() if not name.startswith("dataset")}
+    expected = shared | PPO_DEFAULTS
+    assert {name: getattr(PPOOptions(), name) for name in expected} == expected
+    own = {"config", "dry_run", "nproc", "num_workers", "use_visualdl", "attn_implementation"}
+    own |= {"tokenizer_chat_template", "wandb_run_name", "train_max_tokens_per_gpu"}
+    assert options_of(PPOOptions).keys() == expected.keys() | own
+
+
+@pytest.mark.parametrize("job_class", PRESETS)
+def test_the_other_rl_jobs_are_ppo_with_other_defaults(job_class):
+    ppo, preset = options_of(PPOOptions), options_of(job_class)
+    differing = {name: option.default for name, option in preset.items() if option.default != ppo[name].default}
+    assert preset.keys() == ppo.keys()
+    names = {"ckpt_path": f"./ckpt/checkpoints_{job_class.verb}", "wandb_project": f"trimtab_train_{job_class.verb}"}
+    assert differing == PRESETS[job_class] | names
+    assert job_class.trainer == PPOOptions.trainer == "rl" and SFTOptions.trainer == "sft"
+
+
 def test_every_training_job_packs_and_resumes():
-    for job_class in OWN_DEFAULTS:
+    for job_class in [*OWN_DEFAULTS, PPOOptions]:
         assert {"packing_samples", "train_max_tokens_per_gpu", "load_checkpoint"} <= options_of(job_class).keys()
 
 
 def test_no_option_is_declared_in_two_groups():
-    found = {group for module in (groups, objectives) for group in vars(module).values() if isinstance(group, type)}
+    found = {group for module in (groups, objectives, rl) for group in vars(module).values() if isinstance(group, type)}
     declared = [name for group in found if dataclasses.is_dataclass(group) for name in group.__annotations__]
-    assert "pretrain" in declared and "beta" in declared
-    assert len(declared) == len(set(declared))
+    assert "pretrain" in declared and "beta" in declared and "gamma" in declared
+    # These two may be left unset in RL, and mean something else there.
+    assert {name for name in declared if declared.count(name) > 1} == {"label_key", "max_len"}
 
 
 @pytest.mark.parametrize("job_class", EVERY_JOB)
@@ -93,8 +165,8 @@ def test_every_option_has_help_and_no_empty_one(job_class):
 
 def test_every_alias_leads_to_an_option_and_hides_none():
     names = {name for job_class in EVERY_JOB for name in options_of(job_class)}
-    assert set(ALIASES.values()) <= names
-    assert not ALIASES.keys() & names
+    assert {*ALIASES.values(), *IN_RL.values()} <= names
+    assert IN_RL.keys() <= ALIASES.keys() and not ALIASES.keys() & names
 
 
 def test_a_job_changes_a_default_for_itself_only_and_keeps_help_and_section():

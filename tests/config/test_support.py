@@ -1,7 +1,7 @@
 import pytest
 
 from trimtab.config import support
-from trimtab.config.jobs import SFTOptions
+from trimtab.config.jobs import PPOOptions, SFTOptions
 from trimtab.errors import UserError
 
 
@@ -9,6 +9,10 @@ from trimtab.errors import UserError
 def nothing_installed(monkeypatch):
     monkeypatch.setattr(support, "find_spec", lambda module: None)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def problems(options, here=0):
+    return support.hardware_problems(options, lambda: here)
 
 
 @pytest.mark.parametrize(
@@ -28,16 +32,33 @@ def test_what_is_not_implemented_is_refused_by_name(name, value):
         support.refuse_unimplemented(SFTOptions(**{name: value}))
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("enable_ema", True),
+        ("pretrain_data", "owner/text"),
+        ("policy_loss_type", "gspo"),
+        ("async_train", True),
+        ("agent_func_path", "agent.py"),
+        ("ring_attn_size", 2),
+    ],
+)
+def test_what_rl_does_not_do_is_refused_by_name(name, value):
+    support.refuse_unimplemented(PPOOptions())
+    with pytest.raises(UserError, match=f"^--{name} "):
+        support.refuse_unimplemented(PPOOptions(**{name: value}))
+
+
 def test_what_one_process_can_do_is_accepted():
     options = SFTOptions(
         zero_stage=3, overlap_comm=True, local_rank=0, adam_offload=True, grad_accum_dtype="bf16", disable_ds_ckpt=True
     )
     support.refuse_unimplemented(options)
-    assert support.hardware_problems(options) == []
+    assert problems(options) == []
 
 
 def test_flash_attn_never_needs_a_package():
-    assert support.hardware_problems(SFTOptions(flash_attn=True)) == []
+    assert problems(SFTOptions(flash_attn=True)) == []
 
 
 @pytest.mark.parametrize(
@@ -51,7 +72,44 @@ def test_flash_attn_never_needs_a_package():
     ],
 )
 def test_a_missing_package_is_a_problem_only_where_it_is_missing(changes, package, monkeypatch):
-    (problem,) = support.hardware_problems(SFTOptions(**changes))
+    (problem,) = problems(SFTOptions(**changes))
     assert f"needs the package {package}" in problem
     monkeypatch.setattr(support, "find_spec", lambda module: object() if module == package else None)
-    assert support.hardware_problems(SFTOptions(**changes)) == []
+    assert problems(SFTOptions(**changes)) == []
+
+
+EIGHT = {f"{role}_num_gpus_per_node": 8 for role in ("actor", "ref", "critic", "reward")}
+
+
+@pytest.mark.parametrize(
+    "changes, gpus",
+    [
+        ({"actor_num_gpus_per_node": 4}, 4),
+        ({"actor_num_gpus_per_node": 2, "ref_num_gpus_per_node": 2}, 4),
+        ({"actor_num_gpus_per_node": 2, "ref_num_gpus_per_node": 2, "colocate_actor_ref": True}, 2),
+        ({"critic_num_gpus_per_node": 2, "reward_num_gpus_per_node": 2, "colocate_critic_reward": True}, 2),
+        ({"actor_num_gpus_per_node": 1, "vllm_num_engines": 1}, 2),
+        ({"actor_num_gpus_per_node": 2, "vllm_num_engines": 2, "vllm_tensor_parallel_size": 2}, 6),
+        ({**EIGHT, "vllm_num_engines": 4, "vllm_tensor_parallel_size": 2}, 40),
+        ({**EIGHT, "vllm_num_engines": 4, "vllm_tensor_parallel_size": 2, "colocate_all_models": True}, 8),
+    ],
+)
+def test_gpus_are_added_up_and_more_than_are_here_is_a_problem(changes, gpus):
+    options = PPOOptions(**changes)
+    (problem,) = problems(options, here=gpus - 1)
+    assert f"ask for {gpus} GPUs, and {gpus - 1} are here" in problem
+    assert ("--colocate_all_models" in problem) is not options.colocate_all_models
+    assert problems(options, here=gpus) == []
+
+
+def test_what_asks_for_one_device_runs_without_an_accelerator():
+    def never():
+        raise AssertionError("counting accelerators imports torch")
+
+    for changes in ({}, {"actor_num_gpus_per_node": 1, "vllm_num_engines": 1, "colocate_all_models": True}):
+        assert support.hardware_problems(PPOOptions(**changes), never) == []
+
+
+def test_several_machines_are_a_problem_of_their_own():
+    (problem,) = problems(PPOOptions(actor_num_nodes=2), here=8)
+    assert problem.startswith("--actor_num_nodes 2 asks for several machines")

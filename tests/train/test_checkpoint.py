@@ -1,12 +1,24 @@
 import pytest
 import torch
 
+from trimtab.distributed.world import World
 from trimtab.errors import UserError
-from trimtab.train.checkpoint import Checkpoints
+from trimtab.train.checkpoint import Checkpoints, reading
+from trimtab.train.tensor_parts import TensorParts, write_parts
 
 
 def tensors(value=0.0, size=1000):
     return {"weight/a": torch.full((size,), value), "step/a": torch.tensor(3.0)}
+
+
+def writing(value=0.0):
+    return lambda folder: write_parts(folder, tensors(value), World())
+
+
+def read(store):
+    path, _ = store.load()
+    with reading(path):
+        return TensorParts(path)
 
 
 def make(folder, keep=3, keep_gib=1e8):
@@ -15,8 +27,8 @@ def make(folder, keep=3, keep_gib=1e8):
 
 def test_what_was_saved_is_loaded(tmp_path):
     store = make(tmp_path)
-    store.save(5, tensors(1.5), {"counters": {"step": 5}})
-    loaded, state = make(tmp_path).load()
+    store.save(5, writing(1.5), {"counters": {"step": 5}})
+    loaded, (_, state) = read(make(tmp_path)), make(tmp_path).load()
     assert torch.equal(loaded.whole("weight/a"), tensors(1.5)["weight/a"]) and loaded.whole("step/a").shape == ()
     assert state["counters"]["step"] == 5
 
@@ -28,66 +40,66 @@ def test_nothing_saved_loads_nothing(tmp_path):
 def test_oldest_go_first_and_the_newest_always_stays(tmp_path):
     store = make(tmp_path, keep=2)
     for step in (2, 10, 9):
-        store.save(step, tensors(), {}, export=lambda folder: folder.mkdir())
+        store.save(step, writing(), {}, export=lambda folder: folder.mkdir())
     assert sorted(p.name for p in tmp_path.glob("global*")) == [
         "global_step10", "global_step10_hf", "global_step9", "global_step9_hf",
     ]  # fmt: skip
     assert store.latest().name == "global_step9"
     tight = make(tmp_path, keep=5, keep_gib=1e-9)
-    tight.save(11, tensors(), {})
+    tight.save(11, writing(), {})
     assert [p.name for p in sorted(tmp_path.glob("global*"))] == ["global_step11"]
 
 
 def test_an_interrupted_write_is_ignored_and_cleaned(tmp_path):
     store = make(tmp_path)
-    store.save(1, tensors(), {"counters": {"step": 1}})
+    store.save(1, writing(), {"counters": {"step": 1}})
     half = tmp_path / ".writing-global_step2-123"
     half.mkdir()
     (half / "tensors.safetensors").write_bytes(b"half")
     assert store.load()[1]["counters"]["step"] == 1
-    store.save(3, tensors(), {"counters": {"step": 3}})
+    store.save(3, writing(), {"counters": {"step": 3}})
     assert not half.exists()
 
 
 def test_a_lost_pointer_finds_the_newest(tmp_path):
     store = make(tmp_path)
     for step in (9, 10):
-        store.save(step, tensors(), {})
+        store.save(step, writing(), {})
     (tmp_path / "latest").unlink()
     assert store.latest().name == "global_step10"
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
     store = make(tmp_path)
-    store.save(1, tensors(1.0), {})
-    store.save(1, tensors(2.0), {})
-    assert store.load()[0].whole("weight/a")[0] == 2.0
+    store.save(1, writing(1.0), {})
+    store.save(1, writing(2.0), {})
+    assert read(store).whole("weight/a")[0] == 2.0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step1", "latest"]
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
     store = make(tmp_path)
-    store.save(1, tensors(), {})
+    store.save(1, writing(), {})
     (tmp_path / "global_step1" / "tensors.safetensors").write_bytes(b"\x00" * 100)
     with pytest.raises(UserError, match=r"global_step1.*damaged"):
-        store.load()
+        read(store)
 
 
 def test_a_checkpoint_set_aside_for_a_successor_that_never_came_is_brought_back(tmp_path):
     store = make(tmp_path)
-    store.save(4, tensors(1.0), {"counters": {"step": 4}})
+    store.save(4, writing(1.0), {"counters": {"step": 4}})
     (tmp_path / "global_step4").rename(tmp_path / ".old-global_step4")  # killed between two renames
     assert make(tmp_path).load()[1]["counters"]["step"] == 4
-    store.save(5, tensors(2.0), {"counters": {"step": 5}})
+    store.save(5, writing(2.0), {"counters": {"step": 5}})
     assert (tmp_path / "global_step4").exists()
 
 
 def test_a_missing_part_is_noticed(tmp_path):
     store = make(tmp_path)
-    folder = store.save(1, tensors(), {})
+    folder = store.save(1, writing(), {})
     (folder / "tensors.safetensors").rename(folder / "tensors-00000-of-00002.safetensors")
     with pytest.raises(UserError, match="1 of 2 parts"):
-        store.load()
+        read(store)
 
 
 def test_only_exports_are_pruned_too(tmp_path):

@@ -16,6 +16,11 @@ VERBS: dict[str, tuple[str, str]] = {
     "dpo": ("trimtab.cli.train_dpo", "preference optimisation from pairs: DPO, IPO, cDPO, ORPO, SimPO"),
     "kto": ("trimtab.cli.train_kto", "preference optimisation from single judged answers"),
     "kd": ("trimtab.cli.train_kd", "distillation from a teacher model"),
+    "ppo": ("trimtab.cli.train_ppo", "RL with a critic (PPO)"),
+    "grpo": ("trimtab.cli.train_grpo", "RL by comparing the answers to a prompt (GRPO)"),
+    "reinforce": ("trimtab.cli.train_reinforce", "RL without a critic (REINFORCE++)"),
+    "rloo": ("trimtab.cli.train_rloo", "RL against the mean of a prompt's other answers (RLOO)"),
+    "rl": ("trimtab.cli.train_rl", "RL of any kind, as a config file says"),
     "lora-combine": ("trimtab.cli.lora_combiner", "merge a LoRA adapter into its model"),
     "report": ("trimtab.cli.report", "turn a run's metrics into a page to look at"),
 }

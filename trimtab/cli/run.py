@@ -33,7 +33,7 @@ def run_job(
         options, warnings = settle(options)
         warnings += check(options)
         refuse_unimplemented(options)
-        problems = hardware_problems(options)
+        problems = hardware_problems(options, _accelerators)
         if problems and not options.dry_run:
             raise UserError("; ".join(problems))
         for warning in warnings + problems:
@@ -53,6 +53,12 @@ def run_job(
     except KeyboardInterrupt:
         say(f"{name}: interrupted", options)
         return 130
+
+
+def _accelerators() -> int:
+    from trimtab.distributed.device import count_accelerators
+
+    return count_accelerators()
 
 
 def guarded(name: str, action: Callable[[], int | None]) -> int:

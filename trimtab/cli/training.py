@@ -1,7 +1,8 @@
 """What the training commands share: the job's module is imported late, and a run ends with its report.
 
-By convention the job `trimtab VERB` has its options in trimtab.config.jobs and lives in trimtab.train.VERB, as
-`train_VERB(options)` and `rehearse_VERB(options)`.
+By convention the job `trimtab VERB` has its options in trimtab.config.jobs, as a class that says which module of
+trimtab.train is its trainer: VERB's own, or one that several jobs share. That has `train_TRAINER(options)` and
+`rehearse_TRAINER(options)`.
 """
 
 import importlib
@@ -40,7 +41,7 @@ def _train(options: Any) -> None:
 
 
 def _function(action: str, options: Any) -> Callable[[Any], Any]:
-    return getattr(importlib.import_module(f"trimtab.train.{options.verb}"), f"{action}_{options.verb}")
+    return getattr(importlib.import_module(f"trimtab.train.{options.trainer}"), f"{action}_{options.trainer}")
 
 
 def _show_what_is_left(options: Any, finished: bool) -> None:

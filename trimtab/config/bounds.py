@@ -47,9 +47,13 @@ def one_of(options: Any, name: str, *choices: str) -> None:
 
 def a_place_that_exists(options: Any, name: str) -> None:
     """A hub name passes; a local path must be there."""
-    place = getattr(options, name)
-    if place and looks_like_a_path(place) and not os.path.exists(os.path.expanduser(place)):
-        raise UserError(f"--{name}: {place} does not exist; check the path")
+    if place := getattr(options, name):
+        place_exists(place, f"--{name}")
+
+
+def place_exists(place: str, flag: str) -> None:
+    if looks_like_a_path(place) and not os.path.exists(os.path.expanduser(place)):
+        raise UserError(f"{flag}: {place} does not exist; check the path")
 
 
 def looks_like_a_path(text: str) -> bool:

@@ -11,7 +11,7 @@ import typing
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
-from trimtab.config.spellings import ALIASES, aliases_of
+from trimtab.config.spellings import aliases_of, meant
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,13 @@ def options_of(job_class: type) -> dict[str, Option]:
     for group in job_class.__mro__:
         for name, text in _help_texts(group).items():
             if name in declared:
-                options[name] = _option(declared[name], text, inspect.getdoc(group) or "")
+                aliases = aliases_of(name, declared)
+                options[name] = _option(declared[name], text, inspect.getdoc(group) or "", aliases)
     assert options.keys() == declared.keys(), f"without help text: {sorted(declared.keys() - options.keys())}"
     return options
 
 
-def _option(declared: Field, text: str, section: str) -> Option:
+def _option(declared: Field, text: str, section: str, aliases: tuple[str, ...]) -> Option:
     kind, count, optional = _shape(declared.type)
     assert declared.default is not MISSING, f"{declared.name} has no default"
     return Option(
@@ -64,7 +65,7 @@ def _option(declared: Field, text: str, section: str) -> Option:
         default=declared.default,
         help=text,
         section=section,
-        aliases=aliases_of(declared.name),
+        aliases=aliases,
         secret="secret" in declared.metadata,
         of_this_call="of_this_call" in declared.metadata,
         required=declared.metadata.get("required"),
@@ -101,7 +102,8 @@ def _help_texts(group: type) -> dict[str, str]:
 
 def find(job_class: type, name: str) -> Option | None:
     """The option of this name or alias."""
-    return options_of(job_class).get(ALIASES.get(name, name))
+    options = options_of(job_class)
+    return options.get(meant(name, options))
 
 
 def suggestion(job_class: type, name: str) -> str | None:
@@ -111,4 +113,4 @@ def suggestion(job_class: type, name: str) -> str | None:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     containing = sorted((known for known in options if name in known), key=len) if len(name) > 3 else []
     close = close or containing or difflib.get_close_matches(name, names, n=1, cutoff=0.55)
-    return ALIASES.get(close[0], close[0]) if close else None
+    return meant(close[0], options) if close else None

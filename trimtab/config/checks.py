@@ -1,6 +1,7 @@
 """What can be said about options before torch is imported: mistakes are a UserError, oddities a line of warning.
 
-What depends on this machine (packages, processes) is in support.py, what depends on the loss in objective_checks.py.
+What depends on this machine (packages, processes) is in support.py, what depends on the loss in objective_checks.py
+and rl_checks.py.
 """
 
 import dataclasses
@@ -15,7 +16,6 @@ from trimtab.config.bounds import (
     between_zero_and_one,
     changed,
     every_so_often,
-    looks_like_a_path,
 )
 from trimtab.config.catalogue import options_of
 from trimtab.config.groups import (
@@ -23,6 +23,7 @@ from trimtab.config.groups import (
     BatchOptions,
     CheckpointOptions,
     DataOptions,
+    LengthOptions,
     LoadOptions,
     LoggingOptions,
     LoraOptions,
@@ -35,8 +36,12 @@ from trimtab.config.groups import (
     TemplateOptions,
     UpdateOptions,
 )
+from trimtab.config.jobs import RLOptions
 from trimtab.config.objective_checks import EXAMINERS as OBJECTIVE_EXAMINERS
 from trimtab.config.objectives import PreferenceLossOptions
+from trimtab.config.rl_checks import EXAMINERS as RL_EXAMINERS
+from trimtab.config.rl_checks import longest_rollout, settle_rl
+from trimtab.config.source_checks import check_mixture, check_sources
 from trimtab.errors import UserError
 
 Options = TypeVar("Options")
@@ -51,7 +56,6 @@ SCHEDULERS = (
     "constant_with_warmup",
     "inverse_sqrt",
 )
-FILE_TYPES = {"json", "csv", "parquet", "arrow", "text"}
 
 
 def settle(options: Options) -> tuple[Options, list[str]]:
@@ -73,6 +77,8 @@ def settle(options: Options) -> tuple[Options, list[str]]:
             changes["preference_loss"] = "ipo"
         elif options.preference_loss == "ipo":
             changes["ipo"] = True
+    if isinstance(options, RLOptions):
+        changes |= settle_rl(options)
     return dataclasses.replace(options, **changes), warnings
 
 
@@ -82,7 +88,7 @@ def check(options: Any) -> list[str]:
     for name, option in options_of(type(options)).items():
         if option.required and not getattr(options, name):
             raise UserError(f"--{name} is missing: give {option.required[1]}")
-    for group, examine in (*_EXAMINERS, *OBJECTIVE_EXAMINERS):
+    for group, examine in (*_EXAMINERS, *OBJECTIVE_EXAMINERS, *RL_EXAMINERS):
         if isinstance(options, group):
             warnings += examine(options)
     return warnings + _without_effect(options)
@@ -148,59 +154,35 @@ def _examine_batches(options: BatchOptions) -> Iterable[str]:
         return []
     if not options.packing_samples:
         raise UserError("--train_max_tokens_per_gpu is the budget of packed rows: add --packing_samples")
-    longest = getattr(options, "max_len", 1)
-    answers, sample = (2, "pair of two") if isinstance(options, PreferenceColumns) else (1, "sample of")
-    if budget < answers * longest:
-        raise UserError(
-            f"--train_max_tokens_per_gpu {budget} cannot hold one {sample} --max_len {longest}: "
-            f"raise it to {answers * longest} or more"
-        )
+    longest, sample = _longest_sample(options)
+    if budget < longest:
+        raise UserError(f"--train_max_tokens_per_gpu {budget} cannot hold one {sample}: raise it to {longest} or more")
     return []
 
 
+def _longest_sample(options: Any) -> tuple[int, str]:
+    if isinstance(options, RLOptions):
+        longest = longest_rollout(options)
+        return longest, f"sample of --prompt_max_len + --generate_max_len {longest}"
+    if isinstance(options, PreferenceColumns):
+        return 2 * options.max_len, f"pair of two --max_len {options.max_len}"
+    return options.max_len, f"sample of --max_len {options.max_len}"
+
+
 def _examine_rows(options: RowOptions) -> Iterable[str]:
-    at_least(options, 1, "max_samples", "max_len")
+    at_least(options, 1, "max_samples")
     if options.num_workers is not None:
         at_least(options, 1, "num_workers")
-    return _examine_sources(options.eval_dataset or "", "--eval_dataset")
+    return check_sources(options.eval_dataset, "--eval_dataset")
+
+
+def _examine_length(options: LengthOptions) -> Iterable[str]:
+    at_least(options, 1, "max_len")
+    return []
 
 
 def _examine_data(options: DataOptions) -> Iterable[str]:
-    sources = _listed(options.dataset)
-    if not sources:
-        raise UserError(f"--dataset {options.dataset!r} names no source")
-    if options.dataset_probs is not None:
-        _examine_shares(options.dataset_probs, sources)
-    return _examine_sources(options.dataset, "--dataset")
-
-
-def _examine_shares(text: str, sources: list[str]) -> None:
-    try:
-        shares = [float(word) for word in text.split(",")]
-    except ValueError:
-        raise UserError(f"--dataset_probs {text!r} must be numbers separated by commas, for example 0.7,0.3") from None
-    if len(shares) != len(sources):
-        raise UserError(f"--dataset_probs has {len(shares)} numbers for {len(sources)} sources in --dataset")
-    if not all(share >= 0 for share in shares) or not 0 < sum(shares) < float("inf"):
-        raise UserError(f"--dataset_probs {text!r}: no share may be negative, and their sum must be above 0")
-
-
-def _examine_sources(text: str, flag: str) -> Iterable[str]:
-    warnings = []
-    for source in _listed(text):
-        kind, at, folder = source.partition("@")
-        if at and kind in FILE_TYPES:
-            if not os.path.isdir(os.path.expanduser(folder)):
-                raise UserError(f"{flag} {source}: there is no folder {folder}")
-            continue
-        parent, name = os.path.split(os.path.expanduser(source))
-        if at or os.path.exists(os.path.join(parent, name)):
-            continue
-        if looks_like_a_path(source):
-            raise UserError(f"{flag}: {source} does not exist; check the path")
-        if os.path.isdir(parent):
-            warnings.append(f"{flag}: there is no {name} in the folder {parent}, so {source} is taken for a hub name")
-    return warnings
+    return check_mixture(options.dataset, options.dataset_probs, "--dataset")
 
 
 def _examine_templates(options: TemplateOptions) -> Iterable[str]:
@@ -246,6 +228,7 @@ _EXAMINERS = (
     (ModelOptions, _examine_model),
     (DataOptions, _examine_data),
     (RowOptions, _examine_rows),
+    (LengthOptions, _examine_length),
     (LoadOptions, _examine_load),
     (LoraOptions, _examine_lora),
     (UpdateOptions, _examine_update),
@@ -266,6 +249,17 @@ _NEEDS = (
     ("eval_split", "eval_dataset"),
     ("wandb_org", "use_wandb"),
     ("wandb_group", "use_wandb"),
+    ("normalize_reward", "reward_pretrain"),
+    ("overlong_penalty_factor", "overlong_buffer_len"),
+    ("dynamic_filtering_reward_range", "dynamic_filtering"),
+    ("kl_horizon", "kl_target"),
+    ("use_kl_loss", "init_kl_coef"),
+    ("ema_beta", "enable_ema"),
+    ("vllm_tensor_parallel_size", "vllm_num_engines"),
+    ("vllm_is_truncated_threshold", "enable_vllm_is_correction"),
+    ("pretrain_data_probs", "pretrain_data"),
+    ("pretrain_split", "pretrain_data"),
+    ("ptx_coef", "pretrain_data"),
 )
 _NEEDS_CHOICE = (
     ("min_lr_ratio", "lr_scheduler", "cosine_with_min_lr"),
@@ -284,7 +278,3 @@ def _without_effect(options: Any) -> list[str]:
         for name, choice, value in _NEEDS_CHOICE
         if changed(options, name) and getattr(options, choice) != value
     ]
-
-
-def _listed(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]

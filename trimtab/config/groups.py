@@ -30,6 +30,8 @@ class CallOptions:
     """Run"""
 
     verb: ClassVar[str]
+    trainer: ClassVar[str]
+    """The module of trimtab.train that does the job, where it is a training job."""
 
     config: str | None = of_this_call(None)
     """YAML file of options under these same names; what the command line says wins."""
@@ -136,11 +138,11 @@ class BatchOptions:
     micro_train_batch_size: int = 8
     """Samples in one forward and backward pass; it changes memory and speed, not the result."""
     max_epochs: int = 1
-    """Passes over the data."""
+    """Passes over the data; in RL over the rollouts of each iteration."""
     packing_samples: bool = False
     """Pack samples into rows of a token budget instead of padding them; samples never see each other."""
     train_max_tokens_per_gpu: int | None = None
-    """Token budget of a packed pass; unset: micro_train_batch_size x max_len, twice that for pairs."""
+    """Token budget of a packed pass; unset: micro_train_batch_size samples of full length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +151,6 @@ class RowOptions:
 
     max_samples: int = 1_000_000
     """At most this many rows are used."""
-    max_len: int = 2048
-    """At most this many tokens in a sample, prompt and answer together."""
     eval_dataset: str | None = None
     """Data for evaluation; unset: the training source's test split, if it has one."""
     eval_split: str = "train"
@@ -160,7 +160,15 @@ class RowOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions(RowOptions):
+class LengthOptions:
+    """Data"""
+
+    max_len: int = 2048
+    """At most this many tokens in a sample, prompt and answer together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(RowOptions, LengthOptions):
     """Data"""
 
     dataset: str | None = required("DATA", "a file, a folder or a hub name")
@@ -233,7 +241,7 @@ class CheckpointOptions:
     save_path: str = "./ckpt"
     """Folder of the final model, in Hugging Face form."""
     save_steps: int = -1
-    """Checkpoint every so many optimiser steps; -1: never."""
+    """Checkpoint every so many optimiser steps (RL: iterations); -1: never."""
     ckpt_path: str = "./ckpt/checkpoints"
     """Folder of the checkpoints a run resumes from."""
     load_checkpoint: bool = False
@@ -255,9 +263,9 @@ class LoggingOptions:
     """Logging and evaluation"""
 
     logging_steps: int = 1
-    """Show and send metrics every so many optimiser steps; metrics.jsonl has every step."""
+    """Show and send metrics every so many optimiser steps (RL: iterations); metrics.jsonl has every one."""
     eval_steps: int = -1
-    """Evaluate every so many optimiser steps; -1: after each epoch."""
+    """Evaluate every so many optimiser steps (RL: iterations); -1: after each epoch (RL: never)."""
     use_wandb: str | None = secret(None, bare="True")
     """Send metrics to wandb: True (after `wandb login`), online, offline, or an API key."""
     wandb_org: str | None = None

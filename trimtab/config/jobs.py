@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from trimtab.config.groups import (
     AnswerOptions,
@@ -35,6 +35,22 @@ from trimtab.config.objectives import (
     TargetOptions,
     UnpairedLossOptions,
 )
+from trimtab.config.rl import (
+    ActorOptions,
+    AdvantageOptions,
+    CriticOptions,
+    EngineOptions,
+    KLOptions,
+    PlacementOptions,
+    PolicyLossOptions,
+    PretrainMixOptions,
+    PromptColumns,
+    PromptOptions,
+    RewardOptions,
+    RolloutOptions,
+    SamplingEvaluationOptions,
+    VLLMOptions,
+)
 
 
 def job(verb: str, **defaults: Any) -> Callable[[type], type]:
@@ -47,6 +63,7 @@ def job(verb: str, **defaults: Any) -> Callable[[type], type]:
             cls.__annotations__[name] = inherited[name].type
             setattr(cls, name, default)
         cls.verb = verb
+        cls.trainer = getattr(cls, "trainer", verb)
         return dataclass(frozen=True, kw_only=True)(cls)
 
     return decorate
@@ -149,6 +166,85 @@ class KTOOptions(
 )
 class KDOptions(Subject, ConversationOptions, TargetOptions, DistillationOptions, Training, AnswerOptions):
     """Distillation"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOptions(
+    ModelOptions,
+    PromptOptions,
+    PromptColumns,
+    TemplateOptions,
+    RolloutOptions,
+    EngineOptions,
+    RewardOptions,
+    RewardHeadOptions,
+    AdvantageOptions,
+    KLOptions,
+    PolicyLossOptions,
+    CriticOptions,
+    PretrainMixOptions,
+    BatchOptions,
+    ActorOptions,
+    LoraOptions,
+    CheckpointOptions,
+    SamplingEvaluationOptions,
+    ShardingOptions,
+    PlacementOptions,
+    VLLMOptions,
+    RunOptions,
+):
+    """What every RL job has: they are one job with different defaults"""
+
+    trainer: ClassVar[str] = "rl"
+
+    max_samples: int = 100_000_000
+    micro_train_batch_size: int = 4
+
+
+@job("ppo", ckpt_path="./ckpt/checkpoints_ppo_ray", wandb_project="trimtab_train_ppo")
+class PPOOptions(RLOptions):
+    """Proximal policy optimisation"""
+
+
+@job("rl", ckpt_path="./ckpt/checkpoints_rl", wandb_project="trimtab_train_rl")
+class AnyRLOptions(RLOptions):
+    """RL as a config file says"""
+
+
+# The KL as a k3 loss with weight 0.001 is what both OpenRLHF's and PaddleNLP's GRPO recipes have.
+@job(
+    "grpo",
+    advantage_estimator="group_norm",
+    n_samples_per_prompt=8,
+    use_kl_loss=True,
+    kl_estimator="k3",
+    init_kl_coef=1e-3,
+    ckpt_path="./ckpt/checkpoints_grpo",
+    wandb_project="trimtab_train_grpo",
+)
+class GRPOOptions(RLOptions):
+    """Group relative policy optimisation"""
+
+
+@job(
+    "reinforce",
+    advantage_estimator="reinforce",
+    ckpt_path="./ckpt/checkpoints_reinforce",
+    wandb_project="trimtab_train_reinforce",
+)
+class ReinforceOptions(RLOptions):
+    """REINFORCE++"""
+
+
+@job(
+    "rloo",
+    advantage_estimator="rloo",
+    n_samples_per_prompt=8,
+    ckpt_path="./ckpt/checkpoints_rloo",
+    wandb_project="trimtab_train_rloo",
+)
+class RLOOOptions(RLOptions):
+    """REINFORCE leave-one-out"""
 
 
 @job("lora-combine")

@@ -1,11 +1,15 @@
 """Names that documents and other projects give to our options. An alias is an exact synonym, unit included."""
 
+from collections.abc import Container
+
 ALIASES: dict[str, str] = {
     # OpenRLHF's documents
     "max_epoch": "max_epochs",
     "train_split": "dataset_split",
     "wandb": "use_wandb",
     "value_prefix_head": "value_head_prefix",
+    "rollout_micro_batch_size": "micro_rollout_batch_size",
+    "n_samples_per_prompts": "n_samples_per_prompt",
     # TRL and transformers
     "model_name_or_path": "pretrain",
     "dataset_name": "dataset",
@@ -26,8 +30,26 @@ ALIASES: dict[str, str] = {
     "desirable_weight": "desirable_loss_weight",
     "undesirable_weight": "undesirable_loss_weight",
     "teacher_model_name_or_path": "teacher_model",
+    "num_generations": "n_samples_per_prompt",
+    "max_prompt_length": "prompt_max_len",
+    "max_completion_length": "generate_max_len",
+    "epsilon": "eps_clip",
+    "reward_model_path": "reward_pretrain",
 }
 
+IN_RL: dict[str, str] = {
+    "dataset_name": "prompt_data",
+    "dataset_train_split": "prompt_split",
+    "num_train_epochs": "num_episodes",
+}
+"""Names that mean another option where the job has that one."""
 
-def aliases_of(name: str) -> tuple[str, ...]:
-    return tuple(alias for alias, target in ALIASES.items() if target == name)
+
+def meant(name: str, known: Container[str]) -> str:
+    """The option that `name` stands for in a job with these options."""
+    return IN_RL[name] if IN_RL.get(name) in known else ALIASES.get(name, name)
+
+
+def aliases_of(name: str, known: Container[str]) -> tuple[str, ...]:
+    """The other names of an option in a job with these options."""
+    return tuple(alias for alias in ALIASES if meant(alias, known) == name)

@@ -1,9 +1,12 @@
 """What this version, or this machine, cannot do. Nothing here imports the packages it looks for."""
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 from trimtab.config.bounds import changed
+from trimtab.config.placement import placement_problems
+from trimtab.config.rl import PlacementOptions
 from trimtab.errors import UserError
 
 _NOT_IMPLEMENTED = {
@@ -14,6 +17,11 @@ _NOT_IMPLEMENTED = {
     "ring_head_stride": "belongs to ring attention, which is not implemented yet; leave it at 1",
     "use_ms": "(ModelScope) is not implemented; fetch model and data with modelscope and give their folders",
     "use_ds_universal_ckpt": "is not needed: a checkpoint made here loads on any number of processes; leave it out",
+    "enable_ema": "(a running average of the policy) is not implemented yet; leave it out",
+    "pretrain_data": "(pre-training beside RL) is not implemented; leave it out",
+    "policy_loss_type": "gspo is not implemented yet; leave it at ppo",
+    "async_train": "(answers written while learning) is not implemented yet; leave it out",
+    "agent_func_path": "(rollouts of several turns) is not implemented yet; leave it out",
 }
 
 
@@ -24,9 +32,12 @@ def refuse_unimplemented(options: Any) -> None:
             raise UserError(f"--{name} {reason}")
 
 
-def hardware_problems(options: Any) -> list[str]:
-    """What this machine lacks for these options: errors at the start of a run, warnings in a dry run."""
-    problems = []
+def hardware_problems(options: Any, accelerators: Callable[[], int]) -> list[str]:
+    """What this machine lacks for these options: errors at the start of a run, warnings in a dry run.
+
+    `accelerators` counts what is here, and is asked only where the answer matters.
+    """
+    problems = placement_problems(options, accelerators) if isinstance(options, PlacementOptions) else []
     flash_attention = getattr(options, "attn_implementation", None) == "flash_attention_2"
     for wanted, flag, module, package in (
         (getattr(options, "use_wandb", None), "--use_wandb", "wandb", "'trimtab[wandb]'"),

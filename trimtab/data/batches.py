@@ -1,7 +1,7 @@
 """The record that a micro-batch is: token sequences one after another, without padding.
 
-A sequence may borrow its beginning from the one before it (two answers to one prompt): the prompt's tokens then stand
-in the row once, and the second sequence owns only what comes after them.
+A sequence may borrow its beginning from one before it (several answers to one prompt): the prompt's tokens then stand
+in the row once, and the later sequences own only what comes after them.
 """
 
 from collections.abc import Sequence
@@ -49,15 +49,14 @@ class TokenBatch:
 
     @classmethod
     def of(cls, examples: Sequence[Example], shared: Sequence[int] | None = None, **extra: Tensor) -> "TokenBatch":
-        """`shared[i]`: how many first tokens sequence i borrows from sequence i - 1; none of them is trained."""
+        """`shared[i]`: how many first tokens sequence i has in common with sequence i - 1, borrowed and never trained."""
         spans: list[Span] = []
         ids, positions, trained, previous = [], [], [], []
         start = 0
         for i, (tokens, mask) in enumerate(examples):
             borrowed = shared[i] if shared is not None else 0
-            assert not borrowed or (spans[-1].prefix_length == 0 and borrowed <= spans[-1].length)
             length = len(tokens) - borrowed
-            span = Span(start, length, spans[-1].start if borrowed else 0, borrowed)
+            span = Span(start, length, _lender(spans[-1], borrowed) if borrowed else 0, borrowed)
             own = np.array(mask[borrowed:], dtype=bool)
             if not borrowed:
                 own[:1] = False  # nothing predicts the first token
@@ -109,3 +108,9 @@ class TokenBatch:
         extra = {name: value.to(device) for name, value in self.extra.items()}
         beside = None if self.beside is None else self.beside.to(device)
         return TokenBatch(*(x.to(device, non_blocking=True) for x in tensors), self.spans, extra, beside, self.weight)
+
+
+def _lender(before: Span, borrowed: int) -> int:
+    """Where the tokens lie that a sequence shares with the one before: that one may have borrowed them itself."""
+    assert borrowed == before.prefix_length if before.prefix_length else borrowed <= before.length
+    return before.prefix_start if before.prefix_length else before.start

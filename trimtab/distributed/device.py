@@ -5,7 +5,9 @@ import ctypes
 import os
 import random
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +56,52 @@ def find_device() -> Device:
     _keep_freed_memory()
     threads = torch.get_num_threads()
     return Device(torch.device("cpu"), f"CPU, {threads} thread{'s' if threads > 1 else ''}")
+
+
+def count_accelerators() -> int:
+    return torch.cuda.device_count()
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process may still take; of main memory, its share among the processes of this machine."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return _free_main_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run there."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def record(work: Callable[[], None], pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:
+    """What `work` asks of the device, to be replayed: on the same tensors, whatever they hold then. Runs it once.
+
+    `pool`: another recording's pool(), to share what lies between; then they must be replayed one after another.
+    """
+    here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+    aside.wait_stream(here)
+    with torch.cuda.stream(aside):
+        work()
+    here.wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        work()
+    return graph
+
+
+def _free_main_memory() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    group = Path("/sys/fs/cgroup")  # a container's own limit
+    with contextlib.suppress(OSError, ValueError):  # none, or "max"
+        limit = int((group / "memory.max").read_text())
+        free = min(free, max(0, limit - int((group / "memory.current").read_text())))
+    return free
 
 
 def _keep_freed_memory() -> None:

@@ -8,6 +8,9 @@ The split parameters are the fp32 masters; with --bf16 the gathered ones are the
 are summed in fp32 (or in --grad_accum_dtype). With --adam_offload the masters and Adam's moments live in main memory.
 """
 
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -66,6 +69,28 @@ def split_again(module: nn.Module) -> None:
     for part in module.modules():
         if hasattr(part, "reshard"):
             part.reshard()
+
+
+@contextlib.contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """All of the model in every process, to run without gradients. Every process must enter.
+
+    FSDP's own hooks are away meanwhile, so that processes may run different numbers of passes: a pass would be counted,
+    and whoever counted more would gather in another order in its next backward pass.
+    """
+    parts = [part for part in module.modules() if hasattr(part, "unshard")]
+    split_again(module)  # what is gathered already may be older than the last step
+    for part in parts:
+        part.unshard()
+    hooks = [(part, part._forward_pre_hooks, part._forward_hooks) for part in parts]
+    for part in parts:
+        part._forward_pre_hooks, part._forward_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for part, before, after in hooks:
+            part._forward_pre_hooks, part._forward_hooks = before, after
+        split_again(module)
 
 
 def local(tensor: Tensor) -> Tensor:

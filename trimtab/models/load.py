@@ -67,25 +67,59 @@ def frozen_skeleton(pretrain: str, flag: str) -> Policy:
     return Policy(skeleton(pretrain, AutoModelForCausalLM, flag))
 
 
-def load_reward_model(options: Any, device: Device, tokenizer: Any, *, cast: bool = True) -> Loaded:
-    """A reward model to be trained, from one that has a head already or from a causal LM."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    check_model_folder(options.pretrain)
-    quiet_transformers()
-    stored = getattr(from_pretrained(AutoConfig, options.pretrain), "value_head_prefix", options.value_head_prefix)
-    arguments = _arguments(options, device) | {"num_labels": 1}
-    if stored != HEAD:
-        arguments["key_mapping"] = {rf"^{stored}\.": f"{HEAD}."}
-    model, found = from_pretrained(AutoModelForSequenceClassification, options.pretrain, **arguments)
+def load_reward_model(
+    options: Any, device: Device, tokenizer: Any, *, cast: bool = True, root: type[PackedModel] = RewardModel
+) -> Loaded:
+    """A reward model or critic to be trained, from one that has a head already or from a causal LM."""
+    model, found = _classifier(options.pretrain, options, device)
     _require_head(model, options.pretrain)
-    fresh = f"{HEAD}.weight" in found["missing_keys"] or any(k[0] == f"{HEAD}.weight" for k in found["mismatched_keys"])
-    if fresh:
+    if _without_head(found):
         initialise_head(model)
     found = {key: {k for k in keys if HEAD not in str(k)} for key, keys in found.items()}
     refuse_fresh_weights(options.pretrain, found)
     separate_padding(model, tokenizer)
-    return _to_be_trained(RewardModel, model, options, device, "SEQ_CLS", cast)
+    return _to_be_trained(root, model, options, device, "SEQ_CLS", cast)
+
+
+def load_frozen_reward_model(
+    pretrain: str, options: Any, device: Device, tokenizer: Any, flag: str = "--reward_pretrain"
+) -> Loaded:
+    """A reward model that only scores: ours, or any sequence classifier with one score."""
+    model, found = _classifier(pretrain, options, device, flag)
+    if _without_head(found):
+        raise UserError(f"{flag} {pretrain}: a model without a trained score head; make one of it with trimtab rm")
+    refuse_fresh_weights(pretrain, found, flag=flag)
+    separate_padding(model, tokenizer)
+    weights = weights_fingerprint(model)
+    model.requires_grad_(False)
+    if hasattr(model, HEAD):
+        root = RewardModel(model).eval()
+        return Loaded(root, _placed(root, options, device, cast=options.bf16), weights)
+    # Not a decoder, so only its own forward pass knows where its score comes from.
+    root = RewardModel(model, path="logits").eval()
+    if options.bf16:
+        cast_parameters(root, torch.bfloat16)
+    root.to(device.torch)
+    return Loaded(root, Verdict("logits", f"{type(model).__name__} is not a decoder", 0.0), weights)
+
+
+def _classifier(pretrain: str, options: Any, device: Device, flag: str = "--pretrain") -> tuple[nn.Module, dict]:
+    """A sequence classifier with one score, whatever its head is called in the files, and what loading found."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    check_model_folder(pretrain, flag)
+    quiet_transformers()
+    config = from_pretrained(AutoConfig, pretrain, flag=flag)
+    stored = getattr(config, "value_head_prefix", options.value_head_prefix)
+    arguments = _arguments(options, device) | {"num_labels": 1}
+    if stored != HEAD:
+        arguments["key_mapping"] = {rf"^{stored}\.": f"{HEAD}."}
+    return from_pretrained(AutoModelForSequenceClassification, pretrain, flag=flag, **arguments)
+
+
+def _without_head(found: dict) -> bool:
+    weight = f"{HEAD}.weight"
+    return weight in found["missing_keys"] or any(key[0] == weight for key in found["mismatched_keys"])
 
 
 def reward_skeleton(options: TrainedModelOptions) -> RewardModel:

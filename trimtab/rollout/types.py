@@ -31,6 +31,8 @@ class Sampling:
     logit_bias: dict[int, float] = field(default_factory=dict)
     forbidden_tokens: tuple[int, ...] = ()
     seed: int = 0
+    plain_log_probs: bool = False
+    """Also the log-probs at temperature 1."""
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -58,3 +60,4 @@ class Rollout:
     ids: list[int]
     log_probs: np.ndarray
     finish: Finish
+    plain_log_probs: np.ndarray | None = None  # at temperature 1, where asked for

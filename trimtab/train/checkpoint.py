@@ -12,17 +12,15 @@ a pickle, so a checkpoint from a stranger runs no code.
 import json
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
-from torch import Tensor
 
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
-from trimtab.train.disk import reason, writing
-from trimtab.train.tensor_parts import TensorParts, write_parts
+from trimtab.train.disk import flush, reason, writing
 
 PREFIX = "global_step"
 STATE, LATEST, OLD = "state.json", "latest", ".old-"
@@ -41,14 +39,15 @@ class Checkpoints:
         return self._saved if self._saved and self._saved.name == f"{PREFIX}{step}" else None
 
     def save(
-        self, step: int, tensors: dict[str, Tensor], state: dict, export: Callable[[Path], None] | None = None
+        self, step: int, write: Callable[[Path], None], state: dict, export: Callable[[Path], None] | None = None
     ) -> Path:
-        """Write the checkpoint of `step`, all processes together; `export` writes the Hugging Face folder beside it."""
+        """Write the checkpoint of `step`, all processes together: `write` its tensors, flushed to disk, `export` the
+        Hugging Face folder beside it."""
         final = self.folder / f"{PREFIX}{step}"
         beside = self.folder / f".writing-{PREFIX}{step}"
         try:
             self._together(lambda: self._make_room(beside), leader_only=True)
-            self._together(lambda: _flush(write_parts(beside, tensors, self.world)))
+            self._together(lambda: write(beside))
             self._together(lambda: self._publish(beside, final, state), leader_only=True)
             if export is not None:
                 self._together(lambda: export(self.folder / f"{PREFIX}{step}_hf"))
@@ -94,12 +93,12 @@ class Checkpoints:
 
     def _publish(self, beside: Path, final: Path, state: dict) -> None:
         (beside / STATE).write_text(json.dumps(state))
-        _flush(beside / STATE)
-        _flush(beside)
+        flush(beside / STATE)
+        flush(beside)
         if final.exists():  # an earlier run's checkpoint of the same step
             final.rename(final.with_name(f"{OLD}{final.name}"))
         beside.rename(final)
-        _flush(self.folder)
+        flush(self.folder)
         self._point_at(final.name)
         self.clean()
 
@@ -113,16 +112,13 @@ class Checkpoints:
         whole = [p for p in self._all() if (p / STATE).exists()]
         return whole[-1] if whole else None
 
-    def load(self) -> tuple[TensorParts, dict] | None:
+    def load(self) -> tuple[Path, dict] | None:
+        """The newest checkpoint and its state; its tensors are read from the folder."""
         path = self.latest()
         if path is None:
             return None
-        try:
-            return TensorParts(path), json.loads((path / STATE).read_text())
-        except (OSError, SafetensorError, ValueError) as error:
-            raise UserError(
-                f"--ckpt_path {path}: damaged checkpoint ({reason(error)}); remove this folder to use the one before"
-            ) from error
+        with reading(path):
+            return path, json.loads((path / STATE).read_text())
 
     def clean(self) -> None:
         """Remove what interrupted writes left. A replaced checkpoint counts as garbage once its successor is there."""
@@ -145,7 +141,7 @@ class Checkpoints:
     def _point_at(self, name: str) -> None:
         beside = self.folder / f".{LATEST}-{os.getpid()}"
         beside.write_text(name)
-        _flush(beside)
+        flush(beside)
         os.replace(beside, self.folder / LATEST)
 
     def _prune(self, newest: Path) -> None:
@@ -158,12 +154,15 @@ class Checkpoints:
             shutil.rmtree(oldest.with_name(oldest.name + "_hf"), ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A damaged checkpoint inside becomes one line."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        yield
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UserError(
+            f"--ckpt_path {path}: damaged checkpoint ({reason(error)}); remove this folder to use the one before"
+        ) from error
 
 
 def _size(folder: Path) -> int:

@@ -28,5 +28,14 @@ def writing(what: str) -> Iterator[None]:
         raise UserError(f"{what} ({reason(error)})") from error
 
 
+def flush(path: Path) -> None:
+    """What was written to a file or folder is on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error).splitlines()[0]

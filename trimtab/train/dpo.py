@@ -30,7 +30,10 @@ class DPOTask(PairTask):
     def attach(self, loaded: Loaded, device: Device) -> None:
         if self.options.preference_loss in WITHOUT_REFERENCE:
             return
-        self.reference = Reference(self.options, loaded, device, self.world)
+        options = self.options
+        self.reference = Reference(
+            options, loaded, device, self.world, pretrain=options.ref_pretrain, offload=options.ref_offload
+        )
         if self.options.precompute_ref_log_probs:
             self.tables = {
                 id(store): precomputed(self.reference, self, evaluation=store is self.evaluation)

@@ -46,7 +46,10 @@ class KTOTask(Task):
         check_reference(self)
 
     def attach(self, loaded: Loaded, device: Device) -> None:
-        self.reference = Reference(self.options, loaded, device, self.world)
+        options = self.options
+        self.reference = Reference(
+            options, loaded, device, self.world, pretrain=options.ref_pretrain, offload=options.ref_offload
+        )
 
     def prepare(self, model: Policy, batches: list[TokenBatch]) -> None:
         mismatched = [b.beside for b in batches]

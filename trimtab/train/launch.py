@@ -34,7 +34,7 @@ def train(options: Any, make_task: MakeTask) -> None:
 def build_run(options: Any, make_task: MakeTask, device: Device, world: World) -> SupervisedRun:
     """Everything up to the first step."""
     _check_places(options)
-    tokenizer = _tokenizer(options)
+    tokenizer = load_job_tokenizer(options)
     if not world.leads:
         world.wait()  # the first process fills the token cache for all
     task = make_task(options, tokenizer)
@@ -48,7 +48,7 @@ def build_run(options: Any, make_task: MakeTask, device: Device, world: World) -
     seed_everything(options.seed, deterministic=options.full_determinism)
     loaded = task.load_model(device)
     task.check_model(loaded.model)
-    for line in _notes(options, device):
+    for line in notes(options, device):
         world.say(line)
     task.padded = loaded.verdict.path != "packed"
     if task.padded:
@@ -64,7 +64,7 @@ def rehearse(options: Any, make_task: MakeTask) -> list[str]:
     """Everything that can go wrong before the first step, on a few rows and without the weights."""
     device = find_device()
     _check_places(options)
-    tokenizer = _tokenizer(options)
+    tokenizer = load_job_tokenizer(options)
     few = dataclasses.replace(options, max_samples=min(options.max_samples, REHEARSED_ROWS))
     task = make_task(few, tokenizer)
     model = task.skeleton()
@@ -72,7 +72,7 @@ def rehearse(options: Any, make_task: MakeTask) -> list[str]:
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     order = SampleOrder(task.samples, options.train_batch_size, options.max_epochs, options.seed)
-    lines = [f"device: {device.name}", *_notes(options, device)]
+    lines = [f"device: {device.name}", *notes(options, device)]
     lines.append(f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained")
     lines.append(f"data: the first {task.samples} usable samples give {order.steps} steps")
     return lines
@@ -88,7 +88,7 @@ def _check_places(options: Any) -> None:
             check_folder(flag, Path(place))
 
 
-def _tokenizer(options: Any):
+def load_job_tokenizer(options: Any):
     quiet_transformers()
     return load_tokenizer(
         options.pretrain,
@@ -97,7 +97,7 @@ def _tokenizer(options: Any):
     )
 
 
-def _notes(options: Any, device: Device) -> list[str]:
+def notes(options: Any, device: Device) -> list[str]:
     notes = []
     if options.bf16 and not device.has_fast_bf16():
         notes.append("note: this CPU has no fast bfloat16; fp32 (without --bf16) is about twice as fast here")

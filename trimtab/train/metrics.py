@@ -13,7 +13,10 @@ from trimtab.config.dump import to_dict
 from trimtab.config.groups import LoggingOptions
 from trimtab.data.hub import PROBE_SECONDS, answered
 
-CLOCK_FIELDS = ("seconds", "tokens_per_second", "memory_gib")  # what two equal runs may differ in
+# What two equal runs may differ in.
+PHASES = ("rollout", "scoring", "update", "evaluation")
+CLOCK_FIELDS = ("seconds", "tokens_per_second", "memory_gib", *(f"seconds_{phase}" for phase in PHASES))
+CLOCK_FIELDS += ("rollout_tokens_per_second", "update_tokens_per_second")
 
 
 class MetricsFile:

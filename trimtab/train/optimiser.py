@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trimtab.config.groups import OptimiserOptions
+from trimtab.config.groups import UpdateOptions
 from trimtab.distributed.sharding import local, sum_over_parts
 from trimtab.train.tensor_parts import TensorParts
 
@@ -28,9 +28,10 @@ class Optimiser:
     def __init__(
         self,
         model: nn.Module,
-        options: OptimiserOptions,
+        options: UpdateOptions,
         total_steps: int,
         *,
+        learning_rate: float,
         fused: bool,
         gradient_dtype: torch.dtype = torch.float32,
         offload: bool = False,
@@ -39,14 +40,14 @@ class Optimiser:
         self.masters = {name: _master(p, offload) for name, p in self.working.items()}
         self.gradient_dtype = gradient_dtype
         self.max_norm = options.max_norm
-        self.learning_rate = options.learning_rate
+        self.learning_rate = learning_rate
         self.accumulated: dict[str, Tensor] = {}
         for name, parameter in self.working.items():
             # A sharded model sums its gradients itself, in this dtype.
             if parameter.dtype != gradient_dtype and not isinstance(parameter, DTensor):
                 parameter.register_post_accumulate_grad_hook(self._accumulate_into(name))
         self.adam = torch.optim.AdamW(
-            self._groups(options.l2), lr=options.learning_rate, betas=tuple(options.adam_betas), fused=fused
+            self._groups(options.l2), lr=learning_rate, betas=tuple(options.adam_betas), fused=fused
         )
         self.factor = schedule(options, total_steps, self.adam)
 
@@ -146,7 +147,7 @@ def _master(parameter: Tensor, offload: bool) -> Tensor:
     return parameter.detach().to(device, torch.float32, copy=True).requires_grad_()
 
 
-def schedule(options: OptimiserOptions, total_steps: int, adam: torch.optim.Optimizer) -> Callable[[int], float]:
+def schedule(options: UpdateOptions, total_steps: int, adam: torch.optim.Optimizer) -> Callable[[int], float]:
     """Hugging Face's schedule of that name as a pure function of the step: nothing to save, nothing to restore."""
     from transformers import get_scheduler
 

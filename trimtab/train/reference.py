@@ -43,15 +43,18 @@ def check_reference(task: Any) -> None:
 
 
 class Reference:
-    def __init__(self, options: Any, loaded: Loaded, device: Device, world: World):
+    def __init__(
+        self, options: Any, loaded: Loaded, device: Device, world: World, *, pretrain: str | None, offload: bool
+    ):
+        """`loaded`: the policy; `pretrain`: another model in place of what the policy was at the start."""
         self.device = device
         self.precision = "bf16" if options.bf16 else "fp32"
-        self.adapters_off = options.lora_rank > 0 and options.ref_pretrain is None
+        self.adapters_off = options.lora_rank > 0 and pretrain is None
         if not self.adapters_off:
-            loaded = load_frozen_policy(options.ref_pretrain or options.pretrain, options, device)
-            shard_frozen(loaded.model, options, world, offload=options.ref_offload)
+            loaded = load_frozen_policy(pretrain or options.pretrain, options, device)
+            shard_frozen(loaded.model, options, world, offload=offload)
         self.model, self.weights = loaded.model, loaded.weights
-        self.offload = options.ref_offload and not self.adapters_off and device.is_accelerator and world.size == 1
+        self.offload = offload and not self.adapters_off and device.is_accelerator and world.size == 1
         if self.offload:
             self.model.to("cpu")
 
@@ -68,6 +71,11 @@ class Reference:
             yield self.model
         if self.offload:
             self.model.to("cpu")
+
+    def log_probs(self, batches: list[TokenBatch], temperature: float) -> list[Tensor]:
+        """Log-probs of the trained tokens of every batch."""
+        with self.at_work() as model:
+            return [model(batch, temperature=temperature).log_probs_N for batch in batches]
 
     def score(self, batches: list[TokenBatch], name: str = "reference_S") -> None:
         """Put every sequence's log-prob into `extra[name]` of its batch."""

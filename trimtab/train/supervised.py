@@ -23,13 +23,14 @@ from trimtab.distributed.world import World, deal
 from trimtab.errors import Interrupted, RunFailed
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.save import save_model
-from trimtab.train.checkpoint import Checkpoints
+from trimtab.train.checkpoint import Checkpoints, reading
 from trimtab.train.disk import writing
 from trimtab.train.interrupts import StopRequest
 from trimtab.train.manifest import compare, make_manifest, names_fingerprint, settings, write_json
 from trimtab.train.optimiser import Optimiser, StepReport
 from trimtab.train.run_log import RunLog
 from trimtab.train.task import Task
+from trimtab.train.tensor_parts import TensorParts, write_parts
 
 MANY_BAD_STEPS = 5  # in a row: the run stops
 
@@ -67,6 +68,7 @@ class SupervisedRun:
             self.model.model,
             options,
             self.order.steps,
+            learning_rate=options.learning_rate,
             fused=self.device.fused_adam(),
             gradient_dtype=GRADIENT_DTYPES[options.grad_accum_dtype],
             offload=options.adam_offload,
@@ -257,7 +259,8 @@ class SupervisedRun:
             "manifest": self.manifest,
         }
         export = self.save_model if self.options.save_hf_ckpt else None
-        return self.checkpoints.save(step, self.optimiser.state(), state, export)
+        tensors = self.optimiser.state()
+        return self.checkpoints.save(step, lambda folder: write_parts(folder, tensors, self.world), state, export)
 
     def resume(self) -> bool:
         """Go on from the newest checkpoint, if there is one and it is this run's."""
@@ -265,14 +268,15 @@ class SupervisedRun:
         if loaded is None:
             self.world.say(f"no checkpoint in {self.checkpoints.folder}: starting from the beginning")
             return False
-        tensors, state = loaded
-        for line in compare(state["manifest"], self.manifest, self.checkpoints.latest()):
+        path, state = loaded
+        for line in compare(state["manifest"], self.manifest, path):
             self.world.say(f"warning: {line}")
-        self.optimiser.restore(tensors)
+        with reading(path):
+            self.optimiser.restore(TensorParts(path))
         self.counters = Counters(**state["counters"])
         if self.world.rank < len(state["random"]):
             restore_random_state(state["random"][self.world.rank])
-        self.world.say(f"resumed from {self.checkpoints.latest()} at step {self.counters.step}")
+        self.world.say(f"resumed from {path} at step {self.counters.step}")
         return True
 
     def leave(self, signal_number: int) -> None:

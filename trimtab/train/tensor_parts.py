@@ -14,12 +14,13 @@ from torch import Tensor
 
 from trimtab.distributed.sharding import local, part_of
 from trimtab.distributed.world import World
+from trimtab.train.disk import flush
 
 PATTERN = "tensors*.safetensors"
 
 
-def write_parts(folder: Path, tensors: dict[str, Tensor], world: World) -> Path:
-    """Write what this process holds (what all hold alike, the first process writes)."""
+def write_parts(folder: Path, tensors: dict[str, Tensor], world: World) -> None:
+    """Write what this process holds (what all hold alike, the first process writes), and flush it to disk."""
     held, first_rows = {}, {}
     for name, tensor in tensors.items():
         start, mine = part_of(tensor)
@@ -28,8 +29,9 @@ def write_parts(folder: Path, tensors: dict[str, Tensor], world: World) -> Path:
             first_rows[name] = start
     name = "tensors" if world.size == 1 else f"tensors-{world.rank:05d}-of-{world.size:05d}"
     path = folder / f"{name}.safetensors"
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(held, path, metadata={"first_rows": json.dumps(first_rows)})
-    return path
+    flush(path)
 
 
 class TensorParts:
@@ -51,6 +53,9 @@ class TensorParts:
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
+
+    def names(self) -> list[str]:
+        return list(self._places)
 
     def whole(self, name: str) -> Tensor:
         pieces = [self._files[index].get_tensor(name) for _, index in self._places[name]]

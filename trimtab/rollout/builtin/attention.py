@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trimtab.models import attention as training
 from trimtab.rollout.builtin.cache import KVCache
+from trimtab.rollout.builtin.dense import DenseWindow
 
 NAME = "trimtab_rollout"
 
@@ -34,13 +35,18 @@ class Decoding:
 
 _cache: KVCache | None = None
 _pass: "Reading | Decoding | Measuring | None" = None
+_window: DenseWindow | None = None  # of the decoding passes that share a table
 
 
-def set_pass(cache: KVCache | None, current: "Reading | Decoding | Measuring") -> None:
-    global _cache, _pass
+def set_pass(cache: KVCache | None, current: "Reading | Decoding | Measuring | None") -> None:
+    global _cache, _pass, _window
     _cache, _pass = cache, current
     if isinstance(current, Reading):
         training.set_row(current.row)
+    if not isinstance(current, Decoding) or current.places_B.device.type != "cpu":
+        _window = None
+    elif _window is None or _window.tables_BP is not current.tables_BP:
+        _window = DenseWindow(cache, current.tables_BP)
 
 
 @dataclass
@@ -54,8 +60,9 @@ def rollout_attention(module, query: Tensor, key: Tensor, value: Tensor, attenti
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
     layer = module.layer_idx
     if isinstance(_pass, Decoding):
-        _cache.store(layer, key[:, :, 0], value[:, :, 0], _pass.places_B)
-        return _decode(query, layer, arguments), None
+        new = key[:, :, 0], value[:, :, 0]
+        _cache.store(layer, *new, _pass.places_B)
+        return _decode(query, layer, new, arguments), None
     _cache.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), _pass.places_T)
     out, _ = training.packed_attention(module, query, key, value, attention_mask, **arguments)
     for own, places in _pass.cached:
@@ -63,14 +70,20 @@ def rollout_attention(module, query: Tensor, key: Tensor, value: Tensor, attenti
     return out, None
 
 
-def _decode(query: Tensor, layer: int, arguments: dict) -> Tensor:
+def _decode(query: Tensor, layer: int, new: tuple[Tensor, Tensor], arguments: dict) -> Tensor:
     """query [B, heads, 1, D] -> [B, 1, heads, D]."""
-    keys, values = (t[layer][_pass.tables_BP].flatten(1, 2).transpose(1, 2) for t in (_cache.keys, _cache.values))
+    if _window is not None:
+        longest = int(_pass.lengths_B.max())
+        keys, values = (t[:, :, :longest] for t in _window.keys_and_values(layer, new, _pass.lengths_B - 1))
+    else:
+        keys, values = (t[layer][_pass.tables_BP].flatten(1, 2).transpose(1, 2) for t in (_cache.keys, _cache.values))
     position = torch.arange(keys.shape[2], device=query.device)
     seen = position < _pass.lengths_B[:, None]
     if arguments.get("sliding_window") is not None:
         seen &= position >= _pass.lengths_B[:, None] - arguments["sliding_window"]
-    return _attend(query, keys, values, seen[:, None, None], arguments).transpose(1, 2)
+    # The query heads that share a key head read it together.
+    together = query.view(len(query), keys.shape[1], -1, query.shape[-1])
+    return _attend(together, keys, values, seen[:, None, None], arguments).reshape(query.shape).transpose(1, 2)
 
 
 def _continue(query: Tensor, layer: int, places: Tensor, arguments: dict) -> Tensor:

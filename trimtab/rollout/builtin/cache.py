@@ -13,12 +13,16 @@ class KVShape:
     width: int
     dtype: torch.dtype
 
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.layers * self.heads * self.width * self.dtype.itemsize
+
 
 class KVCache:
     """Keys and values [pages, tokens a page, heads, width] of every layer. Page 0 is for what nobody keeps."""
 
     def __init__(self, shape: KVShape, pages: int, size: int, device: torch.device):
-        self.size = size
+        self.pages, self.size = pages, size
         dimensions = (shape.layers, pages + 1, size, shape.heads, shape.width)
         self.keys = torch.zeros(dimensions, dtype=shape.dtype, device=device)
         self.values = torch.zeros(dimensions, dtype=shape.dtype, device=device)

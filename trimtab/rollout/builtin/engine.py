@@ -6,17 +6,20 @@
 What it leaves out so far: captured graphs and kernels of its own for accelerators, which run the same passes eagerly.
 """
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import torch
 
+from trimtab.distributed.sharding import gathered
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
-from trimtab.rollout.builtin.cache import KVCache
+from trimtab.rollout.builtin.int8 import Int8Layers
+from trimtab.rollout.builtin.memory import KVMemory
 from trimtab.rollout.builtin.pages import PagePool
 from trimtab.rollout.builtin.runner import Runner
-from trimtab.rollout.builtin.sampler import Sampler, request_seed
+from trimtab.rollout.builtin.sampler import Drawn, Sampler, request_seeds
 from trimtab.rollout.builtin.scheduler import Admission, Prompt, Sample, Scheduler
 from trimtab.rollout.types import Finish, Rollout, Sampling
 
@@ -33,16 +36,19 @@ class BuiltinEngine:
         kv_tokens: int | None = None,
         page_size: int = 16,
         read_tokens: int = 8192,
+        weight_only_int8: bool = False,
     ):
         """`slots`: samples that run at once; `kv_tokens`: memory for keys and values (planned from what is free if
-        not given); `read_tokens`: prompt tokens in one pass."""
+        not given); `read_tokens`: prompt tokens in one pass; `weight_only_int8`: see int8.py."""
         if policy.path != "packed":
             raise UserError(f"{type(policy.inner).__name__} does not use the attention interface; the engine needs it")
         self.policy, self.tokenizer, self.slots = policy, tokenizer, slots
-        self.page_size, self.read_tokens = page_size, read_tokens
-        self.shape = Runner.measure(policy)
-        self.kv_tokens = kv_tokens
-        self._cache: KVCache | None = None
+        self.read_tokens = read_tokens
+        with gathered(policy):
+            shape = Runner.measure(policy)
+        self._memory = KVMemory(shape, page_size, kv_tokens)
+        self._int8 = Int8Layers(policy) if weight_only_int8 else None
+        self._call: _Call | None = None
 
     def generate(self, prompts: Sequence[list[int]], sampling: Sampling, **options) -> list[Rollout]:
         """All answers, in the order of the prompts and their samples."""
@@ -51,32 +57,52 @@ class BuiltinEngine:
 
     @torch.no_grad()
     def stream(
-        self, prompts: Sequence[list[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None, logit_hook=None
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sampling,
+        *,
+        seeds: Sequence[int] | None = None,
+        limits: Sequence[int] | None = None,
+        logit_hook=None,
     ) -> Iterator[Rollout]:
-        """Answers as they finish. `seeds`: one for each prompt (its samples draw from streams of their own)."""
-        self._check(prompts, sampling)
-        call = _Call(self, prompts, sampling, seeds, logit_hook)
-        with Runner(self.policy, self._memory(call.longest)) as runner:
-            yield from call.run(runner)
+        """Answers as they finish. Until the last one, or until the stream is closed, the policy is the engine's.
+
+        `seeds`: one for each prompt (its samples draw from streams of their own); `limits`: each prompt's own
+        max_new_tokens. Of a policy that is split over processes, every process must ask, if for no prompts at all.
+        """
+        if self._call is not None:
+            raise UserError("the engine is at work already; take all its answers first, or close their stream")
+        limits = [sampling.max_new_tokens] * len(prompts) if limits is None else limits
+        self._check(prompts, sampling, seeds, limits)
+        try:
+            with gathered(self.policy), self._int8 or contextlib.nullcontext():
+                call = self._call = _Call(self, prompts, sampling, seeds, limits, logit_hook)
+                cache = self._memory.cache(min(self.slots, len(call.samples)), call.longest, call.device)
+                with Runner(self.policy, cache) as runner:
+                    yield from call.run(runner)
+        finally:
+            self._call = None
+
+    def abort(self, prompts: Collection[int] | None = None) -> None:
+        """Stop the answers to these prompts, or all: the stream gives what they have so far, finished by "abort"."""
+        if self._call is not None:
+            self._call.abort(prompts)
 
     def sleep(self) -> None:
-        """Give the KV memory back; the next call takes it again."""
-        self._cache = None
+        """Give the engine's memory back; the next call takes what it needs again."""
+        if self._call is not None:
+            raise UserError("the engine is at work and cannot sleep; take all its answers first, or close their stream")
+        self._memory.release()
+        if self._int8 is not None:
+            self._int8.release()
 
-    wake = sleep  # nothing to prepare: memory is planned at the next call
+    def wake(self) -> None:
+        """Nothing to prepare: the next call takes the memory it needs."""
 
-    def _memory(self, longest: int) -> KVCache:
-        pages = -(-self._planned(longest) // self.page_size)
-        if self._cache is None or self._cache.keys.shape[1] != pages + 1:
-            self._cache = None
-            self._cache = KVCache(self.shape, pages, self.page_size, self.policy.device)
-        return self._cache
-
-    def _planned(self, longest: int) -> int:
-        wanted = self.slots * (longest + self.page_size)
-        return wanted if self.kv_tokens is None else self.kv_tokens
-
-    def _check(self, prompts: Sequence[list[int]], sampling: Sampling) -> None:
+    def _check(self, prompts: Sequence[list[int]], sampling: Sampling, seeds, limits: Sequence[int]) -> None:
+        for name, values in (("seeds", seeds), ("limits", limits)):
+            if values is not None and len(values) != len(prompts):
+                raise UserError(f"{len(values)} {name} for {len(prompts)} prompts; one for each is needed")
         vocabulary = self.policy.head.out_features
         most = getattr(self.policy.config.get_text_config(), "max_position_embeddings", None)
         for index, ids in enumerate(prompts):
@@ -84,9 +110,11 @@ class BuiltinEngine:
                 raise UserError(f"prompt {index} is empty; at least one token is needed")
             if max(ids) >= vocabulary or min(ids) < 0:
                 raise UserError(f"prompt {index} has a token outside the model's vocabulary of {vocabulary}")
-            if most is not None and len(ids) + sampling.max_new_tokens > most:
+            if limits[index] < 1:
+                raise UserError(f"the limit of prompt {index} is {limits[index]}; at least 1 new token is needed")
+            if most is not None and len(ids) + limits[index] > most:
                 raise UserError(
-                    f"prompt {index} has {len(ids)} tokens and {sampling.max_new_tokens} may follow, but the model's "
+                    f"prompt {index} has {len(ids)} tokens and {limits[index]} may follow, but the model's "
                     f"context is {most}; shorten the prompt or lower max_new_tokens"
                 )
         if sampling.stop_strings and self.tokenizer is None:
@@ -96,30 +124,40 @@ class BuiltinEngine:
 class _Call:
     """One call's samples and their way through the engine."""
 
-    def __init__(self, engine, prompts, sampling, seeds, logit_hook):
+    def __init__(self, engine, prompts, sampling, seeds, limits, logit_hook):
         self.engine, self.sampling, self.hook = engine, sampling, logit_hook
         self.device = engine.policy.device
-        self.longest = max(map(len, prompts), default=0) + sampling.max_new_tokens
+        self.longest = max((len(ids) + limit for ids, limit in zip(prompts, limits)), default=0)
+        self.aborted: set[int] = set()  # prompts
+        if seeds is None:
+            bases = request_seeds(torch.tensor(sampling.seed), torch.arange(len(prompts)))
+        else:
+            bases = torch.tensor(seeds, dtype=torch.long)
+        own_seeds = request_seeds(bases[:, None], torch.arange(sampling.n)).tolist()
         self.samples: list[Sample] = []
         for index, ids in enumerate(prompts):
             prompt = Prompt(index, list(ids), sampling.n)
-            base = request_seed(sampling.seed, index) if seeds is None else seeds[index]
-            self.samples += [
-                Sample(prompt, k, request_seed(base, k), sampling.max_new_tokens) for k in range(sampling.n)
-            ]
+            self.samples += [Sample(prompt, k, own_seeds[index][k], limits[index]) for k in range(sampling.n)]
         self.hidden: dict[Prompt, torch.Tensor] = {}  # last hidden state of prompts whose samples still wait
 
     def run(self, runner: Runner) -> Iterator[Rollout]:
-        pool = PagePool(runner.cache.keys.shape[1] - 1, runner.cache.size)
+        pool = PagePool(runner.cache.pages, runner.cache.size)
         self.scheduler = Scheduler(pool, self.engine.slots)
         self.scheduler.add(self.samples)
         vocabulary = self.engine.policy.head.out_features
         self.sampler = Sampler(self.sampling, vocabulary, self.device)
         while self.scheduler.busy:
+            if self.aborted:
+                for sample in self.scheduler.abort(lambda s: s.prompt.index in self.aborted):
+                    yield self.rollout(sample, "abort")
+                self.aborted.clear()
             yield from self.begin(runner, self.scheduler.admit())
             if self.scheduler.running:
                 self.scheduler.make_room(STEPS_BETWEEN_LOOKS)
                 yield from self.decode(runner)
+
+    def abort(self, prompts: Collection[int] | None) -> None:
+        self.aborted.update(prompts if prompts is not None else (s.prompt.index for s in self.samples))
 
     # ---- reading
 
@@ -136,7 +174,7 @@ class _Call:
         fresh = [a.sample for a in admissions if not a.sample.ids]
         if fresh:
             hidden = torch.stack([self.hidden[s.prompt] for s in fresh])
-            self.take(fresh, *self.draw(runner, hidden, fresh))
+            self.take(fresh, [self.draw(runner, hidden, fresh)])
         self.scheduler.settled()
         for prompt in [p for p in self.hidden if p.waiting == 0]:
             del self.hidden[prompt]
@@ -169,40 +207,40 @@ class _Call:
         positions = torch.tensor([s.length for s in running], device=self.device)
         drawn = torch.tensor([len(s.ids) for s in running], device=self.device)
         last = tables.shape[1] * runner.cache.size - 1
-        all_tokens, all_log_probs = [], []
+        results: list[Drawn] = []
         for step in range(steps):
             # A sample past its end writes to page 0, which nobody reads.
             hidden = runner.decode(tokens, (positions + step).clamp(max=last), tables)
-            tokens, log_probs = self.draw(runner, hidden, running, drawn + step, all_tokens)
-            all_tokens.append(tokens)
-            all_log_probs.append(log_probs)
-        self.take(running, torch.stack(all_tokens, 1), torch.stack(all_log_probs, 1))
+            results.append(self.draw(runner, hidden, running, drawn + step, results))
+            tokens = results[-1].tokens_B
+        self.take(running, results)
         yield from self.finished(running)
 
-    def draw(self, runner, hidden, samples, drawn=None, newer=()) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw(self, runner, hidden, samples, drawn=None, newer=()) -> Drawn:
         seeds = torch.tensor([s.seed for s in samples], device=self.device)
         drawn = torch.zeros_like(seeds) if drawn is None else drawn
         logits = runner.logits(hidden)
         if self.hook is not None:
             logits = self.hook(logits, samples)
         seen = self.seen(samples, logits, newer) if self.sampling.repetition_penalty != 1.0 else None
-        result = self.sampler.draw(logits, seeds, drawn, seen)
-        return result.tokens_B, result.log_probs_B
+        return self.sampler.draw(logits, seeds, drawn, seen)
 
     def seen(self, samples: list[Sample], logits: torch.Tensor, newer) -> torch.Tensor:
         seen = torch.zeros_like(logits, dtype=torch.bool)
         for row, sample in enumerate(samples):
             seen[row, sample.prompt.ids + sample.ids] = True
-        for tokens in newer:
-            seen.scatter_(1, tokens[:, None], True)
+        for result in newer:
+            seen.scatter_(1, result.tokens_B[:, None], True)
         return seen
 
     # ---- what was drawn
 
-    def take(self, samples: list[Sample], tokens: torch.Tensor, log_probs: torch.Tensor) -> None:
-        tokens = tokens.view(len(samples), -1).tolist()
-        log_probs = log_probs.view(len(samples), -1).tolist()
-        for sample, new, values in zip(samples, tokens, log_probs):
+    def take(self, samples: list[Sample], results: list[Drawn]) -> None:
+        tokens = torch.stack([r.tokens_B for r in results], 1).tolist()
+        log_probs = torch.stack([r.log_probs_B for r in results], 1).tolist()
+        plain = torch.stack([r.plain_B for r in results], 1).tolist() if self.sampling.plain_log_probs else None
+        for row, (sample, new, values) in enumerate(zip(samples, tokens, log_probs)):
+            before = len(sample.ids)
             for token, value in zip(new, values):
                 if value != value:
                     raise UserError(
@@ -213,6 +251,8 @@ class _Call:
                 sample.log_probs.append(value)
                 if self.finish_of(sample) is not None:
                     break
+            if plain is not None:
+                sample.plain_log_probs += plain[row][: len(sample.ids) - before]
 
     def finish_of(self, sample: Sample) -> Finish | None:
         sampling = self.sampling
@@ -229,14 +269,13 @@ class _Call:
             finish = self.finish_of(sample)
             if finish is not None:
                 self.scheduler.finish(sample)
-                yield Rollout(
-                    sample.prompt.index,
-                    sample.number,
-                    sample.prompt.ids,
-                    sample.ids,
-                    np.array(sample.log_probs, dtype=np.float32),
-                    finish,
-                )
+                yield self.rollout(sample, finish)
+
+    def rollout(self, sample: Sample, finish: Finish) -> Rollout:
+        plain = np.array(sample.plain_log_probs, dtype=np.float32) if self.sampling.plain_log_probs else None
+        log_probs = np.array(sample.log_probs, dtype=np.float32)
+        prompt = sample.prompt
+        return Rollout(prompt.index, sample.number, prompt.ids, sample.ids, log_probs, finish, plain)
 
 
 def _groups(items: list, cost, budget: int) -> list[list]:

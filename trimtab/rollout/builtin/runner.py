@@ -42,6 +42,7 @@ class Runner:
         return self
 
     def __exit__(self, *_) -> None:
+        set_pass(None, None)  # nothing holds the memory any longer
         implementation, training = self._before
         self.policy.inner.set_attn_implementation(implementation)
         self.policy.train(training)

@@ -35,14 +35,18 @@ def _wrapped(constant: int) -> int:
 
 def request_seed(seed: int, request: int) -> int:
     """The seed of one sample of a call, from the call's seed and the sample's number."""
-    mixed = _mix(torch.tensor(seed) + _mix(torch.tensor(request + 1)))
-    return int(mixed)
+    return int(request_seeds(torch.tensor(seed), torch.tensor(request)))
+
+
+def request_seeds(seeds: Tensor, requests: Tensor) -> Tensor:
+    return _mix(seeds + _mix(requests + 1))
 
 
 @dataclass
 class Drawn:
     tokens_B: Tensor
     log_probs_B: Tensor
+    plain_B: Tensor | None  # log-probs at temperature 1, where asked for
 
 
 class Sampler:
@@ -73,8 +77,7 @@ class Sampler:
             shares = chosen_from.softmax(-1).cumsum(-1)
             u = uniform(seeds_B, drawn_B).to(shares.dtype)[:, None] * shares[:, -1:]
             tokens = torch.searchsorted(shares, u, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-        picked = logits.gather(-1, tokens[:, None])[:, 0]
-        return Drawn(tokens, picked - logits.logsumexp(-1))
+        return Drawn(tokens, _log_probs(logits, tokens), _log_probs(raw, tokens) if sampling.plain_log_probs else None)
 
     def _adjusted(self, logits: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> Tensor:
         """What tokens are chosen from: the model's logits with everything the setting asks for."""
@@ -88,6 +91,10 @@ class Sampler:
             early = (drawn_B < sampling.min_new_tokens)[:, None]
             logits = logits.index_fill(1, self.stops, float("-inf")).where(early, logits)
         return logits
+
+
+def _log_probs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
+    return logits_BV.gather(-1, tokens_B[:, None])[:, 0] - logits_BV.logsumexp(-1)
 
 
 def _filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:

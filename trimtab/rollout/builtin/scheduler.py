@@ -5,6 +5,7 @@ pages run out, the sample that was admitted last gives up its own and waits to b
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trimtab.errors import UserError
@@ -27,6 +28,7 @@ class Sample:
     limit: int  # new tokens at most
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    plain_log_probs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
 
     @property
@@ -135,6 +137,20 @@ class Scheduler:
         self.running.remove(sample)
         self.pool.give_back(sample.pages)
         sample.pages = []
+
+    def abort(self, unwanted: Callable[[Sample], bool]) -> list[Sample]:
+        """Take samples out for good, whether they run or wait."""
+        running = [sample for sample in self.running if unwanted(sample)]
+        waiting = [sample for sample in self.waiting if unwanted(sample)]
+        for sample in running:
+            self.finish(sample)
+        self.waiting = deque(sample for sample in self.waiting if not unwanted(sample))
+        for sample in waiting:
+            sample.prompt.waiting -= 1
+            if sample.prompt.waiting == 0:
+                self._to_release.append(sample.prompt)
+        self.settled()
+        return running + waiting
 
     def _stop(self, sample: Sample) -> None:
         self.finish(sample)

@@ -1,0 +1,230 @@
+"""Files of reward functions in their processes: every signature, every fault, and the row that caused it."""
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.rewards.samples import request_of
+from trimtab.errors import UserError
+from trimtab.rewards.functions import FunctionReward
+from trimtab.rewards.types import RewardFailed, RewardRequest
+
+
+@pytest.fixture
+def reward_of(tmp_path):
+    """A reward of this code, closed at the end."""
+    made = []
+
+    def make(code, place="reward.py", **limits):
+        (tmp_path / place.split(":")[0]).write_text(textwrap.dedent(code))
+        made.append(FunctionReward(str(tmp_path / place), **limits))
+        return made[-1]
+
+    yield make
+    for reward in made:
+        reward.close()
+
+
+SIGNATURES = {
+    "openrlhf": "def reward_func(queries, prompts, labels):\n    return [len(q) - len(p) for q, p in zip(queries, prompts)]",
+    "openrlhf_more": "def reward_func(queries, prompts, labels, **kwargs):\n    return [len(q) - len(p) for q, p in zip(queries, prompts)]",
+    "openrlhf_async": "async def reward_func(queries, prompts, labels):\n    return [len(q) - len(p) for q, p in zip(queries, prompts)]",
+    "trl": "def score(prompts, completions, **kwargs):\n    return [len(c) for c in completions]",
+    "trl_column": "def score(completions, answer, **kwargs):\n    return [len(a) for a in answer]",
+    "trl_async": "async def score(prompts, completions, answer):\n    return [len(c) for c in completions]",
+    "verl": "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str)",
+    "verl_async": "async def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(ground_truth)",
+}
+
+
+@pytest.mark.parametrize("code", SIGNATURES.values(), ids=SIGNATURES)
+def test_every_signature_is_recognised_and_keeps_the_order(reward_of, code):
+    responses = ["x" * (1 + 7 * row % 23) for row in range(50)]
+    result = reward_of(code, workers=2)(request_of(responses, labels=responses, answer=responses))
+    assert result.rewards == [float(len(response)) for response in responses] == result.scores
+
+
+def test_verl_gets_its_columns_and_the_truth_where_its_own_data_have_it(reward_of):
+    code = """
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            return {"score": extra_info["index"], "same": ground_truth == solution_str, "note": data_source}
+    """
+    columns = {
+        "data_source": ["kk", "kk"],
+        "extra_info": [{"index": 4}, {"index": 5}],
+        "reward_model": [{"ground_truth": "a"}, {"ground_truth": "b"}],
+    }
+    result = reward_of(code, workers=1)(request_of(["a", "a"], **columns))
+    assert result.rewards == [4.0, 5.0] and result.logs == {"same": [1.0, 0.0]}
+
+
+def test_trl_gets_tokens_too_and_none_means_that_a_reward_does_not_apply(reward_of):
+    reward = reward_of("def f(completions, completion_ids, **columns):\n    return [len(completion_ids[0]), None]")
+    request = RewardRequest(["a", "b"], ["", ""], ["a", "b"], [None] * 2, {}, [[0], [0]], [[1, 2, 3], [4]])
+    first, second = reward(request).rewards
+    assert first == 3.0 and math.isnan(second)
+
+
+def test_a_dict_has_rewards_scores_and_logs(reward_of):
+    code = """
+        def reward_func(queries, prompts, labels):
+            return {"rewards": [1, 2], "scores": [0.1, 0.2], "extra_logs": {"each": [3, 4], "all": 5.0}}
+    """
+    result = reward_of(code)(request_of(["a", "b"]))
+    assert result.rewards == [1.0, 2.0] and result.scores == [0.1, 0.2]
+    assert result.logs == {"each": [3.0, 4.0], "all": [5.0, 5.0]}
+
+
+def test_a_tensor_is_a_list_of_rewards(reward_of):
+    code = "import torch\ndef reward_func(queries, prompts, labels):\n    return torch.tensor([[1.5], [2.5]])[:, 0]"
+    assert reward_of(code)(request_of(["a", "b"])).rewards == [1.5, 2.5]
+
+
+def test_a_function_is_named_after_a_colon_where_there_are_several(reward_of):
+    code = "def one(completions):\n    return [1] * len(completions)\ndef two(completions):\n    return [2] * len(completions)"
+    assert reward_of(code, "reward.py:two")(request_of(["a"])).rewards == [2.0]
+    with pytest.raises(UserError, match=r"one, two could all be meant: .*reward.py|FILE.py:one"):
+        reward_of(code)
+
+
+def test_a_file_imports_its_neighbours_and_says_whose_code_runs(reward_of, tmp_path):
+    (tmp_path / "neighbour.py").write_text("VALUE = 7")
+    reward = reward_of("from neighbour import VALUE\ndef f(completions):\n    return [VALUE] * len(completions)")
+    assert reward(request_of(["a"])).rewards == [7.0]
+    assert str(tmp_path / "reward.py") in str(reward) and "f (batches, 1 process)" in str(reward)
+
+
+@pytest.mark.parametrize(
+    "code, words",
+    [
+        ("def reward_func(queries, prompts, labels) return 1", "SyntaxError"),
+        ("import a_package_that_nobody_has", "No module named 'a_package_that_nobody_has'.*line 1"),
+        ("x = 1", "no function in it whose parameters"),
+        ("def reward_func(a, b):\n    return 1", "no function in it whose parameters"),
+        ("import sys\nsys.exit(3)", "SystemExit: 3"),
+        ("import os\nos._exit(3)", "process died .exit code 3"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line_before_the_run(reward_of, code, words):
+    with pytest.raises(UserError, match=words):
+        reward_of(code)
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        FunctionReward(str(tmp_path / "nothing.py"))
+
+
+FAULTS = {
+    "raises": ("1 / 0", "ZeroDivisionError: division by zero"),
+    "exits": ("__import__('sys').exit(1)", "SystemExit"),
+    "dies": ("__import__('os')._exit(9)", "process died .exit code 9"),
+    "is killed": ("__import__('os').kill(__import__('os').getpid(), 9)", "SIGKILL"),
+    "hangs": ("__import__('time').sleep(100)", "took longer than"),
+    "spins": ("[0 for _ in iter(int, 1)]", "took longer than"),
+    "eats memory": ("bytearray(10**11)", "more than 0.5 GiB of memory"),
+}
+BATCHED = """
+    def reward_func(queries, prompts, labels):
+        if any("bad" in query for query in queries):
+            {}
+        return [len(query) for query in queries]
+"""
+SINGLE = """
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        if "bad" in solution_str:
+            {}
+        return len(solution_str)
+"""
+
+
+@pytest.mark.parametrize("code", [BATCHED, SINGLE], ids=["batched", "single"])
+@pytest.mark.parametrize("fault, words", FAULTS.values(), ids=FAULTS)
+def test_a_fault_names_its_row_and_the_next_request_is_answered(reward_of, code, fault, words):
+    reward = reward_of(code.format(fault), seconds=0.3, memory_gib=0.5, workers=1)
+    responses = ["good"] * 20
+    responses[13] = "bad"
+    with pytest.raises(RewardFailed, match=f"row 13 .prompt 'prompt 13:'.: .*{words}") as caught:
+        reward(request_of(responses))
+    assert caught.value.row == 13
+    assert len(reward(request_of(["good"] * 3))) == 3
+
+
+def test_a_fault_of_the_batch_as_a_whole_says_so(reward_of):
+    code = "def reward_func(queries, prompts, labels):\n    assert len(queries) < 4, 'too many'\n    return [1] * len(queries)"
+    with pytest.raises(RewardFailed, match="rows 0 to 3 together, but on neither half .*too many") as caught:
+        reward_of(code)(request_of(["a"] * 4))
+    assert caught.value.row is None
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        ("[1, 2]", "2 for 3 samples"),
+        ("[1, float('nan'), 3]", "reward of row 1 is nan"),
+        ("[1, 2, 'x']", "reward of row 2 is str"),
+        ("None", "is NoneType"),
+        ("{'scores': [1, 2, 3]}", "but no rewards"),
+        ("{'rewards': [1, 2, 3], 'scores': [1]}", "score: 1 for 3 samples"),
+        ("{'rewards': [1, 2, 3], 'extra_logs': {'a': [1]}}", "extra_logs a: a number, or one for each of 3"),
+        ("{'rewards': [1, 2, 3], 'extra_logs': [1]}", "extra_logs is list"),
+        ("object()", "is str"),
+        ("[1, 2, object()]", "row 2 is str '<object>'"),
+    ],
+)
+def test_a_wrong_return_is_named(reward_of, value, words):
+    reward = reward_of(f"def reward_func(queries, prompts, labels):\n    return {value}")
+    with pytest.raises(RewardFailed, match=words):
+        reward(request_of(["a", "b", "c"]))
+
+
+def test_a_wrong_return_for_a_single_sample_names_the_row(reward_of):
+    code = "def compute_score(solution_str, **others):\n    return float('inf') if solution_str == 'x' else 1"
+    with pytest.raises(RewardFailed, match="row 5 is inf") as caught:
+        reward_of(code, workers=2)(request_of([*"abcdexfgh"]))
+    assert caught.value.row == 5
+
+
+def test_single_samples_beyond_the_limits_may_be_given_a_reward(reward_of):
+    reward = reward_of(SINGLE.format("__import__('time').sleep(9)"), seconds=0.2, workers=1, stuck_reward=-1.0)
+    result = reward(request_of(["good", "bad", "bad", "good"]))
+    assert result.rewards == [4.0, -1.0, -1.0, 4.0]
+    assert result.logs["stuck"][1:3] == [1.0, 1.0]
+
+
+def test_samples_of_an_async_function_wait_together(reward_of):
+    code = """
+        import asyncio
+        waiting, most = 0, 0
+        async def compute_score(solution_str, **others):
+            global waiting, most
+            waiting += 1
+            most = max(most, waiting)
+            await asyncio.sleep(0.01)
+            waiting -= 1
+            return most
+    """
+    assert max(reward_of(code)(request_of(["a"] * 9)).rewards) == 9.0
+
+
+def test_an_empty_request_calls_nobody(reward_of):
+    assert len(reward_of("def f(completions):\n    return 1 / 0")(request_of([]))) == 0
+
+
+def test_a_worker_imports_neither_torch_nor_numpy():
+    script = "import sys, trimtab.rewards.worker; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert not {"torch", "numpy", "transformers"} & set(done.stdout.split())
+
+
+def test_workers_end_with_their_reward_and_with_their_run(reward_of, tmp_path):
+    reward = reward_of("import os\ndef f(completions):\n    return [os.getpid()]")
+    pid = int(reward(request_of(["a"])).rewards[0])
+    os.kill(pid, 0)
+    reward.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

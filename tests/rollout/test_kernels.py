@@ -1,0 +1,133 @@
+"""Triton kernels against plain torch. Without an accelerator they run in Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+pytest.importorskip("triton")
+
+from trimtab.rollout.builtin.kernels.attention import paged_attention  # noqa: E402
+from trimtab.rollout.builtin.kernels.layers import add_norm, gated, rotate_and_store  # noqa: E402
+from trimtab.rollout.builtin.kernels.linear import gated_linear, joined_linear  # noqa: E402
+from trimtab.rollout.builtin.kernels.sampling import draw_plainly  # noqa: E402
+from trimtab.rollout.builtin.sampler import Sampler  # noqa: E402
+from trimtab.rollout.types import Sampling  # noqa: E402
+
+
+def noise(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    "heads, kv_heads, width, page, softcap, window",
+    [(6, 2, 64, 16, None, None), (4, 4, 8, 64, None, None), (15, 5, 24, 8, 3.0, 21), (2, 1, 16, 32, None, 40)],
+)
+def test_decode_attention_equals_torch_over_the_same_pages(heads, kv_heads, width, page, softcap, window, splits):
+    lengths = torch.tensor([1, 16, 77, 130, 64, 65])
+    pages = -(-int(lengths.max()) // page)
+    keys, values = noise(40 * 64 // page, page, kv_heads, width), noise(40 * 64 // page, page, kv_heads, width, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    tables = torch.stack([torch.randperm(len(keys) - 1, generator=generator)[:pages] + 1 for _ in lengths]).to(DEVICE)
+    query = noise(len(lengths), heads, width, seed=3)
+    keys[0] = float("nan")  # a page nobody holds must not be read
+    out = paged_attention(
+        query, keys, values, tables, lengths.to(DEVICE), scale=0.3, softcap=softcap, window=window, splits=splits
+    )
+    for row, length in enumerate(lengths.tolist()):
+        first = max(0, length - window) if window else 0
+        k, v = (t[tables[row]].flatten(0, 1)[first:length].repeat_interleave(heads // kv_heads, 1) for t in (keys, values))
+        scores = torch.einsum("hd,thd->ht", query[row], k) * 0.3
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        expected = torch.einsum("ht,thd->hd", scores.softmax(-1), v)
+        torch.testing.assert_close(out[row], expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_adds_to_the_stream_and_rounds_like_hugging_face(dtype):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    norm = LlamaRMSNorm(96, 1e-5).to(DEVICE, dtype)
+    norm.weight.data = noise(96, dtype=dtype)
+    new, stream = noise(7, 96, dtype=dtype), noise(7, 96, seed=1, dtype=dtype)
+    summed = stream + new
+    out = add_norm(new, stream, norm.weight, 1e-5)
+    assert torch.equal(stream, summed)
+    torch.testing.assert_close(out, norm(summed), atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 8e-3)
+    torch.testing.assert_close(add_norm(None, stream, norm.weight, 1e-5), out)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotary_positions_equal_hugging_faces_and_land_in_their_pages(normed):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+    tokens, heads, kv_heads, width, page = 5, 6, 2, 24, 8
+    packed = noise(tokens, (heads + 2 * kv_heads) * width)
+    query, key, value = (
+        part.unflatten(1, (-1, width)) for part in packed.split([heads * width, kv_heads * width, kv_heads * width], 1)
+    )
+    angles = noise(tokens, width // 2, seed=4).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    places = torch.tensor([9, 10, 63, 16, 31], device=DEVICE)
+    keys, values = torch.zeros(2, 9, page, kv_heads, width, device=DEVICE)
+    norms, q, k, v = None, query.clone(), key.clone(), value.clone()
+    if normed:
+        modules = [LlamaRMSNorm(width, 1e-6).to(DEVICE) for _ in range(2)]
+        for seed, module in enumerate(modules):
+            module.weight.data = noise(width, seed=seed)
+        q, k = modules[0](q), modules[1](k)
+        norms = modules[0].weight, modules[1].weight, 1e-6
+    q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)
+    rotate_and_store(query, key, value, cos, sin, keys, values, places, norms)
+    torch.testing.assert_close(query, q)
+    torch.testing.assert_close(key, k)
+    torch.testing.assert_close(keys.flatten(0, 1)[places], k)
+    torch.testing.assert_close(values.flatten(0, 1)[places], v)
+    assert keys.count_nonzero() == tokens * kv_heads * width
+
+
+def test_gating_equals_silu_times_up():
+    both = noise(3, 200)
+    torch.testing.assert_close(gated(both[:, :100], both[:, 100:]), F.silu(both[:, :100]) * both[:, 100:])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_joined_products_equal_separate_ones(biased):
+    tiles = {"BM": 16, "BN": 16, "BK": 32}
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16  # the interpreter knows no bf16 products
+    x = noise(21, 48, dtype=dtype)
+    weights = [noise(n, 48, seed=n, dtype=dtype) for n in (64, 32, 16)]
+    biases = [noise(n, seed=n, dtype=dtype) for n in (64, 32, 16)] if biased else None
+    expected = torch.cat([F.linear(x, w, biases[i] if biased else None) for i, w in enumerate(weights)], 1)
+    close = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 6e-2, "rtol": 2e-2}
+    torch.testing.assert_close(joined_linear(x, weights, biases, tiles), expected, **close)
+    both = F.silu(F.linear(x, weights[0])) * F.linear(x, weights[0] * 0.5)
+    torch.testing.assert_close(gated_linear(x, weights[0], weights[0] * 0.5, tiles), both, atol=0.3, rtol=2e-2)
+
+
+@pytest.mark.parametrize("vocabulary, temperature", [(61, 1.0), (5000, 0.7)])
+def test_plain_drawing_gives_the_samplers_tokens_and_log_probs(vocabulary, temperature):
+    rows = 64
+    logits = noise(rows, vocabulary) * 3
+    logits[:, 1] = float("-inf")
+    seeds = torch.arange(rows, device=DEVICE) * 7_919_000_000_000_000 - 3
+    drawn = torch.arange(rows, device=DEVICE) % 5
+    tokens, log_probs = draw_plainly(logits, seeds, drawn, temperature)
+    expected = Sampler(Sampling(temperature=temperature), vocabulary, torch.device(DEVICE)).draw(logits, seeds, drawn, None)
+    assert torch.equal(tokens, expected.tokens_B)
+    torch.testing.assert_close(log_probs, expected.log_probs_B, atol=1e-5, rtol=1e-5)
+
+
+def test_plain_drawing_passes_on_that_logits_are_not_numbers():
+    logits = noise(3, 5000)
+    logits[1, 4000] = float("nan")
+    zeros = torch.zeros(3, dtype=torch.long, device=DEVICE)
+    tokens, log_probs = draw_plainly(logits, zeros, zeros, 1.0)
+    assert log_probs.isnan().tolist() == [False, True, False] and 0 <= int(tokens[1]) < 5000

@@ -1,0 +1,64 @@
+"""The built-in engine on a policy that FSDP2 has split over two processes."""
+
+import functools
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from tests import warm
+from tests.rollout.test_builtin_engine import policy_of, prompts
+from tests.samples import random_examples
+from trimtab.data.batches import TokenBatch
+from trimtab.distributed.device import find_device
+from trimtab.distributed.sharding import shard
+from trimtab.distributed.world import find_world, leave_world
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.types import Sampling
+from trimtab.train.sharded import decoder_layers
+
+LENGTHS = (5, 17, 33, 16, 1, 48, 7)
+SHARES = [slice(0, 6), slice(6, 7)]  # very different numbers of passes
+
+
+def answers_and_steps(policy, share=slice(None)) -> list:
+    """Answers before the first step, and after each of two: (tokens, log-probs) of this process's prompts."""
+    engine = BuiltinEngine(policy, slots=4)
+    optimiser = torch.optim.SGD(policy.parameters(), lr=0.05)
+    seen = []
+    for step in range(3):
+        # In the middle one process has nothing to do at all.
+        own = slice(7, 7) if step == 1 and share == SHARES[1] else share
+        rollouts = engine.generate(prompts(LENGTHS)[own], Sampling(max_new_tokens=12), seeds=list(range(7))[own])
+        seen.append([(r.ids, r.log_probs) for r in rollouts])
+        policy.train()
+        policy(TokenBatch.of(random_examples([9, 5]))).log_probs_N.mean().neg().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    return seen
+
+
+def in_one_of_two(out, stage):
+    world = find_world(find_device())
+    policy = policy_of()
+    shard(policy, decoder_layers(policy), world, zero_stage=stage)
+    seen = answers_and_steps(policy, SHARES[world.rank])
+    (out / f"{world.rank}").write_bytes(pickle.dumps(seen))
+    leave_world()
+    os._exit(0)  # nothing else to run
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_two_processes_answer_as_one_and_go_on_training(tmp_path, stage):
+    job = functools.partial(in_one_of_two, tmp_path, stage)
+    assert warm.run_world([], 2, prepare={0: job, 1: job}) == [0, 0]
+    expected = answers_and_steps(policy_of())
+    assert len({str([ids for ids, _ in answers]) for answers in expected}) == 3  # the steps change the answers
+    for rank, share in enumerate(SHARES):
+        seen = pickle.loads((tmp_path / f"{rank}").read_bytes())
+        for step in (0, 2):
+            assert [ids for ids, _ in seen[step]] == [ids for ids, _ in expected[step][share]]
+            for (_, own), (_, one) in zip(seen[step], expected[step][share]):
+                np.testing.assert_allclose(own, one, atol=1e-4)

@@ -1,0 +1,79 @@
+"""Drawing is exact: 200,000 draws on a tiny vocabulary against the distribution worked out apart."""
+
+import numpy as np
+import pytest
+import torch
+
+from trimtab.rollout.builtin.sampler import Sampler, uniform
+from trimtab.rollout.types import Sampling
+
+COUNT, VOCABULARY = 200_000, 13
+LOGITS = torch.linspace(-2, 2, VOCABULARY)[torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))]
+SEEDS = torch.arange(COUNT)  # as users number them
+
+
+def draws(sampling: Sampling, position: int = 0) -> np.ndarray:
+    sampler = Sampler(sampling, VOCABULARY, torch.device("cpu"))
+    drawn = sampler.draw(LOGITS.expand(COUNT, -1), SEEDS, torch.full_like(SEEDS, position), None)
+    return drawn.tokens_B.numpy()
+
+
+def assert_frequencies(counts: np.ndarray, shares: np.ndarray) -> None:
+    assert counts[shares == 0].sum() == 0
+    expected = shares[shares > 0] * counts.sum()
+    chi_square = ((counts[shares > 0] - expected) ** 2 / expected).sum()
+    freedom = len(expected) - 1
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom)
+
+
+def renormalised(shares: np.ndarray, keep) -> np.ndarray:
+    left = np.zeros_like(shares)
+    left[keep] = shares[keep]
+    return left / left.sum()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+@pytest.mark.parametrize("position", [0, 7])
+def test_temperature(temperature, position):
+    shares = np.exp(LOGITS.double().numpy() / temperature)
+    counts = np.bincount(draws(Sampling(temperature=temperature), position), minlength=VOCABULARY)
+    assert_frequencies(counts, shares / shares.sum())
+
+
+def test_top_k():
+    shares = np.exp(LOGITS.double().numpy())
+    counts = np.bincount(draws(Sampling(top_k=5)), minlength=VOCABULARY)
+    assert_frequencies(counts, renormalised(shares, np.argsort(-shares)[:5]))
+
+
+def test_top_p_keeps_the_token_that_crosses_the_line():
+    shares = np.exp(LOGITS.double().numpy())
+    order = np.argsort(-shares)
+    reached = np.cumsum(shares[order]) / shares.sum()
+    keep = order[: np.searchsorted(reached, 0.8) + 1]
+    assert reached[len(keep) - 2] < 0.8 <= reached[len(keep) - 1]
+    counts = np.bincount(draws(Sampling(top_p=0.8)), minlength=VOCABULARY)
+    assert_frequencies(counts, renormalised(shares, keep))
+
+
+def test_min_new_tokens_takes_stop_tokens_out_and_lets_them_in_again():
+    shares = np.exp(LOGITS.double().numpy())
+    sampling = Sampling(min_new_tokens=3, stop_token_ids=(2, 5))
+    others = [token for token in range(VOCABULARY) if token not in (2, 5)]
+    early = np.bincount(draws(sampling, position=2), minlength=VOCABULARY)
+    assert_frequencies(early, renormalised(shares, others))
+    later = np.bincount(draws(sampling, position=3), minlength=VOCABULARY)
+    assert_frequencies(later, shares / shares.sum())
+
+
+def test_successive_draws_of_a_request_are_independent():
+    shares = np.exp(LOGITS.double().numpy())
+    shares /= shares.sum()
+    pairs = draws(Sampling(), 4) * VOCABULARY + draws(Sampling(), 5)
+    assert_frequencies(np.bincount(pairs, minlength=VOCABULARY**2), np.outer(shares, shares).ravel())
+
+
+def test_neighbouring_seeds_are_independent():
+    u = uniform(SEEDS, torch.zeros_like(SEEDS)).numpy()
+    assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 4 / np.sqrt(COUNT)
+    assert abs(u.mean() - 0.5) < 4 * np.sqrt(1 / 12 / COUNT)

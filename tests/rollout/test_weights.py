@@ -1,0 +1,54 @@
+"""Which weights an answer comes from: those the trainer has at that moment, adapters on or off."""
+
+import pytest
+import torch
+
+from tests.rollout.test_builtin_engine import hugging_face, policy_of, prompts
+from tests.samples import random_examples
+from tests.tiny import tiny_model
+from trimtab.config.groups import LoraOptions
+from trimtab.data.batches import TokenBatch
+from trimtab.models.lora import add_adapters, adapters_off
+from trimtab.models.policy import Policy
+from trimtab.models.selfcheck import choose_path
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.types import Sampling
+
+GREEDY = Sampling(max_new_tokens=16, temperature=0)
+
+
+def ids_of(answers):
+    return [a.ids for a in answers]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
+def test_adapters_on_and_off(family):
+    base = [hugging_face(tiny_model(family), ids, 16) for ids in prompts()]
+    adapted = add_adapters(tiny_model(family), LoraOptions(lora_rank=4, target_modules=["all-linear"])).eval()
+    torch.manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    on = [hugging_face(adapted, ids, 16) for ids in prompts()]
+    policy = Policy(adapted)
+    choose_path(policy)
+    engine = BuiltinEngine(policy)
+    assert on != base
+    assert ids_of(engine.generate(prompts(), GREEDY)) == on
+    with adapters_off(policy):
+        assert ids_of(engine.generate(prompts(), GREEDY)) == base
+    assert ids_of(engine.generate(prompts(), GREEDY)) == on
+
+
+def test_after_a_step_the_same_prompts_are_answered_by_the_new_weights():
+    """Nothing that was read of a prompt before the step survives it."""
+    policy = policy_of()
+    engine = BuiltinEngine(policy)
+    before = ids_of(engine.generate(prompts(), GREEDY))
+    optimiser = torch.optim.AdamW(policy.parameters(), lr=0.05)
+    policy.train()
+    policy(TokenBatch.of(random_examples([9, 5]))).log_probs_N.mean().neg().backward()
+    optimiser.step()
+    after = ids_of(engine.generate(prompts(), GREEDY))
+    expected = [hugging_face(policy.eval().inner, ids, 16) for ids in prompts()]
+    assert after == expected != before

@@ -1,0 +1,42 @@
+"""Advantages of tokens from rewards of tokens, over ragged sequences that lie one after another.
+
+    discounted sum   A_t = sum over s >= t of discount^(s - t) r_s                 REINFORCE and the group methods
+    GAE              A_t = sum over s >= t of (gamma lam)^(s - t) delta_s          Schulman et al. 2016
+                     delta_t = r_t + gamma V_{t+1} - V_t,   V = 0 after the end;   return = A + V
+    whitening        (A - mean) / sqrt(max(var, 1e-8))                             over all tokens of the rollout
+
+GAE is the discounted sum of its deltas. A sum over T tokens takes log2(T) steps: a sum over 2w tokens is one over w
+plus discount^w times the one that starts w later. `remaining_N` says how many tokens of the sequence come after one.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def discounted_sums(values_N: Tensor, remaining_N: Tensor, discount: float) -> Tensor:
+    """For each token, the discounted sum from it to the end of its sequence."""
+    sums_N = values_N
+    longest = int(remaining_N.max()) if len(remaining_N) else 0
+    width = 1
+    while width <= longest:
+        later_N = F.pad(sums_N[width:], (0, width))
+        sums_N = sums_N + discount**width * torch.where(remaining_N >= width, later_N, 0)
+        width *= 2
+    return sums_N
+
+
+def gae(rewards_N: Tensor, values_N: Tensor, remaining_N: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Advantages and returns. `values_N` are the critic's before each token is chosen."""
+    next_values_N = torch.where(remaining_N > 0, F.pad(values_N[1:], (0, 1)), 0)
+    deltas_N = rewards_N + gamma * next_values_N - values_N
+    advantages_N = discounted_sums(deltas_N, remaining_N, gamma * lam)
+    return advantages_N, advantages_N + values_N
+
+
+def whiten(values_N: Tensor, scale: bool = True) -> Tensor:
+    """Mean 0 and variance 1 over all tokens; without `scale` mean 0 only."""
+    centred_N = values_N - values_N.mean()
+    if not scale:
+        return centred_N
+    return centred_N * centred_N.square().mean().clamp(min=1e-8).rsqrt()

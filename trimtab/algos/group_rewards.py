@@ -1,0 +1,63 @@
+"""Rewards of the n answers to one prompt, seen against each other: [groups, n] -> [groups, n].
+
+    rloo                           R - (sum of the others) / (n - 1)  =  n / (n - 1) (R - mean)   Ahmadian et al. 2024
+    reinforce_baseline, dr_grpo    R - mean                                       Hu et al. 2025, Liu et al. 2025
+    group_norm (GRPO)              (R - mean) / (std + 1e-9), unbiased std                        Shao et al. 2024
+    gae, reinforce                 R
+
+Answers that are all rewarded alike get exactly 0 from the first three.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+
+def unchanged(rewards_GN: Tensor) -> Tensor:
+    return rewards_GN
+
+
+def minus_mean(rewards_GN: Tensor) -> Tensor:
+    return rewards_GN - _means(rewards_GN)
+
+
+def leave_one_out(rewards_GN: Tensor) -> Tensor:
+    samples = rewards_GN.shape[1]
+    assert samples > 1, "there is no other answer"
+    return minus_mean(rewards_GN) * (samples / (samples - 1))
+
+
+def standardised(rewards_GN: Tensor) -> Tensor:
+    assert rewards_GN.shape[1] > 1, "one reward has no deviation"
+    deviations_GN = minus_mean(rewards_GN)
+    return deviations_GN / (deviations_GN.std(1, keepdim=True) + 1e-9)
+
+
+SHAPED_BY: dict[str, Callable[[Tensor], Tensor]] = {
+    "gae": unchanged,
+    "reinforce": unchanged,
+    "rloo": leave_one_out,
+    "reinforce_baseline": minus_mean,
+    "group_norm": standardised,
+    "dr_grpo": minus_mean,
+}
+# Estimators whose advantages are whitened over the whole rollout afterwards.
+WHITENED = frozenset({"gae", "reinforce", "reinforce_baseline"})
+
+
+def equal_groups(rewards_GN: Tensor) -> Tensor:
+    """Which groups' rewards are all equal: they say nothing about which answer is better."""
+    return (rewards_GN == rewards_GN[:, :1]).all(1)
+
+
+def within(scores_GN: Tensor, low: float, high: float) -> Tensor:
+    """Which groups dynamic filtering keeps: neither hopeless nor solved, low < mean < high."""
+    means_G = _means(scores_GN)[:, 0]
+    return (low < means_G) & (means_G < high)
+
+
+def _means(values_GN: Tensor) -> Tensor:
+    """Measured from the first value: a rounded mean of equal values would leave a deviation, which a std of the same
+    size turns into an advantage of 1."""
+    first_G1 = values_GN[:, :1]
+    return first_G1 + (values_GN - first_G1).mean(1, keepdim=True)

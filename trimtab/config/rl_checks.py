@@ -1,0 +1,301 @@
+"""What checks.py says of the options in rl.py."""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from trimtab.config.bounds import (
+    a_place_that_exists,
+    above_zero,
+    at_least,
+    between_zero_and_one,
+    changed,
+    every_so_often,
+    one_of,
+    place_exists,
+)
+from trimtab.config.jobs import RLOptions
+from trimtab.config.placement import ROLES
+from trimtab.config.rl import (
+    ActorOptions,
+    AdvantageOptions,
+    CriticOptions,
+    EngineOptions,
+    KLOptions,
+    PlacementOptions,
+    PolicyLossOptions,
+    PromptOptions,
+    RewardOptions,
+    RolloutOptions,
+    SamplingEvaluationOptions,
+    VLLMOptions,
+)
+from trimtab.config.source_checks import check_mixture, listed
+from trimtab.errors import UserError
+
+ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo")
+OF_GROUPS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
+"""Estimators that compare the answers to one prompt with each other."""
+WHITENED = ("gae", "reinforce", "reinforce_baseline")
+OF_THE_CRITIC = ("critic_pretrain", "critic_learning_rate", "value_clip", "save_value_network", "lambd")
+DYNAMIC_BUDGET = 16_192
+
+# What has nothing to do without vLLM. Its other options describe what the built-in engine always does.
+_OF_OTHER_ENGINES = (
+    "vllm_num_engines",
+    "vllm_gpu_memory_utilization",
+    "vllm_sync_backend",
+    "vllm_sync_with_ray",
+    "enforce_eager",
+    "enable_vllm_is_correction",
+)
+
+
+def longest_rollout(options: RLOptions) -> int:
+    return options.prompt_max_len + options.generate_max_len
+
+
+def settle_rl(options: RLOptions) -> dict[str, Any]:
+    """What the options leave open, and where two of them are one choice."""
+    changes: dict[str, Any] = {}
+    if options.use_dynamic_batch:
+        budget = options.train_max_tokens_per_gpu or max(DYNAMIC_BUDGET, longest_rollout(options))
+        changes["packing_samples"] = True
+        changes["train_max_tokens_per_gpu"] = budget
+        changes["rollout_max_tokens_per_gpu"] = options.rollout_max_tokens_per_gpu or budget
+    # Engines that share the policy's GPUs are as many as these are.
+    engines = (options.vllm_num_engines or 0) * options.vllm_tensor_parallel_size
+    gpus = options.actor_num_gpus_per_node or (engines if options.colocate_all_models else 0)
+    if gpus > 1 and options.nproc == 1:
+        changes["nproc"] = gpus
+    return changes
+
+
+def _examine_prompts(options: PromptOptions) -> Iterable[str]:
+    at_least(options, 1, "prompt_max_len")
+    return check_mixture(options.prompt_data, options.prompt_data_probs, "--prompt_data")
+
+
+def _examine_rollouts(options: RolloutOptions) -> Iterable[str]:
+    at_least(options, 1, "num_episodes", "rollout_batch_size", "n_samples_per_prompt", "generate_max_len")
+    at_least(options, 1, "micro_rollout_batch_size")
+    above_zero(options, "temperature")
+    if not 0 < options.top_p <= 1:
+        raise UserError(f"--top_p is {options.top_p:g}: it must be above 0 and at most 1")
+    low, high = options.dynamic_filtering_reward_range
+    if low >= high:
+        raise UserError(f"--dynamic_filtering_reward_range {low:g} {high:g}: the first must be below the second")
+    if options.dynamic_filtering and options.n_samples_per_prompt < 2:
+        raise UserError("--dynamic_filtering judges groups of answers: set --n_samples_per_prompt above 1")
+    at_once = options.vllm_generate_batch_size
+    if at_once is not None:
+        at_least(options, 1, "vllm_generate_batch_size")
+        if at_once > options.rollout_batch_size and not options.dynamic_filtering:
+            raise UserError(
+                f"--vllm_generate_batch_size {at_once} is more than --rollout_batch_size {options.rollout_batch_size}: "
+                "without --dynamic_filtering an iteration needs no more prompts than that"
+            )
+    return []
+
+
+def _examine_engine(options: EngineOptions) -> Iterable[str]:
+    at_least(options, 1, "rollout_slots")
+    if options.rollout_kv_tokens is not None:
+        at_least(options, 1, "rollout_kv_tokens")
+    return []
+
+
+def _examine_rewards(options: RewardOptions) -> Iterable[str]:
+    models, others = listed(options.reward_pretrain), listed(options.remote_rm_url)
+    for model in models:
+        place_exists(model, "--reward_pretrain")
+    for place in others:
+        _examine_reward_place(place)
+    weights = options.reward_weights
+    if weights is not None and len(weights) != len(models) + len(others):
+        raise UserError(
+            f"--reward_weights has {len(weights)} numbers, but --reward_pretrain and --remote_rm_url name "
+            f"{len(models) + len(others)} rewards"
+        )
+    low, high = options.reward_clip_range
+    if low >= high:
+        raise UserError(f"--reward_clip_range {low:g} {high:g}: the first must be below the second")
+    if options.overlong_buffer_len is not None:
+        above_zero(options, "overlong_buffer_len")
+    at_least(options, 0, "overlong_penalty_factor")
+    return []
+
+
+def _examine_reward_place(place: str) -> None:
+    if place.startswith(("http://", "https://")):
+        return
+    file = place[: place.rfind(".py") + 3]  # a function's name may follow
+    if not file.endswith(".py"):
+        raise UserError(f"--remote_rm_url {place} is neither an address (http://...) nor a Python file")
+    if not os.path.isfile(os.path.expanduser(file)):
+        raise UserError(f"--remote_rm_url: {file} does not exist; check the path")
+
+
+def _examine_advantages(options: AdvantageOptions) -> Iterable[str]:
+    estimator = options.advantage_estimator
+    one_of(options, "advantage_estimator", *ESTIMATORS)
+    between_zero_and_one(options, "gamma", "lambd")
+    warnings = []
+    if estimator in OF_GROUPS and options.gamma != 1:
+        warnings.append(f"--gamma has no effect: --advantage_estimator {estimator} does not discount")
+    if options.no_advantage_std_norm and estimator not in WHITENED:
+        warnings.append(f"--no_advantage_std_norm has no effect: {estimator} does not whiten its advantages")
+    return warnings
+
+
+def _examine_kl(options: KLOptions) -> Iterable[str]:
+    at_least(options, 0, "init_kl_coef")
+    at_least(options, 1, "kl_horizon")
+    one_of(options, "kl_estimator", "k1", "k2", "k3")
+    if options.kl_target is not None:
+        above_zero(options, "kl_target")
+        if not options.init_kl_coef:
+            raise UserError("--kl_target steers the weight of the KL, and --init_kl_coef 0 means that there is none")
+    if not options.init_kl_coef:
+        return []
+    if options.use_kl_loss and options.kl_estimator == "k1":
+        return ["--use_kl_loss with --kl_estimator k1 pulls nowhere on average: use k2 or k3"]
+    if not options.use_kl_loss and options.kl_estimator != "k1":
+        return [f"--kl_estimator {options.kl_estimator} is meant for --use_kl_loss: in the reward use k1"]
+    return []
+
+
+def _examine_policy_loss(options: PolicyLossOptions) -> Iterable[str]:
+    one_of(options, "policy_loss_type", "ppo", "gspo")
+    above_zero(options, "eps_clip")
+    every_so_often(options, "freezing_actor_steps")
+    if options.dual_clip is not None and options.dual_clip <= 1:
+        raise UserError(f"--dual_clip is {options.dual_clip:g}: it must be above 1")
+    if options.entropy_loss_coef is not None:
+        at_least(options, 0, "entropy_loss_coef")
+    if options.eps_clip_low_high is None:
+        return []
+    low, high = options.eps_clip_low_high
+    if not 0 < low <= 1 or high <= 0:
+        raise UserError(
+            f"--eps_clip_low_high {low:g} {high:g}: both must be above 0, and the first, of the lower bound, at most 1"
+        )
+    return ["--eps_clip has no effect beside --eps_clip_low_high"] if changed(options, "eps_clip") else []
+
+
+def _examine_critic(options: CriticOptions) -> Iterable[str]:
+    a_place_that_exists(options, "critic_pretrain")
+    at_least(options, 0, "critic_learning_rate")
+    above_zero(options, "value_clip")
+    return []
+
+
+def _examine_actor(options: ActorOptions) -> Iterable[str]:
+    at_least(options, 0, "actor_learning_rate")
+    return []
+
+
+def _examine_evaluation(options: SamplingEvaluationOptions) -> Iterable[str]:
+    at_least(options, 0, "eval_temperature", "save_rollouts")
+    at_least(options, 1, "eval_n_samples_per_prompt")
+    return []
+
+
+def _examine_placement(options: PlacementOptions) -> Iterable[str]:
+    at_least(options, 1, *(f"{role}_num_nodes" for role in ROLES))
+    given = (f"{role}_num_gpus_per_node" for role in ROLES)
+    at_least(options, 1, *(name for name in given if getattr(options, name) is not None))
+    if options.deepspeed_enable_sleep:
+        return ["--deepspeed_enable_sleep has no effect: to keep the optimiser off the device use --adam_offload"]
+    return []
+
+
+def _examine_vllm(options: VLLMOptions) -> Iterable[str]:
+    at_least(options, 1, "vllm_tensor_parallel_size")
+    if options.vllm_num_engines is not None:
+        at_least(options, 0, "vllm_num_engines")
+    aside = [f"--{name}" for name in _OF_OTHER_ENGINES if changed(options, name) and getattr(options, name) != 0]
+    if not aside:
+        return []
+    return [f"the built-in engine writes the answers, with the policy's own weights: {', '.join(aside)} set aside"]
+
+
+def _examine_rl(options: RLOptions) -> Iterable[str]:
+    """What options of several groups say together."""
+    estimator, group = options.advantage_estimator, options.n_samples_per_prompt
+    if estimator in OF_GROUPS and group < 2:
+        raise UserError(
+            f"--advantage_estimator {estimator} compares the answers to one prompt: set --n_samples_per_prompt above 1"
+        )
+    if not (options.reward_pretrain or options.remote_rm_url or options.reward_verifier or options.agent_func_path):
+        raise UserError("nothing gives rewards: set --reward_pretrain, --remote_rm_url or --reward_verifier")
+    if options.max_len is not None and options.max_len < longest_rollout(options):
+        raise UserError(
+            f"--max_len {options.max_len} is less than --prompt_max_len + --generate_max_len "
+            f"({longest_rollout(options)}): lower these instead"
+        )
+    if options.overlong_buffer_len is not None and options.overlong_buffer_len > options.generate_max_len:
+        raise UserError(
+            f"--overlong_buffer_len {options.overlong_buffer_len:g} is more than --generate_max_len "
+            f"{options.generate_max_len}"
+        )
+    warnings = [*_about_the_critic(options), *_about_budgets(options), *_about_steps(options)]
+    if options.eval_dataset and options.eval_steps == -1:
+        warnings.append("--eval_dataset has no effect without --eval_steps")
+    return warnings
+
+
+def _about_the_critic(options: RLOptions) -> list[str]:
+    estimator = options.advantage_estimator
+    if estimator == "gae":
+        return []
+    if options.freezing_actor_steps > 0:
+        raise UserError(f"--freezing_actor_steps trains the critic alone, and {estimator} has none: drop it")
+    names = [f"--{name}" for name in OF_THE_CRITIC if changed(options, name)]
+    return [f"{', '.join(names)} without effect: --advantage_estimator {estimator} has no critic"] if names else []
+
+
+def _about_budgets(options: RLOptions) -> list[str]:
+    budget = options.rollout_max_tokens_per_gpu
+    if budget is None:
+        return []
+    if not options.packing_samples:
+        raise UserError("--rollout_max_tokens_per_gpu is the budget of packed rows: add --packing_samples")
+    if budget < longest_rollout(options):
+        raise UserError(
+            f"--rollout_max_tokens_per_gpu {budget} cannot hold one sample of --prompt_max_len + --generate_max_len "
+            f"{longest_rollout(options)}"
+        )
+    return []
+
+
+def _about_steps(options: RLOptions) -> list[str]:
+    """An iteration's samples are cut into optimiser steps of whole groups."""
+    group, wanted = options.n_samples_per_prompt, options.train_batch_size
+    samples = options.rollout_batch_size * group
+    if samples <= wanted:
+        few = f"an iteration has {samples} samples, fewer than --train_batch_size {wanted}: they make one step"
+        return [few] if samples < wanted else []
+    step = max(1, wanted // group) * group
+    if step != wanted:
+        return [f"a step has {step} samples, not --train_batch_size {wanted}: groups of {group} stay whole"]
+    if samples % step:
+        return [f"the last step of an iteration has {samples % step} samples, not --train_batch_size {wanted}"]
+    return []
+
+
+EXAMINERS = (
+    (PromptOptions, _examine_prompts),
+    (RolloutOptions, _examine_rollouts),
+    (EngineOptions, _examine_engine),
+    (RewardOptions, _examine_rewards),
+    (AdvantageOptions, _examine_advantages),
+    (KLOptions, _examine_kl),
+    (PolicyLossOptions, _examine_policy_loss),
+    (CriticOptions, _examine_critic),
+    (ActorOptions, _examine_actor),
+    (SamplingEvaluationOptions, _examine_evaluation),
+    (PlacementOptions, _examine_placement),
+    (VLLMOptions, _examine_vllm),
+    (RLOptions, _examine_rl),
+)

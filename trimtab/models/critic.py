@@ -1,0 +1,28 @@
+"""A sequence classifier with one output seen as a value function: what it says before each trained token."""
+
+import torch
+from torch import Tensor
+
+from trimtab.data.batches import TokenBatch
+from trimtab.models.reward import HEAD, RewardModel
+
+
+class Critic(RewardModel):
+    """A reward model read at every position. `mean` and `deviation` are those its rewards are normalised with."""
+
+    mean = 0.0
+    deviation = 1.0
+
+    def forward(self, batch: TokenBatch) -> Tensor:
+        """Values [N], fp32, of the states in which the trained tokens were chosen."""
+        hidden_TD, _ = self.hidden(batch)
+        values_N = getattr(self.inner, HEAD)(hidden_TD.index_select(0, batch.predictors_N))[:, 0].float()
+        return (values_N - self.mean) / self.deviation
+
+    def check_values(self, batch: TokenBatch) -> Tensor:
+        return self(batch)
+
+    def reference_values(self, batch: TokenBatch) -> Tensor:
+        sequences = [batch.sequence(i) for i in range(len(batch.spans))]
+        hidden = [self.inner.base_model(input_ids=s[None], use_cache=False).last_hidden_state[0, :-1] for s in sequences]
+        return getattr(self.inner, HEAD)(torch.cat(hidden))[:, 0].float()

@@ -1,0 +1,291 @@
+"""Rewards from a user's Python file, run in processes of their own with a time and a memory limit.
+
+What goes wrong there names the row. Where a function takes a whole batch the row is found by calling it again on halves
+of the batch, so a function that fails may be called several times more; after that the run stops.
+"""
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import trimtab
+from trimtab.errors import UserError
+from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked
+
+LOADING_SECONDS = 300.0  # a file may import a library, and that a slow disk
+PARTS_A_WORKER = 4
+
+
+class Stuck(Exception):
+    """A call that had to be ended: it took too long, or its process died."""
+
+
+class Fault(Exception):
+    """The function raised; its own words."""
+
+
+class FunctionReward:
+    """The function of `place`, which is FILE.py or FILE.py:FUNCTION; see signatures.py for those that are known."""
+
+    concurrent = True
+
+    def __init__(
+        self,
+        place: str,
+        *,
+        seconds: float = 60.0,
+        memory_gib: float = 8.0,
+        workers: int | None = None,
+        stuck_reward: float | None = None,
+    ):
+        """`seconds`: the most a call may take; of a function of single samples, the most a sample may.
+
+        `workers`: processes that share the samples of such a function; unset: one per core, at most 8. A function of
+        batches sees the whole batch, in one process. `stuck_reward`: what a single sample gets that exceeds a limit;
+        unset: the run stops.
+        """
+        file, self.function = _split(place)
+        self.file = Path(file).expanduser().resolve()
+        if not self.file.is_file():
+            raise UserError(f"reward function {file}: no such file")
+        self.seconds, self.memory = seconds, int(memory_gib * 2**30)
+        self._stuck_reward = stuck_reward
+        first = self._start()
+        self.name, self.batched = first.about["name"], first.about["batched"]
+        # An async function serves all of its samples at once by itself.
+        count = 1 if self.batched or first.about["is_async"] else workers or min(8, os.cpu_count() or 1)
+        self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
+        for worker in [first] + [None] * (count - 1):
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="reward")
+        self._count = count
+
+    def __str__(self) -> str:
+        kind = "batches" if self.batched else "single samples"
+        return f"runs the code of {self.file}: {self.name} ({kind}, {self._count} process{'es' * (self._count > 1)})"
+
+    def __call__(self, request: RewardRequest) -> RewardResult:
+        if not len(request):
+            return RewardResult([])
+        return self._batch(request) if self.batched else self._singles(request)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                worker = self._idle.get_nowait()
+                if worker is not None:
+                    worker.close()
+
+    def _batch(self, request: RewardRequest) -> RewardResult:
+        try:
+            (answer,) = self._answers(request, 1)
+            return _batch_result(answer, len(request), f"{self.file}: {self.name}: reward")
+        except (Fault, Stuck) as error:
+            raise self._located(request, error) from error
+
+    def _located(self, request: RewardRequest, error: Exception) -> RewardFailed:
+        """The failure of a batch with the smallest part of it that fails alone.
+
+        A part gets its share of the time limit, but an eighth of it at least: the search takes about two limits.
+        """
+        rows = range(len(request))
+        while len(rows) > 1:
+            for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+                try:
+                    share = max(len(half) / len(request), 1 / 8)
+                    list(self._answers(request.take(half), 1, self.seconds * share))
+                except (Fault, Stuck) as again:
+                    rows, error = half, again
+                    break
+            else:
+                return RewardFailed(
+                    f"{self.file}: {self.name} failed on rows {rows[0]} to {rows[-1]} together, but on neither half of "
+                    f"them: {error}"
+                )
+        return self._failed(request, rows[0], error)
+
+    def _singles(self, request: RewardRequest) -> RewardResult:
+        size = math.ceil(len(request) / (self._count * (PARTS_A_WORKER if self._count > 1 else 1)))
+        parts = [range(first, min(first + size, len(request))) for first in range(0, len(request), size)]
+        return RewardResult.joined(list(self._threads.map(lambda rows: self._part(request, rows), parts)))
+
+    def _part(self, request: RewardRequest, rows: range) -> RewardResult:
+        results: list[RewardResult] = []
+        while len(results) < len(rows):
+            left = rows[len(results) :]
+            try:
+                for answer in self._answers(request.take(left), len(left)):
+                    row = rows[len(results)]
+                    results.append(_single_result(answer, row, f"{self.file}: {self.name}: reward"))
+            except Fault as error:
+                raise self._failed(request, rows[len(results)], error) from error
+            except Stuck as error:
+                if self._stuck_reward is None:
+                    raise self._failed(request, rows[len(results)], error) from error
+                results.append(RewardResult([self._stuck_reward], logs={"stuck": [1.0]}))
+        return RewardResult.joined(results)
+
+    def _failed(self, request: RewardRequest, row: int, error: Exception) -> RewardFailed:
+        shown = " ".join(request.prompts[row].split())
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        return RewardFailed(f"{self.file}: {self.name} failed on row {row} (prompt {shown!r}): {error}", row)
+
+    def _answers(self, request: RewardRequest, count: int, seconds: float | None = None) -> Iterator[Any]:
+        """`count` answers of the next free worker; one that had to be ended is replaced when it is needed again."""
+        worker = self._idle.get()
+        try:
+            worker = worker or self._start()
+            yield from worker.answers(request, count, seconds or self.seconds)
+        finally:
+            self._idle.put(worker if worker and worker.is_alive else None)
+
+    def _start(self) -> "Worker":
+        return Worker(self.file, self.function, self.seconds, self.memory)
+
+
+class Worker:
+    """One process that runs the function, and what it says about it (`about`)."""
+
+    def __init__(self, file: Path, function: str | None, seconds: float, memory: int):
+        self.seconds, self.memory = seconds, memory
+        self._connection, theirs = multiprocessing.Pipe()
+        words = [str(theirs.fileno()), str(seconds), str(memory), str(file), *([function] if function else [])]
+        source = str(Path(trimtab.__file__).parents[1])
+        path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "trimtab.rewards.worker", *words],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+        theirs.close()
+        try:
+            self.about = self._receive(LOADING_SECONDS)
+            if "error" in self.about:
+                raise Stuck(self.about["error"])
+        except Stuck as error:
+            self.close()
+            raise UserError(f"reward function {file}: {error}") from error
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._connection.closed
+
+    def answers(self, request: RewardRequest, count: int, seconds: float) -> Iterator[Any]:
+        """What the function returned: `count` values, each within so many seconds. Ends early with a Fault or Stuck."""
+        received = 0
+        try:
+            self._send(request)
+            while received < count:
+                # An async function counts its own time; waiting longer is for a process that no longer does.
+                message = self._receive(seconds, grace=1.0 if self.about["is_async"] else 0.0)
+                received += 1
+                if "answer" not in message:
+                    raise self._told(message)
+                yield message["answer"]
+        finally:
+            if received < count:
+                self._process.kill()  # what it may still say belongs to nobody
+                self.close()
+
+    def close(self) -> None:
+        self._connection.close()  # which ends an idle worker
+        try:
+            self._process.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, request: RewardRequest) -> None:
+        try:
+            self._connection.send_bytes(pickle.dumps(request))
+        except OSError:
+            raise Stuck(self._death()) from None
+
+    def _receive(self, seconds: float, grace: float = 0.0) -> dict[str, Any]:
+        try:
+            if not self._connection.poll(seconds + grace):
+                raise Stuck(f"took longer than {seconds:g} s")
+            return json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise Stuck(self._death()) from None
+
+    def _told(self, message: dict[str, Any]) -> Fault | Stuck:
+        if "late" in message:
+            return Stuck(f"took longer than {self.seconds:g} s")
+        if message["error"].startswith("MemoryError"):
+            return Stuck(f"needed more than {self.memory / 2**30:g} GiB of memory")
+        return Fault(message["error"])
+
+    def _death(self) -> str:
+        code = self._process.wait()
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"its process died ({how})"
+
+
+def _batch_result(answer: Any, count: int, what: str) -> RewardResult:
+    """A list of rewards, or OpenRLHF's dict of rewards, scores and extra_logs."""
+    if not isinstance(answer, dict):
+        return RewardResult(_rewards(answer, count, what))
+    if "rewards" not in answer:
+        raise RewardFailed(f"{what}: the dict has {', '.join(answer) or 'nothing'}, but no rewards")
+    scores = answer.get("scores")
+    logs = {name: _figures(values, count, f"{what}: extra_logs {name}") for name, values in _logs(answer, what)}
+    return RewardResult(
+        _rewards(answer["rewards"], count, what),
+        [] if scores is None else checked(scores, count, f"{what}: score"),
+        logs,
+    )
+
+
+def _single_result(answer: Any, row: int, what: str) -> RewardResult:
+    """A number, or verl's dict of a score and other figures."""
+    figures: dict[str, list[float]] = {}
+    if isinstance(answer, dict):
+        numbers = {name: value for name, value in answer.items() if isinstance(value, int | float)}
+        figures = {name: [float(value)] for name, value in numbers.items() if name != "score"}
+        answer = answer.get("score")
+    try:
+        return RewardResult(checked([answer], 1, what), logs=figures)
+    except RewardFailed as error:
+        raise RewardFailed(str(error).replace("row 0", f"row {row}"), row) from error
+
+
+def _rewards(values: Any, count: int, what: str) -> list[float]:
+    """Checked, except that None is NaN: TRL's way to say that a reward does not apply to a sample (see Weighted)."""
+    if not isinstance(values, list) or None not in values or len(values) != count:
+        return checked(values, count, what)
+    numbers = checked([0 if value is None else value for value in values], count, what)
+    return [math.nan if value is None else number for value, number in zip(values, numbers)]
+
+
+def _logs(answer: dict[str, Any], what: str) -> list[tuple[str, Any]]:
+    logs = answer.get("extra_logs") or {}
+    if not isinstance(logs, dict):
+        raise RewardFailed(f"{what}: extra_logs is {type(logs).__name__}, not a dict")
+    return list(logs.items())
+
+
+def _figures(values: Any, count: int, what: str) -> list[float]:
+    """Figures to be logged may be infinite; a single one is that of every sample."""
+    values = values if isinstance(values, list) else [values] * count
+    if len(values) != count or not all(isinstance(value, int | float) for value in values):
+        raise RewardFailed(f"{what}: a number, or one for each of {count} samples, is needed")
+    return [float(value) for value in values]
+
+
+def _split(place: str) -> tuple[str, str | None]:
+    file, colon, function = place.rpartition(":")
+    return (file, function) if colon and file.endswith(".py") else (place, None)

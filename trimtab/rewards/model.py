@@ -1,0 +1,166 @@
+"""Rewards from a model in this process: one that `trimtab rm` made, or any sequence classifier with one score.
+
+A reward model with the policy's tokenizer reads the policy's own tokens. One with another tokenizer reads text: the
+conversation through its own chat template where the rows are conversations, otherwise prompt and response as they are.
+Either way the sequence ends with the model's end token, as in training.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from trimtab.data.batches import TokenBatch
+from trimtab.data.chat import ChatRenderer, with_end
+from trimtab.data.packing import chunk, pack
+from trimtab.data.tokenizer import load_tokenizer
+from trimtab.distributed.device import Device
+from trimtab.errors import UserError
+from trimtab.models.load import load_frozen_reward_model
+from trimtab.models.packed import PackedModel, scoring
+from trimtab.models.reward import HEAD
+from trimtab.rewards.types import RewardRequest, RewardResult, checked
+
+MAX_TOKENS = 16_384
+
+
+class ModelReward:
+    concurrent = False
+
+    def __init__(
+        self,
+        pretrain: str,
+        options: Any,
+        device: Device,
+        *,
+        policy_tokenizer: PreTrainedTokenizerBase | None = None,
+        messages_key: str | None = None,
+        normalize: bool = False,
+        max_len: int | None = None,
+        max_samples: int | None = None,
+        max_tokens: int = MAX_TOKENS,
+    ):
+        """`options`: how to load it (LoadOptions and RewardHeadOptions).
+
+        `messages_key`: the column that holds a sample's conversation (or its only user turn), for a model that has to
+        render it anew. `normalize`: subtract the mean and divide by the deviation that config.json holds. A pass has at
+        most `max_tokens` tokens and `max_samples` samples of at most `max_len` tokens.
+        """
+        self.name = Path(pretrain).name
+        self.device = device
+        self.tokenizer = load_tokenizer(pretrain, disable_fast=options.disable_fast_tokenizer, flag="--reward_pretrain")
+        self.model = load_frozen_reward_model(pretrain, options, device, self.tokenizer).model
+        self.reads_ids = policy_tokenizer is not None and same_tokenizer(self.tokenizer, policy_tokenizer)
+        self._reader = TextReader(self.tokenizer, policy_tokenizer, messages_key, is_decoder=hasattr(self.inner, HEAD))
+        self._mean, self._deviation = _normaliser(self.model, pretrain) if normalize else (0.0, 1.0)
+        self._passes = Passes(max_len, max_samples, max_tokens)
+
+    @property
+    def inner(self) -> Any:
+        return self.model.inner
+
+    def __call__(self, request: RewardRequest) -> RewardResult:
+        scores = checked(self.scores(self.sequences(request)), len(request), f"reward model {self.name}: reward")
+        return RewardResult([(score - self._mean) / self._deviation for score in scores])
+
+    def close(self) -> None:
+        pass
+
+    def sequences(self, request: RewardRequest) -> list[np.ndarray]:
+        """What the model reads of each sample."""
+        if not (self.reads_ids and request.response_ids):
+            return self._reader.sequences(request)
+        pairs = zip(request.prompt_ids, request.response_ids)
+        return [ended([*prompt, *response], self.tokenizer) for prompt, response in pairs]
+
+    def scores(self, sequences: Sequence[np.ndarray]) -> list[float]:
+        """The model's own scores, not normalised."""
+        scores = [0.0] * len(sequences)
+        with scoring(self.model):
+            for rows, batch in self._passes.over(sequences):
+                found = self.model(batch.to(self.device.torch)).scores_S.tolist()
+                for row, score in zip(rows, found):
+                    scores[row] = score
+        return scores
+
+
+class Passes:
+    """How sequences are cut, and gathered into passes through a model."""
+
+    def __init__(self, max_len: int | None = None, max_samples: int | None = None, max_tokens: int = MAX_TOKENS):
+        self.max_len, self.max_samples, self.max_tokens = max_len, max_samples, max_tokens
+
+    def over(self, sequences: Sequence[np.ndarray], marks: Sequence[np.ndarray] | None = None):
+        """(rows, their batch) of every pass; `marks` are what the batch has as trained tokens."""
+        lengths = [len(ids) if self.max_len is None else min(len(ids), self.max_len) for ids in sequences]
+        for packed in pack(lengths, self.max_tokens):
+            for part in chunk([lengths[row] for row in packed], self.max_samples or len(packed)):
+                rows = [packed[index] for index in part]
+                kept = [(sequences[row][: lengths[row]], _mark(marks, row, lengths[row])) for row in rows]
+                yield rows, TokenBatch.of(kept)
+
+
+def _mark(marks: Sequence[np.ndarray] | None, row: int, length: int) -> np.ndarray:
+    return np.zeros(length, dtype=bool) if marks is None else marks[row][:length]
+
+
+class TextReader:
+    """Samples as a model reads them that does not share the policy's tokens."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        policy_tokenizer: PreTrainedTokenizerBase | None,
+        messages_key: str | None,
+        *,
+        is_decoder: bool = True,
+    ):
+        self.tokenizer, self.is_decoder = tokenizer, is_decoder
+        self._messages_key = messages_key if tokenizer.chat_template else None
+        self._chat = ChatRenderer(tokenizer) if self._messages_key else None
+        known = (policy_tokenizer or tokenizer, tokenizer)
+        self._ends = tuple({mark for one in known for mark in (one.eos_token, one.pad_token) if mark})
+
+    def sequences(self, request: RewardRequest) -> list[np.ndarray]:
+        conversations = request.columns.get(self._messages_key) if self._messages_key else None
+        if conversations is None:
+            texts = [with_end(self.without_end(query), self.tokenizer) for query in request.queries]
+        else:
+            texts = [self._rendered(*pair) for pair in zip(conversations, request.responses)]
+        encoded = self.tokenizer(texts, add_special_tokens=not self.is_decoder, verbose=False)["input_ids"]
+        return [np.array(ids, dtype=np.int64) for ids in encoded]
+
+    def without_end(self, text: str) -> str:
+        """The text without the end and padding tokens after it."""
+        while text.endswith(self._ends):
+            text = text.removesuffix(next(mark for mark in self._ends if text.endswith(mark)))
+        return text
+
+    def _rendered(self, conversation: Any, response: str) -> str:
+        turns = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else list(conversation)
+        answer = {"role": "assistant", "content": self.without_end(response)}
+        rendering = self._chat.render([*turns, answer], where="the reward model's view of a sample")
+        return rendering.text[: rendering.trained[-1][1]]
+
+
+def same_tokenizer(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
+    """Whether the two give a text the same tokens, so that one's ids may be shown to the other's model."""
+    return first.get_vocab() == second.get_vocab() and first.eos_token_id == second.eos_token_id
+
+
+def ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """The ids, ended by the end token: an answer that was cut is judged as it is."""
+    end = tokenizer.eos_token_id
+    return np.array(ids if end is None or ids[-1:] == [end] else [*ids, end], dtype=np.int64)
+
+
+def _normaliser(model: PackedModel, pretrain: str) -> tuple[float, float]:
+    mean, deviation = getattr(model.config, "mean", None), getattr(model.config, "std", None)
+    if not isinstance(mean, int | float) or not isinstance(deviation, int | float) or deviation <= 0:
+        raise UserError(
+            f"--normalize_reward: {pretrain}/config.json has no mean and std of rewards (trimtab rm writes them); "
+            "leave the option out"
+        )
+    return mean, deviation

@@ -1,0 +1,61 @@
+"""Rewards computed while other samples are still being generated.
+
+Finished samples go to one thread, in parts; results come back in the order in which the samples were given. A reward
+that runs a model in this process must not compute beside another one (`concurrent` is false): it is called when its
+results are asked for.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from trimtab.rewards.types import Reward, RewardRequest, RewardResult
+
+
+class Overlapped:
+    """For one iteration of a loop: `submit` each finished group, then take `results`.
+
+    with Overlapped(reward) as rewards:
+        for group in engine:
+            rewards.submit(request_of(group))
+        for result in rewards.results(): ...
+    """
+
+    def __init__(self, reward: Reward):
+        self.reward = reward
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards") if reward.concurrent else None
+        self._parts: list[RewardRequest | Future[RewardResult]] = []
+        self._failed: BaseException | None = None
+
+    def __enter__(self) -> "Overlapped":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Parts that have not begun are dropped."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def submit(self, request: RewardRequest) -> None:
+        """Hand over finished samples. Raises what a part before them has failed with, so that nobody generates on."""
+        if self._thread is None:
+            self._parts.append(request)
+            return
+        if self._failed is not None:
+            raise self._failed
+        part = self._thread.submit(self.reward, request)
+        part.add_done_callback(self._look_at)
+        self._parts.append(part)
+
+    def results(self) -> Iterator[RewardResult]:
+        """The result of every part, in the order of submission; the first failure is raised in its place."""
+        if self._thread is None:
+            yield from map(self.reward, self._parts)
+        else:
+            yield from (part.result() for part in self._parts)
+
+    def joined(self) -> RewardResult:
+        """All results as one."""
+        return RewardResult.joined(list(self.results()))
+
+    def _look_at(self, part: Future[RewardResult]) -> None:
+        if not part.cancelled() and self._failed is None:
+            self._failed = part.exception()

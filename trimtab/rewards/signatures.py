@@ -1,0 +1,117 @@
+"""Which project's reward function a function of a file is, and how it is called.
+
+| project  | signature                                                           | called      |
+|----------|---------------------------------------------------------------------|-------------|
+| OpenRLHF | reward_func(queries, prompts, labels)                               | a batch     |
+| TRL      | f(prompts, completions, **columns)                                  | a batch     |
+| verl     | compute_score(data_source, solution_str, ground_truth, extra_info)  | one sample  |
+
+Runs in the worker processes of functions.py and imports nothing heavy.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from trimtab.rewards.types import RewardRequest
+
+PREFERRED = ("reward_func", "compute_score")
+MARKS = {"OpenRLHF": {"queries"}, "TRL": {"completions"}, "verl": {"solution_str"}}
+"""The parameters by which a signature is told from the others."""
+
+
+class NotFound(Exception):
+    """The file has no function, or too many, that could be meant."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    project: str
+    function: Callable[..., Any]
+    parameters: frozenset[str] | None
+    """Names it takes; None: any."""
+
+    @property
+    def batched(self) -> bool:
+        return self.project != "verl"
+
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self.function)
+
+    def call(self, request: RewardRequest) -> Any:
+        """What the function returns for these samples (verl's: for the one there is), or its coroutine."""
+        offered = getattr(self, f"_{self.project.lower()}")(request)
+        if self.parameters is not None:
+            offered = {name: value for name, value in offered.items() if name in self.parameters}
+        return self.function(**offered)
+
+    def _openrlhf(self, request: RewardRequest) -> dict[str, Any]:
+        return {"queries": request.queries, "prompts": request.prompts, "labels": request.labels}
+
+    def _trl(self, request: RewardRequest) -> dict[str, Any]:
+        return {
+            "labels": request.labels,
+            **request.columns,
+            "prompts": request.prompts,
+            "completions": request.responses,
+            "completion_ids": request.response_ids,
+        }
+
+    def _verl(self, request: RewardRequest) -> dict[str, Any]:
+        row = {name: values[0] for name, values in request.columns.items()}
+        truth = request.labels[0]
+        if truth is None and isinstance(row.get("reward_model"), dict):
+            truth = row["reward_model"].get("ground_truth")  # where verl's own data have it
+        return {
+            "data_source": row.get("data_source"),
+            "solution_str": request.responses[0],
+            "ground_truth": truth,
+            "extra_info": row.get("extra_info"),
+        }
+
+
+def find_signature(module: ModuleType, name: str | None = None) -> Signature:
+    """The reward function of a module: the one called `name`, or the only one that can be meant."""
+    if name is not None:
+        if not callable(getattr(module, name, None)):
+            raise NotFound(f"there is no function {name} in it")
+        found = recognise(getattr(module, name))
+        if found is None:
+            raise NotFound(f"the parameters of {name} are none of {_expected()}")
+        return found
+    known = {
+        name: signature
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and (signature := recognise(value)) is not None
+    }
+    for preferred in PREFERRED:
+        if preferred in known:
+            return known[preferred]
+    own = {name: found for name, found in known.items() if found.function.__module__ == module.__name__}
+    if len(own) > 1:
+        raise NotFound(f"{', '.join(own)} could all be meant: name one after a colon, as in FILE.py:{next(iter(own))}")
+    if not own:
+        raise NotFound(f"there is no function in it whose parameters are {_expected()}")
+    return next(iter(own.values()))
+
+
+def recognise(function: Callable[..., Any]) -> Signature | None:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    for project, marks in MARKS.items():
+        if marks <= parameters.keys():
+            return Signature(project, function, None if takes_any else frozenset(parameters))
+    return None
+
+
+def _expected() -> str:
+    return (
+        "(queries, prompts, labels), (prompts, completions, **columns) or "
+        "(data_source, solution_str, ground_truth, extra_info)"
+    )

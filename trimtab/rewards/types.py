@@ -1,0 +1,188 @@
+"""What goes to a reward and what comes back, whatever computes it: a function, a verifier, a model or a server.
+
+Imports nothing heavy: the worker processes of reward functions read these too.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from trimtab.errors import RunFailed
+
+
+class RewardFailed(RunFailed):
+    """A reward could not be had. The run stops after a checkpoint; nothing is trained on an invented score."""
+
+    def __init__(self, message: str, row: int | None = None):
+        """`row`: which sample of the request, where that is known; the message names it too."""
+        super().__init__(message)
+        self.row = row
+
+
+@dataclass(frozen=True)
+class RewardRequest:
+    """Finished samples, one entry a sample in every list."""
+
+    queries: list[str]
+    """Prompt and response together, as the policy saw them."""
+    prompts: list[str]
+    responses: list[str]
+    labels: list[Any]
+    """What the data call right, such as an answer; None where they say nothing."""
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    """The other columns of the samples' rows."""
+    prompt_ids: list[list[int]] = field(default_factory=list)
+    """Tokens, for models that read the policy's own and for rewards of steps; may be left out for the others."""
+    response_ids: list[list[int]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    def __post_init__(self) -> None:
+        ids = (known for known in (self.prompt_ids, self.response_ids) if known)
+        for name in (self.prompts, self.responses, self.labels, *self.columns.values(), *ids):
+            assert len(name) == len(self.queries), "a request has one entry a sample in every list"
+
+    def take(self, rows: Sequence[int]) -> "RewardRequest":
+        """These samples of it, in this order."""
+
+        def taken(values: list) -> list:
+            return [values[row] for row in rows] if values else []
+
+        return RewardRequest(
+            taken(self.queries),
+            taken(self.prompts),
+            taken(self.responses),
+            taken(self.labels),
+            {name: taken(values) for name, values in self.columns.items()},
+            taken(self.prompt_ids),
+            taken(self.response_ids),
+        )
+
+
+@dataclass
+class RewardResult:
+    """One entry a sample, in the order of the request."""
+
+    rewards: list[float]
+    """What is trained on."""
+    scores: list[float] = field(default_factory=list)
+    """What dynamic filtering looks at; the rewards themselves unless something else is given."""
+    logs: dict[str, list[float]] = field(default_factory=dict)
+    """Other figures of the samples, to be logged."""
+    steps: list[list[tuple[int, float]]] | None = None
+    """Rewards within a response: (index of a response token, score). The reward of the whole comes on top."""
+
+    def __post_init__(self) -> None:
+        self.scores = self.scores or list(self.rewards)
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    @classmethod
+    def joined(cls, results: Sequence["RewardResult"]) -> "RewardResult":
+        """Results of consecutive parts of a request as that of the whole. A figure that a part lacks is NaN there."""
+        names = list(dict.fromkeys(name for result in results for name in result.logs))
+        steps = None
+        if any(result.steps is not None for result in results):
+            steps = [found for result in results for found in result.steps or [[] for _ in result.rewards]]
+        return cls(
+            [reward for result in results for reward in result.rewards],
+            [score for result in results for score in result.scores],
+            {n: [x for r in results for x in r.logs.get(n, [math.nan] * len(r))] for n in names},
+            steps,
+        )
+
+
+class Reward(Protocol):
+    """Anything that scores samples. It is called from one thread at a time."""
+
+    name: str
+    concurrent: bool
+    """Whether it may compute while a model of this process does; a model in this process may not."""
+
+    def __call__(self, request: RewardRequest) -> RewardResult: ...
+
+    def close(self) -> None:
+        """Let go of processes and connections."""
+        ...
+
+
+def checked(numbers: Any, count: int, what: str) -> list[float]:
+    """`count` finite floats out of a list, a tuple or a tensor; anything else is a RewardFailed that begins with
+    `what` and names the row. A single number is a list of one."""
+    if hasattr(numbers, "tolist"):
+        numbers = numbers.tolist()
+    if isinstance(numbers, int | float):
+        numbers = [numbers]
+    if not isinstance(numbers, list | tuple):
+        raise RewardFailed(f"{what} is {type(numbers).__name__}, not a list of numbers")
+    if len(numbers) != count:
+        raise RewardFailed(f"{what}: {len(numbers)} for {count} samples, there must be one for each")
+    values = []
+    for row, number in enumerate(numbers):
+        if hasattr(number, "item"):
+            number = number.item()
+        if not isinstance(number, int | float):
+            raise RewardFailed(f"{what} of row {row} is {_shown(number)}, not a number", row)
+        try:
+            number = float(number)
+        except OverflowError:
+            raise RewardFailed(f"{what} of row {row} is too large for a number", row) from None
+        if not math.isfinite(number):
+            raise RewardFailed(f"{what} of row {row} is {number}", row)
+        values.append(number)
+    return values
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {repr(value)[:40]}"
+
+
+class Weighted:
+    """The weighted sum of several rewards; the part of each is logged under its name.
+
+    A part that is NaN does not apply to the sample; a sample to which none applies has no reward.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Reward, float]]):
+        self.parts = list(parts)
+        names = [reward.name for reward, _ in self.parts]
+        self.name = "+".join(names)
+        self.concurrent = all(reward.concurrent for reward, _ in self.parts)
+        self._labels = [name if names.count(name) == 1 else f"{name}_{i + 1}" for i, name in enumerate(names)]
+
+    def __call__(self, request: RewardRequest) -> RewardResult:
+        results = [reward(request) for reward, _ in self.parts]
+        logs: dict[str, list[float]] = {}
+        for label, result in zip(self._labels, results):
+            logs[label] = result.rewards
+            logs |= {f"{label}/{name}": values for name, values in result.logs.items()}
+        rewards, scores = (
+            self._sum(columns) for columns in ([r.rewards for r in results], [r.scores for r in results])
+        )
+        return RewardResult(rewards, scores, logs, self._steps(results))
+
+    def close(self) -> None:
+        for reward, _ in self.parts:
+            reward.close()
+
+    def _sum(self, columns: list[list[float]]) -> list[float]:
+        weights = [weight for _, weight in self.parts]
+        totals = []
+        for row, parts in enumerate(zip(*columns, strict=True)):
+            applying = [weight * part for weight, part in zip(weights, parts) if not math.isnan(part)]
+            if not applying:
+                raise RewardFailed(f"row {row}: none of {', '.join(self._labels)} gives it a reward", row)
+            totals.append(math.fsum(applying))
+        return totals
+
+    def _steps(self, results: list[RewardResult]) -> list[list[tuple[int, float]]] | None:
+        if all(result.steps is None for result in results):
+            return None
+        steps: list[list[tuple[int, float]]] = [[] for _ in results[0].rewards]
+        for (_, weight), result in zip(self.parts, results):
+            for sample, found in zip(steps, result.steps or []):
+                sample += [(index, weight * score) for index, score in found]
+        return steps

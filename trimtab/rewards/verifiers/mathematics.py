@@ -1,0 +1,13 @@
+"""Mathematics: 1 if the answer equals the label as an expression, by the package math-verify, else 0.
+
+The package may loop for ever on a hostile expression and guards itself by signals, which only a main thread gets. So
+this file is run like a user's reward function: in processes of its own, with limits; what exceeds them is not equal.
+"""
+
+from typing import Any
+
+from math_verify import parse, verify
+
+
+def compute_score(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    return float(verify(parse(f"${ground_truth}$"), parse(solution_str)))

@@ -1,0 +1,95 @@
+"""The layers of Llama-like models (Llama, Mistral, Qwen2, Qwen3) with few launches, from the modules' own weights.
+
+A model is recognised by its structure and then believed only after its hidden states on a few tokens, read and decoded,
+equal those of its own modules. Anything else runs through its modules. A projection that is more than a plain Linear
+(an adapter, int8) is called as the module it is.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.distributed.device import has_kernels
+from trimtab.models.policy import Policy
+from trimtab.rollout.builtin.cache import KVCache, KVShape
+
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+ROWS_OF_JOINED_PRODUCTS = 1024  # beyond, each product fills the device by itself
+
+
+class FusedLayers:
+    def __init__(self, backbone: nn.Module, arguments: list[dict]):
+        """`arguments`: what each layer asks its attention for."""
+        self.backbone, self.arguments = backbone, arguments
+
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, cache: KVCache, places_T: Tensor, attend) -> Tensor:
+        """Last hidden states [T, D]; `attend(layer, query, key, value, arguments)` sees the cache filled."""
+        from trimtab.rollout.builtin.kernels.layers import add_norm, rotate_and_store
+
+        backbone = self.backbone
+        stream = backbone.embed_tokens(ids_T)
+        cos, sin = (x[0].contiguous() for x in backbone.rotary_emb(stream[None], position_ids=positions_T[None]))
+        new = None
+        for index, layer in enumerate(backbone.layers):
+            attention, norm = layer.self_attn, layer.input_layernorm
+            x = add_norm(new, stream, norm.weight, norm.variance_epsilon)
+            query, key, value = (part.unflatten(1, (-1, cos.shape[1])) for part in _projections(attention, x))
+            keys, values = cache.keys[index], cache.values[index]
+            rotate_and_store(query, key, value, cos, sin, keys, values, places_T, _head_norms(attention))
+            mixed = attend(index, query, key, value, self.arguments[index])
+            norm = layer.post_attention_layernorm
+            x = add_norm(attention.o_proj(mixed.flatten(1)), stream, norm.weight, norm.variance_epsilon)
+            new = layer.mlp.down_proj(_opened(layer.mlp, x))
+        return add_norm(new, stream, backbone.norm.weight, backbone.norm.variance_epsilon)
+
+
+def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
+    from trimtab.rollout.builtin.kernels.linear import can_join, joined_linear
+
+    modules = [attention.q_proj, attention.k_proj, attention.v_proj]
+    if len(x_TD) <= ROWS_OF_JOINED_PRODUCTS and can_join(x_TD, modules):
+        return joined_linear(x_TD, modules).split([module.out_features for module in modules], 1)
+    return tuple(module(x_TD) for module in modules)
+
+
+def _opened(mlp: nn.Module, x_TD: Tensor) -> Tensor:
+    from trimtab.rollout.builtin.kernels.layers import gated
+    from trimtab.rollout.builtin.kernels.linear import can_join, gated_linear
+
+    modules = [mlp.gate_proj, mlp.up_proj]
+    if len(x_TD) <= ROWS_OF_JOINED_PRODUCTS and modules[0].bias is None and can_join(x_TD, modules):
+        return gated_linear(x_TD, *modules)
+    return gated(*(module(x_TD) for module in modules))
+
+
+def _head_norms(attention: nn.Module) -> tuple[Tensor, Tensor, float] | None:
+    if not hasattr(attention, "q_norm"):
+        return None
+    return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
+
+
+# ---- which models
+
+
+def looks_like_llama(backbone: nn.Module) -> bool:
+    names = {"embed_tokens", "layers", "norm", "rotary_emb"}
+    return names == _children(backbone) and all(_is_known_layer(layer) for layer in backbone.layers)
+
+
+def _is_known_layer(layer: nn.Module) -> bool:
+    if _children(layer) != LAYER or not isinstance(getattr(layer.mlp, "act_fn", None), nn.SiLU):
+        return False
+    heads_normed = _children(layer.self_attn) == ATTENTION | HEAD_NORMS
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [layer.self_attn.q_norm, layer.self_attn.k_norm] if heads_normed else []
+    return (
+        (heads_normed or _children(layer.self_attn) == ATTENTION)
+        and _children(layer.mlp) == MLP
+        and all(hasattr(norm, "variance_epsilon") and norm.weight.ndim == 1 for norm in norms)
+    )
+
+
+def _children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}

@@ -1,0 +1,1 @@
+"""Triton kernels for decoding. Import them only where Triton is installed."""

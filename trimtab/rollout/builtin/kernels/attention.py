@@ -1,0 +1,138 @@
+"""Attention of one new token a sequence against its pages of KV memory.
+
+A program takes one KV head of one sequence with all the query heads that share it, and walks over the pages that are in
+use and inside the window, with a running softmax. Few sequences of great length are cut into splits, so that the
+device is full, and a second kernel puts the parts together.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS_TO_FILL_A_DEVICE = 512
+LEAST_DOT = 16  # rows of the smallest matrix product
+
+
+@triton.jit
+def _decode(
+    query, keys, values, tables, lengths, out, peaks, sums,
+    query_row, query_head, page_stride, token_stride, head_stride, table_row, out_row, out_head,
+    scale, softcap, window,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # KV heads are neighbours in the launch order: they read the same pages at the same time.
+    head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + row).to(tl.int32)
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(length - window, 0)
+    begin, end = first // BLOCK, (length + BLOCK - 1) // BLOCK
+    share = (end - begin + SPLITS - 1) // SPLITS
+    begin += split * share
+    end = tl.minimum(end, begin + share)
+
+    member, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    kept = (member < GROUP)[:, None] & (column < WIDTH)[None, :]
+    heads = head * GROUP + member
+    q = tl.load(query + row.to(tl.int64) * query_row + heads[:, None] * query_head + column[None, :], kept, 0.0)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, COLUMNS], tl.float32)
+    table = tables + row.to(tl.int64) * table_row
+    for block in range(begin, end):
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        live = token < length
+        if PAGE % BLOCK == 0:
+            page = tl.load(table + block * BLOCK // PAGE).to(tl.int64)
+        else:
+            page = tl.load(table + token // PAGE, live, 0).to(tl.int64)
+        place = page * page_stride + (token % PAGE) * token_stride + head * head_stride
+        readable = live[:, None] & (column < WIDTH)[None, :]
+        k = tl.load(keys + place[:, None] + column[None, :], readable, 0.0)
+        v = tl.load(values + place[:, None] + column[None, :], readable, 0.0)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if CAPPED:
+            score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)
+        seen = live
+        if WINDOWED:
+            seen = seen & (token >= first)
+        score = tl.where(seen[None, :], score * 1.4426950408889634, float("-inf"))
+        higher = tl.maximum(peak, tl.max(score, 1))
+        fade = tl.exp2(peak - higher)
+        weight = tl.exp2(score - higher[:, None])
+        total = total * fade + tl.sum(weight, 1)
+        mixed = mixed * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
+        peak = higher
+    place = row.to(tl.int64) * out_row + heads[:, None] * out_head + split * WIDTH + column[None, :]
+    if SPLITS == 1:
+        mixed = mixed / total[:, None]
+    else:
+        part = (row * tl.num_programs(0) * GROUP + heads) * SPLITS + split
+        tl.store(peaks + part, peak, member < GROUP)
+        tl.store(sums + part, total, member < GROUP)
+    tl.store(out + place, mixed.to(out.dtype.element_ty), kept)
+
+
+@triton.jit
+def _together(parts, peaks, sums, out, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64)
+    split, column = tl.arange(0, SPLITS), tl.arange(0, COLUMNS)
+    kept = (column < WIDTH)[None, :]
+    peak = tl.load(peaks + place * SPLITS + split)
+    weight = tl.exp2(peak - tl.max(peak, 0))
+    total = tl.sum(weight * tl.load(sums + place * SPLITS + split), 0)
+    mixed = tl.load(parts + (place * SPLITS + split[:, None]) * WIDTH + column[None, :], kept, 0.0)
+    mixed = tl.sum(mixed * weight[:, None], 0) / total
+    tl.store(out + place * WIDTH + column, mixed.to(out.dtype.element_ty), column < WIDTH)
+
+
+def paged_attention(
+    query_BHD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables_BP: Tensor,
+    lengths_B: Tensor,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """`keys`, `values`: one layer's [pages, tokens a page, heads, width]; `lengths_B`: tokens to look at, at least 1."""
+    rows, heads, width = query_BHD.shape
+    kv_heads, page = keys.shape[2], keys.shape[1]
+    assert query_BHD.stride(2) == keys.stride(3) == 1 and keys.stride() == values.stride()
+    if splits is None:
+        splits = _splits(rows * kv_heads)
+    out = torch.empty(rows, heads, width, dtype=query_BHD.dtype, device=query_BHD.device)
+    parts, peaks, sums = out, out, out
+    if splits > 1:
+        parts = torch.empty(rows, heads, splits * width, dtype=torch.float32, device=out.device)
+        peaks, sums = torch.empty(2, rows, heads, splits, dtype=torch.float32, device=out.device)
+    group = heads // kv_heads
+    # Measured on an H200: two warps and two stages; long blocks where several query heads share what is read.
+    block = 128 if group > 1 else 64
+    if page in (32, 64, 128):
+        block = page
+    _decode[kv_heads, rows, splits](
+        query_BHD, keys, values, tables_BP, lengths_B, parts, peaks, sums,
+        query_BHD.stride(0), query_BHD.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), tables_BP.stride(0),
+        parts.stride(0), parts.stride(1), scale, softcap or 0.0, window or 0,
+        GROUP=group, ROWS=max(LEAST_DOT, triton.next_power_of_2(group)), WIDTH=width,
+        COLUMNS=max(LEAST_DOT, triton.next_power_of_2(width)), PAGE=page, BLOCK=block, SPLITS=splits,
+        CAPPED=softcap is not None, WINDOWED=window is not None,
+        PRECISION="ieee" if query_BHD.dtype == torch.float32 else "tf32", num_warps=2, num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        columns = triton.next_power_of_2(width)
+        _together[rows * heads,](parts, peaks, sums, out, WIDTH=width, COLUMNS=columns, SPLITS=splits)
+    return out
+
+
+def _splits(programs: int) -> int:
+    splits = 1
+    while splits < 16 and programs * splits * 2 <= PROGRAMS_TO_FILL_A_DEVICE:
+        splits *= 2
+    return splits

@@ -1,0 +1,32 @@
+"""What looks wrong in an iteration, in words: shown while the run works, and in its report."""
+
+from collections.abc import Iterator
+
+MUCH_KL = 1.0  # nats a token: the policy no longer resembles the reference
+LITTLE_ENTROPY = 0.1  # of what it was in the first iteration
+MANY_TRUNCATED = 0.5
+MUCH_GAP = 0.05  # nats, mean over tokens
+RATIO_OFF = 0.02
+
+
+def alarms(row: dict, first_entropy: float) -> Iterator[str]:
+    """`first_entropy`: the first iteration's entropy, in nats a token."""
+    if row["reward_std"] == 0:
+        yield "all rewards are equal: there is nothing to learn from; look at the reward and at a few answers"
+    elif row["equal_groups"] == 1:
+        yield "in every group all rewards are equal: no answer is better than its neighbours; vary prompts or sampling"
+    if row.get("kl", 0.0) > MUCH_KL:
+        yield f"KL to the reference is {row['kl']:.2f} nats a token: raise --init_kl_coef or lower the learning rate"
+    if first_entropy > 0 and row["sampled_entropy"] < LITTLE_ENTROPY * first_entropy:
+        yield (
+            f"entropy has fallen to {row['sampled_entropy']:.3f} from {first_entropy:.3f} nats a token: all answers "
+            "become alike; try --entropy_loss_coef or a higher --temperature"
+        )
+    if row["truncated"] > MANY_TRUNCATED:
+        yield f"{row['truncated']:.0%} of the answers end at --generate_max_len: raise it, or reward shorter ones"
+    gap, ratio = row.get("log_prob_gap", 0.0), row.get("log_prob_ratio", 1.0)
+    if gap > MUCH_GAP or abs(ratio - 1) > RATIO_OFF:
+        yield (
+            f"sampled and trained log-probs drift apart (mean difference {gap:.3f} nats, mean ratio {ratio:.3f}): "
+            "what is sampled is not what is trained"
+        )

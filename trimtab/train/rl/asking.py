@@ -1,0 +1,23 @@
+"""Prompts out to the rollout role, answers back in order, however many processes it has."""
+
+from trimtab.distributed.roles import Group
+from trimtab.rewards.types import RewardFailed
+from trimtab.rollout.types import Sampling
+from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.rollouts import Request
+
+
+def ask_for_samples(rollouts: Group, requests: list[Request], store: str, sampling: Sampling) -> Experience | None:
+    """Prompts dealt out to all processes in turn; their answers in order. None: they were given up."""
+    shares = [list(range(rank, len(requests), rollouts.size)) for rank in range(rollouts.size)]
+    asked = [[requests[place] for place in share] for share in shares]
+    parts = rollouts.call("sample", asked, store=store, sampling=sampling)
+    for part, share in zip(parts, shares):
+        if isinstance(part, RewardFailed):
+            raise part
+        if part is None and share:
+            return None
+    joined = Experience.joined([part for part in parts if part is not None])
+    places = [place for share in shares for place in share]
+    order = sorted(range(len(places)), key=places.__getitem__)
+    return joined.take([k * sampling.n + i for k in order for i in range(sampling.n)])

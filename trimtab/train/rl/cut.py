@@ -1,0 +1,70 @@
+"""Which samples go into one forward and backward pass, and which samples into one optimiser step.
+
+Answers to one prompt stay beside each other where they fit, because a row then holds their prompt once.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trimtab.data.packing import pack
+from trimtab.train.rl.experience import Experience
+
+
+def mini_batches(samples: int, group: int, size: int, seed: Sequence[int]) -> list[list[int]]:
+    """The samples of a rollout in optimiser steps of about `size`, whole groups in random order."""
+    groups = np.random.default_rng(seed).permutation(samples // group)
+    at_once = max(1, size // group)
+    steps = [groups[i : i + at_once] for i in range(0, len(groups), at_once)]
+    return [[int(g) * group + k for g in sorted(step) for k in range(group)] for step in steps]
+
+
+def micro_batches(experience: Experience, samples: Sequence[int], *, count: int, budget: int | None) -> list[list[int]]:
+    """Passes of at most `budget` tokens, or of `count` samples."""
+    pieces = _pieces(experience, samples, count=count, budget=budget)
+    if budget is None:
+        order = sorted(pieces, key=lambda piece: -cost(experience, piece))
+        passes: list[list[int]] = []
+        for piece in order:
+            if passes and len(passes[-1]) + len(piece) <= count:
+                passes[-1] += piece
+            else:
+                passes.append(list(piece))
+        return passes
+    costs = [cost(experience, piece) for piece in pieces]
+    return [[i for member in members for i in pieces[member]] for members in pack(costs, budget)]
+
+
+def _pieces(experience: Experience, samples: Sequence[int], *, count: int, budget: int | None) -> list[list[int]]:
+    """Runs of answers to one prompt, as long as a pass can hold."""
+    pieces: list[list[int]] = []
+    for i in samples:
+        last = pieces[-1] if pieces else None
+        same = last is not None and experience.prompt_ids[last[-1]] == experience.prompt_ids[i]
+        fits = same and (len(last) < count if budget is None else cost(experience, [*last, i]) <= budget)
+        if fits:
+            last.append(i)
+        else:
+            pieces.append([i])
+    return pieces
+
+
+def cost(experience: Experience, samples: Sequence[int]) -> int:
+    """Tokens that these samples take in a row."""
+    tokens, before = 0, None
+    for i in samples:
+        prompt = experience.prompt_ids[i]
+        tokens += len(experience.response_ids[i]) + (0 if prompt == before else len(prompt))
+        before = prompt
+    return tokens
+
+
+def halves(samples: list[int]) -> list[list[int]]:
+    middle = len(samples) // 2
+    return [samples[:middle], samples[middle:]] if middle else [samples]
+
+
+def updates_per_iteration(options) -> int:
+    """Optimiser steps that one rollout of full size gives."""
+    at_once = max(1, options.train_batch_size // options.n_samples_per_prompt)
+    return options.max_epochs * -(-options.rollout_batch_size // at_once)

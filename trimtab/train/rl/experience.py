@@ -1,0 +1,164 @@
+"""The record of one rollout: what was sampled, and what each stage of the loop adds to it.
+
+S samples, the n answers to a prompt one after another; N tokens of their answers, sample after sample. Nothing is
+padded, re-tokenised or derived twice: a micro-batch is cut out of these columns.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.data.batches import TokenBatch
+from trimtab.rollout.types import Rollout
+
+FINISHES = ("stop", "length", "abort")
+
+
+@dataclass
+class Experience:
+    rows_S: Tensor  # which row of the prompt data
+    prompt_ids: list[list[int]]
+    response_ids: list[list[int]]
+    finishes_S: Tensor  # index into FINISHES
+    sampled_N: Tensor  # log-probs as they were drawn
+    rewards_S: Tensor
+    scores_S: Tensor  # what dynamic filtering looks at
+    logs: dict[str, Tensor] = field(default_factory=dict)  # other figures of the samples, from the rewards
+    step_rewards_N: Tensor | None = None  # of a process reward, on the last token of each step
+    # what scoring adds
+    old_N: Tensor | None = None  # log-probs of the policy that the updates start from
+    reference_N: Tensor | None = None
+    values_N: Tensor | None = None
+    # what shaping adds
+    advantages_N: Tensor | None = None
+    returns_N: Tensor | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[int], rollouts: Sequence[Rollout], result) -> "Experience":
+        """`result`: the rewards of the same samples (a RewardResult)."""
+        experience = cls(
+            torch.tensor(rows),
+            [r.prompt_ids for r in rollouts],
+            [r.ids for r in rollouts],
+            torch.tensor([FINISHES.index(r.finish) for r in rollouts]),
+            torch.from_numpy(np.concatenate([r.log_probs for r in rollouts])),
+            torch.tensor(result.rewards, dtype=torch.float32),
+            torch.tensor(result.scores, dtype=torch.float32),
+            {name: torch.tensor(values, dtype=torch.float32) for name, values in result.logs.items()},
+        )
+        if result.steps is not None:
+            experience.step_rewards_N = torch.zeros_like(experience.sampled_N)
+            for start, steps in zip(experience.starts_S.tolist(), result.steps):
+                for token, score in steps:
+                    experience.step_rewards_N[start + token] += score
+        return experience
+
+    @classmethod
+    def joined(cls, parts: Sequence["Experience"]) -> "Experience":
+        """Several rollouts as one, before anything was added to them."""
+        return cls(**{f.name: _joined([getattr(part, f.name) for part in parts]) for f in fields(cls)})
+
+    def take(self, samples: Sequence[int]) -> "Experience":
+        """These samples alone, before anything was added to them."""
+        tokens = self.tokens_of(samples)
+        chosen = torch.tensor(samples)
+        return Experience(
+            self.rows_S[chosen],
+            [self.prompt_ids[i] for i in samples],
+            [self.response_ids[i] for i in samples],
+            self.finishes_S[chosen],
+            self.sampled_N[tokens],
+            self.rewards_S[chosen],
+            self.scores_S[chosen],
+            {name: values[chosen] for name, values in self.logs.items()},
+            None if self.step_rewards_N is None else self.step_rewards_N[tokens],
+        )
+
+    def __len__(self) -> int:
+        return len(self.response_ids)
+
+    # ---- where things lie
+
+    @cached_property
+    def lengths_S(self) -> Tensor:
+        return torch.tensor([len(ids) for ids in self.response_ids])
+
+    @cached_property
+    def starts_S(self) -> Tensor:
+        return self.lengths_S.cumsum(0) - self.lengths_S
+
+    @cached_property
+    def owners_N(self) -> Tensor:
+        """Which sample a token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths_S)
+
+    @cached_property
+    def remaining_N(self) -> Tensor:
+        """How many tokens of the same answer follow."""
+        ends = (self.starts_S + self.lengths_S)[self.owners_N]
+        return ends - 1 - torch.arange(len(self.owners_N))
+
+    def tokens_of(self, samples: Sequence[int]) -> Tensor:
+        """Where the answers' tokens of these samples lie in the columns of tokens, in their order."""
+        spans = zip(self.starts_S[list(samples)].tolist(), self.lengths_S[list(samples)].tolist())
+        return torch.cat([torch.arange(start, start + length) for start, length in spans])
+
+    def batch(self, samples: Sequence[int], *columns: str) -> TokenBatch:
+        """A micro-batch with these columns of tokens beside it. Answers to one prompt share its tokens."""
+        examples, shared = [], []
+        for place, i in enumerate(samples):
+            prompt, response = self.prompt_ids[i], self.response_ids[i]
+            trained = np.zeros(len(prompt) + len(response), dtype=bool)
+            trained[len(prompt) :] = True
+            examples.append((np.array(prompt + response), trained))
+            same = place > 0 and self.prompt_ids[samples[place - 1]] == prompt
+            shared.append(len(prompt) if same else 0)
+        tokens = self.tokens_of(samples)
+        return TokenBatch.of(examples, shared, **{name: getattr(self, name)[tokens] for name in columns})
+
+    def put(self, column: str, pieces: Sequence[tuple[Sequence[int], Tensor]]) -> None:
+        """Fill a column of tokens from (samples, their tokens' values)."""
+        filled = torch.empty(len(self.owners_N))
+        for samples, values in pieces:
+            filled[self.tokens_of(samples)] = values.float().cpu()
+        setattr(self, column, filled)
+
+    # ---- on disk
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything, as named tensors."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        tensors |= {f"logs/{name}": values for name, values in self.logs.items()}
+        for name in ("prompt_ids", "response_ids"):
+            tensors[name] = torch.tensor([token for ids in found[name] for token in ids])
+            tensors[f"{name}_lengths"] = torch.tensor([len(ids) for ids in found[name]])
+        return tensors
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> "Experience":
+        tensors = dict(tensors)
+        arguments: dict = {"logs": {}}
+        for name in ("prompt_ids", "response_ids"):
+            lengths = tensors.pop(f"{name}_lengths").tolist()
+            arguments[name] = [part.tolist() for part in tensors.pop(name).split(lengths)]
+        for name, value in tensors.items():
+            if name.startswith("logs/"):
+                arguments["logs"][name.removeprefix("logs/")] = value
+            else:
+                arguments[name] = value
+        return cls(**arguments)
+
+
+def _joined(values: list):
+    first = values[0]
+    if isinstance(first, list):
+        return [item for value in values for item in value]
+    if isinstance(first, dict):
+        names = dict.fromkeys(name for value in values for name in value)
+        return {name: torch.cat([value[name] for value in values]) for name in names}
+    return None if first is None else torch.cat(values)

@@ -1,0 +1,151 @@
+"""What an RL run leaves on disk: its description, metrics, a few rollouts of every iteration, checkpoints, models.
+
+    save_path/    the policy as a Hugging Face folder, options.yaml, manifest.json, metrics.jsonl, rollouts.jsonl,
+                  critic/ with --save_value_network
+    ckpt_path/    global_stepN/ with actor/, critic/ and, if the run was stopped inside an iteration, experience/
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trimtab.config.dump import to_yaml
+from trimtab.distributed.device import Device
+from trimtab.train.checkpoint import Checkpoints, reading
+from trimtab.train.disk import writing
+from trimtab.train.manifest import compare, write_json
+from trimtab.train.metrics import MetricsFile
+from trimtab.train.rl.experience import FINISHES, Experience
+from trimtab.train.run_log import RunLog
+from trimtab.train.tensor_parts import TensorParts, write_parts
+
+SHOWN_CHARACTERS = 4000  # of a prompt or an answer in rollouts.jsonl
+
+
+class RunFiles:
+    def __init__(self, options: Any, manifest: dict, tokenizer: Any, device: Device, total: int):
+        self.options, self.manifest, self.tokenizer = options, manifest, tokenizer
+        self.device, self.total = device, total
+        self.folder = Path(options.save_path)
+        self.checkpoints = Checkpoints(
+            Path(options.ckpt_path), keep=options.max_ckpt_num, keep_gib=options.max_ckpt_mem
+        )
+        self._log: RunLog | None = None
+
+    # ---- while the run works
+
+    def open(self, start: int, *, resumed: bool) -> None:
+        with writing(f"--save_path {self.folder}: cannot write there"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "options.yaml").write_text(to_yaml(self.options))
+            write_json(self.folder / "manifest.json", self.manifest)
+            self._rollouts = MetricsFile(self.folder / "rollouts.jsonl", resume_from=start if resumed else None)
+        places = {"verb": self.options.verb, "total": self.total, "start": start, "resumed": resumed}
+        self._log = RunLog(self.options, self.manifest, self.folder, shown=shown, **places)
+
+    def write(self, row: dict) -> None:
+        self._log.write(row)
+
+    def keep_samples(self, iteration: int, experience: Experience) -> None:
+        """The best and the worst rollouts of an iteration, so that a person can see what is rewarded."""
+        count = min(self.options.save_rollouts, len(experience))
+        order = experience.rewards_S.argsort(descending=True, stable=True).tolist()
+        chosen = order[: count - count // 2] + (order[-(count // 2) :] if count > 1 else [])
+        with writing(f"--save_path {self.folder}: cannot write there"):
+            for i in chosen:
+                prompt, response = experience.prompt_ids[i], experience.response_ids[i]
+                self._rollouts.write(
+                    {
+                        "step": iteration,
+                        "row": int(experience.rows_S[i]),
+                        "prompt": self.tokenizer.decode(prompt)[-SHOWN_CHARACTERS:],
+                        "response": self.tokenizer.decode(response)[:SHOWN_CHARACTERS],
+                        "reward": float(experience.rewards_S[i]),
+                        "tokens": len(response),
+                        "finish": FINISHES[experience.finishes_S[i]],
+                    }
+                )
+
+    def clock(self, seconds: dict[str, float], tokens: int, passes: int) -> dict[str, float]:
+        """The fields of a row that two equal runs may differ in."""
+        whole = sum(seconds.values())
+        return {
+            "seconds": whole,
+            **{f"seconds_{phase}": spent for phase, spent in seconds.items()},
+            "tokens_per_second": tokens / whole,
+            "rollout_tokens_per_second": tokens / seconds["rollout"],
+            "update_tokens_per_second": tokens * passes / seconds["update"],
+            "memory_gib": self.device.memory_gib(),
+        }
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+            self._rollouts.close()
+
+    # ---- to go on from
+
+    def save(self, step: int, roles: Any, tensors: dict[str, Tensor], state: dict) -> Path | None:
+        """`tensors`: the experience of an iteration in hand."""
+        options, learners = self.options, _learners(roles)
+        if options.disable_ds_ckpt:
+            if options.save_hf_ckpt:
+                self.checkpoints.export_only(step, lambda folder: self._export(roles, folder))
+            return None
+        random: list[dict] = []
+
+        def write(folder: Path) -> None:
+            for name, role in learners.items():
+                random[:] = role.call("write_state", folder=folder / name)
+            if tensors:
+                write_parts(folder / "experience", tensors, self.checkpoints.world)
+            state.update(manifest=self.manifest, random=random)
+
+        export = (lambda folder: self._export(roles, folder)) if options.save_hf_ckpt else None
+        return self.checkpoints.save(step, write, state, export)
+
+    def load(self, roles: Any) -> tuple[dict[str, Tensor], dict] | None:
+        """Give the roles the newest checkpoint's state; the loop's own comes back."""
+        loaded = self.checkpoints.load()
+        if loaded is None:
+            print(f"no checkpoint in {self.checkpoints.folder}: starting from the beginning", flush=True)
+            return None
+        path, state = loaded
+        for line in compare(state["manifest"], self.manifest, path):
+            print(f"warning: {line}", flush=True)
+        with reading(path):
+            for name, role in _learners(roles).items():
+                random = [*state["random"], *[None] * role.size][: role.size]
+                role.call("read_state", random, folder=path / name)
+            tensors = {}
+            if "iteration" in state:
+                parts = TensorParts(path / "experience")
+                tensors = {name: parts.whole(name) for name in parts.names()}
+        print(f"resumed from {path} at iteration {state['counters']['iteration']}", flush=True)
+        return tensors, state
+
+    # ---- to keep
+
+    def save_models(self, roles: Any) -> None:
+        with writing(f"--save_path {self.folder}: cannot write the model"):
+            self._export(roles, self.folder)
+
+    def _export(self, roles: Any, folder: Path) -> None:
+        roles.actor.call("save", folder=folder)
+        if roles.critic is not None and self.options.save_value_network:
+            roles.critic.call("save", folder=folder / "critic")
+
+
+def _learners(roles: Any) -> dict[str, Any]:
+    return {name: role for name in ("actor", "critic") if (role := getattr(roles, name)) is not None}
+
+
+def shown(row: dict) -> dict[str, str]:
+    """What the progress bar tells of an iteration."""
+    figures = {"reward": ("reward", ".3f"), "kl": ("kl", ".4f"), "length": ("length", ".0f")}
+    figures |= {"eval": ("eval_pass_1", ".3f"), "tok/s": ("tokens_per_second", ",.0f")}
+    told = {label: format(row[name], style) for label, (name, style) in figures.items() if name in row}
+    if row.get("skipped_steps"):
+        told["skipped"] = str(row["skipped_steps"])
+    return told

@@ -1,0 +1,242 @@
+"""From checked options to an RL run: prompts, models, rewards and the roles that hold them; then the loop."""
+
+import contextlib
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from trimtab.data.order import SampleOrder
+from trimtab.data.prompts import PromptStore, load_prompt_stores
+from trimtab.distributed.device import Device, find_device, seed_everything
+from trimtab.distributed.roles import Alone, Switchboard
+from trimtab.distributed.sharding import GRADIENT_DTYPES
+from trimtab.distributed.world import World, find_world, leave_world
+from trimtab.errors import Interrupted, RunFailed, UserError
+from trimtab.models.critic import Critic
+from trimtab.models.hugging_face import check_model_folder
+from trimtab.models.load import load_policy, load_reward_model, policy_skeleton
+from trimtab.models.packed import PackedModel
+from trimtab.rewards.build import build_reward, check_reward
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.types import Sampling
+from trimtab.train.interrupts import StopRequest
+from trimtab.train.launch import REHEARSED_ROWS, load_job_tokenizer, notes
+from trimtab.train.disk import check_folder
+from trimtab.train.manifest import make_manifest, names_fingerprint, settings
+from trimtab.train.optimiser import Optimiser
+from trimtab.train.reference import Reference
+from trimtab.train.rl.cut import updates_per_iteration
+from trimtab.train.rl.evaluation import Evaluation
+from trimtab.train.rl.files import RunFiles
+from trimtab.train.rl.learner import Actor, CriticLearner, ReferenceRole
+from trimtab.train.rl.loop import RLRun, Roles
+from trimtab.train.rl.rollouts import Rollouts, stop_tokens
+from trimtab.train.sharded import shard_trained
+
+
+def train_rl(options: Any) -> None:
+    device = find_device()
+    try:
+        world = find_world(device)
+        with StopRequest() as stop:
+            builder = Builder(options, device, world, stop)
+            try:
+                _run(builder, stop)
+            finally:
+                builder.reward.close()
+    finally:
+        leave_world()
+
+
+def _run(builder: "Builder", stop: StopRequest) -> None:
+    """The loop, in the first process; the others serve it."""
+    if builder.world.size == 1:
+        groups = {name: Alone(role) for name, role in builder.roles.items()}
+        builder.run(groups).train(stop)
+        return
+    switchboard = Switchboard(builder.world, builder.roles)
+    if not builder.world.leads:
+        switchboard.serve()
+        return
+    try:
+        builder.run({name: switchboard.group(name) for name in builder.roles}).train(stop)
+    except (Interrupted, RunFailed, UserError):
+        with contextlib.suppress(RuntimeError):  # the others may be gone already
+            switchboard.hang_up()
+        raise
+    switchboard.hang_up()
+
+
+class Builder:
+    """Everything one process holds: every process builds the same, and the first one runs the loop over it."""
+
+    def __init__(self, options: Any, device: Device, world: World, stop: StopRequest):
+        self.options, self.device, self.world = options, device, world
+        _check_places(options)
+        self.tokenizer = load_job_tokenizer(options)
+        self.stores, self.reports = self._prompts()
+        store = self.stores["train"]
+        self.order = SampleOrder(len(store), 1, options.num_episodes, options.seed)
+        self.iterations = -(-self.order.steps // options.rollout_batch_size)
+        seed_everything(options.seed, deterministic=options.full_determinism)
+        self.loaded = load_policy(options, device, cast=world.size == 1)
+        check_model(self.loaded.model, options, self.stores)
+        for line in notes(options, device):
+            world.say(line)
+        self.reward = build_reward(options, device, self.tokenizer)
+        self.roles = self._roles(stop)
+        # Dropout differs between processes, everything else does not.
+        seed_everything(options.seed + 1_000_003 * world.rank, deterministic=options.full_determinism)
+
+    def _prompts(self) -> tuple[dict[str, PromptStore], dict[str, Any]]:
+        if not self.world.leads:
+            self.world.wait()  # the first process fills the caches for all
+        stores, reports = load_prompt_stores(self.options, self.tokenizer)
+        if self.world.leads:
+            self.world.wait()
+        for report in reports.values():
+            for line in report.lines():
+                self.world.say(line)
+        return stores, reports
+
+    def _roles(self, stop: StopRequest) -> dict[str, Any]:
+        options, device, world = self.options, self.device, self.world
+        policy = self.loaded.model
+        shard_trained(policy, options, world)
+        roles: dict[str, Any] = {}
+        if options.init_kl_coef > 0:
+            offload = options.ref_reward_offload
+            reference = Reference(options, self.loaded, device, world, pretrain=None, offload=offload)
+            roles["reference"] = ReferenceRole(reference, options.temperature)
+        optimiser = self._optimiser(policy, options.actor_learning_rate)
+        roles["actor"] = Actor(options, policy, optimiser, self.tokenizer, device, world)
+        if options.advantage_estimator == "gae":
+            roles["critic"] = self._critic()
+        engine = BuiltinEngine(
+            policy, self.tokenizer, slots=options.rollout_slots, kv_tokens=options.rollout_kv_tokens
+        )
+        roles["rollouts"] = Rollouts(engine, self.reward, self.stores, self.tokenizer, lambda: stop.signal is not None)
+        return roles
+
+    def _critic(self) -> CriticLearner:
+        options = self.options
+        first_reward = options.reward_pretrain.split(",")[0].strip() if options.reward_pretrain else None
+        name = options.critic_pretrain or first_reward or options.pretrain
+        tokenizer = copy.deepcopy(self.tokenizer)  # a classifier may need another padding token
+        its_options = dataclasses.replace(options, pretrain=name)
+        loaded = load_reward_model(
+            its_options, self.device, tokenizer, cast=self.world.size == 1, root=Critic
+        )
+        if options.normalize_reward and name == first_reward:
+            loaded.model.mean, loaded.model.deviation = loaded.model.config.mean, loaded.model.config.std
+        shard_trained(loaded.model, options, self.world)
+        optimiser = self._optimiser(loaded.model, options.critic_learning_rate)
+        return CriticLearner(options, loaded.model, optimiser, tokenizer, self.device, self.world)
+
+    def _optimiser(self, model: PackedModel, learning_rate: float) -> Optimiser:
+        options = self.options
+        return Optimiser(
+            model.model,
+            options,
+            self.iterations * updates_per_iteration(options),
+            learning_rate=learning_rate,
+            fused=self.device.fused_adam(),
+            gradient_dtype=GRADIENT_DTYPES[options.grad_accum_dtype],
+            offload=options.adam_offload,
+        )
+
+    def run(self, groups: dict[str, Any]) -> RLRun:
+        options = self.options
+        sampling = Sampling(
+            max_new_tokens=options.generate_max_len,
+            n=options.n_samples_per_prompt,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            stop_token_ids=stop_tokens(self.loaded.model, self.tokenizer),
+        )
+        evaluation = None
+        if "evaluation" in self.stores:
+            eval_sampling = dataclasses.replace(
+                sampling, n=options.eval_n_samples_per_prompt, temperature=options.eval_temperature, top_p=1.0
+            )
+            evaluation = Evaluation(self.stores["evaluation"], eval_sampling)
+        files = RunFiles(options, self._manifest(), self.tokenizer, self.device, self.iterations)
+        return RLRun(options, Roles(**groups), self.order, sampling, files, evaluation)
+
+    def _manifest(self) -> dict:
+        options, actor = self.options, self.roles["actor"]
+        return make_manifest(
+            job=options.verb,
+            weights=self.loaded.weights,
+            data_order=self.order.fingerprint(self.stores["train"].fingerprint),
+            seed=options.seed,
+            dtype="bfloat16" if options.bf16 else "float32",
+            device=self.device,
+            path=actor.model.path,
+            model=options.pretrain,
+            trainable=names_fingerprint(actor.optimiser.working),
+            parameters=sum(p.numel() for p in actor.model.parameters()),
+            trainable_parameters=sum(p.numel() for p in actor.optimiser.working.values()),
+            steps=self.iterations,
+            settings=settings(options),
+            processes=self.world.size,
+            zero_stage=options.zero_stage,
+            reward=self.reward.name,
+            data={name: report.as_dict() for name, report in self.reports.items()},
+        )
+
+
+def rehearse_rl(options: Any) -> list[str]:
+    """Everything that can go wrong before the first step, on a few rows and without the weights."""
+    device = find_device()
+    _check_places(options)
+    tokenizer = load_job_tokenizer(options)
+    few = dataclasses.replace(options, max_samples=min(options.max_samples, REHEARSED_ROWS))
+    stores, _ = load_prompt_stores(few, tokenizer)
+    model = policy_skeleton(options)
+    check_model(model, options, stores)
+    check_reward(options)
+    order = SampleOrder(len(stores["train"]), 1, options.num_episodes, options.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return [
+        f"device: {device.name}",
+        *notes(options, device),
+        f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained",
+        f"data: the first {len(stores['train'])} usable prompts give "
+        f"{-(-order.steps // options.rollout_batch_size)} iterations of {updates_per_iteration(options)} updates",
+    ]
+
+
+def check_model(model: PackedModel, options: Any, stores: dict[str, PromptStore]) -> None:
+    """Refuse a model this job cannot train, in one line."""
+    config, name = model.config.get_text_config(), type(model.inner).__name__
+    longest = max(int(store.lengths.max()) for store in stores.values()) + options.generate_max_len
+    room = getattr(config, "max_position_embeddings", None)
+    if room is not None and longest > room:
+        raise UserError(
+            f"--generate_max_len {options.generate_max_len}: with the longest prompt that is {longest} tokens, but "
+            f"{name} has a context of {room}; lower it, or --prompt_max_len"
+        )
+    largest = max(int(store.largest_token) for store in stores.values())
+    if largest >= config.vocab_size:
+        raise UserError(
+            f"--pretrain {options.pretrain}: its tokenizer made token {largest} of the data, but the model "
+            f"knows only {config.vocab_size} tokens; copy the model's own tokenizer there"
+        )
+    if options.aux_loss_coef > 0 and not hasattr(model.config, "num_experts_per_tok"):
+        raise UserError(f"--aux_loss_coef {options.aux_loss_coef}: {name} has no experts; drop it")
+
+
+def _check_places(options: Any) -> None:
+    """Before anything slow: are the models there, and can their successors be written?"""
+    check_model_folder(options.pretrain, "--pretrain")
+    if options.critic_pretrain:
+        check_model_folder(options.critic_pretrain, "--critic_pretrain")
+    for name in (options.reward_pretrain or "").split(","):
+        if name.strip():
+            check_model_folder(name.strip(), "--reward_pretrain")
+    for flag in ("save_path", "ckpt_path", "use_tensorboard", "use_visualdl"):
+        if place := getattr(options, flag):
+            check_folder(flag, Path(place))

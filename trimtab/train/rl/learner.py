@@ -1,0 +1,100 @@
+"""Roles that learn: the actor and the critic. One call of `update` is one optimiser step.
+
+Every process of a group runs the same method with its own micro-batches; figures and gradients are summed over all.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.data.batches import TokenBatch
+from trimtab.distributed.device import Device, random_state, restore_random_state
+from trimtab.distributed.sharding import sync_gradients
+from trimtab.distributed.world import World
+from trimtab.models.critic import Critic
+from trimtab.models.packed import PackedModel, scoring
+from trimtab.models.policy import Policy
+from trimtab.models.save import save_model
+from trimtab.train.optimiser import Optimiser
+from trimtab.train.rl.objective import policy_share, value_share
+from trimtab.train.task import Share, Totals
+from trimtab.train.tensor_parts import TensorParts, write_parts
+
+
+class Learner:
+    def __init__(
+        self, options: Any, model: PackedModel, optimiser: Optimiser, tokenizer: Any, device: Device, world: World
+    ):
+        self.options, self.model, self.optimiser = options, model, optimiser
+        self.tokenizer, self.device, self.world = tokenizer, device, world
+
+    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
+        raise NotImplementedError
+
+    def update(self, batches: list[TokenBatch], *, totals: Totals, step: int, **settings: Any) -> dict[str, float]:
+        """One optimiser step over all micro-batches of all processes, and its figures."""
+        figures: dict[str, Tensor] = {}
+        for batch in batches:
+            sync_gradients(self.model, now=batch is batches[-1])
+            share = self.share(batch.to(self.device.torch), totals, **settings)
+            # A split model averages gradients over its processes; shares are meant to add up.
+            (share.loss * (batch.weight * self.world.size)).backward()
+            share.add_to(figures, batch.weight)
+        found = self.world.add_up(figures)
+        found["learning_rate"] = self.optimiser.rate(step)
+        if math.isfinite(found["loss"]):
+            report = self.optimiser.step(step)
+            return found | {"grad_norm": report.grad_norm, "applied": float(report.applied)}
+        self.optimiser.clear_gradients()
+        return found | {"grad_norm": math.nan, "applied": 0.0}
+
+    # ---- on disk
+
+    def write_state(self, *, folder: Path) -> dict:
+        """Everything needed to go on, in parts; the random state comes back for the controller to keep."""
+        write_parts(folder, self.optimiser.state(), self.world)
+        return random_state()
+
+    def read_state(self, random: dict | None, *, folder: Path) -> None:
+        self.optimiser.restore(TensorParts(folder))
+        if random is not None:
+            restore_random_state(random)
+
+    def save(self, *, folder: Path) -> None:
+        """The model as a Hugging Face folder."""
+        save_model(self.model, self.tokenizer, folder, world=self.world, bf16=self.options.bf16)
+
+
+class Actor(Learner):
+    model: Policy
+
+    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
+        return policy_share(self.model, batch, totals, self.options, **settings)
+
+    def log_probs(self, batches: list[TokenBatch]) -> list[Tensor]:
+        with scoring(self.model):
+            outs = [self.model(b.to(self.device.torch), temperature=self.options.temperature) for b in batches]
+            return [out.log_probs_N.cpu() for out in outs]
+
+
+class CriticLearner(Learner):
+    model: Critic
+
+    def share(self, batch: TokenBatch, totals: Totals) -> Share:
+        return value_share(self.model, batch, totals, self.options)
+
+    def values(self, batches: list[TokenBatch]) -> list[Tensor]:
+        with scoring(self.model):
+            return [self.model(batch.to(self.device.torch)).cpu() for batch in batches]
+
+
+class ReferenceRole:
+    def __init__(self, reference: Any, temperature: float):
+        self.reference, self.temperature = reference, temperature
+
+    def log_probs(self, batches: list[TokenBatch]) -> list[Tensor]:
+        moved = [batch.to(self.reference.device.torch) for batch in batches]
+        return [values.cpu() for values in self.reference.log_probs(moved, self.temperature)]

@@ -1,0 +1,345 @@
+"""The RL loop: sample, score, shape, update, log, save.
+
+It is ordinary sequential code in one process and speaks to roles (distributed/roles.py), which may be in this process
+or in many. What it remembers between iterations is a few numbers; what it is in the middle of is an `Iteration`. Both
+are in every checkpoint, so a run that was stopped anywhere goes on as if it had not been.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.algos.group_rewards import within
+from trimtab.algos.kl import adapted
+from trimtab.data.batches import TokenBatch
+from trimtab.data.order import SampleOrder
+from trimtab.distributed.roles import Group
+from trimtab.distributed.world import deal
+from trimtab.errors import Interrupted, RunFailed
+from trimtab.rewards.types import RewardFailed
+from trimtab.rollout.builtin.sampler import request_seed
+from trimtab.rollout.types import Sampling
+from trimtab.train.interrupts import StopRequest
+from trimtab.train.rl.alarms import alarms
+from trimtab.train.rl.asking import ask_for_samples
+from trimtab.train.rl.cut import cost, halves, micro_batches, mini_batches, updates_per_iteration
+from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.files import RunFiles
+from trimtab.train.rl.shaping import shape, silent
+
+MANY_BAD_STEPS = 5  # in a row: the run stops
+
+
+@dataclass
+class Counters:
+    """What the loop remembers besides weights; saved with every checkpoint."""
+
+    kl_coefficient: float
+    iteration: int = 0
+    prompts_used: int = 0
+    actor_steps: int = 0
+    critic_steps: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    first_entropy: float = 0.0
+
+
+@dataclass
+class Iteration:
+    """The work in hand: a rollout, what is known of it, and how many of its updates are done."""
+
+    experience: Experience
+    prompts: int  # how many were taken from the data
+    figures: dict[str, float]
+    reports: list[dict[str, dict[str, float]]] = field(default_factory=list)  # of every update: role -> figures
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Roles:
+    actor: Group
+    rollouts: Group
+    reference: Group | None = None
+    critic: Group | None = None
+
+
+class RLRun:
+    def __init__(self, options: Any, roles: Roles, order: SampleOrder, sampling: Sampling, files: RunFiles, evaluation):
+        """`order`: the prompts one by one, over all episodes; `evaluation`: what measures the policy, or None."""
+        self.options, self.roles, self.order, self.sampling = options, roles, order, sampling
+        self.files, self.evaluation = files, evaluation
+        self.counters = Counters(max(options.init_kl_coef, 0.0))
+        self.iteration: Iteration | None = None
+
+    @property
+    def total(self) -> int:
+        """Iterations of the whole run; with dynamic filtering it may end earlier."""
+        return -(-self.order.steps // self.options.rollout_batch_size)
+
+    # ---- the loop
+
+    def train(self, stop: StopRequest) -> None:
+        resumed = self.resume() if self.options.load_checkpoint else False
+        self.files.open(self.counters.iteration, resumed=resumed)
+        try:
+            if self.counters.iteration == 0 and self.iteration is None and self.evaluation is not None:
+                self.files.write({"step": 0, **self.evaluation.run(self.roles.rollouts)})
+            while self.counters.prompts_used < self.order.steps:
+                row = self.iterate(stop)
+                if row is None:
+                    break
+                self.files.write(row)
+                if self.options.save_steps > 0 and self.counters.iteration % self.options.save_steps == 0:
+                    self.save()
+                if stop.signal and self.counters.prompts_used < self.order.steps:
+                    self.leave(stop.signal)
+            self.files.save_models(self.roles)
+        except RewardFailed as error:
+            saved = self.save()
+            raise RunFailed(f"{error}; checkpoint saved in {saved}; add --load_checkpoint to go on") from error
+        finally:
+            self.files.close()
+
+    def iterate(self, stop: StopRequest) -> dict | None:
+        """One rollout and everything that is learnt from it. None: no prompt was left to learn from."""
+        if self.iteration is None:
+            self.iteration = self.begin(stop)
+        work = self.iteration
+        if work is None:
+            return None
+        for samples in self.plan(work)[len(work.reports) :]:
+            if stop.signal:
+                self.leave(stop.signal)
+            with timed(work.seconds, "update"):
+                work.reports.append(self.update(work.experience, samples))
+        return self.finish(work)
+
+    def begin(self, stop: StopRequest) -> Iteration | None:
+        """Sample, score and shape."""
+        seconds: dict[str, float] = {}
+        with timed(seconds, "rollout"):
+            experience, prompts, figures = self.sample(stop)
+        if stop.signal:
+            self.leave(stop.signal)
+        if experience is None:
+            return None
+        with timed(seconds, "scoring"):
+            self.score(experience)
+        figures |= shape(experience, self.options, self.counters.kl_coefficient)
+        return Iteration(experience, prompts, figures, seconds=seconds)
+
+    def sample(self, stop: StopRequest) -> tuple[Experience | None, int, dict[str, float]]:
+        """Answers to the next prompts; with dynamic filtering, to more and more until enough groups are useful."""
+        options, used = self.options, self.counters.prompts_used
+        n, wanted = options.n_samples_per_prompt, min(options.rollout_batch_size, self.order.steps - used)
+        at_once = options.vllm_generate_batch_size or options.rollout_batch_size
+        taken, kept, groups, tried = 0, [], 0, 0
+        while groups < wanted and used + taken < self.order.steps:
+            count = min(at_once if options.dynamic_filtering else wanted, self.order.steps - used - taken)
+            places = range(used + taken, used + taken + count)
+            requests = [(self.order.step_samples(p)[0], request_seed(options.seed, p)) for p in places]
+            part = ask_for_samples(self.roles.rollouts, requests, "train", self.sampling)
+            if stop.signal:
+                return None, 0, {}
+            taken, tried = taken + count, tried + count
+            if options.dynamic_filtering:
+                low, high = options.dynamic_filtering_reward_range
+                useful = within(part.scores_S.view(-1, n), low, high).repeat_interleave(n)
+                part = part.take(useful.nonzero()[:, 0].tolist())
+            kept.append(part)
+            groups += len(part) // n
+        experience = Experience.joined(kept)
+        experience = experience if len(experience) <= wanted * n else experience.take(range(wanted * n))
+        figures = {"filtered_groups": tried - groups} if options.dynamic_filtering else {}
+        return (experience if len(experience) else None), taken, figures
+
+    def score(self, experience: Experience) -> None:
+        """What the other models say of the sampled tokens."""
+        if self.options.bf16 or self.options.weight_only_int8:
+            # Rounded weights make the engine's and the trainer's sums differ; a ratio must compare like with like.
+            if updates_per_iteration(self.options) > 1 or self.roles.reference is not None:
+                self.fill(experience, "old_N", self.roles.actor, "log_probs")
+        else:
+            experience.old_N = experience.sampled_N
+        if self.roles.reference is not None:
+            self.fill(experience, "reference_N", self.roles.reference, "log_probs")
+        if self.roles.critic is not None:
+            self.fill(experience, "values_N", self.roles.critic, "values")
+
+    def plan(self, work: Iteration) -> list[list[int]]:
+        """The samples of every update of an iteration: a pure function of its number."""
+        options = self.options
+        return [
+            samples
+            for epoch in range(options.max_epochs)
+            for samples in mini_batches(
+                len(work.experience),
+                options.n_samples_per_prompt,
+                options.train_batch_size,
+                (options.seed, self.counters.iteration, epoch),
+            )
+        ]
+
+    def update(self, experience: Experience, samples: list[int]) -> dict[str, dict[str, float]]:
+        """One optimiser step of the critic and of the actor."""
+        options, counters, reports = self.options, self.counters, {}
+        totals = {"tokens": float(experience.lengths_S[samples].sum())}
+        if self.roles.critic is not None:
+            parts = self.parts(self.roles.critic, experience, samples, "values_N", "returns_N")
+            reports["critic"] = self.roles.critic.call("update", parts, totals=totals, step=counters.critic_steps)[0]
+            counters.critic_steps += 1
+        if counters.iteration >= options.freezing_actor_steps:
+            learnt = samples
+            if not options.use_kl_loss and not options.entropy_loss_coef and options.aux_loss_coef <= 0:
+                # Their gradient is zero; one is kept so that a step without any signal is still a step.
+                quiet = silent(experience, samples)
+                learnt = [i for i, leave_out in zip(samples, quiet) if not leave_out] or samples[:1]
+            columns = ["advantages_N", "sampled_N"]
+            if updates_per_iteration(self.options) > 1:  # else the policy that is updated is the old one
+                columns.append("old_N")
+            if options.use_kl_loss and experience.reference_N is not None:
+                columns.append("reference_N")
+            parts = self.parts(self.roles.actor, experience, learnt, *columns)
+            totals["row_tokens"] = float(sum(batch.tokens for part in parts for batch in part if batch.weight))
+            reports["actor"] = self.roles.actor.call(
+                "update", parts, totals=totals, step=counters.actor_steps, kl_coefficient=counters.kl_coefficient
+            )[0]
+            counters.actor_steps += 1
+        for report in reports.values():
+            self.count(bool(report.pop("applied")))
+        return reports
+
+    def finish(self, work: Iteration) -> dict:
+        """Count the iteration, adapt the KL coefficient, and say what happened."""
+        options, counters = self.options, self.counters
+        counters.iteration += 1
+        counters.prompts_used += work.prompts
+        entropy = float(-work.experience.sampled_N.mean())
+        counters.first_entropy = counters.first_entropy or entropy
+        row = {
+            "step": counters.iteration,
+            "epoch": round(counters.prompts_used / self.order.samples, 6),
+            **work.figures,
+            "sampled_entropy": entropy,
+            **summary(work.reports),
+            "skipped_steps": counters.skipped_steps,
+        }
+        if self.roles.reference is not None:
+            row["kl_coefficient"] = counters.kl_coefficient
+            if options.kl_target is not None:
+                args = (row["kl"], options.kl_target, options.kl_horizon, len(work.experience))
+                counters.kl_coefficient = adapted(counters.kl_coefficient, *args)
+        row["alarms"] = list(alarms(row, counters.first_entropy))
+        tokens = int(work.experience.lengths_S.sum())
+        prompts = sum(len(ids) for ids in work.experience.prompt_ids[:: options.n_samples_per_prompt])
+        row |= {"samples": len(work.experience), "tokens": tokens, "prompt_tokens": prompts}
+        if self.evaluation_is_due():
+            with timed(work.seconds, "evaluation"):
+                row |= self.evaluation.run(self.roles.rollouts)
+        self.files.keep_samples(counters.iteration, work.experience)
+        self.iteration = None
+        return row | self.files.clock(work.seconds, tokens, options.max_epochs)
+
+    def evaluation_is_due(self) -> bool:
+        if self.evaluation is None:
+            return False
+        last = self.counters.prompts_used >= self.order.steps
+        return last or (self.options.eval_steps > 0 and self.counters.iteration % self.options.eval_steps == 0)
+
+    def count(self, applied: bool) -> None:
+        counters = self.counters
+        counters.skipped_steps += not applied
+        counters.skipped_in_a_row = 0 if applied else counters.skipped_in_a_row + 1
+        if counters.skipped_in_a_row >= MANY_BAD_STEPS:
+            raise RunFailed(
+                f"loss or gradient was not finite in {MANY_BAD_STEPS} updates in a row (last: iteration "
+                f"{counters.iteration + 1}); lower --actor_learning_rate, or resume from the last checkpoint"
+            )
+
+    # ---- batches for the roles
+
+    def fill(self, experience: Experience, column: str, role: Group, method: str) -> None:
+        """A column of tokens from what a role says of every sample."""
+        options = self.options
+        budget = options.rollout_max_tokens_per_gpu or self.token_budget()
+        cut = micro_batches(
+            experience, range(len(experience)), count=options.micro_rollout_batch_size, budget=budget
+        )
+        shares = deal(cut, role.size, lambda part: cost(experience, part), halves)
+        parts = [[self.micro_batch(experience, part) for part in share] for share in shares]
+        pieces = []
+        for share, values in zip(shares, role.call(method, parts)):
+            pieces += [(samples, found) for samples, found in zip(share, values) if samples]
+        experience.put(column, pieces)
+
+    def parts(self, role: Group, experience: Experience, samples: list[int], *columns: str) -> list[list[TokenBatch]]:
+        """An update's micro-batches for every process, as many for each."""
+        options = self.options
+        cut = micro_batches(
+            experience, samples, count=options.micro_train_batch_size, budget=self.token_budget()
+        )
+        shares = deal(cut, role.size, lambda part: cost(experience, part), halves)
+        return [[self.micro_batch(experience, part, *columns) for part in share] for share in shares]
+
+    def micro_batch(self, experience: Experience, samples: list[int] | None, *columns: str) -> TokenBatch:
+        """With fewer samples than processes, one takes part with a sample that counts for nothing."""
+        batch = experience.batch(samples or [0], *columns)
+        batch.weight = 1.0 if samples else 0.0
+        return batch
+
+    def token_budget(self) -> int | None:
+        options = self.options
+        return (options.train_max_tokens_per_gpu or 16192) if options.use_dynamic_batch else None
+
+    # ---- what is on disk
+
+    def save(self) -> Path | None:
+        tensors: dict[str, Tensor] = {}
+        state: dict[str, Any] = {"counters": vars(self.counters)}
+        if self.iteration is not None:
+            tensors = self.iteration.experience.tensors()
+            state["iteration"] = {k: v for k, v in vars(self.iteration).items() if k != "experience"}
+        return self.files.save(self.counters.iteration, self.roles, tensors, state)
+
+    def resume(self) -> bool:
+        found = self.files.load(self.roles)
+        if found is None:
+            return False
+        tensors, state = found
+        self.counters = Counters(**state["counters"])
+        if "iteration" in state:
+            self.iteration = Iteration(Experience.from_tensors(tensors), **state["iteration"])
+        return True
+
+    def leave(self, signal_number: int) -> None:
+        where = "checkpoint saved in {}; add --load_checkpoint to go on"
+        saved = self.save()
+        where = where.format(saved) if saved else "no checkpoint was written, as --disable_ds_ckpt asks"
+        raise Interrupted(signal_number, f"stopped in iteration {self.counters.iteration + 1}: {where}")
+
+
+def summary(reports: list[dict[str, dict[str, float]]]) -> dict[str, float]:
+    """The updates of an iteration in one row: means, and of what is sampled against trained the first update's."""
+    row: dict[str, float] = {}
+    for role in ("actor", "critic"):
+        found = [report[role] for report in reports if role in report]
+        prefix = "" if role == "actor" else "critic_"
+        for name in found[0] if found else ():
+            first = name.startswith("log_prob_")
+            values = [report[name] for report in (found[:1] if first else found)]
+            row[prefix + name] = math.fsum(values) / len(values)
+    return row
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.monotonic() - began

@@ -1,0 +1,91 @@
+"""The role that answers prompts and has the answers scored: an engine on the policy's own weights, and a reward.
+
+Samples go to the reward as they finish, while others are still being written. Every process answers its own share.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trimtab.data.prompts import PromptStore
+from trimtab.models.policy import Policy
+from trimtab.rewards.overlap import Overlapped
+from trimtab.rewards.types import Reward, RewardFailed, RewardRequest, RewardResult
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.types import Rollout, Sampling
+from trimtab.train.rl.experience import Experience
+
+Request = tuple[int, int]  # row of the prompt data, seed
+SCORED_AT_ONCE = 64  # finished samples that go to a reward together while others are being written
+
+
+class Rollouts:
+    def __init__(
+        self,
+        engine: BuiltinEngine,
+        reward: Reward,
+        stores: dict[str, PromptStore],
+        tokenizer: Any,
+        stopped: Callable[[], bool],
+    ):
+        """`stores`: the prompts by name (train, evaluation); `stopped`: whether to give up what is being written."""
+        self.engine, self.reward, self.stores = engine, reward, stores
+        self.tokenizer, self.stopped = tokenizer, stopped
+
+    def sample(
+        self, requests: list[Request], *, store: str, sampling: Sampling
+    ) -> Experience | RewardFailed | None:
+        """The answers to these prompts and their rewards, in order. None: there were none, or it was given up. A
+        failed reward is handed back, not raised: all processes can then still write a checkpoint."""
+        try:
+            return self._sample(requests, self.stores[store], sampling)
+        except RewardFailed as failure:
+            return failure
+        finally:
+            self.engine.sleep()
+
+    def _sample(self, requests: list[Request], prompts: PromptStore, sampling: Sampling) -> Experience | None:
+        rows = [row for row, _ in requests]
+        seeds = [seed for _, seed in requests]
+        stream = self.engine.stream([prompts.ids(row) for row in rows], sampling, seeds=seeds)
+        found: list[Rollout] = []
+        waiting: list[Rollout] = []
+        with Overlapped(self.reward) as scored:
+            for rollout in stream:
+                waiting.append(rollout)
+                if self.reward.concurrent and len(waiting) >= SCORED_AT_ONCE:
+                    scored.submit(self._request(prompts, rows, waiting))
+                    found, waiting = found + waiting, []
+                if self.stopped():
+                    stream.close()
+                    return None
+            if waiting:
+                scored.submit(self._request(prompts, rows, waiting))
+                found += waiting
+            if not found:
+                return None
+            experience = Experience.of([rows[r.prompt] for r in found], found, scored.joined())
+        return experience.take(sorted(range(len(found)), key=lambda i: (found[i].prompt, found[i].sample)))
+
+    def _request(self, store: PromptStore, rows: Sequence[int], rollouts: Sequence[Rollout]) -> RewardRequest:
+        """What a reward sees of finished samples: their text without the token that ended it."""
+        responses = self.tokenizer.batch_decode([r.ids for r in rollouts], skip_special_tokens=True)
+        asked = [rows[r.prompt] for r in rollouts]
+        prompts = [store.text(row) for row in asked]
+        columns = [store.columns(row) for row in asked]
+        names = dict.fromkeys(name for row in columns for name in row)
+        return RewardRequest(
+            queries=[prompt + response for prompt, response in zip(prompts, responses)],
+            prompts=prompts,
+            responses=responses,
+            labels=[store.label(row) for row in asked],
+            columns={name: [row.get(name) for row in columns] for name in names},
+            prompt_ids=[r.prompt_ids for r in rollouts],
+            response_ids=[r.ids for r in rollouts],
+        )
+
+
+def stop_tokens(policy: Policy, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end an answer: the tokenizer's end token and those the model's generation config names."""
+    configured = getattr(policy.inner.generation_config, "eos_token_id", None)
+    listed = configured if isinstance(configured, list) else [configured]
+    return tuple(dict.fromkeys(t for t in [tokenizer.eos_token_id, *listed] if t is not None))

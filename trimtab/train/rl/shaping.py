@@ -1,0 +1,84 @@
+"""From rewards to advantages: the estimators, put together from their parts in algos/.
+
+    R of each answer, less what it is too long; seen against its group (group_rewards); clipped
+    r of each token: -beta KL, and R on the last one (token_rewards)
+    A of each token: GAE with a critic, the discounted sum of r without (advantages); whitened, where that belongs to it
+"""
+
+from typing import Any
+
+import torch
+
+from trimtab.algos import kl
+from trimtab.algos.advantages import discounted_sums, gae, whiten
+from trimtab.algos.group_rewards import SHAPED_BY, WHITENED, equal_groups
+from trimtab.algos.token_rewards import overlong_penalty, per_token
+from trimtab.algos.value_loss import explained_variance
+from trimtab.train.rl.experience import FINISHES, Experience
+
+GROUPED = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
+
+
+def shape(experience: Experience, options: Any, kl_coefficient: float) -> dict[str, float]:
+    """Give the experience its advantages (and returns); the figures of rewards, KL and lengths."""
+    estimator = options.advantage_estimator
+    penalty_S = torch.zeros_like(experience.rewards_S)
+    if options.overlong_buffer_len is not None:
+        penalty_S = overlong_penalty(
+            experience.lengths_S,
+            options.generate_max_len,
+            options.overlong_buffer_len,
+            options.overlong_penalty_factor,
+        )
+    rewards_GN = (experience.rewards_S - penalty_S).view(-1, options.n_samples_per_prompt)
+    shaped_S = SHAPED_BY[estimator](rewards_GN).flatten()
+    kl_N = None
+    if experience.reference_N is not None:
+        kl_N = kl.estimate(experience.old_N, experience.reference_N, options.kl_estimator)
+    rewards_N = per_token(
+        shaped_S,
+        None if options.use_kl_loss else kl_N,
+        kl_coefficient,
+        experience.remaining_N,
+        experience.owners_N,
+        tuple(options.reward_clip_range),
+    )
+    if experience.step_rewards_N is not None:
+        rewards_N = rewards_N + experience.step_rewards_N
+    gamma = 1.0 if estimator in GROUPED else options.gamma
+    if estimator == "gae":
+        advantages_N, experience.returns_N = gae(
+            rewards_N, experience.values_N, experience.remaining_N, gamma, options.lambd
+        )
+    else:
+        advantages_N = discounted_sums(rewards_N, experience.remaining_N, gamma)
+    returns_N = advantages_N
+    if estimator in WHITENED:
+        advantages_N = whiten(advantages_N, scale=not options.no_advantage_std_norm)
+    experience.advantages_N = advantages_N
+    figures = {
+        "reward": experience.rewards_S.mean(),
+        "reward_std": experience.rewards_S.std(correction=0),
+        "score": experience.scores_S.mean(),
+        "return": (experience.returns_N if estimator == "gae" else returns_N)[experience.starts_S].mean(),
+        "equal_groups": equal_groups(rewards_GN).float().mean(),
+        "length": experience.lengths_S.float().mean(),
+        "length_max": experience.lengths_S.max(),
+        "truncated": (experience.finishes_S == FINISHES.index("length")).float().mean(),
+    }
+    if options.overlong_buffer_len is not None:
+        figures["overlong_penalty"] = penalty_S.mean()
+    if kl_N is not None:
+        figures["kl"] = kl_N.mean()
+        figures["kl_answer"] = kl_N.sum() / len(experience)
+    if estimator == "gae":
+        figures["explained_variance"] = explained_variance(experience.values_N, experience.returns_N)
+    figures |= {f"reward/{name}": values.nanmean() for name, values in experience.logs.items()}
+    return {name: float(value) for name, value in figures.items()}
+
+
+def silent(experience: Experience, samples: list[int]) -> list[bool]:
+    """Which samples have advantage 0 at every token, and so no gradient from the policy loss."""
+    loud = torch.zeros(len(experience), dtype=torch.bool)
+    loud[experience.owners_N[experience.advantages_N != 0]] = True
+    return (~loud[torch.tensor(samples)]).tolist()
