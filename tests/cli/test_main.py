@@ -55,7 +55,7 @@ def test_a_verbs_help_begins_with_its_usage(verb, capsys):
     assert capsys.readouterr().out.startswith(f"usage: trimtab {verb} ")
 
 
-@pytest.mark.parametrize("name", ["sft", "rm", "prm", "dpo", "kto", "kd"])
+@pytest.mark.parametrize("name", ["sft", "rm", "prm", "dpo", "kto", "kd", "ppo", "grpo", "reinforce", "rloo", "rl"])
 def test_every_training_job_has_a_verb_and_a_module_of_the_documents_name(name):
     assert cli.VERBS[name][0] == f"trimtab.cli.train_{name}"
     assert importlib.import_module(cli.VERBS[name][0]).main(["--max_len", "x"]) == 2

@@ -4,7 +4,20 @@ import types
 
 import pytest
 
-from trimtab.cli import train_dpo, train_kd, train_kto, train_prm, train_rm, train_sft
+from trimtab.cli import (
+    train_dpo,
+    train_grpo,
+    train_kd,
+    train_kto,
+    train_ppo,
+    train_ppo_ray,
+    train_prm,
+    train_reinforce,
+    train_rl,
+    train_rloo,
+    train_rm,
+    train_sft,
+)
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.report import page
 
@@ -16,6 +29,17 @@ JOBS = {
     "dpo": (train_dpo, ["--ipo"]),
     "kto": (train_kto, ["--desirable_weight", "2"]),
     "kd": (train_kd, ["--teacher_model", "owner/teacher"]),
+}
+
+
+PROMPTS = ["--pretrain", "owner/model", "--prompt_data", "owner/prompts", "--reward_pretrain", "owner/judge"]
+RL_JOBS = {
+    train_ppo: "ppo",
+    train_ppo_ray: "ppo",
+    train_grpo: "grpo",
+    train_reinforce: "reinforce",
+    train_rloo: "rloo",
+    train_rl: "rl",
 }
 
 
@@ -61,6 +85,28 @@ def test_a_dry_run_rehearses_the_jobs_own_module_and_trains_nothing(verb, stub, 
     output = capsys.readouterr()
     assert seen[0].verb == verb and seen[0].pretrain == "owner/model"
     assert output.out.startswith(f"# trimtab {verb}\n") and output.out.endswith("# 2 steps\n") and output.err == ""
+
+
+@pytest.mark.parametrize("module", RL_JOBS)
+def test_every_rl_command_has_the_same_trainer(module, stub, capsys):
+    seen = []
+    stub("rl", rehearse=lambda options: seen.append(options) or ["2 steps"])
+    assert module.main([*PROMPTS, "--dry_run"]) == 0
+    assert seen[0].verb == RL_JOBS[module]
+    assert capsys.readouterr().out.startswith(f"# trimtab {RL_JOBS[module]}\n")
+
+
+def test_gpus_that_are_not_here_are_a_warning_in_a_dry_run_and_a_refusal_at_the_start(stub, capsys, monkeypatch):
+    monkeypatch.setattr("trimtab.distributed.device.count_accelerators", lambda: 1)
+    stub("rl", rehearse=lambda options: [])
+    words = [*PROMPTS, "--actor_num_nodes", "2", "--actor_num_gpus_per_node", "8"]
+    assert train_ppo_ray.main([*words, "--dry_run"]) == 0
+    machines, gpus = capsys.readouterr().err.splitlines()
+    assert machines.startswith("trimtab ppo: warning: --actor_num_nodes 2 asks for several machines")
+    assert gpus.startswith("trimtab ppo: warning: models and engines ask for 8 GPUs, and this machine has 1")
+    assert train_ppo_ray.main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("trimtab ppo: error: --actor_num_nodes 2 asks") and "ask for 8 GPUs" in line
 
 
 @pytest.mark.parametrize("verb", JOBS)

@@ -6,9 +6,9 @@ import shlex
 import pytest
 
 from trimtab.config.checks import check, settle
-from trimtab.config.jobs import DPOOptions, KTOOptions, LoraCombineOptions, PRMOptions, RMOptions
+from trimtab.config.jobs import DPOOptions, KTOOptions, LoraCombineOptions, PPOOptions, PRMOptions, RMOptions
 from trimtab.config.parse import parse
-from trimtab.config.support import refuse_unimplemented
+from trimtab.config.support import hardware_problems, refuse_unimplemented
 
 OFTEN = """--save_steps -1 --logging_steps 1 --eval_steps -1 --bf16 --max_epochs 1 --zero_stage 3 --pretrain owner/model
     --dataset owner/data --gradient_checkpointing"""
@@ -76,6 +76,115 @@ COMMANDS = [
     ),
 ]
 
+RL_OFTEN = """--pretrain owner/policy --prompt_data owner/prompts --input_key context_messages --apply_chat_template
+    --save_path ./final --zero_stage 3 --bf16 --max_epochs 1 --prompt_max_len 1024 --generate_max_len 1024
+    --max_samples 100000 --train_batch_size 128 --gradient_checkpointing"""
+WITH_REWARD_MODEL = f"{RL_OFTEN} --reward_pretrain owner/judge --normalize_reward"
+ALONE = "--ref_num_nodes 1 --reward_num_nodes 1 --actor_num_nodes 1"
+SPREAD = f"{ALONE} --ref_num_gpus_per_node 1 --reward_num_gpus_per_node 1 --actor_num_gpus_per_node 4"
+HYBRID = """--colocate_all_models --vllm_num_engines 4 --vllm_tensor_parallel_size 2 --vllm_gpu_memory_utilization 0.5
+    --vllm_sync_backend nccl --enforce_eager --vllm_enable_sleep --deepspeed_enable_sleep"""
+BUILT_IN = "the built-in engine writes the answers, with the policy's own weights: --vllm_num_engines set aside"
+HYBRID_NOTES = [
+    "--deepspeed_enable_sleep has no effect: to keep the optimiser off the device use --adam_offload",
+    BUILT_IN.replace("engines set", "engines, --vllm_gpu_memory_utilization, --enforce_eager set"),
+]
+KEY_AND_CKPT = "--use_wandb token --ckpt_path ./ckpt/rlhf --save_hf_ckpt"
+
+# (words, what they mean, GPUs they ask for, notes)
+RL_COMMANDS = [
+    (
+        f"""{WITH_REWARD_MODEL} {ALONE} --critic_num_nodes 1 --ref_num_gpus_per_node 8 --reward_num_gpus_per_node 8
+        --critic_num_gpus_per_node 8 --actor_num_gpus_per_node 8 {HYBRID} --micro_train_batch_size 8
+        --micro_rollout_batch_size 16 --rollout_batch_size 1024 --n_samples_per_prompt 1 --actor_learning_rate 5e-7
+        --critic_learning_rate 9e-6 --init_kl_coef 0.01 --packing_samples {KEY_AND_CKPT}""",
+        {"advantage_estimator": "gae", "packing_samples": True, "nproc": 8, "normalize_reward": True},
+        8,
+        HYBRID_NOTES,
+    ),
+    (
+        f"""{WITH_REWARD_MODEL} {HYBRID} --micro_train_batch_size 8 --micro_rollout_batch_size 16
+        --rollout_batch_size 1024 --n_samples_per_prompt 1 --actor_learning_rate 5e-7 --critic_learning_rate 9e-6
+        --init_kl_coef 0.01 --packing_samples {KEY_AND_CKPT}""",
+        {"actor_learning_rate": 5e-7, "nproc": 8, "use_wandb": "token"},
+        8,
+        HYBRID_NOTES,
+    ),
+    (
+        f"""{WITH_REWARD_MODEL} {ALONE} --critic_num_nodes 1 --ref_num_gpus_per_node 2 --reward_num_gpus_per_node 2
+        --critic_num_gpus_per_node 2 --actor_num_gpus_per_node 2 --vllm_num_engines 2 --vllm_tensor_parallel_size 2
+        --colocate_critic_reward --colocate_actor_ref --micro_train_batch_size 16 --micro_rollout_batch_size 32
+        --rollout_batch_size 1024 --actor_learning_rate 5e-7 --critic_learning_rate 9e-6 --init_kl_coef 0.01
+        --packing_samples --adam_offload --flash_attn --use_wandb token""",
+        {"n_samples_per_prompt": 1, "adam_offload": True, "nproc": 2},
+        8,
+        [BUILT_IN],
+    ),
+    (
+        f"""{WITH_REWARD_MODEL} {SPREAD} --vllm_num_engines 2 --vllm_tensor_parallel_size 1
+        --micro_train_batch_size 16 --micro_rollout_batch_size 32 --rollout_batch_size 128 --n_samples_per_prompt 1
+        --actor_learning_rate 5e-7 --init_kl_coef 0.01 --advantage_estimator reinforce --packing_samples
+        --adam_offload --flash_attn --use_wandb token""",
+        {"advantage_estimator": "reinforce", "rollout_batch_size": 128},
+        8,
+        [BUILT_IN],
+    ),
+    (
+        f"""{WITH_REWARD_MODEL} {SPREAD} --vllm_num_engines 2 --micro_train_batch_size 2 --micro_rollout_batch_size 8
+        --rollout_batch_size 1024 --n_samples_per_prompt 1 --advantage_estimator reinforce --actor_learning_rate 3e-7
+        --init_kl_coef 1e-4 --adam_offload --packing_samples --save_steps -1 --ckpt_path ./ckpt/rlhf""",
+        {"init_kl_coef": 1e-4, "micro_train_batch_size": 2},
+        8,
+        [BUILT_IN],
+    ),
+    (
+        f"""{WITH_REWARD_MODEL} {ALONE} --ref_num_gpus_per_node 2 --reward_num_gpus_per_node 2
+        --actor_num_gpus_per_node 8 --vllm_num_engines 4 --vllm_tensor_parallel_size 1 --micro_train_batch_size 2
+        --micro_rollout_batch_size 8 --rollout_batch_size 1024 --n_samples_per_prompt 4 --init_kl_coef 1e-3 --gamma 1.0
+        --use_kl_loss --kl_estimator k3 --advantage_estimator group_norm --actor_learning_rate 5e-8 --save_steps -1""",
+        {"advantage_estimator": "group_norm", "use_kl_loss": True, "kl_estimator": "k3", "n_samples_per_prompt": 4},
+        16,
+        [BUILT_IN],
+    ),
+    (
+        f"{RL_OFTEN} --remote_rm_url ./reward_func.py --label_key answer",
+        {"remote_rm_url": "./reward_func.py", "label_key": "answer", "reward_pretrain": None},
+        1,
+        [],
+    ),
+    (
+        f"{RL_OFTEN} --remote_rm_url http://localhost:5000/get_reward --n_samples_per_prompt 4 --init_kl_coef 0 "
+        "--advantage_estimator dr_grpo",
+        {"advantage_estimator": "dr_grpo", "init_kl_coef": 0},
+        1,
+        [],
+    ),
+    (
+        f"""{RL_OFTEN} --remote_rm_url ./reward_func.py --advantage_estimator reinforce_baseline
+        --n_samples_per_prompts 4 --dynamic_filtering --dynamic_filtering_reward_range 0.01 0.99
+        --rollout_micro_batch_size 16""",
+        {"n_samples_per_prompt": 4, "dynamic_filtering_reward_range": (0.01, 0.99), "micro_rollout_batch_size": 16},
+        1,
+        [],
+    ),
+]
+
+
+@pytest.mark.parametrize("words, expected, gpus, notes", RL_COMMANDS)
+def test_documented_rl_commands_pass_the_checks_where_there_are_enough_gpus(
+    words, expected, gpus, notes, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward_func.py").write_text("def reward_func(queries, prompts, labels): ...\n")
+    monkeypatch.setattr("trimtab.config.support.find_spec", lambda module: object())
+    options, warnings = settle(parse(PPOOptions, shlex.split(words)))
+    warnings += check(options)
+    refuse_unimplemented(options)
+    assert {name: getattr(options, name) for name in expected} == expected
+    assert warnings == notes
+    assert hardware_problems(options, lambda: gpus) == []
+    assert len(hardware_problems(options, lambda: gpus - 1)) == (gpus > 1)
+
 
 @pytest.mark.parametrize("job_class, words, expected", COMMANDS)
 def test_documented_commands_are_understood_and_pass_the_checks(job_class, words, expected, tmp_path, monkeypatch):
@@ -97,6 +206,10 @@ def test_documented_commands_are_understood_and_pass_the_checks(job_class, words
             {"desirable_loss_weight": 2, "undesirable_loss_weight": 0.5},
         ),
         (KTOOptions, "--max_epoch 3 --train_split half", {"max_epochs": 3, "dataset_split": "half"}),
+        (KTOOptions, "--num_train_epochs 3 --dataset_name a/b", {"max_epochs": 3, "dataset": "a/b"}),
+        (PPOOptions, "--max_epoch 3 --value_prefix_head head", {"max_epochs": 3, "value_head_prefix": "head"}),
+        (PPOOptions, "--num_train_epochs 3 --dataset_name a/b", {"num_episodes": 3, "prompt_data": "a/b"}),
+        (PPOOptions, "--num_generations 4 --epsilon 0.1", {"n_samples_per_prompt": 4, "eps_clip": 0.1}),
     ],
 )
 def test_other_spellings_change_what_they_mean_and_nothing_else(job_class, written, meant):

@@ -97,7 +97,7 @@ EIGHT = {f"{role}_num_gpus_per_node": 8 for role in ("actor", "ref", "critic", "
 def test_gpus_are_added_up_and_more_than_are_here_is_a_problem(changes, gpus):
     options = PPOOptions(**changes)
     (problem,) = problems(options, here=gpus - 1)
-    assert f"ask for {gpus} GPUs, and {gpus - 1} are here" in problem
+    assert f"ask for {gpus} GPUs, and this machine has {gpus - 1}: " in problem
     assert ("--colocate_all_models" in problem) is not options.colocate_all_models
     assert problems(options, here=gpus) == []
 

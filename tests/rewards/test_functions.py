@@ -29,15 +29,17 @@ def reward_of(tmp_path):
         reward.close()
 
 
+OF_QUERIES = "    return [len(query) - len(prompt) for query, prompt in zip(queries, prompts)]"
 SIGNATURES = {
-    "openrlhf": "def reward_func(queries, prompts, labels):\n    return [len(q) - len(p) for q, p in zip(queries, prompts)]",
-    "openrlhf_more": "def reward_func(queries, prompts, labels, **kwargs):\n    return [len(q) - len(p) for q, p in zip(queries, prompts)]",
-    "openrlhf_async": "async def reward_func(queries, prompts, labels):\n    return [len(q) - len(p) for q, p in zip(queries, prompts)]",
+    "openrlhf": f"def reward_func(queries, prompts, labels):\n{OF_QUERIES}",
+    "openrlhf_more": f"def reward_func(queries, prompts, labels, **kwargs):\n{OF_QUERIES}",
+    "openrlhf_async": f"async def reward_func(queries, prompts, labels):\n{OF_QUERIES}",
     "trl": "def score(prompts, completions, **kwargs):\n    return [len(c) for c in completions]",
     "trl_column": "def score(completions, answer, **kwargs):\n    return [len(a) for a in answer]",
     "trl_async": "async def score(prompts, completions, answer):\n    return [len(c) for c in completions]",
-    "verl": "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str)",
-    "verl_async": "async def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(ground_truth)",
+    "verl": "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(ground_truth)",
+    "verl_more": "def compute_score(solution_str, **kwargs):\n    return len(solution_str)",
+    "verl_async": "async def compute_score(solution_str, ground_truth, extra_info):\n    return len(ground_truth)",
 }
 
 
@@ -85,7 +87,7 @@ def test_a_tensor_is_a_list_of_rewards(reward_of):
 
 
 def test_a_function_is_named_after_a_colon_where_there_are_several(reward_of):
-    code = "def one(completions):\n    return [1] * len(completions)\ndef two(completions):\n    return [2] * len(completions)"
+    code = "def one(completions):\n    return [1.0]\ndef two(completions):\n    return [2.0]"
     assert reward_of(code, "reward.py:two")(request_of(["a"])).rewards == [2.0]
     with pytest.raises(UserError, match=r"one, two could all be meant: .*reward.py|FILE.py:one"):
         reward_of(code)
@@ -155,8 +157,8 @@ def test_a_fault_names_its_row_and_the_next_request_is_answered(reward_of, code,
 
 
 def test_a_fault_of_the_batch_as_a_whole_says_so(reward_of):
-    code = "def reward_func(queries, prompts, labels):\n    assert len(queries) < 4, 'too many'\n    return [1] * len(queries)"
-    with pytest.raises(RewardFailed, match="rows 0 to 3 together, but on neither half .*too many") as caught:
+    code = "def f(completions):\n    assert len(completions) < 4, 'too many'\n    return [1] * len(completions)"
+    with pytest.raises(RewardFailed, match=r"rows 0 to 3 together, but on neither half .*too many") as caught:
         reward_of(code)(request_of(["a"] * 4))
     assert caught.value.row is None
 

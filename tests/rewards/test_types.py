@@ -50,7 +50,8 @@ def test_parts_joined_are_the_whole_and_what_a_part_lacks_is_nan():
 
 
 @pytest.mark.parametrize(
-    "numbers", [[1, 2.5], (1.0, 2.5), torch.tensor([1.0, 2.5]), np.array([1.0, 2.5]), [np.float32(1), torch.tensor(2.5)]]
+    "numbers",
+    [[1, 2.5], (1.0, 2.5), torch.tensor([1.0, 2.5]), np.array([1.0, 2.5]), [np.float32(1), torch.tensor(2.5)]],
 )
 def test_anything_that_is_a_list_of_finite_numbers_will_do(numbers):
     assert checked(numbers, 2, "reward") == [1.0, 2.5]

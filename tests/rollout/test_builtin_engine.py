@@ -18,7 +18,7 @@ from trimtab.rollout.builtin.scheduler import Scheduler
 from trimtab.rollout.types import Sampling
 
 FAMILIES = ["llama", "qwen2", "gpt2", "mixtral", "qwen2_moe", "mistral", "gemma2"]
-TIGHT = {"kv_tokens": 160, "slots": 3, "page_size": 8}
+TIGHT = {"kv_tokens": 160, "slots": 8, "page_size": 8}
 MEMORIES = [{}, TIGHT, {"read_tokens": 10}]
 
 

@@ -17,6 +17,10 @@ def settings(**changes):
     return SimpleNamespace(**(values | changes))
 
 
+def make(net, options, steps, *, fused):
+    return Optimiser(net, options, steps, learning_rate=options.learning_rate, fused=fused)
+
+
 def network(dtype=torch.float32):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
@@ -33,7 +37,7 @@ def backward(net, seed, scale=1.0):
 
 def test_equals_torch_adamw_with_clipping_and_undecayed_vectors():
     ours, theirs = network(), network()
-    optimiser = Optimiser(ours, settings(), 10, fused=False)
+    optimiser = make(ours, settings(), 10, fused=False)
     matrices = [p for p in theirs.parameters() if p.ndim >= 2]
     vectors = [p for p in theirs.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -50,7 +54,7 @@ def test_equals_torch_adamw_with_clipping_and_undecayed_vectors():
 
 def test_small_updates_survive_in_the_fp32_masters_of_bf16_weights():
     net = network(torch.bfloat16)
-    optimiser = Optimiser(net, settings(learning_rate=1e-6, l2=0.0), 1000, fused=False)
+    optimiser = make(net, settings(learning_rate=1e-6, l2=0.0), 1000, fused=False)
     start = {n: m.clone() for n, m in optimiser.masters.items()}
     for step in range(50):
         backward(net, step)
@@ -63,7 +67,7 @@ def test_small_updates_survive_in_the_fp32_masters_of_bf16_weights():
 
 def test_gradients_of_bf16_weights_add_up_in_fp32():
     net = network(torch.bfloat16)
-    optimiser = Optimiser(net, settings(), 10, fused=False)
+    optimiser = make(net, settings(), 10, fused=False)
     expected = torch.zeros(8, 4)
     for step in range(32):
         single = network(torch.bfloat16)
@@ -77,7 +81,7 @@ def test_gradients_of_bf16_weights_add_up_in_fp32():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_moves_nothing(bad):
     net = network()
-    optimiser = Optimiser(net, settings(), 10, fused=False)
+    optimiser = make(net, settings(), 10, fused=False)
     backward(net, 0)
     optimiser.step(0)
     before = {k: v.clone() for k, v in optimiser.state().items()}
@@ -93,12 +97,12 @@ def test_a_gradient_that_is_not_finite_moves_nothing(bad):
 @pytest.mark.parametrize("fused", [False, True])
 def test_restored_state_continues_bit_for_bit(tmp_path, dtype, fused):
     straight, resumed = network(dtype), network(dtype)
-    first = Optimiser(straight, settings(), 10, fused=fused)
+    first = make(straight, settings(), 10, fused=fused)
     for step in range(3):
         backward(straight, step)
         first.step(step)
     write_parts(tmp_path, first.state(), World())
-    second = Optimiser(resumed, settings(), 10, fused=fused)
+    second = make(resumed, settings(), 10, fused=fused)
     second.restore(TensorParts(tmp_path))
     for step in range(3, 6):
         for net, optimiser in ((straight, first), (resumed, second)):
@@ -109,6 +113,6 @@ def test_restored_state_continues_bit_for_bit(tmp_path, dtype, fused):
 
 
 def test_schedule_warms_up_then_falls_to_its_floor():
-    optimiser = Optimiser(network(), settings(lr_scheduler="cosine_with_min_lr", lr_warmup_ratio=0.1), 100, fused=False)
+    optimiser = make(network(), settings(lr_scheduler="cosine_with_min_lr", lr_warmup_ratio=0.1), 100, fused=False)
     assert optimiser.rate(0) == 0 and optimiser.rate(5) == pytest.approx(5e-3)
     assert optimiser.rate(10) == pytest.approx(1e-2) and optimiser.rate(100) == pytest.approx(1e-3)

@@ -40,7 +40,7 @@ from trimtab.config.jobs import RLOptions
 from trimtab.config.objective_checks import EXAMINERS as OBJECTIVE_EXAMINERS
 from trimtab.config.objectives import PreferenceLossOptions
 from trimtab.config.rl_checks import EXAMINERS as RL_EXAMINERS
-from trimtab.config.rl_checks import longest_rollout, settle_rl
+from trimtab.config.rl_checks import settle_rl
 from trimtab.config.source_checks import check_mixture, check_sources
 from trimtab.errors import UserError
 
@@ -150,23 +150,17 @@ def _examine_batches(options: BatchOptions) -> Iterable[str]:
             f"use --micro_train_batch_size {divisor}{other}"
         )
     budget = options.train_max_tokens_per_gpu
-    if budget is None:
+    if budget is None or isinstance(options, RLOptions):
         return []
     if not options.packing_samples:
         raise UserError("--train_max_tokens_per_gpu is the budget of packed rows: add --packing_samples")
-    longest, sample = _longest_sample(options)
-    if budget < longest:
-        raise UserError(f"--train_max_tokens_per_gpu {budget} cannot hold one {sample}: raise it to {longest} or more")
+    answers, sample = (2, "pair of two") if isinstance(options, PreferenceColumns) else (1, "sample of")
+    if budget < answers * options.max_len:
+        raise UserError(
+            f"--train_max_tokens_per_gpu {budget} cannot hold one {sample} --max_len {options.max_len}: "
+            f"raise it to {answers * options.max_len} or more"
+        )
     return []
-
-
-def _longest_sample(options: Any) -> tuple[int, str]:
-    if isinstance(options, RLOptions):
-        longest = longest_rollout(options)
-        return longest, f"sample of --prompt_max_len + --generate_max_len {longest}"
-    if isinstance(options, PreferenceColumns):
-        return 2 * options.max_len, f"pair of two --max_len {options.max_len}"
-    return options.max_len, f"sample of --max_len {options.max_len}"
 
 
 def _examine_rows(options: RowOptions) -> Iterable[str]:

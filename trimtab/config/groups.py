@@ -152,7 +152,7 @@ class RowOptions:
     max_samples: int = 1_000_000
     """At most this many rows are used."""
     eval_dataset: str | None = None
-    """Data for evaluation; unset: the training source's test split, if it has one."""
+    """Data for evaluation; unset: the training source's test split, if it has one (RL: none)."""
     eval_split: str = "train"
     """Split of --eval_dataset."""
     num_workers: int | None = None
@@ -265,7 +265,7 @@ class LoggingOptions:
     logging_steps: int = 1
     """Show and send metrics every so many optimiser steps (RL: iterations); metrics.jsonl has every one."""
     eval_steps: int = -1
-    """Evaluate every so many optimiser steps (RL: iterations); -1: after each epoch (RL: never)."""
+    """Evaluate every so many optimiser steps (RL: iterations); -1: after each epoch (RL: at the start and the end)."""
     use_wandb: str | None = secret(None, bare="True")
     """Send metrics to wandb: True (after `wandb login`), online, offline, or an API key."""
     wandb_org: str | None = None

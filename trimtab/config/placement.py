@@ -19,7 +19,7 @@ def placement_problems(options: Any, accelerators: Callable[[], int]) -> list[st
     asked = gpus_asked_for(options)
     if asked > 1 and asked > (found := accelerators()):
         share = "" if options.colocate_all_models else ", or let all models share them with --colocate_all_models"
-        problems.append(f"models and engines ask for {asked} GPUs, and {found} are here: ask for fewer{share}")
+        problems.append(f"models and engines ask for {asked} GPUs, and this machine has {found}: ask for fewer{share}")
     return problems
 
 

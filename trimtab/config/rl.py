@@ -68,9 +68,9 @@ class RolloutOptions:
     """Answers in one pass of scoring (log-probabilities, values, rewards); it changes memory and speed, not the
     result."""
     rollout_max_tokens_per_gpu: int | None = None
-    """Token budget of a packed pass of scoring; unset: that of training."""
+    """Token budget of a pass of scoring, with --use_dynamic_batch; unset: that of training."""
     use_dynamic_batch: bool = False
-    """Cut passes by --train_max_tokens_per_gpu (16192 if unset) instead of by number: packing under another name."""
+    """Cut passes by --train_max_tokens_per_gpu (16192 if unset) instead of by number."""
     vllm_generate_batch_size: int | None = None
     """Prompts answered in one go; unset: rollout_batch_size. With --dynamic_filtering more of them wait less often."""
     dynamic_filtering: bool = False

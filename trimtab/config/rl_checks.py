@@ -239,10 +239,8 @@ def _examine_rl(options: RLOptions) -> Iterable[str]:
             f"--overlong_buffer_len {options.overlong_buffer_len:g} is more than --generate_max_len "
             f"{options.generate_max_len}"
         )
-    warnings = [*_about_the_critic(options), *_about_budgets(options), *_about_steps(options)]
-    if options.eval_dataset and options.eval_steps == -1:
-        warnings.append("--eval_dataset has no effect without --eval_steps")
-    return warnings
+    _check_budgets(options)
+    return [*_about_the_critic(options), *_about_steps(options)]
 
 
 def _about_the_critic(options: RLOptions) -> list[str]:
@@ -255,18 +253,18 @@ def _about_the_critic(options: RLOptions) -> list[str]:
     return [f"{', '.join(names)} without effect: --advantage_estimator {estimator} has no critic"] if names else []
 
 
-def _about_budgets(options: RLOptions) -> list[str]:
-    budget = options.rollout_max_tokens_per_gpu
-    if budget is None:
-        return []
-    if not options.packing_samples:
-        raise UserError("--rollout_max_tokens_per_gpu is the budget of packed rows: add --packing_samples")
-    if budget < longest_rollout(options):
-        raise UserError(
-            f"--rollout_max_tokens_per_gpu {budget} cannot hold one sample of --prompt_max_len + --generate_max_len "
-            f"{longest_rollout(options)}"
-        )
-    return []
+def _check_budgets(options: RLOptions) -> None:
+    for name in ("train_max_tokens_per_gpu", "rollout_max_tokens_per_gpu"):
+        budget = getattr(options, name)
+        if budget is None:
+            continue
+        if not options.use_dynamic_batch:
+            raise UserError(f"--{name} is the token budget of a pass: add --use_dynamic_batch")
+        if budget < longest_rollout(options):
+            raise UserError(
+                f"--{name} {budget} cannot hold one sample of --prompt_max_len + --generate_max_len "
+                f"{longest_rollout(options)}: raise it"
+            )
 
 
 def _about_steps(options: RLOptions) -> list[str]:

@@ -42,14 +42,17 @@ def render_whole(text: str, tokenizer: PreTrainedTokenizerBase) -> Rendering:
     return Rendering(text, [(0, len(text))])
 
 
+def in_template(prompt: str, input_template: str | None) -> str:
+    # Not str.format: braces elsewhere in the template or in the data are just text.
+    before, hole, after = (input_template or "").partition("{}")
+    return before + prompt + after if hole else prompt
+
+
 def render_pair(
     prompt: str, response: str, tokenizer: PreTrainedTokenizerBase, input_template: str | None
 ) -> Rendering:
     """A prompt in its template, followed by the trained response and EOS."""
-    if input_template is not None:
-        # Not str.format: braces elsewhere in the template or in the data are just text.
-        before, hole, after = input_template.partition("{}")
-        prompt = before + prompt + after if hole else prompt
+    prompt = in_template(prompt, input_template)
     text = prompt + with_end(response, tokenizer)
     return Rendering(text, [(len(prompt), len(text))])
 
@@ -111,6 +114,10 @@ class ChatRenderer:
     def render_whole(self, messages: list[Message], *, tools: list[Any] | None = None, where: str = "") -> Rendering:
         """The rendered conversation with loss on all of it."""
         return render_whole(self._text(messages, tools, where), self.tokenizer)
+
+    def render_prompt(self, messages: list[Message], *, tools: list[Any] | None = None, where: str = "") -> str:
+        """The conversation up to where the assistant is to speak."""
+        return self._text(messages, tools, where, prompt=True)
 
     def _text(self, messages: list[Message], tools: list[Any] | None, where: str, prompt: bool = False) -> str:
         try:

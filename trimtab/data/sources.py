@@ -6,6 +6,7 @@ type differs between sources is kept as JSON values, so that what a row says nev
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Iterator
 from typing import Protocol
@@ -19,6 +20,8 @@ from trimtab.errors import UserError
 # What `load_rows` read last, so that `load_evaluation_rows` need not run a Python loader or ask the hub again.
 _just_read: dict[tuple[str, str], dict[str, Dataset]] = {}
 
+SOURCE_COLUMN = "trimtab_source"
+SPLIT_FLAGS = {"--dataset": "--dataset_split", "--prompt_data": "--prompt_split", "--eval_dataset": "--eval_split"}
 PROBABILITY_SLACK = 0.01  # "0.33,0.33,0.33" is meant as thirds
 
 
@@ -31,16 +34,30 @@ class EvaluationOptions(Protocol):
     seed: int
 
 
-def load_rows(sources: str, *, probabilities: str | None, split: str, max_samples: int, seed: int) -> Dataset:
-    """The rows of comma-separated sources, one after the other or interleaved with the given probabilities."""
-    names = _names(sources, "--dataset")
+def load_rows(
+    sources: str,
+    *,
+    probabilities: str | None,
+    split: str,
+    max_samples: int,
+    seed: int,
+    flag: str = "--dataset",
+    name_sources: bool = False,
+) -> Dataset:
+    """The rows of comma-separated sources, one after the other or interleaved with the given probabilities.
+
+    `flag` is the option that lists them; with `name_sources` each row says in SOURCE_COLUMN which one it is from.
+    """
+    names = _names(sources, flag)
     if max_samples < 1:
         raise UserError(f"--max_samples is {max_samples}: at least one row is needed")
-    weights = _parse_probabilities(probabilities, names)
+    weights = _parse_probabilities(probabilities, names, f"{flag}_probs")
     _just_read.clear()
     with _quiet():
         _just_read.update({(name, split): load_splits(name, split) for name in dict.fromkeys(names)})
-        parts = [_first_rows(_pick(_just_read[name, split], split, name), max_samples) for name in names]
+        parts = [_first_rows(_pick(_just_read[name, split], split, name, flag), max_samples) for name in names]
+        if name_sources:
+            parts = [part.add_column(SOURCE_COLUMN, [_short(name)] * len(part)) for name, part in zip(names, parts)]
         rows = _first_rows(_mix(parts, weights, seed, names), max_samples)
     if not len(rows):
         raise UserError(f"'{sources}' holds no rows in its split '{split}'")
@@ -56,6 +73,7 @@ def load_evaluation_rows(options: EvaluationOptions) -> Dataset | None:
             split=options.eval_split,
             max_samples=options.max_samples,
             seed=options.seed,
+            flag="--eval_dataset",
         )
     if re.search(r"\btest\b", options.dataset_split):
         return None  # already trained on
@@ -74,7 +92,13 @@ def load_evaluation_rows(options: EvaluationOptions) -> Dataset | None:
         return _first_rows(_mix(parts, None, options.seed, names), options.max_samples)
 
 
-def _pick(splits: dict[str, Dataset], split: str, source: str) -> Dataset:
+def _short(name: str) -> str:
+    """A file's or folder's own name; a hub name as it is."""
+    place = os.path.expanduser(name)
+    return os.path.basename(os.path.normpath(place)) if os.path.exists(place) else name
+
+
+def _pick(splits: dict[str, Dataset], split: str, source: str, flag: str) -> Dataset:
     """One split, or a slice or sum of splits in the notation of `datasets` ("train[:10%]")."""
     if split in splits:
         return splits[split]
@@ -84,9 +108,7 @@ def _pick(splits: dict[str, Dataset], split: str, source: str) -> Dataset:
     try:
         instructions = datasets.ReadInstruction.from_spec(split).to_absolute({k: len(v) for k, v in splits.items()})
     except (ValueError, AssertionError) as error:
-        raise UserError(
-            f"'{source}' has no split '{split}': found {found} (see --dataset_split and --eval_split)"
-        ) from error
+        raise UserError(f"'{source}' has no split '{split}': found {found} (see {SPLIT_FLAGS[flag]})") from error
     parts = [splits[part.splitname].select(range(part.from_, part.to)) for part in instructions]
     return concatenate(parts, source)
 
@@ -111,18 +133,18 @@ def _names(sources: str, flag: str) -> list[str]:
     return names
 
 
-def _parse_probabilities(text: str | None, names: list[str]) -> list[float] | None:
+def _parse_probabilities(text: str | None, names: list[str], flag: str) -> list[float] | None:
     if text is None or not text.strip():
         return None
     try:
         weights = [float(word) for word in text.split(",")]
     except ValueError:
-        raise UserError(f"--dataset_probs '{text}' is not a list of numbers such as 0.7,0.3") from None
+        raise UserError(f"{flag} '{text}' is not a list of numbers such as 0.7,0.3") from None
     if len(weights) != len(names):
-        raise UserError(f"--dataset_probs has {len(weights)} numbers for {len(names)} data sets: give one for each")
+        raise UserError(f"{flag} has {len(weights)} numbers for {len(names)} data sets: give one for each")
     total = sum(weights)
     if min(weights) < 0 or not abs(total - 1) <= PROBABILITY_SLACK:
-        raise UserError(f"--dataset_probs '{text}' must be non-negative and sum to 1, not {total:g}")
+        raise UserError(f"{flag} '{text}' must be non-negative and sum to 1, not {total:g}")
     return [weight / total for weight in weights]
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import random
 import resource
@@ -70,12 +71,16 @@ def free_memory(device: torch.device) -> int:
     return _free_main_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+Recording = torch.cuda.CUDAGraph
+
+
+@functools.cache
 def has_kernels(device: torch.device) -> bool:
     """Whether Triton's kernels run there."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-def record(work: Callable[[], None], pool: tuple[int, int] | None) -> torch.cuda.CUDAGraph:
+def record(work: Callable[[], None], pool: tuple[int, int] | None) -> Recording:
     """What `work` asks of the device, to be replayed: on the same tensors, whatever they hold then. Runs it once.
 
     `pool`: another recording's pool(), to share what lies between; then they must be replayed one after another.

@@ -4,9 +4,9 @@
     assistant  134789
 
 Everything is made here from a seed: a character tokenizer of 46 symbols, a Llama of 0.86 million random parameters,
-chat rows, and rows that say which answers are good: pairs, single judged answers, answers judged step by step. A
-number is held out when a hash of its *sorted* digits says so, hence no held-out question and no held-out answer ever
-occurs in training, whatever the counts and seeds.
+chat rows, prompts with the right answer, and rows that say which answers are good: pairs, single judged answers, answers
+judged step by step. A number is held out when a hash of its *sorted* digits says so, hence no held-out question and no
+held-out answer ever occurs in training, whatever the counts and seeds.
 
 What it leaves out: it says nothing about language. It is there to see a model learn within a minute.
 """
@@ -42,7 +42,7 @@ LONGEST_ANSWER_TOKENS = LONGEST + 1  # the digits and the end of the turn
 # One pass over these rows in steps of 64 is the recipe that works: 300 steps at a peak learning rate of 2e-3.
 TRAIN_ROWS = 19_200
 TEST_ROWS = 256
-JUDGED_ROWS = 4_096  # of each kind: pairs, single answers, steps
+JUDGED_ROWS = 4_096  # of each kind: prompts, pairs, single answers, steps
 
 # A judged step is a digit of the answer and the token that ends it; these stand for its labels.
 STEP_END, GOOD_STEP, BAD_STEP = ".", "y", "n"
@@ -118,6 +118,12 @@ def make_rows(count: int, seed: int, descending_share: float = 0.0, held_out: bo
             }
         )
     return rows
+
+
+def make_prompts(count: int, seed: int, held_out: bool = False) -> list[dict]:
+    """A question and, as its label, the right answer: for a reward to compare answers with."""
+    rows = make_rows(count, seed, held_out=held_out)
+    return [{"input": row["messages"][:1], "label": reference_of(row)} for row in rows]
 
 
 def make_pairs(count: int, seed: int, held_out: bool = False) -> list[dict]:
@@ -196,7 +202,8 @@ def write(
     make_tokenizer().save_pretrained(folder / "model")
     _write_rows(folder / "train.jsonl", make_rows(train_rows, seed, descending_share))
     _write_rows(folder / "test.jsonl", make_rows(test_rows, seed, held_out=True))
-    for name, make in (("pairs", make_pairs), ("unpaired", make_unpaired), ("steps", make_steps)):
+    kinds = {"prompts": make_prompts, "pairs": make_pairs, "unpaired": make_unpaired, "steps": make_steps}
+    for name, make in kinds.items():
         _write_rows(folder / f"{name}.jsonl", make(judged_rows, seed))
         _write_rows(folder / f"{name}_test.jsonl", make(test_rows, seed, held_out=True))
     return folder

@@ -6,44 +6,23 @@ Every job has a loss; the others come from one job or a few. A number that is no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from trimtab.report.read import Run, finite
+from trimtab.report import rl_figures
+from trimtab.report.picture import EVALUATION, Picture
+from trimtab.report.read import Run
 
-EVALUATION = "eval_"
 MOST_OTHERS = 20
-
-
-@dataclass(frozen=True)
-class Picture:
-    """One chart: the metrics drawn in it, each with its name in the legend."""
-
-    title: str
-    metrics: dict[str, str]
-    note: str = ""
-    tall: bool = False
-    share: bool = False
-    level: float | None = None
-    band: bool = False
-    """Shade what lies between the two metrics."""
-    better: int = 0
-    """+1: more is better, -1: less is better, 0: neither."""
-
-    def name_of(self, metric: str) -> str:
-        """What a picture of this metric alone is called."""
-        return f"{self.metrics[metric]} reward".capitalize() if len(self.metrics) > 1 else self.title
-
 
 LOSS = Picture("Loss", {"loss": "loss"}, tall=True, better=-1)
 REWARDS = {"chosen_reward": "chosen", "rejected_reward": "rejected"}
 OBJECTIVES: dict[str, tuple[Picture, ...]] = {
     "rm": (
         Picture("Accuracy", {"accuracy": "accuracy"}, "dashed: chance", share=True, level=0.5, better=1),
-        Picture("Mean rewards", REWARDS, band=True),
+        Picture("Mean rewards", REWARDS, band=True, noun="reward"),
     ),
     "prm": (Picture("Accuracy", {"accuracy": "accuracy"}, "share of steps judged right", share=True, better=1),),
     "dpo": (
-        Picture("Rewards of the two sides", REWARDS, "shaded: the margin", tall=True, level=0.0, band=True),
+        Picture("Rewards of the two sides", REWARDS, "shaded: the margin", tall=True, level=0.0, band=True, noun="reward"),
         Picture("Reward margin", {"reward_margin": "margin"}, "chosen minus rejected", better=1),
         Picture("Accuracy", {"accuracy": "accuracy"}, "share of pairs with a positive margin", share=True, better=1),
         Picture("NLL of the chosen answer", {"nll": "NLL"}, better=-1),
@@ -56,6 +35,7 @@ OBJECTIVES: dict[str, tuple[Picture, ...]] = {
             tall=True,
             level=0.0,
             band=True,
+            noun="reward",
         ),
         Picture("Reward margin", {"reward_margin": "margin"}, "desirable minus undesirable", better=1),
         Picture("KL estimate", {"kl": "KL"}, "what a reward is measured against"),
@@ -72,23 +52,42 @@ PACE = (
     Picture("Tokens a second", {"tokens_per_second": "tokens a second"}),
     Picture("Memory", {"memory_gib": "memory"}, "GiB"),
 )
-BOOKKEEPING = {"step", "epoch", "samples", "micro_batches", "tokens", "trained_tokens", "skipped_steps", "seconds"}
+BOOKKEEPING = {"step", "epoch", "samples", "micro_batches", "tokens", "trained_tokens", "skipped_steps"}
+
+
+def pace_pictures(runs: Sequence[Run]) -> list[Picture]:
+    """Speed, memory and the optimiser."""
+    if not any(run.is_rl for run in runs):
+        return list(PACE)
+    recorded = _recorded(runs)
+    return [picture.only(recorded) for picture in rl_figures.PACE]
 
 
 def objective_pictures(runs: Sequence[Run]) -> list[Picture]:
-    """Loss and the figures of these runs' jobs, as far as any run recorded them; each figure in one picture."""
-    recorded = {str(name): None for run in runs for row in run.rows for name in row if finite(row[name]) is not None}
-    pictures, drawn = [LOSS], {*BOOKKEEPING, *LOSS.metrics, *(name for picture in PACE for name in picture.metrics)}
-    others = dict.fromkeys(name.removeprefix(EVALUATION) for name in recorded)
+    """Loss and the figures of these runs' jobs, as far as any run recorded them; each figure in one picture.
+
+    The loss of RL says little, so there it is one of the later figures.
+    """
+    recorded = _recorded(runs)
+    pictures = [] if all(run.is_rl for run in runs) else [LOSS]
+    drawn = {*BOOKKEEPING, *(name for picture in (LOSS, *pace_pictures(runs)) for name in picture.metrics)}
+    aside = rl_figures.ASIDE if any(run.is_rl for run in runs) else ()
+    others = [name for name in recorded if name not in aside and not name.startswith("seconds")][:MOST_OTHERS]
     for picture in (
         *(picture for run in runs for picture in OBJECTIVES.get(run.job, ())),
+        *rl_figures.rl_pictures(runs),
         EXPERTS,
-        *[Picture(_words(name), {name: _words(name)}) for name in others][:MOST_OTHERS],
+        *(Picture(_words(name), {name: _words(name)}) for name in others),
     ):
-        if not drawn.issuperset(picture.metrics) and any(name in others for name in picture.metrics):
+        if not drawn.issuperset(picture.metrics) and any(name in recorded for name in picture.metrics):
             pictures.append(picture)
             drawn.update(picture.metrics)
     return pictures
+
+
+def _recorded(runs: Sequence[Run]) -> dict[str, None]:
+    """Names of the metrics, whether they are of training or of evaluation."""
+    return dict.fromkeys(name.removeprefix(EVALUATION) for run in runs for name in run.metrics)
 
 
 def _words(name: str) -> str:

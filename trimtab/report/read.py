@@ -3,8 +3,9 @@
 A report is wanted most when something went wrong, so a cut last line, a missing key or a NaN is noted and passed
 over. Only a folder that is no run at all (no metrics.jsonl) is the user's mistake.
 
-A metrics row describes one optimiser step: `samples`, `tokens`, `trained_tokens` and `seconds` belong to that step
-alone and add up over the run, also over a resumed one; `skipped_steps` counts from the start.
+A metrics row describes one optimiser step, of RL one iteration: `samples`, `tokens`, `trained_tokens` and `seconds`
+belong to that step alone and add up over the run, also over a resumed one; `skipped_steps` counts from the start. Step
+0 is the evaluation before training.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import yaml
 from trimtab.errors import UserError
 
 METRICS, OPTIONS, MANIFEST = "metrics.jsonl", "options.yaml", "manifest.json"
-SAMPLES, REWARDS = "samples.json", "rewards.json"
+SAMPLES, REWARDS, ROLLOUTS = "samples.json", "rewards.json", "rollouts.jsonl"
+RL_JOBS = ("ppo", "grpo", "reinforce", "rloo", "rl")
 
 Point = tuple[int, float]
 
@@ -38,9 +40,30 @@ class Run:
     samples: list[dict[str, Any]] = field(default_factory=list)
     rewards: dict[str, Any] = field(default_factory=dict)
     """What a reward model gave to the two answers of each pair."""
+    rollouts: list[dict[str, Any]] = field(default_factory=list)
+    """Some answers of every iteration of RL, by ascending step."""
     job: str = "sft"
     problems: list[str] = field(default_factory=list)
     """What could not be read, in words."""
+
+    @property
+    def is_rl(self) -> bool:
+        return self.job in RL_JOBS
+
+    @property
+    def steps(self) -> int:
+        """How many steps are recorded."""
+        return sum(row["step"] != 0 for row in self.rows)
+
+    @property
+    def unit(self) -> str:
+        """What a step is called."""
+        return "iteration" if self.is_rl else "step"
+
+    @property
+    def metrics(self) -> dict[str, None]:
+        """Names of what was recorded as a finite number, in their order."""
+        return {str(name): None for row in self.rows for name in row if finite(row[name]) is not None}
 
     def series(self, name: str) -> list[Point]:
         """(step, value) where the metric is there and finite."""
@@ -85,13 +108,19 @@ class Run:
     @property
     def noun(self) -> str:
         """What a row of the data is called."""
+        if self.is_rl:
+            return "prompts"
         return "pairs" if self.job in ("rm", "dpo") else "rows"
 
     @property
     def data(self) -> dict[str, Any]:
         """The data report of the manifest."""
         report = self.manifest.get("data")
-        return report if isinstance(report, dict) else {}
+        if not isinstance(report, dict):
+            return {}
+        training = report.get("train")
+        # RL names its sets; the other jobs have those of training at the top.
+        return {**report, "train": None, **training} if isinstance(training, dict) else report
 
     @property
     def has_saved_model(self) -> bool:
@@ -114,6 +143,8 @@ def read_run(folder: str | Path) -> Run:
         run.rewards = _read_mapping(run, REWARDS, json.loads)
     elif run.job == "kto":
         _add_margins(run.rows)
+    elif run.is_rl and (run.folder / ROLLOUTS).is_file():
+        run.rollouts = sorted(_read_lines(run, ROLLOUTS), key=lambda row: row["step"])
     return run
 
 
@@ -131,9 +162,16 @@ def _number(value: Any, otherwise: float) -> float:
 
 
 def _read_metrics(run: Run) -> list[dict[str, Any]]:
-    by_step: dict[int, dict[str, Any]] = {}
+    # A later row for the same step is the one that counts: the run went back and did it again.
+    by_step = {row["step"]: row for row in _read_lines(run, METRICS)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _read_lines(run: Run, name: str) -> list[dict[str, Any]]:
+    """The rows of a file that has one with a step in every line."""
+    rows: list[dict[str, Any]] = []
     unreadable: list[int] = []
-    lines = _read_text(run, METRICS).splitlines()
+    lines = _read_text(run, name).splitlines()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -141,15 +179,14 @@ def _read_metrics(run: Run) -> list[dict[str, Any]]:
         step = finite(row.get("step")) if isinstance(row, dict) else None
         if step is None:
             unreadable.append(number)
-            continue
-        # A later row for the same step is the one that counts: the run went back and did it again.
-        by_step[int(step)] = {**row, "step": int(step)}
+        else:
+            rows.append({**row, "step": int(step)})
     if unreadable == [len(lines)]:
-        run.problems.append(f"The last line of {METRICS} is cut off; it was left out.")
+        run.problems.append(f"The last line of {name} is cut off; it was left out.")
     elif unreadable:
         shown = ", ".join(map(str, unreadable[:5])) + (", ..." if len(unreadable) > 5 else "")
-        run.problems.append(f"{METRICS}: {len(unreadable)} unreadable lines were left out (line {shown}).")
-    return [by_step[step] for step in sorted(by_step)]
+        run.problems.append(f"{name}: {len(unreadable)} unreadable lines were left out (line {shown}).")
+    return rows
 
 
 def _job(run: Run) -> str:

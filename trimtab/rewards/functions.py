@@ -21,7 +21,7 @@ from typing import Any
 
 import trimtab
 from trimtab.errors import UserError
-from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked
+from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked, named
 
 LOADING_SECONDS = 300.0  # a file may import a library, and that a slow disk
 PARTS_A_WORKER = 4
@@ -111,8 +111,7 @@ class FunctionReward:
                     break
             else:
                 return RewardFailed(
-                    f"{self.file}: {self.name} failed on rows {rows[0]} to {rows[-1]} together, but on neither half of "
-                    f"them: {error}"
+                    f"{self.file}: {self.name} failed on {named(rows)} together, but on neither half of them: {error}"
                 )
         return self._failed(request, rows[0], error)
 

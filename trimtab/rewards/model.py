@@ -120,29 +120,30 @@ class TextReader:
         self.tokenizer, self.is_decoder = tokenizer, is_decoder
         self._messages_key = messages_key if tokenizer.chat_template else None
         self._chat = ChatRenderer(tokenizer) if self._messages_key else None
-        known = (policy_tokenizer or tokenizer, tokenizer)
-        self._ends = tuple({mark for one in known for mark in (one.eos_token, one.pad_token) if mark})
+        self._known = (policy_tokenizer or tokenizer, tokenizer)
 
     def sequences(self, request: RewardRequest) -> list[np.ndarray]:
         conversations = request.columns.get(self._messages_key) if self._messages_key else None
         if conversations is None:
-            texts = [with_end(self.without_end(query), self.tokenizer) for query in request.queries]
+            texts = [with_end(without_end(query, *self._known), self.tokenizer) for query in request.queries]
         else:
             texts = [self._rendered(*pair) for pair in zip(conversations, request.responses)]
         encoded = self.tokenizer(texts, add_special_tokens=not self.is_decoder, verbose=False)["input_ids"]
         return [np.array(ids, dtype=np.int64) for ids in encoded]
 
-    def without_end(self, text: str) -> str:
-        """The text without the end and padding tokens after it."""
-        while text.endswith(self._ends):
-            text = text.removesuffix(next(mark for mark in self._ends if text.endswith(mark)))
-        return text
-
     def _rendered(self, conversation: Any, response: str) -> str:
         turns = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else list(conversation)
-        answer = {"role": "assistant", "content": self.without_end(response)}
+        answer = {"role": "assistant", "content": without_end(response, *self._known)}
         rendering = self._chat.render([*turns, answer], where="the reward model's view of a sample")
         return rendering.text[: rendering.trained[-1][1]]
+
+
+def without_end(text: str, *tokenizers: PreTrainedTokenizerBase) -> str:
+    """The text without the end and padding tokens after it."""
+    marks = tuple({mark for known in tokenizers for mark in (known.eos_token, known.pad_token) if mark})
+    while mark := next((mark for mark in marks if text.endswith(mark)), None):
+        text = text.removesuffix(mark)
+    return text
 
 
 def same_tokenizer(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:

@@ -62,13 +62,10 @@ class Signature:
 
     def _verl(self, request: RewardRequest) -> dict[str, Any]:
         row = {name: values[0] for name, values in request.columns.items()}
-        truth = request.labels[0]
-        if truth is None and isinstance(row.get("reward_model"), dict):
-            truth = row["reward_model"].get("ground_truth")  # where verl's own data have it
         return {
             "data_source": row.get("data_source"),
             "solution_str": request.responses[0],
-            "ground_truth": truth,
+            "ground_truth": request.truth(0),
             "extra_info": row.get("extra_info"),
         }
 

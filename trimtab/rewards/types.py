@@ -20,6 +20,10 @@ class RewardFailed(RunFailed):
         self.row = row
 
 
+class BadSample(RewardFailed):
+    """The sample itself, such as its label, is not of the kind that this reward judges."""
+
+
 @dataclass(frozen=True)
 class RewardRequest:
     """Finished samples, one entry a sample in every list."""
@@ -43,6 +47,24 @@ class RewardRequest:
         ids = (known for known in (self.prompt_ids, self.response_ids) if known)
         for name in (self.prompts, self.responses, self.labels, *self.columns.values(), *ids):
             assert len(name) == len(self.queries), "a request has one entry a sample in every list"
+
+    def truth(self, row: int) -> Any:
+        """The label, or what verl's data have in its place."""
+        known = self.columns.get("reward_model")
+        if self.labels[row] is None and known and isinstance(known[row], dict):
+            return known[row].get("ground_truth")
+        return self.labels[row]
+
+    @classmethod
+    def joined(cls, requests: Sequence["RewardRequest"]) -> "RewardRequest":
+        """The samples of several requests that have the same columns."""
+
+        def all_of(name: str) -> list:
+            return [value for request in requests for value in getattr(request, name)]
+
+        columns = {name: [x for request in requests for x in request.columns[name]] for name in requests[0].columns}
+        plain = (all_of(name) for name in ("queries", "prompts", "responses", "labels"))
+        return cls(*plain, columns, all_of("prompt_ids"), all_of("response_ids"))
 
     def take(self, rows: Sequence[int]) -> "RewardRequest":
         """These samples of it, in this order."""
@@ -134,6 +156,11 @@ def checked(numbers: Any, count: int, what: str) -> list[float]:
             raise RewardFailed(f"{what} of row {row} is {number}", row)
         values.append(number)
     return values
+
+
+def named(rows: Sequence[int]) -> str:
+    """Consecutive rows in words."""
+    return f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} to {rows[-1]}"
 
 
 def _shown(value: Any) -> str:

@@ -12,7 +12,7 @@ solution_text_format.
 import re
 from typing import Any
 
-from trimtab.rewards.types import RewardFailed
+from trimtab.rewards.types import BadSample
 from trimtab.rewards.verifiers.tags import in_order, last_answer
 
 GOOD_FORMAT, BAD_FORMAT = 1.0, -1.0
@@ -39,7 +39,7 @@ def solution(label: Any) -> dict[str, str]:
     text = label.get("solution_text_format") if isinstance(label, dict) else label
     found = {name: role.lower() for name, role in SOLUTION.findall(text)} if isinstance(text, str) else {}
     if not found:
-        raise RewardFailed(f"the label is no solution of the form '(1) Zoey is a knight': {label!r:.80}")
+        raise BadSample(f"the label is no solution of the form '(1) Zoey is a knight': {label!r:.80}")
     return found
 
 

@@ -1,5 +1,7 @@
-"""Length: 1 while the response has at least LOW and at most HIGH characters; beyond, it falls to 0 at half of LOW and at
-twice HIGH. Written length(HIGH) or length(LOW-HIGH)."""
+"""Length: 1 while the response has at least LOW and at most HIGH characters.
+
+Beyond, it falls to 0 at half of LOW and at twice HIGH. Written length(HIGH) or length(LOW-HIGH).
+"""
 
 from typing import Any
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from trimtab.rewards.verifiers.tags import last_answer
 
-NUMBER = re.compile(r"(?<![0-9A-Za-z)])-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+")
+WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+# A minus after a digit, a letter or a bracket is a subtraction.
+NUMBER = re.compile(rf"(?:(?<![0-9A-Za-z)])-)?(?:{WHOLE}(?:\.[0-9]+)?|\.[0-9]+)")
 MARK, BOX = "####", "\\boxed{"
 
 
@@ -21,13 +23,11 @@ def score(prompt: str, response: str, label: Any) -> float:
 
 def final_number(text: str) -> Decimal | None:
     """The number that a text gives as its answer. Exact, however many digits it has."""
-    if MARK in text:
-        found = NUMBER.search(text, text.rfind(MARK) + len(MARK))
-    elif BOX in text:
-        found = NUMBER.search(text, text.rfind(BOX) + len(BOX))
+    for mark in (MARK, BOX):
+        if mark in text:
+            found = NUMBER.search(text, text.rfind(mark) + len(mark))
+            break
     else:
         answer = last_answer(text)
-        found = None
-        for found in NUMBER.finditer(text if answer is None else answer):
-            pass
+        *_, found = [None, *NUMBER.finditer(text if answer is None else answer)]
     return Decimal(found.group().replace(",", "")) if found else None

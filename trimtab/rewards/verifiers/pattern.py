@@ -10,7 +10,7 @@ from typing import Any
 import regex
 
 from trimtab.errors import UserError
-from trimtab.rewards.types import RewardFailed
+from trimtab.rewards.types import BadSample
 
 SECONDS = 1.0
 
@@ -21,7 +21,7 @@ def score(prompt: str, response: str, label: Any, pattern: str | None = None) ->
     except TimeoutError:
         return 0.0
     except regex.error as error:
-        raise RewardFailed(f"the label {label!r} is not a regular expression ({error})") from error
+        raise BadSample(f"the label {label!r} is not a regular expression ({error})") from error
 
 
 def read_argument(text: str) -> str:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trimtab.distributed.device import has_kernels
 from trimtab.models import attention as training
 from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.dense import DenseWindow
@@ -51,12 +52,12 @@ def set_pass(cache: KVCache | None, current: "Reading | Decoding | Measuring | N
 
 @dataclass
 class Measuring:
-    shapes: list[tuple[int, int, torch.dtype]]
+    calls: list[tuple[tuple[int, int, torch.dtype], dict]]  # what a layer keeps, and what it asks of its attention
 
 
 def rollout_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask, **arguments):
     if isinstance(_pass, Measuring):
-        _pass.shapes.append((key.shape[1], key.shape[-1], key.dtype))
+        _pass.calls.append(((key.shape[1], key.shape[-1], key.dtype), arguments))
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
     layer = module.layer_idx
     if isinstance(_pass, Decoding):
@@ -64,14 +65,29 @@ def rollout_attention(module, query: Tensor, key: Tensor, value: Tensor, attenti
         _cache.store(layer, *new, _pass.places_B)
         return _decode(query, layer, new, arguments), None
     _cache.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), _pass.places_T)
-    out, _ = training.packed_attention(module, query, key, value, attention_mask, **arguments)
+    assert attention_mask is None
+    return _read(query, key, value, layer, arguments), None
+
+
+def attend(layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, arguments: dict) -> Tensor:
+    """The same for layers that store their keys and values themselves, and only where there are kernels."""
+    if isinstance(_pass, Decoding):
+        return _decode_by_kernel(query_THD, layer, arguments)
+    return _read(*(x.transpose(0, 1)[None] for x in (query_THD, key_THD, value_THD)), layer, arguments)[0]
+
+
+def _read(query: Tensor, key: Tensor, value: Tensor, layer: int, arguments: dict) -> Tensor:
+    """query [1, heads, T, D] -> [1, T, heads, D]."""
+    out, _ = training.packed_attention(None, query, key, value, None, **arguments)
     for own, places in _pass.cached:
         out[:, own] = _continue(query[:, :, own], layer, places, arguments)
-    return out, None
+    return out
 
 
 def _decode(query: Tensor, layer: int, new: tuple[Tensor, Tensor], arguments: dict) -> Tensor:
     """query [B, heads, 1, D] -> [B, 1, heads, D]."""
+    if has_kernels(query.device):
+        return _decode_by_kernel(query[:, :, 0], layer, arguments)[:, None]
     if _window is not None:
         longest = int(_pass.lengths_B.max())
         keys, values = (t[:, :, :longest] for t in _window.keys_and_values(layer, new, _pass.lengths_B - 1))
@@ -84,6 +100,21 @@ def _decode(query: Tensor, layer: int, new: tuple[Tensor, Tensor], arguments: di
     # The query heads that share a key head read it together.
     together = query.view(len(query), keys.shape[1], -1, query.shape[-1])
     return _attend(together, keys, values, seen[:, None, None], arguments).reshape(query.shape).transpose(1, 2)
+
+
+def _decode_by_kernel(query_BHD: Tensor, layer: int, arguments: dict) -> Tensor:
+    from trimtab.rollout.builtin.kernels.attention import paged_attention
+
+    return paged_attention(
+        query_BHD,
+        _cache.keys[layer],
+        _cache.values[layer],
+        _pass.tables_BP,
+        _pass.lengths_B,
+        scale=arguments.get("scaling") or query_BHD.shape[-1] ** -0.5,
+        softcap=arguments.get("softcap"),
+        window=arguments.get("sliding_window"),
+    )
 
 
 def _continue(query: Tensor, layer: int, places: Tensor, arguments: dict) -> Tensor:

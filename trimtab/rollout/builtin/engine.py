@@ -3,18 +3,25 @@
     admit what fits, read new prompts once, draw first tokens; then decode a few steps for all that run, look at what
     was drawn, let finished samples go, refill their places; repeat
 
-What it leaves out so far: captured graphs and kernels of its own for accelerators, which run the same passes eagerly.
+On an accelerator the steps between two looks are recorded (graphs.py) and use kernels of their own (kernels/); where
+that cannot be, and on a CPU, the same passes run step by step.
 """
 
 import contextlib
+import logging
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from trimtab.distributed.device import has_kernels
 from trimtab.distributed.sharding import gathered
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
+from trimtab.rollout.builtin.cache import KVCache
+from trimtab.rollout.builtin.fused_layers import recognised
+from trimtab.rollout.builtin.graphs import CannotRecord, DecodeGraphs, fingerprint
 from trimtab.rollout.builtin.int8 import Int8Layers
 from trimtab.rollout.builtin.memory import KVMemory
 from trimtab.rollout.builtin.pages import PagePool
@@ -24,6 +31,8 @@ from trimtab.rollout.builtin.scheduler import Admission, Prompt, Sample, Schedul
 from trimtab.rollout.types import Finish, Rollout, Sampling
 
 STEPS_BETWEEN_LOOKS = 8
+
+logger = logging.getLogger(__name__)
 
 
 class BuiltinEngine:
@@ -45,9 +54,12 @@ class BuiltinEngine:
         self.policy, self.tokenizer, self.slots = policy, tokenizer, slots
         self.read_tokens = read_tokens
         with gathered(policy):
-            shape = Runner.measure(policy)
+            shape, arguments = Runner.measure(policy)
+            self._fused = recognised(policy, shape, arguments)
         self._memory = KVMemory(shape, page_size, kv_tokens)
         self._int8 = Int8Layers(policy) if weight_only_int8 else None
+        self._graphs: DecodeGraphs | None = None
+        self._graphs_hold_for: tuple = ()
         self._call: _Call | None = None
 
     def generate(self, prompts: Sequence[list[int]], sampling: Sampling, **options) -> list[Rollout]:
@@ -78,7 +90,8 @@ class BuiltinEngine:
             with gathered(self.policy), self._int8 or contextlib.nullcontext():
                 call = self._call = _Call(self, prompts, sampling, seeds, limits, logit_hook)
                 cache = self._memory.cache(min(self.slots, len(call.samples)), call.longest, call.device)
-                with Runner(self.policy, cache) as runner:
+                call.graphs = self._recordings(call, cache)
+                with Runner(self.policy, cache, self._fused) as runner:
                     yield from call.run(runner)
         finally:
             self._call = None
@@ -92,12 +105,27 @@ class BuiltinEngine:
         """Give the engine's memory back; the next call takes what it needs again."""
         if self._call is not None:
             raise UserError("the engine is at work and cannot sleep; take all its answers first, or close their stream")
+        self._graphs = None
         self._memory.release()
         if self._int8 is not None:
             self._int8.release()
 
     def wake(self) -> None:
         """Nothing to prepare: the next call takes the memory it needs."""
+
+    def _recordings(self, call: "_Call", cache: KVCache) -> DecodeGraphs | None:
+        """Those of earlier calls while they hold; none where the host has a part in every step."""
+        sampling = call.sampling
+        if not has_kernels(call.device) or call.hook is not None or sampling.repetition_penalty != 1.0:
+            return None
+        same = replace(sampling, n=1, max_new_tokens=1, seed=0, stop_strings=())
+        hold_for = fingerprint(self.policy, cache), same
+        if self._graphs is None or self._graphs_hold_for != hold_for or not self._graphs.holds(call.longest):
+            self._graphs = None
+            sampler = Sampler(sampling, self.policy.head.out_features, call.device)
+            self._graphs = DecodeGraphs(sampler, cache, self.slots, call.longest)
+            self._graphs_hold_for = hold_for
+        return self._graphs
 
     def _check(self, prompts: Sequence[list[int]], sampling: Sampling, seeds, limits: Sequence[int]) -> None:
         for name, values in (("seeds", seeds), ("limits", limits)):
@@ -138,6 +166,7 @@ class _Call:
         for index, ids in enumerate(prompts):
             prompt = Prompt(index, list(ids), sampling.n)
             self.samples += [Sample(prompt, k, own_seeds[index][k], limits[index]) for k in range(sampling.n)]
+        self.graphs: DecodeGraphs | None = None
         self.hidden: dict[Prompt, torch.Tensor] = {}  # last hidden state of prompts whose samples still wait
 
     def run(self, runner: Runner) -> Iterator[Rollout]:
@@ -153,7 +182,7 @@ class _Call:
                 self.aborted.clear()
             yield from self.begin(runner, self.scheduler.admit())
             if self.scheduler.running:
-                self.scheduler.make_room(STEPS_BETWEEN_LOOKS)
+                self.scheduler.make_room(self.look)
                 yield from self.decode(runner)
 
     def abort(self, prompts: Collection[int] | None) -> None:
@@ -171,14 +200,14 @@ class _Call:
             sequences = [(s.prompt.ids + s.ids[:-1], len(s.prompt.ids), s.pages) for s in group if len(s.ids) > 1]
             if sequences:
                 runner.read(sequences)
-        fresh = [a.sample for a in admissions if not a.sample.ids]
+        fresh, finished = [a.sample for a in admissions if not a.sample.ids], []
         if fresh:
             hidden = torch.stack([self.hidden[s.prompt] for s in fresh])
-            self.take(fresh, [self.draw(runner, hidden, fresh)])
+            finished = list(self.take(fresh, self.draw(runner, hidden, fresh)))
         self.scheduler.settled()
         for prompt in [p for p in self.hidden if p.waiting == 0]:
             del self.hidden[prompt]
-        yield from self.finished(fresh)
+        yield from finished
 
     def read_prompts(self, runner: Runner, prompts: list[Prompt]) -> None:
         for group in _groups(prompts, lambda p: len(p.ids), self.engine.read_tokens):
@@ -196,9 +225,25 @@ class _Call:
 
     # ---- decoding
 
+    @property
+    def look(self) -> int:
+        """Steps between two looks."""
+        return STEPS_BETWEEN_LOOKS if self.graphs is None else self.graphs.steps
+
     def decode(self, runner: Runner) -> Iterator[Rollout]:
         running = list(self.scheduler.running)
-        steps = min(STEPS_BETWEEN_LOOKS, max(s.remaining for s in running))
+        steps = min(self.look, max(s.remaining for s in running))
+        if self.graphs is not None:
+            try:
+                running, drawn = self.graphs.run(runner, running, steps)
+            except CannotRecord as error:
+                logger.warning("decoding step by step, which is slower: %s", error)
+                self.graphs = None
+        if self.graphs is None:
+            drawn = self.step_by_step(runner, running, steps)
+        yield from self.take(running, drawn)
+
+    def step_by_step(self, runner: Runner, running: list[Sample], steps: int) -> Drawn:
         tables = np.zeros((len(running), max(len(s.pages) for s in running) + 1), dtype=np.int64)
         for row, sample in enumerate(running):
             tables[row, : len(sample.pages)] = sample.pages
@@ -213,8 +258,7 @@ class _Call:
             hidden = runner.decode(tokens, (positions + step).clamp(max=last), tables)
             results.append(self.draw(runner, hidden, running, drawn + step, results))
             tokens = results[-1].tokens_B
-        self.take(running, results)
-        yield from self.finished(running)
+        return Drawn.stacked(results)
 
     def draw(self, runner, hidden, samples, drawn=None, newer=()) -> Drawn:
         seeds = torch.tensor([s.seed for s in samples], device=self.device)
@@ -235,41 +279,53 @@ class _Call:
 
     # ---- what was drawn
 
-    def take(self, samples: list[Sample], results: list[Drawn]) -> None:
-        tokens = torch.stack([r.tokens_B for r in results], 1).tolist()
-        log_probs = torch.stack([r.log_probs_B for r in results], 1).tolist()
-        plain = torch.stack([r.plain_B for r in results], 1).tolist() if self.sampling.plain_log_probs else None
-        for row, (sample, new, values) in enumerate(zip(samples, tokens, log_probs)):
+    def take(self, samples: list[Sample], drawn: Drawn) -> Iterator[Rollout]:
+        """Keep what each sample drew up to its end, and let those that are finished go."""
+        tokens, log_probs, plain = drawn.on_host(len(samples))
+        number = np.arange(tokens.shape[1])
+        kept = np.minimum(tokens.shape[1], [s.remaining for s in samples])
+        stops = np.isin(tokens, self.sampling.stop_token_ids) & (number < kept[:, None])
+        stopped = stops.any(1)
+        kept = np.where(stopped, stops.argmax(1) + 1, kept)
+        broken = np.argwhere(np.isnan(log_probs) & (number < kept[:, None]))
+        if len(broken):
+            row, step = broken[0]
+            raise UserError(
+                f"the model's logits are not finite for prompt {samples[row].prompt.index}, sample "
+                f"{samples[row].number}, token {len(samples[row].ids) + step}; its weights are probably broken"
+            )
+        kept, stopped, tokens, log_probs = kept.tolist(), stopped.tolist(), tokens.tolist(), log_probs.tolist()
+        for row, sample in enumerate(samples):
             before = len(sample.ids)
-            for token, value in zip(new, values):
-                if value != value:
-                    raise UserError(
-                        f"the model's logits are not finite for prompt {sample.prompt.index}, sample {sample.number}, "
-                        f"token {len(sample.ids)}; its weights are probably broken"
-                    )
-                sample.ids.append(token)
-                sample.log_probs.append(value)
-                if self.finish_of(sample) is not None:
-                    break
+            sample.ids += tokens[row][: kept[row]]
+            sample.log_probs += log_probs[row][: kept[row]]
             if plain is not None:
-                sample.plain_log_probs += plain[row][: len(sample.ids) - before]
+                sample.plain_log_probs += plain[row, : kept[row]].tolist()
+            if self.cut_at_stop_string(sample, before) or stopped[row]:
+                yield self.let_go(sample, "stop")
+            elif sample.remaining <= 0:
+                yield self.let_go(sample, "length")
 
-    def finish_of(self, sample: Sample) -> Finish | None:
+    def cut_at_stop_string(self, sample: Sample, before: int) -> bool:
+        """Drop what follows a stop string among the tokens after `before`; whether there is one."""
         sampling = self.sampling
-        if sample.ids and sample.ids[-1] in sampling.stop_token_ids:
-            return "stop"
-        if sampling.stop_strings and len(sample.ids) >= sampling.min_new_tokens:
-            text = self.engine.tokenizer.decode(sample.ids)
+        if not sampling.stop_strings:
+            return False
+        decode = self.engine.tokenizer.decode
+        whole = decode(sample.ids)
+        if not any(stop in whole for stop in sampling.stop_strings):
+            return False
+        for end in range(max(before + 1, sampling.min_new_tokens), len(sample.ids) + 1):
+            text = decode(sample.ids[:end])
             if any(stop in text for stop in sampling.stop_strings):
-                return "stop"
-        return "length" if sample.remaining <= 0 else None
+                for values in (sample.ids, sample.log_probs, sample.plain_log_probs):
+                    del values[end:]
+                return True
+        return False
 
-    def finished(self, samples: list[Sample]) -> Iterator[Rollout]:
-        for sample in samples:
-            finish = self.finish_of(sample)
-            if finish is not None:
-                self.scheduler.finish(sample)
-                yield self.rollout(sample, finish)
+    def let_go(self, sample: Sample, finish: Finish) -> Rollout:
+        self.scheduler.finish(sample)
+        return self.rollout(sample, finish)
 
     def rollout(self, sample: Sample, finish: Finish) -> Rollout:
         plain = np.array(sample.plain_log_probs, dtype=np.float32) if self.sampling.plain_log_probs else None

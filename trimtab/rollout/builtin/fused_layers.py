@@ -5,12 +5,15 @@ equal those of its own modules. Anything else runs through its modules. A projec
 (an adapter, int8) is called as the module it is.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from trimtab.distributed.device import has_kernels
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.cache import KVCache, KVShape
+from trimtab.rollout.builtin.runner import Runner
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -71,6 +74,28 @@ def _head_norms(attention: nn.Module) -> tuple[Tensor, Tensor, float] | None:
 
 
 # ---- which models
+
+
+def recognised(policy: Policy, shape: KVShape, arguments: list[dict]) -> FusedLayers | None:
+    """The policy's layers fused, where the device has kernels and the numbers are its own."""
+    backbone = policy.inner.base_model
+    if not has_kernels(policy.device) or not looks_like_llama(backbone):
+        return None
+    used = ("scaling", "sliding_window", "softcap")
+    fused = FusedLayers(backbone, [{name: asked.get(name) for name in used} for asked in arguments])
+    expected, found = (_few_hidden_states(policy, shape, layers) for layers in (None, fused))
+    tolerance = 1e-3 if shape.dtype == torch.float32 else 5e-2  # rounding, over all layers
+    return fused if (found - expected).norm() <= tolerance * expected.norm() else None
+
+
+@torch.no_grad()
+def _few_hidden_states(policy: Policy, shape: KVShape, fused: FusedLayers | None) -> Tensor:
+    ids = [(7 * i + 3) % policy.head.out_features for i in range(10)]
+    tensor = partial(torch.tensor, device=policy.device)
+    with Runner(policy, KVCache(shape, 1, 16, policy.device), fused) as runner:
+        read = runner.read([(ids[:-1], 0, [1])])
+        decoded = runner.decode(tensor(ids[-1:]), tensor([len(ids) - 1]), tensor([[1]]))
+    return torch.cat([read, decoded]).float()
 
 
 def looks_like_llama(backbone: nn.Module) -> bool:

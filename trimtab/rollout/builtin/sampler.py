@@ -6,9 +6,11 @@ probabilities u falls into. Its stream is its own: what else is in the batch cha
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from trimtab.distributed.device import has_kernels
 from trimtab.rollout.types import Sampling
 
 
@@ -48,6 +50,17 @@ class Drawn:
     log_probs_B: Tensor
     plain_B: Tensor | None  # log-probs at temperature 1, where asked for
 
+    @classmethod
+    def stacked(cls, steps: list["Drawn"]) -> "Drawn":
+        """Of several steps: [B, steps] each."""
+        plain = None if steps[0].plain_B is None else torch.stack([s.plain_B for s in steps], 1)
+        return cls(torch.stack([s.tokens_B for s in steps], 1), torch.stack([s.log_probs_B for s in steps], 1), plain)
+
+    def on_host(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Tokens, log-probs and plain log-probs as [rows, steps]."""
+        tensors = self.tokens_B, self.log_probs_B, self.plain_B
+        return tuple(None if t is None else t.cpu().numpy().reshape(rows, -1) for t in tensors)
+
 
 class Sampler:
     """One sampling setting, ready for logits of one vocabulary."""
@@ -61,11 +74,20 @@ class Sampler:
                 self.bias[token] = value
             self.bias[list(sampling.forbidden_tokens)] = float("-inf")
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
+        # Nothing but a temperature between the model's logits and the draw.
+        self.plainly = (
+            sampling.temperature > 0
+            and self.bias is None
+            and (sampling.top_k, sampling.top_p, sampling.repetition_penalty) == (0, 1, 1)
+            and (sampling.min_new_tokens == 0 or not sampling.stop_token_ids)
+        )
 
     def draw(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> Drawn:
         """`drawn_B`: how many tokens each sequence has drawn; `seen_BV`: tokens it has had (repetition penalty)."""
         sampling = self.sampling
         raw = logits_BV.float()
+        if self.plainly and has_kernels(raw.device):
+            return self._draw_by_kernel(raw, seeds_B, drawn_B)
         temperature = sampling.temperature or 1.0
         logits = raw if temperature == 1.0 else raw / temperature
         chosen_from = self._adjusted(raw, drawn_B, seen_BV) / temperature
@@ -78,6 +100,12 @@ class Sampler:
             u = uniform(seeds_B, drawn_B).to(shares.dtype)[:, None] * shares[:, -1:]
             tokens = torch.searchsorted(shares, u, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
         return Drawn(tokens, _log_probs(logits, tokens), _log_probs(raw, tokens) if sampling.plain_log_probs else None)
+
+    def _draw_by_kernel(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> Drawn:
+        from trimtab.rollout.builtin.kernels.sampling import draw_plainly
+
+        tokens, log_probs = draw_plainly(logits_BV, seeds_B, drawn_B, self.sampling.temperature)
+        return Drawn(tokens, log_probs, _log_probs(logits_BV, tokens) if self.sampling.plain_log_probs else None)
 
     def _adjusted(self, logits: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> Tensor:
         """What tokens are chosen from: the model's logits with everything the setting asks for."""

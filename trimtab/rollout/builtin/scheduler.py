@@ -119,7 +119,7 @@ class Scheduler:
         """Pages for the next tokens of everything that runs; the samples that had to stop for it."""
         stopped: list[Sample] = []
         for sample in list(self.running):
-            while sample in self.running:
+            while sample not in stopped:
                 ahead = min(steps, sample.remaining)
                 missing = self.pool.needed(sample.length + ahead) - len(sample.pages)
                 if missing <= 0:

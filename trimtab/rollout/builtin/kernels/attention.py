@@ -100,7 +100,7 @@ def paged_attention(
     window: int | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """`keys`, `values`: one layer's [pages, tokens a page, heads, width]; `lengths_B`: tokens to look at, at least 1."""
+    """`keys`, `values`: one layer's [pages, tokens a page, heads, width]; `lengths_B`: tokens to look at, 1 or more."""
     rows, heads, width = query_BHD.shape
     kv_heads, page = keys.shape[2], keys.shape[1]
     assert query_BHD.stride(2) == keys.stride(3) == 1 and keys.stride() == values.stride()

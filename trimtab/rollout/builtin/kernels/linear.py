@@ -71,6 +71,7 @@ def can_join(x_TD: Tensor, modules: list[nn.Module]) -> bool:
     """Plain half-precision Linear modules, alike in bias, of widths that make whole tiles."""
     return x_TD.dtype in (torch.bfloat16, torch.float16) and all(
         type(module) is nn.Linear
+        and "forward" not in vars(module)  # int8 replaces it
         and module.weight.dtype == x_TD.dtype
         and module.weight.is_contiguous()
         and module.out_features % TILE == 0

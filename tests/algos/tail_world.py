@@ -1,0 +1,138 @@
+"""A world so small that every answer can be listed: policies are tables of logits, a row for each prefix."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trimtab.algos import ctl, repulse
+from trimtab.algos.answers import token_scale
+from trimtab.algos.reinforce import loss
+from trimtab.algos.tail_weights import log_ratios, tilted
+
+
+@dataclass(frozen=True)
+class World:
+    tokens: int
+    steps: int
+    end: int | None  # the token that ends an answer early
+
+    @property
+    def prefixes(self) -> list[tuple[int, ...]]:
+        return [p for length in range(self.steps) for p in self._sequences(length) if self.end not in p]
+
+    @property
+    def answers(self) -> list[tuple[int, ...]]:
+        whole = [s for s in self._sequences(self.steps) if self.end not in s[:-1]]
+        return whole + [p + (self.end,) for p in self.prefixes if self.end is not None and len(p) < self.steps - 1]
+
+    def _sequences(self, length: int) -> Iterator[tuple[int, ...]]:
+        return itertools.product(range(self.tokens), repeat=length)
+
+    def table(self, seed: int, scale: float = 0.7) -> Tensor:
+        logits = scale * torch.randn(
+            len(self.prefixes), self.tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+        return logits.requires_grad_()
+
+    def rewards(self, seed: int = 9) -> Tensor:
+        return torch.randn(len(self.answers), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+    def places(self, chosen: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Row, token and owner of all tokens of these answers, one answer after another."""
+        where = [
+            (self.prefixes.index(self.answers[a][:t]), token, place)
+            for place, a in enumerate(chosen)
+            for t, token in enumerate(self.answers[a])
+        ]
+        return tuple(torch.tensor(column) for column in zip(*where, strict=True))
+
+    def token_log_probs(self, table: Tensor, chosen: list[int]) -> Tensor:
+        rows, tokens, _ = self.places(chosen)
+        return table.log_softmax(1)[rows, tokens]
+
+    def log_probs(self, table: Tensor) -> Tensor:
+        """Of every answer."""
+        return torch.stack([self.token_log_probs(table, [a]).sum() for a in range(len(self.answers))])
+
+    def sigma(self, table: Tensor, rewards: Tensor, beta: float) -> Tensor:
+        return (self.log_probs(table).detach() + beta * rewards).softmax(0)
+
+    def table_of(self, probabilities: Tensor) -> Tensor:
+        """The policy that samples answers with these probabilities."""
+        rows = []
+        for prefix in self.prefixes:
+            mass = [
+                sum(p for p, a in zip(probabilities.tolist(), self.answers) if a[: len(prefix) + 1] == (*prefix, k))
+                for k in range(self.tokens)
+            ]
+            rows.append(torch.tensor(mass, dtype=torch.float64).log())
+        return torch.stack(rows).requires_grad_()
+
+    def groups(self, size: int) -> list[tuple[int, ...]]:
+        return list(itertools.product(range(len(self.answers)), repeat=size))
+
+
+EQUAL = World(tokens=3, steps=2, end=None)  # nine answers of two tokens
+RAGGED = World(tokens=3, steps=2, end=0)  # seven answers of one or two tokens
+
+
+def gradient(value: Tensor, table: Tensor) -> Tensor:
+    return torch.autograd.grad(value, table)[0]
+
+
+# ---- the losses of one batch, as a training step puts them together
+
+
+def scaled(advantages_N: Tensor, owners_N: Tensor, answers: int, reduction: str) -> Tensor:
+    return advantages_N * token_scale(owners_N, answers, reduction).to(advantages_N.dtype)
+
+
+def proposal_loss(
+    world: World,
+    policy: Tensor,
+    proposal: Tensor,
+    chosen: list[int],
+    group: int,
+    rewards: Tensor,
+    beta: float,
+    reduction: str = "token_mean",
+    second_term: bool = True,
+) -> Tensor:
+    """L_q of a proposal that is a model, on answers that it gave."""
+    _, _, owners_N = world.places(chosen)
+    answers = len(chosen)
+    policy_N = world.token_log_probs(policy, chosen).detach()
+    proposal_N = world.token_log_probs(proposal, chosen)
+    old_N = proposal_N.detach()
+    ratios_GN = log_ratios(policy_N, old_N, owners_N, answers).view(-1, group)
+    weights_GN = tilted(rewards[chosen].view(-1, group), beta, ratios_GN)
+    steps_N = ctl.step_weights(policy_N - old_N, old_N - policy_N, owners_N, answers, group) if second_term else None
+    advantages_N = scaled(ctl.advantages(weights_GN, steps_N, owners_N), owners_N, answers, reduction)
+    return loss(proposal_N - policy_N, advantages_N).sum() / answers
+
+
+def push_down_loss(
+    world: World,
+    policy: Tensor,
+    proposal: Tensor | None,
+    chosen: list[int],
+    group: int,
+    rewards: Tensor,
+    beta: float,
+    kappa: float,
+    reduction: str = "token_mean",
+) -> Tensor:
+    """The second term of L_p, on answers of the proposal, or (None) of the policy itself."""
+    _, _, owners_N = world.places(chosen)
+    answers = len(chosen)
+    policy_N = world.token_log_probs(policy, chosen)
+    ratios_GN = None
+    if proposal is not None:
+        old_N = world.token_log_probs(proposal, chosen).detach()
+        ratios_GN = log_ratios(policy_N.detach(), old_N, owners_N, answers).view(-1, group)
+    weights_GN = tilted(rewards[chosen].view(-1, group), beta, ratios_GN)
+    advantages_N = repulse.push_down(weights_GN, kappa).flatten()[owners_N]
+    return loss(policy_N, scaled(advantages_N, owners_N, answers, reduction)).sum() / answers

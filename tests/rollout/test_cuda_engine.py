@@ -1,0 +1,154 @@
+"""Recorded decoding and fused layers: the same answers as step by step through the model's own modules.
+
+On an accelerator as they are; without one, where Triton is installed, its interpreter runs the kernels and a recording
+is replayed by doing the work again.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+pytest.importorskip("triton")
+
+from tests.rollout.test_builtin_engine import prompts  # noqa: E402
+from tests.tiny import tiny_model  # noqa: E402
+from trimtab.data.batches import TokenBatch  # noqa: E402
+from trimtab.models.policy import Policy  # noqa: E402
+from trimtab.models.selfcheck import choose_path  # noqa: E402
+from trimtab.rollout.builtin import attention, engine, fused_layers, graphs, sampler  # noqa: E402
+from trimtab.rollout.builtin.engine import BuiltinEngine  # noqa: E402
+from trimtab.rollout.types import Sampling  # noqa: E402
+
+TIGHT = {"kv_tokens": 160, "slots": 3, "page_size": 8}
+SHORT = prompts((5, 17, 33, 1))
+USERS_OF_KERNELS = (attention, engine, fused_layers, sampler)
+
+
+class DoneAgain:
+    def __init__(self, work, pool):
+        work()
+        self.replay, self.pool = work, lambda: None
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch):
+    if DEVICE == "cpu":
+        use_kernels(monkeypatch, True)
+        monkeypatch.setattr(graphs, "record", DoneAgain)
+
+
+def use_kernels(monkeypatch, use: bool) -> None:
+    for module in USERS_OF_KERNELS:
+        monkeypatch.setattr(module, "has_kernels", lambda device: use)
+
+
+def policy_of(family="llama", dtype=torch.float32, **changes):
+    policy = Policy(tiny_model(family, **changes).to(DEVICE))
+    for parameter in policy.parameters():
+        parameter.data = parameter.data.to(dtype)
+    choose_path(policy)
+    return policy
+
+
+def answers(policy, sampling, given=SHORT, **memory):
+    return [a.ids for a in BuiltinEngine(policy, **memory).generate(given, sampling)]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen2", "qwen3", "mistral"])
+def test_llama_like_models_are_recognised(family):
+    assert BuiltinEngine(policy_of(family))._fused is not None
+
+
+@pytest.mark.parametrize("family", ["granite", "gpt2", "gemma2", "qwen2_moe"])
+def test_others_keep_their_own_layers(family):
+    assert BuiltinEngine(policy_of(family))._fused is None
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "mixtral"])
+@pytest.mark.parametrize("memory", [{}, TIGHT])
+def test_recorded_decoding_gives_the_tokens_of_step_by_step(family, memory, monkeypatch):
+    policy = policy_of(family)
+    settings = [Sampling(max_new_tokens=20, temperature=0), Sampling(max_new_tokens=20, n=2, temperature=0.8)]
+    recorded = [answers(policy, sampling, **memory) for sampling in settings]
+    use_kernels(monkeypatch, False)
+    assert recorded == [answers(policy, sampling) for sampling in settings]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"stop_token_ids": tuple(range(3, 30))},
+        {"stop_token_ids": tuple(range(3, 50)), "min_new_tokens": 4},
+        {"forbidden_tokens": tuple(range(10, 60))},
+        {"repetition_penalty": 1.3},
+    ],
+)
+def test_every_setting_gives_the_tokens_of_step_by_step(changes, monkeypatch):
+    policy, sampling = policy_of(), Sampling(max_new_tokens=20, n=2, **changes)
+    recorded = answers(policy, sampling)
+    use_kernels(monkeypatch, False)
+    assert recorded == answers(policy, sampling)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_equal_the_trainers(temperature):
+    policy = policy_of()
+    sampling = Sampling(max_new_tokens=12, n=2, temperature=temperature, plain_log_probs=True)
+    given = BuiltinEngine(policy, **TIGHT).generate(SHORT, sampling)
+    whole = [np.array(a.prompt_ids + a.ids) for a in given]
+    examples = [(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, given)]
+    batch = TokenBatch.of(examples).to(torch.device(DEVICE))
+    for name, heat in (("log_probs", temperature), ("plain_log_probs", 1.0)):
+        sampled = torch.from_numpy(np.concatenate([getattr(a, name) for a in given]))
+        torch.testing.assert_close(sampled, policy(batch, temperature=heat).log_probs_N.cpu(), atol=1e-5, rtol=1e-5)
+
+
+def test_recordings_follow_the_weights_and_survive_a_nap():
+    policy = policy_of()
+    used = BuiltinEngine(policy)
+    sampling = Sampling(max_new_tokens=8, temperature=0)
+    used.generate(SHORT, sampling)
+    kept = used._graphs
+    others = [p.data for p in tiny_model("llama", seed=9).to(DEVICE).parameters()]
+    fresh = answers(policy_of(seed=9), sampling)
+    with torch.no_grad():
+        for parameter, other in zip(policy.parameters(), others):
+            parameter.copy_(other)
+    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh and used._graphs is kept
+    for parameter, other in zip(policy.parameters(), others):
+        parameter.data = other.clone()  # elsewhere now
+    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh and used._graphs is not kept
+    used.sleep()
+    assert used._graphs is None
+    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh
+
+
+def test_adapters_are_part_of_what_is_recorded(monkeypatch):
+    pytest.importorskip("peft")
+    from trimtab.config.groups import LoraOptions
+    from trimtab.models.lora import adapters_off, add_adapters
+
+    policy = policy_of()
+    sampling = Sampling(max_new_tokens=8, temperature=0)
+    without = answers(policy, sampling)
+    policy.model = add_adapters(
+        policy.model, LoraOptions(lora_rank=4, lora_alpha=8, target_modules=["q_proj", "up_proj"])
+    )
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.5)
+    used = BuiltinEngine(policy)
+    assert used._fused is not None
+    attached = [a.ids for a in used.generate(SHORT, sampling)]
+    with adapters_off(policy.model):
+        assert [a.ids for a in used.generate(SHORT, sampling)] == without != attached
+    use_kernels(monkeypatch, False)
+    assert answers(policy, sampling) == attached

@@ -1,0 +1,115 @@
+import numpy as np
+import pytest
+import torch
+
+from trimtab.rewards.types import RewardResult
+from trimtab.rollout.types import Rollout
+from trimtab.train.rl.cut import cost, micro_batches, mini_batches
+from trimtab.train.rl.experience import Experience
+
+PROMPTS = [[5, 6, 7], [8, 9], [5, 6, 7, 8, 9]]
+
+
+def make(n=3, seed=0, steps=None):
+    rng = np.random.default_rng(seed)
+    rollouts = []
+    for index, prompt in enumerate(PROMPTS):
+        for sample in range(n):
+            ids = rng.integers(1, 50, rng.integers(1, 7)).tolist()
+            log_probs = -rng.random(len(ids)).astype(np.float32)
+            rollouts.append(Rollout(index, sample, prompt, ids, log_probs, "stop" if sample else "length"))
+    rewards = rng.random(len(rollouts)).tolist()
+    logs = {"format": rng.random(len(rollouts)).tolist()}
+    return Experience.of([r.prompt + 10 for r in rollouts], rollouts, RewardResult(rewards, logs=logs, steps=steps))
+
+
+def test_tokens_lie_sample_after_sample_and_know_how_many_follow():
+    experience = make()
+    position = 0
+    for sample, ids in enumerate(experience.response_ids):
+        for place in range(len(ids)):
+            assert experience.owners_N[position] == sample
+            assert experience.remaining_N[position] == len(ids) - 1 - place
+            position += 1
+    assert position == len(experience.sampled_N)
+
+
+def test_a_batch_holds_every_sequence_and_its_columns_and_a_shared_prompt_once():
+    experience = make()
+    samples = [4, 5, 1, 0, 8]
+    batch = experience.batch(samples, "sampled_N")
+    for place, i in enumerate(samples):
+        assert batch.sequence(place).tolist() == experience.prompt_ids[i] + experience.response_ids[i]
+    expected = [t for i in samples for t in experience.response_ids[i]]
+    assert batch.targets_N.tolist() == expected
+    assert torch.equal(batch.extra["sampled_N"], experience.sampled_N[experience.tokens_of(samples)])
+    assert batch.tokens == cost(experience, samples) == len(expected) + 2 + 3 + 5
+
+
+def test_what_is_put_piece_by_piece_lands_where_it_belongs():
+    experience = make()
+    pieces = [([3, 0], experience.sampled_N[experience.tokens_of([3, 0])])]
+    rest = [i for i in range(len(experience)) if i not in (3, 0)]
+    pieces.append((rest, experience.sampled_N[experience.tokens_of(rest)]))
+    experience.put("old_N", pieces)
+    assert torch.equal(experience.old_N, experience.sampled_N)
+
+
+def test_taking_and_joining_are_inverse():
+    experience = make()
+    joined = Experience.joined([experience.take([0, 1, 2]), experience.take([3, 4, 5, 6, 7, 8])])
+    assert_equal(joined, experience)
+
+
+def test_it_survives_being_written_as_tensors():
+    experience = make(steps=[[(0, 0.5)]] + [[] for _ in range(8)])
+    experience.advantages_N = torch.randn(len(experience.sampled_N))
+    assert_equal(Experience.from_tensors(experience.tensors()), experience)
+
+
+def test_step_rewards_stand_on_their_tokens():
+    steps = [[] for _ in range(9)]
+    steps[4] = [(0, 0.25)]
+    experience = make(steps=steps)
+    assert experience.step_rewards_N[experience.starts_S[4]] == 0.25
+    assert experience.step_rewards_N.sum() == 0.25
+
+
+def assert_equal(first, second):
+    for name, value in vars(second).items():
+        if name in Experience.__dataclass_fields__:
+            other = getattr(first, name)
+            assert torch.equal(other, value) if isinstance(value, torch.Tensor) else str(other) == str(value), name
+
+
+@pytest.mark.parametrize("budget", [None, 8, 20, 1000])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_passes_hold_every_sample_once_and_no_more_than_they_may(budget, count):
+    experience = make()
+    samples = list(range(1, 9))
+    passes = micro_batches(experience, samples, count=count, budget=budget)
+    assert sorted(i for part in passes for i in part) == samples
+    for part in passes:
+        if budget is None:
+            assert len(part) <= count
+        else:
+            assert cost(experience, part) <= budget or len(part) == 1
+
+
+def test_answers_to_one_prompt_are_read_together_where_they_fit():
+    experience = make()
+    passes = micro_batches(experience, range(9), count=1, budget=1000)
+    assert len(passes) == 1
+    assert cost(experience, passes[0]) == sum(map(len, PROMPTS)) + len(experience.sampled_N)
+
+
+@pytest.mark.parametrize("size", [1, 4, 8, 12, 100])
+def test_optimiser_steps_hold_whole_groups_and_every_sample_once(size):
+    steps = mini_batches(24, 4, size, (0, 1, 2))
+    assert sorted(i for step in steps for i in step) == list(range(24))
+    for step in steps:
+        assert len(step) <= max(4, size)
+        assert [i - i % 4 for i in step[::4]] == step[::4], "whole groups, in order"
+    assert steps == mini_batches(24, 4, size, (0, 1, 2))
+    if size < 24:
+        assert steps != mini_batches(24, 4, size, (0, 2, 2))

@@ -1,0 +1,25 @@
+"""RePULSe's push-down term (Zhao et al. 2025): lower the probability of what the tilted policy samples.
+
+    L_p = L_RL + kappa (1 / groups) sum over groups and answers i of omega_i log p(s_i)
+    kappa = alpha / n  (per_sample)   or   alpha  (per_group)
+
+E_sigma[grad log p] = grad log Z, so with token_sum this descends on kappa log E_p[exp(beta r)]. The answers are the
+proposal's, with weights from tail_weights.py. On p's own answers, weighted without a ratio, it is the base proposal.
+Added to REINFORCE's loss, which is a mean over answers, each answer's advantage is -kappa n omega_i.
+"""
+
+from torch import Tensor
+
+
+def kappa(alpha: float, group: int, scale: str) -> float:
+    """What the gradient of log Z is multiplied by. `per_sample` is the original's: omega sums to 1, and the mean over
+    the answers divides by n once more."""
+    if scale == "per_group":
+        return alpha
+    assert scale == "per_sample", scale
+    return alpha / group
+
+
+def push_down(weights_GN: Tensor, kappa: float) -> Tensor:
+    """Advantages of the answers, [groups, n], before the scale of their tokens."""
+    return -kappa * weights_GN.shape[1] * weights_GN

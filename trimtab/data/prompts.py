@@ -1,0 +1,273 @@
+"""Prompts to sample answers to: rendered up to where the answer begins, with what their rows hold for the reward.
+
+A prompt longer than `--prompt_max_len` is left out and counted, never cut: half a question has another answer.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from trimtab.data import token_cache
+from trimtab.data.building import Arrays, build_store, first_row, settings_of, workers_of
+from trimtab.data.chat import Rendering, in_template
+from trimtab.data.data_report import DataReport
+from trimtab.data.formats import DEFAULT_INPUT_KEY, read_tools, require_columns, text_or_messages
+from trimtab.data.rendering import AnswerRenderer, as_messages
+from trimtab.data.sources import SOURCE_COLUMN, load_rows
+from trimtab.data.token_store import content_hash
+from trimtab.data.tokenising import tokenise
+from trimtab.errors import UserError
+
+SOURCE_COLUMNS = ("datasource", "data_source", SOURCE_COLUMN)  # the first that says something
+
+
+class PromptOptions(Protocol):
+    """`num_workers` may be there too."""
+
+    prompt_data: str
+    prompt_data_probs: str | None
+    prompt_split: str
+    eval_dataset: str | None
+    eval_split: str
+    max_samples: int
+    seed: int
+    input_key: str
+    label_key: str | None
+    input_template: str | None
+    apply_chat_template: bool
+    prompt_max_len: int
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """The options that the tokens depend on."""
+
+    input_key: str
+    input_template: str | None
+    apply_chat_template: bool
+    prompt_max_len: int
+
+
+@dataclass
+class PromptReport(DataReport):
+    noun: ClassVar[str] = "prompts"
+
+    def lines(self) -> list[str]:
+        text = [
+            f"{self.what} data: {self.rows_kept:,} of {self.rows_read:,} {self.noun} ({self.layout}), "
+            f"{self.tokens:,} tokens",
+            "lengths: " + ", ".join(f"{name} {value:,}" for name, value in self.lengths.items()),
+        ]
+        if self.rows_over_long:
+            text.append(
+                f"{self.rows_over_long:,} {self.noun} left out: more than {self.max_len:,} tokens (--prompt_max_len)"
+            )
+        if self.rows_empty:
+            text.append(f"{self.rows_empty:,} {self.noun} left out: empty")
+        return text
+
+
+@dataclass(frozen=True)
+class PromptTokens:
+    """N prompts, one after another: as tokens, as UTF-8 text, and which row of the data each is."""
+
+    ids: np.ndarray
+    offsets: np.ndarray
+    text: np.ndarray
+    text_offsets: np.ndarray
+    rows: np.ndarray
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return content_hash(self.ids, self.offsets, self.text, self.text_offsets, self.rows)
+
+
+class PromptStore:
+    """N prompts and their rows."""
+
+    def __init__(self, tokens: PromptTokens, rows: Dataset, input_key: str, label_key: str | None):
+        self._tokens, self._rows = tokens, rows.select(tokens.rows)
+        self._label_key = label_key
+        self._others = [name for name in rows.column_names if name not in (input_key, label_key, SOURCE_COLUMN)]
+        self._row = functools.lru_cache(4096)(self._rows.__getitem__)  # the answers to a prompt come close together
+
+    def __len__(self) -> int:
+        return len(self._tokens.rows)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of the prompts and of all that their rows hold; what a file is called does not matter."""
+        names = [name for name in self._rows.column_names if name != SOURCE_COLUMN]
+        return content_hash(of=self._tokens.fingerprint + token_cache.rows_hash(self._rows.select_columns(names)))
+
+    @functools.cached_property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self._tokens.offsets)
+
+    @property
+    def largest_token(self) -> int:
+        return int(self._tokens.ids.max())
+
+    def ids(self, index: int) -> list[int]:
+        return _piece(self._tokens.ids, self._tokens.offsets, index).tolist()
+
+    def text(self, index: int) -> str:
+        """The prompt as the model reads it."""
+        return _piece(self._tokens.text, self._tokens.text_offsets, index).tobytes().decode()
+
+    def label(self, index: int) -> Any:
+        """What `--label_key` names, or None."""
+        return None if self._label_key is None else self._row(index)[self._label_key]
+
+    def columns(self, index: int) -> dict[str, Any]:
+        """The row without its prompt and its label."""
+        row = self._row(index)
+        return {name: row[name] for name in self._others}
+
+    def source(self, index: int) -> str:
+        """Where the prompt comes from: the row's own word for it, or the file's or data set's name."""
+        row = self._row(index)
+        return next((str(row[name]) for name in SOURCE_COLUMNS if row.get(name) is not None), "")
+
+
+def _piece(values: np.ndarray, offsets: np.ndarray, index: int) -> np.ndarray:
+    if not 0 <= index < len(offsets) - 1:
+        raise IndexError(f"no prompt {index} among {len(offsets) - 1}")
+    return values[offsets[index] : offsets[index + 1]]
+
+
+def load_prompt_stores(
+    options: PromptOptions, tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, PromptStore], dict[str, PromptReport]]:
+    """The prompts to train on ("train") and, where --eval_dataset is given, those to measure with ("evaluation")."""
+    limits = {"max_samples": options.max_samples, "seed": options.seed, "name_sources": True}
+    found = {
+        "train": load_rows(
+            options.prompt_data,
+            probabilities=options.prompt_data_probs,
+            split=options.prompt_split,
+            flag="--prompt_data",
+            **limits,
+        )
+    }
+    if options.eval_dataset:
+        found["evaluation"] = load_rows(
+            options.eval_dataset, probabilities=None, split=options.eval_split, flag="--eval_dataset", **limits
+        )
+    built = {what: build_prompt_store(rows, tokenizer, options, what=what) for what, rows in found.items()}
+    return {what: store for what, (store, _) in built.items()}, {what: report for what, (_, report) in built.items()}
+
+
+def build_prompt_store(
+    rows: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    options: PromptOptions,
+    *,
+    what: str = "train",
+    workers: int | None = None,
+) -> tuple[PromptStore, PromptReport]:
+    """Renders and tokenises the rows, or finds the result of the same work in the cache."""
+    settings = settings_of(PromptSettings, options)
+    first_row(rows, what)
+    input_key = _input_column(rows.column_names, settings.input_key)
+    require_columns(rows.column_names, {"--label_key": options.label_key})
+    renderer = PromptRenderer(input_key, rows.column_names, tokenizer, settings, what)
+    report = PromptReport(what, f"column {input_key}", rows_read=len(rows), max_len=settings.prompt_max_len)
+    tokens, report = build_store(
+        "prompts",
+        rows,
+        renderer,
+        PromptCollector(tokenizer, settings.prompt_max_len, report),
+        lambda arrays: PromptTokens(**arrays),
+        settings,
+        **workers_of(options, workers),
+    )
+    return PromptStore(tokens, rows, input_key, options.label_key), report
+
+
+def _input_column(columns: Sequence[str], wanted: str) -> str:
+    """The column of --input_key; where that is not set, `prompt` will do as well."""
+    if wanted == DEFAULT_INPUT_KEY and wanted not in columns and "prompt" in columns:
+        return "prompt"
+    require_columns(columns, {"--input_key": wanted})
+    return wanted
+
+
+class PromptRenderer(AnswerRenderer):
+    """Rows as text that ends where the answer begins."""
+
+    def __init__(
+        self,
+        input_key: str,
+        columns: Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        settings: PromptSettings,
+        what: str,
+    ):
+        names = [input_key, *(["tools"] if "tools" in columns else [])]
+        super().__init__(
+            names, tokenizer, what, as_chat=settings.apply_chat_template, input_template=settings.input_template
+        )
+        self.input_key = input_key
+
+    def render(self, row: dict[str, Any], where: str) -> Rendering | None:
+        prompt = text_or_messages(row[self.input_key], self.input_key, where)
+        if not prompt:
+            return None
+        if isinstance(prompt, str) and not self.as_chat:
+            return Rendering(in_template(prompt, self.input_template))
+        messages = as_messages(prompt, "user")
+        if messages[-1]["role"] == "assistant":
+            raise UserError(
+                f"{where}: column '{self.input_key}' ends with the assistant's turn, which is the policy's to write"
+            )
+        return Rendering(self.chat.render_prompt(messages, tools=read_tools(row.get("tools"), where), where=where))
+
+
+class PromptCollector:
+    """Takes renderings, chunk by chunk, and keeps the prompts that are neither empty nor too long."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_len: int, report: PromptReport):
+        self.tokenizer, self.max_len, self.report = tokenizer, max_len, report
+        self._seen = 0
+        self._rows: list[int] = []
+        self._ids: list[np.ndarray] = []
+        self._texts: list[bytes] = []
+
+    def add(self, renderings: list[Rendering | None]) -> None:
+        present = [place for place, rendering in enumerate(renderings) if rendering is not None]
+        tokenised = tokenise([renderings[place] for place in present], self.tokenizer)
+        for place, (ids, _) in zip(present, tokenised):
+            if len(ids) > self.max_len:
+                self.report.rows_over_long += 1
+            elif len(ids):
+                self._rows.append(self._seen + place)
+                self._ids.append(ids)
+                self._texts.append(renderings[place].text.encode())
+        self._seen += len(renderings)
+
+    def finish(self) -> Arrays:
+        report = self.report
+        report.rows_kept = len(self._rows)
+        report.rows_empty = self._seen - report.rows_kept - report.rows_over_long
+        if not self._rows:
+            raise UserError(
+                f"no prompt of the {report.what} data is left: of {report.rows_read:,}, {report.rows_over_long:,} have "
+                f"more than {self.max_len:,} tokens (raise --prompt_max_len), {report.rows_empty:,} are empty"
+            )
+        ids, offsets = _flat(self._ids)
+        text, text_offsets = _flat([np.frombuffer(text, dtype=np.uint8) for text in self._texts])
+        report.count(np.zeros(len(ids), dtype=bool), np.diff(offsets))
+        rows = np.array(self._rows, dtype=np.int64)
+        return {"ids": ids, "offsets": offsets, "text": text, "text_offsets": text_offsets, "rows": rows}
+
+
+def _flat(pieces: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """All of them one after another, and where each begins."""
+    ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+    return np.concatenate(pieces), np.concatenate([np.zeros(1, dtype=np.int64), ends])

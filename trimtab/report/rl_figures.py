@@ -1,0 +1,97 @@
+"""The pictures of an RL run. Which of them there are depends on the estimator, the reward and the evaluation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from trimtab.report.picture import EVALUATION, Picture
+from trimtab.report.read import Run
+
+PASS = re.compile(rf"{EVALUATION}(?:(?P<source>.+)_)?pass_(?P<samples>\d+)")
+PART = "reward/"
+TWINS = {"score": "reward", "loss": "policy_loss"}
+"""Often the same number under two names; then the first one is not drawn."""
+ASIDE = {"return", "kl_answer", "kl_loss", "log_prob_ratio", "prompt_tokens", "kl_coefficient", *TWINS}
+"""What has no picture of its own: others show as much, or it never changes."""
+
+REWARD = Picture("Reward", {"reward": "reward", "score": "score"}, "mean of the answers", better=1)
+FIGURES = (
+    Picture("KL to the reference", {"kl": "KL"}, "nats a token"),
+    Picture("Entropy", {"sampled_entropy": "sampled", "entropy": "exact"}, "nats a token", noun="entropy"),
+    Picture(
+        "Clip fraction",
+        {"clip_fraction": "policy", "critic_clip_fraction": "critic"},
+        "share of the tokens",
+        share=True,
+        noun="clip fraction",
+    ),
+    Picture("Answer length", {"length": "mean", "length_max": "longest"}, "tokens", limit="generate_max_len"),
+    Picture("Explained variance", {"explained_variance": "explained variance"}, "1: returns are foreseen", better=1),
+    Picture("Spread of the rewards", {"reward_std": "standard deviation"}, "standard deviation"),
+    Picture("Groups without a difference", {"equal_groups": "groups"}, "all rewards are equal", share=True),
+    Picture("Answers cut at the limit", {"truncated": "answers"}, share=True, better=-1),
+    Picture("Groups left out by filtering", {"filtered_groups": "groups"}),
+    Picture("Penalty of long answers", {"overlong_penalty": "penalty"}, better=-1),
+    Picture("Movement in an iteration", {"policy_kl": "KL"}, "KL to the policy that sampled"),
+    Picture("Sampled against trained", {"log_prob_gap": "difference"}, "mean difference of log-probs"),
+    Picture("Policy loss", {"policy_loss": "surrogate", "loss": "whole"}, noun="policy loss"),
+    Picture("Critic loss", {"critic_loss": "critic loss"}, better=-1),
+)
+KL_WEIGHT = Picture("Weight of the KL", {"kl_coefficient": "weight"})
+PACE = (
+    Picture("Learning rate", {"learning_rate": "policy", "critic_learning_rate": "critic"}, noun="learning rate"),
+    Picture("Gradient norm", {"grad_norm": "policy", "critic_grad_norm": "critic"}, noun="gradient norm"),
+    Picture(
+        "Tokens a second",
+        {
+            "rollout_tokens_per_second": "rollout",
+            "update_tokens_per_second": "update",
+            "tokens_per_second": "iteration",
+        },
+        noun="tokens a second",
+    ),
+    Picture("Memory", {"memory_gib": "memory"}, "GiB"),
+)
+
+
+def rl_pictures(runs: Sequence[Run]) -> Iterator[Picture]:
+    """The pictures of those of these runs that are RL, the most telling first."""
+    runs = [run for run in runs if run.is_rl]
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    twins = {name for name, other in TWINS.items() if all(run.series(name) == run.series(other) for run in runs)}
+    recorded = {name.removeprefix(EVALUATION) for name in names} - twins
+    yield from success_pictures(names)
+    yield REWARD.only(recorded)
+    parts = {name: name.removeprefix(PART) or name for name in names if name.startswith(PART)}
+    if parts:
+        yield Picture("Parts of the reward", parts)
+    for picture in FIGURES:
+        yield picture.only(recorded)
+    if any(len({value for _, value in run.series("kl_coefficient")}) > 1 for run in runs):
+        yield KL_WEIGHT
+
+
+def success_pictures(names: Sequence[str]) -> Iterator[Picture]:
+    """Held-out success over all prompts, then by data source: of one answer, and of the best of several."""
+    found = [match for name in names if (match := PASS.fullmatch(name))]
+    numbers = sorted({int(match["samples"]) for match in found})
+    yield Picture(
+        "Held-out success",
+        {f"pass_{n}": _answers(n) for n in numbers if f"{EVALUATION}pass_{n}" in names},
+        tall=True,
+        share=True,
+        better=1,
+    )
+    sources = dict.fromkeys(match["source"] for match in found if match["source"])
+    for n in numbers:
+        yield Picture(
+            f"Held-out success by source, {_answers(n)}",
+            {f"{source}_pass_{n}": source for source in sources if f"{EVALUATION}{source}_pass_{n}" in names},
+            share=True,
+            better=1,
+        )
+
+
+def _answers(samples: int) -> str:
+    return "one answer" if samples == 1 else f"best of {samples} answers"

@@ -1,0 +1,68 @@
+"""The reward of a run, from its options: models, functions, servers and verifiers, added up with their weights."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from trimtab.distributed.device import Device
+from trimtab.errors import UserError
+from trimtab.rewards.client import HttpReward
+from trimtab.rewards.functions import FunctionReward
+from trimtab.rewards.model import ModelReward
+from trimtab.rewards.types import Reward, Weighted
+from trimtab.rewards.verify import make_verifier, read_spelling
+
+
+def build_reward(options: Any, device: Device, tokenizer: PreTrainedTokenizerBase) -> Weighted:
+    """`tokenizer`: the policy's."""
+    rewards: list[Reward] = [_model(name, options, device, tokenizer) for name in listed(options.reward_pretrain)]
+    files, addresses = _places(options)
+    rewards += [FunctionReward(file) for file in files]
+    if addresses:
+        rewards.append(HttpReward(addresses))
+    weights = options.reward_weights or (1.0,) * len(rewards)
+    parts = list(zip(rewards, weights, strict=True))
+    if options.reward_verifier:
+        parts += make_verifier(options.reward_verifier).parts
+    return Weighted(parts)
+
+
+def check_reward(options: Any) -> None:
+    """Refuse what cannot work, without starting anything."""
+    files, addresses = _places(options)
+    for file in files:
+        if not Path(file.split(".py:")[0] + ".py" if ".py:" in file else file).is_file():
+            raise UserError(f"--remote_rm_url {file}: there is no such file")
+    if options.reward_verifier:
+        read_spelling(options.reward_verifier)
+    count = len(listed(options.reward_pretrain)) + len(files) + bool(addresses)
+    if options.reward_weights is not None and len(options.reward_weights) != count:
+        raise UserError(
+            f"--reward_weights has {len(options.reward_weights)} weights for {count} rewards; give one for each model "
+            "of --reward_pretrain, each file and, together, the servers of --remote_rm_url"
+        )
+
+
+def listed(text: str | None) -> list[str]:
+    """The entries of a list that is separated by commas."""
+    return [entry.strip() for entry in (text or "").split(",") if entry.strip()]
+
+
+def _places(options: Any) -> tuple[list[str], list[str]]:
+    """Files of functions, and addresses of servers, which share one batch."""
+    places = listed(options.remote_rm_url)
+    files = [place for place in places if not place.startswith(("http://", "https://"))]
+    return files, [place for place in places if place not in files]
+
+
+def _model(name: str, options: Any, device: Device, tokenizer: PreTrainedTokenizerBase) -> ModelReward:
+    return ModelReward(
+        name,
+        options,
+        device,
+        policy_tokenizer=tokenizer,
+        messages_key=options.input_key if options.apply_chat_template else None,
+        normalize=options.normalize_reward,
+        max_samples=None if options.use_dynamic_batch else options.micro_rollout_batch_size,
+    )

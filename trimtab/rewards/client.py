@@ -1,0 +1,144 @@
+"""Rewards from servers (`--remote_rm_url`), in either protocol of protocols.py. Several addresses share the samples.
+
+What does not come back whole (a slow or closed connection, a 5xx, broken JSON, too few scores, NaN) is asked for again,
+after a pause that doubles, at the next address. A reward that cannot be had stops the run; none is invented.
+"""
+
+import json
+import math
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+
+import httpx
+
+from trimtab.errors import UserError
+from trimtab.rewards.protocols import PROTOCOLS, NotUnderstood, Protocol, encode
+from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, named
+
+WORTH_ANOTHER_TRY = {408, 425, 429}  # of the client errors; server errors all are
+LONGEST_PAUSE = 30.0
+LONGEST_REPLY = 2**28
+
+
+class Address:
+    """A server, and the protocol it was found to speak."""
+
+    def __init__(self, url: str, protocol: str | None):
+        parsed = httpx.URL(url)
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise UserError(f"--remote_rm_url {url}: give an address such as http://localhost:5000/get_reward")
+        self.url = url
+        self.first = "paddlenlp" if parsed.path in ("", "/") else "openrlhf"
+        self.spoken = PROTOCOLS[protocol] if protocol else None
+
+    def candidates(self) -> list[Protocol]:
+        """The protocol, or all of them, beginning with the one whose servers have such addresses."""
+        if self.spoken is not None:
+            return [self.spoken]
+        return sorted(PROTOCOLS.values(), key=lambda protocol: protocol.name != self.first)
+
+
+class HttpReward:
+    name = "remote"
+    concurrent = True
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        protocol: str | None = None,
+        token: str | None = None,
+        timeout: float = 180.0,
+        attempts: int = 6,
+        pause: float = 1.0,
+        batch_size: int | None = None,
+        concurrency: int = 8,
+    ):
+        """`protocol`: openrlhf or paddlenlp; unset: found out with the first samples. `token`: sent as bearer token.
+
+        `timeout`: seconds in which a reply must be there; `attempts`: how often a part is asked for; `pause`: seconds
+        before the second attempt. `batch_size`: samples in one request; unset: the samples divided by the addresses.
+        """
+        if protocol is not None and protocol not in PROTOCOLS:
+            raise UserError(f"reward protocol {protocol}: it must be one of {', '.join(PROTOCOLS)}")
+        self.addresses = [Address(url, protocol) for url in urls]
+        self.timeout, self.attempts, self.pause, self.batch_size = timeout, attempts, pause, batch_size
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        # A proxy that the environment names is for the world outside, not for a server on this machine.
+        direct = {f"all://{host}": httpx.HTTPTransport() for host in ("localhost", "127.0.0.1", "[::1]")}
+        self._client = httpx.Client(headers=headers, timeout=timeout, mounts=direct)
+        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="remote-reward")
+        self._closing = threading.Event()
+
+    def __str__(self) -> str:
+        return f"asks {', '.join(address.url for address in self.addresses)}"
+
+    def __call__(self, request: RewardRequest) -> RewardResult:
+        if not len(request):
+            return RewardResult([])
+        size = self.batch_size or math.ceil(len(request) / len(self.addresses))
+        parts = [range(first, min(first + size, len(request))) for first in range(0, len(request), size)]
+        asked = [self._threads.submit(self._part, request, rows, number) for number, rows in enumerate(parts)]
+        return RewardResult.joined([part.result() for part in asked])
+
+    def close(self) -> None:
+        self._closing.set()
+        self._threads.shutdown(cancel_futures=True)
+        self._client.close()
+
+    def _part(self, request: RewardRequest, rows: range, number: int) -> RewardResult:
+        """The rewards of these rows, from the address whose turn it is or, where that fails, from the next."""
+        part, failures = request.take(rows), []
+        for attempt in range(self.attempts):
+            if attempt and self._closing.wait(min(self.pause * 2 ** (attempt - 1), LONGEST_PAUSE)):
+                break
+            address = self.addresses[(number + attempt) % len(self.addresses)]
+            try:
+                return self._ask(address, part)
+            except (httpx.HTTPError, RewardFailed, NotUnderstood) as error:
+                # httpx names some failures by their class alone.
+                failures.append(f"{address.url}: {str(error) or type(error).__name__}")
+                if isinstance(error, NotUnderstood) and len(self.addresses) == 1:
+                    break
+        raise RewardFailed(f"no reward for {named(rows)} after {len(failures)} attempts; the last: {failures[-1]}")
+
+    def _ask(self, address: Address, part: RewardRequest) -> RewardResult:
+        """The address's answer, in its protocol or, as long as that is not known, in any."""
+        failure: Exception | None = None
+        for protocol in address.candidates():
+            try:
+                result = self._exchange(address.url, protocol, part)
+            except (NotUnderstood, RewardFailed) as error:
+                # A failure may pass, so it says more than that the other protocol is not understood.
+                failure = error if failure is None or isinstance(failure, NotUnderstood) else failure
+                continue
+            address.spoken = protocol
+            return result
+        raise failure
+
+    def _exchange(self, url: str, protocol: Protocol, part: RewardRequest) -> RewardResult:
+        status, content = self._post(url, encode(protocol.request_body(part)))
+        shown = repr(" ".join(content.decode(errors="replace").split())[:120])
+        if status >= 500 or status in WORTH_ANOTHER_TRY:
+            raise RewardFailed(f"HTTP status {status} {shown}")
+        if status != 200:
+            raise NotUnderstood(f"HTTP status {status} {shown}")
+        try:
+            reply = json.loads(content)
+        except ValueError:
+            raise RewardFailed(f"a reply that is not JSON: {shown}") from None
+        if not isinstance(reply, dict):
+            raise NotUnderstood(f"a reply that is no JSON object: {shown}")
+        return protocol.read_reply(reply, len(part))
+
+    def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
+        """Status and content; httpx's own limit is on each read, so a reply that drips in needs a second one."""
+        deadline, content = monotonic() + self.timeout, bytearray()
+        with self._client.stream("POST", url, content=body) as response:
+            for piece in response.iter_bytes():
+                content += piece
+                if monotonic() > deadline or len(content) > LONGEST_REPLY:
+                    raise RewardFailed(f"a reply that is not whole after {self.timeout:g} s or {LONGEST_REPLY} bytes")
+            return response.status_code, bytes(content)

@@ -1,0 +1,134 @@
+"""Decode steps recorded once for each number of rows, and replayed: between two looks the host does nothing.
+
+A row of the table holds what the host says of a sample (newest token, position, tokens drawn, seed, limit, pages). A
+step reads it, draws the sample's next token and moves the row on; a row at its limit, or after a stop token, works on
+page 0 alone, and so do the rows that fill a bucket up. Weights may change in place between calls; when one lies
+elsewhere, `fingerprint` tells.
+"""
+
+import torch
+
+from trimtab.distributed.device import Recording, record
+from trimtab.models.policy import Policy
+from trimtab.rollout.builtin.cache import KVCache
+from trimtab.rollout.builtin.runner import Runner
+from trimtab.rollout.builtin.sampler import Drawn, Sampler
+from trimtab.rollout.builtin.scheduler import Sample
+
+COLUMNS = 5  # before the pages
+
+
+class CannotRecord(Exception):
+    """The model does something on the way that only the host can do."""
+
+
+class DecodeGraphs:
+    steps = 16  # between two looks
+
+    def __init__(self, sampler: Sampler, cache: KVCache, slots: int, longest: int):
+        """For at most `slots` samples at once, of at most `longest` tokens."""
+        self.sampler, self.size = sampler, cache.size
+        self.pages = 1 << (-(-longest // cache.size) - 1).bit_length()
+        device, shape = cache.keys.device, (_bucket(slots), COLUMNS + self.pages)
+        self.host = torch.zeros(shape, dtype=torch.int64)
+        self.table = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        results = self.steps, shape[0]
+        self.tokens = torch.zeros(results, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(2 if sampler.sampling.plain_log_probs else 1, *results, device=device)
+        self.recorded: dict[int, Recording] = {}
+        self.rows: list[Sample] = []
+        self.written: list[tuple[list[int], int]] = []  # of each row: whose pages are in the table, and how many
+
+    def run(self, runner: Runner, samples: list[Sample], steps: int) -> tuple[list[Sample], Drawn]:
+        """The samples in the order of the result, and what they drew [samples, steps], on the host."""
+        self._arrange(samples)
+        count = len(self.rows)
+        bucket = _bucket(count)
+        if bucket not in self.recorded:
+            self.recorded[bucket] = self._record(runner, bucket)
+        self._fill(bucket)
+        self.table[:bucket].copy_(self.host[:bucket])
+        self.step.zero_()
+        for _ in range(steps):
+            self.recorded[bucket].replay()
+        tokens = self.tokens[:steps, :count].cpu().t()
+        log_probs = self.log_probs[:, :steps, :count].cpu().transpose(1, 2)
+        return self.rows, Drawn(tokens, log_probs[0], log_probs[1] if len(log_probs) > 1 else None)
+
+    def holds(self, longest: int) -> bool:
+        return longest <= self.pages * self.size
+
+    def _record(self, runner: Runner, rows: int) -> Recording:
+        # The rehearsal before a recording must touch nobody's pages.
+        self.table.zero_()
+        self.step.zero_()
+        pool = next(iter(self.recorded.values())).pool() if self.recorded else None
+        try:
+            return record(lambda: self._advance(runner, rows), pool)
+        except RuntimeError as error:
+            raise CannotRecord(str(error).splitlines()[0]) from error
+
+    def _advance(self, runner: Runner, rows: int) -> None:
+        table = self.table[:rows]
+        tokens, positions, drawn, seeds, limits = table[:, :COLUMNS].unbind(1)
+        over = drawn >= limits
+        where = positions.masked_fill(over, 0)
+        result = self.sampler.draw(
+            runner.logits(runner.decode(tokens, where, table[:, COLUMNS:], idle_B=over)), seeds, drawn, None
+        )
+        self.tokens[:, :rows].index_copy_(0, self.step, result.tokens_B[None])
+        for kept, new in zip(self.log_probs, (result.log_probs_B, result.plain_B)):
+            kept[:, :rows].index_copy_(0, self.step, new[None])
+        tokens.copy_(result.tokens_B)
+        table[:, 1:3] += 1
+        if len(self.sampler.stops):
+            limits.masked_fill_((tokens[:, None] == self.sampler.stops).any(1), 0)
+        self.step += 1
+
+    def _arrange(self, samples: list[Sample]) -> None:
+        """Samples keep their rows; new ones and those beyond the end move into rows that are free."""
+        running = set(samples)
+        placed = {sample: row for row, sample in enumerate(self.rows) if sample in running}
+        fresh = [sample for sample in samples if sample not in placed]
+        fresh += [sample for sample, row in placed.items() if row >= len(samples)]
+        taken = {row for row in placed.values() if row < len(samples)}
+        rows = self.rows[: len(samples)] + [None] * (len(samples) - len(self.rows))
+        for row, sample in zip((r for r in range(len(samples)) if r not in taken), fresh):
+            rows[row] = sample
+        self.rows = rows
+
+    def _fill(self, bucket: int) -> None:
+        table = self.host.numpy()
+        count = len(self.rows)
+        table[:count, :COLUMNS] = [(s.ids[-1], s.length, len(s.ids), s.seed, s.limit) for s in self.rows]
+        table[count:bucket, :COLUMNS] = 0
+        self.written += [([], 0)] * (count - len(self.written))
+        for row, sample in enumerate(self.rows):
+            pages, known = self.written[row]
+            if pages is not sample.pages:
+                table[row, COLUMNS:] = 0
+                known = 0
+            if known < len(sample.pages):
+                table[row, COLUMNS + known : COLUMNS + len(sample.pages)] = sample.pages[known:]
+                self.written[row] = sample.pages, len(sample.pages)
+
+
+def fingerprint(policy: Policy, cache: KVCache) -> tuple:
+    """Changes when a recording no longer does what the policy does."""
+    addresses = tuple(t.data_ptr() for t in (*policy.parameters(), *policy.buffers(), cache.keys, cache.values))
+    switches = tuple(
+        (module._disable_adapters, tuple(module.active_adapters), tuple(module.scaling.items()))
+        for module in policy.modules()
+        if hasattr(module, "_disable_adapters") and hasattr(module, "scaling")
+    )
+    replaced = sum("forward" in vars(module) for module in policy.modules())
+    return addresses, switches, replaced
+
+
+def _bucket(rows: int) -> int:
+    """The number of rows that is recorded for so many."""
+    if rows <= 32:
+        return 1 << (rows - 1).bit_length()
+    step = 32 if rows <= 256 else 64
+    return -(-rows // step) * step
