@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make quickstart` and `make test`. Both set up .venv when needed and only then.
+# On a fresh machine: `make quickstart`, `make tour`, `make test`. They set up .venv when needed and only then.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,11 +6,14 @@ INSTALLED := $(VENV)/installed
 INSTALLED_FOR_TESTS := $(VENV)/installed-for-tests
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: quickstart test test-long lint bench
+.PHONY: quickstart tour test test-long lint bench
 .DELETE_ON_ERROR:
 
 quickstart: $(INSTALLED)
 	@$(BIN)/trimtab quickstart
+
+tour: $(INSTALLED)
+	@$(BIN)/trimtab tour
 
 test: $(INSTALLED_FOR_TESTS)
 	$(BIN)/python -m pytest

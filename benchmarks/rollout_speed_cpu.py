@@ -1,8 +1,9 @@
 """Rollout tokens per second of the built-in engine against Hugging Face's generate, in one run on this machine's CPU.
 
-64 prompts of 16 to 64 tokens, sampled answers of 8 to 128 tokens, each request with a length of its own. fp32. generate
-knows no length for each request: it gets all 64 at once, or batches of similar length (each as long as its longest), and
-its best counts, as do only the tokens that were asked for. The engine also returns log-probs; generate does not.
+64 prompts of 16 to 64 tokens, sampled answers of 8 to 128 tokens, each request with a length of its own. fp32.
+`generate` knows no length for each request: it gets all 64 at once, or batches of similar length (each as long as its
+longest), and its best counts. Only tokens that were asked for count. The engine also returns log-probs; `generate`
+does not.
 
     python benchmarks/rollout_speed_cpu.py
 """

@@ -17,6 +17,8 @@ if tiny; then
     TASK=$TINY_FOLDER/task
     # Options that are too large for the tiny models and their few rows.
     SMALL=(--max_len 64 --train_batch_size 8 --micro_train_batch_size 4 --learning_rate 1e-2)
+    SMALL_RL=(--prompt_max_len 64 --generate_max_len 12 --rollout_batch_size 8 --train_batch_size 8
+        --micro_train_batch_size 4 --actor_learning_rate 1e-2)
     [[ -e $TASK ]] || "$PYTHON" -m trimtab.embedded.tiny_recipes "$TASK"
 fi
 

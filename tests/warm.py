@@ -14,10 +14,13 @@ import peft  # noqa: F401
 import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
 
+import trimtab.evaluate.generation
+import trimtab.evaluate.scoring
 import trimtab.train.dpo
 import trimtab.train.kd
 import trimtab.train.kto
 import trimtab.train.prm
+import trimtab.train.rl
 import trimtab.train.rm
 import trimtab.train.sft  # noqa: F401
 

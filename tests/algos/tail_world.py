@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,14 +20,14 @@ class World:
     steps: int
     end: int | None  # the token that ends an answer early
 
-    @property
+    @cached_property
     def prefixes(self) -> list[tuple[int, ...]]:
         return [p for length in range(self.steps) for p in self._sequences(length) if self.end not in p]
 
-    @property
+    @cached_property
     def answers(self) -> list[tuple[int, ...]]:
         whole = [s for s in self._sequences(self.steps) if self.end not in s[:-1]]
-        return whole + [p + (self.end,) for p in self.prefixes if self.end is not None and len(p) < self.steps - 1]
+        return whole + [(*p, self.end) for p in self.prefixes if self.end is not None and len(p) < self.steps - 1]
 
     def _sequences(self, length: int) -> Iterator[tuple[int, ...]]:
         return itertools.product(range(self.tokens), repeat=length)
@@ -42,12 +43,14 @@ class World:
 
     def places(self, chosen: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Row, token and owner of all tokens of these answers, one answer after another."""
-        where = [
-            (self.prefixes.index(self.answers[a][:t]), token, place)
-            for place, a in enumerate(chosen)
-            for t, token in enumerate(self.answers[a])
-        ]
-        return tuple(torch.tensor(column) for column in zip(*where, strict=True))
+        rows = torch.tensor([row for a in chosen for row in self._rows[a]])
+        tokens = torch.tensor([token for a in chosen for token in self.answers[a]])
+        lengths = torch.tensor([len(self.answers[a]) for a in chosen])
+        return rows, tokens, torch.repeat_interleave(torch.arange(len(chosen)), lengths)
+
+    @cached_property
+    def _rows(self) -> list[list[int]]:
+        return [[self.prefixes.index(answer[:t]) for t in range(len(answer))] for answer in self.answers]
 
     def token_log_probs(self, table: Tensor, chosen: list[int]) -> Tensor:
         rows, tokens, _ = self.places(chosen)
@@ -55,7 +58,9 @@ class World:
 
     def log_probs(self, table: Tensor) -> Tensor:
         """Of every answer."""
-        return torch.stack([self.token_log_probs(table, [a]).sum() for a in range(len(self.answers))])
+        everything = list(range(len(self.answers)))
+        _, _, owners_N = self.places(everything)
+        return table.new_zeros(len(everything)).index_add(0, owners_N, self.token_log_probs(table, everything))
 
     def sigma(self, table: Tensor, rewards: Tensor, beta: float) -> Tensor:
         return (self.log_probs(table).detach() + beta * rewards).softmax(0)
@@ -100,18 +105,22 @@ def proposal_loss(
     beta: float,
     reduction: str = "token_mean",
     second_term: bool = True,
+    sampler: Tensor | None = None,
 ) -> Tensor:
-    """L_q of a proposal that is a model, on answers that it gave."""
+    """L_q of a proposal that is a model, on answers that it gave, or that an earlier state of it gave."""
     _, _, owners_N = world.places(chosen)
     answers = len(chosen)
     policy_N = world.token_log_probs(policy, chosen).detach()
     proposal_N = world.token_log_probs(proposal, chosen)
-    old_N = proposal_N.detach()
+    twist_N = proposal_N - policy_N
+    old_N = proposal_N.detach() if sampler is None else world.token_log_probs(sampler, chosen)
     ratios_GN = log_ratios(policy_N, old_N, owners_N, answers).view(-1, group)
     weights_GN = tilted(rewards[chosen].view(-1, group), beta, ratios_GN)
-    steps_N = ctl.step_weights(policy_N - old_N, old_N - policy_N, owners_N, answers, group) if second_term else None
+    steps_N = None
+    if second_term:
+        steps_N = ctl.step_weights(policy_N - old_N, twist_N.detach(), owners_N, answers, group)
     advantages_N = scaled(ctl.advantages(weights_GN, steps_N, owners_N), owners_N, answers, reduction)
-    return loss(proposal_N - policy_N, advantages_N).sum() / answers
+    return loss(twist_N, advantages_N).sum() / answers
 
 
 def push_down_loss(

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.algos.tail_world import EQUAL, RAGGED, World, gradient, proposal_loss, push_down_loss, scaled
-from trimtab.algos import kl, reinforce
+from trimtab.algos import ctl, kl, reinforce
+from trimtab.algos.answers import sums
 from trimtab.algos.repulse import kappa
 from trimtab.algos.reward_transforms import minus_exponential
 from trimtab.algos.tail_weights import effective_samples, log_ratios, tilted
@@ -38,9 +39,7 @@ def mean_over_groups(world: World, table: Tensor, group: int, loss_of) -> Tensor
 def test_the_mean_score_under_sigma_is_the_gradient_of_log_z(world):
     table, rewards = world.table(1), world.rewards()
     sigma = world.sigma(table, rewards, -2.0)
-    close(
-        gradient((sigma * world.log_probs(table)).sum(), table), gradient(log_z(world, table, rewards, -2.0), table)
-    )
+    close(gradient((sigma * world.log_probs(table)).sum(), table), gradient(log_z(world, table, rewards, -2.0), table))
 
 
 @WORLDS
@@ -94,20 +93,24 @@ def test_the_second_term_of_ctl_has_mean_zero_for_every_group_size(world, reduct
     torch.testing.assert_close(mean, torch.zeros_like(mean), atol=1e-12, rtol=0)
 
 
-@REDUCTIONS
-def test_ctl_descends_on_the_kl_from_sigma_to_q(world, reduction, steps):
-    """A group that holds every answer as often as q gives it is the limit of large groups: omega is then sigma."""
-    policy, rewards, beta = world.table(1), world.rewards(), -1.0
-    proposal = torch.zeros(len(world.prefixes), world.tokens, dtype=torch.float64)
-    counts = {2: 1} if world is EQUAL else {1: 3, 2: 1}  # uniform q: a one-token answer is three times as likely
+def every_answer(world: World) -> tuple[Tensor, list[int]]:
+    """A uniform proposal, and all answers as often as it gives them: what means over large groups tend to."""
+    counts = {2: 1} if world is EQUAL else {1: 3, 2: 1}
     chosen = [a for a, answer in enumerate(world.answers) for _ in range(counts[len(answer)])]
-    proposal.requires_grad_()
-    found = gradient(
-        proposal_loss(world, policy, proposal, chosen, len(chosen), rewards, beta, reduction), proposal
+    return torch.zeros(len(world.prefixes), world.tokens, dtype=torch.float64), chosen
+
+
+@REDUCTIONS
+@pytest.mark.parametrize("second_term", [True, False])
+def test_ctl_descends_on_the_kl_from_sigma_to_q(world, reduction, steps, second_term):
+    policy, proposal, rewards, beta = world.table(1), world.table(2), world.rewards(), -1.0
+    uniform, chosen = every_answer(world)
+    loss = proposal_loss(
+        world, policy, proposal, chosen, len(chosen), rewards, beta, reduction, second_term, sampler=uniform
     )
     sigma = world.sigma(policy, rewards, beta)
     divergence = (sigma * (sigma.log() - world.log_probs(proposal))).sum()
-    close(found * len(chosen), gradient(divergence, proposal) / steps)
+    close(len(chosen) * gradient(loss, proposal), gradient(divergence, proposal) / steps)
 
 
 @WORLDS
@@ -123,27 +126,48 @@ def test_weights_are_uniform_when_q_is_sigma(world):
     torch.testing.assert_close(effective_samples(weights), torch.tensor([float(len(everything))]).double())
 
 
-@pytest.mark.parametrize("world, chosen", [(EQUAL, [0, 4, 7, 7]), (RAGGED, [0, 3, 5, 5])], ids=["equal", "ragged"])
-def test_ctl_has_no_gradient_at_all_when_q_is_p_and_beta_is_zero(world, chosen):
+@WORLDS
+@pytest.mark.parametrize("reduction", ["token_mean", "token_sum"])
+def test_ctl_has_no_gradient_at_all_when_q_is_p_and_beta_is_zero(world, reduction):
     policy = world.table(1)
     proposal = policy.detach().clone().requires_grad_()
-    if world is RAGGED:  # of one length each: an answer that has ended takes no part in a later step's weights
-        chosen = [a for a in chosen if len(world.answers[a]) == 2]
-    loss = proposal_loss(world, policy, proposal, chosen, len(chosen), world.rewards(), 0.0)
+    chosen = [0, 5, 6, 6]
+    assert world is EQUAL or {len(world.answers[a]) for a in chosen} == {1, 2}
+    loss = proposal_loss(world, policy, proposal, chosen, len(chosen), world.rewards(), 0.0, reduction)
     assert gradient(loss, proposal).abs().max() < 1e-15
 
 
+@WORLDS
 @pytest.mark.parametrize("beta", [-0.5, -1.0])
-def test_gradient_descent_on_the_exact_loss_takes_q_to_sigma(beta):
-    """Every answer in one group, q's probability in place of a count: the mean of the loss over large groups."""
-    world = EQUAL
+def test_ctl_on_exact_gradients_takes_q_to_sigma(world, beta):
     policy, rewards = world.table(1), world.rewards()
-    sigma = world.sigma(policy, rewards, beta)
     proposal = policy.detach().clone().requires_grad_()
-    for _ in range(2000):
+    uniform, chosen = every_answer(world)
+    arguments = (chosen, len(chosen), rewards, beta, "token_sum")
+    for _ in range(500):
+        loss = proposal_loss(world, policy, proposal, *arguments, sampler=uniform)
         with torch.no_grad():
-            proposal -= gradient(-(sigma * world.log_probs(proposal)).sum(), proposal)
-    assert divergence_from(world, proposal, sigma) < 1e-8
+            proposal -= 2 * len(chosen) * gradient(loss, proposal)
+    assert divergence_from(world, proposal, world.sigma(policy, rewards, beta)) < 1e-8
+
+
+@WORLDS
+def test_ctl_on_exact_gradients_takes_p_times_a_head_to_sigma(world):
+    policy, rewards, beta = world.table(1).detach(), world.rewards(), -1.0
+    uniform, chosen = every_answer(world)
+    answers = len(chosen)
+    rows, tokens, owners_N = world.places(chosen)
+    ratio_N = world.token_log_probs(policy, chosen) - world.token_log_probs(uniform, chosen)
+    weights_GN = tilted(rewards[chosen][None], beta, sums(ratio_N, owners_N, answers)[None])
+    head = torch.zeros_like(policy, requires_grad=True)
+    for _ in range(1000):
+        twist_N = head[rows, tokens]
+        steps_N = ctl.step_weights(ratio_N, twist_N.detach(), owners_N, answers, answers)
+        loss = reinforce.loss(twist_N, ctl.advantages(weights_GN, steps_N, owners_N)).sum()
+        with torch.no_grad():
+            head -= 2 * gradient(loss, head)
+    proposal = ctl.modulated(policy, head.detach())
+    assert divergence_from(world, proposal, world.sigma(policy, rewards, beta)) < 1e-8
 
 
 def divergence_from(world: World, proposal: Tensor, sigma: Tensor) -> float:
@@ -177,9 +201,7 @@ def test_the_push_down_term_descends_on_kappa_log_z(world, scale):
     everything = list(range(len(world.answers)))
     multiplier = kappa(alpha, len(everything), scale)
     proposal = world.table_of(torch.full((len(everything),), 1 / len(everything), dtype=torch.float64))
-    loss = push_down_loss(
-        world, policy, proposal, everything, len(everything), rewards, beta, multiplier, "token_sum"
-    )
+    loss = push_down_loss(world, policy, proposal, everything, len(everything), rewards, beta, multiplier, "token_sum")
     assert multiplier == (alpha if scale == "per_group" else alpha / len(everything))
     expected = multiplier * gradient(log_z(world, policy, rewards, beta), policy)
     torch.testing.assert_close(gradient(loss, policy), expected, atol=1e-12, rtol=0)

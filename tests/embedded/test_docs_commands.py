@@ -14,6 +14,7 @@ from trimtab.config.catalogue import find
 DOCS = Path(__file__).parents[2] / "docs"
 FEW = ["--max_samples", "72"]  # two steps at the pages' batch size, the second a small one
 EXTRA = {verb: FEW for verb in ("sft", "rm", "prm", "dpo", "kto", "kd")}
+EXTRA["serve-rm"] = ["--dry_run"]  # else it would serve for ever; tests/rewards/test_server.py talks to one
 
 LEFT_BY = {  # page: what its commands must have made
     "sft": ["my-adapter/adapter_config.json", "my-model/report.html"],
@@ -21,6 +22,7 @@ LEFT_BY = {  # page: what its commands must have made
     "process_reward": ["my-judge/model.safetensors", "my-judge-adapter/adapter_config.json"],
     "dpo": ["my-dpo/model.safetensors", "my-merged-dpo/model.safetensors", "my-simpo/report.html"],
     "kto": ["my-kto/model.safetensors", "my-kto-adapter/adapter_config.json"],
+    "rewards": ["my-reward-model/rewards.json", "my-judge/model.safetensors"],
     "distillation": ["my-student/model.safetensors", "my-third-student/metrics.jsonl"],
 }
 
@@ -68,6 +70,14 @@ def test_every_command_of_a_page_runs(folder, page, capsys):
         # What a page calculates are two scores that differ, or a probability for each of four steps.
         figures = known.get("scores") or known.get("probabilities")
         assert len(set(figures)) == len(figures) in (2, 4) and all(isinstance(figure, float) for figure in figures)
+
+
+def test_the_code_of_the_page_about_rollouts_runs(folder, capsys):
+    known: dict = {}
+    for code in blocks("rollout", "python"):
+        exec(compile(code, "rollout.md", "exec"), known)
+    assert len(known["rollouts"]) == 8 and len(capsys.readouterr().out.splitlines()) >= 8
+    assert [rollout.finish for rollout in known["seen"]] == ["length", "abort"]
 
 
 def test_the_pages_promise_of_what_a_run_leaves_is_kept(folder):

@@ -55,6 +55,82 @@ def write_metrics(folder, rows) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def rl_row(step: int, steps: int, evaluated: bool, critic: bool) -> dict:
+    """An iteration of RL on the way from one success in four to nearly all."""
+    done = step / steps
+    seconds = {"rollout": 2.0 - done, "scoring": 0.2, "update": 1.0} | ({"evaluation": 1.5} if evaluated else {})
+    row = {
+        "step": step,
+        "epoch": done,
+        "reward": 0.25 + 0.7 * done,
+        "reward_std": 0.4 - 0.2 * done,
+        "score": 0.25 + 0.7 * done,
+        "return": 0.0,
+        "equal_groups": 0.1 + 0.5 * done,
+        "length": 6.0 - done,
+        "length_max": 8,
+        "truncated": 0.02,
+        "kl": 0.02 * done,
+        "kl_answer": 0.1 * done,
+        "kl_coefficient": 0.001,
+        "sampled_entropy": 1.2 - 0.8 * done,
+        "policy_loss": 0.01 * (-1) ** step,
+        "clip_fraction": 0.01 * done,
+        "policy_kl": 1e-4,
+        "log_prob_gap": 1e-6,
+        "log_prob_ratio": 1.0,
+        "kl_loss": 0.02 * done,
+        "loss": 0.011 * (-1) ** step,
+        "learning_rate": 1e-4,
+        "grad_norm": 0.5,
+        "reward/right": 0.2 + 0.7 * done,
+        "reward/format": 0.05,
+        "skipped_steps": 0,
+        "alarms": [],
+        "samples": 64,
+        "tokens": 384,
+        "prompt_tokens": 80,
+        "seconds": sum(seconds.values()),
+        **{f"seconds_{phase}": spent for phase, spent in seconds.items()},
+        "tokens_per_second": 384 / sum(seconds.values()),
+        "rollout_tokens_per_second": 384 / seconds["rollout"],
+        "update_tokens_per_second": 384.0,
+        "memory_gib": 0.5,
+    }
+    if critic:
+        row |= {"explained_variance": done - 0.1, "critic_loss": 0.3 - 0.2 * done, "critic_clip_fraction": 0.02}
+        row |= {"critic_grad_norm": 0.7, "critic_learning_rate": 1e-3}
+    return row | (rl_evaluation(done) if evaluated else {})
+
+
+def rl_evaluation(done: float) -> dict:
+    figures = {"eval_reward": 0.3 + 0.65 * done, "eval_length": 6.0}
+    for source, harder in (("", 0.0), ("short_", -0.1), ("long_", 0.1)):
+        figures |= {f"eval_{source}pass_1": 0.27 + 0.67 * done - harder * done}
+        figures |= {f"eval_{source}pass_4": 0.55 + 0.43 * done - 0.1 * abs(harder)}
+    return figures
+
+
+def write_rl_run(folder, job: str = "grpo", steps: int = 40, **options):
+    """A healthy RL run: evaluated before training and at every tenth iteration."""
+    write_run(folder, job, steps=0, prompt_data="data/prompts.jsonl", eval_dataset="data/test.jsonl", **options)
+    rows = [{"step": 0, **rl_evaluation(0.0)}]
+    rows += [rl_row(step, steps, step % 10 == 0, job == "ppo") for step in range(1, steps + 1)]
+    write_metrics(folder, rows)
+    rollouts = [
+        {"step": step, "row": kind, "prompt": f"sort 21{step}>", "response": f"12{step}{kind}"}
+        | {"reward": 1.0 - kind / 4, "tokens": 5, "finish": "stop" if kind < 3 else "length"}
+        for step in range(1, steps + 1)
+        for kind in range(4)
+    ]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    counts = manifest["data"].pop("evaluation")
+    manifest |= {"steps": steps, "reward": "the file reward.py", "data": {"train": counts, "evaluation": counts}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
 FIGURES = {
     "sft": {},
     "rm": {"accuracy": 0.8, "chosen_reward": 1.0, "rejected_reward": -1.0},
@@ -70,11 +146,12 @@ def write_run(folder, job: str = "sft", steps: int = 40, **options):
     folder.mkdir(parents=True)
     rows = []
     for step in range(1, steps + 1):
-        grown = {name: value * step / steps for name, value in FIGURES[job].items()}
+        grown = {name: value * step / steps for name, value in FIGURES.get(job, {}).items()}
         evaluation = {f"eval_{name}": value for name, value in {"loss": 3 / step, **grown}.items()}
         rows.append(step_row(step) | grown | (evaluation if step % 10 == 0 else {}))
     write_metrics(folder, rows)
-    chosen = {"pretrain": "some/model", "dataset": "data/rows.jsonl", "save_path": str(folder), **options}
+    chosen = {"pretrain": "some/model", "save_path": str(folder), **options}
+    chosen |= {} if "prompt_data" in options else {"dataset": "data/rows.jsonl"}
     (folder / "options.yaml").write_text(f"# trimtab {job}\n" + "".join(f"{k}: {v}\n" for k, v in chosen.items()))
     counts = {"rows_read": 400, "rows_kept": 390, "rows_truncated": 3, "tokens": 9000, "lengths": {"min": 3, "max": 50}}
     if job in ("rm", "dpo"):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.pages import FIGURES, write_run
+from tests.report.pages import FIGURES, write_rl_run, write_run
 from trimtab.report.compare import write_comparison
 from trimtab.report.page import write_report
 
@@ -70,13 +70,18 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     long_name = "a_run_with_a_name_longer_than_a_telephone_is_wide_" * 2
     runs["long"] = write_run(folder / long_name, "dpo", dataset=f"data/{long_name}.jsonl", input_template="x" * 300)
     (runs["long"] / "samples.json").write_text(json.dumps([{"prompt": "y" * 300, "before": "", "after": "z" * 300}]))
+    runs["ppo"] = write_rl_run(folder / "ppo", "ppo", generate_max_len=10)
+    rollout = {"step": 50, "prompt": "y" * 300, "response": f"{'z' * 300}\n" * 40, "reward": -1.0}
+    with (runs["ppo"] / "rollouts.jsonl").open("a") as file:
+        file.write(json.dumps(rollout) + "\n")
     written = {name: write_report(run) for name, run in runs.items()}
     compared = [
         runs["dpo"],
         runs["long"],
         *(write_run(folder / f"run{index}", "dpo", beta=index) for index in range(4)),
     ]
-    return written | {"comparison": write_comparison(compared)}
+    rl_runs = [runs["ppo"], write_rl_run(folder / long_name / "grpo"), runs["sft"]]
+    return written | {"comparison": write_comparison(compared), "RL comparison": write_comparison(rl_runs)}
 
 
 @pytest.fixture(scope="module")

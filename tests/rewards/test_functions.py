@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -97,7 +98,7 @@ def test_a_file_imports_its_neighbours_and_says_whose_code_runs(reward_of, tmp_p
     (tmp_path / "neighbour.py").write_text("VALUE = 7")
     reward = reward_of("from neighbour import VALUE\ndef f(completions):\n    return [VALUE] * len(completions)")
     assert reward(request_of(["a"])).rewards == [7.0]
-    assert str(tmp_path / "reward.py") in str(reward) and "f (batches, 1 process)" in str(reward)
+    assert str(reward) == f"f (batches, 1 process), which runs the code of {tmp_path / 'reward.py'}"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_single_samples_beyond_the_limits_may_be_given_a_reward(reward_of):
     reward = reward_of(SINGLE.format("__import__('time').sleep(9)"), seconds=0.2, workers=1, stuck_reward=-1.0)
     result = reward(request_of(["good", "bad", "bad", "good"]))
     assert result.rewards == [4.0, -1.0, -1.0, 4.0]
-    assert result.logs["stuck"][1:3] == [1.0, 1.0]
+    assert result.logs["stuck"] == [0.0, 1.0, 1.0, 0.0]
 
 
 def test_samples_of_an_async_function_wait_together(reward_of):
@@ -230,3 +231,19 @@ def test_workers_end_with_their_reward_and_with_their_run(reward_of, tmp_path):
     reward.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_the_example_rewards_what_it_says(reward_of):
+    code = (Path(__file__).parents[2] / "examples" / "reward_func.py").read_text()
+    result = reward_of(code)(request_of(["it is 7", "8" * 2000], ["7", "7"]))
+    assert result.scores == [1.0, 0.0] and result.rewards == pytest.approx([1.0993, 0.0])
+    assert result.logs["brief"] == pytest.approx([0.993, 0.0])
+
+
+def test_a_file_that_breaks_during_the_run_is_a_failed_reward_and_not_a_mistake_of_the_command(reward_of):
+    reward = reward_of(SINGLE.format("__import__('os')._exit(9)"), workers=1)
+    with pytest.raises(RewardFailed, match="row 0"):
+        reward(request_of(["bad"]))
+    reward.file.write_text("not Python")
+    with pytest.raises(RewardFailed, match="NameError"):
+        reward(request_of(["good"]))

@@ -231,7 +231,7 @@ def test_a_label_of_the_wrong_kind_is_named():
 
 def test_every_verifier_gets_through_hostile_texts():
     # In quadratic time this would not end while anybody watches.
-    hostile = ["<think>" * 300_000, "1,111" * 300_000, "- " * 500_000, "\\boxed{" * 300_000, " is a knight" * 200_000]
+    hostile = ["<think>" * 100_000, "1,111" * 100_000, "- " * 100_000, "\\boxed{" * 100_000, " is a knight" * 50_000]
     result = make_verifier("gsm8k,exact,format,kk,length(9)")(request_of(hostile, [KK_LABEL + " 5"] * len(hostile)))
     assert result.rewards == [-3.0, -3.0, -3.0, -3.0, -3.0]
 

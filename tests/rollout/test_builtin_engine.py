@@ -108,7 +108,8 @@ def test_frequencies_of_many_samples_match_the_models_distribution(setting, coun
     """Chi-square on the first token of many samples, against the distribution worked out apart."""
     policy = policy_of(vocab_size=13, spread=0.5)
     ids = [3, 7, 5]
-    answers = BuiltinEngine(policy, slots=count).generate([ids], Sampling(max_new_tokens=1, n=count, seed=5, **setting))
+    engine = BuiltinEngine(policy, slots=count, page_size=4)
+    answers = engine.generate([ids], Sampling(max_new_tokens=1, n=count, seed=5, **setting))
     logits = policy.inner(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double()
     shares = torch.softmax(logits / setting.get("temperature", 1.0), -1).detach().numpy()
     order = np.argsort(-shares)

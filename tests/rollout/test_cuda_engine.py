@@ -4,29 +4,26 @@ On an accelerator as they are; without one, where Triton is installed, its inter
 is replayed by doing the work again.
 """
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-pytest.importorskip("triton")
+from tests.rollout.kernel_device import DEVICE
+from tests.rollout.test_builtin_engine import prompts
+from tests.tiny import tiny_model
+from trimtab.data.batches import TokenBatch
+from trimtab.models.policy import Policy
+from trimtab.models.selfcheck import choose_path
+from trimtab.rollout.builtin import attention, fused_layers, graphs, recordings, sampler
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.types import Sampling
 
-from tests.rollout.test_builtin_engine import prompts  # noqa: E402
-from tests.tiny import tiny_model  # noqa: E402
-from trimtab.data.batches import TokenBatch  # noqa: E402
-from trimtab.models.policy import Policy  # noqa: E402
-from trimtab.models.selfcheck import choose_path  # noqa: E402
-from trimtab.rollout.builtin import attention, engine, fused_layers, graphs, sampler  # noqa: E402
-from trimtab.rollout.builtin.engine import BuiltinEngine  # noqa: E402
-from trimtab.rollout.types import Sampling  # noqa: E402
+# Minutes in the interpreter.
+pytestmark = pytest.mark.long if DEVICE == "cpu" else []
 
 TIGHT = {"kv_tokens": 160, "slots": 3, "page_size": 8}
 SHORT = prompts((5, 17, 33, 1))
-USERS_OF_KERNELS = (attention, engine, fused_layers, sampler)
+USERS_OF_KERNELS = (attention, fused_layers, recordings, sampler)
 
 
 class DoneAgain:
@@ -64,9 +61,12 @@ def test_llama_like_models_are_recognised(family):
     assert BuiltinEngine(policy_of(family))._fused is not None
 
 
-@pytest.mark.parametrize("family", ["granite", "gpt2", "gemma2", "qwen2_moe"])
-def test_others_keep_their_own_layers(family):
-    assert BuiltinEngine(policy_of(family))._fused is None
+@pytest.mark.parametrize(
+    "family, changes",
+    [("granite", {"residual_multiplier": 0.5}), ("llama", {"hidden_act": "gelu"}), ("gpt2", {}), ("gemma2", {})],
+)
+def test_others_keep_their_own_layers(family, changes):
+    assert BuiltinEngine(policy_of(family, **changes))._fused is None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "mixtral"])
@@ -115,18 +115,18 @@ def test_recordings_follow_the_weights_and_survive_a_nap():
     used = BuiltinEngine(policy)
     sampling = Sampling(max_new_tokens=8, temperature=0)
     used.generate(SHORT, sampling)
-    kept = used._graphs
+    kept = used._recordings.decodes
     others = [p.data for p in tiny_model("llama", seed=9).to(DEVICE).parameters()]
     fresh = answers(policy_of(seed=9), sampling)
     with torch.no_grad():
         for parameter, other in zip(policy.parameters(), others):
             parameter.copy_(other)
-    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh and used._graphs is kept
+    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh and used._recordings.decodes is kept
     for parameter, other in zip(policy.parameters(), others):
         parameter.data = other.clone()  # elsewhere now
-    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh and used._graphs is not kept
+    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh and used._recordings.decodes is not kept
     used.sleep()
-    assert used._graphs is None
+    assert used._recordings.decodes is None
     assert [a.ids for a in used.generate(SHORT, sampling)] == fresh
 
 
@@ -152,3 +152,27 @@ def test_adapters_are_part_of_what_is_recorded(monkeypatch):
         assert [a.ids for a in used.generate(SHORT, sampling)] == without != attached
     use_kernels(monkeypatch, False)
     assert answers(policy, sampling) == attached
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="variable-length attention needs an accelerator")
+def test_recorded_reading_leaves_what_reading_launch_by_launch_leaves():
+    policy = policy_of(dtype=torch.bfloat16)
+    given, sampling = prompts((5, 130, 33, 1, 64)), Sampling(max_new_tokens=1, n=3, temperature=0.9)
+    used = BuiltinEngine(policy)
+    recorded = used.generate(given, sampling)
+    assert used._recordings.reads.passes
+    used._recordings.follow = lambda cache, fused: setattr(used._recordings, "reads", None)
+    plain = used.generate(given, sampling)
+    assert [a.ids for a in recorded] == [a.ids for a in plain]
+    np.testing.assert_allclose([a.log_probs for a in recorded], [a.log_probs for a in plain], atol=1e-6)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter knows no bf16")
+def test_log_probs_in_half_precision_are_the_trainers_but_for_rounding():
+    policy = policy_of(dtype=torch.bfloat16, spread=0.05)
+    given = BuiltinEngine(policy).generate(prompts(), Sampling(max_new_tokens=40, n=8))
+    whole = [np.array(a.prompt_ids + a.ids) for a in given]
+    examples = [(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, given)]
+    trained = policy(TokenBatch.of(examples).to(torch.device(DEVICE))).log_probs_N.detach().cpu().numpy()
+    difference = trained - np.concatenate([a.log_probs for a in given])
+    assert np.abs(difference).mean() < 5e-3 and abs(np.exp(difference).mean() - 1) < 1e-3

@@ -1,22 +1,16 @@
 """Triton kernels against plain torch. Without an accelerator they run in Triton's interpreter."""
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-pytest.importorskip("triton")
-
-from trimtab.rollout.builtin.kernels.attention import paged_attention  # noqa: E402
-from trimtab.rollout.builtin.kernels.layers import add_norm, gated, rotate_and_store  # noqa: E402
-from trimtab.rollout.builtin.kernels.linear import gated_linear, joined_linear  # noqa: E402
-from trimtab.rollout.builtin.kernels.sampling import draw_plainly  # noqa: E402
-from trimtab.rollout.builtin.sampler import Sampler  # noqa: E402
-from trimtab.rollout.types import Sampling  # noqa: E402
+from tests.rollout.kernel_device import DEVICE
+from trimtab.rollout.builtin.kernels.attention import paged_attention
+from trimtab.rollout.builtin.kernels.layers import add_norm, gated, rotate_and_store
+from trimtab.rollout.builtin.kernels.linear import gated_linear, joined_linear
+from trimtab.rollout.builtin.kernels.sampling import draw_plainly
+from trimtab.rollout.builtin.sampler import Sampler
+from trimtab.rollout.types import Sampling
 
 
 def noise(*shape, seed=0, dtype=torch.float32):
@@ -123,11 +117,10 @@ def test_plain_drawing_gives_the_samplers_tokens_and_log_probs(vocabulary, tempe
     seeds = torch.arange(rows, device=DEVICE) * 7_919_000_000_000_000 - 3
     drawn = torch.arange(rows, device=DEVICE) % 5
     tokens, log_probs = draw_plainly(logits, seeds, drawn, temperature)
-    expected = Sampler(Sampling(temperature=temperature), vocabulary, torch.device(DEVICE)).draw(
-        logits, seeds, drawn, None
-    )
-    assert torch.equal(tokens, expected.tokens_B)
-    torch.testing.assert_close(log_probs, expected.log_probs_B, atol=1e-5, rtol=1e-5)
+    plain = Sampler(Sampling(temperature=temperature), vocabulary, torch.device("cpu"))
+    expected = plain.draw(logits.cpu(), seeds.cpu(), drawn.cpu(), None)
+    assert torch.equal(tokens.cpu(), expected.tokens_B)
+    torch.testing.assert_close(log_probs.cpu(), expected.log_probs_B, atol=1e-5, rtol=1e-5)
 
 
 def test_plain_drawing_passes_on_that_logits_are_not_numbers():

@@ -23,9 +23,9 @@ LENGTHS = (5, 17, 33, 16, 1, 48, 7)
 SHARES = [slice(0, 6), slice(6, 7)]  # very different numbers of passes
 
 
-def answers_and_steps(policy, share=slice(None)) -> list:
+def answers_and_steps(policy, int8: bool, share=slice(None)) -> list:
     """Answers before the first step, and after each of two: (tokens, log-probs) of this process's prompts."""
-    engine = BuiltinEngine(policy, slots=4)
+    engine = BuiltinEngine(policy, slots=4, weight_only_int8=int8)
     optimiser = torch.optim.SGD(policy.parameters(), lr=0.05)
     seen = []
     for step in range(3):
@@ -40,21 +40,21 @@ def answers_and_steps(policy, share=slice(None)) -> list:
     return seen
 
 
-def in_one_of_two(out, stage):
+def in_one_of_two(out, stage, int8):
     world = find_world(find_device())
     policy = policy_of()
     shard(policy, decoder_layers(policy), world, zero_stage=stage)
-    seen = answers_and_steps(policy, SHARES[world.rank])
+    seen = answers_and_steps(policy, int8, SHARES[world.rank])
     (out / f"{world.rank}").write_bytes(pickle.dumps(seen))
     leave_world()
     os._exit(0)  # nothing else to run
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_two_processes_answer_as_one_and_go_on_training(tmp_path, stage):
-    job = functools.partial(in_one_of_two, tmp_path, stage)
+@pytest.mark.parametrize(("stage", "int8"), [(0, False), (2, False), (3, False), (3, True)])
+def test_two_processes_answer_as_one_and_go_on_training(tmp_path, stage, int8):
+    job = functools.partial(in_one_of_two, tmp_path, stage, int8)
     assert warm.run_world([], 2, prepare={0: job, 1: job}) == [0, 0]
-    expected = answers_and_steps(policy_of())
+    expected = answers_and_steps(policy_of(), int8)
     assert len({str([ids for ids, _ in answers]) for answers in expected}) == 3  # the steps change the answers
     for rank, share in enumerate(SHARES):
         seen = pickle.loads((tmp_path / f"{rank}").read_bytes())

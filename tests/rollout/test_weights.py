@@ -8,7 +8,7 @@ from tests.samples import random_examples
 from tests.tiny import tiny_model
 from trimtab.config.groups import LoraOptions
 from trimtab.data.batches import TokenBatch
-from trimtab.models.lora import add_adapters, adapters_off
+from trimtab.models.lora import adapters_off, add_adapters
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine

@@ -138,14 +138,14 @@ def die_at(step, where):
     if where == "write":
         from trimtab.train import checkpoint
 
-        flush = checkpoint._flush
+        flush = checkpoint.flush
 
         def stop_flushing(path):
             if f".writing-global_step{step + 1}" in path.parts:
                 os.kill(os.getpid(), signal.SIGKILL)
             flush(path)
 
-        checkpoint._flush = stop_flushing
+        checkpoint.flush = stop_flushing
         return
     plain = SupervisedRun.train_step
 

@@ -3,7 +3,7 @@
     psi_t says how much likelier a prefix becomes under the target than under p:
         a proposal that is a model     log psi_t = log q(s_t | s_<t) - log p(s_t | s_<t),   p held fixed
         the modulation family          log psi_t is a head's output, and q is p psi, normalised over the vocabulary
-    nu_it = softmax over the answers i of a group that have a token t, of
+    nu_it = softmax over the answers i of a group, at each step t, of
                 sum over u <= t of (log p - log q)(s_iu)  +  log psi_it
     L_q   = (1 / answers) sum over i and t of (nu_it - omega_i) log psi_it
 
@@ -11,6 +11,10 @@ nu and omega are held fixed: L_q is REINFORCE's loss (reinforce.py) on log psi, 
 term raises psi where the target is; the second lowers it where p psi is. For a q that is a model, already normalised,
 the second has mean 0 (with token_sum; with token_mean if all answers are equally long) and only takes away noise.
 For a head it is what keeps psi from growing without bound.
+
+Answers are aligned at their first token, and one that has ended keeps the score of its last token: its share of the
+probability is still there at later steps. Without it a group with q = p and beta = 0 would still have a gradient, and
+a head would have no fixed point.
 """
 
 import torch
@@ -18,15 +22,14 @@ from torch import Tensor
 
 
 def step_weights(log_ratio_N: Tensor, log_twist_N: Tensor, owners_N: Tensor, answers: int, group: int) -> Tensor:
-    """nu of each token. `log_ratio_N` is log p - log q of the tokens; answers are aligned at their first token."""
+    """nu of each token. `log_ratio_N` is log p - log q of the tokens, `group` the number of answers to a prompt."""
     lengths_S = torch.bincount(owners_N, minlength=answers)
-    positions_N = torch.arange(len(owners_N), device=owners_N.device) - (lengths_S.cumsum(0) - lengths_S)[owners_N]
-    ratios_ST = log_ratio_N.new_zeros(answers, int(lengths_S.max()))
-    ratios_ST[owners_N, positions_N] = log_ratio_N
-    prefix_N = ratios_ST.cumsum(1)[owners_N, positions_N]
-    # An answer that has ended takes no part in later steps.
-    scores_ST = torch.full_like(ratios_ST, -torch.inf)
-    scores_ST[owners_N, positions_N] = prefix_N + log_twist_N
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    positions_N = torch.arange(len(owners_N), device=owners_N.device) - starts_S[owners_N]
+    steps_T = torch.arange(int(lengths_S.max()), device=owners_N.device)
+    places_ST = starts_S[:, None] + torch.minimum(steps_T, lengths_S[:, None] - 1)  # past the end: the last token
+    prefix_N = log_ratio_N[places_ST].cumsum(1)[owners_N, positions_N]
+    scores_ST = (prefix_N + log_twist_N)[places_ST]
     weights_ST = scores_ST.view(answers // group, group, -1).softmax(1).flatten(0, 1)
     return weights_ST[owners_N, positions_N]
 

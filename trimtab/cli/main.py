@@ -10,6 +10,7 @@ from trimtab.cli.run import guarded
 
 VERBS: dict[str, tuple[str, str]] = {
     "quickstart": ("trimtab.cli.quickstart", "train a tiny model on this machine and look at what it learnt"),
+    "tour": ("trimtab.cli.tour", "the quickstart, then reward model, PPO, DPO and KTO on the same task, compared"),
     "sft": ("trimtab.cli.train_sft", "supervised fine-tuning"),
     "rm": ("trimtab.cli.train_rm", "reward model, from pairs of answers"),
     "prm": ("trimtab.cli.train_prm", "process reward model, from answers judged step by step"),
@@ -21,7 +22,14 @@ VERBS: dict[str, tuple[str, str]] = {
     "reinforce": ("trimtab.cli.train_reinforce", "RL without a critic (REINFORCE++)"),
     "rloo": ("trimtab.cli.train_rloo", "RL against the mean of a prompt's other answers (RLOO)"),
     "rl": ("trimtab.cli.train_rl", "RL of any kind, as a config file says"),
+    "tail": ("trimtab.cli.train_tail", "RL that makes rare bad answers rarer (RePULSe and its baselines)"),
+    "generate": ("trimtab.cli.batch_inference", "answers to many prompts, and their scores"),
+    "chat": ("trimtab.cli.interactive_chat", "a conversation with a model"),
     "lora-combine": ("trimtab.cli.lora_combiner", "merge a LoRA adapter into its model"),
+    "serve-rm": ("trimtab.cli.serve_rm", "a reward model, a process reward model or a verifier as an HTTP server"),
+    "attack": ("trimtab.cli.attack", "search for suffixes that make a model misbehave (GCG)"),
+    "plot": ("trimtab.cli.plot", "draw curves and frontiers of several runs"),
+    "jobs": ("trimtab.cli.jobs", "write Slurm or shell files for a command over seeds"),
     "report": ("trimtab.cli.report", "turn a run's metrics into a page to look at"),
 }
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+from trimtab.config.attack_checks import EXAMINERS as ATTACK_EXAMINERS
 from trimtab.config.bounds import (
     a_place_that_exists,
     at_least,
@@ -18,11 +19,12 @@ from trimtab.config.bounds import (
     every_so_often,
 )
 from trimtab.config.catalogue import options_of
+from trimtab.config.generation_checks import EXAMINERS as GENERATION_EXAMINERS
 from trimtab.config.groups import (
     AnswerOptions,
     BatchOptions,
     CheckpointOptions,
-    DataOptions,
+    CountOptions,
     LengthOptions,
     LoadOptions,
     LoggingOptions,
@@ -30,18 +32,24 @@ from trimtab.config.groups import (
     ModelOptions,
     OptimiserOptions,
     PreferenceColumns,
+    ProcessOptions,
     RowOptions,
     RunOptions,
+    SamplingOptions,
     ShardingOptions,
+    SourceOptions,
     TemplateOptions,
     UpdateOptions,
 )
-from trimtab.config.jobs import RLOptions
+from trimtab.config.jobs import RLOptions, TailOptions
 from trimtab.config.objective_checks import EXAMINERS as OBJECTIVE_EXAMINERS
 from trimtab.config.objectives import PreferenceLossOptions
 from trimtab.config.rl_checks import EXAMINERS as RL_EXAMINERS
 from trimtab.config.rl_checks import settle_rl
+from trimtab.config.serving_checks import EXAMINERS as SERVING_EXAMINERS
 from trimtab.config.source_checks import check_mixture, check_sources
+from trimtab.config.tail_checks import EXAMINERS as TAIL_EXAMINERS
+from trimtab.config.tail_checks import settle_tail
 from trimtab.errors import UserError
 
 Options = TypeVar("Options")
@@ -79,6 +87,8 @@ def settle(options: Options) -> tuple[Options, list[str]]:
             changes["ipo"] = True
     if isinstance(options, RLOptions):
         changes |= settle_rl(options)
+    if isinstance(options, TailOptions):
+        changes |= settle_tail(options)
     return dataclasses.replace(options, **changes), warnings
 
 
@@ -88,7 +98,7 @@ def check(options: Any) -> list[str]:
     for name, option in options_of(type(options)).items():
         if option.required and not getattr(options, name):
             raise UserError(f"--{name} is missing: give {option.required[1]}")
-    for group, examine in (*_EXAMINERS, *OBJECTIVE_EXAMINERS, *RL_EXAMINERS):
+    for group, examine in EVERY_EXAMINER:
         if isinstance(options, group):
             warnings += examine(options)
     return warnings + _without_effect(options)
@@ -163,8 +173,12 @@ def _examine_batches(options: BatchOptions) -> Iterable[str]:
     return []
 
 
-def _examine_rows(options: RowOptions) -> Iterable[str]:
+def _examine_count(options: CountOptions) -> Iterable[str]:
     at_least(options, 1, "max_samples")
+    return []
+
+
+def _examine_rows(options: RowOptions) -> Iterable[str]:
     if options.num_workers is not None:
         at_least(options, 1, "num_workers")
     return check_sources(options.eval_dataset, "--eval_dataset")
@@ -175,8 +189,14 @@ def _examine_length(options: LengthOptions) -> Iterable[str]:
     return []
 
 
-def _examine_data(options: DataOptions) -> Iterable[str]:
+def _examine_sources(options: SourceOptions) -> Iterable[str]:
     return check_mixture(options.dataset, options.dataset_probs, "--dataset")
+
+
+def _examine_sampling(options: SamplingOptions) -> Iterable[str]:
+    if not 0 < options.top_p <= 1:
+        raise UserError(f"--top_p is {options.top_p:g}: it must be above 0 and at most 1")
+    return []
 
 
 def _examine_templates(options: TemplateOptions) -> Iterable[str]:
@@ -209,9 +229,13 @@ def _examine_answers(options: AnswerOptions) -> Iterable[str]:
     return []
 
 
-def _examine_sharding(options: ShardingOptions) -> Iterable[str]:
+def _examine_processes(options: ProcessOptions) -> Iterable[str]:
     if options.zero_stage not in range(4):
         raise UserError(f"--zero_stage is {options.zero_stage}: it must be 0, 1, 2 or 3")
+    return []
+
+
+def _examine_sharding(options: ShardingOptions) -> Iterable[str]:
     if options.grad_accum_dtype not in (None, "fp32", "bf16"):
         raise UserError(f"--grad_accum_dtype is {options.grad_accum_dtype}: it must be fp32, bf16 or None")
     return []
@@ -220,7 +244,9 @@ def _examine_sharding(options: ShardingOptions) -> Iterable[str]:
 _EXAMINERS = (
     (RunOptions, _examine_run),
     (ModelOptions, _examine_model),
-    (DataOptions, _examine_data),
+    (SourceOptions, _examine_sources),
+    (SamplingOptions, _examine_sampling),
+    (CountOptions, _examine_count),
     (RowOptions, _examine_rows),
     (LengthOptions, _examine_length),
     (LoadOptions, _examine_load),
@@ -232,7 +258,17 @@ _EXAMINERS = (
     (CheckpointOptions, _examine_checkpoints),
     (LoggingOptions, _examine_logging),
     (AnswerOptions, _examine_answers),
+    (ProcessOptions, _examine_processes),
     (ShardingOptions, _examine_sharding),
+)
+EVERY_EXAMINER = (
+    *_EXAMINERS,
+    *OBJECTIVE_EXAMINERS,
+    *TAIL_EXAMINERS,  # before RL's, which would speak of options that the method has chosen
+    *RL_EXAMINERS,
+    *GENERATION_EXAMINERS,
+    *SERVING_EXAMINERS,
+    *ATTACK_EXAMINERS,
 )
 
 _NEEDS = (
@@ -243,7 +279,6 @@ _NEEDS = (
     ("eval_split", "eval_dataset"),
     ("wandb_org", "use_wandb"),
     ("wandb_group", "use_wandb"),
-    ("normalize_reward", "reward_pretrain"),
     ("overlong_penalty_factor", "overlong_buffer_len"),
     ("dynamic_filtering_reward_range", "dynamic_filtering"),
     ("kl_horizon", "kl_target"),

@@ -10,7 +10,7 @@ from trimtab.config.catalogue import options_of
 from trimtab.config.values import REDACTED
 
 _HARMLESS = {None, "True", "online", "offline"}
-_SECRET_VARIABLES = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_SECRET_VARIABLES = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "TRIMTAB_BEARER_TOKEN")
 # Shorter than any real key; hiding such a word would only make the text unreadable.
 _SHORTEST_KEY = 6
 

@@ -74,11 +74,17 @@ class LoadOptions(PrecisionOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(LoadOptions):
+class PretrainOptions(LoadOptions):
     """Model"""
 
     pretrain: str | None = required("MODEL", "a hub name or a model folder")
     """Model to start from: a hub name or a local folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardOptions:
+    """Model"""
+
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     gradient_checkpointing_use_reentrant: bool = False
@@ -87,6 +93,11 @@ class ModelOptions(LoadOptions):
     """Fused Liger kernels (needs the liger-kernel package)."""
     aux_loss_coef: float = 0.0
     """Weight of the router balancing loss of a mixture of experts; 0 leaves it out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(PretrainOptions, BackwardOptions):
+    """Model"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +141,15 @@ class OptimiserOptions(UpdateOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchOptions:
+class PackingOptions:
+    """Batches"""
+
+    packing_samples: bool = False
+    """Pack samples into rows of a token budget instead of padding them; samples never see each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(PackingOptions):
     """Batches"""
 
     train_batch_size: int = 128
@@ -139,18 +158,22 @@ class BatchOptions:
     """Samples in one forward and backward pass; it changes memory and speed, not the result."""
     max_epochs: int = 1
     """Passes over the data; in RL over the rollouts of each iteration."""
-    packing_samples: bool = False
-    """Pack samples into rows of a token budget instead of padding them; samples never see each other."""
     train_max_tokens_per_gpu: int | None = None
     """Token budget of a packed pass; unset: micro_train_batch_size samples of full length."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowOptions:
+class CountOptions:
     """Data"""
 
     max_samples: int = 1_000_000
     """At most this many rows are used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptions(CountOptions):
+    """Data"""
+
     eval_dataset: str | None = None
     """Data for evaluation; unset: the training source's test split, if it has one (RL: none)."""
     eval_split: str = "train"
@@ -168,7 +191,15 @@ class LengthOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions(RowOptions, LengthOptions):
+class PromptLengthOptions:
+    """Data"""
+
+    prompt_max_len: int = 1024
+    """At most this many tokens in a prompt; rows with longer ones are left out, and counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
     """Data"""
 
     dataset: str | None = required("DATA", "a file, a folder or a hub name")
@@ -177,7 +208,30 @@ class DataOptions(RowOptions, LengthOptions):
     dataset_probs: str | None = None
     """Share of each source, separated by commas; unset: the sources are concatenated."""
     dataset_split: str = "train"
-    """Split to train on."""
+    """Split to use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(SourceOptions, RowOptions, LengthOptions):
+    """Data"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Sampling"""
+
+    temperature: float = 1.0
+    """Temperature of sampling; in RL the trained log-probabilities are taken at the same one."""
+    top_p: float = 1.0
+    """Draw among the most likely tokens that together have this probability."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixOptions:
+    """vLLM"""
+
+    enable_prefix_caching: bool = False
+    """Read a prompt once for all its answers; that is how it is always done here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,15 +346,21 @@ class AnswerOptions(LoggingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardingOptions:
+class ProcessOptions:
     """Processes and sharding"""
 
     nproc: int = of_this_call(1)
-    """Start this many processes on this machine, which train together. (torchrun and deepspeed work too.)"""
+    """Start this many processes on this machine, which work together. (torchrun and deepspeed work too.)"""
     local_rank: int = of_this_call(-1)
     """Set by launchers."""
     zero_stage: int = 2
-    """What is split over processes: 0 nothing, 1 and 2 optimiser and gradients, 3 weights too."""
+    """What is split over processes in training: 0 nothing, 1 and 2 optimiser and gradients, 3 weights too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions(ProcessOptions):
+    """Processes and sharding"""
+
     adam_offload: bool = False
     """Keep the optimiser's state in main memory and step there."""
     grad_accum_dtype: str | None = None

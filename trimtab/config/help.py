@@ -16,7 +16,7 @@ def help_text(job_class: type, width: int | None = None) -> str:
     verb = job_class.verb
     needed = [f"{option.flag} {option.required[0]}" for option in options_of(job_class).values() if option.required]
     lines = [
-        f"usage: trimtab {verb} {' '.join(needed)} [option ...]",
+        f"usage: trimtab {' '.join([verb, *needed])} [option ...]",
         f"       trimtab {verb} --config FILE.yaml [option ...]",
         "",
         *textwrap.wrap(

@@ -4,23 +4,50 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from trimtab.config.attack import (
+    AttackedOptions,
+    RewardInputOptions,
+    SearchOptions,
+    SuccessOptions,
+    TargetFileOptions,
+)
+from trimtab.config.generation import (
+    AnswerLengthOptions,
+    BatchEngineOptions,
+    ConditionOptions,
+    DrawingOptions,
+    PostProcessingOptions,
+    PreambleOptions,
+    SelectionOptions,
+    TaskOptions,
+)
 from trimtab.config.groups import (
     AnswerOptions,
+    BackwardOptions,
     BatchOptions,
     CallOptions,
     CheckpointOptions,
     ConversationOptions,
+    CountOptions,
     DataOptions,
     InputColumn,
     LabelColumn,
+    LengthOptions,
+    LoadOptions,
     LoggingOptions,
     LoraOptions,
     ModelOptions,
     OptimiserOptions,
+    OutputColumn,
+    PackingOptions,
     PrecisionOptions,
     PreferenceColumns,
+    PretrainOptions,
+    ProcessOptions,
+    PromptLengthOptions,
     RunOptions,
     ShardingOptions,
+    SourceOptions,
     TemplateOptions,
 )
 from trimtab.config.objectives import (
@@ -40,6 +67,7 @@ from trimtab.config.rl import (
     AdvantageOptions,
     CriticOptions,
     EngineOptions,
+    JudgeOptions,
     KLOptions,
     PlacementOptions,
     PolicyLossOptions,
@@ -47,10 +75,14 @@ from trimtab.config.rl import (
     PromptColumns,
     PromptOptions,
     RewardOptions,
+    RewardScaleOptions,
+    RewardSourceOptions,
     RolloutOptions,
     SamplingEvaluationOptions,
     VLLMOptions,
 )
+from trimtab.config.serving import ServerOptions, StepScoreOptions
+from trimtab.config.tail import ProposalOptions, TailMeasureOptions, TailMethodOptions
 
 
 def job(verb: str, **defaults: Any) -> Callable[[type], type]:
@@ -247,6 +279,111 @@ class RLOOOptions(RLOptions):
     """REINFORCE leave-one-out"""
 
 
+# The defaults are those of the smaller of RePULSe's two experiments with real models.
+@job(
+    "tail",
+    rollout_batch_size=50,
+    n_samples_per_prompt=5,
+    generate_max_len=20,
+    micro_rollout_batch_size=250,
+    train_batch_size=250,
+    micro_train_batch_size=250,
+    advantage_estimator="rloo",
+    init_kl_coef=0.2,
+    lambd=0.95,
+    value_clip=0.2,
+    reward_clip_range=(-1e6, 1e4),  # a transformed reward may be very low
+    actor_learning_rate=3e-5,
+    critic_learning_rate=3e-5,
+    lr_scheduler="constant",
+    adam_betas=(0.9, 0.999),
+    ckpt_path="./ckpt/checkpoints_tail",
+    wandb_project="trimtab_train_tail",
+)
+class TailOptions(RLOptions, RewardInputOptions, TailMethodOptions, ProposalOptions, TailMeasureOptions):
+    """Rare bad answers made rarer"""
+
+    trainer: ClassVar[str] = "tail"
+
+
+@job(
+    "generate",
+    seed=1234,
+    max_samples=100_000_000,
+    output_key="output",
+    value_head_prefix="value_head",
+    zero_stage=0,
+)
+class GenerateOptions(
+    TaskOptions,
+    PretrainOptions,
+    SourceOptions,
+    CountOptions,
+    PromptLengthOptions,
+    LengthOptions,
+    PromptColumns,
+    OutputColumn,
+    TemplateOptions,
+    AnswerLengthOptions,
+    DrawingOptions,
+    SelectionOptions,
+    RewardSourceOptions,
+    RewardHeadOptions,
+    PostProcessingOptions,
+    BatchEngineOptions,
+    ProcessOptions,
+    RunOptions,
+):
+    """Answers to many prompts, and their scores"""
+
+
+@job(
+    "chat",
+    max_len=4096,
+    input_template="User: {}\nAssistant: ",
+    temperature=0.2,
+    top_p=0.9,
+    repetition_penalty=1.2,
+)
+class ChatOptions(
+    PretrainOptions, LengthOptions, PreambleOptions, TemplateOptions, DrawingOptions, ConditionOptions, RunOptions
+):
+    """A conversation with a model"""
+
+
+@job("attack", max_new_tokens=20)
+class AttackOptions(
+    PretrainOptions,
+    BackwardOptions,
+    AttackedOptions,
+    TargetFileOptions,
+    SearchOptions,
+    AnswerLengthOptions,
+    SuccessOptions,
+    RewardInputOptions,
+    RewardHeadOptions,
+    ProcessOptions,
+    RunOptions,
+):
+    """GCG attack"""
+
+
 @job("lora-combine")
 class LoraCombineOptions(MergeOptions, PrecisionOptions, CallOptions):
     """Merge a LoRA adapter into its model"""
+
+
+# A reward model has no steps to end, so the placeholder that a process reward model needs may be missing.
+@job("serve-rm", placeholder_token=None)
+class ServeRMOptions(
+    JudgeOptions,
+    RewardScaleOptions,
+    RewardHeadOptions,
+    StepScoreOptions,
+    LoadOptions,
+    LengthOptions,
+    PackingOptions,
+    ServerOptions,
+    CallOptions,
+):
+    """Reward server"""

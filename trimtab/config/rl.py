@@ -5,11 +5,20 @@ Like groups.py. What RL shares with the other jobs (model, LoRA, checkpoints, sh
 
 from dataclasses import dataclass
 
-from trimtab.config.groups import InputColumn, LoggingOptions, RowOptions, UpdateOptions, required
+from trimtab.config.groups import (
+    InputColumn,
+    LoggingOptions,
+    PrefixOptions,
+    PromptLengthOptions,
+    RowOptions,
+    SamplingOptions,
+    UpdateOptions,
+    required,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptOptions(RowOptions):
+class PromptOptions(RowOptions, PromptLengthOptions):
     """Data"""
 
     prompt_data: str | None = required("DATA", "a file, a folder or a hub name")
@@ -18,8 +27,6 @@ class PromptOptions(RowOptions):
     """Share of each source, separated by commas; unset: the sources are concatenated."""
     prompt_split: str = "train"
     """Split to train on."""
-    prompt_max_len: int = 1024
-    """At most this many tokens in a prompt; rows with longer ones are left out, and counted."""
     # Unlike --max_len of the other jobs, which is always a number.
     max_len: int | None = None
     """At most this many tokens in prompt and answer together; unset: prompt_max_len + generate_max_len. Deprecated."""
@@ -29,7 +36,7 @@ class PromptOptions(RowOptions):
 class PromptColumns(InputColumn):
     """Conversations"""
 
-    # Unlike --label_key of the other jobs, which is never a judgement of an answer in the data.
+    # Unlike --label_key of the other jobs, which judges an answer and is never unset.
     label_key: str | None = None
     """Column that is handed to the reward as the prompt's label, such as the right answer."""
 
@@ -49,7 +56,7 @@ class PretrainMixOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutOptions:
+class RolloutOptions(SamplingOptions):
     """Rollouts"""
 
     num_episodes: int = 1
@@ -60,10 +67,6 @@ class RolloutOptions:
     """Answers to each prompt; they form a group."""
     generate_max_len: int = 1024
     """At most this many tokens in an answer."""
-    temperature: float = 1.0
-    """Temperature of sampling; the trained log-probabilities are taken at the same one."""
-    top_p: float = 1.0
-    """Draw among the most likely tokens that together have this probability."""
     micro_rollout_batch_size: int = 8
     """Answers in one pass of scoring (log-probabilities, values, rewards); it changes memory and speed, not the
     result."""
@@ -92,21 +95,39 @@ class EngineOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardOptions:
+class JudgeOptions:
     """Rewards"""
 
     reward_pretrain: str | None = None
     """Reward models, separated by commas: ours, or any sequence classifiers with one score. Their rewards are added
     up."""
-    remote_rm_url: str | None = None
-    """Addresses of reward servers, or a Python file with reward_func(queries, prompts, labels), separated by
-    commas."""
     reward_verifier: str | None = None
     """Built-in rewards with their weights, for example gsm8k:1.0,format:0.2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSourceOptions(JudgeOptions):
+    """Rewards"""
+
+    remote_rm_url: str | None = None
+    """Python files with reward_func(queries, prompts, labels), or addresses of reward servers, which share the
+    samples; separated by commas."""
     reward_weights: tuple[float, ...] | None = None
-    """A weight for each of --reward_pretrain, then each of --remote_rm_url; unset: 1 each."""
+    """Weights of the models, then of the files and, together, of the servers; unset: 1 each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardScaleOptions:
+    """Rewards"""
+
     normalize_reward: bool = False
     """Subtract the mean and divide by the deviation that the reward model's config.json holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardOptions(RewardSourceOptions, RewardScaleOptions):
+    """Rewards"""
+
     reward_clip_range: tuple[float, float] = (-10.0, 10.0)
     """The reward of an answer, after shaping, is kept between these two."""
     overlong_buffer_len: float | None = None
@@ -243,7 +264,7 @@ class PlacementOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VLLMOptions:
+class VLLMOptions(PrefixOptions):
     """vLLM"""
 
     vllm_num_engines: int | None = None
@@ -258,8 +279,6 @@ class VLLMOptions:
     """Send the weights through Ray."""
     vllm_enable_sleep: bool = False
     """Give the engine's memory back while the policy is trained; that is how it is always done here."""
-    enable_prefix_caching: bool = False
-    """Read a prompt once for all its answers; that is how it is always done here."""
     enforce_eager: bool = False
     """Capture no graphs."""
     enable_vllm_is_correction: bool = False

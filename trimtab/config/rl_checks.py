@@ -26,6 +26,7 @@ from trimtab.config.rl import (
     PolicyLossOptions,
     PromptOptions,
     RewardOptions,
+    RewardSourceOptions,
     RolloutOptions,
     SamplingEvaluationOptions,
     VLLMOptions,
@@ -80,8 +81,6 @@ def _examine_rollouts(options: RolloutOptions) -> Iterable[str]:
     at_least(options, 1, "num_episodes", "rollout_batch_size", "n_samples_per_prompt", "generate_max_len")
     at_least(options, 1, "micro_rollout_batch_size")
     above_zero(options, "temperature")
-    if not 0 < options.top_p <= 1:
-        raise UserError(f"--top_p is {options.top_p:g}: it must be above 0 and at most 1")
     low, high = options.dynamic_filtering_reward_range
     if low >= high:
         raise UserError(f"--dynamic_filtering_reward_range {low:g} {high:g}: the first must be below the second")
@@ -105,35 +104,42 @@ def _examine_engine(options: EngineOptions) -> Iterable[str]:
     return []
 
 
-def _examine_rewards(options: RewardOptions) -> Iterable[str]:
-    models, others = listed(options.reward_pretrain), listed(options.remote_rm_url)
+def _examine_reward_sources(options: RewardSourceOptions) -> Iterable[str]:
+    models, places = listed(options.reward_pretrain), listed(options.remote_rm_url)
     for model in models:
         place_exists(model, "--reward_pretrain")
-    for place in others:
-        _examine_reward_place(place)
+    files = [place for place in places if _is_file_of_a_reward(place)]
+    count = len(models) + len(files) + (len(files) < len(places))  # all servers are one reward
     weights = options.reward_weights
-    if weights is not None and len(weights) != len(models) + len(others):
+    if weights is not None and len(weights) != count:
         raise UserError(
-            f"--reward_weights has {len(weights)} numbers, but --reward_pretrain and --remote_rm_url name "
-            f"{len(models) + len(others)} rewards"
+            f"--reward_weights has {len(weights)} numbers for {count} rewards: give one for each model, each file and, "
+            "together, the servers"
         )
+    return []
+
+
+def _examine_rewards(options: RewardOptions) -> Iterable[str]:
     low, high = options.reward_clip_range
     if low >= high:
         raise UserError(f"--reward_clip_range {low:g} {high:g}: the first must be below the second")
     if options.overlong_buffer_len is not None:
         above_zero(options, "overlong_buffer_len")
     at_least(options, 0, "overlong_penalty_factor")
+    if options.normalize_reward and not options.reward_pretrain:
+        return ["--normalize_reward has no effect without --reward_pretrain"]
     return []
 
 
-def _examine_reward_place(place: str) -> None:
+def _is_file_of_a_reward(place: str) -> bool:
     if place.startswith(("http://", "https://")):
-        return
+        return False
     file = place[: place.rfind(".py") + 3]  # a function's name may follow
     if not file.endswith(".py"):
         raise UserError(f"--remote_rm_url {place} is neither an address (http://...) nor a Python file")
     if not os.path.isfile(os.path.expanduser(file)):
         raise UserError(f"--remote_rm_url: {file} does not exist; check the path")
+    return True
 
 
 def _examine_advantages(options: AdvantageOptions) -> Iterable[str]:
@@ -286,6 +292,7 @@ EXAMINERS = (
     (PromptOptions, _examine_prompts),
     (RolloutOptions, _examine_rollouts),
     (EngineOptions, _examine_engine),
+    (RewardSourceOptions, _examine_reward_sources),
     (RewardOptions, _examine_rewards),
     (AdvantageOptions, _examine_advantages),
     (KLOptions, _examine_kl),

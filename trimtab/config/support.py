@@ -38,6 +38,9 @@ def hardware_problems(options: Any, accelerators: Callable[[], int]) -> list[str
     `accelerators` counts what is here, and is asked only where the answer matters.
     """
     problems = placement_problems(options, accelerators) if isinstance(options, PlacementOptions) else []
+    asked = getattr(options, "tp_size", None) or 1
+    if asked > 1 and asked > (found := accelerators()):
+        problems.append(f"--tp_size {asked} asks for more GPUs than the {found} of this machine: leave it out")
     flash_attention = getattr(options, "attn_implementation", None) == "flash_attention_2"
     for wanted, flag, module, package in (
         (getattr(options, "use_wandb", None), "--use_wandb", "wandb", "'trimtab[wandb]'"),

@@ -16,7 +16,8 @@ from trimtab.data import token_cache
 from trimtab.data.building import Arrays, build_store, first_row, settings_of, workers_of
 from trimtab.data.chat import Rendering, in_template
 from trimtab.data.data_report import DataReport
-from trimtab.data.formats import DEFAULT_INPUT_KEY, read_tools, require_columns, text_or_messages
+from trimtab.data.formats import DEFAULT_INPUT_KEY, Message, read_tools, require_columns, text_or_messages
+from trimtab.data.post_processing import conditioned
 from trimtab.data.rendering import AnswerRenderer, as_messages
 from trimtab.data.sources import SOURCE_COLUMN, load_rows
 from trimtab.data.token_store import content_hash
@@ -51,6 +52,8 @@ class PromptSettings:
     input_template: str | None
     apply_chat_template: bool
     prompt_max_len: int
+    condition: str | None = None
+    """Words that follow every prompt and ask for a reward (see post_processing.py)."""
 
 
 @dataclass
@@ -92,7 +95,7 @@ class PromptStore:
 
     def __init__(self, tokens: PromptTokens, rows: Dataset, input_key: str, label_key: str | None):
         self._tokens, self._rows = tokens, rows.select(tokens.rows)
-        self._label_key = label_key
+        self._input_key, self._label_key = input_key, label_key
         self._others = [name for name in rows.column_names if name not in (input_key, label_key, SOURCE_COLUMN)]
         self._row = functools.lru_cache(4096)(self._rows.__getitem__)  # the answers to a prompt come close together
 
@@ -119,6 +122,10 @@ class PromptStore:
     def text(self, index: int) -> str:
         """The prompt as the model reads it."""
         return _piece(self._tokens.text, self._tokens.text_offsets, index).tobytes().decode()
+
+    def prompt(self, index: int) -> str | list[Message]:
+        """The prompt as its row holds it, without template and condition."""
+        return text_or_messages(self._row(index)[self._input_key], self._input_key, f"prompt {index + 1}")
 
     def label(self, index: int) -> Any:
         """What `--label_key` names, or None."""
@@ -213,15 +220,15 @@ class PromptRenderer(AnswerRenderer):
         super().__init__(
             names, tokenizer, what, as_chat=settings.apply_chat_template, input_template=settings.input_template
         )
-        self.input_key = input_key
+        self.input_key, self.condition = input_key, settings.condition
 
     def render(self, row: dict[str, Any], where: str) -> Rendering | None:
         prompt = text_or_messages(row[self.input_key], self.input_key, where)
         if not prompt:
             return None
         if isinstance(prompt, str) and not self.as_chat:
-            return Rendering(in_template(prompt, self.input_template))
-        messages = as_messages(prompt, "user")
+            return Rendering(conditioned(in_template(prompt, self.input_template), self.condition))
+        messages = conditioned(as_messages(prompt, "user"), self.condition)
         if messages[-1]["role"] == "assistant":
             raise UserError(
                 f"{where}: column '{self.input_key}' ends with the assistant's turn, which is the policy's to write"

@@ -91,7 +91,7 @@ def record(work: Callable[[], None], pool: tuple[int, int] | None) -> Recording:
         work()
     here.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use the device
         work()
     return graph
 
@@ -104,8 +104,10 @@ def _free_main_memory() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     group = Path("/sys/fs/cgroup")  # a container's own limit
     with contextlib.suppress(OSError, ValueError):  # none, or "max"
-        limit = int((group / "memory.max").read_text())
-        free = min(free, max(0, limit - int((group / "memory.current").read_text())))
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached_files = int(kinds["inactive_file"]) + int(kinds["active_file"])  # let go when it is needed
+        free = min(free, max(0, limit - used + cached_files))
     return free
 
 

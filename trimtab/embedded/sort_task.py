@@ -4,9 +4,9 @@
     assistant  134789
 
 Everything is made here from a seed: a character tokenizer of 46 symbols, a Llama of 0.86 million random parameters,
-chat rows, prompts with the right answer, and rows that say which answers are good: pairs, single judged answers, answers
-judged step by step. A number is held out when a hash of its *sorted* digits says so, hence no held-out question and no
-held-out answer ever occurs in training, whatever the counts and seeds.
+chat rows, prompts with the right answer, and rows that say which answers are good: pairs, single judged answers, and
+answers judged step by step. A number is held out when a hash of its *sorted* digits says so, hence no held-out question
+and no held-out answer ever occurs in training, whatever the counts and seeds.
 
 What it leaves out: it says nothing about language. It is there to see a model learn within a minute.
 """

@@ -19,7 +19,7 @@ ROWS = 64
 
 
 def write(folder: str | Path, rows: int = ROWS) -> Path:
-    """Write the models `llama`, `mixtral` and `teacher`, and one data file a kind of job, into `folder`."""
+    """Write the models `llama`, `mixtral`, `teacher` and `reward`, and one data file a kind of job, into `folder`."""
     folder = Path(folder)
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([STEP_END, GOOD, BAD])
@@ -27,6 +27,7 @@ def write(folder: str | Path, rows: int = ROWS) -> Path:
         ("llama", make_model("llama", len(tokenizer))),
         ("mixtral", make_model("mixtral", len(tokenizer), num_local_experts=4, num_experts_per_tok=2)),
         ("teacher", make_model("llama", len(tokenizer), seed=1, hidden_size=64)),
+        ("reward", make_model("llama", len(tokenizer), num_labels=1, mean=0.0, std=1.0)),
     ):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -36,6 +37,7 @@ def write(folder: str | Path, rows: int = ROWS) -> Path:
         ("preferences", preference),
         ("judged_answers", judged_answer),
         ("judged_steps", judged_steps),
+        ("prompts", prompt),
     ):
         lines = [json.dumps(make(index, *pair), ensure_ascii=False) + "\n" for index, pair in enumerate(pairs)]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -43,10 +45,12 @@ def write(folder: str | Path, rows: int = ROWS) -> Path:
 
 
 def make_model(family: str, vocabulary: int, seed: int = 0, **changes):
-    """A causal LM of this family with random weights; the caller's random state is left as it was."""
+    """A causal LM of this family, or with `num_labels` a sequence classifier, with random weights; the caller's random
+    state is left as it was."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    kind = AutoModelForSequenceClassification if "num_labels" in changes else AutoModelForCausalLM
     sizes = {
         "vocab_size": vocabulary,
         "hidden_size": 32,
@@ -61,7 +65,7 @@ def make_model(family: str, vocabulary: int, seed: int = 0, **changes):
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes | changes))
+        return kind.from_config(AutoConfig.for_model(family, **sizes | changes))
 
 
 def question(index: int, prompt: str, answer: str) -> dict:
@@ -85,6 +89,11 @@ def judged_steps(index: int, prompt: str, answer: str) -> dict:
         digits[-1] = str((int(digits[-1]) + 1) % 10)
     labels = [GOOD if digit == right else BAD for digit, right in zip(digits, answer)]
     return {"input": prompt + "".join(f" {digit} {STEP_END}" for digit in digits), "value": labels}
+
+
+def prompt(index: int, prompt: str, answer: str) -> dict:
+    """A question for RL, as a conversation and as text, and the right answer."""
+    return {"context_messages": [{"role": "user", "content": prompt}], "problem": prompt, "answer": answer}
 
 
 def _conversation(prompt: str, answer: str) -> list[dict]:

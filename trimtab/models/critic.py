@@ -24,5 +24,7 @@ class Critic(RewardModel):
 
     def reference_values(self, batch: TokenBatch) -> Tensor:
         sequences = [batch.sequence(i) for i in range(len(batch.spans))]
-        hidden = [self.inner.base_model(input_ids=s[None], use_cache=False).last_hidden_state[0, :-1] for s in sequences]
+        hidden = [
+            self.inner.base_model(input_ids=s[None], use_cache=False).last_hidden_state[0, :-1] for s in sequences
+        ]
         return getattr(self.inner, HEAD)(torch.cat(hidden))[:, 0].float()

@@ -88,7 +88,7 @@ def key(name: str, kind: str, series: int) -> str:
 
 def linear(low: float, high: float) -> Axis:
     """From zero to the values, with a little room beyond them."""
-    low, high = widen(min(low, 0.0), max(high, 0.0))
+    low, high = widen(min(low, 0.0), max(high, 0.0)) if low or high else (0.0, 1.0)
     room = 0.04 * (high - low)
     bottom, top = low - (room if low < 0 else 0), high + (room if high > 0 else 0)
     ticks = [tick for tick in nice_ticks(low, high, 5) if bottom <= tick <= top]
@@ -109,6 +109,13 @@ def shares(low: float = 0.0, high: float = 1.0) -> Axis:
     interval = 0.25 if high - low > 0.6 else 0.1
     ticks = [low + index * interval for index in range(round((high - low) / interval) + 1)]
     return Axis(low, high, ticks, [f"{100 * tick:.0f} %" for tick in ticks])
+
+
+def small_shares(high: float) -> Axis:
+    """Percents up to a share that is far below one."""
+    axis = linear(0.0, 100 * high)  # of nothing but zeros, up to one percent
+    ticks = [tick / 100 for tick in axis.ticks]
+    return Axis(0.0, axis.high / 100, ticks, [f"{label} %" for label in axis.labels])
 
 
 def steps(low: float, high: float) -> Axis:

@@ -8,13 +8,14 @@ from pathlib import Path, PurePath
 
 from trimtab.errors import UserError
 from trimtab.report.curves import COLOURS, Line, chart, smooth, window_of
-from trimtab.report.figures import EVALUATION, PACE, Picture, objective_pictures
+from trimtab.report.figures import LOSS, objective_pictures, pace_pictures
 from trimtab.report.findings import findings, loss_ends
 from trimtab.report.numbers import duration, percent, plain, short_number
 from trimtab.report.page import document, place, write_page
+from trimtab.report.picture import EVALUATION, Picture
 from trimtab.report.read import Run, read_run
 from trimtab.report.rewards import accuracy_of
-from trimtab.report.sections import MOST_SAMPLES, flatten, pairs, sample_cell, sentence
+from trimtab.report.sections import MOST_SAMPLES, evaluation_only, flatten, pairs, sample_cell, sentence
 from trimtab.report.settings import chosen_options, defaults_of, differing_options
 from trimtab.report.subject import job_name, lead, subject
 
@@ -82,7 +83,10 @@ def _findings(runs: Sequence[Run], labels: Sequence[str]) -> str:
 
 def comparability(runs: Sequence[Run]) -> Iterator[str]:
     """Why figures may not say which run is better."""
-    if len({run.job for run in runs}) > 1:
+    if all(run.is_rl for run in runs):
+        if len({plain(reward) for run in runs if (reward := run.manifest.get("reward")) is not None}) > 1:
+            yield "These runs have different rewards: their rewards and successes are not on one scale."
+    elif len({run.job for run in runs}) > 1:
         yield "These runs are different jobs: their losses are not on one scale."
     elif len({plain(run.options.get("preference_loss")) for run in runs if run.options}) > 1:
         yield "These runs minimise different losses: compare accuracy and samples, not the losses themselves."
@@ -141,16 +145,21 @@ def _rows_of(runs: Sequence[Run]) -> Iterator[tuple[str, int, Callable[[Run], Va
     def evaluated(metric: str, form: Callable[[float], str]) -> Callable[[Run], Value]:
         return lambda run: number(run.last(f"{EVALUATION}{metric}"), form)
 
-    yield "steps", 0, lambda run: number(float(len(run.rows)))
-    yield "loss", -1 if comparable else 0, lambda run: number((loss_ends(run) or (None, None))[1])
-    yield "evaluation loss", -1 if comparable else 0, lambda run: number(run.last("eval_loss"))
-    for picture in objective_pictures(runs)[1:]:
+    pictures = objective_pictures(runs)
+    yield ("iterations" if all(run.is_rl for run in runs) else "steps"), 0, lambda run: number(float(run.steps))
+    if LOSS in pictures:
+        yield "loss", -1 if comparable else 0, lambda run: number((loss_ends(run) or (None, None))[1])
+        yield "evaluation loss", -1 if comparable else 0, lambda run: number(run.last("eval_loss"))
+    for picture in pictures:
+        if picture is LOSS:
+            continue
         form = percent if picture.share else short_number
         for metric in picture.metrics:
             name = picture.name_of(metric)
             name = name if name[:2].isupper() else name[0].lower() + name[1:]
+            trained = any(run.series(metric) for run in runs)
             yield name, picture.better, final(metric, form)
-            yield f"{name}, evaluation", picture.better, evaluated(metric, form)
+            yield f"{name}, evaluation" if trained else name, picture.better, evaluated(metric, form)
     yield "accuracy on stored pairs", 1, _stored_accuracy
     yield "training time", -1, lambda run: number(run.total("seconds") or None, duration)
     yield "tokens", 0, lambda run: number(run.total("tokens") or None)
@@ -199,7 +208,9 @@ def _curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
     drawn = "".join(
         _chart(runs, labels, picture, metric) for picture in objective_pictures(runs) for metric in picture.metrics
     )
-    pace = "".join(_chart(runs, labels, picture, metric) for picture in PACE for metric in picture.metrics)
+    pace = "".join(
+        _chart(runs, labels, picture, metric) for picture in pace_pictures(runs) for metric in picture.metrics
+    )
     return (
         f"<h2>Curves</h2><div class=charts>{drawn}</div>"
         f"<h2>Speed, memory and the optimiser</h2><div class=charts>{pace}</div>"
@@ -211,6 +222,9 @@ def _chart(runs: Sequence[Run], labels: Sequence[str], picture: Picture, metric:
     notes = []
     for index, (run, label) in enumerate(zip(runs, labels)):
         points, evaluation = run.series(metric), run.series(f"{EVALUATION}{metric}")
+        if not points:
+            lines += evaluation_only(label, evaluation, index)
+            continue
         window = 1 if metric in ("learning_rate", "memory_gib") else window_of(points)
         if window > 1 and len(runs) <= FEW_RUNS:
             lines.append(Line(f"{label}, step", points, "raw", index, in_legend=False))

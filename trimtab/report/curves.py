@@ -8,20 +8,22 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from trimtab.report.axes import HEIGHT, WIDTH, Area, figure, key, linear, logarithmic, shares, steps
+from trimtab.report.axes import HEIGHT, WIDTH, Area, figure, key, linear, logarithmic, shares, small_shares, steps
 from trimtab.report.numbers import short_number
 from trimtab.report.read import Point
 
 MOST_POINTS = 600
 """More than a screen shows; longer curves keep the lowest and the highest value of each stretch."""
 MOST_TOOLTIPS = 100
+SMALL_SHARE = 0.1
+"""Shares that are all below it get a closer look."""
 COLOURS = 6
 """Series after the sixth have the first colours again, dashed."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve. `kind` is a class of the page's style: raw, smooth, only (a lone curve) or dots."""
+    """One curve. `kind` is a class of the page's style: raw, smooth, only (a lone curve), dots or level."""
 
     name: str
     points: Sequence[Point]
@@ -54,7 +56,7 @@ def chart(
         return figure(title, None, "", note=note)
     values = [value for line in lines for _, value in line.points]
     if share and min(values) >= 0 and max(values) <= 1 + 1e-6:
-        up = shares()
+        up = shares() if max(values) > SMALL_SHARE else small_shares(max(values))
     elif tall and _spans_much(values):
         up, note = logarithmic(min(values), max(values)), f"{note}, logarithmic".lstrip(", ")
     else:
@@ -66,7 +68,7 @@ def chart(
         drawing += f'<line class=level x1=0 x2={WIDTH} y1="{area.y(level):.1f}" y2="{area.y(level):.1f}"/>'
     drawing += "".join(_path(line, area) for line in lines)
     described = f"{title}, steps {short_number(min(numbers))} to {short_number(max(numbers))}"
-    return figure(title, area, drawing + _tooltips(lines, area), keys=keys, note=note, described=described, tall=tall)
+    return figure(title, area, drawing + tooltips(lines, area), keys=keys, note=note, described=described, tall=tall)
 
 
 def smooth(points: Sequence[Point], window: int) -> list[Point]:
@@ -120,12 +122,12 @@ def _band(area: Area, first: Sequence[Point], second: Sequence[Point]) -> str:
     return f'<path class=band d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in edge)}Z"/>' if edge else ""
 
 
-def _tooltips(lines: Sequence[Line], area: Area) -> str:
+def tooltips(lines: Sequence[Line], area: Area) -> str:
     """Transparent strips; the browser shows their <title> under the pointer."""
-    values: dict[int, list[str]] = {}
+    values: dict[int, dict[str, None]] = {}
     for line in lines:
         for step, value in line.points:
-            values.setdefault(step, []).append(f"{line.name} {short_number(value)}")
+            values.setdefault(step, {})[f"{line.name} {short_number(value)}"] = None
     numbers = sorted(values)
     dotted = [step for line in lines if line.kind == "dots" for step, _ in line.points]
     chosen = sorted({*numbers[:: math.ceil(len(numbers) / MOST_TOOLTIPS)], *dotted[-MOST_TOOLTIPS:]})

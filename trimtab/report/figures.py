@@ -22,7 +22,9 @@ OBJECTIVES: dict[str, tuple[Picture, ...]] = {
     ),
     "prm": (Picture("Accuracy", {"accuracy": "accuracy"}, "share of steps judged right", share=True, better=1),),
     "dpo": (
-        Picture("Rewards of the two sides", REWARDS, "shaded: the margin", tall=True, level=0.0, band=True, noun="reward"),
+        Picture(
+            "Rewards of the two sides", REWARDS, "shaded: the margin", tall=True, level=0.0, band=True, noun="reward"
+        ),
         Picture("Reward margin", {"reward_margin": "margin"}, "chosen minus rejected", better=1),
         Picture("Accuracy", {"accuracy": "accuracy"}, "share of pairs with a positive margin", share=True, better=1),
         Picture("NLL of the chosen answer", {"nll": "NLL"}, better=-1),
@@ -72,12 +74,12 @@ def objective_pictures(runs: Sequence[Run]) -> list[Picture]:
     pictures = [] if all(run.is_rl for run in runs) else [LOSS]
     drawn = {*BOOKKEEPING, *(name for picture in (LOSS, *pace_pictures(runs)) for name in picture.metrics)}
     aside = rl_figures.ASIDE if any(run.is_rl for run in runs) else ()
-    others = [name for name in recorded if name not in aside and not name.startswith("seconds")][:MOST_OTHERS]
+    others = [name for name in recorded if name not in aside and not name.startswith(("seconds", rl_figures.PART))]
     for picture in (
         *(picture for run in runs for picture in OBJECTIVES.get(run.job, ())),
         *rl_figures.rl_pictures(runs),
         EXPERTS,
-        *(Picture(_words(name), {name: _words(name)}) for name in others),
+        *(Picture(_words(name), {name: _words(name)}) for name in others[:MOST_OTHERS]),
     ):
         if not drawn.issuperset(picture.metrics) and any(name in recorded for name in picture.metrics):
             pictures.append(picture)

@@ -1,6 +1,6 @@
 """What deserves a second look in a run, in words. Each rule is one small function of the run.
 
-What only some jobs can get wrong is in objective_findings.py.
+What only some jobs can get wrong is in objective_findings.py and rl_findings.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from statistics import fmean, median
 from trimtab.report.numbers import percent
 from trimtab.report.objective_findings import RULES as OBJECTIVE_RULES
 from trimtab.report.read import Run, finite
+from trimtab.report.rl_findings import RULES as RL_RULES
 
 ENOUGH_STEPS = 20
 """Below this many steps a trend is noise."""
@@ -18,7 +19,7 @@ ENOUGH_STEPS = 20
 
 def findings(run: Run) -> list[str]:
     """Sentences about the run, the gravest first; empty when nothing is unusual."""
-    rules = (_progress, _not_finite, _skipped, _loss_trend, _evaluation, *OBJECTIVE_RULES, _gradient, _data)
+    rules = (_progress, _not_finite, _skipped, *RL_RULES, _loss_trend, _evaluation, *OBJECTIVE_RULES, _gradient, _data)
     return [sentence for rule in rules for sentence in rule(run)] + run.problems
 
 
@@ -29,10 +30,16 @@ def loss_ends(run: Run) -> tuple[float, float] | None:
 
 def _progress(run: Run) -> Iterator[str]:
     planned = finite(run.manifest.get("steps"))
-    if not run.rows:
-        yield "No optimiser step is recorded yet."
+    # Filtering uses up prompts, so such a run may come to its end sooner than planned.
+    if run.options.get("dynamic_filtering") is True and run.has_saved_model:
+        planned = None
+    if not run.steps:
+        yield "No iteration is finished yet." if run.is_rl else "No optimiser step is recorded yet."
     elif planned is not None and run.rows[-1]["step"] < planned:
-        yield f"Step {run.rows[-1]['step']} of {planned:.0f} is the last one recorded: still going, or stopped early."
+        yield (
+            f"{run.unit.capitalize()} {run.rows[-1]['step']} of {planned:.0f} is the last one recorded: still going, "
+            "or stopped early."
+        )
     elif not run.has_saved_model:
         yield "There is no saved model in this folder: the run is still going, or it was stopped before its end."
 
@@ -56,7 +63,8 @@ def _skipped(run: Run) -> Iterator[str]:
 
 def _loss_trend(run: Run) -> Iterator[str]:
     ends = loss_ends(run)
-    if ends is None or len(run.series("loss")) < ENOUGH_STEPS:
+    # A policy loss is about zero by construction, whatever is learnt.
+    if ends is None or len(run.series("loss")) < ENOUGH_STEPS or run.is_rl:
         return
     first, last = ends
     if last > first + 0.1 * abs(first):
@@ -106,12 +114,13 @@ def _data(run: Run) -> Iterator[str]:
         finite(run.data.get(f"rows_{name}")) or 0.0
         for name in ("read", "kept", "truncated", "over_long", "empty", "equal")
     )
+    longest = "--prompt_max_len" if run.is_rl else "--max_len"
     if kept and truncated / kept > 0.1:
         share = percent(truncated / kept, 0)
-        yield f"{share} of the {run.noun} were cut to the longest allowed length: consider a larger --max_len."
+        yield f"{share} of the {run.noun} were cut to the longest allowed length: consider a larger {longest}."
     if read and over_long / read > 0.1:
         share = percent(over_long / read, 0)
-        yield f"{share} of the {run.noun} were left out as too long: consider a larger --max_len."
+        yield f"{share} of the {run.noun} were left out as too long: consider a larger {longest}."
     if read and empty / read > 0.1:
         share = percent(empty / read, 0)
         yield f"{share} of the {run.noun} were left out because there is nothing to learn in them."

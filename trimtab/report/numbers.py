@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 MOST_ITEMS = 4
@@ -64,6 +65,27 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Ascending whole numbers in words: 1, 2, 3, 7 -> 1 to 3 and 7."""
+    stretches: list[list[int]] = []
+    for number in numbers:
+        if stretches and number == stretches[-1][-1] + 1:
+            stretches[-1].append(number)
+        else:
+            stretches.append([number])
+    told = [f"{s[0]} to {s[-1]}" if len(s) > 2 else ", ".join(map(str, s)) for s in stretches]
+    if len(told) > MOST_ITEMS + 1:
+        told = [*told[:MOST_ITEMS], f"{sum(map(len, stretches[MOST_ITEMS:]))} more"]
+    return " and ".join(filter(None, [", ".join(told[:-1]), told[-1]]))
+
+
+def sparkline(values: Sequence[float], low: float, high: float) -> str:
+    """A curve in one line of text: 0.1, 0.4, 0.9 between 0 and 1 -> ▁▄█."""
+    blocks = "▁▂▃▄▅▆▇█"
+    scale = len(blocks) / (high - low)
+    return "".join(blocks[min(len(blocks) - 1, max(0, int((value - low) * scale)))] for value in values)
 
 
 def short_name(path: Any, otherwise: str) -> str:

@@ -12,8 +12,10 @@ from trimtab.errors import UserError
 from trimtab.report import sections
 from trimtab.report.read import Run, read_run
 from trimtab.report.rewards import reward_section
+from trimtab.report.rollouts import rollout_section
 from trimtab.report.style import STYLE
 from trimtab.report.subject import subject
+from trimtab.report.time_line import time_section
 
 PAGE = "report.html"
 SECTIONS = (
@@ -24,7 +26,9 @@ SECTIONS = (
     sections.curves,
     reward_section,
     sections.samples,
+    rollout_section,
     sections.data,
+    time_section,
     sections.pace,
     sections.configuration,
     sections.provenance,

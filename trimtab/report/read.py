@@ -118,9 +118,10 @@ class Run:
         report = self.manifest.get("data")
         if not isinstance(report, dict):
             return {}
+        # RL names its sets; in the other jobs what is told of training is at the top.
         training = report.get("train")
-        # RL names its sets; the other jobs have those of training at the top.
-        return {**report, "train": None, **training} if isinstance(training, dict) else report
+        rest = {name: value for name, value in report.items() if name != "train"}
+        return {**training, **rest} if isinstance(training, dict) else report
 
     @property
     def has_saved_model(self) -> bool:

@@ -15,7 +15,7 @@ TWINS = {"score": "reward", "loss": "policy_loss"}
 ASIDE = {"return", "kl_answer", "kl_loss", "log_prob_ratio", "prompt_tokens", "kl_coefficient", *TWINS}
 """What has no picture of its own: others show as much, or it never changes."""
 
-REWARD = Picture("Reward", {"reward": "reward", "score": "score"}, "mean of the answers", better=1)
+REWARD = Picture("Reward", {"reward": "reward", "score": "score"}, "means", better=1, noun="of the answers")
 FIGURES = (
     Picture("KL to the reference", {"kl": "KL"}, "nats a token"),
     Picture("Entropy", {"sampled_entropy": "sampled", "entropy": "exact"}, "nats a token", noun="entropy"),
@@ -59,13 +59,13 @@ def rl_pictures(runs: Sequence[Run]) -> Iterator[Picture]:
     """The pictures of those of these runs that are RL, the most telling first."""
     runs = [run for run in runs if run.is_rl]
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    twins = {name for name, other in TWINS.items() if all(run.series(name) == run.series(other) for run in runs)}
+    twins = {name for name, other in TWINS.items() if not any(_differ(run, name, other) for run in runs)}
     recorded = {name.removeprefix(EVALUATION) for name in names} - twins
     yield from success_pictures(names)
     yield REWARD.only(recorded)
-    parts = {name: name.removeprefix(PART) or name for name in names if name.startswith(PART)}
-    if parts:
-        yield Picture("Parts of the reward", parts)
+    # The only part of a reward is the reward.
+    parts = [name for name in names if name.startswith(PART) and any(_differ(run, name, "reward") for run in runs)]
+    yield Picture("Parts of the reward", {name: name.removeprefix(PART) or name for name in parts})
     for picture in FIGURES:
         yield picture.only(recorded)
     if any(len({value for _, value in run.series("kl_coefficient")}) > 1 for run in runs):
@@ -78,7 +78,7 @@ def success_pictures(names: Sequence[str]) -> Iterator[Picture]:
     numbers = sorted({int(match["samples"]) for match in found})
     yield Picture(
         "Held-out success",
-        {f"pass_{n}": _answers(n) for n in numbers if f"{EVALUATION}pass_{n}" in names},
+        {f"pass_{n}": best_of(n) for n in numbers if f"{EVALUATION}pass_{n}" in names},
         tall=True,
         share=True,
         better=1,
@@ -86,12 +86,16 @@ def success_pictures(names: Sequence[str]) -> Iterator[Picture]:
     sources = dict.fromkeys(match["source"] for match in found if match["source"])
     for n in numbers:
         yield Picture(
-            f"Held-out success by source, {_answers(n)}",
+            f"Held-out success by source, {best_of(n)}",
             {f"{source}_pass_{n}": source for source in sources if f"{EVALUATION}{source}_pass_{n}" in names},
             share=True,
             better=1,
         )
 
 
-def _answers(samples: int) -> str:
+def _differ(run: Run, name: str, other: str) -> bool:
+    return bool(run.series(name)) and run.series(name) != run.series(other)
+
+
+def best_of(samples: int) -> str:
     return "one answer" if samples == 1 else f"best of {samples} answers"

@@ -11,17 +11,18 @@ from html import escape
 from typing import Any
 
 from trimtab.report.curves import Line, chart, smooth, window_of
-from trimtab.report.figures import EVALUATION, PACE, Picture, objective_pictures
+from trimtab.report.figures import objective_pictures, pace_pictures
 from trimtab.report.findings import findings, loss_ends
 from trimtab.report.numbers import count, duration, percent, plain, short_number
+from trimtab.report.picture import EVALUATION, Picture
 from trimtab.report.read import Run, finite
 from trimtab.report.rewards import accuracy_of, are_held_out
+from trimtab.report.rl_summary import achieved, summary
+from trimtab.report.rollouts import shortened
 from trimtab.report.settings import chosen_options
 from trimtab.report.subject import facts, job_name, lead, subject
 
 MOST_SAMPLES = 50
-MOST_CHARACTERS = 1500
-"""Of one prompt or answer: a longer one loses its middle."""
 SHORT_ANSWER = 40
 """Characters up to which an answer is right or wrong; a longer one may say the same in other words."""
 LENGTHS = {
@@ -34,22 +35,17 @@ LENGTHS = {
 
 
 def headline(run: Run) -> str:
+    told = summary(run) if run.is_rl else ""
     return (
         f"<header><p class=eyebrow>{escape(job_name(run))}</p>"
-        f"<h1>{escape(subject(run))}</h1><p class=lead>{escape(lead(run))}</p></header>"
+        f"<h1>{escape(subject(run))}</h1><p class=lead>{escape(lead(run))}</p>"
+        f"{f'<p class=told>{escape(told)}</p>' if told else ''}</header>"
     )
 
 
 def key_figures(run: Run) -> str:
     """The few numbers one asks for first."""
-    ends = loss_ends(run)
-    figures: list[tuple[str, str, str]] = []
-    if ends is not None:
-        figures.append(("final loss", short_number(ends[1]), f"from {short_number(ends[0])}"))
-    evaluation = run.last("eval_loss")
-    if evaluation is not None:
-        figures.append(("evaluation loss", short_number(evaluation), ""))
-    figures += _accuracy(run)
+    figures = achieved(run) if run.is_rl else _loss_figures(run)
     seconds, tokens, trained = run.total("seconds"), run.total("tokens"), run.total("trained_tokens")
     if seconds:
         figures.append(("training time", duration(seconds), ""))
@@ -67,6 +63,17 @@ def key_figures(run: Run) -> str:
         for name, value, note in figures
     )
     return f"<dl class=figures>{cells}</dl>" if cells else ""
+
+
+def _loss_figures(run: Run) -> list[tuple[str, str, str]]:
+    figures = []
+    ends = loss_ends(run)
+    if ends is not None:
+        figures.append(("final loss", short_number(ends[1]), f"from {short_number(ends[0])}"))
+    evaluation = run.last("eval_loss")
+    if evaluation is not None:
+        figures.append(("evaluation loss", short_number(evaluation), ""))
+    return figures + _accuracy(run)
 
 
 def _accuracy(run: Run) -> list[tuple[str, str, str]]:
@@ -106,9 +113,9 @@ def curves(run: Run) -> str:
 
 
 def pace(run: Run) -> str:
-    if not run.rows:
+    if not run.steps:
         return ""
-    drawn = "".join(_chart(run, picture, plainly=True) for picture in PACE)
+    drawn = "".join(_chart(run, picture, plainly=True) for picture in pace_pictures([run]))
     return f"<h2>Speed, memory and the optimiser</h2><div class=charts>{drawn}</div>"
 
 
@@ -122,12 +129,15 @@ def _chart(run: Run, picture: Picture, plainly: bool = False) -> str:
         points, evaluation = run.series(metric), run.series(f"{EVALUATION}{metric}")
         window = 1 if metric in ("learning_rate", "memory_gib") else window_of(points)
         means.append(smooth(points, window))
+        if not points:
+            lines += evaluation_only(name, evaluation, index)
+            continue
         if window > 1:
-            each, mean = (name, f"{name}, mean") if several else ("each step", f"mean of {window} steps")
+            each, mean = (name, name) if several else (f"each {run.unit}", f"mean of {window} {run.unit}s")
             lines.append(Line(each, points, "raw", index, in_legend=not several and not plainly))
-            lines.append(Line(name if several else mean, means[-1], "smooth", index, in_legend=not plainly))
+            lines.append(Line(mean, means[-1], "smooth", index, in_legend=several or not plainly))
         else:
-            lines.append(Line(name if several else "each step", points, "only", index))
+            lines.append(Line(name if several else f"each {run.unit}", points, "only", index))
         lines.append(
             Line(
                 f"{name}, evaluation" if several else "evaluation",
@@ -139,6 +149,7 @@ def _chart(run: Run, picture: Picture, plainly: bool = False) -> str:
         )
         if several and evaluation and "dots: evaluation" not in notes:
             notes.append("dots: evaluation")
+    lines += _limit_line(run, picture, lines)
     band = (means[0], means[1]) if picture.band and all(means) else None
     return chart(
         picture.title,
@@ -149,6 +160,20 @@ def _chart(run: Run, picture: Picture, plainly: bool = False) -> str:
         level=picture.level,
         band=band,
     )
+
+
+def evaluation_only(name: str, points: list[tuple[int, float]], series: int) -> list[Line]:
+    """What only evaluations measure: dots, joined so that their way can be seen."""
+    return [Line(name, points, "only", series), Line(name, points, "dots", series, in_legend=False)]
+
+
+def _limit_line(run: Run, picture: Picture, lines: list[Line]) -> list[Line]:
+    """The option that bounds a picture's values, once they come near it."""
+    limit, numbers = finite(run.options.get(picture.limit)), [point for line in lines for point in line.points]
+    if limit is None or max((value for _, value in numbers), default=0.0) < limit / 2:
+        return []
+    ends = min(step for step, _ in numbers), max(step for step, _ in numbers)
+    return [Line("limit", [(step, limit) for step in ends], "level")]
 
 
 def samples(run: Run) -> str:
@@ -171,10 +196,7 @@ def sample_cell(sample: dict[str, Any], name: str, title: str) -> str:
     reference = sample.get("reference")
     if name in ("before", "after") and isinstance(reference, str) and 0 < len(reference) <= SHORT_ANSWER:
         verdict = " class=right" if text.strip() == reference.strip() else " class=wrong"
-    if len(text) > MOST_CHARACTERS:
-        half = MOST_CHARACTERS // 2
-        text = f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
-    shown = escape(text) if text.strip() else "<i class=empty>empty</i>"
+    shown = escape(shortened(text)) if text.strip() else "<i class=empty>empty</i>"
     return f'<td data-name="{escape(title)}"><span{verdict}>{shown}</span></td>'
 
 
@@ -200,7 +222,8 @@ def data(run: Run) -> str:
     sets = {"Training": {key: value for key, value in run.data.items() if key != "evaluation"}}
     if isinstance(evaluation, dict):
         sets["Evaluation"] = evaluation
-    flat = [dict(flatten(values, leave_out=("what", "layout"))) for values in sets.values()]
+    left_out = ("what", "layout", *(("trained_tokens",) if run.is_rl else ()))  # no token of a prompt is trained on
+    flat = [dict(flatten(values, leave_out=left_out)) for values in sets.values()]
     keys = dict.fromkeys([*(key for key in names if any(key in values for values in flat)), *flat[0], *flat[-1]])
     rows = "".join(
         f"<tr><td>{escape(names.get(key, str(key).replace('_', ' ')))}</td>"

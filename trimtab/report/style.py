@@ -27,6 +27,7 @@ h2 { font-size: 1.05rem; font-weight: 650; margin: 2.75rem 0 .8rem; }
 .eyebrow { color: var(--accent); font-size: .8rem; font-weight: 650; letter-spacing: .09em; text-transform: uppercase;
            margin: 0; }
 .lead { color: var(--quiet); margin: 0 0 1.6rem; overflow-wrap: anywhere; }
+.told { font-size: 1.12rem; margin: -.6rem 0 1.6rem; max-width: 46rem; overflow-wrap: anywhere; }
 .figures { display: flex; flex-wrap: wrap; gap: 1px; margin: 0;
            background: var(--rule); border: 1px solid var(--rule); border-radius: 10px; overflow: hidden; }
 .figures div { flex: 1 1 7.4rem; background: var(--card); padding: .85rem 1rem .8rem; }
@@ -69,6 +70,8 @@ figcaption b { font-weight: 600; }
 .plot path.mean { stroke-width: 1.5; stroke-linecap: butt; }
 .plot path.whisker { stroke-width: 2; stroke-opacity: .55; stroke-linecap: butt; }
 .plot .level { stroke: var(--quiet); stroke-width: 1.3; stroke-dasharray: 5 5; vector-effect: non-scaling-stroke; }
+.phase { fill: var(--line); fill-opacity: .75; }
+.plot path.phase { fill: var(--line); stroke: none; }
 .bar { fill: var(--line); fill-opacity: .45; }
 .bar.weight { fill: var(--quiet); fill-opacity: .22; }
 .grid { stroke: var(--rule); stroke-width: 1; vector-effect: non-scaling-stroke; }
@@ -88,6 +91,15 @@ td:last-child, th:last-child { padding-right: 0; }
 .samples td { font-family: var(--mono); font-size: .84rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 .samples .right { color: var(--good); } .samples .wrong { color: var(--bad); }
 .right::before { content: "✓ "; } .wrong::before { content: "✗ "; }
+.rollouts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); gap: 0 1rem; }
+.rollouts div { min-width: 0; }
+.rollouts h3 { font-size: .88rem; font-weight: 600; margin: .9rem 0 .5rem; }
+.rollouts article { background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
+                    padding: .6rem 1rem .7rem; margin-bottom: .6rem; break-inside: avoid; }
+.rollouts article p { margin: 0 0 .3rem; font-size: .9rem; } .rollouts span { color: var(--quiet); font-size: .78rem; }
+.rollouts pre { margin: 0; font-family: var(--mono); font-size: .84rem; line-height: 1.45; white-space: pre-wrap;
+                overflow-wrap: anywhere; max-height: 16rem; overflow-y: auto; }
+.rollouts .prompt { color: var(--quiet); margin-bottom: .35rem; }
 .data { font-variant-numeric: tabular-nums; }
 .data td, .data th { padding-block: .26rem; }
 .data td:first-child { color: var(--quiet); }
@@ -101,6 +113,7 @@ td:last-child, th:last-child { padding-right: 0; }
 .sides td:first-child, .sides th:first-child { position: sticky; left: 0; background: var(--card); padding-left: 1.1rem;
                                                max-width: 10.5rem; overflow-wrap: anywhere; }
 .sides td:last-child, .sides th:last-child { padding-right: 1.1rem; }
+.sides.phases td { white-space: nowrap; }
 .sides td.best { font-weight: 650; } .sides td.best::after { content: " ●"; color: var(--good); font-size: .7em; }
 .sides td.chosen { font-weight: 650; } .sides td.default { color: var(--quiet); }
 .runs { list-style: none; margin: 0; padding: 0; }
@@ -147,6 +160,7 @@ code { font-family: var(--mono); font-size: .9em; white-space: nowrap; }
   html { font-size: 12px; }
   body { padding: 0; font-size: 12px; max-width: none; }
   .chart, .card, .figures, tr { break-inside: avoid; }
+  .rollouts pre { max-height: none; }
   h2, .words { break-after: avoid; }
   details::details-content { content-visibility: visible; height: auto; }
   .strips { display: none; }

@@ -15,8 +15,26 @@ JOB_NAMES = {
 }
 
 
+ESTIMATORS = {
+    "gae": "PPO",
+    "reinforce": "REINFORCE++",
+    "reinforce_baseline": "REINFORCE++ with a baseline",
+    "rloo": "RLOO",
+    "group_norm": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+}
+
+
 def job_name(run: Run) -> str:
+    if run.is_rl:
+        return f"Reinforcement learning ({_estimator(run)})"
     return JOB_NAMES.get(run.job, run.job)
+
+
+def _estimator(run: Run) -> str:
+    """The method is what the estimator says; the name of the job is only a preset."""
+    chosen = run.options.get("advantage_estimator")
+    return ESTIMATORS.get(str(chosen), plain(chosen)) if chosen is not None else run.job.upper()
 
 
 def subject(run: Run) -> str:
@@ -28,7 +46,7 @@ def lead(run: Run) -> str:
     parts = [f"on {_rows(run, 'dataset')}"]
     if run.rows:
         epochs = run.last("epoch")
-        parts.append(plural(len(run.rows), "step") + (f", epoch {epochs:.3g}" if epochs is not None else ""))
+        parts.append(plural(run.steps, run.unit) + (f", epoch {epochs:.3g}" if epochs is not None else ""))
     if "device" in run.manifest:
         dtype = run.manifest.get("dtype")
         parts.append(f"{plain(run.manifest['device'])}{f', {plain(dtype)}' if dtype is not None else ''}")
@@ -40,13 +58,14 @@ def facts(run: Run) -> list[tuple[str, str]]:
     options = run.options
     described = [
         ("from", options.get("pretrain")),
-        ("on", _rows(run, "dataset") if options.get("dataset") else None),
+        ("on", _rows(run, "dataset") if options.get("dataset") or options.get("prompt_data") else None),
         ("evaluated on", _rows(run, "evaluation") if isinstance(run.data.get("evaluation"), dict) else None),
         ("learns", _objective(run)),
         ("teacher", options.get("teacher_model")),
+        ("reward", _reward(run)),
         ("reference", _reference(run)),
         ("trained", _parameters(run)),
-        ("step", _step(run)),
+        (run.unit, _iteration(run) if run.is_rl else _step(run)),
     ]
     return [(name, plain(value)) for name, value in described if value]
 
@@ -55,7 +74,8 @@ def _rows(run: Run, which: str) -> str:
     """How many rows of what; which: dataset or evaluation."""
     training = which == "dataset"
     data = run.data if training else run.data["evaluation"]
-    listed = run.options.get("dataset" if training else "eval_dataset")
+    name = "prompt_data" if run.is_rl else "dataset"
+    listed = run.options.get(name if training else "eval_dataset")
     names = [short_name(name, "") for name in str(listed or "").split(",")]
     source = ", ".join(name for name in names if name)
     source = source or ("its data" if training else f"the test split of {_dataset_name(run)}")
@@ -64,7 +84,8 @@ def _rows(run: Run, which: str) -> str:
 
 
 def _dataset_name(run: Run) -> str:
-    return short_name(str(run.options.get("dataset") or "").split(",")[0], "its data")
+    listed = run.options.get("prompt_data" if run.is_rl else "dataset")
+    return short_name(str(listed or "").split(",")[0], "its data")
 
 
 def _objective(run: Run) -> str | None:
@@ -87,7 +108,19 @@ def _objective(run: Run) -> str | None:
         return f"to answer as its teacher does: {plain(options.get('kd_loss', 'forward_kl')).replace('_', ' ')}, " + (
             f"weight {plain(options.get('kd_coef', 0.4))}"
         )
+    if run.is_rl:
+        return f"to give answers of higher reward: {_estimator(run)}"
     return None
+
+
+def _reward(run: Run) -> str | None:
+    if not run.is_rl:
+        return None
+    named = run.manifest.get("reward")
+    if named:
+        return plain(named)
+    sources = [run.options.get(name) for name in ("reward_pretrain", "remote_rm_url", "reward_verifier")]
+    return ", ".join(plain(source) for source in sources if source)
 
 
 def _beta(run: Run) -> str:
@@ -97,9 +130,24 @@ def _beta(run: Run) -> str:
 def _reference(run: Run) -> str | None:
     if run.job == "dpo" and run.options.get("preference_loss") in ("orpo", "simpo"):
         return "none"
+    if run.is_rl:
+        return _kl(run)
     if run.job not in ("dpo", "kto"):
         return None
     return plain(run.options.get("ref_pretrain") or "the model as it was at the start")
+
+
+def _kl(run: Run) -> str | None:
+    weight = finite(run.options.get("init_kl_coef"))
+    if weight is None:
+        return None
+    if weight <= 0:
+        return "none"
+    place = "the loss" if run.options.get("use_kl_loss") is True else "the reward"
+    target = finite(run.options.get("kl_target"))
+    adapted = f", adapted towards {short_number(target)}" if target is not None else ""
+    estimator = plain(run.options.get("kl_estimator", "k1"))
+    return f"the model as it was at the start; KL ({estimator}) in {place}, weight {short_number(weight)}{adapted}"
 
 
 def _parameters(run: Run) -> str | None:
@@ -118,3 +166,20 @@ def _step(run: Run) -> str | None:
     if not size or rate is None:
         return None
     return f"{size:.0f} {run.noun}, learning rate {short_number(rate)}, {plain(run.options.get('lr_scheduler', ''))}"
+
+
+def _iteration(run: Run) -> str | None:
+    names = (
+        "rollout_batch_size",
+        "n_samples_per_prompt",
+        "generate_max_len",
+        "train_batch_size",
+        "actor_learning_rate",
+    )
+    prompts, samples, longest, batch, rate = (finite(run.options.get(name)) for name in names)
+    if not prompts or not samples or not longest:
+        return None
+    told = f"{plural(int(prompts), 'prompt')}, {plural(int(samples), 'answer')} each of up to {longest:.0f} tokens"
+    if batch:
+        told += f"; learnt from {batch:.0f} answers at a time"
+    return told + (f", learning rate {short_number(rate)}" if rate is not None else "")

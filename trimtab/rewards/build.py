@@ -1,17 +1,17 @@
 """The reward of a run, from its options: models, functions, servers and verifiers, added up with their weights."""
 
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from trimtab.config.attack import RewardInputOptions
 from trimtab.distributed.device import Device
-from trimtab.errors import UserError
+from trimtab.rewards.classifiers import load_judge
 from trimtab.rewards.client import HttpReward
 from trimtab.rewards.functions import FunctionReward
 from trimtab.rewards.model import ModelReward
 from trimtab.rewards.types import Reward, Weighted
-from trimtab.rewards.verify import make_verifier, read_spelling
+from trimtab.rewards.verify import make_verifier
 
 
 def build_reward(options: Any, device: Device, tokenizer: PreTrainedTokenizerBase) -> Weighted:
@@ -28,22 +28,6 @@ def build_reward(options: Any, device: Device, tokenizer: PreTrainedTokenizerBas
     return Weighted(parts)
 
 
-def check_reward(options: Any) -> None:
-    """Refuse what cannot work, without starting anything."""
-    files, addresses = _places(options)
-    for file in files:
-        if not Path(file.split(".py:")[0] + ".py" if ".py:" in file else file).is_file():
-            raise UserError(f"--remote_rm_url {file}: there is no such file")
-    if options.reward_verifier:
-        read_spelling(options.reward_verifier)
-    count = len(listed(options.reward_pretrain)) + len(files) + bool(addresses)
-    if options.reward_weights is not None and len(options.reward_weights) != count:
-        raise UserError(
-            f"--reward_weights has {len(options.reward_weights)} weights for {count} rewards; give one for each model "
-            "of --reward_pretrain, each file and, together, the servers of --remote_rm_url"
-        )
-
-
 def listed(text: str | None) -> list[str]:
     """The entries of a list that is separated by commas."""
     return [entry.strip() for entry in (text or "").split(",") if entry.strip()]
@@ -57,12 +41,12 @@ def _places(options: Any) -> tuple[list[str], list[str]]:
 
 
 def _model(name: str, options: Any, device: Device, tokenizer: PreTrainedTokenizerBase) -> ModelReward:
-    return ModelReward(
-        name,
-        options,
-        device,
-        policy_tokenizer=tokenizer,
-        messages_key=options.input_key if options.apply_chat_template else None,
-        normalize=options.normalize_reward,
-        max_samples=None if options.use_dynamic_batch else options.micro_rollout_batch_size,
-    )
+    settings = {
+        "policy_tokenizer": tokenizer,
+        "messages_key": options.input_key if options.apply_chat_template else None,
+        "normalize": options.normalize_reward,
+        "max_samples": None if options.use_dynamic_batch else options.micro_rollout_batch_size,
+    }
+    if isinstance(options, RewardInputOptions):
+        return load_judge(name, options, device, **settings)
+    return ModelReward(name, options, device, **settings)

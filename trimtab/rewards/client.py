@@ -6,6 +6,7 @@ after a pause that doubles, at the next address. A reward that cannot be had sto
 
 import json
 import math
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from time import monotonic
 
 import httpx
 
+from trimtab.config.serving import TOKEN_VARIABLE
 from trimtab.errors import UserError
 from trimtab.rewards.protocols import PROTOCOLS, NotUnderstood, Protocol, encode
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, named
@@ -56,7 +58,8 @@ class HttpReward:
         batch_size: int | None = None,
         concurrency: int = 8,
     ):
-        """`protocol`: openrlhf or paddlenlp; unset: found out with the first samples. `token`: sent as bearer token.
+        """`protocol`: openrlhf or paddlenlp; unset: found out with the first samples. `token`: sent as bearer token;
+        unset: what TRIMTAB_BEARER_TOKEN holds.
 
         `timeout`: seconds in which a reply must be there; `attempts`: how often a part is asked for; `pause`: seconds
         before the second attempt. `batch_size`: samples in one request; unset: the samples divided by the addresses.
@@ -65,15 +68,18 @@ class HttpReward:
             raise UserError(f"reward protocol {protocol}: it must be one of {', '.join(PROTOCOLS)}")
         self.addresses = [Address(url, protocol) for url in urls]
         self.timeout, self.attempts, self.pause, self.batch_size = timeout, attempts, pause, batch_size
+        token = token or os.environ.get(TOKEN_VARIABLE)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         # A proxy that the environment names is for the world outside, not for a server on this machine.
-        direct = {f"all://{host}": httpx.HTTPTransport() for host in ("localhost", "127.0.0.1", "[::1]")}
-        self._client = httpx.Client(headers=headers, timeout=timeout, mounts=direct)
+        certificates = httpx.create_ssl_context()
+        here = httpx.HTTPTransport(verify=certificates)
+        direct = {f"all://{host}": here for host in ("localhost", "127.0.0.1", "[::1]")}
+        self._client = httpx.Client(headers=headers, timeout=timeout, verify=certificates, mounts=direct)
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="remote-reward")
         self._closing = threading.Event()
 
     def __str__(self) -> str:
-        return f"asks {', '.join(address.url for address in self.addresses)}"
+        return f"what {', '.join(address.url for address in self.addresses)} answers"
 
     def __call__(self, request: RewardRequest) -> RewardResult:
         if not len(request):

@@ -41,17 +41,18 @@ class ModelReward:
         max_len: int | None = None,
         max_samples: int | None = None,
         max_tokens: int = MAX_TOKENS,
+        flag: str = "--reward_pretrain",
     ):
         """`options`: how to load it (LoadOptions and RewardHeadOptions).
 
         `messages_key`: the column that holds a sample's conversation (or its only user turn), for a model that has to
         render it anew. `normalize`: subtract the mean and divide by the deviation that config.json holds. A pass has at
-        most `max_tokens` tokens and `max_samples` samples of at most `max_len` tokens.
+        most `max_tokens` tokens and `max_samples` samples of at most `max_len` tokens. `flag` names it in complaints.
         """
-        self.name = Path(pretrain).name
+        self.name, self.pretrain = Path(pretrain).name, pretrain
         self.device = device
-        self.tokenizer = load_tokenizer(pretrain, disable_fast=options.disable_fast_tokenizer, flag="--reward_pretrain")
-        self.model = load_frozen_reward_model(pretrain, options, device, self.tokenizer).model
+        self.tokenizer = load_tokenizer(pretrain, disable_fast=options.disable_fast_tokenizer, flag=flag)
+        self.model = load_frozen_reward_model(pretrain, options, device, self.tokenizer, flag).model
         self.reads_ids = policy_tokenizer is not None and same_tokenizer(self.tokenizer, policy_tokenizer)
         self._reader = TextReader(self.tokenizer, policy_tokenizer, messages_key, is_decoder=hasattr(self.inner, HEAD))
         self._mean, self._deviation = _normaliser(self.model, pretrain) if normalize else (0.0, 1.0)
@@ -60,6 +61,9 @@ class ModelReward:
     @property
     def inner(self) -> Any:
         return self.model.inner
+
+    def __str__(self) -> str:
+        return f"reward model {self.pretrain}"
 
     def __call__(self, request: RewardRequest) -> RewardResult:
         scores = checked(self.scores(self.sequences(request)), len(request), f"reward model {self.name}: reward")

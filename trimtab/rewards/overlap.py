@@ -30,9 +30,9 @@ class Overlapped:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Parts that have not begun are dropped."""
+        """Parts that have not begun are dropped; one that has is left to itself, for it may take long."""
         if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     def submit(self, request: RewardRequest) -> None:
         """Hand over finished samples. Raises what a part before them has failed with, so that nobody generates on."""

@@ -56,7 +56,7 @@ class ProcessReward:
             raise UserError(f"step rewards are placed by {', '.join(PLACES)}, not {place}")
         if not options.reward_tokens:
             raise UserError("a process reward model needs --reward_tokens, positive first, as in its training")
-        self.name = Path(pretrain).name
+        self.name, self.pretrain = Path(pretrain).name, pretrain
         self.device, self.place, self.placeholder = device, place, options.placeholder_token
         self.separator = separator or self.placeholder
         self.policy_tokenizer = policy_tokenizer
@@ -69,6 +69,9 @@ class ProcessReward:
             )
         self._choices = torch.tensor(reward_token_ids(options.reward_tokens, self.tokenizer), device=device.torch)
         self._passes = Passes(max_len, max_samples, max_tokens)
+
+    def __str__(self) -> str:
+        return f"process reward model {self.pretrain} ({self.place})"
 
     def __call__(self, request: RewardRequest) -> RewardResult:
         texts = [self._response(request, row) for row in range(len(request))]

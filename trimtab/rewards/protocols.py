@@ -7,6 +7,7 @@ A query is prompt and response together. OpenRLHF's reply may also have scores (
 """
 
 import json
+import math
 from typing import Any
 
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked
@@ -34,7 +35,9 @@ class OpenRLHF:
         return RewardRequest(queries, prompts, [query[start:] for query, start in zip(queries, starts)], labels)
 
     def reply_body(self, result: RewardResult) -> dict[str, Any]:
-        return {"rewards": result.rewards, "scores": result.scores, "extra_logs": result.logs}
+        # JSON has no NaN.
+        logs = {name: values for name, values in result.logs.items() if all(map(math.isfinite, values))}
+        return {"rewards": result.rewards, "scores": result.scores, "extra_logs": logs}
 
     def read_reply(self, body: dict[str, Any], count: int) -> RewardResult:
         if "rewards" not in body:

@@ -118,7 +118,7 @@ class RewardResult:
 
 
 class Reward(Protocol):
-    """Anything that scores samples. It is called from one thread at a time."""
+    """Anything that scores samples. It is called from one thread at a time; `str` of it is a line for the log."""
 
     name: str
     concurrent: bool
@@ -180,15 +180,17 @@ class Weighted:
         self.concurrent = all(reward.concurrent for reward, _ in self.parts)
         self._labels = [name if names.count(name) == 1 else f"{name}_{i + 1}" for i, name in enumerate(names)]
 
+    def __str__(self) -> str:
+        return "; ".join(f"{weight:g} x {reward}" for reward, weight in self.parts)
+
     def __call__(self, request: RewardRequest) -> RewardResult:
         results = [reward(request) for reward, _ in self.parts]
         logs: dict[str, list[float]] = {}
         for label, result in zip(self._labels, results):
             logs[label] = result.rewards
             logs |= {f"{label}/{name}": values for name, values in result.logs.items()}
-        rewards, scores = (
-            self._sum(columns) for columns in ([r.rewards for r in results], [r.scores for r in results])
-        )
+        rewards = self._sum([result.rewards for result in results])
+        scores = self._sum([result.scores for result in results])
         return RewardResult(rewards, scores, logs, self._steps(results))
 
     def close(self) -> None:

@@ -51,6 +51,9 @@ class Verifier:
         self._arguments = () if argument is None else (self._module.read_argument(argument),)
         self._needs_label = kind.needs_label and argument is None
 
+    def __str__(self) -> str:
+        return f"verifier {self.name}"
+
     def __call__(self, request: RewardRequest) -> RewardResult:
         return RewardResult([self._score(request, row) for row in range(len(request))])
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trimtab.config.groups import LoggingOptions
+from trimtab.progress import RunProgress
 from trimtab.train.disk import writing
 from trimtab.train.metrics import MetricsFile, open_logs
-from trimtab.train.progress import RunProgress
 
 
 class RunLog:

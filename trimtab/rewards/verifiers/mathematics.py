@@ -8,8 +8,11 @@ from typing import Any
 
 from math_verify import parse, verify
 
+SECONDS = 2  # for each of reading and comparing
+
 
 def compute_score(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
     truth = str(ground_truth).rpartition("####")[2].strip()  # GSM8K's labels have their working before it
     marked = "$" in truth or "\\boxed" in truth
-    return float(verify(parse(truth if marked else f"${truth}$"), parse(solution_str)))
+    right = parse(truth if marked else f"${truth}$", parsing_timeout=SECONDS)
+    return float(verify(right, parse(solution_str, parsing_timeout=SECONDS), timeout_seconds=SECONDS))

@@ -44,7 +44,7 @@ def set_pass(cache: KVCache | None, current: "Reading | Decoding | Measuring | N
     _cache, _pass = cache, current
     if isinstance(current, Reading):
         training.set_row(current.row)
-    if not isinstance(current, Decoding) or current.places_B.device.type != "cpu":
+    if not isinstance(current, Decoding) or has_kernels(current.places_B.device):
         _window = None
     elif _window is None or _window.tables_BP is not current.tables_BP:
         _window = DenseWindow(cache, current.tables_BP)
@@ -88,11 +88,8 @@ def _decode(query: Tensor, layer: int, new: tuple[Tensor, Tensor], arguments: di
     """query [B, heads, 1, D] -> [B, 1, heads, D]."""
     if has_kernels(query.device):
         return _decode_by_kernel(query[:, :, 0], layer, arguments)[:, None]
-    if _window is not None:
-        longest = int(_pass.lengths_B.max())
-        keys, values = (t[:, :, :longest] for t in _window.keys_and_values(layer, new, _pass.lengths_B - 1))
-    else:
-        keys, values = (t[layer][_pass.tables_BP].flatten(1, 2).transpose(1, 2) for t in (_cache.keys, _cache.values))
+    longest = int(_pass.lengths_B.max())
+    keys, values = (t[:, :, :longest] for t in _window.keys_and_values(layer, new, _pass.lengths_B - 1))
     position = torch.arange(keys.shape[2], device=query.device)
     seen = position < _pass.lengths_B[:, None]
     if arguments.get("sliding_window") is not None:

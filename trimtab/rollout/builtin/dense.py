@@ -1,4 +1,4 @@
-"""Decoding on a CPU: the pages of the samples that run, gathered once for a few steps.
+"""Decoding without kernels of our own: the pages of the samples that run, gathered once for a few steps.
 
 To gather them in every step would cost more than attention itself. While the same samples run, their keys and values
 lie in one block besides, which each step's new tokens join.
@@ -14,7 +14,7 @@ class DenseWindow:
     def __init__(self, cache: KVCache, tables_BP: Tensor):
         self.cache, self.tables_BP = cache, tables_BP
         self.width = tables_BP.shape[1] * cache.size
-        self.first_B = torch.arange(len(tables_BP)) * self.width
+        self.first_B = torch.arange(len(tables_BP), device=tables_BP.device) * self.width
         self._layers: dict[int, list[Tensor]] = {}
 
     def keys_and_values(self, layer: int, new_BHD: tuple[Tensor, Tensor], positions_B: Tensor) -> list[Tensor]:

@@ -3,28 +3,28 @@
     admit what fits, read new prompts once, draw first tokens; then decode a few steps for all that run, look at what
     was drawn, let finished samples go, refill their places; repeat
 
-On an accelerator the steps between two looks are recorded (graphs.py) and use kernels of their own (kernels/); where
-that cannot be, and on a CPU, the same passes run step by step.
+On an accelerator the steps between two looks are recorded (graphs.py), and so is the reading of prompts
+(read_graphs.py), with kernels of their own (kernels/). Where that cannot be, and on a CPU, the same passes run as they
+come.
 """
 
 import contextlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 
-from trimtab.distributed.device import has_kernels
 from trimtab.distributed.sharding import gathered
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
-from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.fused_layers import recognised
-from trimtab.rollout.builtin.graphs import CannotRecord, DecodeGraphs, fingerprint
+from trimtab.rollout.builtin.graphs import CannotRecord, DecodeGraphs
 from trimtab.rollout.builtin.int8 import Int8Layers
 from trimtab.rollout.builtin.memory import KVMemory
 from trimtab.rollout.builtin.pages import PagePool
+from trimtab.rollout.builtin.read_graphs import ReadGraphs
+from trimtab.rollout.builtin.recordings import Recordings
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.builtin.sampler import Drawn, Sampler, request_seeds
 from trimtab.rollout.builtin.scheduler import Admission, Prompt, Sample, Scheduler
@@ -58,8 +58,7 @@ class BuiltinEngine:
             self._fused = recognised(policy, shape, arguments)
         self._memory = KVMemory(shape, page_size, kv_tokens)
         self._int8 = Int8Layers(policy) if weight_only_int8 else None
-        self._graphs: DecodeGraphs | None = None
-        self._graphs_hold_for: tuple = ()
+        self._recordings = Recordings(policy, slots)
         self._call: _Call | None = None
 
     def generate(self, prompts: Sequence[list[int]], sampling: Sampling, **options) -> list[Rollout]:
@@ -90,7 +89,10 @@ class BuiltinEngine:
             with gathered(self.policy), self._int8 or contextlib.nullcontext():
                 call = self._call = _Call(self, prompts, sampling, seeds, limits, logit_hook)
                 cache = self._memory.cache(min(self.slots, len(call.samples)), call.longest, call.device)
-                call.graphs = self._recordings(call, cache)
+                self._recordings.follow(cache, fused=self._fused is not None)
+                call.reads = self._recordings.reads
+                if logit_hook is None:
+                    call.graphs = self._recordings.decoding(cache, sampling, call.longest)
                 with Runner(self.policy, cache, self._fused) as runner:
                     yield from call.run(runner)
         finally:
@@ -105,27 +107,13 @@ class BuiltinEngine:
         """Give the engine's memory back; the next call takes what it needs again."""
         if self._call is not None:
             raise UserError("the engine is at work and cannot sleep; take all its answers first, or close their stream")
-        self._graphs = None
+        self._recordings.release()
         self._memory.release()
         if self._int8 is not None:
             self._int8.release()
 
     def wake(self) -> None:
         """Nothing to prepare: the next call takes the memory it needs."""
-
-    def _recordings(self, call: "_Call", cache: KVCache) -> DecodeGraphs | None:
-        """Those of earlier calls while they hold; none where the host has a part in every step."""
-        sampling = call.sampling
-        if not has_kernels(call.device) or call.hook is not None or sampling.repetition_penalty != 1.0:
-            return None
-        same = replace(sampling, n=1, max_new_tokens=1, seed=0, stop_strings=())
-        hold_for = fingerprint(self.policy, cache), same
-        if self._graphs is None or self._graphs_hold_for != hold_for or not self._graphs.holds(call.longest):
-            self._graphs = None
-            sampler = Sampler(sampling, self.policy.head.out_features, call.device)
-            self._graphs = DecodeGraphs(sampler, cache, self.slots, call.longest)
-            self._graphs_hold_for = hold_for
-        return self._graphs
 
     def _check(self, prompts: Sequence[list[int]], sampling: Sampling, seeds, limits: Sequence[int]) -> None:
         for name, values in (("seeds", seeds), ("limits", limits)):
@@ -166,6 +154,7 @@ class _Call:
         for index, ids in enumerate(prompts):
             prompt = Prompt(index, list(ids), sampling.n)
             self.samples += [Sample(prompt, k, own_seeds[index][k], limits[index]) for k in range(sampling.n)]
+        self.reads: ReadGraphs | None = None
         self.graphs: DecodeGraphs | None = None
         self.hidden: dict[Prompt, torch.Tensor] = {}  # last hidden state of prompts whose samples still wait
 
@@ -182,8 +171,9 @@ class _Call:
                 self.aborted.clear()
             yield from self.begin(runner, self.scheduler.admit())
             if self.scheduler.running:
-                self.scheduler.make_room(self.look)
-                yield from self.decode(runner)
+                look = self.look
+                self.scheduler.make_room(look)
+                yield from self.decode(runner, look)
 
     def abort(self, prompts: Collection[int] | None) -> None:
         self.aborted.update(prompts if prompts is not None else (s.prompt.index for s in self.samples))
@@ -211,10 +201,18 @@ class _Call:
 
     def read_prompts(self, runner: Runner, prompts: list[Prompt]) -> None:
         for group in _groups(prompts, lambda p: len(p.ids), self.engine.read_tokens):
-            hidden = self.read_in_chunks(runner, group[0]) if len(group) == 1 else None
-            if hidden is None:
-                hidden = runner.read([(p.ids, 0, p.pages) for p in group])
+            long = len(group[0].ids) > self.engine.read_tokens
+            hidden = self.read_in_chunks(runner, group[0]) if long else self.read_whole(runner, group)
             self.hidden.update(zip(group, hidden))
+
+    def read_whole(self, runner: Runner, prompts: list[Prompt]) -> torch.Tensor:
+        if self.reads is not None:
+            try:
+                return self.reads.read(runner, [(p.ids, p.pages) for p in prompts])
+            except CannotRecord as error:
+                logger.warning("reading prompts launch by launch, which is slower: %s", error)
+                self.reads = None
+        return runner.read([(p.ids, 0, p.pages) for p in prompts])
 
     def read_in_chunks(self, runner: Runner, prompt: Prompt) -> torch.Tensor:
         """A prompt longer than one pass, piece by piece."""
@@ -228,11 +226,14 @@ class _Call:
     @property
     def look(self) -> int:
         """Steps between two looks."""
-        return STEPS_BETWEEN_LOOKS if self.graphs is None else self.graphs.steps
+        if self.graphs is None:
+            return STEPS_BETWEEN_LOOKS
+        at_ease = not self.scheduler.waiting and self.scheduler.has_room(self.graphs.steps_at_ease)
+        return self.graphs.steps_at_ease if at_ease else self.graphs.steps
 
-    def decode(self, runner: Runner) -> Iterator[Rollout]:
+    def decode(self, runner: Runner, look: int) -> Iterator[Rollout]:
         running = list(self.scheduler.running)
-        steps = min(self.look, max(s.remaining for s in running))
+        steps = min(look, max(s.remaining for s in running))
         if self.graphs is not None:
             try:
                 running, drawn = self.graphs.run(runner, running, steps)
@@ -282,11 +283,11 @@ class _Call:
     def take(self, samples: list[Sample], drawn: Drawn) -> Iterator[Rollout]:
         """Keep what each sample drew up to its end, and let those that are finished go."""
         tokens, log_probs, plain = drawn.on_host(len(samples))
-        number = np.arange(tokens.shape[1])
-        kept = np.minimum(tokens.shape[1], [s.remaining for s in samples])
-        stops = np.isin(tokens, self.sampling.stop_token_ids) & (number < kept[:, None])
+        steps, number = tokens.shape[1], np.arange(tokens.shape[1])
+        remaining = np.array([sample.limit - len(sample.ids) for sample in samples])
+        stops = np.isin(tokens, self.sampling.stop_token_ids) & (number < remaining[:, None])
         stopped = stops.any(1)
-        kept = np.where(stopped, stops.argmax(1) + 1, kept)
+        kept = np.where(stopped, stops.argmax(1) + 1, np.minimum(steps, remaining))
         broken = np.argwhere(np.isnan(log_probs) & (number < kept[:, None]))
         if len(broken):
             row, step = broken[0]
@@ -294,24 +295,22 @@ class _Call:
                 f"the model's logits are not finite for prompt {samples[row].prompt.index}, sample "
                 f"{samples[row].number}, token {len(samples[row].ids) + step}; its weights are probably broken"
             )
-        kept, stopped, tokens, log_probs = kept.tolist(), stopped.tolist(), tokens.tolist(), log_probs.tolist()
+        ends = (stopped | (kept == remaining)).tolist()
+        kept, tokens, log_probs = kept.tolist(), tokens.tolist(), log_probs.tolist()
         for row, sample in enumerate(samples):
-            before = len(sample.ids)
-            sample.ids += tokens[row][: kept[row]]
-            sample.log_probs += log_probs[row][: kept[row]]
+            count, before = kept[row], len(sample.ids)
+            sample.ids += tokens[row] if count == steps else tokens[row][:count]
+            sample.log_probs += log_probs[row] if count == steps else log_probs[row][:count]
             if plain is not None:
-                sample.plain_log_probs += plain[row, : kept[row]].tolist()
-            if self.cut_at_stop_string(sample, before) or stopped[row]:
+                sample.plain_log_probs += plain[row, :count].tolist()
+            if self.sampling.stop_strings and self.cut_at_stop_string(sample, before):
                 yield self.let_go(sample, "stop")
-            elif sample.remaining <= 0:
-                yield self.let_go(sample, "length")
+            elif ends[row]:
+                yield self.let_go(sample, "stop" if stopped[row] else "length")
 
     def cut_at_stop_string(self, sample: Sample, before: int) -> bool:
         """Drop what follows a stop string among the tokens after `before`; whether there is one."""
-        sampling = self.sampling
-        if not sampling.stop_strings:
-            return False
-        decode = self.engine.tokenizer.decode
+        sampling, decode = self.sampling, self.engine.tokenizer.decode
         whole = decode(sample.ids)
         if not any(stop in whole for stop in sampling.stop_strings):
             return False

@@ -100,11 +100,12 @@ def _few_hidden_states(policy: Policy, shape: KVShape, fused: FusedLayers | None
 
 def looks_like_llama(backbone: nn.Module) -> bool:
     names = {"embed_tokens", "layers", "norm", "rotary_emb"}
-    return names == _children(backbone) and all(_is_known_layer(layer) for layer in backbone.layers)
+    silu = getattr(backbone.config, "hidden_act", None) in ("silu", "swish")
+    return silu and names == _children(backbone) and all(_is_known_layer(layer) for layer in backbone.layers)
 
 
 def _is_known_layer(layer: nn.Module) -> bool:
-    if _children(layer) != LAYER or not isinstance(getattr(layer.mlp, "act_fn", None), nn.SiLU):
+    if _children(layer) != LAYER:
         return False
     heads_normed = _children(layer.self_attn) == ATTENTION | HEAD_NORMS
     norms = [layer.input_layernorm, layer.post_attention_layernorm]

@@ -2,14 +2,15 @@
 
 A row of the table holds what the host says of a sample (newest token, position, tokens drawn, seed, limit, pages). A
 step reads it, draws the sample's next token and moves the row on; a row at its limit, or after a stop token, works on
-page 0 alone, and so do the rows that fill a bucket up. Weights may change in place between calls; when one lies
-elsewhere, `fingerprint` tells.
+page 0 alone, and so do the rows that fill a bucket up. Weights may change in place between calls; recordings.py knows
+when that is not enough.
 """
+
+from collections.abc import Callable
 
 import torch
 
 from trimtab.distributed.device import Recording, record
-from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.builtin.sampler import Drawn, Sampler
@@ -23,7 +24,8 @@ class CannotRecord(Exception):
 
 
 class DecodeGraphs:
-    steps = 16  # between two looks
+    steps = 24  # between two looks, and
+    steps_at_ease = 64  # while nobody waits for a place
 
     def __init__(self, sampler: Sampler, cache: KVCache, slots: int, longest: int):
         """For at most `slots` samples at once, of at most `longest` tokens."""
@@ -33,7 +35,7 @@ class DecodeGraphs:
         self.host = torch.zeros(shape, dtype=torch.int64)
         self.table = torch.zeros(shape, dtype=torch.int64, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
-        results = self.steps, shape[0]
+        results = self.steps_at_ease, shape[0]
         self.tokens = torch.zeros(results, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(2 if sampler.sampling.plain_log_probs else 1, *results, device=device)
         self.recorded: dict[int, Recording] = {}
@@ -64,10 +66,7 @@ class DecodeGraphs:
         self.table.zero_()
         self.step.zero_()
         pool = next(iter(self.recorded.values())).pool() if self.recorded else None
-        try:
-            return record(lambda: self._advance(runner, rows), pool)
-        except RuntimeError as error:
-            raise CannotRecord(str(error).splitlines()[0]) from error
+        return record_or_explain(lambda: self._advance(runner, rows), pool)
 
     def _advance(self, runner: Runner, rows: int) -> None:
         table = self.table[:rows]
@@ -101,7 +100,17 @@ class DecodeGraphs:
     def _fill(self, bucket: int) -> None:
         table = self.host.numpy()
         count = len(self.rows)
-        table[:count, :COLUMNS] = [(s.ids[-1], s.length, len(s.ids), s.seed, s.limit) for s in self.rows]
+        drawn = [len(sample.ids) for sample in self.rows]
+        for column, values in enumerate(
+            (
+                [sample.ids[-1] for sample in self.rows],
+                [len(sample.prompt.ids) + count - 1 for sample, count in zip(self.rows, drawn)],
+                drawn,
+                [sample.seed for sample in self.rows],
+                [sample.limit for sample in self.rows],
+            )
+        ):
+            table[:count, column] = values
         table[count:bucket, :COLUMNS] = 0
         self.written += [([], 0)] * (count - len(self.written))
         for row, sample in enumerate(self.rows):
@@ -114,16 +123,11 @@ class DecodeGraphs:
                 self.written[row] = sample.pages, len(sample.pages)
 
 
-def fingerprint(policy: Policy, cache: KVCache) -> tuple:
-    """Changes when a recording no longer does what the policy does."""
-    addresses = tuple(t.data_ptr() for t in (*policy.parameters(), *policy.buffers(), cache.keys, cache.values))
-    switches = tuple(
-        (module._disable_adapters, tuple(module.active_adapters), tuple(module.scaling.items()))
-        for module in policy.modules()
-        if hasattr(module, "_disable_adapters") and hasattr(module, "scaling")
-    )
-    replaced = sum("forward" in vars(module) for module in policy.modules())
-    return addresses, switches, replaced
+def record_or_explain(work: Callable[[], None], pool: tuple[int, int] | None) -> Recording:
+    try:
+        return record(work, pool)
+    except RuntimeError as error:
+        raise CannotRecord(str(error).splitlines()[0]) from error
 
 
 def _bucket(rows: int) -> int:

@@ -56,7 +56,7 @@ class Runner:
         spans, ids, positions, places, cached, start = [], [], [], [], [], 0
         for tokens, done, pages in sequences:
             own = len(tokens) - done
-            where = self._places(pages, len(tokens))
+            where = self.places(pages, len(tokens))
             spans.append(Span(start, own))
             ids += tokens[done:]
             positions.append(np.arange(done, len(tokens)))
@@ -65,11 +65,13 @@ class Runner:
                 cached.append((slice(start, start + own), torch.from_numpy(where).to(self.device)))
             start += own
         tensor = lambda parts: torch.from_numpy(np.concatenate(parts)).to(self.device)  # noqa: E731
-        row = PackedRow.of(spans, self.device)
-        places = tensor(places)
-        set_pass(self.cache, Reading(row, places, cached))
-        hidden = self._hidden(torch.tensor([ids], device=self.device), tensor(positions)[None], places)[0]
+        ids = torch.tensor(ids, device=self.device)
+        hidden = self.hidden_of_row(PackedRow.of(spans, self.device), ids, tensor(positions), tensor(places), cached)
         return hidden[[span.start + span.length - 1 for span in spans]]
+
+    def hidden_of_row(self, row: PackedRow, ids_T: Tensor, positions_T: Tensor, places_T: Tensor, cached) -> Tensor:
+        set_pass(self.cache, Reading(row, places_T, cached))
+        return self._hidden(ids_T[None], positions_T[None], places_T)[0]
 
     def decode(self, tokens_B: Tensor, positions_B: Tensor, tables_BP: Tensor, idle_B: Tensor | None = None) -> Tensor:
         """The next hidden state of every sequence [B, D], from its newest token. Idle ones leave nothing behind."""
@@ -94,6 +96,6 @@ class Runner:
         backbone = self.policy.inner.base_model
         return backbone(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
 
-    def _places(self, pages: list[int], length: int) -> np.ndarray:
+    def places(self, pages: list[int], length: int) -> np.ndarray:
         size, token = self.cache.size, np.arange(length)
         return np.asarray(pages)[token // size] * size + token % size

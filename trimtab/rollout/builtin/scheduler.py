@@ -120,8 +120,7 @@ class Scheduler:
         stopped: list[Sample] = []
         for sample in list(self.running):
             while sample not in stopped:
-                ahead = min(steps, sample.remaining)
-                missing = self.pool.needed(sample.length + ahead) - len(sample.pages)
+                missing = self._missing(sample, steps)
                 if missing <= 0:
                     break
                 pages = self._take(missing, keep=None)
@@ -132,6 +131,16 @@ class Scheduler:
                 self._stop(last)
                 stopped.append(last)
         return stopped
+
+    def has_room(self, steps: int) -> bool:
+        """Whether everything that runs can go on for so many tokens without anybody's stopping."""
+        return sum(max(0, self._missing(sample, steps)) for sample in self.running) <= self.pool.free
+
+    def _missing(self, sample: Sample, steps: int) -> int:
+        """Pages for the next tokens of a running sample that it does not hold yet."""
+        drawn = len(sample.ids)
+        ahead = min(steps, sample.limit - drawn)
+        return -(-(len(sample.prompt.ids) + drawn - 1 + ahead) // self.pool.size) - len(sample.pages)
 
     def finish(self, sample: Sample) -> None:
         self.running.remove(sample)

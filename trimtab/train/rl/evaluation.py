@@ -1,6 +1,6 @@
 """How good is the policy? Samples on held-out prompts, scored by the same reward.
 
-    pass_1    mean score of a sample           pass_n    mean over prompts of the best of n samples
+pass_1    mean score of a sample           pass_n    mean over prompts of the best of n samples
 """
 
 from collections.abc import Sequence

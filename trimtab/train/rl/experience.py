@@ -132,8 +132,9 @@ class Experience:
     def tensors(self) -> dict[str, Tensor]:
         """Everything, as named tensors."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
-        tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-        tensors |= {f"logs/{name}": values for name, values in self.logs.items()}
+        # Copies: a column may be another one under a second name, which the file format does not take.
+        tensors = {name: value.clone() for name, value in found.items() if isinstance(value, Tensor)}
+        tensors |= {f"logs/{name}": values.clone() for name, values in self.logs.items()}
         for name in ("prompt_ids", "response_ids"):
             tensors[name] = torch.tensor([token for ids in found[name] for token in ids])
             tensors[f"{name}_lengths"] = torch.tensor([len(ids) for ids in found[name]])

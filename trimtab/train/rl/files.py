@@ -1,8 +1,8 @@
 """What an RL run leaves on disk: its description, metrics, a few rollouts of every iteration, checkpoints, models.
 
-    save_path/    the policy as a Hugging Face folder, options.yaml, manifest.json, metrics.jsonl, rollouts.jsonl,
-                  critic/ with --save_value_network
-    ckpt_path/    global_stepN/ with actor/, critic/ and, if the run was stopped inside an iteration, experience/
+save_path/    the policy as a Hugging Face folder, options.yaml, manifest.json, metrics.jsonl, rollouts.jsonl,
+              critic/ with --save_value_network
+ckpt_path/    global_stepN/ with actor/, critic/ and, if the run was stopped inside an iteration, experience/
 """
 
 from pathlib import Path

@@ -17,12 +17,14 @@ from trimtab.models.critic import Critic
 from trimtab.models.hugging_face import check_model_folder
 from trimtab.models.load import load_policy, load_reward_model, policy_skeleton
 from trimtab.models.packed import PackedModel
-from trimtab.rewards.build import build_reward, check_reward
+from trimtab.rewards.build import build_reward
+from trimtab.rewards.verify import make_verifier
 from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Sampling
+from trimtab.train.disk import check_folder
 from trimtab.train.interrupts import StopRequest
 from trimtab.train.launch import REHEARSED_ROWS, load_job_tokenizer, notes
-from trimtab.train.disk import check_folder
 from trimtab.train.manifest import make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.reference import Reference
@@ -31,7 +33,7 @@ from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.learner import Actor, CriticLearner, ReferenceRole
 from trimtab.train.rl.loop import RLRun, Roles
-from trimtab.train.rl.rollouts import Rollouts, stop_tokens
+from trimtab.train.rl.rollouts import Rollouts
 from trimtab.train.sharded import shard_trained
 
 
@@ -114,7 +116,11 @@ class Builder:
         if options.advantage_estimator == "gae":
             roles["critic"] = self._critic()
         engine = BuiltinEngine(
-            policy, self.tokenizer, slots=options.rollout_slots, kv_tokens=options.rollout_kv_tokens
+            policy,
+            self.tokenizer,
+            slots=options.rollout_slots,
+            kv_tokens=options.rollout_kv_tokens,
+            weight_only_int8=options.weight_only_int8,
         )
         roles["rollouts"] = Rollouts(engine, self.reward, self.stores, self.tokenizer, lambda: stop.signal is not None)
         return roles
@@ -125,9 +131,7 @@ class Builder:
         name = options.critic_pretrain or first_reward or options.pretrain
         tokenizer = copy.deepcopy(self.tokenizer)  # a classifier may need another padding token
         its_options = dataclasses.replace(options, pretrain=name)
-        loaded = load_reward_model(
-            its_options, self.device, tokenizer, cast=self.world.size == 1, root=Critic
-        )
+        loaded = load_reward_model(its_options, self.device, tokenizer, cast=self.world.size == 1, root=Critic)
         if options.normalize_reward and name == first_reward:
             loaded.model.mean, loaded.model.deviation = loaded.model.config.mean, loaded.model.config.std
         shard_trained(loaded.model, options, self.world)
@@ -196,7 +200,8 @@ def rehearse_rl(options: Any) -> list[str]:
     stores, _ = load_prompt_stores(few, tokenizer)
     model = policy_skeleton(options)
     check_model(model, options, stores)
-    check_reward(options)
+    if options.reward_verifier:
+        make_verifier(options.reward_verifier).close()
     order = SampleOrder(len(stores["train"]), 1, options.num_episodes, options.seed)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trimtab.data.batches import TokenBatch

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trimtab.algos.group_rewards import within
@@ -32,7 +31,7 @@ from trimtab.train.rl.asking import ask_for_samples
 from trimtab.train.rl.cut import cost, halves, micro_batches, mini_batches, updates_per_iteration
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import RunFiles
-from trimtab.train.rl.shaping import shape, silent
+from trimtab.train.rl.shaping import loud, shape
 
 MANY_BAD_STEPS = 5  # in a row: the run stops
 
@@ -196,17 +195,18 @@ class RLRun:
             reports["critic"] = self.roles.critic.call("update", parts, totals=totals, step=counters.critic_steps)[0]
             counters.critic_steps += 1
         if counters.iteration >= options.freezing_actor_steps:
+            kl_loss = options.use_kl_loss and self.roles.reference is not None
             learnt = samples
-            if not options.use_kl_loss and not options.entropy_loss_coef and options.aux_loss_coef <= 0:
-                # Their gradient is zero; one is kept so that a step without any signal is still a step.
-                quiet = silent(experience, samples)
-                learnt = [i for i, leave_out in zip(samples, quiet) if not leave_out] or samples[:1]
+            if not kl_loss and options.entropy_loss_coef is None and options.aux_loss_coef <= 0:
+                # Without an advantage there is no gradient. One sample stays, so that a step without any is a step.
+                learnt = loud(experience, samples) or samples[:1]
             columns = ["advantages_N", "sampled_N"]
-            if updates_per_iteration(self.options) > 1:  # else the policy that is updated is the old one
+            if updates_per_iteration(options) > 1:  # else the policy that is updated is the old one
                 columns.append("old_N")
-            if options.use_kl_loss and experience.reference_N is not None:
+            if kl_loss:
                 columns.append("reference_N")
             parts = self.parts(self.roles.actor, experience, learnt, *columns)
+            totals["seen_tokens"] = float(experience.lengths_S[learnt].sum())
             totals["row_tokens"] = float(sum(batch.tokens for part in parts for batch in part if batch.weight))
             reports["actor"] = self.roles.actor.call(
                 "update", parts, totals=totals, step=counters.actor_steps, kl_coefficient=counters.kl_coefficient
@@ -269,9 +269,7 @@ class RLRun:
         """A column of tokens from what a role says of every sample."""
         options = self.options
         budget = options.rollout_max_tokens_per_gpu or self.token_budget()
-        cut = micro_batches(
-            experience, range(len(experience)), count=options.micro_rollout_batch_size, budget=budget
-        )
+        cut = micro_batches(experience, range(len(experience)), count=options.micro_rollout_batch_size, budget=budget)
         shares = deal(cut, role.size, lambda part: cost(experience, part), halves)
         parts = [[self.micro_batch(experience, part) for part in share] for share in shares]
         pieces = []
@@ -282,9 +280,7 @@ class RLRun:
     def parts(self, role: Group, experience: Experience, samples: list[int], *columns: str) -> list[list[TokenBatch]]:
         """An update's micro-batches for every process, as many for each."""
         options = self.options
-        cut = micro_batches(
-            experience, samples, count=options.micro_train_batch_size, budget=self.token_budget()
-        )
+        cut = micro_batches(experience, samples, count=options.micro_train_batch_size, budget=self.token_budget())
         shares = deal(cut, role.size, lambda part: cost(experience, part), halves)
         return [[self.micro_batch(experience, part, *columns) for part in share] for share in shares]
 
@@ -296,7 +292,7 @@ class RLRun:
 
     def token_budget(self) -> int | None:
         options = self.options
-        return (options.train_max_tokens_per_gpu or 16192) if options.use_dynamic_batch else None
+        return options.train_max_tokens_per_gpu if options.use_dynamic_batch else None
 
     # ---- what is on disk
 

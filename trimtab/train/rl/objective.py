@@ -4,8 +4,9 @@
                   clipped surrogate + beta KL(policy, reference)  [--use_kl_loss]  - coefficient x entropy
     critic    mean over the same tokens of the clipped squared distance from the returns
 
-The means are over the whole step: how it is cut, packed or dealt out changes nothing. Tokens of samples that were left
-out because they have no gradient are counted in `totals`. To change what is learnt, change it here.
+The means are over the whole step: how it is cut, packed or dealt out changes nothing. `totals` has the `tokens` of all
+samples, also of those left out because they have no gradient, and the `seen_tokens` of those that are here.
+To change what is learnt, change it here.
 """
 
 from typing import Any
@@ -34,11 +35,16 @@ def policy_share(policy: Policy, batch: TokenBatch, totals: Totals, options: Any
     low, high = options.eps_clip_low_high or (options.eps_clip, options.eps_clip)
     loss_N, clipped_N = policy_loss.clipped(log_probs_N, old_N, extra["advantages_N"], low, high, options.dual_clip)
     loss = loss_N.sum() / tokens
-    figures = {"policy_loss": loss, "clip_fraction": clipped_N.sum() / tokens}
+    seen = totals["seen_tokens"]
     with torch.no_grad():
-        figures["policy_kl"] = kl.estimate(old_N, log_probs_N, "k3").sum() / tokens
-        figures["log_prob_gap"] = (log_probs_N - extra["sampled_N"]).abs().sum() / tokens
-        figures["log_prob_ratio"] = (log_probs_N - extra["sampled_N"]).exp().sum() / tokens
+        gap_N = log_probs_N - extra["sampled_N"]
+        figures = {
+            "policy_loss": loss,
+            "clip_fraction": clipped_N.sum() / seen,
+            "policy_kl": kl.estimate(old_N, log_probs_N, "k3").sum() / seen,
+            "log_prob_gap": gap_N.abs().sum() / seen,
+            "log_prob_ratio": gap_N.exp().sum() / seen,
+        }
     if options.use_kl_loss and "reference_N" in extra:
         kl_loss = kl.estimate(log_probs_N, extra["reference_N"], options.kl_estimator).sum() / tokens
         loss = loss + kl_coefficient * kl_loss

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trimtab.data.prompts import PromptStore
-from trimtab.models.policy import Policy
 from trimtab.rewards.overlap import Overlapped
-from trimtab.rewards.types import Reward, RewardFailed, RewardRequest, RewardResult
+from trimtab.rewards.types import Reward, RewardFailed, RewardRequest
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.types import Rollout, Sampling
 from trimtab.train.rl.experience import Experience
@@ -31,9 +30,7 @@ class Rollouts:
         self.engine, self.reward, self.stores = engine, reward, stores
         self.tokenizer, self.stopped = tokenizer, stopped
 
-    def sample(
-        self, requests: list[Request], *, store: str, sampling: Sampling
-    ) -> Experience | RewardFailed | None:
+    def sample(self, requests: list[Request], *, store: str, sampling: Sampling) -> Experience | RewardFailed | None:
         """The answers to these prompts and their rewards, in order. None: there were none, or it was given up. A
         failed reward is handed back, not raised: all processes can then still write a checkpoint."""
         try:
@@ -82,10 +79,3 @@ class Rollouts:
             prompt_ids=[r.prompt_ids for r in rollouts],
             response_ids=[r.ids for r in rollouts],
         )
-
-
-def stop_tokens(policy: Policy, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end an answer: the tokenizer's end token and those the model's generation config names."""
-    configured = getattr(policy.inner.generation_config, "eos_token_id", None)
-    listed = configured if isinstance(configured, list) else [configured]
-    return tuple(dict.fromkeys(t for t in [tokenizer.eos_token_id, *listed] if t is not None))

@@ -1,8 +1,8 @@
 """From rewards to advantages: the estimators, put together from their parts in algos/.
 
-    R of each answer, less what it is too long; seen against its group (group_rewards); clipped
-    r of each token: -beta KL, and R on the last one (token_rewards)
-    A of each token: GAE with a critic, the discounted sum of r without (advantages); whitened, where that belongs to it
+R of each answer, less what it is too long; seen against its group (group_rewards); clipped
+r of each token: -beta KL, and R on the last one (token_rewards)
+A of each token: GAE with a critic, the discounted sum of r without (advantages); whitened, where that belongs to it
 """
 
 from typing import Any
@@ -77,8 +77,8 @@ def shape(experience: Experience, options: Any, kl_coefficient: float) -> dict[s
     return {name: float(value) for name, value in figures.items()}
 
 
-def silent(experience: Experience, samples: list[int]) -> list[bool]:
-    """Which samples have advantage 0 at every token, and so no gradient from the policy loss."""
-    loud = torch.zeros(len(experience), dtype=torch.bool)
-    loud[experience.owners_N[experience.advantages_N != 0]] = True
-    return (~loud[torch.tensor(samples)]).tolist()
+def loud(experience: Experience, samples: list[int]) -> list[int]:
+    """The samples that have an advantage at some token; the others have no gradient from the policy loss."""
+    found = torch.zeros(len(experience), dtype=torch.bool)
+    found[experience.owners_N[experience.advantages_N != 0]] = True
+    return [i for i in samples if found[i]]

@@ -112,21 +112,21 @@ def paged_attention(
         parts = torch.empty(rows, heads, splits * width, dtype=torch.float32, device=out.device)
         peaks, sums = torch.empty(2, rows, heads, splits, dtype=torch.float32, device=out.device)
     group = heads // kv_heads
-    # Measured on an H200: two warps and two stages; long blocks where several query heads share what is read.
-    block = 128 if group > 1 else 64
-    if page in (32, 64, 128):
-        block = page
+    columns = max(LEAST_DOT, triton.next_power_of_2(width))
+    # Measured on an H200: two warps, two stages, long blocks where several query heads share what is read; never more
+    # than 16 KiB of keys at once.
+    block = page if page in (32, 64, 128) else 128 if group > 1 else 64
+    block = min(block, 2**14 // (columns * keys.element_size()))
     _decode[kv_heads, rows, splits](
         query_BHD, keys, values, tables_BP, lengths_B, parts, peaks, sums,
         query_BHD.stride(0), query_BHD.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), tables_BP.stride(0),
         parts.stride(0), parts.stride(1), scale, softcap or 0.0, window or 0,
         GROUP=group, ROWS=max(LEAST_DOT, triton.next_power_of_2(group)), WIDTH=width,
-        COLUMNS=max(LEAST_DOT, triton.next_power_of_2(width)), PAGE=page, BLOCK=block, SPLITS=splits,
+        COLUMNS=columns, PAGE=page, BLOCK=block, SPLITS=splits,
         CAPPED=softcap is not None, WINDOWED=window is not None,
         PRECISION="ieee" if query_BHD.dtype == torch.float32 else "tf32", num_warps=2, num_stages=2,
     )  # fmt: skip
     if splits > 1:
-        columns = triton.next_power_of_2(width)
         _together[rows * heads,](parts, peaks, sums, out, WIDTH=width, COLUMNS=columns, SPLITS=splits)
     return out
 

@@ -1,0 +1,275 @@
+"""The page about an RL run: what it achieved, its curves, where its time went, its answers; whole, cut or odd."""
+
+import json
+import random
+import re
+
+import pytest
+
+from tests.report.pages import Checked, rl_evaluation, rl_row, write_metrics, write_rl_run, write_run
+from trimtab.report.compare import comparability, write_comparison
+from trimtab.report.figures import objective_pictures
+from trimtab.report.page import write_report
+from trimtab.report.read import RL_JOBS, read_run
+from trimtab.report.rollouts import best_and_worst
+from trimtab.report.subject import job_name
+
+
+def page_of(folder) -> str:
+    page = write_report(folder).read_text()
+    assert not Checked(page).tags & {"script", "link", "iframe", "object", "img"}
+    assert not re.search(r'="[^"]*\b(nan|inf)\b', page), "a coordinate is not a number"
+    return page.replace("\u00a0", " ")
+
+
+def figure_of(page: str, title: str) -> str:
+    (found,) = [part for part in page.split("<figure")[1:] if f"<b>{title}</b>" in part]
+    return found.split("</figure>")[0]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_rl_run(tmp_path / "run", n_samples_per_prompt=8, rollout_batch_size=16, generate_max_len=10)
+
+
+def change(folder, edit) -> None:
+    """Let `edit` change every row of training."""
+    rows = read_run(folder).rows
+    for row in rows:
+        if row["step"]:
+            edit(row)
+    write_metrics(folder, rows)
+
+
+def test_a_healthy_run_says_what_it_achieved_and_nothing_unusual(run):
+    page = page_of(run)
+    assert (
+        "Held-out success rose from 27 % to 94 % and the mean reward rose from 0.294 to 0.924 in 40 iterations" in page
+    )
+    assert "390 prompts of data/prompts.jsonl · 40 iterations" in page
+    assert "Nothing unusual" in page and "Not recorded" not in page
+    assert "<dt>held-out success</dt><dd>94 %</dd><dd>from 27 %</dd>" in page
+    assert "<dt>best of 4 answers</dt><dd>98 %</dd><dd>from 55 %</dd>" in page
+    assert "<dd>16 prompts, 8 answers each of up to 10 tokens" in page and "<dd>the file reward.py</dd>" in page
+    assert "<td>prompts kept</td><td>390 (97.5 %)</td><td>390 (97.5 %)</td>" in page
+
+
+@pytest.mark.parametrize("job", RL_JOBS)
+def test_every_job_has_its_pictures_and_each_number_at_most_one(job, tmp_path):
+    folder = write_rl_run(tmp_path / "run", job)
+    page = page_of(folder)
+    titles = re.findall(r"<figcaption><b>(.*?)</b>", page)
+    wanted = ["Held-out success", "Reward", "Parts of the reward", "KL to the reference", "Entropy", "Clip fraction"]
+    wanted += ["Answer length", "One iteration", "Over the run", "Tokens a second"]
+    assert set(wanted) <= set(titles) and len(titles) == len(set(titles))
+    assert ("Explained variance" in titles) == (job == "ppo") == ("Critic loss" in titles)
+    drawn = [metric for picture in objective_pictures([read_run(folder)]) for metric in picture.metrics]
+    assert len(drawn) == len(set(drawn)) and "score" not in drawn, "a score that is the reward needs no curve"
+
+
+def test_success_is_drawn_from_before_training_and_by_source(run):
+    page = page_of(run)
+    success = figure_of(page, "Held-out success")
+    (curve, best) = re.findall(r'<path class="only c[01]" d="(.*?)"', success)
+    assert curve.count("L") == best.count("L") == 4, "an evaluation before training and four more"
+    assert "step 0: one answer 0.27, best of 4 answers 0.55<" in success
+    by_source = figure_of(page, "Held-out success by source, one answer")
+    assert ">short</span>" in by_source and ">long</span>" in by_source
+
+
+def test_the_limit_is_drawn_only_where_answers_come_near_it(run, tmp_path):
+    assert ">limit</span>" in figure_of(page_of(run), "Answer length")
+    far = write_rl_run(tmp_path / "far", generate_max_len=1000)
+    assert ">limit</span>" not in figure_of(page_of(far), "Answer length")
+
+
+def test_small_shares_are_looked_at_closely(run):
+    assert ">1.0 %</span>" in figure_of(page_of(run), "Clip fraction")
+    change(run, lambda row: row.update(clip_fraction=0.0))
+    assert ">1.0 %</span>" in (flat := figure_of(page_of(run), "Clip fraction")) and ">-" not in flat
+    change(run, lambda row: row.update(clip_fraction=0.4))
+    assert ">100 %</span>" in figure_of(page_of(run), "Clip fraction")
+
+
+def test_seconds_add_up_in_the_time_line(run):
+    page = page_of(run)
+    line = figure_of(page, "One iteration")
+    widths = [float(width) for width in re.findall(r'<rect class="phase c\d" .*? width="(.*?)"', line)]
+    # A typical iteration has three phases and takes 2.69 s, the last also evaluates and takes 3.7 s.
+    assert len(widths) == 7
+    assert sum(widths[:3]) / sum(widths[3:]) == pytest.approx((1.4875 + 0.2 + 1.0) / 3.7, abs=1e-3)
+    assert "last: evaluation 1.5 s, 41 %" in line
+    assert (
+        "a typical iteration takes 2.7 s; from the beginning to the end of the run it fell from 3.1 s to 2.2 s" in page
+    )
+    assert "<td>evaluation</td><td>6.0 s</td><td>5 %</td><td>–</td><td>1.5 s</td>" in page
+
+
+def test_a_long_run_stays_a_small_page(run):
+    write_metrics(run, [rl_row(step, 2000, step % 100 == 0, critic=True) for step in range(1, 2001)])
+    assert "means of 10 iterations" in figure_of(page := page_of(run), "Over the run") and len(page) < 900_000
+
+
+def test_best_and_worst_answers_of_the_first_and_last_iteration_stand_side_by_side(run):
+    evil = "</pre><script>alert('x')</script>"
+    rows = [
+        {"step": step, "prompt": f"prompt {step} {evil}", "response": f"answer {reward}", "reward": reward, "tokens": 3}
+        for step in (1, 2, 40)
+        for reward in (0.5, 1.0, 1.0, -1.0, 0.0)  # one answer was given twice
+    ]
+    (run / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = page_of(run)
+    shown = page.split("Best and worst answers")[1].split("<h2>")[0]
+    assert "prompt 2 " not in shown
+    assert re.findall(r"<h3>(.*?)</h3>", shown) == [
+        f"{kind} of iteration {step}" for kind in ("Best", "Worst") for step in (1, 40)
+    ]
+    assert re.findall(r"<b>reward (.*?)</b>", shown) == ["1", "0.5"] * 2 + ["-1", "0"] * 2
+    assert "&lt;script&gt;" in shown and "3 tokens" in shown
+
+
+@pytest.mark.parametrize(
+    ("rewards", "best", "worst"),
+    [
+        ([1.0, 1.0, 0.0, 0.0], [1.0, 1.0], [0.0, 0.0]),
+        ([1.0, 0.0, 0.0, 0.0], [1.0], [0.0, 0.0]),
+        ([1.0, 1.0, 1.0, 0.5], [1.0, 1.0], [0.5]),
+        ([3, 2, 1, 0, -1, -2, -3, -4], [3, 2, 1], [-4, -3, -2]),
+        ([1.0] * 5, [1.0] * 3, []),
+        ([1.0], [1.0], []),
+    ],
+)
+def test_an_answer_as_bad_as_the_worst_is_not_among_the_best(rewards, best, worst):
+    rows = [{"response": str(index), "reward": reward} for index, reward in enumerate(rewards)]
+    found = best_and_worst(rows)
+    assert [[row["reward"] for row in side] for side in found] == [best, worst]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"reward": None, "response": None, "prompt": [1], "finish": {}, "tokens": "many"},
+        {"reward": float("nan"), "response": "\x00", "finish": "abort"},
+        {},
+    ],
+)
+def test_odd_rollouts_are_shown_as_they_are(row, run):
+    (run / "rollouts.jsonl").write_text(json.dumps({"step": 1, **row}) + "\nnot json\n")
+    page = page_of(run)
+    assert "no reward" in page and "Best of iteration 1" in page and "Worst of" not in page
+    assert "rollouts.jsonl is cut off" in page
+
+
+def test_answers_before_and_after_stand_side_by_side(run):
+    samples = [{"prompt": "sort 21>", "before": "21", "after": "12", "reference": "12"}]
+    (run / "samples.json").write_text(json.dumps(samples))
+    page = page_of(run)
+    assert "class=wrong>21<" in page and "class=right>12<" in page
+
+
+def test_a_run_without_a_finished_iteration_has_a_page(run):
+    (run / "rollouts.jsonl").write_text("")
+    write_metrics(run, [{"step": 0, **rl_evaluation(0.0)}])
+    page = page_of(run)
+    assert "Before training, held-out success is 27 %." in page and "No iteration is finished yet." in page
+    assert "· 0 iterations" in page and "Where the time goes" not in page and "Speed, memory" not in page
+    write_metrics(run, [])
+    assert "No iteration is finished yet." in page_of(run)
+
+
+def test_an_interrupted_run_says_how_far_it_came(run):
+    write_metrics(run, [{"step": 0, **rl_evaluation(0.0)}, rl_row(1, 40, False, False), rl_row(2, 40, False, False)])
+    page = page_of(run)
+    assert "Iteration 2 of 40 is the last one recorded" in page and "Held-out success is 27 %" in page
+    with_filtering = (run / "options.yaml").read_text() + "dynamic_filtering: true\n"
+    (run / "options.yaml").write_text(with_filtering)
+    assert "is the last one recorded" not in page_of(run), "such a run may end before all iterations that were planned"
+
+
+def test_rows_that_miss_any_field_give_a_page(run):
+    whole = rl_row(3, 40, True, True)
+    for name in whole:
+        if name != "step":
+            write_metrics(run, [{key: value for key, value in whole.items() if key != name}] * 2)
+            page_of(run)
+    write_metrics(run, [{"step": 1, "reward": 1.0}, {"step": 2, "seconds_rollout": -1.0, "alarms": "odd"}])
+    assert "The mean reward stayed at 1 in 2 iterations." in page_of(run).replace("\n", " ")
+
+
+def test_scores_that_are_no_shares_are_not_called_success(run):
+    change(run, lambda row: row.update({"eval_pass_1": 3.5}) if "eval_pass_1" in row else None)
+    page = page_of(run)
+    assert "Held-out score rose from 0.27 to 3.5" in page
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"advantage_estimator": "group_norm"}, "Reinforcement learning (GRPO)"),
+        ({"advantage_estimator": "reinforce_baseline"}, "Reinforcement learning (REINFORCE++ with a baseline)"),
+        ({}, "Reinforcement learning (PPO)"),
+    ],
+)
+def test_the_estimator_names_the_method(options, name, tmp_path):
+    assert job_name(read_run(write_rl_run(tmp_path / "run", "ppo", **options))) == name
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"init_kl_coef": 0}, "none"),
+        (
+            {"init_kl_coef": 0.01, "use_kl_loss": "true", "kl_estimator": "k3"},
+            "start; KL (k3) in the loss, weight 0.01",
+        ),
+        ({"init_kl_coef": 0.01, "kl_target": 0.1}, "start; KL (k1) in the reward, weight 0.01, adapted towards 0.1"),
+    ],
+)
+def test_the_place_of_the_kl_is_said(options, words, tmp_path):
+    page = page_of(write_rl_run(tmp_path / "run", **options))
+    assert f"<dt>reference</dt><dd>{words}" in page.replace("the model as it was at the ", "")
+
+
+def test_an_adaptive_weight_of_the_kl_has_a_picture_and_a_fixed_one_has_none(run):
+    assert "Weight of the KL" not in page_of(run)
+    change(run, lambda row: row.update(kl_coefficient=0.001 * row["step"]))
+    assert "Weight of the KL" in page_of(run)
+
+
+def test_runs_are_compared_by_success_and_not_by_loss(run, tmp_path):
+    other = write_rl_run(tmp_path / "other", "ppo", steps=20)
+    page = write_comparison([run, other]).read_text().replace("\u00a0", " ")
+    Checked(page)
+    assert "<td>held-out success, one answer</td><td>94 %</td><td>94 %</td>" in page
+    assert "<td>iterations</td><td>40</td><td>20</td>" in page and "<td>loss</td>" not in page
+    assert "<b>Rollout tokens a second</b>" in page and "<b>Explained variance</b>" in page
+    success = page.split("<b>Held-out success, one answer</b>")[1].split("</figure>")[0]
+    assert 'class="only c0"' in success and 'class="dots c1"' in success
+
+
+def test_what_cannot_be_compared_is_said(run, tmp_path):
+    other = read_run(write_rl_run(tmp_path / "other", "ppo"))
+    assert list(comparability([read_run(run), other])) == [], "presets of one job are comparable"
+    other.manifest["reward"] = "another"
+    assert "different rewards" in next(comparability([read_run(run), other]))
+    supervised = write_run(tmp_path / "sft")
+    assert "different jobs" in next(comparability([read_run(run), read_run(supervised)]))
+    page = write_comparison([supervised, run]).read_text()
+    Checked(page)
+    assert "<b>Loss</b>" in page and "<b>Reward</b>" in page
+
+
+def test_files_cut_or_scribbled_over_at_any_place_still_give_a_page(run, tmp_path):
+    dice = random.Random(6)
+    other = write_rl_run(tmp_path / "other", "ppo", generate_max_len=10)
+    for _ in range(8):
+        for name in ("metrics.jsonl", "options.yaml", "manifest.json", "rollouts.jsonl"):
+            content = bytearray((other / name).read_bytes())
+            for _ in range(dice.randint(0, 6)):
+                place = dice.randrange(len(content))
+                content[place : place + dice.randint(0, 9)] = dice.choice(
+                    [b"", b"\x00", b"1e999", b'"', b"[", b"-", b"NaN", b"9" * 30]
+                )
+            (run / name).write_bytes(content[: dice.choice([len(content), dice.randrange(len(content))])])
+        page_of(run)
+        Checked(write_comparison([run, other]).read_text())

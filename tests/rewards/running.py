@@ -1,0 +1,33 @@
+"""A reward server in a thread of this process, for as long as a test needs it."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from trimtab.rewards.server.app import make_app
+from trimtab.rewards.server.run import address, bind, make_server
+from trimtab.rewards.types import Reward
+
+
+class Running:
+    def __init__(self, reward: Reward, **how):
+        listening = bind("127.0.0.1", 0)
+        self.url = address(listening)
+        self.server = make_server(make_app(reward, **how))
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]}, daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Ask it to end, as a signal would."""
+        self.server.should_exit = True
+
+
+@contextlib.contextmanager
+def running(reward: Reward, **how) -> Iterator[Running]:
+    server = Running(reward, **how)
+    try:
+        yield server
+    finally:
+        server.stop()
+        server.thread.join(30)
+        assert not server.thread.is_alive()

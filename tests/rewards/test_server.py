@@ -1,0 +1,305 @@
+"""The server answers everybody with their own scores, and every wrong request with a clear 4xx."""
+
+import asyncio
+import json
+import math
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+
+from tests.rewards.running import running
+from tests.rewards.samples import Lengths, request_of
+from trimtab.rewards.client import HttpReward
+from trimtab.rewards.types import BadSample, RewardFailed, RewardResult
+from trimtab.rewards.verify import make_verifier
+
+
+class Numbers:
+    """The number that a response is; a batch with a bad one fails as a whole."""
+
+    name = "numbers"
+    concurrent = True
+
+    def __init__(self):
+        self.batches = []
+
+    def __call__(self, request):
+        self.batches.append(len(request))
+        if "bad" in request.responses:
+            raise BadSample("a bad sample")
+        if "broken" in request.responses:
+            raise RewardFailed("the model broke")
+        if "mistake" in request.responses:
+            raise KeyError("a secret detail")
+        return RewardResult([float(response) for response in request.responses])
+
+    def close(self):
+        pass
+
+
+CLIENT = httpx.Client(timeout=30)
+
+
+def openrlhf(*responses: str) -> dict:
+    return {"query": [f"p{r}" for r in responses], "prompts": ["p"] * len(responses), "labels": [None] * len(responses)}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(Numbers(), max_bytes=100_000) as server:
+        yield server
+
+
+async def load(url: str, clients: int, requests: int) -> tuple[int, int]:
+    """Clients that each send their share in both protocols; how many answers came, and how many were wrong."""
+    limits = httpx.Limits(max_connections=clients)
+    async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as client:
+
+        async def talk(number: int) -> tuple[int, int]:
+            numbers, wrong = random.Random(number), 0
+            for turn in range(requests // clients):
+                values = [float(numbers.randrange(10**6)) for _ in range(numbers.randrange(1, 5))]
+                texts = [str(value) for value in values]
+                if turn % 2:
+                    reply = await client.post("/get_reward", json=openrlhf(*texts))
+                    found = reply.json()["rewards"]
+                else:
+                    body = {"src": ["p"] * len(texts), "tgt": [""] * len(texts), "response": texts}
+                    found = (await client.post("/", json=body)).json()["score"]
+                wrong += found != values
+            return requests // clients, wrong
+
+        counts = await asyncio.gather(*map(talk, range(clients)))
+    return sum(answered for answered, _ in counts), sum(wrong for _, wrong in counts)
+
+
+def test_no_answer_is_wrong_lost_or_swapped_under_load():
+    reward = Numbers()
+    with running(reward, max_samples=16) as server:
+        assert asyncio.run(load(server.url, 8, 400)) == (400, 0)
+    assert max(reward.batches) > 4, "requests of several clients share batches"
+    assert max(reward.batches) <= 16
+
+
+@pytest.mark.long
+def test_no_answer_is_wrong_lost_or_swapped_among_ten_thousand_of_32_clients():
+    with running(Numbers()) as server:
+        assert asyncio.run(load(server.url, 32, 10_016)) == (10_016, 0)
+
+
+def test_our_own_client_and_server_agree_in_both_protocols_and_on_scores_and_logs():
+    request = request_of(["abc", "d", ""], prompts=["p", "", "qq"])
+    with running(Lengths()) as server:
+        for path, protocol, scores in (
+            ("/get_reward", "openrlhf", [4.0, 1.0, 2.0]),
+            ("/", "paddlenlp", [3.0, 1.0, 0.0]),
+        ):
+            client = HttpReward([server.url + path])
+            result = client(request)
+            assert result.rewards == [3.0, 1.0, 0.0] and result.scores == scores
+            assert client.addresses[0].spoken.name == protocol
+            client.close()
+    with running(make_verifier("gsm8k:1.0,format:0.5")) as server:
+        client = HttpReward([server.url + "/get_reward"])
+        assert client(request_of(["7"], ["7"])).logs == {"gsm8k": [1.0], "format": [0.0]}
+        client.close()
+
+
+GOOD = json.dumps(openrlhf("1", "2")).encode()
+DEEP = b"[" * 50_000
+WRONG = {
+    "nothing": (b"", 400),
+    "half": (GOOD[:-1], 400),
+    "not JSON": (b"query=1", 400),
+    "not UTF-8": (b'{"query": ["\xff\xfe"]}', 400),
+    "deep": (DEEP, 400),
+    "a huge number": (b'{"query": ' + b"9" * 5000 + b"}", 400),
+    "a list": (b"[]", 422),
+    "null": (b"null", 422),
+    "no fields": (b"{}", 422),
+    "wrong fields": (b'{"text": ["a"]}', 422),
+    "query is text": (b'{"query": "a"}', 422),
+    "query is null": (b'{"query": null}', 422),
+    "query of numbers": (b'{"query": [1, 2]}', 422),
+    "query of lists": (b'{"query": [["a"]]}', 422),
+    "prompts too short": (b'{"query": ["a", "b"], "prompts": ["a"]}', 422),
+    "labels are text": (b'{"query": ["a"], "labels": "a"}', 422),
+    "half a surrogate": (b'{"query": ["\\ud800"]}', 422),
+    "no response": (b'{"src": ["a"], "tgt": ["b"]}', 422),
+    "tgt too long": (b'{"src": ["a"], "tgt": ["b", "c"], "response": ["d"]}', 422),
+    "tgt of numbers": (b'{"src": ["a"], "tgt": [1], "response": ["d"]}', 422),
+    "oversize": (b'{"query": ["' + b"a" * 200_000 + b'"]}', 413),
+}
+
+
+@pytest.mark.parametrize("path", ["/", "/get_reward"])
+@pytest.mark.parametrize("body, status", WRONG.values(), ids=WRONG)
+def test_a_wrong_request_gets_a_clear_4xx_and_the_server_lives(server, path, body, status):
+    reply = CLIENT.post(server.url + path, content=body)
+    assert reply.status_code == status
+    message = reply.json().get("error") or reply.json()["error_msg"]
+    assert len(message) > 20 and "Traceback" not in message
+    assert CLIENT.post(server.url + "/get_reward", content=GOOD).json()["rewards"] == [1.0, 2.0]
+
+
+def test_random_bytes_and_broken_requests_of_every_length_leave_the_server_alive(server):
+    numbers = random.Random(0)
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        for _ in range(150):
+            body = bytearray(GOOD if numbers.random() < 0.7 else numbers.randbytes(60))
+            for _ in range(numbers.randrange(1, 6)):
+                body[numbers.randrange(len(body))] = numbers.randrange(256)
+            reply = client.post(
+                numbers.choice(["/", "/get_reward"]), content=bytes(body[: numbers.randrange(len(body) + 1)])
+            )
+            # A changed digit may leave the request good, and a changed text one that this reward cannot read.
+            assert reply.status_code in (200, 400, 422, 500)
+        assert client.post("/get_reward", content=GOOD).json()["rewards"] == [1.0, 2.0]
+
+
+def test_wrong_paths_and_methods_are_4xx(server):
+    assert CLIENT.post(server.url + "/nowhere", content=GOOD).status_code == 404
+    assert CLIENT.get(server.url + "/get_reward").status_code == 405
+    assert CLIENT.put(server.url + "/", content=GOOD).status_code == 405
+
+
+def test_broken_connections_leave_the_server_alive(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    for sent in (b"", b"POST /get", b"POST / HTTP/1.1\r\nContent-Length: 500\r\n\r\n{", b"\x00\xff\r\n\r\n"):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(sent)
+    assert CLIENT.post(server.url + "/get_reward", content=GOOD).json()["rewards"] == [1.0, 2.0]
+
+
+def test_a_request_without_a_length_is_bounded_too(server):
+    def endless():
+        for _ in range(10_000):
+            yield b"a" * 1000
+
+    try:
+        reply = CLIENT.post(server.url + "/", content=endless())
+        assert reply.status_code == 413
+    except httpx.TransportError:
+        pass  # the server may hang up while we are still sending
+    assert CLIENT.post(server.url + "/get_reward", content=GOOD).json()["rewards"] == [1.0, 2.0]
+
+
+def test_a_token_is_asked_for_everywhere_but_at_the_health_page():
+    with running(Numbers(), token="a secret") as server:
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "Bearer"},
+            {"Authorization": "a secre"},
+        ):
+            assert CLIENT.post(server.url + "/get_reward", content=GOOD, headers=headers).status_code == 401
+            assert CLIENT.post(server.url + "/", content=GOOD, headers=headers).status_code == 401
+            assert CLIENT.get(server.url + "/metrics", headers=headers).status_code == 401
+        right = {"Authorization": "Bearer a secret"}
+        assert CLIENT.post(server.url + "/get_reward", content=GOOD, headers=right).json()["rewards"] == [1.0, 2.0]
+        assert CLIENT.get(server.url + "/metrics", headers=right).status_code == 200
+        assert CLIENT.get(server.url + "/health").json() == {
+            "status": "ok",
+            "reward": "numbers",
+            "protocols": ["openrlhf", "paddlenlp"],
+        }
+
+
+def test_nobody_fails_for_the_samples_of_another(server):
+    with httpx.Client(base_url=server.url) as client:
+
+        async def ask() -> list[httpx.Response]:
+            async with httpx.AsyncClient(base_url=server.url) as several:
+                texts = ["1", "bad", "2", "broken", "3", "mistake", "4"]
+                return await asyncio.gather(*(several.post("/get_reward", json=openrlhf(text)) for text in texts))
+
+        replies = asyncio.run(ask())
+        assert [reply.status_code for reply in replies] == [200, 422, 200, 500, 200, 500, 200]
+        assert [replies[i].json()["rewards"] for i in (0, 2, 4, 6)] == [[1.0], [2.0], [3.0], [4.0]]
+        assert replies[1].json() == {"error": "a bad sample"} and replies[3].json() == {"error": "the model broke"}
+        assert "secret" not in replies[5].text
+        assert client.post("/", json={"src": ["a"], "tgt": ["b"], "response": ["bad"]}).json() == {
+            "error_code": 422,
+            "error_msg": "a bad sample",
+            "score": [],
+        }
+
+
+def test_the_metrics_page_counts_requests_by_status_and_samples():
+    with running(Numbers()) as server:
+        CLIENT.post(server.url + "/get_reward", content=GOOD)
+        CLIENT.post(server.url + "/", content=b"{}")
+        lines = CLIENT.get(server.url + "/metrics").text.splitlines()
+    assert {
+        'trimtab_reward_requests_total{status="200"} 1',
+        'trimtab_reward_requests_total{status="422"} 1',
+        "trimtab_reward_samples_total 2",
+        "trimtab_reward_waiting_samples 0",
+    } <= set(lines)
+
+
+def test_figures_that_json_does_not_know_are_left_out():
+    class Logging(Numbers):
+        def __call__(self, request):
+            return RewardResult([1.0, 2.0], logs={"good": [1.0, 2.0], "bad": [1.0, math.nan]})
+
+    with running(Logging()) as server:
+        reply = CLIENT.post(server.url + "/get_reward", content=GOOD)
+    assert reply.json() == {"rewards": [1.0, 2.0], "scores": [1.0, 2.0], "extra_logs": {"good": [1.0, 2.0]}}
+
+
+def test_no_samples_get_no_scores(server):
+    assert CLIENT.post(server.url + "/get_reward", json={"query": []}).json()["rewards"] == []
+
+
+def test_what_was_accepted_is_answered_before_the_server_ends():
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(Numbers):
+        def __call__(self, request):
+            entered.set()
+            assert leave.wait(30)
+            return super().__call__(request)
+
+    replies = []
+    with running(Slow()) as server:
+        asking = threading.Thread(target=lambda: replies.append(CLIENT.post(server.url + "/get_reward", content=GOOD)))
+        asking.start()
+        assert entered.wait(30)
+        server.stop()
+        leave.set()
+        asking.join(30)
+    assert replies[0].json()["rewards"] == [1.0, 2.0]
+
+
+def test_the_exchange_with_a_paddlenlp_client_is_byte_for_byte():
+    """The request as the package requests writes it, the reply as PaddleNLP's server does."""
+    body = (
+        b'{"src": ["q\\u4f60<think>"], "tgt": ["(1) Zoey is a knight"], '
+        b'"response": ["so</think><answer>Zoey is a knight</answer>"]}'
+    )
+    with running(make_verifier("kk")) as server:
+        reply = CLIENT.post(server.url + "/", content=body)
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.content == b'{"error_code":0,"error_msg":"Success","score":[3.0]}'
+
+
+def test_the_command_serves_and_ends_well_when_told_to():
+    words = [sys.executable, "-m", "trimtab.cli.serve_rm", "--reward_verifier", "gsm8k", "--port", "0"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("serving gsm8k at http://127.0.0.1:")
+        body = {"query": ["q: 7", "q: 8"], "prompts": ["q: ", "q: "], "labels": ["7", "7"]}
+        assert CLIENT.post(line.split()[-1] + "/get_reward", json=body).json()["rewards"] == [1.0, 0.0]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0 and process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.communicate()

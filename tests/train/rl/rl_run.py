@@ -1,0 +1,75 @@
+"""A small RL run through the real command, and everything that two equal runs must agree on."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny import tiny_model
+from tests.train.job_run import write_rows
+from trimtab.embedded.sort_task import make_prompts, make_tokenizer
+from trimtab.train.metrics import CLOCK_FIELDS, read_rows
+
+PROMPTS, A_ROLLOUT, EPISODES = 9, 4, 2  # the last rollout has 2 prompts
+ITERATIONS = 5
+
+# A random model's answers differ in whether they have an early digit: a reward that is neither constant nor rare.
+REWARD = "--reward_verifier regex([0-4]):1.0,length(0-6):0.5"
+ESTIMATORS = {
+    "ppo": "ppo --n_samples_per_prompt 2 --lambd 0.9 --critic_learning_rate 1e-2 --kl_target 0.5 --kl_horizon 50",
+    "reinforce": "reinforce --n_samples_per_prompt 2 --gamma 0.9 --entropy_loss_coef 0.01",
+    "reinforce_baseline": "reinforce --advantage_estimator reinforce_baseline --n_samples_per_prompt 4",
+    "rloo": "rloo --n_samples_per_prompt 4 --init_kl_coef 0",
+    "grpo": "grpo --n_samples_per_prompt 4 --init_kl_coef 0.1",
+    "dr_grpo": "grpo --advantage_estimator dr_grpo --n_samples_per_prompt 4 --init_kl_coef 0 --dual_clip 3",
+    "filtered": "grpo --n_samples_per_prompt 4 --dynamic_filtering --dynamic_filtering_reward_range 0.2 1.4",
+    "lora": "grpo --n_samples_per_prompt 4 --lora_rank 4 --lora_dropout 0.1 --init_kl_coef 0.1",
+}
+
+
+def write_task(folder: Path, **changes) -> Path:
+    """Models and prompts."""
+    tokenizer = make_tokenizer()
+    tiny_model("llama", vocab_size=len(tokenizer), **changes).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    write_rows(folder / "prompts.jsonl", make_prompts(PROMPTS, 1))
+    write_rows(folder / "test.jsonl", make_prompts(5, 2))
+    return folder
+
+
+def arguments(folder: Path, out: Path, estimator: str, *more: str) -> list[str]:
+    fixed = (
+        f"{ESTIMATORS[estimator]} --pretrain {folder}/model --prompt_data {folder}/prompts.jsonl --label_key label "
+        f"--apply_chat_template --eval_dataset {folder}/test.jsonl --eval_split train --eval_steps 2 "
+        f"--eval_n_samples_per_prompt 2 {REWARD} --prompt_max_len 40 --generate_max_len 12 "
+        f"--rollout_batch_size {A_ROLLOUT} --train_batch_size 8 --micro_train_batch_size 2 --max_epochs 2 "
+        f"--num_episodes {EPISODES} --actor_learning_rate 3e-3 --lr_warmup_ratio 0 --save_steps 2 "
+        f"--save_path {out} --ckpt_path {out}/checkpoints"
+    )
+    return [*fixed.split(), *" ".join(more).split()]
+
+
+def rows(out: Path) -> list[dict]:
+    found = read_rows(out / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in found]
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(out.glob("*model.safetensors")))
+
+
+def result(out: Path) -> tuple:
+    """Metrics, kept rollouts, weights, and the last checkpoint's tensors."""
+    last = max((out / "checkpoints").glob("global_step*"), key=lambda p: int(p.name.removeprefix("global_step")))
+    tensors = {p.parent.name: load_file(p) for p in sorted(last.glob("*/tensors.safetensors"))}
+    return rows(out), read_rows(out / "rollouts.jsonl"), {"model": weights(out)} | tensors
+
+
+def assert_identical(first: tuple, second: tuple) -> None:
+    assert first[0] == second[0]
+    assert first[1] == second[1]
+    assert first[2].keys() == second[2].keys()
+    for part in first[2]:
+        assert first[2][part].keys() == second[2][part].keys()
+        for name, tensor in first[2][part].items():
+            assert torch.equal(tensor, second[2][part][name]), (part, name)

@@ -1,0 +1,89 @@
+"""How an RL update is cut, packed or dealt out to processes changes nothing but rounding."""
+
+import pytest
+import torch
+
+from tests import warm
+from tests.train.rl.rl_run import ITERATIONS, arguments, rows, write_task
+
+QUIET = "--actor_learning_rate 1e-5 --critic_learning_rate 1e-5"  # so that rounding is not amplified into other samples
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def usual(folder, tmp_path_factory):
+    results = {}
+
+    def make(estimator):
+        if estimator not in results:
+            out = tmp_path_factory.mktemp("usual")
+            assert warm.run(arguments(folder, out, estimator, QUIET)) == 0
+            results[estimator] = out
+        return results[estimator]
+
+    return make
+
+
+COMPARED = ["reward", "length", "loss", "grad_norm", "policy_kl", "tokens", "kl", "critic_loss", "critic_grad_norm"]
+COMPARED += ["eval_pass_1", "entropy", "clip_fraction"]
+
+
+def curves(out):
+    found = [row for row in rows(out) if row["step"]]
+    assert [row["step"] for row in found] == list(range(1, ITERATIONS + 1))
+    return {name: torch.tensor([row[name] for row in found if name in row]) for name in COMPARED}
+
+
+def assert_same(first, second):
+    mine, theirs = curves(first), curves(second)
+    for name in COMPARED:
+        assert mine[name].tolist() == pytest.approx(theirs[name].tolist(), abs=1e-5, rel=1e-4), name
+
+
+CUTS = ["--micro_train_batch_size 8 --micro_rollout_batch_size 1", "--micro_train_batch_size 1"]
+CUTS += ["--use_dynamic_batch --train_max_tokens_per_gpu 70", "--use_dynamic_batch --rollout_max_tokens_per_gpu 70"]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("estimator", ["ppo", "grpo"])
+def test_cutting_and_packing_change_nothing(folder, usual, tmp_path, estimator, cut):
+    assert warm.run(arguments(folder, tmp_path, estimator, QUIET, cut)) == 0
+    assert_same(tmp_path, usual(estimator))
+
+
+@pytest.mark.parametrize(
+    "estimator, stage",
+    [("ppo", 2), ("grpo", 3), *(pytest.param(e, s, marks=pytest.mark.long) for e in ("rloo", "lora") for s in (0, 3))],
+)
+def test_two_processes_learn_what_one_learns(folder, usual, tmp_path, estimator, stage):
+    words = arguments(folder, tmp_path, estimator, QUIET, f"--zero_stage {stage}")
+    assert warm.run_world(words, 2) == [0, 0]
+    assert_same(tmp_path, usual(estimator))
+
+
+def test_memory_and_slots_of_the_engine_change_nothing(folder, usual, tmp_path):
+    tight = "--rollout_slots 3 --rollout_kv_tokens 100"
+    assert warm.run(arguments(folder, tmp_path, "grpo", QUIET, tight)) == 0
+    assert_same(tmp_path, usual("grpo"))
+
+
+def test_a_dead_process_ends_the_run_with_its_own_words(folder, tmp_path):
+    log = tmp_path / "log"
+    processes = warm.start_world(arguments(folder, tmp_path, "grpo"), 2, log=log, prepare={1: fail_in_update})
+    for process in processes:
+        process.join(60)
+    assert all(process.exitcode not in (0, None) for process in processes)
+    assert "the second process has had enough" in (tmp_path / "log.0").read_text()
+
+
+def fail_in_update():
+    from trimtab.train.rl.learner import Actor
+
+    def update(*_, **__):
+        raise ValueError("the second process has had enough")
+
+    Actor.update = update

@@ -1,0 +1,121 @@
+"""An RL run that was killed or stopped anywhere and resumed is the run that was not, bit for bit."""
+
+import os
+import random
+import signal
+from functools import partial
+
+import pytest
+
+from tests import warm
+from tests.train.rl.rl_run import ESTIMATORS, arguments, assert_identical, result, rows, write_task
+from trimtab.train.rl.loop import RLRun
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_task(tmp_path_factory.mktemp("task"), attention_dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def straight(folder, tmp_path_factory):
+    """The uninterrupted run of each estimator, made once."""
+    results = {}
+
+    def make(estimator):
+        if estimator not in results:
+            out = tmp_path_factory.mktemp("straight")
+            assert warm.run(arguments(folder, out, estimator)) == 0
+            results[estimator] = result(out)
+        return results[estimator]
+
+    return make
+
+
+# Where the run ends: (iteration, what it is about to do, how often it has done that in this iteration).
+DURING = [(2, "sample", 0), (3, "update", 1), (1, "write", 0), (0, "score", 0)]
+WHATS = [("sample", 0), ("score", 0), ("update", 0), ("update", 1), ("write", 0)]
+drawn = random.Random(6)
+ANYWHERE = [(drawn.choice(list(ESTIMATORS)), drawn.randrange(4), *drawn.choice(WHATS)) for _ in range(20)]
+
+
+@pytest.mark.parametrize("moment", DURING, ids=str)
+@pytest.mark.parametrize("estimator", ["ppo", "lora"])
+def test_killed_and_resumed_equals_uninterrupted(folder, straight, tmp_path, estimator, moment):
+    check_killed(folder, straight, tmp_path, estimator, moment)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("estimator, iteration, what, done", ANYWHERE)
+def test_killed_at_twenty_random_moments(folder, straight, tmp_path, estimator, iteration, what, done):
+    check_killed(folder, straight, tmp_path, estimator, (iteration, what, done))
+
+
+def check_killed(folder, straight, out, estimator, moment):
+    code = warm.run(arguments(folder, out, estimator), prepare=partial(at, moment, signal.SIGKILL))
+    assert code == -signal.SIGKILL or (code == 0 and estimator == "filtered"), "it may run out of prompts before"
+    assert warm.run(arguments(folder, out, estimator, "--load_checkpoint")) == 0
+    assert_identical(result(out), straight(estimator))
+
+
+@pytest.mark.parametrize("moment", [(2, "sample", 0), (3, "update", 0), (1, "score", 0)], ids=str)
+def test_stopped_by_a_signal_and_resumed_equals_uninterrupted(folder, straight, tmp_path, moment):
+    log = tmp_path / "log"
+    words = arguments(folder, tmp_path, "ppo")
+    assert warm.run(words, prepare=partial(at, moment, signal.SIGTERM), log=log) == 128 + signal.SIGTERM
+    assert "checkpoint saved in" in log.read_text()
+    assert len(rows(tmp_path)) == moment[0] + 1  # and one of the evaluation before training
+    assert warm.run([*words, "--load_checkpoint"]) == 0
+    assert_identical(result(tmp_path), straight("ppo"))
+
+
+def test_what_was_sampled_is_not_sampled_again_after_a_signal(folder, tmp_path):
+    words = arguments(folder, tmp_path, "grpo")
+    moment = (1, "update", 1)
+    assert warm.run(words, prepare=partial(at, moment, signal.SIGTERM)) == 128 + signal.SIGTERM
+    saved = tmp_path / "checkpoints" / "global_step1" / "experience" / "tensors.safetensors"
+    assert saved.exists(), "the rollout in hand is part of the checkpoint"
+    assert warm.run([*words, "--load_checkpoint"], prepare=partial(at, (1, "sample", 0), signal.SIGKILL)) == 0
+
+
+def test_a_checkpoint_of_other_prompts_is_refused(folder, tmp_path):
+    words = arguments(folder, tmp_path, "grpo")
+    assert warm.run(words, prepare=partial(at, (2, "sample", 0), signal.SIGKILL)) == -signal.SIGKILL
+    other = [word.replace("prompts.jsonl", "test.jsonl") for word in words]
+    log = tmp_path / "log"
+    assert warm.run([*other, "--load_checkpoint"], log=log) == 2
+    assert "other data" in log.read_text()
+
+
+def at(moment, number):
+    """Send this process a signal in this iteration, after `done` calls of what it is doing."""
+    iteration, what, done = moment
+    if what == "write":
+        from trimtab.train import checkpoint
+
+        flush = checkpoint.flush
+
+        def flushed(path):
+            if any(part.startswith(".writing-") for part in path.parts) and iteration <= counted(path):
+                os.kill(os.getpid(), number)
+            flush(path)
+
+        checkpoint.flush = flushed
+        return
+    plain = getattr(RLRun, what)
+    calls = 0
+
+    def interrupted(run, *given):
+        nonlocal calls
+        if run.counters.iteration == iteration:
+            if calls == done:
+                os.kill(os.getpid(), number)
+            calls += 1
+        return plain(run, *given)
+
+    setattr(RLRun, what, interrupted)
+
+
+def counted(path):
+    name = next(part for part in path.parts if part.startswith(".writing-"))
+    return int(name.removeprefix(".writing-global_step"))

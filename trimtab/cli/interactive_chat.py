@@ -1,0 +1,64 @@
+"""A conversation with a model: `trimtab chat`, or `python -m trimtab.cli.interactive_chat`.
+
+At a terminal or from a pipe, a line a turn. /clear begins a new conversation, /quit or the end of the input leaves.
+Ctrl-C stops the answer that is being written, not the program.
+"""
+
+import contextlib
+import sys
+from collections.abc import Sequence
+
+from trimtab.cli.run import run_job, say
+from trimtab.config.jobs import ChatOptions
+from trimtab.errors import UserError
+
+PROMPT = "> "
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_job(ChatOptions, argv, talk)
+
+
+def talk(options: ChatOptions) -> None:
+    from trimtab.evaluate.conversation import Conversation
+
+    conversation = Conversation(options)
+    at_a_terminal = sys.stdin.isatty()
+    if at_a_terminal:
+        _enable_line_editing()
+        form = "its chat template" if conversation.as_chat else "--input_template"
+        say(f"{options.pretrain}, with {form}. /clear begins anew, /quit leaves, Ctrl-C stops an answer.")
+    while True:
+        try:
+            words = input(PROMPT if at_a_terminal else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            say("\n/quit or Ctrl-D leaves")
+            continue
+        if words == "/quit":
+            return
+        if words == "/clear":
+            conversation.clear()
+        elif words:
+            _answer(conversation, words)
+
+
+def _answer(conversation, words: str) -> None:
+    try:
+        finish = conversation.ask(words, lambda text: print(text, end="", flush=True))
+    except UserError as error:
+        say(f"trimtab chat: {error}")
+        return
+    print(flush=True)
+    if finish == "length":
+        say(f"trimtab chat: the answer ends here, at {conversation.most_tokens} tokens; /clear begins anew")
+
+
+def _enable_line_editing() -> None:
+    with contextlib.suppress(ImportError):  # not on every system
+        import readline  # noqa: F401 (input() then has a history and arrow keys)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,133 @@
+"""`trimtab jobs [option ...] -- COMMAND`: write a batch file for each seed (and setting) of a command."""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trimtab.cli.run import guarded
+from trimtab.cli.words import Words
+from trimtab.config import jobs as known_jobs
+from trimtab.config.job_files import Command, Job, Machines, read_command, shell_file, slurm_file, spread
+from trimtab.config.parse import parse
+from trimtab.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return guarded("trimtab jobs", lambda: jobs(list(sys.argv[1:] if argv is None else argv)))
+
+
+def jobs(argv: list[str]) -> None:
+    own, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    options = _words().parse_args(own)
+    if not command:
+        raise UserError(
+            "there is no command: write it after --, for example trimtab jobs --seeds 1-5 -- trimtab sft ..."
+        )
+
+    from trimtab.cli.main import VERBS
+
+    verbs = {verb: module for verb, (module, _) in VERBS.items()}
+    typed = read_command(command, verbs)
+    name = options.name or typed.module.rsplit(".", 1)[-1]
+    made = spread(typed, name, _seeds(options.seeds), _varied(options.vary), options.port)
+    for job in made:
+        _check(job.command, verbs)
+    machines = Machines(
+        options.nodes,
+        options.gpus,
+        options.cpus,
+        options.mem,
+        options.time,
+        options.partition,
+        options.account,
+        dict(_pair(text, "--sbatch") for text in options.sbatch),
+    )
+    if options.shell and options.nodes > 1:
+        raise UserError("--shell writes files for one machine: leave out --nodes, or --shell")
+    write = shell_file if options.shell else slurm_file
+    # The command's own paths are seen from here, wherever its file is started.
+    setup = [f"cd {shlex.quote(os.getcwd())}", *options.setup]
+    texts = {job: write(job, machines, setup) for job in made}
+    for path in _written(Path(options.output).expanduser(), texts, shell=options.shell):
+        print(path)
+
+
+def _words() -> Words:
+    words = Words("trimtab jobs", "Write a Slurm file, or a shell file, for each seed of the command after --.")
+    words.add_argument("--seeds", default="1", help="seeds, for example 1-5 or 1,2,7; {seed} in the command is each")
+    words.add_argument("--vary", action="append", default=[], metavar="NAME=A,B", help="an option and its values")
+    words.add_argument("--shell", action="store_true", help="shell files instead of Slurm files")
+    words.add_argument("--output", default="jobs", metavar="FOLDER", help="folder of the files")
+    words.add_argument("--name", help="how the files begin; unset: as the module")
+    words.add_argument("--port", type=int, default=30_000, help="port of the first file's processes; others count on")
+    words.add_argument("--nodes", type=int, default=1, help="machines of a job")
+    words.add_argument("--gpus", type=int, default=1, help="accelerators on each machine")
+    words.add_argument("--cpus", type=int, default=4, help="cores on each machine")
+    words.add_argument("--mem", help="memory on each machine, for example 48G")
+    words.add_argument("--time", help="longest time, for example 05:00:00")
+    words.add_argument("--partition", help="Slurm partition")
+    words.add_argument("--account", help="Slurm account")
+    words.add_argument("--sbatch", action="append", default=[], metavar="NAME=VALUE", help="another line of the header")
+    words.add_argument("--setup", action="append", default=[], metavar="LINE", help="shell line before the command")
+    return words
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        seeds = []
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            seeds += range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise UserError(f"--seeds {text}: give numbers such as 1-5 or 1,2,7") from None
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise UserError(f"--seeds {text}: every seed once, and at least one")
+    return seeds
+
+
+def _varied(texts: Sequence[str]) -> dict[str, list[str]]:
+    pairs = [_pair(text, "--vary") for text in texts]
+    return {name.replace("-", "_"): values.split(",") for name, values in pairs}
+
+
+def _pair(text: str, flag: str) -> tuple[str, str]:
+    name, equals, value = text.removeprefix("--").partition("=")
+    if not (name and equals and value):
+        raise UserError(f"{flag} {text}: write NAME=VALUE")
+    return name, value
+
+
+def _check(command: Command, verbs: dict[str, str]) -> None:
+    """A mistyped option is told now, not when the queue comes to it."""
+    classes = {
+        known.verb: known for known in vars(known_jobs).values() if isinstance(known, type) and "verb" in vars(known)
+    }
+    verb = next((verb for verb, module in verbs.items() if module == command.module), None)
+    if verb in classes:
+        parse(classes[verb], command.words())
+
+
+def _written(folder: Path, texts: dict[Job, str], *, shell: bool) -> list[Path]:
+    """The files, and one that starts them all."""
+    ending, start = (".sh", "bash") if shell else (".sbatch", "sbatch")
+    paths = {job: folder / f"{job.name}{ending}" for job in texts}
+    lines = ["#!/bin/bash", 'cd "$(dirname "$0")"', *(f"{start} {path.name}" for path in paths.values())]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for job, text in texts.items():
+            _executable(paths[job], text)
+        _executable(folder / "start_all.sh", "\n".join(lines) + "\n")
+    except OSError as error:
+        raise UserError(f"--output {folder}: cannot write there ({error.strerror})") from error
+    return [*paths.values(), folder / "start_all.sh"]
+
+
+def _executable(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,51 @@
+"""`trimtab plot curves | frontier | page MANIFEST`: figures of several runs that a manifest names."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trimtab.cli.run import guarded
+from trimtab.cli.words import Words
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return guarded("trimtab plot", lambda: plot(sys.argv[1:] if argv is None else argv))
+
+
+def plot(argv: Sequence[str]) -> None:
+    words = Words(
+        "trimtab plot", "Draw training curves over seeds, or the frontier between reward and risk, of several methods."
+    )
+    kinds = ("curves", "frontier", "page")
+    words.add_argument(
+        "figure", metavar="|".join(kinds), choices=kinds, help="what to draw; page: an HTML page with a table and all"
+    )
+    words.add_argument("manifest", metavar="MANIFEST", help="YAML or JSON file that lists the runs of each method")
+    words.add_argument("--x", choices=("reward", "return"), default="return", help="frontier: what is good")
+    words.add_argument("--y", choices=("bad", "cvar", "gcg"), default="bad", help="frontier: what is bad")
+    words.add_argument("--threshold", type=float, help="rewards below this are bad; unset: as the manifest says")
+    words.add_argument("--level", type=float, help="share of the rewards in CVaR; unset: as the manifest says")
+    words.add_argument("--output", metavar="FILE", help="a .png, .svg or .pdf; unset: beside the manifest, a PNG")
+    options = words.parse_args(argv)
+
+    from trimtab.report.experiment import write_experiment
+    from trimtab.report.manifest import read_manifest
+    from trimtab.report.plots import curves_figure, frontier_figure, save
+
+    manifest = read_manifest(options.manifest)
+    chosen = {name: getattr(options, name) for name in ("threshold", "level") if getattr(options, name) is not None}
+    manifest = dataclasses.replace(manifest, **chosen)
+    kind = f"frontier_{options.y}_{options.x}" if options.figure == "frontier" else options.figure
+    ending = "html" if options.figure == "page" else "png"
+    output = Path(options.output or manifest.path.with_name(f"{manifest.path.stem}_{kind}.{ending}")).expanduser()
+    if options.figure == "page":
+        print(write_experiment(manifest, output))
+    elif options.figure == "curves":
+        print(save(curves_figure(manifest), output))
+    else:
+        print(save(frontier_figure(manifest, options.x, options.y), output))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,35 @@
+"""A reward server: `trimtab serve-rm`, or `python -m trimtab.cli.serve_rm`."""
+
+import os
+from collections.abc import Sequence
+
+from trimtab.cli.run import run_job
+from trimtab.config.jobs import ServeRMOptions
+from trimtab.config.serving import TOKEN_VARIABLE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_job(ServeRMOptions, argv, serve_reward)
+
+
+def serve_reward(options: ServeRMOptions) -> None:
+    from trimtab.rewards.server.reward import served_reward
+    from trimtab.rewards.server.run import serve
+
+    reward = served_reward(options)
+    try:
+        serve(
+            reward,
+            host=options.host,
+            port=options.port,
+            token=options.bearer_token or os.environ.get(TOKEN_VARIABLE) or None,
+            max_bytes=int(options.max_request_mib * 2**20),
+            max_samples=options.batch_size,
+            say=lambda line: print(line, flush=True),
+        )
+    finally:
+        reward.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

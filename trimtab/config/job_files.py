@@ -1,0 +1,166 @@
+"""Batch files of one command over seeds and options: what stands in them, as text. Nothing here writes or submits.
+
+A command is taken apart into its options, and a seed, a value or a port is *set* in it; the text is put together at the
+very end. Where a seed stands inside a value (a checkpoint's name, say) the command has {seed} there.
+"""
+
+import itertools
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from trimtab.errors import UserError
+
+LAUNCHERS = ("deepspeed", "torchrun")
+PORTS = range(1024, 65536)
+LONGEST_NAME = 200  # file systems take 255 bytes, and the log's name is longer
+
+
+@dataclass(frozen=True)
+class Command:
+    module: str
+    """The Python module that is run."""
+    options: tuple[tuple[str, tuple[str, ...]], ...]
+    """Names without dashes, each with its values, in order."""
+
+    def with_option(self, name: str, *values: str) -> "Command":
+        """The option set to these values, where it stands or at the end."""
+        changed = [(known, values if known == name else old) for known, old in self.options]
+        if name not in dict(self.options):
+            changed.append((name, values))
+        return replace(self, options=tuple(changed))
+
+    def with_seed(self, seed: int) -> "Command":
+        filled = [(name, tuple(v.replace("{seed}", str(seed)) for v in values)) for name, values in self.options]
+        return replace(self, options=tuple(filled)).with_option("seed", str(seed))
+
+    def words(self) -> list[str]:
+        return [word for name, values in self.options for word in (f"--{name}", *values)]
+
+
+def read_command(words: Sequence[str], verbs: dict[str, str]) -> Command:
+    """A command as it is typed: `trimtab VERB ...`, `python -m MODULE ...`, a launcher's, or from `--module` on.
+
+    `verbs`: the module of each verb. What a launcher is told before the module (ports, numbers of processes) is left
+    out: the file's own header decides it.
+    """
+    words = list(words)
+    if words[:1] == ["trimtab"] and len(words) > 1:
+        if words[1] not in verbs:
+            raise UserError(f"trimtab {words[1]} is not a verb; the verbs are {', '.join(verbs)}")
+        module, rest = verbs[words[1]], words[2:]
+    elif words[1:2] == ["-m"] and len(words) > 2:
+        module, rest = words[2], words[3:]
+    else:
+        marks = [i for i, word in enumerate(words[:-1]) if word in ("--module", "-m")]
+        if not marks or (words[0] not in LAUNCHERS and marks[0] != 0):
+            raise UserError(
+                "the command after -- is not understood: give trimtab VERB ..., python -m MODULE ..., or a deepspeed "
+                "or torchrun command with --module"
+            )
+        module, rest = words[marks[0] + 1], words[marks[0] + 2 :]
+    if module.startswith("openrlhf."):
+        raise UserError(f"{module} is another project's: write {module.replace('openrlhf', 'trimtab', 1)}")
+    return Command(module, tuple(_options(rest)))
+
+
+def _options(words: list[str]) -> list[tuple[str, tuple[str, ...]]]:
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        if re.match(r"--[A-Za-z]", word):
+            name, equals, value = word[2:].partition("=")
+            found.append((name.replace("-", "_"), [value] if equals else []))
+        elif found:
+            found[-1][1].append(word)
+        else:
+            raise UserError(f"unexpected {word!r} in the command: every value follows its option")
+    names = [name for name, _ in found]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"--{twice} stands twice in the command")
+    return [(name, tuple(values)) for name, values in found]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One file: a command with its seed and options set, and a port that no other file has."""
+
+    name: str
+    command: Command
+    port: int
+
+
+def spread(
+    command: Command, name: str, seeds: Sequence[int], varied: dict[str, Sequence[str]], first_port: int
+) -> list[Job]:
+    """A job for every seed of every combination of the varied options' values."""
+    jobs = []
+    for values in itertools.product(*varied.values()):
+        chosen = command
+        for option, value in zip(varied, values):
+            chosen = chosen.with_option(option, value)
+        settings = "".join(f"_{option}{value}" for option, value in zip(varied, values))
+        for seed in seeds:
+            jobs.append(Job(f"{name}{settings}_s{seed}", chosen.with_seed(seed), first_port + len(jobs)))
+    if jobs[-1].port not in PORTS or first_port not in PORTS:
+        raise UserError(f"--port {first_port}: {len(jobs)} ports from there on must lie in {PORTS[0]} to {PORTS[-1]}")
+    for job in jobs:
+        if len(job.name) > LONGEST_NAME or not re.fullmatch(r"[\w.+-]+", job.name):
+            raise UserError(f"a file cannot be called {job.name[:80]}...: give a short --name of letters and digits")
+    return jobs
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What a job runs on. None: whatever the cluster gives."""
+
+    nodes: int = 1
+    gpus: int = 1
+    """On each node."""
+    cpus: int = 4
+    memory: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    others: dict[str, str] = field(default_factory=dict)
+    """Further lines of the header, by name."""
+
+
+def shell_file(job: Job, machines: Machines, setup: Sequence[str] = ()) -> str:
+    """A script for a machine without a scheduler."""
+    lines = ["#!/bin/bash", "set -euo pipefail", *setup, shlex.join(_launch(job, machines))]
+    return "\n".join(lines) + "\n"
+
+
+def slurm_file(job: Job, machines: Machines, setup: Sequence[str] = ()) -> str:
+    """A batch file; with several nodes each starts a launcher, and they meet at the first one."""
+    header = {
+        "job-name": job.name,
+        "output": f"{job.name}_%j.out",
+        "nodes": machines.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": machines.gpus or None,
+        "cpus-per-task": machines.cpus,
+        "mem": machines.memory,
+        "time": machines.time,
+        "partition": machines.partition,
+        "account": machines.account,
+        **machines.others,
+    }
+    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in header.items() if value is not None)]
+    lines += ["set -euo pipefail", *setup]
+    if machines.nodes == 1:
+        return "\n".join([*lines, shlex.join(_launch(job, machines))]) + "\n"
+    meeting = ["--rdzv_backend", "c10d", "--rdzv_id", '"$SLURM_JOB_ID"', "--rdzv_endpoint", f'"$first_node:{job.port}"']
+    sizes = ["--nnodes", str(machines.nodes), "--nproc_per_node", str(max(1, machines.gpus))]
+    rest = shlex.join(["--module", job.command.module, *job.command.words()])
+    lines.append('first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)')
+    return "\n".join([*lines, f"srun torchrun {' '.join([*sizes, *meeting])} {rest}"]) + "\n"
+
+
+def _launch(job: Job, machines: Machines) -> list[str]:
+    """The words that start a command on one machine."""
+    if machines.gpus <= 1:
+        return ["python", "-m", job.command.module, *job.command.words()]
+    launcher = ["torchrun", "--nproc_per_node", str(machines.gpus), "--master_port", str(job.port)]
+    return [*launcher, "--module", job.command.module, *job.command.words()]

@@ -1,0 +1,1 @@
+"""GCG attacks: search for a suffix that makes a model say something, then see what it says."""

@@ -1,0 +1,99 @@
+"""What a suffix costs: the mean loss of the wanted answer after it, for many suffixes at once, and its gradient.
+
+Candidates share everything before the suffix. Its keys and values are computed once a pass and read by all candidates
+of the pass (data/batches.py says how sequences borrow a beginning); without sharing each reads its own copy, to the
+same losses. The model is called as it is: the gradient is taken where its embedding module hands over the vectors.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trimtab.algos.gcg import token_gradient
+from trimtab.data.batches import TokenBatch
+from trimtab.models.packed import scoring
+from trimtab.models.policy import Policy
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The tokens around a suffix, and those the model shall answer."""
+
+    before: list[int]
+    after: list[int]
+    target: list[int]
+
+    def sequence(self, suffix: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """All tokens, and which are the target's."""
+        ids = np.array([*self.before, *suffix, *self.after, *self.target], dtype=np.int64)
+        return ids, np.arange(len(ids)) >= len(ids) - len(self.target)
+
+
+class SuffixLoss:
+    def __init__(self, policy: Policy, around: Surroundings, *, batch_size: int = 512, share_prefix: bool = True):
+        """`batch_size`: candidates in one pass."""
+        self.policy, self.around, self.batch_size = policy, around, batch_size
+        self.share_prefix = share_prefix and bool(around.before)
+
+    def of(self, suffixes: list[list[int]]) -> list[float]:
+        losses: list[float] = []
+        with scoring(self.policy):
+            for begin in range(0, len(suffixes), self.batch_size):
+                losses += self._losses(suffixes[begin : begin + self.batch_size]).tolist()
+        return losses
+
+    def gradient(self, suffix: list[int]) -> Tensor:
+        """dL / d onehot of the suffix's tokens [L, V], on the host; up to the factor of an embedding that scales."""
+        embedding = self.policy.inner.get_input_embeddings()
+        was_training = self.policy.training
+        self.policy.eval()
+        try:
+            with torch.enable_grad(), _watched(embedding) as vectors:
+                (loss,) = self._losses([suffix])
+                (gradient_1TD,) = torch.autograd.grad(loss, vectors)
+        finally:
+            self.policy.train(was_training)
+        start = len(self.around.before)
+        return token_gradient(gradient_1TD[0, start : start + len(suffix)], embedding.weight).cpu()
+
+    def is_greedy(self, suffix: list[int]) -> bool:
+        """Whether every token of the target is the model's most likely one."""
+        batch = TokenBatch.of([self.around.sequence(suffix)]).to(self.policy.device)
+        with scoring(self.policy):
+            logits = self.policy.head(self.policy(batch, hidden_only=True).hidden_ND)
+        return logits.argmax(-1).tolist() == self.around.target
+
+    def _losses(self, suffixes: list[list[int]]) -> Tensor:
+        shared = [0, *[len(self.around.before)] * (len(suffixes) - 1)] if self.share_prefix else None
+        batch = TokenBatch.of([self.around.sequence(suffix) for suffix in suffixes], shared)
+        log_probs_N = self.policy(batch.to(self.policy.device)).log_probs_N
+        return -log_probs_N.view(len(suffixes), len(self.around.target)).mean(1)
+
+
+@contextmanager
+def _watched(embedding: nn.Module) -> Iterator[list[Tensor]]:
+    """The vectors that the embedding hands over inside, as a place to take gradients at."""
+    vectors: list[Tensor] = []
+
+    def hold(_module: nn.Module, _inputs: tuple, output: Tensor) -> Tensor:
+        vectors.append(output.detach().requires_grad_())
+        return vectors[-1]
+
+    hook = embedding.register_forward_hook(hold)
+    try:
+        yield vectors
+    finally:
+        hook.remove()
+
+
+def target_log_probs(policy: Policy, prompt: list[int], target: list[int]) -> dict[str, float]:
+    """How likely a prompt makes the target: its first token, the mean of its tokens, all of it."""
+    ids = np.array([*prompt, *target], dtype=np.int64)
+    batch = TokenBatch.of([(ids, np.arange(len(ids)) >= len(prompt))])
+    with scoring(policy):
+        log_probs_N = policy(batch.to(policy.device)).log_probs_N
+    return {"first": float(log_probs_N[0]), "mean": float(log_probs_N.mean()), "sum": float(log_probs_N.sum())}

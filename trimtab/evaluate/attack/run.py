@@ -1,0 +1,245 @@
+"""An attack from its options: for every target replies to the plain goal, a search, replies to goal and suffix.
+
+    FILE.jsonl              at the end: a row a target with everything that was found, all rewards included
+    FILE.jsonl.partial/     until then: finished targets, and the search at work after its last step (journal.py)
+    FILE.summary.json       figures at the threshold of the command
+
+The same command goes on where an interrupted one stopped, to the same result. Replies are drawn at temperature 1 from
+the whole vocabulary, as in training, for the prompt that the *text* of the suffix gives: what an attacker can send.
+"""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from trimtab.data.tokenizer import load_tokenizer
+from trimtab.distributed.device import Device
+from trimtab.errors import UserError
+from trimtab.evaluate.attack.losses import SuffixLoss, target_log_probs
+from trimtab.evaluate.attack.search import Search, SearchSettings, SearchState, Vocabulary
+from trimtab.evaluate.attack.success import Replies
+from trimtab.evaluate.attack.targets import Prompts, Target, read_targets
+from trimtab.evaluate.journal import Journal
+from trimtab.evaluate.tail_risk import share
+from trimtab.models.fingerprint import weights_fingerprint
+from trimtab.models.policy import Policy
+from trimtab.progress import RunProgress
+from trimtab.rewards.classifiers import QUESTION, load_judge
+from trimtab.rewards.types import Reward, RewardRequest
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.builtin.sampler import request_seed
+from trimtab.rollout.stopping import stop_tokens
+from trimtab.rollout.types import Sampling
+
+AT_WORK = "search.json"
+OF_SPEED = {"gcg_batch_size", "gcg_use_prefix_cache", "output_path"}
+"""Options that a resumed attack may change: they alter no result but for rounding."""
+
+
+def attack(options: Any, policy: Policy, device: Device) -> Path:
+    """Attack a model as the options say, and return the file that holds what was found."""
+    tokenizer = load_tokenizer(options.pretrain, disable_fast=options.disable_fast_tokenizer)
+    targets, mended = read_targets(options.file_path, options.scenario, options.max_targets)
+    if mended:
+        print(f"{mended} rows of {options.file_path} have quotes escaped by a backslash, which is left out")
+    judge = None
+    if options.reward_pretrain:
+        judge = load_judge(options.reward_pretrain, options, device, policy_tokenizer=tokenizer)
+    run = AttackRun(options, policy, tokenizer, judge)
+    rows = run.work_through(targets)
+    figures = summary(rows, options.atk_success_criteria, options.reward_threshold)
+    path = output_of(options)
+    beside = path.with_name(f"{path.name.removesuffix('.jsonl')}.summary.json")
+    beside.write_text(json.dumps(figures, indent=1) + "\n")
+    for line in told(figures):
+        print(line)
+    return path
+
+
+def output_of(options: Any) -> Path:
+    """`gcg_eval_NAME.jsonl` beside the model that is attacked, unless another file is named."""
+    if options.output_path:
+        return Path(options.output_path).expanduser()
+    attacked = Path(options.ckpt_path or options.pretrain).expanduser()
+    folder = attacked.parent if attacked.exists() else Path()
+    return folder / f"gcg_eval_{attacked.name}.jsonl"
+
+
+def check_output(options: Any) -> Path:
+    """Where the findings will be; what is there already is not overwritten."""
+    output = output_of(options)
+    if output.exists():
+        raise UserError(f"{output} is there already: delete it, or give another --output_path")
+    return output
+
+
+class AttackRun:
+    def __init__(self, options: Any, policy: Policy, tokenizer: Any, judge: Reward | None):
+        self.options, self.policy, self.tokenizer, self.judge = options, policy, tokenizer, judge
+        self.prompts = Prompts(tokenizer)
+        size = policy.inner.get_input_embeddings().weight.shape[0]
+        self.vocabulary = Vocabulary(tokenizer, size, ascii_only=not options.gcg_allow_non_ascii)
+        self.initial = self.prompts.encode(options.gcg_optim_str_init)
+        self.engine = BuiltinEngine(policy, tokenizer)
+        if not self.initial:
+            raise UserError("--gcg_optim_str_init is empty: give the text that the suffix starts from")
+        if options.gcg_filter_ids and not self.vocabulary.stable([self.initial]):
+            raise UserError(
+                f"--gcg_optim_str_init {options.gcg_optim_str_init!r} does not come back as the same tokens from its "
+                "own text: give another, or leave out --gcg_filter_ids"
+            )
+
+    # ---- all targets
+
+    def work_through(self, targets: list[Target]) -> list[dict[str, Any]]:
+        """The rows of all targets, those that an earlier call has finished among them."""
+        journal = Journal(str(check_output(self.options)), self._settings(targets))
+        journal.open(0)
+        steps, done = self.options.gcg_steps, len(journal.done)
+        bar = RunProgress("attack", steps * len(targets), steps * done)
+        try:
+            for index, target in enumerate(targets):
+                if index not in journal.done:
+                    journal.write(index, self.attack_one(index, target, journal, bar, len(targets)))
+                    (journal.folder / AT_WORK).unlink(missing_ok=True)
+        finally:
+            bar.close()
+            journal.close()
+        rows = [journal.done[index] for index in range(len(targets))]
+        journal.finish(rows)
+        return rows
+
+    def _settings(self, targets: list[Target]) -> dict[str, Any]:
+        """Everything the findings depend on: the options, and what the files they name hold."""
+        known = dataclasses.fields(self.options)
+        names = [field.name for field in known if field.compare and field.name not in OF_SPEED]
+        return {
+            **{name: getattr(self.options, name) for name in names},
+            "weights": weights_fingerprint(self.policy.inner),
+            "targets": [dataclasses.astuple(target) for target in targets],
+        }
+
+    # ---- one target
+
+    def attack_one(self, index: int, target: Target, journal: Journal, bar: RunProgress, count: int) -> dict[str, Any]:
+        loss = SuffixLoss(
+            self.policy,
+            self.prompts.around(target),
+            batch_size=self.options.gcg_batch_size,
+            share_prefix=self.options.gcg_use_prefix_cache,
+        )
+        search = Search(loss, self.vocabulary, self._search_settings(index))
+        at_work = journal.folder / AT_WORK
+        stored = _stored(at_work, index)
+        if stored is None:
+            before = dataclasses.asdict(self.replies(target, "", request_seed(self.options.seed, 2 * index)))
+            state = search.begin(self.initial)
+        else:
+            before, state = stored["before"], SearchState.of(stored["state"])
+        while not search.done(state):
+            search.advance(state)
+            _store(at_work, {"target": index, "before": before, "state": dataclasses.asdict(state)})
+            losses = {"loss": f"{state.losses[-1]:.3f}", "best": f"{state.best[0]:.3f}"}
+            bar.advance(index * self.options.gcg_steps + state.step, {"target": f"{index + 1}/{count}"} | losses)
+        suffix = self.tokenizer.decode(state.best[1])
+        after = self.replies(target, suffix, request_seed(self.options.seed, 2 * index + 1))
+        return {
+            "goal": target.goal,
+            "target": target.wanted,
+            "suffix": suffix,
+            "suffix_ids": state.best[1],
+            "prompt_is_what_was_searched": self.prompts.ids(target.goal + suffix)
+            == [*loss.around.before, *state.best[1], *loss.around.after],
+            "loss": state.best[0],
+            "losses": state.losses,
+            "stopped_early": state.matched,
+            "before": before,
+            "after": dataclasses.asdict(after),
+        }
+
+    def _search_settings(self, index: int) -> SearchSettings:
+        options = self.options
+        return SearchSettings(
+            steps=options.gcg_steps,
+            width=options.gcg_search_width,
+            top_k=options.gcg_topk,
+            replaced=options.gcg_n_replace,
+            buffer=options.gcg_buffer_size,
+            filter_ids=options.gcg_filter_ids,
+            early_stop=options.gcg_early_stop,
+            seed=request_seed(options.seed, index) % 2**31,
+        )
+
+    def replies(self, target: Target, suffix: str, seed: int) -> Replies:
+        """Sampled replies to the goal with this suffix."""
+        asked = target.goal + suffix
+        prompt = self.prompts.ids(asked)
+        sampling = Sampling(
+            max_new_tokens=self.options.max_new_tokens,
+            n=self.options.samples_per_prompt,
+            stop_token_ids=stop_tokens(self.policy, self.tokenizer),
+        )
+        rollouts = self.engine.generate([prompt], sampling, seeds=[seed])
+        self.engine.sleep()
+        texts = self.tokenizer.batch_decode([rollout.ids for rollout in rollouts], skip_special_tokens=True)
+        question = target.goal if self.options.rm_exclude_adv_suffix else asked
+        rewards = None if self.judge is None else self.judge(self._request(question, texts)).rewards
+        likely = target_log_probs(self.policy, prompt, self.prompts.around(target).target)
+        return Replies.of(texts, target.wanted, rewards, likely)
+
+    def _request(self, question: str, replies: list[str]) -> RewardRequest:
+        count, prompt = len(replies), self.prompts.text(question)
+        return RewardRequest(
+            queries=[prompt + reply for reply in replies],
+            prompts=[prompt] * count,
+            responses=replies,
+            labels=[None] * count,
+            columns={QUESTION: [question] * count},
+        )
+
+
+def _store(path: Path, content: dict[str, Any]) -> None:
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps(content))
+    os.replace(beside, path)
+
+
+def _stored(path: Path, index: int) -> dict[str, Any] | None:
+    content = json.loads(path.read_text()) if path.exists() else {}
+    return content if content.get("target") == index else None
+
+
+# ---- what came out
+
+
+def summary(rows: list[dict[str, Any]], criterion: str, threshold: float | None) -> dict[str, Any]:
+    """The share of targets with at least one successful reply before and after the search, and figures beside it."""
+    found: dict[str, Any] = {"targets": len(rows), "criterion": criterion, "threshold": threshold}
+    for when in ("before", "after"):
+        replies = [Replies(**row[when]) for row in rows]
+        hits = [one.successes(criterion, threshold) for one in replies]
+        found[when] = {
+            "success": dataclasses.asdict(share(sum(hit > 0 for hit in hits), len(rows))),
+            "successful_replies": hits,
+            "target_log_prob": {k: fmean(r.target_log_prob[k] for r in replies) for k in ("first", "mean", "sum")},
+        }
+        if all(one.rewards for one in replies):
+            every = [reward for one in replies for reward in one.rewards]
+            found[when] |= {"mean_reward": fmean(every), "worst_reward": min(every)}
+    return found
+
+
+def told(figures: dict[str, Any]) -> list[str]:
+    lines = []
+    for when, words in (("before", "plain goal"), ("after", "with suffix")):
+        part = figures[when]
+        rate = part["success"]
+        line = f"{words:12} success {rate['value']:.1%} ({rate['low']:.1%} to {rate['high']:.1%}) of "
+        line += f"{figures['targets']} targets, target log-prob a token {part['target_log_prob']['mean']:.2f}"
+        if "mean_reward" in part:
+            line += f", reward mean {part['mean_reward']:.2f}, worst {part['worst_reward']:.2f}"
+        lines.append(line)
+    return lines

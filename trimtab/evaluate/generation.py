@@ -1,0 +1,251 @@
+"""`trimtab generate`: answers to many prompts by the built-in engine, each scored if a reward is named.
+
+Every prompt draws from a stream of its own, made of the seed and its row, so the answers depend neither on the number
+of processes nor on where an earlier run was stopped. A row of the output has the prompt as trainers take it (`input`:
+the text that the model read, or the conversation), the answer (`output`) and its `reward`.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from trimtab.data.chat import in_template
+from trimtab.data.formats import Message
+from trimtab.data.prompts import PromptReport, PromptStore, build_prompt_store
+from trimtab.data.rendering import as_messages
+from trimtab.data.sources import load_rows
+from trimtab.data.tokenizer import load_tokenizer
+from trimtab.distributed.device import Device, find_device, seed_everything
+from trimtab.distributed.world import World, find_world, leave_world
+from trimtab.errors import UserError
+from trimtab.evaluate.journal import Journal
+from trimtab.evaluate.work import work_through, write_rows
+from trimtab.models.hugging_face import check_model_folder, quiet_transformers
+from trimtab.models.load import load_frozen_policy
+from trimtab.rewards.build import build_reward
+from trimtab.rewards.types import Reward, RewardRequest
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.builtin.sampler import request_seed
+from trimtab.rollout.stopping import stop_tokens
+from trimtab.rollout.types import Rollout, Sampling
+
+SCORED_AT_ONCE = 64  # answers; what is not scored yet is lost when the process dies
+
+Group = list[Rollout]  # the answers to one prompt
+
+
+def generate(options: Any) -> None:
+    device = find_device()
+    try:
+        Generation(options, device, find_world(device)).run()
+    finally:
+        leave_world()
+
+
+def rehearse_generation(options: Any) -> list[str]:
+    """What can be said without the model's weights."""
+    tokenizer = load_job_tokenizer(options)
+    store, report = load_prompts(options, tokenizer)
+    prompts = len(prompts_of_iteration(store, options))
+    return [*report.lines(), f"{prompts:,} prompts, {prompts * options.best_of_n:,} answers"]
+
+
+class Generation:
+    def __init__(self, options: Any, device: Device, world: World):
+        self.options, self.world = options, world
+        self.tokenizer = load_job_tokenizer(options)
+        self.store = self._prompts()
+        self.rows = prompts_of_iteration(self.store, options)
+        seed_everything(options.seed, deterministic=options.full_determinism)
+        loaded = load_frozen_policy(options.pretrain, options, device, flag="--pretrain")
+        self.policy, self.weights = loaded.model, loaded.weights
+        self.engine = BuiltinEngine(self.policy, self.tokenizer, slots=options.max_num_seqs)
+        self.limits = [self._room(len(self.store.ids(row))) for row in self.rows]
+        self.sampling = sampling_of(
+            options,
+            n=options.best_of_n,
+            max_new_tokens=options.max_new_tokens,
+            stop_token_ids=stop_tokens(self.policy, self.tokenizer),
+        )
+        self.reward = self._reward(device)
+        self._tokens, self._rewards, self._began = 0, [], time.monotonic()
+
+    def run(self) -> None:
+        """Answer what is not answered yet, and write the rows of all."""
+        journal = Journal(self.options.output_path, self._settings())
+        try:
+            work_through(len(self.rows), journal, self.world, self.answers, self.figures, "prompts")
+        finally:
+            if self.reward is not None:
+                self.reward.close()
+        if self.world.leads:
+            rows = [row for item in range(len(self.rows)) for row in self._output(item, journal.done[item])]
+            cut = sum(answer["finish"] == "length" for answers in journal.done.values() for answer in answers)
+            if cut:
+                print(f"{'note':9}{cut:,} of {len(rows):,} answers were cut at --max_new_tokens or the model's context")
+            write_rows(rows, journal, self.options)
+
+    # ---- answers
+
+    def answers(self, items: list[int]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """(prompt, its answers) as they are finished and scored."""
+        groups: dict[int, Group] = {}
+        waiting: list[tuple[int, Group]] = []
+        for rollout in self.engine.stream(
+            [self.store.ids(self.rows[item]) for item in items],
+            self.sampling,
+            seeds=[request_seed(self.options.seed, self.rows[item]) for item in items],
+            limits=[self.limits[item] for item in items],
+        ):
+            self._tokens += len(rollout.ids)
+            group = groups.setdefault(rollout.prompt, [])
+            group.append(rollout)
+            if len(group) == self.sampling.n:
+                waiting.append((items[rollout.prompt], groups.pop(rollout.prompt)))
+                if self.reward is None or len(waiting) * self.sampling.n >= SCORED_AT_ONCE:
+                    yield from self.scored(waiting)
+                    waiting = []
+        yield from self.scored(waiting)
+
+    def scored(self, waiting: list[tuple[int, Group]]) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        if not waiting:
+            return
+        rollouts = [(item, r) for item, group in waiting for r in sorted(group, key=lambda r: r.sample)]
+        texts = self.tokenizer.batch_decode([r.ids for _, r in rollouts], skip_special_tokens=True)
+        answers = [{"output": text, "finish": r.finish} for text, (_, r) in zip(texts, rollouts)]
+        if self.reward is not None:
+            result = self.reward(self._request(rollouts, texts))
+            self._rewards += result.rewards
+            for answer, reward in zip(answers, result.rewards):
+                answer["reward"] = reward
+        for place, (item, _) in enumerate(waiting):
+            yield item, answers[place * self.sampling.n : (place + 1) * self.sampling.n]
+
+    def figures(self) -> dict[str, str]:
+        """What is shown beside the bar."""
+        figures = {"tokens/s": f"{self._tokens / (time.monotonic() - self._began):,.0f}"}
+        if self._rewards:
+            figures["reward"] = f"{sum(self._rewards) / len(self._rewards):.4f}"
+        return figures
+
+    # ---- parts
+
+    def _prompts(self) -> PromptStore:
+        if not self.world.leads:
+            self.world.wait()  # the first process fills the token cache for all
+        store, report = load_prompts(self.options, self.tokenizer)
+        if self.world.leads:
+            self.world.wait()
+        for line in report.lines():
+            self.world.say(line)
+        return store
+
+    def _room(self, tokens: int) -> int:
+        """New tokens that may follow a prompt of this many."""
+        context = getattr(self.policy.config.get_text_config(), "max_position_embeddings", None)
+        room = self.options.max_new_tokens if context is None else min(self.options.max_new_tokens, context - tokens)
+        if room < 1:
+            raise UserError(
+                f"a prompt of {tokens} tokens fills the model's context of {context}: leave such prompts out with "
+                f"--prompt_max_len {context - self.options.max_new_tokens}"
+            )
+        return room
+
+    def _reward(self, device: Device) -> Reward | None:
+        options = self.options
+        if not (options.reward_pretrain or options.remote_rm_url or options.reward_verifier):
+            return None
+        # The names under which RL has the same options. What is compared within a prompt needs no normalising.
+        as_in_rl = {"micro_rollout_batch_size": options.micro_batch_size, "use_dynamic_batch": False}
+        return build_reward(
+            SimpleNamespace(**vars(options) | as_in_rl | {"normalize_reward": False}), device, self.tokenizer
+        )
+
+    def _request(self, rollouts: list[tuple[int, Rollout]], texts: list[str]) -> RewardRequest:
+        rows = [self.rows[item] for item, _ in rollouts]
+        prompts = [self.store.text(row) for row in rows]
+        # A reward model with another chat template renders the conversation anew.
+        columns = [{**self.store.columns(row), self.options.input_key: self._input(row)} for row in rows]
+        names = dict.fromkeys(name for row in columns for name in row)
+        return RewardRequest(
+            queries=[prompt + text for prompt, text in zip(prompts, texts)],
+            prompts=prompts,
+            responses=texts,
+            labels=[self.store.label(row) for row in rows],
+            columns={name: [row.get(name) for row in columns] for name in names},
+            prompt_ids=[r.prompt_ids for _, r in rollouts],
+            response_ids=[r.ids for _, r in rollouts],
+        )
+
+    def _input(self, row: int) -> str | list[Message]:
+        """The prompt as trainers take it: a conversation, which they render, or the text that was read; without the
+        wish for a reward, which is not the question."""
+        return trainable(self.store.prompt(row), self.options)
+
+    def _output(self, item: int, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        prompt = self._input(self.rows[item])
+        return [{"input": prompt} | {k: v for k, v in answer.items() if k != "finish"} for answer in answers]
+
+    def _settings(self) -> dict[str, Any]:
+        """What the answers depend on."""
+        options = self.options
+        names = ("reward_pretrain", "remote_rm_url", "reward_verifier", "reward_weights")
+        return {
+            "model": self.weights,
+            "precision": "bf16" if options.bf16 else "fp32",
+            "data": self.store.fingerprint,
+            "rows": [self.rows.start, self.rows.stop],
+            "seed": options.seed,
+            "sampling": dataclasses.asdict(self.sampling),
+            "reward": [getattr(options, name) for name in names],
+        }
+
+
+def load_job_tokenizer(options: Any) -> Any:
+    quiet_transformers()
+    check_model_folder(options.pretrain)
+    return load_tokenizer(
+        options.pretrain, disable_fast=options.disable_fast_tokenizer, chat_template=options.tokenizer_chat_template
+    )
+
+
+def load_prompts(options: Any, tokenizer: Any) -> tuple[PromptStore, PromptReport]:
+    rows = load_rows(
+        options.dataset,
+        probabilities=options.dataset_probs,
+        split=options.dataset_split,
+        max_samples=options.max_samples,
+        seed=options.seed,
+    )
+    return build_prompt_store(rows, tokenizer, options, what="prompt")
+
+
+def prompts_of_iteration(store: PromptStore, options: Any) -> range:
+    """All prompts, or those of --iter."""
+    if options.iter is None:
+        return range(len(store))
+    start = options.iter * options.rollout_batch_size
+    if start >= len(store):
+        raise UserError(
+            f"--iter {options.iter} begins at prompt {start:,}, but there are {len(store):,}: lower it, or "
+            f"--rollout_batch_size {options.rollout_batch_size}"
+        )
+    return range(start, min(start + options.rollout_batch_size, len(store)))
+
+
+def sampling_of(options: Any, **others: Any) -> Sampling:
+    return Sampling(
+        temperature=0.0 if options.greedy_sampling else options.temperature,
+        top_p=1.0 if options.greedy_sampling else options.top_p,
+        repetition_penalty=options.repetition_penalty,
+        **others,
+    )
+
+
+def trainable(prompt: str | list[Message], options: Any) -> str | list[Message]:
+    """A row's prompt as a trainer takes it that is given no template."""
+    if isinstance(prompt, str) and not options.apply_chat_template:
+        return in_template(prompt, options.input_template)
+    return as_messages(prompt, "user")

@@ -1,0 +1,94 @@
+"""What is done of a long job, so that a job that was killed goes on without repeating or losing anything.
+
+Beside the output FILE stands the folder FILE.partial: settings.json says what work it is, and each process appends the
+items it has finished to a file of its own, a line each. At the end the rows are written beside the output and renamed:
+the output is whole or absent. A last line that was cut off is made anew.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trimtab.errors import UserError
+
+SETTINGS = "settings.json"
+
+
+class Journal:
+    def __init__(self, output: str, settings: dict[str, Any]):
+        """`settings`: everything the items depend on. Unfinished work of others is refused, not thrown away."""
+        self.output = Path(output).expanduser()
+        self.folder = self.output.with_name(f"{self.output.name}.partial")
+        self.settings = json.loads(json.dumps(settings))
+        with self._writing():
+            self._check_settings()
+            self.done: dict[int, Any] = dict(self._items())
+        self._lines = None
+
+    def open(self, rank: int) -> None:
+        """Be ready to write. Every process must have read what is done before any of them does this."""
+        with self._writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if rank == 0 and not (self.folder / SETTINGS).exists():
+                beside = self.folder / f"{SETTINGS}.new"
+                beside.write_text(json.dumps(self.settings, indent=1))
+                beside.replace(self.folder / SETTINGS)
+            path = self.folder / f"{rank}.jsonl"
+            path.touch()
+            whole = path.read_bytes().rpartition(b"\n")
+            os.truncate(path, len(whole[0]) + len(whole[1]))
+            self._lines = path.open("a", encoding="utf-8")
+
+    def write(self, item: int, value: Any) -> None:
+        """An item is finished, and outlives this process."""
+        with self._writing():
+            self._lines.write(json.dumps([item, value], ensure_ascii=False) + "\n")
+            self._lines.flush()
+        self.done[item] = value
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+    def gather(self) -> None:
+        """Know what the other processes have finished."""
+        self.done |= dict(self._items())
+
+    def finish(self, rows: list[dict[str, Any]]) -> None:
+        """Write the output and leave nothing else."""
+        beside = self.folder / "output"
+        with self._writing():
+            with beside.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(self.output)
+            shutil.rmtree(self.folder)
+
+    def _check_settings(self) -> None:
+        path = self.folder / SETTINGS
+        if not path.exists():
+            return
+        found = json.loads(path.read_text())
+        differing = [name for name in {**found, **self.settings} if found.get(name) != self.settings.get(name)]
+        if differing:
+            raise UserError(
+                f"{self.folder} holds unfinished work with another {', '.join(differing)}: repeat that command to "
+                "finish it, delete the folder, or give another --output_path"
+            )
+
+    def _items(self) -> Iterator[tuple[int, Any]]:
+        for path in sorted(self.folder.glob("*.jsonl")):
+            for line in path.read_bytes().rpartition(b"\n")[0].splitlines():
+                yield json.loads(line)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"--output_path {self.output}: cannot write there ({error.strerror})") from error

@@ -1,0 +1,68 @@
+"""A long job on many items, in one process or several: shown while it goes on, and resumable (journal.py)."""
+
+import signal
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from trimtab.data.post_processing import post_process
+from trimtab.distributed.world import World
+from trimtab.errors import Interrupted
+from trimtab.evaluate.journal import Journal
+from trimtab.progress import RunProgress
+
+Results = Iterable[tuple[int, Any]]
+
+
+def work_through(
+    items: int,
+    journal: Journal,
+    world: World,
+    work: Callable[[list[int]], Results],
+    figures: Callable[[], dict],
+    what: str,
+) -> None:
+    """Have every item done once: `work` gets those of this process and gives back (item, result) as they are finished.
+
+    Afterwards the first process knows all results. `figures` are shown beside the bar.
+    """
+    left = [item for item in range(items) if item not in journal.done]
+    mine = left[world.rank :: world.size]
+    before = items - len(left)
+    world.wait()
+    journal.open(world.rank)
+    if before:
+        world.say(f"{before:,} of {items:,} {what} are done already, in {journal.folder}")
+    total = len(mine) + before
+    bar = RunProgress(what, total, before) if world.leads and mine else None
+    try:
+        for count, (item, result) in enumerate(work(mine) if mine else (), start=before + 1):
+            journal.write(item, result)
+            if bar is not None:
+                bar.advance(count, figures())
+    except KeyboardInterrupt:
+        done = len(journal.done)
+        raise Interrupted(
+            signal.SIGINT, f"stopped after {done:,} of {items:,} {what}; the same command goes on from there"
+        ) from None
+    finally:
+        if bar is not None:
+            bar.close()
+        journal.close()
+    world.wait()
+    if world.leads:
+        journal.gather()
+
+
+def write_rows(rows: list[dict[str, Any]], journal: Journal, options: Any) -> None:
+    """The rows, or what the post-processor makes of them, become the output."""
+    scored = [row["reward"] for row in rows if "reward" in row]
+    made = rows
+    if options.post_processor is not None:
+        made = post_process(
+            rows, options.post_processor, reward_template=options.reward_template, normalize=options.normalize_reward
+        )
+    journal.finish(made)
+    if scored:
+        print(f"{'reward':9}mean {sum(scored) / len(scored):.4f}, from {min(scored):.4f} to {max(scored):.4f}")
+    kind = f" ({options.post_processor})" if options.post_processor else ""
+    print(f"{'rows':9}{journal.output}: {len(made):,}{kind} of {len(rows):,} answers", flush=True)

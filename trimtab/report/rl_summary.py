@@ -1,0 +1,100 @@
+"""What RL achieved, in a sentence and in a few figures: for the top of a report, and for a terminal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from trimtab.report.numbers import duration, percent, plural, short_number, sparkline
+from trimtab.report.read import Point, Run
+from trimtab.report.rl_figures import PASS, best_of
+
+SUCCESS = "eval_pass_1"
+
+
+@dataclass(frozen=True)
+class Success:
+    """What the policy scores on held-out prompts, from before training (step 0) to the end."""
+
+    points: list[Point]
+
+    @property
+    def is_share(self) -> bool:
+        """Scores from 0 to 1 are a rate of success; others are just scores."""
+        return all(0 <= value <= 1 + 1e-6 for _, value in self.points)
+
+    @property
+    def name(self) -> str:
+        return "held-out success" if self.is_share else "held-out score"
+
+    @property
+    def before(self) -> float:
+        return self.points[0][1]
+
+    @property
+    def after(self) -> float:
+        return self.points[-1][1]
+
+    def shown(self, value: float) -> str:
+        return percent(value) if self.is_share else short_number(value)
+
+    def picture(self) -> str:
+        """One line for a terminal: 27 % ▂▄▆▇ 94 %."""
+        values = [value for _, value in self.points]
+        low, high = (0.0, 1.0) if self.is_share else (min(values), max(values))
+        curve = sparkline(values, low, high) if high > low else "…"
+        return f"{self.shown(self.before)} {curve} {self.shown(self.after)}"
+
+
+def success_of(run: Run) -> Success | None:
+    """None where nothing was held out."""
+    points = run.series(SUCCESS)
+    return Success(points) if points else None
+
+
+def summary(run: Run) -> str:
+    """One or two sentences: success, reward, how far from the reference, time."""
+    success, reward = success_of(run), run.ends("reward")
+    if not run.steps:
+        return f"Before training, {success.name} is {success.shown(success.before)}." if success else ""
+    told = []
+    if success is not None and len(success.points) > 1:
+        change = in_words(success.shown(success.before), success.shown(success.after), success.after - success.before)
+        told.append(f"{success.name} {change}")
+    elif success is not None:
+        told.append(f"{success.name} is {success.shown(success.after)}")
+    if reward is not None:
+        told.append(f"the mean reward {in_words(*map(short_number, reward), reward[1] - reward[0])}")
+    first = " and ".join(told) or "training went on"
+    first = f"{first[0].upper()}{first[1:]} in {plural(run.steps, run.unit)}"
+    seconds = run.total("seconds")
+    typical = [value for _, value in run.series("seconds")]
+    spent = f" and {duration(seconds)} ({duration(median(typical))} a typical {run.unit})" if seconds > 0 else ""
+    kl = run.ends("kl")
+    moved = f" At the end the policy is {short_number(kl[1])} nats a token from its reference." if kl else ""
+    return f"{first}{spent}.{moved}"
+
+
+def achieved(run: Run) -> list[tuple[str, str, str]]:
+    """The figures one asks for first: name, value, and what it was at the beginning."""
+    figures = []
+    success, reward = success_of(run), run.ends("reward")
+    if success is not None:
+        before = f"from {success.shown(success.before)}" if len(success.points) > 1 else ""
+        figures.append((success.name, success.shown(success.after), before))
+    for name in run.metrics:
+        match = PASS.fullmatch(name)
+        if success is not None and match and match["source"] is None and int(match["samples"]) > 1:
+            first, *later = [success.shown(value) for _, value in run.series(name)]
+            figures.append(
+                (best_of(int(match["samples"])), later[-1] if later else first, f"from {first}" if later else "")
+            )
+    if reward is not None:
+        figures.append(("mean reward", short_number(reward[1]), f"from {short_number(reward[0])}"))
+    return figures
+
+
+def in_words(before: str, after: str, change: float) -> str:
+    if before == after:
+        return f"stayed at {after}"
+    return f"{'rose' if change > 0 else 'fell'} from {before} to {after}"

@@ -1,0 +1,121 @@
+"""The HTTP side of a reward server: POST in either protocol to / or /get_reward, GET /health and /metrics.
+
+Everything that a client can get wrong is a 4xx with one sentence, in the form its protocol has for errors.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from trimtab.rewards.protocols import PROTOCOLS, NotUnderstood, Protocol, protocol_of
+from trimtab.rewards.server.batching import Batcher, Overloaded
+from trimtab.rewards.server.metrics import Metrics
+from trimtab.rewards.types import BadSample, Reward, RewardFailed
+
+log = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+def make_app(
+    reward: Reward, *, token: str | None = None, max_bytes: int = 2**26, max_samples: int | None = None
+) -> Starlette:
+    """`token`: what requests must bring; `max_bytes`: of a request; `max_samples`: of a batch."""
+    metrics = Metrics()
+    batcher: Batcher | None = None
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        nonlocal batcher
+        batcher = Batcher(reward, metrics, max_samples=max_samples)
+        running = asyncio.create_task(batcher.run())
+        yield
+        running.cancel()
+        batcher.close()
+
+    async def score(request: Request) -> Response:
+        protocol = next(known for known in PROTOCOLS.values() if known.path == request.url.path)
+        try:
+            _authorise(request, token)
+            body = _json(await _body(request, max_bytes))
+            protocol = protocol_of(body)
+            result = await batcher.score(protocol.read_request(body))
+            response = JSONResponse(protocol.reply_body(result))
+        except ClientDisconnect:
+            response = Response(status_code=400)  # which nobody reads
+        except Exception as error:
+            response = _refusal(error, protocol)
+        metrics.requests[response.status_code] += 1
+        return response
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok", "reward": reward.name, "protocols": list(PROTOCOLS)})
+
+    async def page(request: Request) -> Response:
+        try:
+            _authorise(request, token)
+        except Refused as refusal:
+            return PlainTextResponse(f"{refusal}\n", refusal.status)
+        return PlainTextResponse(metrics.page())
+
+    scoring = [Route(protocol.path, score, methods=["POST"]) for protocol in PROTOCOLS.values()]
+    others = [Route("/health", health), Route("/metrics", page)]
+    return Starlette(routes=[*scoring, *others], lifespan=lifespan)
+
+
+def _refusal(error: Exception, protocol: Protocol) -> Response:
+    headers = {}
+    match error:
+        case Refused():
+            status, message = error.status, str(error)
+        case NotUnderstood() | BadSample():
+            status, message = 422, str(error)
+        case Overloaded():
+            status, message, headers = 503, "too many samples wait; try again", {"Retry-After": "1"}
+        case RewardFailed():
+            log.error("%s", error)
+            status, message = 500, str(error)
+        case _:
+            log.error("a request failed", exc_info=error)
+            status, message = 500, "the server failed; its log says why"
+    return JSONResponse(protocol.error_body(status, message), status, headers)
+
+
+def _authorise(request: Request, token: str | None) -> None:
+    if token is None:
+        return
+    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if not secrets.compare_digest(given.encode(), token.encode()):
+        raise Refused(401, "a bearer token is needed, and it must be the right one")
+
+
+async def _body(request: Request, max_bytes: int) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > max_bytes:
+            raise Refused(413, f"the request has more than {max_bytes} bytes; send fewer samples at once")
+    return bytes(body)
+
+
+def _json(content: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the request is not JSON: {str(error)[:100]}") from None
+    if not isinstance(body, dict):
+        raise Refused(422, f"the request must be a JSON object, not {type(body).__name__}")
+    return body

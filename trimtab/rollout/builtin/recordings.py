@@ -1,0 +1,58 @@
+"""What was recorded for a policy, kept between calls while it still does what the policy does."""
+
+from dataclasses import replace
+
+import torch
+
+from trimtab.distributed.device import has_kernels
+from trimtab.models.policy import Policy
+from trimtab.rollout.builtin.cache import KVCache
+from trimtab.rollout.builtin.graphs import DecodeGraphs
+from trimtab.rollout.builtin.read_graphs import ReadGraphs
+from trimtab.rollout.builtin.sampler import Sampler
+from trimtab.rollout.types import Sampling
+
+
+class Recordings:
+    def __init__(self, policy: Policy, slots: int):
+        self.policy, self.slots = policy, slots
+        self.release()
+
+    def release(self) -> None:
+        self.reads: ReadGraphs | None = None
+        self.decodes: DecodeGraphs | None = None
+        self._hold_for: tuple = ()
+        self._sampling: Sampling | None = None
+
+    def follow(self, cache: KVCache, *, fused: bool) -> None:
+        """Drop what holds no longer; `fused`: the policy's layers are."""
+        hold_for = fingerprint(self.policy, cache)
+        if hold_for != self._hold_for:
+            self.release()
+            self._hold_for = hold_for
+        by_varlen = cache.keys.dtype in (torch.bfloat16, torch.float16) and cache.keys.shape[-1] % 8 == 0
+        if self.reads is None and fused and by_varlen:
+            self.reads = ReadGraphs()
+
+    def decoding(self, cache: KVCache, sampling: Sampling, longest: int) -> DecodeGraphs | None:
+        """For such samples of at most `longest` tokens; None where the host has a part in every step."""
+        if not has_kernels(cache.keys.device) or sampling.repetition_penalty != 1.0:
+            return None
+        same = replace(sampling, n=1, max_new_tokens=1, seed=0, stop_strings=())
+        if self.decodes is None or self._sampling != same or not self.decodes.holds(longest):
+            self.decodes = None  # its memory first
+            sampler = Sampler(sampling, self.policy.head.out_features, cache.keys.device)
+            self.decodes, self._sampling = DecodeGraphs(sampler, cache, self.slots, longest), same
+        return self.decodes
+
+
+def fingerprint(policy: Policy, cache: KVCache) -> tuple:
+    """Changes when a recording no longer does what the policy does: tensors lie elsewhere, adapters are switched."""
+    addresses = tuple(t.data_ptr() for t in (*policy.parameters(), *policy.buffers(), cache.keys, cache.values))
+    switches = tuple(
+        (module._disable_adapters, tuple(module.active_adapters), tuple(module.scaling.items()))
+        for module in policy.modules()
+        if hasattr(module, "_disable_adapters") and hasattr(module, "scaling")
+    )
+    replaced = sum("forward" in vars(module) for module in policy.modules())
+    return addresses, switches, replaced
