@@ -142,9 +142,7 @@ def uneven(policy, engine, name, slots, even, notes, device) -> list[list[str]]:
     rollouts, taken = timed(lambda: engine.generate(ids, sampling, limits=limits), device)
     assert [len(r.ids) for r in rollouts] == limits
     ours = sum(limits) / taken
-    notes.append(
-        f"{name}: the first call of uneven length, which records more sizes, takes {first - taken:.1f} s longer"
-    )
+    notes.append(f"{name}: the first uneven call, which records more sizes, takes {first - taken:.1f} s longer")
     # One of its four batches; the others take as long.
     _, taken = timed(lambda: hugging_face(policy, ids[:slots], 1, max(limits[:slots])), device)
     theirs = sum(limits[:slots]) / taken

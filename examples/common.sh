@@ -29,14 +29,30 @@ processes() {
     echo "${PROCESSES:-$((found > 1 ? found : 1))}"
 }
 
-# start MODULE OPTION ...: run the recipe.
-start() {
+choose_launcher() {
     local count
     count=$(processes)
     if [[ -z ${LAUNCH:-} ]]; then
         LAUNCH="$PYTHON -m"
         ((count > 1)) && LAUNCH="torchrun --standalone --nproc_per_node $count -m"
     fi
+    return 0
+}
+
+# step RESULT MODULE OPTION ...: one command of a recipe that has several, unless its result is there already. So a
+# recipe that was stopped goes on where it was.
+step() {
+    local result=$1
+    shift
+    [[ -e $result ]] && return
+    choose_launcher
+    # shellcheck disable=SC2086 # LAUNCH is several words
+    $LAUNCH "$@"
+}
+
+# start MODULE OPTION ...: run the recipe.
+start() {
+    choose_launcher
     tiny && set -- "$@" "${SMALL[@]}" --ckpt_path "$SAVE_PATH/checkpoints"
     # shellcheck disable=SC2086 # LAUNCH is several words
     exec $LAUNCH "$@" ${MORE[@]+"${MORE[@]}"}

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import peft  # noqa: F401
 import torch.distributed.fsdp
-import torch.distributed.tensor  # noqa: F401
+import torch.distributed.tensor
+import transformers.models.llama.modeling_llama  # noqa: F401
 
 import trimtab.evaluate.generation
 import trimtab.evaluate.scoring
@@ -22,7 +23,8 @@ import trimtab.train.kto
 import trimtab.train.prm
 import trimtab.train.rl
 import trimtab.train.rm
-import trimtab.train.sft  # noqa: F401
+import trimtab.train.sft
+import trimtab.train.tail  # noqa: F401
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.warm"])

@@ -6,7 +6,16 @@ import shlex
 import pytest
 
 from trimtab.config.checks import check, settle
-from trimtab.config.jobs import DPOOptions, KTOOptions, LoraCombineOptions, PPOOptions, PRMOptions, RMOptions
+from trimtab.config.jobs import (
+    ChatOptions,
+    DPOOptions,
+    GenerateOptions,
+    KTOOptions,
+    LoraCombineOptions,
+    PPOOptions,
+    PRMOptions,
+    RMOptions,
+)
 from trimtab.config.parse import parse
 from trimtab.config.support import hardware_problems, refuse_unimplemented
 
@@ -73,6 +82,32 @@ COMMANDS = [
         LoraCombineOptions,
         "--model_path owner/base --lora_path owner/adapter --output_path ./checkpoint/merged --is_rm --bf16",
         {"model_path": "owner/base", "output_path": "./checkpoint/merged", "is_rm": True, "bf16": True},
+    ),
+    (
+        GenerateOptions,
+        """--eval_task generate --pretrain owner/policy --bf16 --max_new_tokens 2048 --prompt_max_len 2048 --seed 7
+        --dataset owner/prompts --dataset_probs 1.0 --input_key context_messages --apply_chat_template --flash_attn
+        --temperature 0.9 --zero_stage 0 --best_of_n 4 --enable_prefix_caching --max_num_seqs 64 --iter 2
+        --rollout_batch_size 10240 --output_path ./generate.jsonl --max_samples 100000""",
+        {"best_of_n": 4, "iter": 2, "rollout_batch_size": 10240, "temperature": 0.9, "max_num_seqs": 64},
+    ),
+    (
+        GenerateOptions,
+        """--eval_task rm --pretrain owner/judge --bf16 --max_len 4096 --dataset owner/answers --dataset_probs 1.0
+        --zero_stage 0 --post_processor rs --micro_batch_size 4 --output_path ./rm.jsonl""",
+        {"eval_task": "rm", "post_processor": "rs", "max_len": 4096, "micro_batch_size": 4},
+    ),
+    (
+        GenerateOptions,
+        """--eval_task rm --pretrain owner/judge --dataset owner/answers --input_key question --output_key response
+        --post_processor csft --normalize_reward --reward_template '{input} <rm_score>: {reward} '
+        --value_prefix_head value_head --output_path ./csft.jsonl""",
+        {"normalize_reward": True, "reward_template": "{input} <rm_score>: {reward} "},
+    ),
+    (
+        ChatOptions,
+        "--pretrain owner/policy --bf16 --apply_chat_template --temperature 0.5 --enable_csft --csft_prompt good",
+        {"temperature": 0.5, "condition": "good", "top_p": 0.9},
     ),
 ]
 

@@ -3,11 +3,13 @@ import dataclasses
 import pytest
 
 from tests.config.every_job import EVERY_JOB
-from trimtab.config import groups, objectives, rl
+from trimtab.config import generation, groups, objectives, rl
 from trimtab.config.catalogue import options_of
 from trimtab.config.jobs import (
     AnyRLOptions,
+    ChatOptions,
     DPOOptions,
+    GenerateOptions,
     GRPOOptions,
     KDOptions,
     KTOOptions,
@@ -108,6 +110,23 @@ PPO_DEFAULTS = {
     **{"reward_weights": None, "reward_verifier": None, "wandb_project": "trimtab_train_ppo"},
 }
 GROUP = {"n_samples_per_prompt": 8}
+GENERATE_DEFAULTS = {
+    **{"eval_task": "generate", "zero_stage": 0, "local_rank": -1, "bf16": False, "flash_attn": False},
+    **{"disable_fast_tokenizer": False, "micro_batch_size": 16, "seed": 1234, "full_determinism": False},
+    **{"pretrain": None, "value_head_prefix": "value_head", "dataset": None, "dataset_probs": None},
+    **{"input_key": "input", "output_key": "output", "apply_chat_template": False, "input_template": None},
+    **{"max_len": 2048, "max_samples": 10**8, "output_path": None, "prompt_max_len": 1024, "max_new_tokens": 1024},
+    **{"greedy_sampling": False, "top_p": 1.0, "temperature": 1.0, "repetition_penalty": 1.0, "best_of_n": 1},
+    **{"post_processor": None, "tp_size": None, "max_num_seqs": 256, "enable_prefix_caching": False, "iter": None},
+    **{"rollout_batch_size": 2048, "normalize_reward": False, "reward_template": None, "enable_csft": False},
+    **{"csft_prompt": "<rm_score>: 5.00", "use_ms": False, "attn_implementation": None},
+}
+CHAT_DEFAULTS = {
+    **{"bf16": False, "flash_attn": False, "disable_fast_tokenizer": False, "load_in_4bit": False, "pretrain": None},
+    **{"max_len": 4096, "greedy_sampling": False, "top_p": 0.9, "temperature": 0.2, "repetition_penalty": 1.2},
+    **{"input_template": TEMPLATE, "apply_chat_template": False, "ta_prompt": None, "enable_csft": False},
+    **{"csft_prompt": "<rm_score>: 5.00", "use_ms": False, "attn_implementation": None},
+}
 PRESETS = {
     AnyRLOptions: {},
     GRPOOptions: {
@@ -134,6 +153,24 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
     assert options_of(PPOOptions).keys() == expected.keys() | own
 
 
+@pytest.mark.parametrize(
+    "job_class, expected, own",
+    [
+        (
+            GenerateOptions,
+            GENERATE_DEFAULTS,
+            {"dataset_split", "label_key", "reward_pretrain", "remote_rm_url", "reward_verifier", "reward_weights"}
+            | {"nproc", "load_in_4bit"},
+        ),
+        (ChatOptions, CHAT_DEFAULTS, {"seed", "full_determinism"}),
+    ],
+)
+def test_generation_and_chat_have_the_options_of_openrlhf_and_few_of_their_own(job_class, expected, own):
+    # OpenRLHF names no task by default, and gives vLLM all GPUs.
+    assert {name: getattr(job_class(), name) for name in expected} == expected
+    assert options_of(job_class).keys() == expected.keys() | own | {"config", "dry_run", "tokenizer_chat_template"}
+
+
 @pytest.mark.parametrize("job_class", PRESETS)
 def test_the_other_rl_jobs_are_ppo_with_other_defaults(job_class):
     ppo, preset = options_of(PPOOptions), options_of(job_class)
@@ -150,11 +187,17 @@ def test_every_training_job_packs_and_resumes():
 
 
 def test_no_option_is_declared_in_two_groups():
-    found = {group for module in (groups, objectives, rl) for group in vars(module).values() if isinstance(group, type)}
+    found = {
+        group
+        for module in (generation, groups, objectives, rl)
+        for group in vars(module).values()
+        if isinstance(group, type)
+    }
     declared = [name for group in found if dataclasses.is_dataclass(group) for name in group.__annotations__]
     assert "pretrain" in declared and "beta" in declared and "gamma" in declared
-    # These two may be left unset in RL, and mean something else there.
-    assert {name for name in declared if declared.count(name) > 1} == {"label_key", "max_len"}
+    # The first two may be left unset in RL, and mean something else there; so do the others in generation.
+    twice = {"label_key", "max_len", "rollout_batch_size", "normalize_reward", "output_path"}
+    assert {name for name in declared if declared.count(name) > 1} == twice
 
 
 @pytest.mark.parametrize("job_class", EVERY_JOB)

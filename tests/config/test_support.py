@@ -1,7 +1,7 @@
 import pytest
 
 from trimtab.config import support
-from trimtab.config.jobs import PPOOptions, SFTOptions
+from trimtab.config.jobs import GenerateOptions, PPOOptions, SFTOptions
 from trimtab.errors import UserError
 
 
@@ -113,3 +113,9 @@ def test_what_asks_for_one_device_runs_without_an_accelerator():
 def test_several_machines_are_a_problem_of_their_own():
     (problem,) = problems(PPOOptions(actor_num_nodes=2), here=8)
     assert problem.startswith("--actor_num_nodes 2 asks for several machines")
+
+
+def test_an_engine_larger_than_this_machine_is_a_problem():
+    (problem,) = problems(GenerateOptions(tp_size=4), here=2)
+    assert problem == "--tp_size 4 asks for more GPUs than the 2 of this machine: leave it out"
+    assert problems(GenerateOptions(tp_size=2), here=2) == problems(GenerateOptions(tp_size=1)) == []

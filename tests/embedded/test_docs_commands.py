@@ -13,7 +13,8 @@ from trimtab.config.catalogue import find
 
 DOCS = Path(__file__).parents[2] / "docs"
 FEW = ["--max_samples", "72"]  # two steps at the pages' batch size, the second a small one
-EXTRA = {verb: FEW for verb in ("sft", "rm", "prm", "dpo", "kto", "kd")}
+EXTRA = {verb: FEW for verb in ("sft", "rm", "prm", "dpo", "kto", "kd", "generate")}
+EXTRA |= {verb: ["--max_samples", "40"] for verb in ("ppo", "grpo", "reinforce", "rloo")}  # two iterations
 EXTRA["serve-rm"] = ["--dry_run"]  # else it would serve for ever; tests/rewards/test_server.py talks to one
 
 LEFT_BY = {  # page: what its commands must have made
@@ -23,6 +24,13 @@ LEFT_BY = {  # page: what its commands must have made
     "dpo": ["my-dpo/model.safetensors", "my-merged-dpo/model.safetensors", "my-simpo/report.html"],
     "kto": ["my-kto/model.safetensors", "my-kto-adapter/adapter_config.json"],
     "rewards": ["my-reward-model/rewards.json", "my-judge/model.safetensors"],
+    "generate": ["answers.jsonl", "best.jsonl", "my-better-model/report.html", "my-first-round/model.safetensors"],
+    "rl": [
+        "my-ppo/report.html",
+        "my-rloo/adapter_config.json",
+        "my-grpo/comparison.html",
+        "my-resumable-grpo/report.html",
+    ],
     "distillation": ["my-student/model.safetensors", "my-third-student/metrics.jsonl"],
 }
 
@@ -43,7 +51,7 @@ def quickstarted(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         patched.setenv("TRIMTAB_CACHE", str(folder / "cache"))
-        assert main(["quickstart", "--steps", "2"]) == 0
+        assert main(["quickstart", "--steps", "2", "--iterations", "1"]) == 0
     return folder
 
 
@@ -78,6 +86,14 @@ def test_the_code_of_the_page_about_rollouts_runs(folder, capsys):
         exec(compile(code, "rollout.md", "exec"), known)
     assert len(known["rollouts"]) == 8 and len(capsys.readouterr().out.splitlines()) >= 8
     assert [rollout.finish for rollout in known["seen"]] == ["length", "abort"]
+
+
+def test_the_line_that_the_page_about_rl_changes_is_there_and_its_replacement_is_python():
+    (change,) = blocks("rl", "diff")
+    old, new = (line[1:].strip().rstrip(",") for line in change.splitlines())
+    source = (DOCS.parent / "trimtab" / "algos" / "group_rewards.py").read_text()
+    assert source.count(old) == 1
+    compile(source.replace(old, new), "group_rewards.py", "exec")
 
 
 def test_the_pages_promise_of_what_a_run_leaves_is_kept(folder):

@@ -3,6 +3,7 @@ process, because importing torch anew costs more than training the tiny models."
 
 import importlib
 import json
+import math
 import os
 import runpy
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.config.every_job import EVERY_JOB
 from trimtab.config import jobs
 from trimtab.config.checks import check, settle
 from trimtab.config.parse import parse
@@ -35,7 +37,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 def run(name: str, *words: str, **settings: str) -> subprocess.CompletedProcess:
-    kept = {name: value for name, value in os.environ.items() if name not in ("MODEL", "DATA", "SAVE_PATH", "LAUNCH")}
+    ours = ("MODEL", "DATA", "SAVE_PATH", "LAUNCH", "REWARD_MODEL", "REWARD_URL", "REWARD_FUNCTION")
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
     return subprocess.run(
         ["bash", str(EXAMPLES / f"{name}.sh"), *words],
         env=kept | {"PYTHON": sys.executable} | settings,
@@ -65,18 +68,19 @@ def tiny_command(folder: Path, name: str, *words: str) -> tuple[str, list[str]]:
     return command(name, *words, TINY="1", TINY_FOLDER=str(folder))
 
 
-def losses(save_path: str) -> list[float]:
+def metrics(save_path: str, name: str = "loss") -> list[float]:
     lines = (Path(save_path) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [json.loads(line)[name] for line in lines]
 
 
 def options_class(module: str) -> type:
-    return getattr(jobs, f"{module.rpartition('_')[2].upper()}Options")
+    (found,) = (job for job in EVERY_JOB if job.verb == module.rpartition("_")[2])
+    return found
 
 
 def test_there_is_a_recipe_for_every_job_and_for_the_mixture_of_experts():
-    jobs_of_recipes = {f"train_{verb}" for verb in ("sft", "rm", "prm", "dpo", "kto", "kd")}
-    assert set(RECIPES) == jobs_of_recipes | {"train_sft_mixtral_lora"}
+    verbs = ("sft", "rm", "prm", "dpo", "kto", "kd", "ppo", "reinforce", "grpo")
+    assert set(RECIPES) == {f"train_{verb}" for verb in verbs} | {"train_sft_mixtral_lora"}
     assert all(os.access(EXAMPLES / f"{name}.sh", os.X_OK) for name in RECIPES)
 
 
@@ -85,8 +89,12 @@ def test_a_recipe_trains_in_its_tiny_mode(name, words, folder, capsys):
     module, options = tiny_command(folder, name, *words)
     settled, _ = settle(parse(options_class(module), options))
     assert importlib.import_module(module).main(options) == 0, capsys.readouterr().err
-    seen = losses(settled.save_path)
-    assert len(seen) == 8 and min(seen[-3:]) < seen[0]
+    seen = metrics(settled.save_path)
+    assert len(seen) == 8
+    if settled.trainer == "rl":  # what is learnt here is no loss that falls
+        assert all(map(math.isfinite, seen)) and max(metrics(settled.save_path, "grad_norm")) > 0
+    else:
+        assert min(seen[-3:]) < seen[0]
     assert (Path(settled.save_path) / "report.html").is_file()
     assert Path(settled.save_path).parent == folder
     weights = "adapter_model.safetensors" if settled.lora_rank else "model.safetensors"
@@ -98,7 +106,7 @@ def test_a_recipe_runs_as_a_script(folder, tmp_path):
         "train_sft", "--max_samples", "8", "--save_path", str(tmp_path / "a b"), TINY="1", TINY_FOLDER=str(folder)
     )
     assert done.returncode == 0, done.stderr.decode()
-    assert len(losses(str(tmp_path / "a b"))) == 1
+    assert len(metrics(str(tmp_path / "a b"))) == 1
 
 
 def test_the_tiny_task_is_made_where_there_is_none(tmp_path):
@@ -115,8 +123,12 @@ def test_a_whole_recipe_passes_the_checks_and_is_not_small(name, words, tmp_path
     options, warnings = settle(parse(options_class(module), written))
     assert warnings + check(options) == []
     refuse_unimplemented(options)
-    assert options.train_batch_size >= 64 and options.max_len >= 2048 and options.bf16
-    assert options.pretrain.count("/") == options.dataset.count("/") == 1
+    if options.trainer == "rl":
+        longest, data = options.prompt_max_len + options.generate_max_len, options.prompt_data
+    else:
+        longest, data = options.max_len, options.dataset
+    assert options.train_batch_size >= 64 and longest >= 2048 and options.bf16
+    assert options.pretrain.count("/") == data.count("/") == 1
 
 
 def test_the_variants_of_dpo_differ_in_their_loss(tmp_path, monkeypatch):
@@ -139,6 +151,17 @@ def test_names_come_from_the_environment_and_the_users_options_win():
     options = parse(jobs.RMOptions, words)
     assert (options.pretrain, options.dataset, options.save_path) == ("my/model", "a b.jsonl", "out")
     assert options.learning_rate == 1e-5
+
+
+def test_a_server_can_give_the_rewards_of_ppo(folder, tmp_path):
+    served = words_given_to("python", tmp_path, "serve_rm", TINY="1", TINY_FOLDER=str(folder), PYTHON="python")
+    assert served[:2] == ["-m", "trimtab.cli.serve_rm"]
+    server, _ = settle(parse(jobs.ServeRMOptions, served[2:]))
+    check(server)
+    address = f"http://{server.host}:{server.port}/get_reward"
+    options = parse(jobs.PPOOptions, command("train_ppo", REWARD_URL=address)[1])
+    assert (options.remote_rm_url, options.reward_pretrain) == (address, None)
+    assert options.critic_pretrain is not None
 
 
 def test_several_processes_are_started_by_torchrun(tmp_path):

@@ -16,13 +16,15 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin import attention, fused_layers, graphs, recordings, sampler
 from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.builtin.kernels import attention as kernels
 from trimtab.rollout.types import Sampling
 
 # Minutes in the interpreter.
 pytestmark = pytest.mark.long if DEVICE == "cpu" else []
 
-TIGHT = {"kv_tokens": 160, "slots": 3, "page_size": 8}
-SHORT = prompts((5, 17, 33, 1))
+TIGHT = {"kv_tokens": 160 if DEVICE == "cuda" else 40, "slots": 3, "page_size": 8}
+# The interpreter takes a second for a step.
+SHORT, NEW = (prompts((5, 17, 33, 1)), 20) if DEVICE == "cuda" else (prompts((3, 9)), 6)
 USERS_OF_KERNELS = (attention, fused_layers, recordings, sampler)
 
 
@@ -37,6 +39,7 @@ def _kernels(monkeypatch):
     if DEVICE == "cpu":
         use_kernels(monkeypatch, True)
         monkeypatch.setattr(graphs, "record", DoneAgain)
+        monkeypatch.setattr(kernels, "PROGRAMS_TO_FILL_A_DEVICE", 1)
 
 
 def use_kernels(monkeypatch, use: bool) -> None:
@@ -73,7 +76,7 @@ def test_others_keep_their_own_layers(family, changes):
 @pytest.mark.parametrize("memory", [{}, TIGHT])
 def test_recorded_decoding_gives_the_tokens_of_step_by_step(family, memory, monkeypatch):
     policy = policy_of(family)
-    settings = [Sampling(max_new_tokens=20, temperature=0), Sampling(max_new_tokens=20, n=2, temperature=0.8)]
+    settings = [Sampling(max_new_tokens=NEW, temperature=0), Sampling(max_new_tokens=NEW, n=2, temperature=0.8)]
     recorded = [answers(policy, sampling, **memory) for sampling in settings]
     use_kernels(monkeypatch, False)
     assert recorded == [answers(policy, sampling) for sampling in settings]
@@ -91,7 +94,7 @@ def test_recorded_decoding_gives_the_tokens_of_step_by_step(family, memory, monk
     ],
 )
 def test_every_setting_gives_the_tokens_of_step_by_step(changes, monkeypatch):
-    policy, sampling = policy_of(), Sampling(max_new_tokens=20, n=2, **changes)
+    policy, sampling = policy_of(), Sampling(max_new_tokens=NEW, n=2, **changes)
     recorded = answers(policy, sampling)
     use_kernels(monkeypatch, False)
     assert recorded == answers(policy, sampling)
@@ -100,7 +103,7 @@ def test_every_setting_gives_the_tokens_of_step_by_step(changes, monkeypatch):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_equal_the_trainers(temperature):
     policy = policy_of()
-    sampling = Sampling(max_new_tokens=12, n=2, temperature=temperature, plain_log_probs=True)
+    sampling = Sampling(max_new_tokens=NEW, n=2, temperature=temperature, plain_log_probs=True)
     given = BuiltinEngine(policy, **TIGHT).generate(SHORT, sampling)
     whole = [np.array(a.prompt_ids + a.ids) for a in given]
     examples = [(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, given)]
@@ -113,7 +116,7 @@ def test_log_probs_equal_the_trainers(temperature):
 def test_recordings_follow_the_weights_and_survive_a_nap():
     policy = policy_of()
     used = BuiltinEngine(policy)
-    sampling = Sampling(max_new_tokens=8, temperature=0)
+    sampling = Sampling(max_new_tokens=NEW, temperature=0)
     used.generate(SHORT, sampling)
     kept = used._recordings.decodes
     others = [p.data for p in tiny_model("llama", seed=9).to(DEVICE).parameters()]
@@ -136,7 +139,7 @@ def test_adapters_are_part_of_what_is_recorded(monkeypatch):
     from trimtab.models.lora import adapters_off, add_adapters
 
     policy = policy_of()
-    sampling = Sampling(max_new_tokens=8, temperature=0)
+    sampling = Sampling(max_new_tokens=NEW, temperature=0)
     without = answers(policy, sampling)
     policy.model = add_adapters(
         policy.model, LoraOptions(lora_rank=4, lora_alpha=8, target_modules=["q_proj", "up_proj"])
@@ -176,3 +179,16 @@ def test_log_probs_in_half_precision_are_the_trainers_but_for_rounding():
     trained = policy(TokenBatch.of(examples).to(torch.device(DEVICE))).log_probs_N.detach().cpu().numpy()
     difference = trained - np.concatenate([a.log_probs for a in given])
     assert np.abs(difference).mean() < 5e-3 and abs(np.exp(difference).mean() - 1) < 1e-3
+
+
+def test_a_model_that_cannot_be_recorded_decodes_step_by_step(monkeypatch):
+    def refuse(work, pool):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    policy, sampling = policy_of(), Sampling(max_new_tokens=NEW, temperature=0)
+    expected = answers(policy, sampling)
+    monkeypatch.setattr(graphs, "record", refuse)
+    used = BuiltinEngine(policy)
+    assert [a.ids for a in used.generate(SHORT, sampling)] == expected
+    assert not used._recordings.possible
+    assert [a.ids for a in used.generate(SHORT, sampling)] == expected and used._recordings.decodes is None

@@ -19,6 +19,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "kd": ("trimtab.cli.train_kd", "distillation from a teacher model"),
     "ppo": ("trimtab.cli.train_ppo", "RL with a critic (PPO)"),
     "grpo": ("trimtab.cli.train_grpo", "RL by comparing the answers to a prompt (GRPO)"),
+    "dapo": ("trimtab.cli.train_dapo", "GRPO that clips higher and samples on past groups that teach nothing (DAPO)"),
     "reinforce": ("trimtab.cli.train_reinforce", "RL without a critic (REINFORCE++)"),
     "rloo": ("trimtab.cli.train_rloo", "RL against the mean of a prompt's other answers (RLOO)"),
     "rl": ("trimtab.cli.train_rl", "RL of any kind, as a config file says"),

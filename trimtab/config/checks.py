@@ -289,6 +289,8 @@ _NEEDS = (
     ("pretrain_data_probs", "pretrain_data"),
     ("pretrain_split", "pretrain_data"),
     ("ptx_coef", "pretrain_data"),
+    ("teacher_coef", "teacher_model"),
+    ("mismatch_range", "mismatch_correction"),
 )
 _NEEDS_CHOICE = (
     ("min_lr_ratio", "lr_scheduler", "cosine_with_min_lr"),

@@ -74,11 +74,13 @@ from trimtab.config.rl import (
     PretrainMixOptions,
     PromptColumns,
     PromptOptions,
+    RecordingOptions,
     RewardOptions,
     RewardScaleOptions,
     RewardSourceOptions,
     RolloutOptions,
     SamplingEvaluationOptions,
+    TeacherRewardOptions,
     VLLMOptions,
 )
 from trimtab.config.serving import ServerOptions, StepScoreOptions
@@ -215,6 +217,8 @@ class RLOptions(
     PolicyLossOptions,
     CriticOptions,
     PretrainMixOptions,
+    TeacherRewardOptions,
+    RecordingOptions,
     BatchOptions,
     ActorOptions,
     LoraOptions,
@@ -256,6 +260,21 @@ class AnyRLOptions(RLOptions):
 )
 class GRPOOptions(RLOptions):
     """Group relative policy optimisation"""
+
+
+# Clip higher, no KL, the mean over tokens, and groups that teach nothing sampled again.
+@job(
+    "dapo",
+    advantage_estimator="group_norm",
+    n_samples_per_prompt=8,
+    eps_clip_low_high=(0.2, 0.28),
+    init_kl_coef=0.0,
+    dynamic_filtering=True,
+    ckpt_path="./ckpt/checkpoints_dapo",
+    wandb_project="trimtab_train_dapo",
+)
+class DAPOOptions(RLOptions):
+    """GRPO with DAPO's settings"""
 
 
 @job(

@@ -46,13 +46,34 @@ class PretrainMixOptions:
     """Pre-training mix"""
 
     pretrain_data: str | None = None
-    """Text to go on pre-training on beside RL (PTX). Not implemented."""
+    """Text to go on pre-training on beside RL (PTX)."""
     pretrain_data_probs: str | None = "1.0"
     """Share of each source of --pretrain_data."""
     pretrain_split: str = "train"
     """Split of --pretrain_data."""
     ptx_coef: float = 0.05
-    """Weight of the loss on --pretrain_data."""
+    """Weight of the loss on --pretrain_data; an update takes as many of its rows as it has samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherRewardOptions:
+    """Rewards"""
+
+    teacher_model: str | None = None
+    """Model to learn from on the policy's own answers (on-policy distillation): each token's reward is how much more
+    likely the teacher finds it."""
+    teacher_coef: float = 1.0
+    """Weight of that reward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordingOptions:
+    """Rollouts"""
+
+    record: str | None = None
+    """Folder to keep every iteration's rollouts and rewards in."""
+    replay: str | None = None
+    """Folder of such a recording: learn from it instead of sampling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +192,10 @@ class PolicyLossOptions:
     """Policy loss"""
 
     policy_loss_type: str = "ppo"
-    """ppo (a ratio for each token) or gspo (one ratio for each answer)."""
+    """ppo (a ratio for each token), gspo (one ratio for each answer) or cispo (the ratio is a clipped weight)."""
+    loss_reduction: str | None = None
+    """What the mean is over: token (all tokens alike), answer (all answers alike) or constant (--generate_max_len
+    tokens for each answer, as in Dr. GRPO); unset: token, for gspo answer."""
     eps_clip: float = 0.2
     """The ratio of new to old probability is clipped to 1 - eps_clip and 1 + eps_clip."""
     eps_clip_low_high: tuple[float, float] | None = None
@@ -182,6 +206,11 @@ class PolicyLossOptions:
     """Weight of the entropy, which is raised; 0: only measured; unset: not even that."""
     freezing_actor_steps: int = -1
     """Train the critic alone for so many iterations; -1: none."""
+    mismatch_correction: str | None = None
+    """Weigh tokens by how far the policy is from what sampled them: tis (truncated), icepop (tokens outside the range
+    are left out) or sequence (answers outside the range are left out); unset: none."""
+    mismatch_range: tuple[float, float] = (0.5, 2.0)
+    """Lowest and highest such weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +234,7 @@ class ActorOptions(UpdateOptions):
     actor_learning_rate: float = 1e-6
     """Peak learning rate of the policy."""
     enable_ema: bool = False
-    """Save a running average of the policy instead of the policy. Not implemented yet."""
+    """Save a running average of the policy instead of the policy."""
     ema_beta: float = 0.992
     """Decay of that average."""
 

@@ -48,7 +48,6 @@ _OF_OTHER_ENGINES = (
     "vllm_sync_backend",
     "vllm_sync_with_ray",
     "enforce_eager",
-    "enable_vllm_is_correction",
 )
 
 
@@ -64,6 +63,9 @@ def settle_rl(options: RLOptions) -> dict[str, Any]:
         changes["packing_samples"] = True
         changes["train_max_tokens_per_gpu"] = budget
         changes["rollout_max_tokens_per_gpu"] = options.rollout_max_tokens_per_gpu or budget
+    if options.enable_vllm_is_correction and options.mismatch_correction is None:
+        changes["mismatch_correction"] = "tis"
+        changes["mismatch_range"] = (0.0, options.vllm_is_truncated_threshold)
     # Engines that share the policy's GPUs are as many as these are.
     engines = (options.vllm_num_engines or 0) * options.vllm_tensor_parallel_size
     gpus = options.actor_num_gpus_per_node or (engines if options.colocate_all_models else 0)
@@ -172,7 +174,18 @@ def _examine_kl(options: KLOptions) -> Iterable[str]:
 
 
 def _examine_policy_loss(options: PolicyLossOptions) -> Iterable[str]:
-    one_of(options, "policy_loss_type", "ppo", "gspo")
+    one_of(options, "policy_loss_type", "ppo", "gspo", "cispo")
+    if options.loss_reduction is not None:
+        one_of(options, "loss_reduction", "token", "answer", "constant")
+    if options.mismatch_correction is not None:
+        one_of(options, "mismatch_correction", "tis", "icepop", "sequence")
+    low, high = options.mismatch_range
+    if not 0 <= low < high:
+        raise UserError(
+            f"--mismatch_range {low:g} {high:g}: give two weights, the first at least 0 and below the second"
+        )
+    if options.dual_clip is not None and options.policy_loss_type != "ppo":
+        raise UserError(f"--dual_clip belongs to --policy_loss_type ppo, not {options.policy_loss_type}: drop it")
     above_zero(options, "eps_clip")
     every_so_often(options, "freezing_actor_steps")
     if options.dual_clip is not None and options.dual_clip <= 1:
@@ -233,8 +246,11 @@ def _examine_rl(options: RLOptions) -> Iterable[str]:
         raise UserError(
             f"--advantage_estimator {estimator} compares the answers to one prompt: set --n_samples_per_prompt above 1"
         )
-    if not (options.reward_pretrain or options.remote_rm_url or options.reward_verifier or options.agent_func_path):
+    sources = ("reward_pretrain", "remote_rm_url", "reward_verifier", "teacher_model", "replay", "agent_func_path")
+    if not any(getattr(options, name) for name in sources):
         raise UserError("nothing gives rewards: set --reward_pretrain, --remote_rm_url or --reward_verifier")
+    if options.record and options.replay:
+        raise UserError("--record and --replay: a replayed run has nothing new to record; give one of them")
     if options.max_len is not None and options.max_len < longest_rollout(options):
         raise UserError(
             f"--max_len {options.max_len} is less than --prompt_max_len + --generate_max_len "

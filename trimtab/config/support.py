@@ -17,9 +17,6 @@ _NOT_IMPLEMENTED = {
     "ring_head_stride": "belongs to ring attention, which is not implemented yet; leave it at 1",
     "use_ms": "(ModelScope) is not implemented; fetch model and data with modelscope and give their folders",
     "use_ds_universal_ckpt": "is not needed: a checkpoint made here loads on any number of processes; leave it out",
-    "enable_ema": "(a running average of the policy) is not implemented yet; leave it out",
-    "pretrain_data": "(pre-training beside RL) is not implemented; leave it out",
-    "policy_loss_type": "gspo is not implemented yet; leave it at ppo",
     "async_train": "(answers written while learning) is not implemented yet; leave it out",
     "agent_func_path": "(rollouts of several turns) is not implemented yet; leave it out",
 }

@@ -95,7 +95,7 @@ class PromptStore:
 
     def __init__(self, tokens: PromptTokens, rows: Dataset, input_key: str, label_key: str | None):
         self._tokens, self._rows = tokens, rows.select(tokens.rows)
-        self._input_key, self._label_key = input_key, label_key
+        self.input_key, self._label_key = input_key, label_key
         self._others = [name for name in rows.column_names if name not in (input_key, label_key, SOURCE_COLUMN)]
         self._row = functools.lru_cache(4096)(self._rows.__getitem__)  # the answers to a prompt come close together
 
@@ -125,7 +125,7 @@ class PromptStore:
 
     def prompt(self, index: int) -> str | list[Message]:
         """The prompt as its row holds it, without template and condition."""
-        return text_or_messages(self._row(index)[self._input_key], self._input_key, f"prompt {index + 1}")
+        return text_or_messages(self._row(index)[self.input_key], self.input_key, f"prompt {index + 1}")
 
     def label(self, index: int) -> Any:
         """What `--label_key` names, or None."""
@@ -148,10 +148,15 @@ def _piece(values: np.ndarray, offsets: np.ndarray, index: int) -> np.ndarray:
     return values[offsets[index] : offsets[index + 1]]
 
 
-def load_prompt_stores(
-    options: PromptOptions, tokenizer: PreTrainedTokenizerBase
-) -> tuple[dict[str, PromptStore], dict[str, PromptReport]]:
+Stores = tuple[dict[str, "PromptStore"], dict[str, PromptReport]]
+
+
+def load_prompt_stores(options: PromptOptions, tokenizer: PreTrainedTokenizerBase) -> Stores:
     """The prompts to train on ("train") and, where --eval_dataset is given, those to measure with ("evaluation")."""
+    return build_prompt_stores(load_prompt_rows(options), tokenizer, options)
+
+
+def load_prompt_rows(options: PromptOptions) -> dict[str, Dataset]:
     limits = {"max_samples": options.max_samples, "seed": options.seed, "name_sources": True}
     found = {
         "train": load_rows(
@@ -166,6 +171,12 @@ def load_prompt_stores(
         found["evaluation"] = load_rows(
             options.eval_dataset, probabilities=None, split=options.eval_split, flag="--eval_dataset", **limits
         )
+    return found
+
+
+def build_prompt_stores(
+    found: dict[str, Dataset], tokenizer: PreTrainedTokenizerBase, options: PromptOptions
+) -> Stores:
     built = {what: build_prompt_store(rows, tokenizer, options, what=what) for what, rows in found.items()}
     return {what: store for what, (store, _) in built.items()}, {what: report for what, (_, report) in built.items()}
 
@@ -181,7 +192,7 @@ def build_prompt_store(
     """Renders and tokenises the rows, or finds the result of the same work in the cache."""
     settings = settings_of(PromptSettings, options)
     first_row(rows, what)
-    input_key = _input_column(rows.column_names, settings.input_key)
+    input_key = input_column(rows.column_names, settings.input_key)
     require_columns(rows.column_names, {"--label_key": options.label_key})
     renderer = PromptRenderer(input_key, rows.column_names, tokenizer, settings, what)
     report = PromptReport(what, f"column {input_key}", rows_read=len(rows), max_len=settings.prompt_max_len)
@@ -197,7 +208,7 @@ def build_prompt_store(
     return PromptStore(tokens, rows, input_key, options.label_key), report
 
 
-def _input_column(columns: Sequence[str], wanted: str) -> str:
+def input_column(columns: Sequence[str], wanted: str) -> str:
     """The column of --input_key; where that is not set, `prompt` will do as well."""
     if wanted == DEFAULT_INPUT_KEY and wanted not in columns and "prompt" in columns:
         return "prompt"

@@ -32,28 +32,30 @@ def log_bad_probability(
 ) -> float:
     """log P(one of `bad_tokens` among the first `tokens` tokens of an answer to `prompt`)."""
     _check(policy, prompt, bad_tokens, tokens)
-    bad = torch.tensor(sorted(set(bad_tokens)), device=policy.device)
+    bad = sorted(set(bad_tokens))
+    good = _without(policy.config.get_text_config().vocab_size, {*bad_tokens, *stop_tokens})
     total = torch.tensor(-math.inf, dtype=torch.float64, device=policy.device)
     # What the model may have said so far [F, t], and the log-probability of having said it.
     said, log_probs_F = np.zeros((1, 0), dtype=np.int64), torch.zeros(1, dtype=torch.float64, device=policy.device)
     with scoring(policy):
         for place in range(tokens):
-            going_on, their_log_probs = [], []
-            for rows, next_RV in next_log_probs(policy, prompt, said):
-                joint_RV = next_RV.double() + log_probs_F[rows, None]
-                total = torch.logaddexp(total, joint_RV[:, bad].logsumexp((0, 1)))
-                if place < tokens - 1:
-                    good = _without(next_RV.shape[1], {*bad_tokens, *stop_tokens})
-                    going_on.append(_extended(said[rows], good))
-                    their_log_probs.append(joint_RV[:, torch.from_numpy(good).to(policy.device)].flatten())
+            going_on = place < tokens - 1
+            asked = torch.tensor([*bad, *good] if going_on else bad, device=policy.device)
+            pieces = []
+            for rows, next_RK in next_log_probs(policy, prompt, said, asked):
+                joint_RK = next_RK.double() + log_probs_F[rows, None]
+                total = torch.logaddexp(total, joint_RK[:, : len(bad)].logsumexp((0, 1)))
+                pieces.append(joint_RK[:, len(bad) :].flatten())
             if going_on:
-                said, log_probs_F = np.concatenate(going_on), torch.cat(their_log_probs)
+                said, log_probs_F = _extended(said, good), torch.cat(pieces)
     return float(total)
 
 
-def next_log_probs(policy: Policy, prompt: Sequence[int], said: np.ndarray) -> Iterator[tuple[slice, Tensor]]:
-    """Log-probs [R, V] of the next token after the prompt and each row of `said`, some rows at a time. The prompt is
-    read once a pass."""
+def next_log_probs(
+    policy: Policy, prompt: Sequence[int], said: np.ndarray, asked_K: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
+    """Log-probs [R, K] of the asked tokens after the prompt and each row of `said`, some rows at a time, in order. The
+    prompt is read once a pass."""
     rows_a_pass = max(1, PASS_TOKENS // max(1, said.shape[1]))
     for begin in range(0, len(said), rows_a_pass):
         part = said[begin : begin + rows_a_pass]
@@ -66,7 +68,8 @@ def next_log_probs(policy: Policy, prompt: Sequence[int], said: np.ndarray) -> I
         for first in range(0, len(part), size):
             logits = shaped_logits(policy.head(last_RD[first : first + size]), policy.logit_shape, 1.0)
             rows = slice(begin + first, begin + first + len(logits))
-            yield rows, logits.log_softmax(-1)
+            # The softmax over all tokens, of which only the asked ones are kept.
+            yield rows, logits[:, asked_K] - logits.logsumexp(-1, keepdim=True)
 
 
 def _extended(said: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -75,6 +78,7 @@ def _extended(said: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def _without(vocabulary: int, left_out: Collection[int]) -> np.ndarray:
+    """All tokens but these, in order."""
     return np.setdiff1d(np.arange(vocabulary), np.fromiter(left_out, dtype=np.int64, count=len(left_out)))
 
 

@@ -61,6 +61,8 @@ def write_rows(rows: list[dict[str, Any]], journal: Journal, options: Any) -> No
         made = post_process(
             rows, options.post_processor, reward_template=options.reward_template, normalize=options.normalize_reward
         )
+    if not made:
+        print(f"{'note':9}no prompt has answers with different rewards: there is nothing to learn from")
     journal.finish(made)
     if scored:
         print(f"{'reward':9}mean {sum(scored) / len(scored):.4f}, from {min(scored):.4f} to {max(scored):.4f}")

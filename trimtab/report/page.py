@@ -15,6 +15,7 @@ from trimtab.report.rewards import reward_section
 from trimtab.report.rollouts import rollout_section
 from trimtab.report.style import STYLE
 from trimtab.report.subject import subject
+from trimtab.report.tail import tail_section
 from trimtab.report.time_line import time_section
 
 PAGE = "report.html"
@@ -25,6 +26,7 @@ SECTIONS = (
     sections.what,
     sections.curves,
     reward_section,
+    tail_section,
     sections.samples,
     rollout_section,
     sections.data,

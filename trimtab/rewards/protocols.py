@@ -8,6 +8,7 @@ A query is prompt and response together. OpenRLHF's reply may also have scores (
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked
@@ -42,12 +43,10 @@ class OpenRLHF:
     def read_reply(self, body: dict[str, Any], count: int) -> RewardResult:
         if "rewards" not in body:
             raise NotUnderstood(f"a reply with {', '.join(body) or 'nothing'} in place of rewards")
-        logs = body.get("extra_logs")
-        logs = logs if isinstance(logs, dict) else {}
         return RewardResult(
             checked(body["rewards"], count, "reward"),
             checked(body["scores"], count, "score") if body.get("scores") is not None else [],
-            {name: checked(values, count, f"extra_logs {name}") for name, values in logs.items()},
+            dict(_readable_figures(body.get("extra_logs"), count)),
         )
 
     def error_body(self, status: int, message: str) -> dict[str, Any]:
@@ -99,7 +98,15 @@ def protocol_of(body: dict[str, Any]) -> Protocol:
 
 def encode(body: dict[str, Any]) -> bytes:
     """JSON as the Python standard library and the package requests write it."""
-    return json.dumps(body, allow_nan=False, default=_of_another_library).encode()
+    return json.dumps(body, default=_of_another_library).encode()
+
+
+def _readable_figures(logs: Any, count: int) -> Iterator[tuple[str, list[float]]]:
+    """Figures to be logged, a single one for every sample; no run stops for one that cannot be read."""
+    for name, values in logs.items() if isinstance(logs, dict) else ():
+        values = values if isinstance(values, list) else [values] * count
+        if len(values) == count and all(isinstance(value, int | float) for value in values):
+            yield name, [float(value) for value in values]
 
 
 def _list(body: dict[str, Any], field: str, like: list[str] | None = None) -> list[Any]:

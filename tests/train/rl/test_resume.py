@@ -87,7 +87,7 @@ def test_a_checkpoint_of_other_prompts_is_refused(folder, tmp_path):
     assert "other data" in log.read_text()
 
 
-def at(moment, number):
+def at(moment, number, run_class=RLRun):
     """Send this process a signal in this iteration, after `done` calls of what it is doing."""
     iteration, what, done = moment
     if what == "write":
@@ -102,7 +102,7 @@ def at(moment, number):
 
         checkpoint.flush = flushed
         return
-    plain = getattr(RLRun, what)
+    plain = getattr(run_class, what)
     calls = 0
 
     def interrupted(run, *given):
@@ -113,7 +113,7 @@ def at(moment, number):
             calls += 1
         return plain(run, *given)
 
-    setattr(RLRun, what, interrupted)
+    setattr(run_class, what, interrupted)
 
 
 def counted(path):

@@ -210,8 +210,7 @@ class _Call:
             try:
                 return self.reads.read(runner, [(p.ids, p.pages) for p in prompts])
             except CannotRecord as error:
-                logger.warning("reading prompts launch by launch, which is slower: %s", error)
-                self.reads = None
+                self.cannot_record(error)
         return runner.read([(p.ids, 0, p.pages) for p in prompts])
 
     def read_in_chunks(self, runner: Runner, prompt: Prompt) -> torch.Tensor:
@@ -238,11 +237,15 @@ class _Call:
             try:
                 running, drawn = self.graphs.run(runner, running, steps)
             except CannotRecord as error:
-                logger.warning("decoding step by step, which is slower: %s", error)
-                self.graphs = None
+                self.cannot_record(error)
         if self.graphs is None:
             drawn = self.step_by_step(runner, running, steps)
         yield from self.take(running, drawn)
+
+    def cannot_record(self, error: CannotRecord) -> None:
+        logger.warning("the model cannot be recorded and generates more slowly: %s", error)
+        self.engine._recordings.give_up()
+        self.reads = self.graphs = None
 
     def step_by_step(self, runner: Runner, running: list[Sample], steps: int) -> Drawn:
         tables = np.zeros((len(running), max(len(s.pages) for s in running) + 1), dtype=np.int64)

@@ -104,7 +104,7 @@ class DecodeGraphs:
         for column, values in enumerate(
             (
                 [sample.ids[-1] for sample in self.rows],
-                [len(sample.prompt.ids) + count - 1 for sample, count in zip(self.rows, drawn)],
+                [len(sample.prompt.ids) + newer - 1 for sample, newer in zip(self.rows, drawn)],
                 drawn,
                 [sample.seed for sample in self.rows],
                 [sample.limit for sample in self.rows],

@@ -16,6 +16,7 @@ from trimtab.rollout.types import Sampling
 class Recordings:
     def __init__(self, policy: Policy, slots: int):
         self.policy, self.slots = policy, slots
+        self.possible = has_kernels(policy.device)
         self.release()
 
     def release(self) -> None:
@@ -26,6 +27,8 @@ class Recordings:
 
     def follow(self, cache: KVCache, *, fused: bool) -> None:
         """Drop what holds no longer; `fused`: the policy's layers are."""
+        if not self.possible:
+            return
         hold_for = fingerprint(self.policy, cache)
         if hold_for != self._hold_for:
             self.release()
@@ -34,9 +37,14 @@ class Recordings:
         if self.reads is None and fused and by_varlen:
             self.reads = ReadGraphs()
 
+    def give_up(self) -> None:
+        """The model cannot be recorded; do not try again."""
+        self.release()
+        self.possible = False
+
     def decoding(self, cache: KVCache, sampling: Sampling, longest: int) -> DecodeGraphs | None:
         """For such samples of at most `longest` tokens; None where the host has a part in every step."""
-        if not has_kernels(cache.keys.device) or sampling.repetition_penalty != 1.0:
+        if not self.possible or sampling.repetition_penalty != 1.0:
             return None
         same = replace(sampling, n=1, max_new_tokens=1, seed=0, stop_strings=())
         if self.decodes is None or self._sampling != same or not self.decodes.holds(longest):

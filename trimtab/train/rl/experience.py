@@ -32,7 +32,10 @@ class Experience:
     # what scoring adds
     old_N: Tensor | None = None  # log-probs of the policy that the updates start from
     reference_N: Tensor | None = None
+    teacher_N: Tensor | None = None  # log-probs of a teacher
     values_N: Tensor | None = None
+    policy_N: Tensor | None = None  # of a proposal's answers: log-probs of the policy
+    twist_N: Tensor | None = None  # of a proposal's answers: its log psi
     # what shaping adds
     advantages_N: Tensor | None = None
     returns_N: Tensor | None = None

@@ -2,7 +2,8 @@
 
 save_path/    the policy as a Hugging Face folder, options.yaml, manifest.json, metrics.jsonl, rollouts.jsonl,
               critic/ with --save_value_network
-ckpt_path/    global_stepN/ with actor/, critic/ and, if the run was stopped inside an iteration, experience/
+ckpt_path/    global_stepN/ with actor/, critic/ or proposal/, and experience/ if the run was stopped inside an
+              iteration
 """
 
 from pathlib import Path
@@ -20,6 +21,7 @@ from trimtab.train.rl.experience import FINISHES, Experience
 from trimtab.train.run_log import RunLog
 from trimtab.train.tensor_parts import TensorParts, write_parts
 
+LEARNERS = ("actor", "critic", "proposal")
 SHOWN_CHARACTERS = 4000  # of a prompt or an answer in rollouts.jsonl
 
 
@@ -138,7 +140,7 @@ class RunFiles:
 
 
 def _learners(roles: Any) -> dict[str, Any]:
-    return {name: role for name in ("actor", "critic") if (role := getattr(roles, name)) is not None}
+    return {name: role for name in LEARNERS if (role := getattr(roles, name, None)) is not None}
 
 
 def shown(row: dict) -> dict[str, str]:

@@ -3,11 +3,15 @@
 import contextlib
 import copy
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from trimtab.data.order import SampleOrder
 from trimtab.data.prompts import PromptStore, load_prompt_stores
+from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device, seed_everything
 from trimtab.distributed.roles import Alone, Switchboard
 from trimtab.distributed.sharding import GRADIENT_DTYPES
@@ -17,7 +21,9 @@ from trimtab.models.critic import Critic
 from trimtab.models.hugging_face import check_model_folder
 from trimtab.models.load import load_policy, load_reward_model, policy_skeleton
 from trimtab.models.packed import PackedModel
+from trimtab.models.policy import Policy
 from trimtab.rewards.build import build_reward
+from trimtab.rewards.model import same_tokenizer
 from trimtab.rewards.verify import make_verifier
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.stopping import stop_tokens
@@ -34,15 +40,16 @@ from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.learner import Actor, CriticLearner, ReferenceRole
 from trimtab.train.rl.loop import RLRun, Roles
 from trimtab.train.rl.rollouts import Rollouts
+from trimtab.train.rl.text import TextMixture, load_text
 from trimtab.train.sharded import shard_trained
 
 
-def train_rl(options: Any) -> None:
+def train_rl(options: Any, builder_class: type["Builder"] | None = None) -> None:
     device = find_device()
     try:
         world = find_world(device)
         with StopRequest() as stop:
-            builder = Builder(options, device, world, stop)
+            builder = (builder_class or Builder)(options, device, world, stop)
             try:
                 _run(builder, stop)
             finally:
@@ -73,13 +80,15 @@ def _run(builder: "Builder", stop: StopRequest) -> None:
 class Builder:
     """Everything one process holds: every process builds the same, and the first one runs the loop over it."""
 
+    actor_class = Actor
+
     def __init__(self, options: Any, device: Device, world: World, stop: StopRequest):
         self.options, self.device, self.world = options, device, world
         _check_places(options)
         self.tokenizer = load_job_tokenizer(options)
         self.stores, self.reports = self._prompts()
         store = self.stores["train"]
-        self.order = SampleOrder(len(store), 1, options.num_episodes, options.seed)
+        self.order = SampleOrder(len(store), 1, self._episodes(), options.seed)
         self.iterations = -(-self.order.steps // options.rollout_batch_size)
         seed_everything(options.seed, deterministic=options.full_determinism)
         self.loaded = load_policy(options, device, cast=world.size == 1)
@@ -91,10 +100,19 @@ class Builder:
         # Dropout differs between processes, everything else does not.
         seed_everything(options.seed + 1_000_003 * world.rank, deterministic=options.full_determinism)
 
+    def _episodes(self) -> int:
+        return self.options.num_episodes
+
+    def _load_stores(self) -> tuple[dict[str, PromptStore], dict[str, Any]]:
+        return load_prompt_stores(self.options, self.tokenizer)
+
     def _prompts(self) -> tuple[dict[str, PromptStore], dict[str, Any]]:
         if not self.world.leads:
             self.world.wait()  # the first process fills the caches for all
-        stores, reports = load_prompt_stores(self.options, self.tokenizer)
+        stores, reports = self._load_stores()
+        self.text = None
+        if self.options.pretrain_data:
+            self.text, reports["text"] = load_text(self.options, self.tokenizer)
         if self.world.leads:
             self.world.wait()
         for report in reports.values():
@@ -108,13 +126,19 @@ class Builder:
         shard_trained(policy, options, world)
         roles: dict[str, Any] = {}
         if options.init_kl_coef > 0:
-            offload = options.ref_reward_offload
-            reference = Reference(options, self.loaded, device, world, pretrain=None, offload=offload)
-            roles["reference"] = ReferenceRole(reference, options.temperature)
-        optimiser = self._optimiser(policy, options.actor_learning_rate)
-        roles["actor"] = Actor(options, policy, optimiser, self.tokenizer, device, world)
+            roles["reference"] = self._scorer(None)
+        if options.teacher_model:
+            check_teacher(options, self.tokenizer)
+            roles["teacher"] = self._scorer(options.teacher_model)
+        optimiser = self._optimiser(policy.model, options.actor_learning_rate)
+        roles["actor"] = self.actor_class(options, policy, optimiser, self.tokenizer, device, world)
         if options.advantage_estimator == "gae":
             roles["critic"] = self._critic()
+        roles["rollouts"] = self._rollouts(policy, stop)
+        return roles
+
+    def _rollouts(self, policy: Policy, stop: StopRequest) -> Rollouts:
+        options = self.options
         engine = BuiltinEngine(
             policy,
             self.tokenizer,
@@ -122,8 +146,13 @@ class Builder:
             kv_tokens=options.rollout_kv_tokens,
             weight_only_int8=options.weight_only_int8,
         )
-        roles["rollouts"] = Rollouts(engine, self.reward, self.stores, self.tokenizer, lambda: stop.signal is not None)
-        return roles
+        return Rollouts(engine, self.reward, self.stores, self.tokenizer, lambda: stop.signal is not None)
+
+    def _scorer(self, pretrain: str | None) -> ReferenceRole:
+        """A frozen model that scores the policy's tokens; None: what the policy was at the start."""
+        options, offload = self.options, self.options.ref_reward_offload
+        reference = Reference(options, self.loaded, self.device, self.world, pretrain=pretrain, offload=offload)
+        return ReferenceRole(reference, options.temperature)
 
     def _critic(self) -> CriticLearner:
         options = self.options
@@ -135,15 +164,16 @@ class Builder:
         if options.normalize_reward and name == first_reward:
             loaded.model.mean, loaded.model.deviation = loaded.model.config.mean, loaded.model.config.std
         shard_trained(loaded.model, options, self.world)
-        optimiser = self._optimiser(loaded.model, options.critic_learning_rate)
+        optimiser = self._optimiser(loaded.model.model, options.critic_learning_rate)
         return CriticLearner(options, loaded.model, optimiser, tokenizer, self.device, self.world)
 
-    def _optimiser(self, model: PackedModel, learning_rate: float) -> Optimiser:
+    def _optimiser(self, model: nn.Module, learning_rate: float, updates: int | None = None) -> Optimiser:
+        """`updates`: optimiser steps of an iteration, if not the policy's."""
         options = self.options
         return Optimiser(
-            model.model,
+            model,
             options,
-            self.iterations * updates_per_iteration(options),
+            self.iterations * (updates or updates_per_iteration(options)),
             learning_rate=learning_rate,
             fused=self.device.fused_adam(),
             gradient_dtype=GRADIENT_DTYPES[options.grad_accum_dtype],
@@ -165,8 +195,12 @@ class Builder:
                 sampling, n=options.eval_n_samples_per_prompt, temperature=options.eval_temperature, top_p=1.0
             )
             evaluation = Evaluation(self.stores["evaluation"], eval_sampling)
-        files = RunFiles(options, self._manifest(), self.tokenizer, self.device, self.iterations)
-        return RLRun(options, Roles(**groups), self.order, sampling, files, evaluation)
+        text = None if self.text is None else TextMixture(self.text, options)
+        return self._make_run(groups, sampling, evaluation, text)
+
+    def _make_run(self, groups: dict[str, Any], sampling: Sampling, *more: Any) -> RLRun:
+        files = RunFiles(self.options, self._manifest(), self.tokenizer, self.device, self.iterations)
+        return RLRun(self.options, Roles(**groups), self.order, sampling, files, *more)
 
     def _manifest(self) -> dict:
         options, actor = self.options, self.roles["actor"]
@@ -191,18 +225,20 @@ class Builder:
         )
 
 
-def rehearse_rl(options: Any) -> list[str]:
+def rehearse_rl(
+    options: Any, load_stores: Callable[[Any, Any], tuple] = load_prompt_stores, episodes: int | None = None
+) -> list[str]:
     """Everything that can go wrong before the first step, on a few rows and without the weights."""
     device = find_device()
     _check_places(options)
     tokenizer = load_job_tokenizer(options)
     few = dataclasses.replace(options, max_samples=min(options.max_samples, REHEARSED_ROWS))
-    stores, _ = load_prompt_stores(few, tokenizer)
+    stores, _ = load_stores(few, tokenizer)
     model = policy_skeleton(options)
     check_model(model, options, stores)
     if options.reward_verifier:
         make_verifier(options.reward_verifier).close()
-    order = SampleOrder(len(stores["train"]), 1, options.num_episodes, options.seed)
+    order = SampleOrder(len(stores["train"]), 1, episodes or options.num_episodes, options.seed)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return [
@@ -234,14 +270,22 @@ def check_model(model: PackedModel, options: Any, stores: dict[str, PromptStore]
         raise UserError(f"--aux_loss_coef {options.aux_loss_coef}: {name} has no experts; drop it")
 
 
+def check_teacher(options: Any, tokenizer: Any) -> None:
+    """A teacher judges the policy's tokens, so they must mean the same to it."""
+    theirs = load_tokenizer(options.teacher_model, disable_fast=options.disable_fast_tokenizer, flag="--teacher_model")
+    if not same_tokenizer(tokenizer, theirs):
+        raise UserError(f"--teacher_model {options.teacher_model}: its tokenizer is not --pretrain's; use one that is")
+
+
 def _check_places(options: Any) -> None:
     """Before anything slow: are the models there, and can their successors be written?"""
     check_model_folder(options.pretrain, "--pretrain")
-    if options.critic_pretrain:
-        check_model_folder(options.critic_pretrain, "--critic_pretrain")
+    for flag in ("critic_pretrain", "teacher_model"):
+        if name := getattr(options, flag):
+            check_model_folder(name, f"--{flag}")
     for name in (options.reward_pretrain or "").split(","):
         if name.strip():
             check_model_folder(name.strip(), "--reward_pretrain")
-    for flag in ("save_path", "ckpt_path", "use_tensorboard", "use_visualdl"):
+    for flag in ("save_path", "ckpt_path", "record", "use_tensorboard", "use_visualdl"):
         if place := getattr(options, flag):
             check_folder(flag, Path(place))

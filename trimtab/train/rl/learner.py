@@ -3,6 +3,7 @@
 Every process of a group runs the same method with its own micro-batches; figures and gradients are summed over all.
 """
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from trimtab.models.critic import Critic
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.policy import Policy
 from trimtab.models.save import save_model
+from trimtab.train.average import WeightAverage
 from trimtab.train.optimiser import Optimiser
-from trimtab.train.rl.objective import policy_share, value_share
+from trimtab.train.rl.objective import policy_share, text_share, value_share
 from trimtab.train.task import Share, Totals
 from trimtab.train.tensor_parts import TensorParts, write_parts
 
@@ -54,13 +56,19 @@ class Learner:
 
     def write_state(self, *, folder: Path) -> dict:
         """Everything needed to go on, in parts; the random state comes back for the controller to keep."""
-        write_parts(folder, self.optimiser.state(), self.world)
+        write_parts(folder, self.tensors(), self.world)
         return random_state()
 
     def read_state(self, random: dict | None, *, folder: Path) -> None:
-        self.optimiser.restore(TensorParts(folder))
+        self.restore(TensorParts(folder))
         if random is not None:
             restore_random_state(random)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.optimiser.state()
+
+    def restore(self, saved: TensorParts) -> None:
+        self.optimiser.restore(saved)
 
     def save(self, *, folder: Path) -> None:
         """The model as a Hugging Face folder."""
@@ -70,8 +78,33 @@ class Learner:
 class Actor(Learner):
     model: Policy
 
+    def __init__(self, options: Any, *parts: Any):
+        super().__init__(options, *parts)
+        self.average = WeightAverage(self.optimiser, options.ema_beta) if options.enable_ema else None
+
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
+        if "advantages_N" not in batch.extra:
+            return text_share(self.model, batch, totals, self.options)
         return policy_share(self.model, batch, totals, self.options, **settings)
+
+    def update(self, batches: list[TokenBatch], **settings: Any) -> dict[str, float]:
+        report = super().update(batches, **settings)
+        if self.average is not None and report["applied"]:
+            self.average.update()
+        return report
+
+    def tensors(self) -> dict[str, Tensor]:
+        return super().tensors() | (self.average.state() if self.average is not None else {})
+
+    def restore(self, saved: TensorParts) -> None:
+        super().restore(saved)
+        if self.average is not None:
+            self.average.restore(saved)
+
+    def save(self, *, folder: Path) -> None:
+        """With --enable_ema the average, which is what was asked for."""
+        with contextlib.nullcontext() if self.average is None else self.average.in_place():
+            super().save(folder=folder)
 
     def log_probs(self, batches: list[TokenBatch]) -> list[Tensor]:
         with scoring(self.model):

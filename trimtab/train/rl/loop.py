@@ -25,13 +25,17 @@ from trimtab.errors import Interrupted, RunFailed
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.builtin.sampler import request_seed
 from trimtab.rollout.types import Sampling
+from trimtab.train.disk import writing
 from trimtab.train.interrupts import StopRequest
 from trimtab.train.rl.alarms import alarms
 from trimtab.train.rl.asking import ask_for_samples
 from trimtab.train.rl.cut import cost, halves, micro_batches, mini_batches, updates_per_iteration
+from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import RunFiles
+from trimtab.train.rl.recording import Recording
 from trimtab.train.rl.shaping import loud, shape
+from trimtab.train.rl.text import TextMixture
 
 MANY_BAD_STEPS = 5  # in a row: the run stops
 
@@ -45,6 +49,7 @@ class Counters:
     prompts_used: int = 0
     actor_steps: int = 0
     critic_steps: int = 0
+    proposal_steps: int = 0
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     first_entropy: float = 0.0
@@ -60,20 +65,40 @@ class Iteration:
     reports: list[dict[str, dict[str, float]]] = field(default_factory=list)  # of every update: role -> figures
     seconds: dict[str, float] = field(default_factory=dict)
 
+    def on_disk(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Its tensors, and the rest of it."""
+        return self.experience.tensors(), {k: v for k, v in vars(self).items() if k != "experience"}
+
+    @classmethod
+    def from_disk(cls, tensors: dict[str, Tensor], state: dict[str, Any]) -> "Iteration":
+        return cls(Experience.from_tensors(tensors), **state)
+
 
 @dataclass
 class Roles:
     actor: Group
     rollouts: Group
     reference: Group | None = None
+    teacher: Group | None = None
     critic: Group | None = None
 
 
 class RLRun:
-    def __init__(self, options: Any, roles: Roles, order: SampleOrder, sampling: Sampling, files: RunFiles, evaluation):
-        """`order`: the prompts one by one, over all episodes; `evaluation`: what measures the policy, or None."""
+    iteration_class = Iteration
+
+    def __init__(
+        self,
+        options: Any,
+        roles: Roles,
+        order: SampleOrder,
+        sampling: Sampling,
+        files: RunFiles,
+        evaluation: Evaluation | None = None,
+        text: TextMixture | None = None,
+    ):
+        """`order`: the prompts one by one, over all episodes; `text`: what is learnt beside the answers."""
         self.options, self.roles, self.order, self.sampling = options, roles, order, sampling
-        self.files, self.evaluation = files, evaluation
+        self.files, self.evaluation, self.text = files, evaluation, text
         self.counters = Counters(max(options.init_kl_coef, 0.0))
         self.iteration: Iteration | None = None
 
@@ -88,8 +113,8 @@ class RLRun:
         resumed = self.resume() if self.options.load_checkpoint else False
         self.files.open(self.counters.iteration, resumed=resumed)
         try:
-            if self.counters.iteration == 0 and self.iteration is None and self.evaluation is not None:
-                self.files.write({"step": 0, **self.evaluation.run(self.roles.rollouts)})
+            if self.counters.iteration == 0 and self.iteration is None and (figures := self.measure_start()):
+                self.files.write({"step": 0, **figures})
             while self.counters.prompts_used < self.order.steps:
                 row = self.iterate(stop)
                 if row is None:
@@ -99,12 +124,19 @@ class RLRun:
                     self.save()
                 if stop.signal and self.counters.prompts_used < self.order.steps:
                     self.leave(stop.signal)
-            self.files.save_models(self.roles)
+            self.conclude(stop)
         except RewardFailed as error:
             saved = self.save()
             raise RunFailed(f"{error}; checkpoint saved in {saved}; add --load_checkpoint to go on") from error
         finally:
             self.files.close()
+
+    def measure_start(self) -> dict[str, float]:
+        """What is known of the policy before its first update."""
+        return {} if self.evaluation is None else self.evaluation.run(self.roles.rollouts)
+
+    def conclude(self, stop: StopRequest) -> None:
+        self.files.save_models(self.roles)
 
     def iterate(self, stop: StopRequest) -> dict | None:
         """One rollout and everything that is learnt from it. None: no prompt was left to learn from."""
@@ -124,15 +156,23 @@ class RLRun:
         """Sample, score and shape."""
         seconds: dict[str, float] = {}
         with timed(seconds, "rollout"):
-            experience, prompts, figures = self.sample(stop)
+            experience, prompts, figures = self.replayed() if self.options.replay else self.sample(stop)
         if stop.signal:
             self.leave(stop.signal)
         if experience is None:
             return None
+        if self.options.record:
+            recording = Recording(Path(self.options.record), self.options.n_samples_per_prompt)
+            with writing(f"--record {self.options.record}: cannot write there"):
+                recording.write(self.counters.iteration, (experience, prompts, figures))
         with timed(seconds, "scoring"):
             self.score(experience)
-        figures |= shape(experience, self.options, self.counters.kl_coefficient)
-        return Iteration(experience, prompts, figures, seconds=seconds)
+        figures |= self.shape(experience)
+        return self.iteration_class(experience, prompts, figures, seconds=seconds)
+
+    def replayed(self) -> tuple[Experience, int, dict[str, float]]:
+        recording = Recording(Path(self.options.replay), self.options.n_samples_per_prompt)
+        return recording.read(self.counters.iteration)
 
     def sample(self, stop: StopRequest) -> tuple[Experience | None, int, dict[str, float]]:
         """Answers to the next prompts; with dynamic filtering, to more and more until enough groups are useful."""
@@ -161,16 +201,22 @@ class RLRun:
 
     def score(self, experience: Experience) -> None:
         """What the other models say of the sampled tokens."""
+        roles = self.roles
         if self.options.bf16 or self.options.weight_only_int8:
             # Rounded weights make the engine's and the trainer's sums differ; a ratio must compare like with like.
-            if updates_per_iteration(self.options) > 1 or self.roles.reference is not None:
-                self.fill(experience, "old_N", self.roles.actor, "log_probs")
+            if updates_per_iteration(self.options) > 1 or roles.reference is not None or roles.teacher is not None:
+                self.fill(experience, "old_N", roles.actor, "log_probs")
         else:
             experience.old_N = experience.sampled_N
-        if self.roles.reference is not None:
-            self.fill(experience, "reference_N", self.roles.reference, "log_probs")
+        for name in ("reference", "teacher"):
+            if (role := getattr(roles, name)) is not None:
+                self.fill(experience, f"{name}_N", role, "log_probs")
         if self.roles.critic is not None:
             self.fill(experience, "values_N", self.roles.critic, "values")
+
+    def shape(self, experience: Experience) -> dict[str, float]:
+        """Rewards become advantages; what there is to say of them."""
+        return shape(experience, self.options, self.counters.kl_coefficient)
 
     def plan(self, work: Iteration) -> list[list[int]]:
         """The samples of every update of an iteration: a pure function of its number."""
@@ -189,7 +235,7 @@ class RLRun:
     def update(self, experience: Experience, samples: list[int]) -> dict[str, dict[str, float]]:
         """One optimiser step of the critic and of the actor."""
         options, counters, reports = self.options, self.counters, {}
-        totals = {"tokens": float(experience.lengths_S[samples].sum())}
+        totals = {"tokens": float(experience.lengths_S[samples].sum()), "answers": float(len(samples))}
         if self.roles.critic is not None:
             parts = self.parts(self.roles.critic, experience, samples, "values_N", "returns_N")
             reports["critic"] = self.roles.critic.call("update", parts, totals=totals, step=counters.critic_steps)[0]
@@ -208,6 +254,10 @@ class RLRun:
             parts = self.parts(self.roles.actor, experience, learnt, *columns)
             totals["seen_tokens"] = float(experience.lengths_S[learnt].sum())
             totals["row_tokens"] = float(sum(batch.tokens for part in parts for batch in part if batch.weight))
+            if self.text is not None:
+                texts = self.text.parts(counters.actor_steps, self.roles.actor.size, self.token_budget())
+                totals["text_tokens"] = float(sum(b.trained_tokens * b.weight for part in texts for b in part))
+                parts = [[*mine, *beside] for mine, beside in zip(parts, texts)]
             reports["actor"] = self.roles.actor.call(
                 "update", parts, totals=totals, step=counters.actor_steps, kl_coefficient=counters.kl_coefficient
             )[0]
@@ -300,8 +350,7 @@ class RLRun:
         tensors: dict[str, Tensor] = {}
         state: dict[str, Any] = {"counters": vars(self.counters)}
         if self.iteration is not None:
-            tensors = self.iteration.experience.tensors()
-            state["iteration"] = {k: v for k, v in vars(self.iteration).items() if k != "experience"}
+            tensors, state["iteration"] = self.iteration.on_disk()
         return self.files.save(self.counters.iteration, self.roles, tensors, state)
 
     def resume(self) -> bool:
@@ -311,7 +360,7 @@ class RLRun:
         tensors, state = found
         self.counters = Counters(**state["counters"])
         if "iteration" in state:
-            self.iteration = Iteration(Experience.from_tensors(tensors), **state["iteration"])
+            self.iteration = self.iteration_class.from_disk(tensors, state["iteration"])
         return True
 
     def leave(self, signal_number: int) -> None:

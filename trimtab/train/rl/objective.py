@@ -1,29 +1,30 @@
 """What the actor and the critic minimise: a micro-batch's share of one optimiser step.
 
-    policy    mean over all answer tokens of the step of
-                  clipped surrogate + beta KL(policy, reference)  [--use_kl_loss]  - coefficient x entropy
-    critic    mean over the same tokens of the clipped squared distance from the returns
+    policy    over all answer tokens of the step, the mean of
+                  surrogate (ppo, gspo or cispo)  + beta KL(policy, reference)  [--use_kl_loss]  - coefficient x entropy
+    critic    over the same tokens, the mean of the clipped squared distance from the returns
 
-The means are over the whole step: how it is cut, packed or dealt out changes nothing. `totals` has the `tokens` of all
-samples, also of those left out because they have no gradient, and the `seen_tokens` of those that are here.
-To change what is learnt, change it here.
+The means are over the whole step: how it is cut, packed or dealt out changes nothing. `totals` has the `tokens` and
+`answers` of all samples, also of those left out because they have no gradient, and the `seen_tokens` of those that are
+here. To change what is learnt, change it here.
 """
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from trimtab.algos import kl, policy_loss, value_loss
+from trimtab.algos import cispo, gspo, kl, mismatch, policy_loss, value_loss
 from trimtab.algos.moe_balance import load_balancing_loss
 from trimtab.data.batches import TokenBatch
 from trimtab.models.critic import Critic
 from trimtab.models.policy import Policy
-from trimtab.train.task import Share, Totals
+from trimtab.train.task import Share, Totals, counts_by_sequence
 
 
 def policy_share(policy: Policy, batch: TokenBatch, totals: Totals, options: Any, *, kl_coefficient: float) -> Share:
     """`batch.extra`: advantages_N and sampled_N; old_N if the policy has moved since; reference_N for a KL loss."""
-    tokens, extra = totals["tokens"], batch.extra
+    extra = batch.extra
     out = policy(
         batch,
         temperature=options.temperature,
@@ -32,34 +33,71 @@ def policy_share(policy: Policy, batch: TokenBatch, totals: Totals, options: Any
     )
     log_probs_N = out.log_probs_N
     old_N = extra.get("old_N", log_probs_N.detach())
-    low, high = options.eps_clip_low_high or (options.eps_clip, options.eps_clip)
-    loss_N, clipped_N = policy_loss.clipped(log_probs_N, old_N, extra["advantages_N"], low, high, options.dual_clip)
-    loss = loss_N.sum() / tokens
-    seen = totals["seen_tokens"]
-    with torch.no_grad():
-        gap_N = log_probs_N - extra["sampled_N"]
-        figures = {
-            "policy_loss": loss,
-            "clip_fraction": clipped_N.sum() / seen,
-            "policy_kl": kl.estimate(old_N, log_probs_N, "k3").sum() / seen,
-            "log_prob_gap": gap_N.abs().sum() / seen,
-            "log_prob_ratio": gap_N.exp().sum() / seen,
-        }
+    weights_N = token_weights(batch, totals, options)
+    loss_N, clipped_N = surrogate(log_probs_N, old_N, batch, options)
+    figures = agreement(log_probs_N, old_N, extra["sampled_N"], totals["seen_tokens"])
+    figures["clip_fraction"] = clipped_N.sum() / totals["seen_tokens"]
+    if options.mismatch_correction is not None:
+        sequences = batch.owners_N, len(batch.spans)
+        kind, bounds = options.mismatch_correction, options.mismatch_range
+        correction_N = mismatch.weights(kind, old_N, extra["sampled_N"], *sequences, *bounds)
+        loss_N = loss_N * correction_N
+        figures["correction"] = correction_N.sum() / totals["seen_tokens"]
+    loss = figures["policy_loss"] = (loss_N * weights_N).sum()
     if options.use_kl_loss and "reference_N" in extra:
-        kl_loss = kl.estimate(log_probs_N, extra["reference_N"], options.kl_estimator).sum() / tokens
-        loss = loss + kl_coefficient * kl_loss
-        figures["kl_loss"] = kl_loss
+        kl_N = kl.estimate(log_probs_N, extra["reference_N"], options.kl_estimator)
+        figures["kl_loss"] = (kl_N * weights_N).sum()
+        loss = loss + kl_coefficient * figures["kl_loss"]
     if options.entropy_loss_coef is not None:
-        entropy = out.entropy_N.sum() / tokens
-        loss = loss - options.entropy_loss_coef * entropy
-        figures["entropy"] = entropy
+        figures["entropy"] = (out.entropy_N * weights_N).sum()
+        loss = loss - options.entropy_loss_coef * figures["entropy"]
     if options.aux_loss_coef > 0:
         balance = load_balancing_loss(out.router_logits, policy.config.num_experts_per_tok)
-        balance = balance * (batch.tokens / totals["row_tokens"])
-        loss = loss + options.aux_loss_coef * balance
-        figures["aux_loss"] = balance
+        figures["aux_loss"] = balance * (batch.tokens / totals["row_tokens"])
+        loss = loss + options.aux_loss_coef * figures["aux_loss"]
     figures["loss"] = loss
     return Share(loss, {name: value.detach() for name, value in figures.items()})
+
+
+def surrogate(log_probs_N: Tensor, old_N: Tensor, batch: TokenBatch, options: Any) -> tuple[Tensor, Tensor]:
+    """--policy_loss_type: the loss of each token, and which tokens are clipped."""
+    advantages_N = batch.extra["advantages_N"]
+    low, high = options.eps_clip_low_high or (options.eps_clip, options.eps_clip)
+    if options.policy_loss_type == "gspo":
+        return gspo.clipped(log_probs_N, old_N, advantages_N, batch.owners_N, len(batch.spans), low, high)
+    if options.policy_loss_type == "cispo":
+        return cispo.weighted(log_probs_N, old_N, advantages_N, high)
+    return policy_loss.clipped(log_probs_N, old_N, advantages_N, low, high, options.dual_clip)
+
+
+def token_weights(batch: TokenBatch, totals: Totals, options: Any) -> Tensor:
+    """--loss_reduction: what each token's loss counts in the step's. The weights of all tokens add up to 1, or less."""
+    reduction = options.loss_reduction or ("answer" if options.policy_loss_type == "gspo" else "token")
+    ones_N = torch.ones(len(batch.owners_N), device=batch.ids_T.device)
+    if reduction == "token":
+        return ones_N / totals["tokens"]
+    if reduction == "answer":
+        return ones_N / (counts_by_sequence(batch)[batch.owners_N] * totals["answers"])
+    assert reduction == "constant", reduction
+    return ones_N / (options.generate_max_len * totals["answers"])
+
+
+@torch.no_grad()
+def agreement(log_probs_N: Tensor, old_N: Tensor, sampled_N: Tensor, tokens: float) -> dict[str, Tensor]:
+    """How far the policy has moved in this iteration, and how far what is trained is from what was sampled."""
+    gap_N = log_probs_N - sampled_N
+    return {
+        "policy_kl": kl.estimate(old_N, log_probs_N, "k3").sum() / tokens,
+        "log_prob_gap": gap_N.abs().sum() / tokens,
+        "log_prob_ratio": gap_N.exp().sum() / tokens,
+    }
+
+
+def text_share(policy: Policy, batch: TokenBatch, totals: Totals, options: Any) -> Share:
+    """--pretrain_data: the mean NLL of text that is learnt beside the answers (PTX), times its weight."""
+    nll = -policy(batch).log_probs_N.sum() / totals["text_tokens"]
+    loss = options.ptx_coef * nll
+    return Share(loss, {"ptx_loss": nll.detach(), "loss": loss.detach()})
 
 
 def value_share(critic: Critic, batch: TokenBatch, totals: Totals, options: Any) -> Share:

@@ -75,7 +75,8 @@ class Rollouts:
             prompts=prompts,
             responses=responses,
             labels=[store.label(row) for row in asked],
-            columns={name: [row.get(name) for row in columns] for name in names},
+            columns={name: [row.get(name) for row in columns] for name in names}
+            | {store.input_key: [store.prompt(row) for row in asked]},
             prompt_ids=[r.prompt_ids for r in rollouts],
             response_ids=[r.ids for r in rollouts],
         )

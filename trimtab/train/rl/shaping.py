@@ -1,13 +1,14 @@
 """From rewards to advantages: the estimators, put together from their parts in algos/.
 
 R of each answer, less what it is too long; seen against its group (group_rewards); clipped
-r of each token: -beta KL, and R on the last one (token_rewards)
-A of each token: GAE with a critic, the discounted sum of r without (advantages); whitened, where that belongs to it
+r of each token: -beta KL, and R on the last one (token_rewards); a teacher adds log teacher - log policy
+A of each token: GAE with a critic, the discounted sum of r without (advantages); whitened, where that belongs
 """
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trimtab.algos import kl
 from trimtab.algos.advantages import discounted_sums, gae, whiten
@@ -45,6 +46,8 @@ def shape(experience: Experience, options: Any, kl_coefficient: float) -> dict[s
     )
     if experience.step_rewards_N is not None:
         rewards_N = rewards_N + experience.step_rewards_N
+    if experience.teacher_N is not None:
+        rewards_N = rewards_N + options.teacher_coef * (experience.teacher_N - experience.old_N)
     gamma = 1.0 if estimator in GROUPED else options.gamma
     if estimator == "gae":
         advantages_N, experience.returns_N = gae(
@@ -56,25 +59,32 @@ def shape(experience: Experience, options: Any, kl_coefficient: float) -> dict[s
     if estimator in WHITENED:
         advantages_N = whiten(advantages_N, scale=not options.no_advantage_std_norm)
     experience.advantages_N = advantages_N
+    returns_S = (experience.returns_N if estimator == "gae" else returns_N)[experience.starts_S]
+    figures = described(experience, rewards_GN, returns_S, kl_N)
+    if options.overlong_buffer_len is not None:
+        figures["overlong_penalty"] = penalty_S.mean()
+    if experience.teacher_N is not None:
+        figures["teacher_kl"] = (experience.old_N - experience.teacher_N).mean()
+    if estimator == "gae":
+        figures["explained_variance"] = explained_variance(experience.values_N, experience.returns_N)
+    return {name: float(value) for name, value in figures.items()}
+
+
+def described(experience: Experience, rewards_GN: Tensor, returns_S: Tensor, kl_N: Tensor | None) -> dict[str, Tensor]:
+    """What there is to say of answers whatever is learnt from them; `rewards_GN` are those that groups are seen by."""
     figures = {
         "reward": experience.rewards_S.mean(),
         "reward_std": experience.rewards_S.std(correction=0),
         "score": experience.scores_S.mean(),
-        "return": (experience.returns_N if estimator == "gae" else returns_N)[experience.starts_S].mean(),
+        "return": returns_S.mean(),
         "equal_groups": equal_groups(rewards_GN).float().mean(),
         "length": experience.lengths_S.float().mean(),
         "length_max": experience.lengths_S.max(),
         "truncated": (experience.finishes_S == FINISHES.index("length")).float().mean(),
     }
-    if options.overlong_buffer_len is not None:
-        figures["overlong_penalty"] = penalty_S.mean()
     if kl_N is not None:
-        figures["kl"] = kl_N.mean()
-        figures["kl_answer"] = kl_N.sum() / len(experience)
-    if estimator == "gae":
-        figures["explained_variance"] = explained_variance(experience.values_N, experience.returns_N)
-    figures |= {f"reward/{name}": values.nanmean() for name, values in experience.logs.items()}
-    return {name: float(value) for name, value in figures.items()}
+        figures |= {"kl": kl_N.mean(), "kl_answer": kl_N.sum() / len(experience)}
+    return figures | {f"reward/{name}": values.nanmean() for name, values in experience.logs.items()}
 
 
 def loud(experience: Experience, samples: list[int]) -> list[int]:

@@ -1,0 +1,30 @@
+import numpy as np
+
+from tests.report.pages import Checked, step_row, write_metrics
+from trimtab.evaluate.tail_files import HeldOut, summary, write_summary
+from trimtab.report.page import render
+from trimtab.report.read import read_run
+
+
+def page_of(folder) -> str:
+    write_metrics(folder, [step_row(1)])
+    page = render(read_run(folder))
+    Checked(page)
+    return page
+
+
+def test_the_page_tells_what_the_worst_samples_are(tmp_path):
+    samples = HeldOut(np.array([-6.0, -4.0, 0.0, 2.0]), *(np.zeros(4) for _ in range(3)))
+    write_summary(tmp_path, "run_s1", summary(samples, [-5.0], [0.5]))
+    page = page_of(tmp_path)
+    assert "4 samples, the worst with a reward of -6" in page
+    assert "<td>share below -5</td><td>0.25 (" in page
+    assert "<td>mean of the worst 2 (CVaR 0.5)</td><td>-5 (" in page
+
+
+def test_a_run_without_samples_says_nothing_and_a_broken_file_is_named(tmp_path):
+    assert "Held-out samples" not in page_of(tmp_path)
+    (tmp_path / "info_eval_x.json").write_text('{"samples": 3')
+    (tmp_path / "info_eval_y.json").write_text("[]")
+    page = page_of(tmp_path)
+    assert "info_eval_x.json cannot be read" in page and "info_eval_y.json cannot be read" in page

@@ -1,0 +1,75 @@
+"""A tail run that was killed or stopped anywhere and resumed is the run that was not, bit for bit."""
+
+import signal
+from functools import partial
+
+import pytest
+
+from tests import warm
+from tests.train.rl.rl_run import assert_identical, result, rows, write_task
+from tests.train.rl.test_resume import at
+from tests.train.tail.tail_run import arguments, metric_files
+from trimtab.train.tail.loop import TailRun
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_task(tmp_path_factory.mktemp("task"), attention_dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def straight(folder, tmp_path_factory):
+    """The uninterrupted run of each method, made once."""
+    results = {}
+
+    def make(method):
+        if method not in results:
+            out = tmp_path_factory.mktemp("straight")
+            assert warm.run(arguments(folder, out, method)) == 0
+            results[method] = everything(out)
+        return results[method]
+
+    return make
+
+
+def everything(out):
+    return result(out), metric_files(out)
+
+
+def assert_same(first, second):
+    assert_identical(first[0], second[0])
+    assert first[1] == second[1]
+
+
+# Where the run ends: (iteration, what it is about to do, how often it has done that in this iteration).
+KILLED = [("repulse", (3, "teach", 0)), ("repulse", (3, "update", 0)), ("rounds", (1, "teach", 1))]
+KILLED += [("repulse", (2, "conclude", 0)), ("base_proposal", (3, "update", 0))]
+STOPPED = [("rounds", (3, "teach", 1)), ("rounds", (1, "update", 0)), ("repulse", (3, "sample_proposal", 0))]
+
+
+@pytest.mark.parametrize("method, moment", KILLED, ids=str)
+def test_killed_and_resumed_equals_uninterrupted(folder, straight, tmp_path, method, moment):
+    words = arguments(folder, tmp_path, method)
+    moment = (5, *moment[1:]) if moment[1] == "conclude" else moment
+    assert warm.run(words, prepare=partial(at, moment, signal.SIGKILL, TailRun)) == -signal.SIGKILL
+    assert warm.run([*words, "--load_checkpoint"]) == 0
+    assert_same(everything(tmp_path), straight(method))
+
+
+@pytest.mark.parametrize("method, moment", STOPPED, ids=str)
+def test_stopped_by_a_signal_and_resumed_equals_uninterrupted(folder, straight, tmp_path, method, moment):
+    words, log = arguments(folder, tmp_path, method), tmp_path / "log"
+    prepare = partial(at, moment, signal.SIGTERM, TailRun)
+    assert warm.run(words, prepare=prepare, log=log) == 128 + signal.SIGTERM
+    assert "checkpoint saved in" in log.read_text()
+    assert len(rows(tmp_path)) == moment[0]
+    assert warm.run([*words, "--load_checkpoint"]) == 0
+    assert_same(everything(tmp_path), straight(method))
+
+
+def test_the_proposal_is_not_taught_again_after_a_signal(folder, tmp_path):
+    words = arguments(folder, tmp_path, "repulse")
+    stopped = partial(at, (1, "update", 0), signal.SIGTERM, TailRun)
+    # The signal comes before the policy's update, which is still made: the next look is in the next iteration.
+    assert warm.run(words, prepare=stopped) == 128 + signal.SIGTERM
+    assert (tmp_path / "checkpoints" / "global_step2").exists()

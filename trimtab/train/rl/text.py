@@ -1,0 +1,62 @@
+"""--pretrain_data: text that an update learns beside its answers (PTX), so that the policy keeps what it knows."""
+
+import dataclasses
+from typing import Any
+
+from trimtab.data.batches import TokenBatch
+from trimtab.data.order import SampleOrder
+from trimtab.data.packing import chunk, pack
+from trimtab.data.sources import load_rows
+from trimtab.data.token_store import TokenStore
+from trimtab.data.tokens import build_sft_store
+from trimtab.distributed.world import deal
+from trimtab.train.rl.cut import halves
+
+
+@dataclasses.dataclass(frozen=True)
+class _TextOptions:
+    """How the rows are read: every token is learnt and there is no template."""
+
+    input_key: str
+    max_len: int
+    output_key: str | None = None
+    input_template: str | None = None
+    apply_chat_template: bool = False
+    multiturn: bool = False
+    pretrain_mode: bool = True
+
+
+def load_text(options: Any, tokenizer: Any) -> tuple[TokenStore, Any]:
+    """The rows as tokens, and the report of what became of them."""
+    rows = load_rows(
+        options.pretrain_data,
+        probabilities=options.pretrain_data_probs if "," in options.pretrain_data else None,
+        split=options.pretrain_split,
+        max_samples=options.max_samples,
+        seed=options.seed,
+        flag="--pretrain_data",
+    )
+    longest = options.prompt_max_len + options.generate_max_len
+    return build_sft_store(rows, tokenizer, _TextOptions(options.input_key, longest), what="pre-training")
+
+
+class TextMixture:
+    def __init__(self, store: TokenStore, options: Any):
+        self.store, self.options = store, options
+        self._order = SampleOrder(len(store), options.train_batch_size, 1, options.seed)
+
+    def parts(self, step: int, processes: int, budget: int | None) -> list[list[TokenBatch]]:
+        """The micro-batches of text of an update for every process, as many for each."""
+        epoch, index = divmod(step, self._order.steps_per_epoch)
+        order = dataclasses.replace(self._order, seed=self._order.seed + epoch)
+        samples = order.step_samples(index)
+        lengths = [int(length) for length in self.store.lengths[samples]]
+        cut = chunk(lengths, self.options.micro_train_batch_size) if budget is None else pack(lengths, budget)
+        passes = [[samples[i] for i in members] for members in cut]
+        shares = deal(passes, processes, lambda part: int(self.store.lengths[part].sum()), halves)
+        return [[self._batch(part) for part in share] for share in shares]
+
+    def _batch(self, samples: list[int] | None) -> TokenBatch:
+        batch = TokenBatch.of([self.store.example(i) for i in samples or [0]])
+        batch.weight = 1.0 if samples else 0.0
+        return batch

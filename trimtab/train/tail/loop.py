@@ -1,0 +1,172 @@
+"""The loop of the tail methods: that of the RL jobs, with answers of a proposal between sampling and updating.
+
+    sample the policy, score, shape; as often as asked for: sample the proposal, score, shape, update the proposal;
+    update the policy on both; log, save
+
+The proposal's rounds and its last answers are part of the iteration in hand, hence of every checkpoint.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from trimtab.config.tail import PUSHING
+from trimtab.distributed.roles import Group
+from trimtab.rollout.builtin.sampler import request_seed
+from trimtab.train.interrupts import StopRequest
+from trimtab.train.rl.asking import ask_for_samples
+from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.loop import Iteration, RLRun, Roles, timed
+from trimtab.train.rl.shaping import loud
+from trimtab.train.tail.measures import Measures
+from trimtab.train.tail.shaping import badness, pushing, shape_own, shape_proposed
+
+PROPOSAL = 0x9E37  # its answers' streams are other ones than the policy's
+PREFIX = "proposed/"
+
+
+@dataclass
+class TailIteration(Iteration):
+    proposed: Experience | None = None  # the proposal's last answers
+    lessons: list[dict[str, float]] = field(default_factory=list)  # figures of the proposal's updates
+    bad_texts: list[str] = field(default_factory=list)
+
+    def on_disk(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, state = super().on_disk()
+        del state["proposed"]
+        if self.proposed is not None:
+            tensors |= {f"{PREFIX}{name}": tensor for name, tensor in self.proposed.tensors().items()}
+        return tensors, state
+
+    @classmethod
+    def from_disk(cls, tensors: dict[str, Tensor], state: dict[str, Any]) -> "TailIteration":
+        proposed = {k.removeprefix(PREFIX): v for k, v in tensors.items() if k.startswith(PREFIX)}
+        own = {k: v for k, v in tensors.items() if not k.startswith(PREFIX)}
+        found = Experience.from_tensors(proposed) if proposed else None
+        return cls(Experience.from_tensors(own), proposed=found, **state)
+
+
+@dataclass
+class TailRoles(Roles):
+    start: Group | None = None  # the policy as it was
+    proposal: Group | None = None
+    proposal_rollouts: Group | None = None
+    bad_words: Group | None = None
+
+
+class TailRun(RLRun):
+    iteration_class = TailIteration
+    roles: TailRoles
+
+    def __init__(self, *parts: Any, measures: Measures):
+        super().__init__(*parts)
+        self.measures = measures
+
+    @property
+    def is_ppo(self) -> bool:
+        return self.options.method == "ppo"
+
+    # ---- the policy's own answers
+
+    def begin(self, stop: StopRequest) -> TailIteration | None:
+        work = super().begin(stop)
+        if work is not None:
+            work.bad_texts += self.files.bad_texts(work.experience)
+        return work
+
+    def shape(self, experience: Experience) -> dict[str, float]:
+        if self.is_ppo:
+            return super().shape(experience) | badness(experience, self.options)
+        return shape_own(experience, self.options, self.counters.kl_coefficient)
+
+    # ---- the proposal's
+
+    def iterate(self, stop: StopRequest) -> dict | None:
+        if self.iteration is None:
+            self.iteration = self.begin(stop)
+        work = self.iteration
+        rounds = 0 if work is None or self.roles.proposal is None else self.options.proposal_updates
+        while work is not None and len(work.lessons) < rounds:
+            self.teach(work, stop)
+        return None if work is None else super().iterate(stop)
+
+    def teach(self, work: TailIteration, stop: StopRequest) -> None:
+        """One update of the proposal, on answers of its own to the same prompts."""
+        if stop.signal:
+            self.leave(stop.signal)
+        with timed(work.seconds, "rollout"):
+            proposed = self.sample_proposal(work)
+        if proposed is None:
+            self.leave(stop.signal)
+        with timed(work.seconds, "scoring"):
+            self.score_proposed(proposed)
+        figures, pushed_N = shape_proposed(proposed, self.options)
+        role, counters = self.roles.proposal, self.counters
+        with timed(work.seconds, "update"):
+            parts = self.parts(role, proposed, list(range(len(proposed))), "advantages_N", "policy_N")
+            totals = {"answers": float(len(proposed))}
+            report = role.call("update", parts, totals=totals, step=counters.proposal_steps)[0]
+        counters.proposal_steps += 1
+        self.count(bool(report.pop("applied")))
+        proposed.advantages_N = pushed_N
+        work.proposed = proposed
+        work.lessons.append(figures | report)
+        work.bad_texts += self.files.bad_texts(proposed)
+
+    def sample_proposal(self, work: TailIteration) -> Experience | None:
+        rows = work.experience.rows_S[:: self.options.n_samples_per_prompt].tolist()
+        stream = request_seed(request_seed(self.options.seed, PROPOSAL), self.counters.proposal_steps)
+        requests = [(row, request_seed(stream, place)) for place, row in enumerate(rows)]
+        return ask_for_samples(self.roles.proposal_rollouts, requests, "train", self.sampling)
+
+    def score_proposed(self, proposed: Experience) -> None:
+        """What the policy and the proposal say of these answers, both before their updates."""
+        if self.options.bf16:  # as in RLRun.score
+            self.fill(proposed, "old_N", self.roles.proposal, "log_probs")
+        else:
+            proposed.old_N = proposed.sampled_N
+        self.fill(proposed, "policy_N", self.roles.actor, "log_probs")
+        if self.options.proposal == "model":
+            proposed.twist_N = proposed.old_N - proposed.policy_N
+        else:
+            self.fill(proposed, "twist_N", self.roles.proposal, "log_twists")
+
+    # ---- the update of the policy, on both
+
+    def update(self, experience: Experience, samples: list[int]) -> dict[str, dict[str, float]]:
+        if self.is_ppo:
+            return super().update(experience, samples)
+        role, counters, proposed = self.roles.actor, self.counters, self.iteration.proposed
+        # Without an advantage there is no gradient. One sample stays, so that a step without any is a step.
+        learnt = loud(experience, samples) or samples[:1]
+        parts = self.parts(role, experience, learnt, "advantages_N", "sampled_N")
+        if proposed is not None:
+            more = self.parts(role, proposed, loud(proposed, list(range(len(proposed)))), "advantages_N")
+            parts = [[*own, *others] for own, others in zip(parts, more)]
+        totals = {"answers": float(len(samples)), "seen_tokens": float(experience.lengths_S[learnt].sum())}
+        report = role.call("update", parts, totals=totals, step=counters.actor_steps)[0]
+        counters.actor_steps += 1
+        self.count(bool(report.pop("applied")))
+        return {"actor": report}
+
+    # ---- what is told and kept
+
+    def finish(self, work: TailIteration) -> dict:
+        row = super().finish(work)
+        if self.options.method in PUSHING:
+            row |= {"alpha": self.options.alpha, "kappa": pushing(self.options)}
+        for name in work.lessons[0] if work.lessons else ():
+            row[f"proposal_{name}"] = math.fsum(lesson[name] for lesson in work.lessons) / len(work.lessons)
+        row["sampled_answers"] = len(work.experience) * (1 + len(work.lessons))
+        self.files.keep_bad_texts(row["step"], work.bad_texts)
+        return row | self.measures.during(self, work.prompts)
+
+    def measure_start(self) -> dict[str, float]:
+        return super().measure_start() | self.measures.before(self)
+
+    def conclude(self, stop: StopRequest) -> None:
+        super().conclude(stop)
+        if not self.measures.after(self):
+            self.leave(stop.signal)

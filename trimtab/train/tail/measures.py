@@ -1,0 +1,136 @@
+"""What is measured of a tail run: the exact probability of bad words, held-out samples, and rare events.
+
+before, and after each fit step    log P(an answer to the one prompt holds a bad token)
+after training                     held-out answers of the policy: rewards, returns, KL, tail risk; and P(bad)
+                                   from answers of the proposal, weighed, beside the plain estimate
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from trimtab.algos import reinforce
+from trimtab.algos.answers import sums
+from trimtab.algos.kl import estimate
+from trimtab.algos.tail_weights import log_ratios
+from trimtab.config.tail import GPT2_BAD_TOKENS
+from trimtab.data.prompts import PromptStore
+from trimtab.distributed.roles import Group
+from trimtab.distributed.sharding import gathered
+from trimtab.errors import UserError
+from trimtab.evaluate import tail_files
+from trimtab.evaluate.bad_words import log_bad_probability
+from trimtab.evaluate.tail_risk import mean, probability_below, rare_event
+from trimtab.models.policy import Policy
+from trimtab.rollout.builtin.sampler import request_seed
+from trimtab.train.rl.asking import ask_for_samples
+from trimtab.train.rl.experience import Experience
+from trimtab.train.tail.prompts import HELD_OUT
+
+SEED = 0x7A11  # the same streams in every run, so that two differ by the model alone
+THRESHOLDS = (-5.0, -7.0)  # of the documents, where --bad_threshold says nothing
+LEVELS = (0.0001, 0.003, 0.01, 0.1)
+
+
+class BadWords:
+    """A role: the exact probability, where the policy's weights are."""
+
+    def __init__(self, policy: Policy, prompt: Sequence[int], tokens: Sequence[int], length: int, stops: Sequence[int]):
+        self.policy, self.arguments = policy, (prompt, tokens, length, stops)
+
+    def measure(self) -> float:
+        with gathered(self.policy):
+            return log_bad_probability(self.policy, *self.arguments)
+
+
+def bad_tokens(options: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    if options.bad_token_ids:
+        return tuple(options.bad_token_ids)
+    if len(tokenizer) > 50256 and tokenizer.convert_ids_to_tokens([262, 50256]) == ["Ġthe", "<|endoftext|>"]:
+        return GPT2_BAD_TOKENS
+    raise UserError(
+        f"--analytic_bad_word_calc: the swear words are known in GPT-2's vocabulary, which {options.pretrain} does not "
+        "have; give the bad tokens as --bad_token_ids"
+    )
+
+
+class Measures:
+    def __init__(self, options: Any, samples: int, held_out: PromptStore | None):
+        """`samples`: the prompts of an episode."""
+        self.options, self.held_out = options, held_out
+        self.fit = samples * options.num_episodes
+
+    def before(self, run: Any) -> dict[str, float]:
+        if run.roles.bad_words is None:
+            return {}
+        return {"log_bad_probability": run.roles.bad_words.call("measure")[0]}
+
+    def during(self, run: Any, prompts: int) -> dict[str, float]:
+        """After an iteration over `prompts`: the same, where a fit step has ended with it."""
+        used = run.counters.prompts_used
+        return self.before(run) if used // self.fit > (used - prompts) // self.fit else {}
+
+    def after(self, run: Any) -> bool:
+        """Whether everything could be measured: a signal may have come between."""
+        run.files.write_history()
+        if self.held_out is None:
+            return True
+        own = self.answers(run, run.roles.rollouts, 0)
+        proposed = None if run.roles.proposal is None else self.answers(run, run.roles.proposal_rollouts, 1)
+        if own is None or (run.roles.proposal is not None and proposed is None):
+            return False
+        found = self.examined(run, own)
+        figures = tail_files.summary(found, self.thresholds, LEVELS)
+        figures["kl_per_answer"] = asdict(mean(found.token_kl * own.lengths_S.numpy()))
+        if proposed is not None:
+            figures["rare_events"] = self.rare_events(run, own, proposed)
+        tail_files.write_held_out(run.files.info, run.files.name, found)
+        path = tail_files.write_summary(run.files.info, run.files.name, finite(figures))
+        print(f"held-out {path}", flush=True)
+        return True
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        return THRESHOLDS if self.options.bad_threshold is None else (self.options.bad_threshold,)
+
+    def answers(self, run: Any, rollouts: Group, stream: int) -> Experience | None:
+        rows = range(len(self.held_out))
+        requests = [
+            (row, request_seed(request_seed(SEED + stream, turn), row))
+            for turn in range(self.options.sampling_iters)
+            for row in rows
+        ]
+        return ask_for_samples(rollouts, requests, HELD_OUT, run.sampling)
+
+    def examined(self, run: Any, own: Experience) -> tail_files.HeldOut:
+        run.fill(own, "old_N", run.roles.actor, "log_probs")
+        run.fill(own, "reference_N", run.roles.start, "log_probs")
+        owners_N, answers = own.owners_N, len(own)
+        kl_N = estimate(own.old_N, own.reference_N, "k1")
+        returns_S = reinforce.returns(own.rewards_S, kl_N, self.options.init_kl_coef, owners_N)
+        kl_S, surprisal_S = sums(kl_N, owners_N, answers), -sums(own.old_N, owners_N, answers)
+        columns = (own.rewards_S, returns_S, kl_S / own.lengths_S, surprisal_S)
+        return tail_files.HeldOut(*(column.numpy() for column in columns))
+
+    def rare_events(self, run: Any, own: Experience, proposed: Experience) -> dict[str, Any]:
+        """P(bad) at each threshold, from the proposal's answers and from the policy's own."""
+        run.fill(proposed, "old_N", run.roles.proposal, "log_probs")
+        run.fill(proposed, "policy_N", run.roles.actor, "log_probs")
+        weights = log_ratios(proposed.policy_N, proposed.old_N, proposed.owners_N, len(proposed)).numpy()
+        return {
+            f"{threshold:g}": {
+                "importance": asdict(rare_event(weights, (proposed.rewards_S < threshold).numpy())),
+                "plain": asdict(probability_below(own.rewards_S.numpy(), threshold)),
+            }
+            for threshold in self.thresholds
+        }
+
+
+def finite(figures: Any) -> Any:
+    """JSON has no infinite numbers: none is written in their place."""
+    if isinstance(figures, dict):
+        return {name: finite(value) for name, value in figures.items()}
+    return None if isinstance(figures, float) and not math.isfinite(figures) else figures
