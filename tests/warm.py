@@ -12,7 +12,7 @@ from pathlib import Path
 
 import peft  # noqa: F401
 import torch.distributed.fsdp
-import torch.distributed.tensor
+import torch.distributed.tensor  # noqa: F401
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import trimtab.evaluate.generation

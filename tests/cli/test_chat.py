@@ -1,6 +1,7 @@
 """`trimtab chat`, its lines coming from a pipe."""
 
 import io
+import itertools
 
 import pytest
 from transformers import AutoTokenizer
@@ -98,7 +99,7 @@ def test_the_answer_is_shown_as_it_is_written(chat, answers, monkeypatch):
     monkeypatch.setattr(conversation._Answer, "grow", grow)
     told = answers(chat(*GREEDY, lines=["sort 21"]))
     assert len(set(pieces)) > 3 and told == [pieces[-1]]
-    assert all(later.startswith(earlier) for earlier, later in zip(pieces, pieces[1:]))
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(pieces))
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(chat, answers, asked, monkeypatch):

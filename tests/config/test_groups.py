@@ -3,11 +3,12 @@ import dataclasses
 import pytest
 
 from tests.config.every_job import EVERY_JOB
-from trimtab.config import generation, groups, objectives, rl
+from trimtab.config import generation, groups, objectives, rl, serving
 from trimtab.config.catalogue import options_of
 from trimtab.config.jobs import (
     AnyRLOptions,
     ChatOptions,
+    DAPOOptions,
     DPOOptions,
     GenerateOptions,
     GRPOOptions,
@@ -133,6 +134,11 @@ PRESETS = {
         **GROUP,
         **{"advantage_estimator": "group_norm", "use_kl_loss": True, "kl_estimator": "k3", "init_kl_coef": 1e-3},
     },
+    DAPOOptions: {
+        **GROUP,
+        **{"advantage_estimator": "group_norm", "eps_clip_low_high": (0.2, 0.28), "init_kl_coef": 0.0},
+        "dynamic_filtering": True,
+    },
     ReinforceOptions: {"advantage_estimator": "reinforce"},
     RLOOOptions: {**GROUP, "advantage_estimator": "rloo"},
 }
@@ -149,7 +155,9 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
     expected = shared | PPO_DEFAULTS
     assert {name: getattr(PPOOptions(), name) for name in expected} == expected
     own = {"config", "dry_run", "nproc", "num_workers", "use_visualdl", "attn_implementation"}
-    own |= {"tokenizer_chat_template", "wandb_run_name", "train_max_tokens_per_gpu"}
+    own |= {"tokenizer_chat_template", "wandb_run_name", "train_max_tokens_per_gpu", "loss_reduction"}
+    own |= {"mismatch_correction", "mismatch_range", "teacher_model", "teacher_coef", "record", "replay"}
+    own |= {"placeholder_token", "reward_tokens", "step_reward", "step_separator"}
     assert options_of(PPOOptions).keys() == expected.keys() | own
 
 
@@ -189,14 +197,14 @@ def test_every_training_job_packs_and_resumes():
 def test_no_option_is_declared_in_two_groups():
     found = {
         group
-        for module in (generation, groups, objectives, rl)
+        for module in (generation, groups, objectives, rl, serving)
         for group in vars(module).values()
         if isinstance(group, type)
     }
     declared = [name for group in found if dataclasses.is_dataclass(group) for name in group.__annotations__]
     assert "pretrain" in declared and "beta" in declared and "gamma" in declared
-    # The first two may be left unset in RL, and mean something else there; so do the others in generation.
-    twice = {"label_key", "max_len", "rollout_batch_size", "normalize_reward", "output_path"}
+    # The first three may be left unset in RL, and mean something else there; so do the others in generation.
+    twice = {"label_key", "max_len", "teacher_model", "rollout_batch_size", "normalize_reward", "output_path"}
     assert {name for name in declared if declared.count(name) > 1} == twice
 
 

@@ -35,9 +35,6 @@ def test_what_is_not_implemented_is_refused_by_name(name, value):
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("enable_ema", True),
-        ("pretrain_data", "owner/text"),
-        ("policy_loss_type", "gspo"),
         ("async_train", True),
         ("agent_func_path", "agent.py"),
         ("ring_attn_size", 2),

@@ -21,6 +21,8 @@ CALLED = {
     "huggingface_hub": "transformers",
     "jinja2": "transformers",
     "pyarrow": "datasets",
+    "regex": "transformers",
+    "triton": "torch",  # with its builds for accelerators, the only place where it is used
 }
 ASKED_FOR_BY_NAME = {"modelscope", "flash_attn"}  # an option names them, and an error says how to install them
 

@@ -21,9 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def quickstart(lesson: Lesson) -> None:
     lesson.say("[bold]Trimtab quickstart[/]: a tiny chat model learns to put digits in order.\n")
     learn_to_imitate(lesson)
-    before = lesson.answers("sft")
-    _, after, report = learn_from_rewards(lesson, before)
-    _say_where(lesson, after, report)
+    *_, report = learn_from_rewards(lesson, lesson.answers("sft"))
+    _say_where(lesson, report)
 
 
 def learn_to_imitate(lesson: Lesson) -> float:
@@ -78,7 +77,7 @@ def grpo_words(lesson: Lesson) -> list[str]:
     ]
 
 
-def _say_where(lesson: Lesson, after: Answers, report: Path) -> None:
+def _say_where(lesson: Lesson, report: Path) -> None:
     run = lesson.folder / "grpo"
     lesson.say()
     for name, place in (
@@ -91,11 +90,10 @@ def _say_where(lesson: Lesson, after: Answers, report: Path) -> None:
     lesson.say(f"\nDone in {time.perf_counter() - lesson.began:.0f} s. What to try next:")
     for words, meaning in (
         (f"quickstart --iterations {ITERATIONS // 6}", "fewer rewards: how much is left to learn?"),
-        (f"chat --pretrain {run} --apply_chat_template", "ask it yourself, for example: sort 31415926>"),
         ("tour", "reward model, PPO, DPO and KTO on the same task"),
         ("grpo --help", "every option; docs/rl.md explains them"),
     ):
-        lesson.say(f"  {program()} {words:50}{meaning}", markup=False)
+        lesson.say(f"  {program()} {words:29}{meaning}", markup=False)
 
 
 if __name__ == "__main__":

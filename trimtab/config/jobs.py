@@ -212,6 +212,7 @@ class RLOptions(
     EngineOptions,
     RewardOptions,
     RewardHeadOptions,
+    StepScoreOptions,
     AdvantageOptions,
     KLOptions,
     PolicyLossOptions,
@@ -235,6 +236,7 @@ class RLOptions(
 
     max_samples: int = 100_000_000
     micro_train_batch_size: int = 4
+    placeholder_token: str | None = None  # set: --reward_pretrain is a process reward model
 
 
 @job("ppo", ckpt_path="./ckpt/checkpoints_ppo_ray", wandb_project="trimtab_train_ppo")

@@ -14,7 +14,7 @@ class StepScoreOptions(StepRewardOptions):
     """Step rewards"""
 
     step_reward: str = "min"
-    """Which of a response's step scores is its reward: min or last."""
+    """Which of a response's step scores is its reward: min or last; in RL also steps, each score at its own step."""
     step_separator: str | None = None
     """Text that ends a step, before which the placeholder is put; unset: responses have the placeholder already."""
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable
 
 from trimtab.config.bounds import above_zero, at_least, one_of, place_exists
-from trimtab.config.jobs import ServeRMOptions
+from trimtab.config.jobs import RLOptions, ServeRMOptions
 from trimtab.config.serving import TOKEN_VARIABLE, ServerOptions, StepScoreOptions
 from trimtab.errors import UserError
 
@@ -22,7 +22,13 @@ def _examine_server(options: ServerOptions) -> Iterable[str]:
 
 
 def _examine_step_scores(options: StepScoreOptions) -> Iterable[str]:
-    one_of(options, "step_reward", "min", "last")
+    one_of(options, "step_reward", "min", "last", *(["steps"] if isinstance(options, RLOptions) else []))
+    if options.placeholder_token is None:
+        return []
+    if not options.reward_tokens:
+        raise UserError("--placeholder_token: a process reward model needs --reward_tokens too, as in its training")
+    if options.normalize_reward:
+        raise UserError("--normalize_reward: the scores of a process reward model are probabilities; leave it out")
     return []
 
 
@@ -32,14 +38,8 @@ def _examine_serving(options: ServeRMOptions) -> Iterable[str]:
     names = [name.strip() for name in (options.reward_pretrain or "").split(",") if name.strip()]
     for name in names:
         place_exists(name, "--reward_pretrain")
-    if options.placeholder_token is None:
-        return []
-    if not options.reward_tokens:
-        raise UserError("--placeholder_token: a process reward model needs --reward_tokens too, as in its training")
-    if len(names) != 1:
+    if options.placeholder_token is not None and len(names) != 1:
         raise UserError("--placeholder_token: give one process reward model as --reward_pretrain")
-    if options.normalize_reward:
-        raise UserError("--normalize_reward: the scores of a process reward model are probabilities; leave it out")
     return []
 
 

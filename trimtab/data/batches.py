@@ -49,7 +49,7 @@ class TokenBatch:
 
     @classmethod
     def of(cls, examples: Sequence[Example], shared: Sequence[int] | None = None, **extra: Tensor) -> "TokenBatch":
-        """`shared[i]`: how many first tokens sequence i has in common with sequence i - 1, borrowed and never trained."""
+        """`shared[i]`: how many first tokens sequence i borrows, which i - 1 has too; none of them is trained."""
         spans: list[Span] = []
         ids, positions, trained, previous = [], [], [], []
         start = 0

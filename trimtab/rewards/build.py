@@ -10,6 +10,7 @@ from trimtab.rewards.classifiers import load_judge
 from trimtab.rewards.client import HttpReward
 from trimtab.rewards.functions import FunctionReward
 from trimtab.rewards.model import ModelReward
+from trimtab.rewards.process import ProcessReward
 from trimtab.rewards.types import Reward, Weighted
 from trimtab.rewards.verify import make_verifier
 
@@ -40,12 +41,17 @@ def _places(options: Any) -> tuple[list[str], list[str]]:
     return files, [place for place in places if place not in files]
 
 
-def _model(name: str, options: Any, device: Device, tokenizer: PreTrainedTokenizerBase) -> ModelReward:
-    settings = {
+def _model(name: str, options: Any, device: Device, tokenizer: PreTrainedTokenizerBase) -> Reward:
+    passes = {"max_samples": None if options.use_dynamic_batch else options.micro_rollout_batch_size}
+    if getattr(options, "placeholder_token", None):
+        place, separator = options.step_reward, options.step_separator
+        return ProcessReward(
+            name, options, device, place=place, separator=separator, policy_tokenizer=tokenizer, **passes
+        )
+    settings = passes | {
         "policy_tokenizer": tokenizer,
         "messages_key": options.input_key if options.apply_chat_template else None,
         "normalize": options.normalize_reward,
-        "max_samples": None if options.use_dynamic_batch else options.micro_rollout_batch_size,
     }
     if isinstance(options, RewardInputOptions):
         return load_judge(name, options, device, **settings)

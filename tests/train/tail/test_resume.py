@@ -4,6 +4,7 @@ import signal
 from functools import partial
 
 import pytest
+from safetensors.torch import load_file
 
 from tests import warm
 from tests.train.rl.rl_run import assert_identical, result, rows, write_task
@@ -43,14 +44,14 @@ def assert_same(first, second):
 
 # Where the run ends: (iteration, what it is about to do, how often it has done that in this iteration).
 KILLED = [("repulse", (3, "teach", 0)), ("repulse", (3, "update", 0)), ("rounds", (1, "teach", 1))]
-KILLED += [("repulse", (2, "conclude", 0)), ("base_proposal", (3, "update", 0))]
-STOPPED = [("rounds", (3, "teach", 1)), ("rounds", (1, "update", 0)), ("repulse", (3, "sample_proposal", 0))]
+KILLED += [("repulse", (5, "conclude", 0)), ("base_proposal", (3, "update", 0))]
+STOPPED = [("rounds", (3, "teach", 1)), ("rounds", (1, "score_proposed", 0)), ("repulse", (3, "score_proposed", 0))]
+STOPPED += [("repulse", (3, "sample_proposal", 0))]
 
 
 @pytest.mark.parametrize("method, moment", KILLED, ids=str)
 def test_killed_and_resumed_equals_uninterrupted(folder, straight, tmp_path, method, moment):
     words = arguments(folder, tmp_path, method)
-    moment = (5, *moment[1:]) if moment[1] == "conclude" else moment
     assert warm.run(words, prepare=partial(at, moment, signal.SIGKILL, TailRun)) == -signal.SIGKILL
     assert warm.run([*words, "--load_checkpoint"]) == 0
     assert_same(everything(tmp_path), straight(method))
@@ -67,9 +68,12 @@ def test_stopped_by_a_signal_and_resumed_equals_uninterrupted(folder, straight, 
     assert_same(everything(tmp_path), straight(method))
 
 
-def test_the_proposal_is_not_taught_again_after_a_signal(folder, tmp_path):
+def test_what_the_proposal_has_learnt_and_said_is_in_the_checkpoint(folder, tmp_path):
     words = arguments(folder, tmp_path, "repulse")
-    stopped = partial(at, (1, "update", 0), signal.SIGTERM, TailRun)
-    # The signal comes before the policy's update, which is still made: the next look is in the next iteration.
+    stopped = partial(at, (1, "score_proposed", 0), signal.SIGTERM, TailRun)
     assert warm.run(words, prepare=stopped) == 128 + signal.SIGTERM
-    assert (tmp_path / "checkpoints" / "global_step2").exists()
+    saved = tmp_path / "checkpoints" / "global_step1"
+    assert (saved / "proposal").is_dir()
+    assert "proposed/rewards_S" in load_file(saved / "experience" / "tensors.safetensors")
+    taught = partial(at, (1, "teach", 0), signal.SIGKILL, TailRun)
+    assert warm.run([*words, "--load_checkpoint"], prepare=taught) == 0, "it must not be taught again"

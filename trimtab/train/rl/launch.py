@@ -96,6 +96,7 @@ class Builder:
         for line in notes(options, device):
             world.say(line)
         self.reward = build_reward(options, device, self.tokenizer)
+        world.say(f"reward: {self.reward}")
         self.roles = self._roles(stop)
         # Dropout differs between processes, everything else does not.
         seed_everything(options.seed + 1_000_003 * world.rank, deterministic=options.full_determinism)
