@@ -47,7 +47,7 @@ def test_defaults_pass_without_a_word_for_every_method(method):
             {"proposal": "modulation_nn_head", "proposal_loss": "ctl_nosecondterm"},
             "--proposal modulation_nn_head grows without bound",
         ),
-        ({"proposal": "modulation_linear_head", "proposal_lora_rank": 4}, "has no weights for adapters"),
+        ({"proposal": "modulation_linear_head", "proposal_lora_rank": 4}, "takes no adapters"),
         ({"proposal_learning_rate": -1.0}, "--proposal_learning_rate is -1"),
         ({"proposal_updates": 0}, "--proposal_updates is 0"),
         ({"proposal_updates": 2, "method": "base_proposal"}, "base_proposal has no proposal to update"),

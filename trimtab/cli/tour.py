@@ -111,7 +111,7 @@ def ppo_words(lesson: Lesson) -> list[str]:
 def dpo_words(lesson: Lesson) -> list[str]:
     return [
         *lesson.fixed_data_words("pairs"),
-        *("--beta", "0.1", "--learning_rate", "1e-4"),
+        *("--beta", "1", "--nll_loss_coef", "0.2", "--learning_rate", "1e-4"),
         *lesson.place_words("dpo"),
     ]
 
@@ -119,7 +119,7 @@ def dpo_words(lesson: Lesson) -> list[str]:
 def kto_words(lesson: Lesson) -> list[str]:
     return [
         *lesson.fixed_data_words("unpaired"),
-        *("--beta", "0.1", "--learning_rate", "1e-4"),
+        *("--beta", "0.5", "--learning_rate", "1e-4"),
         *lesson.place_words("kto"),
     ]
 

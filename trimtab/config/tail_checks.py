@@ -73,10 +73,8 @@ def _examine_proposal(options: ProposalOptions) -> Iterable[str]:
             f"--proposal_loss ctl_nosecondterm: without its second term --proposal {options.proposal} grows "
             "without bound; use ctl"
         )
-    if options.proposal_lora_rank and options.proposal.endswith("_head"):
-        raise UserError(
-            f"--proposal_lora_rank: --proposal {options.proposal} has no weights for adapters; leave it out"
-        )
+    if options.proposal_lora_rank and options.proposal in MODULATIONS:
+        raise UserError(f"--proposal_lora_rank: --proposal {options.proposal} takes no adapters; leave it out")
     return []
 
 

@@ -22,7 +22,7 @@ ESTIMATORS = {
     "rloo": "rloo --n_samples_per_prompt 4 --init_kl_coef 0",
     "grpo": "grpo --n_samples_per_prompt 4 --init_kl_coef 0.1",
     "dr_grpo": "grpo --advantage_estimator dr_grpo --n_samples_per_prompt 4 --init_kl_coef 0 --dual_clip 3",
-    "filtered": "grpo --n_samples_per_prompt 4 --dynamic_filtering --dynamic_filtering_reward_range 0.2 1.4",
+    "filtered": "grpo --n_samples_per_prompt 4 --dynamic_filtering --dynamic_filtering_reward_range 0.5 1.0",
     "lora": "grpo --n_samples_per_prompt 4 --lora_rank 4 --lora_dropout 0.1 --init_kl_coef 0.1",
 }
 

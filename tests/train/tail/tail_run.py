@@ -15,6 +15,11 @@ METHODS = {
     "reinforce_transform": "--method reinforce_transform --alpha 0.5 --target_dist_beta -1",
     "base_proposal": "--method base_proposal --alpha 0.5 --target_dist_beta -3 --push_down_scale per_group",
     "repulse": REPULSE,
+    "lora": f"{REPULSE} --proposal_lora_rank 4",
+    "two_loras": f"{REPULSE} --proposal_lora_rank 4 --lora_rank 4",
+    "linear_head": f"{REPULSE} --proposal modulation_linear_head",
+    "twist_model": f"{REPULSE} --proposal modulation_model",
+    "nn_head": f"{REPULSE} --proposal modulation_nn_head --init_kl_coef 0",
     "rounds": f"{REPULSE} --proposal_updates 2 --init_kl_coef 0 --proposal_loss ctl_nosecondterm",
 }
 
@@ -24,9 +29,9 @@ def arguments(folder: Path, out: Path, method: str, *more: str) -> list[str]:
         f"tail {METHODS[method]} --pretrain {folder}/model --prompt_data {folder}/prompts.jsonl --label_key label "
         f"--apply_chat_template {REWARD} --prompt_max_len 40 --generate_max_len 8 --n_samples_per_prompt 4 "
         f"--rollout_batch_size 4 --train_batch_size 16 --micro_train_batch_size 4 --micro_rollout_batch_size 8 "
-        f"--num_episodes 2 --actor_learning_rate 3e-3 --bad_threshold 0.1 --save_steps 2 "
+        f"--num_episodes 2 --actor_learning_rate 3e-3 --bad_threshold 0.6 --save_steps 2 "
         f"--evaluate_heldout_sampling --heldout_prompt_data {folder}/test.jsonl --save_negdata "
-        f"--save_negdata_threshold 0.1 --save_path {out} --ckpt_path {out}/checkpoints"
+        f"--save_negdata_threshold 0.6 --save_path {out} --ckpt_path {out}/checkpoints"
     )
     return [*fixed.split(), *" ".join(more).split()]
 

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 import torch
 
+from trimtab.distributed.device import free_memory
 from trimtab.distributed.sharding import gathered
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
@@ -111,6 +112,11 @@ class BuiltinEngine:
         self._memory.release()
         if self._int8 is not None:
             self._int8.release()
+
+    def rest(self) -> None:
+        """Between the calls of a training loop: sleep if what is held is more than what is still free."""
+        if self._memory.held > free_memory(self.policy.device):
+            self.sleep()
 
     def wake(self) -> None:
         """Nothing to prepare: the next call takes the memory it needs."""

@@ -29,6 +29,11 @@ class KVMemory:
             self._cache, self._wanted = KVCache(self.shape, pages, self.page_size, device), wanted
         return self._cache
 
+    @property
+    def held(self) -> int:
+        """Bytes."""
+        return 0 if self._cache is None else 2 * self._cache.keys.nbytes
+
     def release(self) -> None:
         self._cache, self._wanted = None, 0
 

@@ -138,7 +138,7 @@ class Builder:
         roles["rollouts"] = self._rollouts(policy, stop)
         return roles
 
-    def _rollouts(self, policy: Policy, stop: StopRequest) -> Rollouts:
+    def _rollouts(self, policy: Policy, stop: StopRequest, role: type[Rollouts] = Rollouts) -> Rollouts:
         options = self.options
         engine = BuiltinEngine(
             policy,
@@ -147,7 +147,7 @@ class Builder:
             kv_tokens=options.rollout_kv_tokens,
             weight_only_int8=options.weight_only_int8,
         )
-        return Rollouts(engine, self.reward, self.stores, self.tokenizer, lambda: stop.signal is not None)
+        return role(engine, self.reward, self.stores, self.tokenizer, lambda: stop.signal is not None)
 
     def _scorer(self, pretrain: str | None) -> ReferenceRole:
         """A frozen model that scores the policy's tokens; None: what the policy was at the start."""

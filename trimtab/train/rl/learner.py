@@ -44,6 +44,7 @@ class Learner:
             # A split model averages gradients over its processes; shares are meant to add up.
             (share.loss * (batch.weight * self.world.size)).backward()
             share.add_to(figures, batch.weight)
+        self.gather_gradients()
         found = self.world.add_up(figures)
         found["learning_rate"] = self.optimiser.rate(step)
         if math.isfinite(found["loss"]):
@@ -51,6 +52,9 @@ class Learner:
             return found | {"grad_norm": report.grad_norm, "applied": float(report.applied)}
         self.optimiser.clear_gradients()
         return found | {"grad_norm": math.nan, "applied": 0.0}
+
+    def gather_gradients(self) -> None:
+        """For what is not split: a split model has done it in its last backward pass."""
 
     # ---- on disk
 

@@ -3,6 +3,7 @@
 Samples go to the reward as they finish, while others are still being written. Every process answers its own share.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,22 +39,24 @@ class Rollouts:
         except RewardFailed as failure:
             return failure
         finally:
-            self.engine.sleep()
+            self.engine.rest()
 
     def _sample(self, requests: list[Request], prompts: PromptStore, sampling: Sampling) -> Experience | None:
         rows = [row for row, _ in requests]
         seeds = [seed for _, seed in requests]
-        stream = self.engine.stream([prompts.ids(row) for row in rows], sampling, seeds=seeds)
         found: list[Rollout] = []
         waiting: list[Rollout] = []
-        with Overlapped(self.reward) as scored:
+        prompt_ids = [prompts.ids(row) for row in rows]
+        with (
+            Overlapped(self.reward) as scored,
+            contextlib.closing(self.engine.stream(prompt_ids, sampling, seeds=seeds)) as stream,
+        ):
             for rollout in stream:
                 waiting.append(rollout)
                 if self.reward.concurrent and len(waiting) >= SCORED_AT_ONCE:
                     scored.submit(self._request(prompts, rows, waiting))
                     found, waiting = found + waiting, []
                 if self.stopped():
-                    stream.close()
                     return None
             if waiting:
                 scored.submit(self._request(prompts, rows, waiting))

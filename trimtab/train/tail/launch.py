@@ -1,23 +1,37 @@
 """From checked options to a tail run: what an RL run has, and a proposal, the start, held-out prompts, measures."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from trimtab.data.prompts import Stores
 from trimtab.errors import UserError
+from trimtab.models.borrowed import BorrowingPolicy
 from trimtab.models.load import load_policy
+from trimtab.models.modulated import ModulatedPolicy, TwistModel, twist_of
+from trimtab.models.policy import Policy
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Sampling
 from trimtab.train.interrupts import StopRequest
 from trimtab.train.launch import load_job_tokenizer
-from trimtab.train.rl.launch import Builder, check_model, rehearse_rl, train_rl
+from trimtab.train.rl.launch import Builder, rehearse_rl, train_rl
 from trimtab.train.rl.learner import Actor
 from trimtab.train.sharded import shard_trained
 from trimtab.train.tail.files import TailFiles
 from trimtab.train.tail.loop import TailRoles, TailRun
 from trimtab.train.tail.measures import BadWords, Measures, bad_tokens
 from trimtab.train.tail.prompts import HELD_OUT, load_tail_stores
-from trimtab.train.tail.proposal import ProposalModel, TailActor
+from trimtab.train.tail.proposal import (
+    BorrowingProposal,
+    BorrowingRollouts,
+    Modulation,
+    ModulationModel,
+    ProposalModel,
+    TailActor,
+)
+
+HEAD_LAYERS = {"modulation_linear_head": 1, "modulation_nn_head": 3}
 
 
 def train_tail(options: Any) -> None:
@@ -48,26 +62,54 @@ class TailBuilder(Builder):
     def _roles(self, stop: StopRequest) -> dict[str, Any]:
         options = self.options
         bad = bad_tokens(options, self.tokenizer) if options.analytic_bad_word_calc else None
+        borrowing = options.method == "repulse" and options.proposal_lora_rank > 0
+        self.borrowing = self._borrowing_policy() if borrowing else None  # before the policy is split
         roles = super()._roles(stop)
         if HELD_OUT in self.stores:
             roles["start"] = roles.get("reference") or self._scorer(None)
         if options.method == "repulse":
-            roles["proposal"] = self._proposal()
-            roles["proposal_rollouts"] = self._rollouts(roles["proposal"].model, stop)
+            roles |= self._proposal(stop)
         if bad is not None:
             policy = self.loaded.model
             prompt, stops = self.stores["train"].ids(0), stop_tokens(policy, self.tokenizer)
             roles["bad_words"] = BadWords(policy, prompt, bad, options.generate_max_len, stops)
         return roles
 
-    def _proposal(self) -> ProposalModel:
-        """A second model, from the same weights as the policy."""
+    def _proposal(self, stop: StopRequest) -> dict[str, Any]:
+        """Its learner, and what answers prompts with it."""
+        options, policy = self.options, self.loaded.model
+        if self.borrowing is not None:
+            learner = self._learner(BorrowingProposal, self.borrowing)
+            with self.borrowing.at_work():
+                rollouts = self._rollouts(self.borrowing, stop, BorrowingRollouts)
+        elif options.proposal in HEAD_LAYERS:
+            model = ModulatedPolicy(policy, twist_of(policy, layers=HEAD_LAYERS[options.proposal]))
+            learner, rollouts = self._learner(Modulation, model), self._rollouts(model, stop)
+        elif options.proposal == "modulation_model":
+            psi = TwistModel(self._second_model())
+            shard_trained(psi, options, self.world)
+            model = ModulatedPolicy(policy, psi.twist, psi)
+            learner, rollouts = self._learner(partial(ModulationModel, model), psi), self._rollouts(model, stop)
+        else:
+            model = self._second_model()
+            shard_trained(model, options, self.world)
+            learner, rollouts = self._learner(ProposalModel, model), self._rollouts(model, stop)
+        return {"proposal": learner, "proposal_rollouts": rollouts}
+
+    def _second_model(self) -> Policy:
+        """From the same weights as the policy, and trained in full."""
         options = dataclasses.replace(self.options, lora_rank=0)
-        model = load_policy(options, self.device, cast=self.world.size == 1).model
-        check_model(model, options, self.stores)
-        shard_trained(model, options, self.world)
-        optimiser = self._optimiser(model.model, options.proposal_learning_rate, options.proposal_updates)
-        return ProposalModel(options, model, optimiser, self.tokenizer, self.device, self.world)
+        return load_policy(options, self.device, cast=self.world.size == 1).model
+
+    def _borrowing_policy(self) -> BorrowingPolicy:
+        options = dataclasses.replace(self.options, lora_rank=self.options.proposal_lora_rank)
+        return BorrowingPolicy(self.loaded.model, options, split=self.world.size > 1)
+
+    def _learner(self, make: Callable[..., ProposalModel], model: Any) -> ProposalModel:
+        options = dataclasses.replace(self.options, enable_ema=False)
+        trained = model if isinstance(model, TwistModel) else model.model
+        optimiser = self._optimiser(trained, options.proposal_learning_rate, options.proposal_updates)
+        return make(options, model, optimiser, self.tokenizer, self.device, self.world)
 
     def _make_run(self, groups: dict[str, Any], sampling: Sampling, *more: Any) -> TailRun:
         files = TailFiles(self.options, self._manifest(), self.tokenizer, self.device, self.iterations)

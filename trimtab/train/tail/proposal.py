@@ -1,11 +1,27 @@
-"""The proposal of RePULSe as a role that learns: a model of its own, adapters on the policy's weights, or a head."""
+"""The learners of a tail method: the policy, and RePULSe's proposal.
 
+The proposal is a language model q of its own, adapters on the policy's weights, or what modulates the policy: a head,
+or a model of its own. Adapters and heads work on the policy's weights: every process holds all that they learn, and
+their gradients are averaged.
+"""
+
+from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+from torch import Tensor
+
 from trimtab.data.batches import TokenBatch
+from trimtab.distributed.sharding import whole
+from trimtab.models.modulated import ModulatedPolicy, TwistModel
+from trimtab.models.packed import scoring
+from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.learner import Actor
+from trimtab.train.rl.rollouts import Rollouts
 from trimtab.train.tail.objective import policy_share, twist_share
 from trimtab.train.task import Share, Totals
+
+TWIST = "twist.safetensors"
 
 
 class TailActor(Actor):
@@ -20,3 +36,78 @@ class ProposalModel(Actor):
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
         return twist_share(self.model(batch).log_probs_N - batch.extra["policy_N"], batch, totals)
+
+
+class BorrowingProposal(ProposalModel):
+    """Adapters on the policy's weights."""
+
+    def update(self, batches: list[TokenBatch], **settings: Any) -> dict[str, float]:
+        with self.model.at_work():
+            return super().update(batches, **settings)
+
+    def gather_gradients(self) -> None:
+        gradients = self.optimiser.accumulated
+        for name, parameter in self.optimiser.working.items():
+            if name in gradients:
+                gradients[name] = self.world.sum(gradients[name]) / self.world.size
+            else:
+                parameter.grad = self.world.sum(parameter.grad) / self.world.size
+
+    def log_probs(self, batches: list[TokenBatch]) -> list[Tensor]:
+        with self.model.at_work():
+            return super().log_probs(batches)
+
+    def save(self, *, folder: Path) -> None:
+        if self.world.leads:
+            self.model.model.save_pretrained(folder)
+
+
+class Modulation(BorrowingProposal):
+    """A head on the policy's hidden states, whose output is log psi."""
+
+    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
+        return twist_share(self.model.log_twists(batch), batch, totals)
+
+    def log_twists(self, batches: list[TokenBatch]) -> list[Tensor]:
+        with self.model.at_work(), scoring(self.model):
+            return [self.model.log_twists(batch.to(self.device.torch)).cpu() for batch in batches]
+
+    def save(self, *, folder: Path) -> None:
+        if self.world.leads:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(self.model.twist.state_dict(), folder / TWIST)
+
+
+class ModulationModel(ProposalModel):
+    """A model of its own, whose output is log psi."""
+
+    model: TwistModel
+
+    def __init__(self, modulated: ModulatedPolicy, *parts: Any):
+        super().__init__(*parts)
+        self.modulated = modulated
+
+    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
+        return twist_share(self.model(batch), batch, totals)
+
+    def log_twists(self, batches: list[TokenBatch]) -> list[Tensor]:
+        with scoring(self.model):
+            return [self.model(batch.to(self.device.torch)).cpu() for batch in batches]
+
+    def log_probs(self, batches: list[TokenBatch]) -> list[Tensor]:
+        with self.modulated.at_work(), scoring(self.modulated):
+            return [self.modulated(batch.to(self.device.torch)).log_probs_N.cpu() for batch in batches]
+
+    def save(self, *, folder: Path) -> None:
+        super().save(folder=folder)
+        weights = {name: whole(value) for name, value in self.model.twist.state_dict().items()}
+        if self.world.leads:
+            save_file(weights, folder / TWIST)
+
+
+class BorrowingRollouts(Rollouts):
+    """Answers of a proposal that works on the policy's weights."""
+
+    def sample(self, requests: list, **settings: Any) -> Experience | None:
+        with self.engine.policy.at_work():
+            return super().sample(requests, **settings)

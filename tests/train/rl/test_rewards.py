@@ -1,0 +1,113 @@
+"""Rewards in the loop: of every source, together, and when they fail."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaForSequenceClassification
+
+from tests import warm
+from tests.tiny import tiny_model
+from tests.train.rl.rl_run import arguments, assert_identical, result, rows, write_task
+from trimtab.embedded.sort_task import make_tokenizer
+from trimtab.train.rl.loop import RLRun
+from trimtab.train.rl.recording import Recording
+
+FAILS = """
+import pathlib
+
+def reward_func(queries, prompts, labels):
+    if pathlib.Path({flag!r}).exists():
+        raise ValueError("the judge is out for lunch")
+    return [len(set(query)) / 10 for query in queries]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = write_task(tmp_path_factory.mktemp("task"))
+    for name, seed in (("judge", 5), ("other", 6)):
+        config = tiny_model("llama", vocab_size=len(make_tokenizer())).config
+        config.num_labels = 1
+        torch.manual_seed(seed)
+        LlamaForSequenceClassification(config).save_pretrained(folder / name)
+        make_tokenizer().save_pretrained(folder / name)
+    return folder
+
+
+def without_verifier(words):
+    place = words.index("--reward_verifier")
+    return words[:place] + words[place + 2 :]
+
+
+def test_several_reward_models_are_summed_with_their_weights(folder, tmp_path):
+    words = without_verifier(arguments(folder, tmp_path, "grpo"))
+    words += f"--reward_pretrain {folder}/judge,{folder}/other --reward_weights 1.0 0.5".split()
+    assert warm.run(words) == 0
+    for row in rows(tmp_path)[1:]:
+        assert row["reward"] == pytest.approx(row["reward/judge"] + 0.5 * row["reward/other"], abs=1e-5)
+
+
+def test_a_critic_starts_from_the_reward_model_and_is_saved(folder, tmp_path):
+    words = without_verifier(arguments(folder, tmp_path, "ppo"))
+    words += f"--reward_pretrain {folder}/judge --save_value_network".split()
+    assert warm.run(words) == 0
+    config = json.loads((tmp_path / "critic" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"]
+
+
+def test_a_reward_that_fails_for_good_stops_the_run_after_a_checkpoint_from_which_it_goes_on(folder, tmp_path):
+    flag = tmp_path / "lunch"
+    function = tmp_path / "reward.py"
+    function.write_text(FAILS.format(flag=str(flag)))
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    words = [*without_verifier(arguments(folder, whole, "grpo")), "--remote_rm_url", str(function)]
+    assert warm.run(words) == 0
+    words = [*without_verifier(arguments(folder, broken, "grpo")), "--remote_rm_url", str(function)]
+    log = tmp_path / "log"
+    assert warm.run(words, prepare=FailLater(flag), log=log) == 1
+    told = log.read_text()
+    assert "the judge is out for lunch" in told and "checkpoint saved in" in told
+    assert len(rows(broken)) == 3, "nothing was trained on made-up rewards"
+    flag.unlink()
+    assert warm.run([*words, "--load_checkpoint"]) == 0
+    assert_identical(result(broken), result(whole))
+
+
+class FailLater:
+    """From the third iteration on the reward fails."""
+
+    def __init__(self, flag):
+        self.flag = flag
+
+    def __call__(self):
+        plain = RLRun.sample
+
+        def sample(run, stop):
+            if run.counters.iteration == 2:
+                self.flag.write_text("")
+            return plain(run, stop)
+
+        RLRun.sample = sample
+
+
+def test_rewards_of_steps_stand_within_the_answers(folder, tmp_path):
+    model = tiny_model("llama", vocab_size=len(make_tokenizer()), seed=7)
+    model.save_pretrained(tmp_path / "prm")
+    make_tokenizer().save_pretrained(tmp_path / "prm")
+    words = without_verifier(arguments(folder, tmp_path / "out", "reinforce"))
+    words += f"--reward_pretrain {tmp_path}/prm --placeholder_token . --reward_tokens y n --step_reward steps".split()
+    words += ["--step_separator", "3"]
+    assert warm.run(words) == 0
+    assert any(row["return"] != 0 for row in rows(tmp_path / "out")[1:])
+
+
+def test_dynamic_filtering_trains_only_on_groups_in_the_range(folder, tmp_path):
+    assert warm.run(arguments(folder, tmp_path, "filtered", f"--record {tmp_path}/recorded")) == 0
+    found = rows(tmp_path)[1:]
+    assert sum(row["filtered_groups"] for row in found) > 0
+    recording = Recording(tmp_path / "recorded", 4)
+    for iteration, row in enumerate(found):
+        experience, _, _ = recording.read(iteration)
+        means = experience.scores_S.view(-1, 4).mean(1)
+        assert len(experience) == row["samples"] and ((means > 0.5) & (means < 1.0)).all()
