@@ -6,8 +6,8 @@ Like groups.py. What RL shares with the other jobs (model, LoRA, checkpoints, sh
 from dataclasses import dataclass
 
 from trimtab.config.groups import (
+    AnswerOptions,
     InputColumn,
-    LoggingOptions,
     PrefixOptions,
     PromptLengthOptions,
     RowOptions,
@@ -240,7 +240,7 @@ class ActorOptions(UpdateOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingEvaluationOptions(LoggingOptions):
+class SamplingEvaluationOptions(AnswerOptions):
     """Logging and evaluation"""
 
     eval_temperature: float = 0.6

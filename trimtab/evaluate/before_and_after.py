@@ -16,6 +16,7 @@ import torch
 
 from trimtab.data.labelled import build_labelled_store
 from trimtab.data.pairs import build_pair_store
+from trimtab.data.prompts import load_prompt_stores
 from trimtab.data.sources import load_evaluation_rows, load_rows
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.data.tokens import build_sft_store
@@ -29,6 +30,7 @@ MOST_NEW_TOKENS = 256
 SPARE_ROWS = 8  # looked at for each sample that is wanted: some rows are left out, or are no good answers
 
 Example = tuple[np.ndarray, np.ndarray]  # ids, which of them are trained
+Asked = tuple[list[list[int]], list[str], int]  # prompts, what a right answer is, how long an answer may be
 
 
 def write_samples(options: Any) -> Path:
@@ -37,26 +39,39 @@ def write_samples(options: Any) -> Path:
     tokenizer = load_tokenizer(
         options.pretrain, disable_fast=options.disable_fast_tokenizer, chat_template=options.tokenizer_chat_template
     )
-    examples = _examples(options, tokenizer)
-    if not examples:
-        raise UserError("--report_samples: the data hold no answer worth asking for")
-    parts = [prompt_and_answer(*example) for example in examples]
-    prompts, references = [prompt for prompt, _ in parts], [reference for _, reference in parts]
-    length = min(MOST_NEW_TOKENS, 2 * max(map(len, references)) + 8)
+    prompts, references, length = (_labelled_prompts if hasattr(options, "prompt_data") else _taught_answers)(
+        options, tokenizer
+    )
     before = _answers(options, options.pretrain, tokenizer, prompts, length)
     after = _answers(options, options.save_path, tokenizer, prompts, length)
+    shown = tokenizer.batch_decode(prompts, skip_special_tokens=True)
     samples = [
-        {"prompt": shown, "before": old, "after": new, "reference": reference}
-        for shown, old, new, reference in zip(
-            tokenizer.batch_decode(prompts, skip_special_tokens=True),
-            before,
-            after,
-            tokenizer.batch_decode(references, skip_special_tokens=True),
-        )
+        {"prompt": prompt, "before": old, "after": new, "reference": reference}
+        for prompt, old, new, reference in zip(shown, before, after, references)
     ]
     path = Path(options.save_path) / SAMPLES
     path.write_text(json.dumps(samples, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
+
+
+def _labelled_prompts(options: Any, tokenizer: Any) -> Asked:
+    """Prompts of the evaluation data, or without any of the training data, and their labels."""
+    stores, _ = load_prompt_stores(options, tokenizer)
+    store = stores.get("evaluation", stores["train"])
+    rows = range(min(options.report_samples, len(store)))
+    labels = [store.label(row) for row in rows]
+    references = ["" if label is None else str(label) for label in labels]
+    return [store.ids(row) for row in rows], references, min(MOST_NEW_TOKENS, options.generate_max_len)
+
+
+def _taught_answers(options: Any, tokenizer: Any) -> Asked:
+    examples = _examples(options, tokenizer)
+    if not examples:
+        raise UserError("--report_samples: the data hold no answer worth asking for")
+    parts = [prompt_and_answer(*example) for example in examples]
+    references = [reference for _, reference in parts]
+    length = min(MOST_NEW_TOKENS, 2 * max(map(len, references)) + 8)
+    return [prompt for prompt, _ in parts], tokenizer.batch_decode(references, skip_special_tokens=True), length
 
 
 def prompt_and_answer(ids: np.ndarray, trained: np.ndarray) -> tuple[list[int], list[int]]:

@@ -57,10 +57,16 @@ def test_cutting_changes_nothing(folder, usual, tmp_path, cut):
     assert_same(tmp_path, usual("repulse"))
 
 
-LONG = [pytest.param(method, 0, marks=pytest.mark.long) for method in ("ppo", "reinforce_transform", "rounds")]
+LONG = [
+    pytest.param(method, 0, marks=pytest.mark.long)
+    for method in ("ppo", "reinforce_transform", "rounds", "twist_model", "two_loras")
+]
 
 
-@pytest.mark.parametrize("method, stage", [("repulse", 2), ("base_proposal", 3), ("lora", 3), ("linear_head", 2), *LONG])
+SHORT = [("repulse", 2), ("base_proposal", 3), ("lora", 3), ("linear_head", 2)]
+
+
+@pytest.mark.parametrize("method, stage", SHORT + LONG)
 def test_two_processes_learn_and_measure_what_one_does(folder, usual, tmp_path, method, stage):
     words = arguments(folder, tmp_path, method, QUIET, f"--zero_stage {stage}")
     assert warm.run_world(words, 2) == [0, 0]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 MUCH_KL = 1.0  # nats a token: the policy no longer resembles the reference
 LITTLE_ENTROPY = 0.1  # of what it was in the first iteration
+NEARLY_ALL = 0.9  # of the way from the worst reward to the best: sure of itself, and right to be
 MANY_TRUNCATED = 0.5
 MUCH_GAP = 0.05  # nats, mean over tokens
 RATIO_OFF = 0.02
@@ -17,7 +18,8 @@ def alarms(row: dict, first_entropy: float) -> Iterator[str]:
         yield "in every group all rewards are equal: no answer is better than its neighbours; vary prompts or sampling"
     if row.get("kl", 0.0) > MUCH_KL:
         yield f"KL to the reference is {row['kl']:.2f} nats a token: raise --init_kl_coef or lower the learning rate"
-    if first_entropy > 0 and row["sampled_entropy"] < LITTLE_ENTROPY * first_entropy:
+    solved = row["reward"] >= row["reward_min"] + NEARLY_ALL * (row["reward_max"] - row["reward_min"])
+    if first_entropy > 0 and row["sampled_entropy"] < LITTLE_ENTROPY * first_entropy and not solved:
         yield (
             f"entropy has fallen to {row['sampled_entropy']:.3f} from {first_entropy:.3f} nats a token: all answers "
             "become alike; try --entropy_loss_coef or a higher --temperature"

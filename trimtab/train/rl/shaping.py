@@ -75,9 +75,11 @@ def described(experience: Experience, rewards_GN: Tensor, returns_S: Tensor, kl_
     figures = {
         "reward": experience.rewards_S.mean(),
         "reward_std": experience.rewards_S.std(correction=0),
+        "reward_min": experience.rewards_S.min(),
+        "reward_max": experience.rewards_S.max(),
         "score": experience.scores_S.mean(),
         "return": returns_S.mean(),
-        "equal_groups": equal_groups(rewards_GN).float().mean(),
+        "equal_groups": equal_groups(rewards_GN).float().mean() if rewards_GN.shape[1] > 1 else 0.0,
         "length": experience.lengths_S.float().mean(),
         "length_max": experience.lengths_S.max(),
         "truncated": (experience.finishes_S == FINISHES.index("length")).float().mean(),
