@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from tests.report.pages import Checked, write_metrics, write_run
+from tests.report.pages import Checked, step_row, write_metrics, write_run
 from trimtab.cli import main as trimtab_main
-from trimtab.report.compare import comparability, names_of, write_comparison
+from trimtab.report.columns import columns_of, names_of
+from trimtab.report.compare import comparability, write_comparison
 from trimtab.report.read import read_run
 
 
@@ -89,13 +90,13 @@ def test_answers_to_the_same_prompt_stand_side_by_side(two):
 
 
 def test_nine_runs_and_broken_ones_still_give_a_page(tmp_path):
-    folders = [write_run(tmp_path / f"run{index}", seed=index) for index in range(9)]
+    folders = [write_run(tmp_path / f"run{index}", max_len=index + 1) for index in range(9)]
     (folders[3] / "metrics.jsonl").write_text("not json\n")
     (folders[4] / "options.yaml").write_text(": :")
     (folders[5] / "manifest.json").write_text("[")
-    (folders[6] / "options.yaml").write_text("preference_loss: {a: [1]}\nseed: [1, {b: 2}]\n")
+    (folders[6] / "options.yaml").write_text("preference_loss: {a: [1]}\nmax_len: [1, {b: 2}]\n")
     page = compare(*folders)
-    assert 'class="smooth c1 dashed"' in page and len(row_of(page, "seed")) == 9
+    assert 'class="smooth c1 dashed"' in page and len(row_of(page, "max_len")) == 9
 
 
 def test_command_writes_beside_the_first_run_or_where_output_says(two, tmp_path, capsys):
@@ -124,3 +125,46 @@ def test_a_mistake_is_one_line(words, problem, two, tmp_path, monkeypatch, capsy
     assert trimtab_main.main(["report", *words]) == 2
     error = capsys.readouterr().err
     assert problem in error and error.count("\n") == 1
+
+
+@pytest.fixture
+def seeds(tmp_path):
+    """Three seeds of one experiment whose final losses are 1, 2 and 3, and a run of another."""
+    folders = [write_run(tmp_path / f"base-seed{seed}", seed=seed) for seed in (1, 2, 3)]
+    for level, folder in enumerate(folders, start=1):
+        write_metrics(folder, [step_row(step) | {"loss": float(level)} for step in range(1, 9)])
+    return [*folders, write_run(tmp_path / "other", learning_rate=1.0, seed=1)]
+
+
+def test_runs_that_differ_only_in_their_seed_are_one_column(seeds):
+    columns = columns_of([read_run(folder) for folder in seeds])
+    assert [column.label for column in columns] == ["base, 3 seeds", "other"]
+    again = write_run(seeds[0].parent / "again", seed=1)
+    assert len(columns_of([read_run(folder) for folder in (*seeds, again)])) == 3, "a repeated seed is no new one"
+
+
+def test_seeds_show_their_mean_and_its_interval(seeds):
+    page = compare(*seeds)
+    # Student's t with 2 degrees of freedom: 4.303 x 1 / sqrt(3)
+    assert row_of(page, "loss")[0] == "<td>2 ± 2.48</td>"
+    assert row_of(page, "seed") == ["<td class=chosen>1, 2, 3</td>", "<td class=chosen>1</td>"]
+    loss = page.split("<b>Loss</b>")[1].split("</figure>")[0]
+    assert loss.count('class="band spread c0"') == 1 and 'class="smooth c0"' in loss
+    assert "spread c1" not in page and "4 runs side by side" in page
+
+
+def test_the_interval_of_a_curve_is_that_of_its_steps(seeds):
+    column = columns_of([read_run(folder) for folder in seeds[:3]])[0]
+    curve = column.curve(lambda run: run.series("loss"), "smooth", 0)
+    assert [step for step, _ in curve.points] == list(range(1, 9)) and {value for _, value in curve.points} == {2.0}
+    assert curve.high[3][1] - 2 == pytest.approx(2.484, abs=1e-3) == 2 - curve.low[3][1]
+
+
+def test_a_best_mean_is_marked_only_where_intervals_are_apart(seeds):
+    page = compare(*seeds)
+    assert "class=best" not in "".join(row_of(page, "loss")), "the seeds' interval holds the other's loss"
+
+
+def test_seeds_alone_make_a_page(seeds):
+    page = compare(*seeds[:3])
+    assert "3 runs side by side" in page and "base, 3 seeds" in page

@@ -92,7 +92,7 @@ def test_a_band_lies_between_its_curves_and_a_level_where_it_belongs():
     lines = [Line("upper", upper, series=0), Line("lower", lower, series=1)]
     drawn = chart("Rewards", lines, band=(upper, lower), level=0.5)
     top = 300 * 0.04 / 1.04
-    assert f'class=band d="M0.0 {top:.1f}L1000.0 {top:.1f}L1000.0 300.0L0.0 300.0Z"' in drawn
+    assert f'class="band" d="M0.0 {top:.1f}L1000.0 {top:.1f}L1000.0 300.0L0.0 300.0Z"' in drawn
     assert f'class=level x1=0 x2=1000 y1="{300 - 150 / 1.04:.1f}"' in drawn
 
 

@@ -2,16 +2,13 @@
 
 import pytest
 import torch
-from tokenizers import processors
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
     LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
 )
 
+from tests.rewards.encoder import write_encoder
 from tests.tiny import tiny_model
 from trimtab.config.jobs import AttackOptions, TailOptions
 from trimtab.distributed.device import find_device
@@ -27,28 +24,8 @@ ANSWERS = ["1349", "hi there", "no"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An encoder with marks around its inputs and token types that matter."""
     folder = tmp_path_factory.mktemp("encoder")
-    core = make_tokenizer().backend_tokenizer
-    marks = [("<user>", 3), ("<unk>", 2)]
-    core.post_processor = processors.TemplateProcessing(
-        single="<user>:0 $A:0 <unk>:0", pair="<user>:0 $A:0 <unk>:0 $B:1 <unk>:1", special_tokens=marks
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
-    )
-    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    torch.manual_seed(0)
-    model = BertForSequenceClassification(
-        BertConfig(vocab_size=len(tokenizer), num_labels=1, max_position_embeddings=80, **size)
-    )
-    for weight in (model.classifier.weight, model.bert.embeddings.token_type_embeddings.weight):
-        torch.nn.init.normal_(weight, std=1.0)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    write_encoder(folder)
     return str(folder)
 
 

@@ -118,18 +118,18 @@ def test_recordings_follow_the_weights_and_survive_a_nap():
     used = BuiltinEngine(policy)
     sampling = Sampling(max_new_tokens=NEW, temperature=0)
     used.generate(SHORT, sampling)
-    kept = used._recordings.decodes
+    kept = used.recordings.decodes
     others = [p.data for p in tiny_model("llama", seed=9).to(DEVICE).parameters()]
     fresh = answers(policy_of(seed=9), sampling)
     with torch.no_grad():
         for parameter, other in zip(policy.parameters(), others):
             parameter.copy_(other)
-    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh and used._recordings.decodes is kept
+    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh and used.recordings.decodes is kept
     for parameter, other in zip(policy.parameters(), others):
         parameter.data = other.clone()  # elsewhere now
-    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh and used._recordings.decodes is not kept
+    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh and used.recordings.decodes is not kept
     used.sleep()
-    assert used._recordings.decodes is None
+    assert used.recordings.decodes is None
     assert [a.ids for a in used.generate(SHORT, sampling)] == fresh
 
 
@@ -163,8 +163,8 @@ def test_recorded_reading_leaves_what_reading_launch_by_launch_leaves():
     given, sampling = prompts((5, 130, 33, 1, 64)), Sampling(max_new_tokens=1, n=3, temperature=0.9)
     used = BuiltinEngine(policy)
     recorded = used.generate(given, sampling)
-    assert used._recordings.reads.passes
-    used._recordings.follow = lambda cache, fused: setattr(used._recordings, "reads", None)
+    assert used.recordings.reads.passes
+    used.recordings.follow = lambda cache, fused: setattr(used.recordings, "reads", None)
     plain = used.generate(given, sampling)
     assert [a.ids for a in recorded] == [a.ids for a in plain]
     np.testing.assert_allclose([a.log_probs for a in recorded], [a.log_probs for a in plain], atol=1e-6)
@@ -190,5 +190,5 @@ def test_a_model_that_cannot_be_recorded_decodes_step_by_step(monkeypatch):
     monkeypatch.setattr(graphs, "record", refuse)
     used = BuiltinEngine(policy)
     assert [a.ids for a in used.generate(SHORT, sampling)] == expected
-    assert not used._recordings.possible
-    assert [a.ids for a in used.generate(SHORT, sampling)] == expected and used._recordings.decodes is None
+    assert not used.recordings.possible
+    assert [a.ids for a in used.generate(SHORT, sampling)] == expected and used.recordings.decodes is None

@@ -30,6 +30,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "serve-rm": ("trimtab.cli.serve_rm", "a reward model, a process reward model or a verifier as an HTTP server"),
     "attack": ("trimtab.cli.attack", "search for suffixes that make a model misbehave (GCG)"),
     "plot": ("trimtab.cli.plot", "draw curves and frontiers of several runs"),
+    "plan": ("trimtab.cli.plan", "what memory and time a training job needs, on this device or another"),
     "jobs": ("trimtab.cli.jobs", "write Slurm or shell files for a command over seeds"),
     "report": ("trimtab.cli.report", "turn a run's metrics into a page to look at"),
 }

@@ -56,6 +56,8 @@ def _show_what_is_left(options: Any, finished: bool) -> None:
     written = _attempt("report was", lambda: _write_report(folder), options)
     if written is not None:
         places["report"] = written
+    if finished and (memory := _attempt("memory was", lambda: _memory_line(folder), options)):
+        places["memory"] = memory
     for name, place in places.items():
         print(f"{name:9}{place}", flush=True)
 
@@ -76,7 +78,19 @@ def _write_report(folder: Path) -> Path:
     return write_report(folder)
 
 
-def _attempt(what: str, action: Callable[[], Path | None], options: Any) -> Path | None:
+def _memory_line(folder: Path) -> str | None:
+    """What a plan said and what was then measured."""
+    from trimtab.report.read import read_run
+
+    run = read_run(folder)
+    planned = run.manifest.get("planned_memory_gib")
+    measured = max((value for _, value in run.series("memory_gib")), default=None)
+    if planned is None or measured is None:
+        return None
+    return f"{planned:.2f} GiB planned, {measured:.2f} GiB measured at the peak"
+
+
+def _attempt(what: str, action: Callable[[], Any], options: Any) -> Any:
     try:
         return action()
     except Exception as error:

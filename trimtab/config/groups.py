@@ -160,6 +160,9 @@ class BatchOptions(PackingOptions):
     """Passes over the data; in RL over the rollouts of each iteration."""
     train_max_tokens_per_gpu: int | None = None
     """Token budget of a packed pass; unset: micro_train_batch_size samples of full length."""
+    fit_memory: bool | None = None
+    """Choose the token budget of a pass from the device's memory (see trimtab plan); unset: on an accelerator, where
+    no option above or of the like says how large a pass is."""
 
 
 @dataclass(frozen=True, kw_only=True)

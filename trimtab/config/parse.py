@@ -14,6 +14,9 @@ from trimtab.errors import UserError
 
 Options = TypeVar("Options")
 
+# Who says how large a pass is does not want it chosen.
+PASS_SIZES = {"micro_train_batch_size", "train_max_tokens_per_gpu", "micro_rollout_batch_size", "use_dynamic_batch"}
+
 
 def parse(job_class: type[Options], argv: Sequence[str]) -> Options:
     """The options that `argv` (and the file its --config names) asks for; a mistake is a UserError of one line.
@@ -29,6 +32,8 @@ def parse(job_class: type[Options], argv: Sequence[str]) -> Options:
     for name, value in chosen.items():
         if value == REDACTED:
             raise UserError(f"--{name} is {REDACTED} in this config, because it was a key: give it on the command line")
+    if PASS_SIZES & chosen.keys() and "fit_memory" in options_of(job_class):
+        chosen.setdefault("fit_memory", False)
     return job_class(**chosen)
 
 

@@ -20,7 +20,8 @@ from trimtab.errors import UserError
 _OF_OTHER_METHODS = (
     *("temperature", "top_p", "weight_only_int8", "max_epochs", "gamma", "use_kl_loss", "kl_estimator", "kl_target"),
     *("dynamic_filtering", "overlong_buffer_len", "entropy_loss_coef", "policy_loss_type", "no_advantage_std_norm"),
-    *("eps_clip", "eps_clip_low_high", "dual_clip", "aux_loss_coef"),
+    *("eps_clip", "eps_clip_low_high", "dual_clip", "aux_loss_coef", "loss_reduction", "mismatch_correction"),
+    *("teacher_model", "pretrain_data", "freezing_actor_steps"),
 )
 
 

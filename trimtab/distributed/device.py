@@ -71,6 +71,11 @@ def free_memory(device: torch.device) -> int:
     return _free_main_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes of an accelerator, whoever uses them; of main memory, what this process may still take."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else free_memory(device)
+
+
 Recording = torch.cuda.CUDAGraph
 
 

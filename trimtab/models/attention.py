@@ -241,8 +241,8 @@ def _causal_in_strips(query, key, value, scale, groups, strips: int = 4):
 
 def _varlen_applies(query: Tensor, value: Tensor, softcap: float | None, dropout: float) -> bool:
     return (
-        query.is_cuda
-        and query.dtype in (torch.bfloat16, torch.float16)
+        # A tensor without contents stands for one on an accelerator (train/plan), where memory is linear in any dtype.
+        (query.is_meta or (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)))
         and softcap is None
         and dropout == 0.0
         and query.shape[-1] == value.shape[-1] <= 256

@@ -118,7 +118,9 @@ def _from_module(hidden, head, targets, shape, temperature):
 
 def raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """fp32 result; on CUDA also for half-precision operands, without rounding the logits first."""
-    if hidden.is_cuda and hidden.dtype != torch.float32:
+    if hidden.is_meta:  # stands for an accelerator (train/plan); not every torch knows the product below on it
+        raw = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
+    elif hidden.is_cuda and hidden.dtype != torch.float32:
         raw = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
         raw = torch.mm(hidden, weight.t()).float()

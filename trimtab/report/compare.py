@@ -1,27 +1,32 @@
-"""One page about several runs: their curves over each other, their final figures, and the options they differ in."""
+"""One page about several runs: their curves over each other, their final figures, and the options they differ in.
+
+Runs that differ only in their seed are one column and one curve (columns.py): the mean, and its 95 % interval.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from html import escape
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from trimtab.errors import UserError
+from trimtab.report.columns import Column, columns_of
 from trimtab.report.curves import COLOURS, Line, chart, smooth, window_of
 from trimtab.report.figures import LOSS, objective_pictures, pace_pictures
 from trimtab.report.findings import findings, loss_ends
 from trimtab.report.numbers import duration, percent, plain, short_number
 from trimtab.report.page import document, place, write_page
 from trimtab.report.picture import EVALUATION, Picture
-from trimtab.report.read import Run, read_run
+from trimtab.report.read import Point, Run, read_run
 from trimtab.report.rewards import accuracy_of
-from trimtab.report.sections import MOST_SAMPLES, evaluation_only, flatten, pairs, sample_cell, sentence
+from trimtab.report.sections import MOST_SAMPLES, flatten, pairs, sample_cell, sentence
 from trimtab.report.settings import chosen_options, defaults_of, differing_options
 from trimtab.report.subject import job_name, lead, subject
 
 PAGE = "comparison.html"
-FEW_RUNS = 4
-"""Up to so many runs show their single steps behind the means."""
+FEW_COLUMNS = 4
+"""Up to so many columns show their single steps behind the means."""
 
 
 def write_comparison(run_folders: Sequence[str | Path], output: str | Path | None = None) -> Path:
@@ -36,26 +41,22 @@ def write_comparison(run_folders: Sequence[str | Path], output: str | Path | Non
 
 
 def render(runs: Sequence[Run]) -> str:
-    labels = names_of(runs)
+    columns = columns_of(runs)
     sections = (_headline, _findings, _figures, _options, _curves, _samples, _common)
-    body = "\n".join(section(runs, labels) for section in sections)
-    return document(" and ".join(labels), body, list(runs))
+    body = "\n".join(section(columns) for section in sections)
+    return document(" and ".join(column.label for column in columns), body, list(runs))
 
 
-def names_of(runs: Sequence[Run]) -> list[str]:
-    """The shortest ends of the runs' paths that tell them apart."""
-    paths = [PurePath(run.folder.resolve()).parts for run in runs]
-    length = 1
-    while len({path[-length:] for path in paths}) < len(paths) and length < max(map(len, paths)):
-        length += 1
-    return ["/".join(path[-length:]) for path in paths]
+def _all(columns: Sequence[Column]) -> list[Run]:
+    return [run for column in columns for run in column.runs]
 
 
-def _headline(runs: Sequence[Run], labels: Sequence[str]) -> str:
+def _headline(columns: Sequence[Column]) -> str:
+    runs = _all(columns)
     jobs = list(dict.fromkeys(job_name(run) for run in runs))
     entries = "".join(
-        f"<li>{_swatch(index)}<b>{escape(label)}</b> <span>{escape(subject(run))} · {escape(lead(run))}</span></li>"
-        for index, (run, label) in enumerate(zip(runs, labels))
+        f"<li>{_swatch(index)}<b>{escape(column.label)}</b> <span>{escape(_told(column))}</span></li>"
+        for index, column in enumerate(columns)
     )
     return (
         f"<header><p class=eyebrow>{escape(', '.join(jobs))}</p><h1>{len(runs)} runs side by side</h1></header>"
@@ -63,19 +64,26 @@ def _headline(runs: Sequence[Run], labels: Sequence[str]) -> str:
     )
 
 
+def _told(column: Column) -> str:
+    return f"{subject(column.first)} · " + (f"seeds {column.seeds}" if column.several else lead(column.first))
+
+
 def _swatch(index: int) -> str:
     return f'<i class="swatch c{index % COLOURS}{" dashed" if index >= COLOURS else ""}"></i>'
 
 
-def _findings(runs: Sequence[Run], labels: Sequence[str]) -> str:
+def _findings(columns: Sequence[Column]) -> str:
+    runs = _all(columns)
     entries = [f"<li>{sentence(told)}</li>" for told in comparability(runs)]
-    who: dict[str, list[int]] = {}
-    for index, run in enumerate(runs):
-        for told in findings(run):
-            who.setdefault(told, []).append(index)
-    for told, members in who.items():
-        names = ", ".join(f"{_swatch(index)}<b>{escape(labels[index])}</b>" for index in members)
-        entries.append(f"<li>{names if len(members) < len(runs) else '<b>All runs</b>'}: {sentence(told)}</li>")
+    who: dict[str, list[str]] = {}
+    for index, column in enumerate(columns):
+        for run in column.runs:
+            seed = f", seed {plain(run.options['seed'])}" if column.several else ""
+            for told in findings(run):
+                who.setdefault(told, []).append(f"{_swatch(index)}<b>{escape(column.label + seed)}</b>")
+    for told, names in who.items():
+        named = ", ".join(names) if len(names) < len(runs) else "<b>All runs</b>"
+        entries.append(f"<li>{named}: {sentence(told)}</li>")
     if not entries:
         return "<ul class='findings calm'><li>Nothing unusual was found in these runs.</li></ul>"
     return f"<ul class=findings>{''.join(entries)}</ul>"
@@ -105,51 +113,70 @@ def _known(run: Run, name: str) -> bool:
     return isinstance(run.manifest.get(name), str)
 
 
-Value = tuple[float | None, str]
+@dataclass(frozen=True)
+class Row:
+    """A final figure: `better` is 1 or -1 where more or less of it is better."""
+
+    name: str
+    better: int
+    figure: Callable[[Run], float | None]
+    form: Callable[[float], str] = short_number
+    note: Callable[[Run], str] = lambda run: ""
+    """What follows the figure of a single run."""
 
 
-def _figures(runs: Sequence[Run], labels: Sequence[str]) -> str:
+def _figures(columns: Sequence[Column]) -> str:
     """Final figures, one row a figure, the best of a row marked."""
     rows = ""
-    for name, better, figure in _rows_of(runs):
-        values = [figure(run) for run in runs]
-        if all(value is None for value, _ in values):
+    for row in _rows_of(_all(columns)):
+        means = [column.mean(row.figure) for column in columns]
+        if all(mean is None for mean in means):
             continue
-        known = [value for value, _ in values if value is not None]
-        best = _best(known, better)
+        best = _best([mean for mean in means if mean is not None], row.better)
         cells = "".join(
-            f"<td{' class=best' if best is not None and value == best else ''}>{escape(text)}</td>"
-            for value, text in values
+            f"<td{' class=best' if best is not None and mean == best else ''}>{escape(_cell(column, row, mean))}</td>"
+            for column, mean in zip(columns, means)
         )
-        rows += f"<tr><td>{escape(name)}</td>{cells}</tr>"
-    return f"<h2>Final figures</h2>{_table(labels, rows)}"
+        rows += f"<tr><td>{escape(row.name)}</td>{cells}</tr>"
+    seeds = "<p class=words>± is the half-width of the 95 % t-interval of the mean over seeds.</p>"
+    note = seeds if any(column.several for column in columns) else ""
+    return f"<h2>Final figures</h2>{note}{_table(columns, rows)}"
 
 
-def _best(values: Sequence[float], better: int) -> float | None:
-    """The best value, if the differences are worth a mark."""
-    low, high = min(values), max(values)
+def _cell(column: Column, row: Row, mean: tuple[float, float] | None) -> str:
+    if mean is None:
+        return "–"
+    centre, width = mean
+    if column.several:
+        return f"{row.form(centre)} ± {row.form(width)}"
+    return row.form(centre) + row.note(column.first)
+
+
+def _best(means: Sequence[tuple[float, float]], better: int) -> tuple[float, float] | None:
+    """The best mean, if the differences are worth a mark and no other's interval reaches it."""
+    low, high = min(centre for centre, _ in means), max(centre for centre, _ in means)
     if not better or high - low <= 0.01 * max(abs(low), abs(high)):
         return None
-    return high if better > 0 else low
+    best = max(means, key=lambda mean: better * mean[0])
+    others = [mean for mean in means if mean[0] != best[0]]
+    apart = all(abs(best[0] - centre) > best[1] + width for centre, width in others)
+    return best if apart else None
 
 
-def _rows_of(runs: Sequence[Run]) -> Iterator[tuple[str, int, Callable[[Run], Value]]]:
-    comparable = len({run.job for run in runs}) == 1
+def _rows_of(runs: Sequence[Run]) -> Iterator[Row]:
+    less_is_better = -1 if len({run.job for run in runs}) == 1 else 0
 
-    def number(value: float | None, form: Callable[[float], str] = short_number) -> Value:
-        return value, "–" if value is None else form(value)
+    def final(metric: str) -> Callable[[Run], float | None]:
+        return lambda run: (run.ends(metric) or (None, None))[1]
 
-    def final(metric: str, form: Callable[[float], str]) -> Callable[[Run], Value]:
-        return lambda run: number((run.ends(metric) or (None, None))[1], form)
-
-    def evaluated(metric: str, form: Callable[[float], str]) -> Callable[[Run], Value]:
-        return lambda run: number(run.last(f"{EVALUATION}{metric}"), form)
+    def evaluated(metric: str) -> Callable[[Run], float | None]:
+        return lambda run: run.last(f"{EVALUATION}{metric}")
 
     pictures = objective_pictures(runs)
-    yield ("iterations" if all(run.is_rl for run in runs) else "steps"), 0, lambda run: number(float(run.steps))
+    yield Row("iterations" if all(run.is_rl for run in runs) else "steps", 0, lambda run: float(run.steps))
     if LOSS in pictures:
-        yield "loss", -1 if comparable else 0, lambda run: number((loss_ends(run) or (None, None))[1])
-        yield "evaluation loss", -1 if comparable else 0, lambda run: number(run.last("eval_loss"))
+        yield Row("loss", less_is_better, lambda run: (loss_ends(run) or (None, None))[1])
+        yield Row("evaluation loss", less_is_better, lambda run: run.last("eval_loss"))
     for picture in pictures:
         if picture is LOSS:
             continue
@@ -158,13 +185,13 @@ def _rows_of(runs: Sequence[Run]) -> Iterator[tuple[str, int, Callable[[Run], Va
             name = picture.name_of(metric)
             name = name if name[:2].isupper() else name[0].lower() + name[1:]
             trained = any(run.series(metric) for run in runs)
-            yield name, picture.better, final(metric, form)
-            yield f"{name}, evaluation" if trained else name, picture.better, evaluated(metric, form)
-    yield "accuracy on stored pairs", 1, _stored_accuracy
-    yield "training time", -1, lambda run: number(run.total("seconds") or None, duration)
-    yield "tokens", 0, lambda run: number(run.total("tokens") or None)
-    yield "tokens a second", 1, lambda run: number(_rate(run))
-    yield "peak memory, GiB", -1, lambda run: number(max((v for _, v in run.series("memory_gib")), default=None))
+            yield Row(name, picture.better, final(metric), form)
+            yield Row(f"{name}, evaluation" if trained else name, picture.better, evaluated(metric), form)
+    yield Row("accuracy on stored pairs", 1, _stored_accuracy, percent, _stored_interval)
+    yield Row("training time", -1, lambda run: run.total("seconds") or None, duration)
+    yield Row("tokens", 0, lambda run: run.total("tokens") or None)
+    yield Row("tokens a second", 1, _rate)
+    yield Row("peak memory, GiB", -1, lambda run: max((v for _, v in run.series("memory_gib")), default=None))
 
 
 def _rate(run: Run) -> float | None:
@@ -172,44 +199,47 @@ def _rate(run: Run) -> float | None:
     return run.total("tokens") / seconds if seconds else None
 
 
-def _stored_accuracy(run: Run) -> Value:
+def _stored_accuracy(run: Run) -> float | None:
     accuracy = accuracy_of(run.pairs)
-    if accuracy is None:
-        return None, "–"
-    low, high = accuracy.interval
-    return accuracy.share, f"{percent(accuracy.share)} ({percent(low)} to {percent(high)})"
+    return None if accuracy is None else accuracy.share
 
 
-def _options(runs: Sequence[Run], labels: Sequence[str]) -> str:
+def _stored_interval(run: Run) -> str:
+    low, high = accuracy_of(run.pairs).interval
+    return f" ({percent(low)} to {percent(high)})"
+
+
+def _options(columns: Sequence[Column]) -> str:
     """Options that differ; a value somebody chose stands out from a default."""
+    firsts = [column.first for column in columns]
     rows = ""
-    for name in differing_options(runs):
+    for name in differing_options(_all(columns)):
         cells = ""
-        for run in runs:
+        for column, run in zip(columns, firsts):
             known = name in run.options
             chosen = known and name in chosen_options(run)
             text = plain(run.options[name]) if known else "not an option"
+            text = column.seeds if name == "seed" and column.several else text
             cells += f"<td class={'chosen' if chosen else 'default'}>{escape(text)}</td>"
         rows += f"<tr><td>{escape(str(name))}</td>{cells}</tr>"
     if not rows:
         return "<h2>Options</h2><p class=words>These runs have the same options.</p>"
-    note = "Bold: not at the job's default." if any(defaults_of(run.job) for run in runs) else ""
-    return f"<h2>Options that differ</h2><p class=words>{note}</p>{_table(labels, rows)}"
+    note = "Bold: not at the job's default." if any(defaults_of(run.job) for run in firsts) else ""
+    return f"<h2>Options that differ</h2><p class=words>{note}</p>{_table(columns, rows)}"
 
 
-def _table(labels: Sequence[str], rows: str) -> str:
-    head = "".join(f"<th>{_swatch(index)}{escape(label)}</th>" for index, label in enumerate(labels))
+def _table(columns: Sequence[Column], rows: str) -> str:
+    head = "".join(f"<th>{_swatch(index)}{escape(column.label)}</th>" for index, column in enumerate(columns))
     return f'<div class="card scroll"><table class="data sides"><tr><th></th>{head}</tr>{rows}</table></div>'
 
 
-def _curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
+def _curves(columns: Sequence[Column]) -> str:
+    runs = _all(columns)
     if not any(run.rows for run in runs):
         return ""
-    drawn = "".join(
-        _chart(runs, labels, picture, metric) for picture in objective_pictures(runs) for metric in picture.metrics
-    )
-    pace = "".join(
-        _chart(runs, labels, picture, metric) for picture in pace_pictures(runs) for metric in picture.metrics
+    drawn, pace = (
+        "".join(_chart(columns, picture, metric) for picture in pictures for metric in picture.metrics)
+        for pictures in (objective_pictures(runs), pace_pictures(runs))
     )
     return (
         f"<h2>Curves</h2><div class=charts>{drawn}</div>"
@@ -217,33 +247,47 @@ def _curves(runs: Sequence[Run], labels: Sequence[str]) -> str:
     )
 
 
-def _chart(runs: Sequence[Run], labels: Sequence[str], picture: Picture, metric: str) -> str:
+def _chart(columns: Sequence[Column], picture: Picture, metric: str) -> str:
     lines: list[Line] = []
     notes = []
-    for index, (run, label) in enumerate(zip(runs, labels)):
-        points, evaluation = run.series(metric), run.series(f"{EVALUATION}{metric}")
-        if not points:
-            lines += evaluation_only(label, evaluation, index)
+
+    def means(run: Run) -> list[Point]:
+        return smooth(run.series(metric), _window(run, metric))
+
+    def evaluations(run: Run) -> list[Point]:
+        return run.series(f"{EVALUATION}{metric}")
+
+    for index, column in enumerate(columns):
+        evaluation = column.curve(evaluations, "dots", index, in_legend=False)
+        curve = column.curve(means, "smooth", index)
+        if column.several:
+            notes.append("shaded: 95 % interval of the mean over seeds")
+        if not curve.points:
+            lines += [column.curve(evaluations, "only", index), replace(evaluation, low=(), high=())]
             continue
-        window = 1 if metric in ("learning_rate", "memory_gib") else window_of(points)
-        if window > 1 and len(runs) <= FEW_RUNS:
-            lines.append(Line(f"{label}, step", points, "raw", index, in_legend=False))
-        lines.append(Line(label, smooth(points, window), "smooth", index))
-        lines.append(Line(f"{label}, evaluation", evaluation, "dots", index, in_legend=False))
-        if window > 1:
+        if _window(column.first, metric) > 1:
             notes.append("means of a few steps")
-        if evaluation:
+            if not column.several and len(columns) <= FEW_COLUMNS:
+                raw = column.first.series(metric)
+                lines.append(Line(f"{column.label}, step", raw, "raw", index, in_legend=False))
+        lines += [curve, replace(evaluation, name=f"{column.label}, evaluation", low=(), high=())]
+        if evaluation.points:
             notes.append("dots: evaluation")
     tall = picture.tall and len(picture.metrics) == 1
     note = "; ".join(dict.fromkeys(notes))
     return chart(picture.name_of(metric), lines, note, tall=tall, share=picture.share, level=picture.level)
 
 
-def _samples(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    """Answers to the prompts that several of the runs were asked."""
+def _window(run: Run, metric: str) -> int:
+    return 1 if metric in ("learning_rate", "memory_gib") else window_of(run.series(metric))
+
+
+def _samples(columns: Sequence[Column]) -> str:
+    """Answers to the prompts that several of the columns were asked; of seeds the first one's."""
+    labels = [column.label for column in columns]
     answers: dict[str, dict[int, dict]] = {}
-    for index, run in enumerate(runs):
-        for sample in run.samples:
+    for index, column in enumerate(columns):
+        for sample in column.first.samples:
             answers.setdefault(plain(sample.get("prompt", "")), {})[index] = sample
     shared = {prompt: found for prompt, found in answers.items() if len(found) > 1}
     if not shared:
@@ -261,9 +305,9 @@ def _samples(runs: Sequence[Run], labels: Sequence[str]) -> str:
     )
 
 
-def _common(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    differing = set(differing_options(runs))
-    shared = {name: value for name, value in chosen_options(runs[0]).items() if name not in differing}
+def _common(columns: Sequence[Column]) -> str:
+    differing = set(differing_options(_all(columns)))
+    shared = {name: value for name, value in chosen_options(columns[0].first).items() if name not in differing}
     if not shared:
         return ""
     return f"<h2>Options in common</h2><div class=card>{pairs(flatten(shared))}</div>"

@@ -31,6 +31,9 @@ class Line:
     series: int = 0
     """Which colour."""
     in_legend: bool = True
+    low: Sequence[Point] = ()
+    """With `high`, the edges of the interval around the curve, which is shaded."""
+    high: Sequence[Point] = ()
 
 
 def chart(
@@ -54,7 +57,7 @@ def chart(
     keys = keys if sum(line.in_legend for line in lines) > 1 else ""
     if not lines:
         return figure(title, None, "", note=note)
-    values = [value for line in lines for _, value in line.points]
+    values = [value for line in lines for points in (line.points, line.low, line.high) for _, value in points]
     if share and min(values) >= 0 and max(values) <= 1 + 1e-6:
         up = shares() if max(values) > SMALL_SHARE else small_shares(max(values))
     elif tall and _spans_much(values):
@@ -64,6 +67,7 @@ def chart(
     numbers = [step for line in lines for step, _ in line.points]
     area = Area(steps(min(numbers), max(numbers)), up)
     drawing = _band(area, *band) if band else ""
+    drawing += "".join(_band(area, line.low, line.high, f" spread c{line.series % COLOURS}") for line in lines)
     if level is not None and up.low <= level <= up.high:
         drawing += f'<line class=level x1=0 x2={WIDTH} y1="{area.y(level):.1f}" y2="{area.y(level):.1f}"/>'
     drawing += "".join(_path(line, area) for line in lines)
@@ -117,9 +121,9 @@ def _path(line: Line, area: Area) -> str:
     return f'<path class="{line.kind} {colour}" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in places)}"/>'
 
 
-def _band(area: Area, first: Sequence[Point], second: Sequence[Point]) -> str:
+def _band(area: Area, first: Sequence[Point], second: Sequence[Point], kind: str = "") -> str:
     edge = [(area.x(step), area.y(value)) for step, value in (*thin(first), *reversed(thin(second)))]
-    return f'<path class=band d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in edge)}Z"/>' if edge else ""
+    return f'<path class="band{kind}" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in edge)}Z"/>' if edge else ""
 
 
 def tooltips(lines: Sequence[Line], area: Area) -> str:

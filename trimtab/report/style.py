@@ -67,6 +67,7 @@ figcaption b { font-weight: 600; }
 .plot path.dots { stroke-width: 8; stroke-dasharray: none; }
 .plot path.ring { stroke: var(--card); stroke-width: 11; }
 .plot path.band { fill: var(--quiet); fill-opacity: .12; stroke: none; }
+.plot path.band.spread { fill: var(--line); }
 .plot path.mean { stroke-width: 1.5; stroke-linecap: butt; }
 .plot path.whisker { stroke-width: 2; stroke-opacity: .55; stroke-linecap: butt; }
 .plot .level { stroke: var(--quiet); stroke-width: 1.3; stroke-dasharray: 5 5; vector-effect: non-scaling-stroke; }

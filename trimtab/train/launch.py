@@ -14,6 +14,7 @@ from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.train.disk import check_folder
+from trimtab.train.plan.fit import fitted, for_manifest, supervised_work
 from trimtab.train.sharded import shard_trained
 from trimtab.train.supervised import SupervisedRun
 from trimtab.train.task import Task
@@ -45,6 +46,8 @@ def build_run(options: Any, make_task: MakeTask, device: Device, world: World) -
         raise UserError("--load_in_4bit: 4-bit weights cannot be split; train in one process")
     for line in task.data_lines():
         world.say(line)
+    options, plan = fitted(options, device, world, lambda: supervised_work(task))
+    task.options = options
     seed_everything(options.seed, deterministic=options.full_determinism)
     loaded = task.load_model(device)
     task.check_model(loaded.model)
@@ -57,7 +60,8 @@ def build_run(options: Any, make_task: MakeTask, device: Device, world: World) -
     task.attach(loaded, device)
     # Dropout differs between processes, everything else does not.
     seed_everything(options.seed + 1_000_003 * world.rank, deterministic=options.full_determinism)
-    return SupervisedRun(options, task, loaded.model, tokenizer, device, loaded.weights, world)
+    planned = {} if task.padded else for_manifest(plan)
+    return SupervisedRun(options, task, loaded.model, tokenizer, device, loaded.weights, world, described=planned)
 
 
 def rehearse(options: Any, make_task: MakeTask) -> list[str]:

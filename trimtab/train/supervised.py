@@ -59,6 +59,7 @@ class SupervisedRun:
     weights: str  # fingerprint of the model as it was loaded
     world: World = field(default_factory=World)
     counters: Counters = field(default_factory=Counters)
+    described: dict[str, float] = field(default_factory=dict)  # what else the manifest says
 
     def __post_init__(self):
         options, task = self.options, self.task
@@ -93,6 +94,7 @@ class SupervisedRun:
             processes=self.world.size,
             zero_stage=options.zero_stage,
             data=task.describe_data(),
+            **self.described,
         )
 
     # ---- the loop

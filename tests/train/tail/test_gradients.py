@@ -19,7 +19,7 @@ from tests.train.tail.small_world import (
     write_world,
 )
 
-GROUP, ALPHA, BETA, LAMBDA = 6, 0.8, -1.5, 0.3
+GROUP, ALPHA, BETA, LAMBDA = 20, 0.8, -1.5, 0.3
 METHODS = ["reinforce", "reinforce_transform", "base_proposal", "repulse"]
 
 

@@ -44,7 +44,8 @@ def assert_same(first, second):
 
 # Where the run ends: (iteration, what it is about to do, how often it has done that in this iteration).
 KILLED = [("repulse", (3, "teach", 0)), ("repulse", (3, "update", 0)), ("rounds", (1, "teach", 1))]
-KILLED += [("repulse", (5, "conclude", 0)), ("base_proposal", (3, "update", 0))]
+KILLED += [("repulse", (5, "conclude", 0)), ("base_proposal", (3, "update", 0)), ("lora", (3, "update", 0))]
+KILLED += [("linear_head", (3, "teach", 0))]
 STOPPED = [("rounds", (3, "teach", 1)), ("rounds", (1, "score_proposed", 0)), ("repulse", (3, "score_proposed", 0))]
 STOPPED += [("repulse", (3, "sample_proposal", 0))]
 

@@ -18,8 +18,7 @@ class KVMemory:
 
     def cache(self, samples: int, longest: int, device: torch.device) -> KVCache:
         """For that many samples at once, of at most `longest` tokens."""
-        # Besides its own pages a sample needs, for a moment, the last one of its prompt, which it copies.
-        wanted = self._pages(self.tokens) if self.tokens is not None else samples * (self._pages(longest) + 1)
+        wanted = self.wanted(samples, longest)
         if self._cache is None or self._wanted < wanted:
             self.release()
             pages = wanted
@@ -28,6 +27,11 @@ class KVMemory:
                 pages = min(wanted, int(free_memory(device) * SHARE_OF_FREE) // page_bytes)
             self._cache, self._wanted = KVCache(self.shape, pages, self.page_size, device), wanted
         return self._cache
+
+    def wanted(self, samples: int, longest: int) -> int:
+        """Pages, if there is room for them."""
+        # Besides its own pages a sample needs, for a moment, the last one of its prompt, which it copies.
+        return self._pages(self.tokens) if self.tokens is not None else samples * (self._pages(longest) + 1)
 
     @property
     def held(self) -> int:

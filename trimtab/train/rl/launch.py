@@ -33,6 +33,7 @@ from trimtab.train.interrupts import StopRequest
 from trimtab.train.launch import REHEARSED_ROWS, load_job_tokenizer, notes
 from trimtab.train.manifest import make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser
+from trimtab.train.plan.fit import fitted, for_manifest, work_of_prompts
 from trimtab.train.reference import Reference
 from trimtab.train.rl.cut import updates_per_iteration
 from trimtab.train.rl.evaluation import Evaluation
@@ -90,6 +91,8 @@ class Builder:
         store = self.stores["train"]
         self.order = SampleOrder(len(store), 1, self._episodes(), options.seed)
         self.iterations = -(-self.order.steps // options.rollout_batch_size)
+        options, self.plan = fitted(options, device, world, lambda: work_of_prompts(options, self.stores))
+        self.options = options
         seed_everything(options.seed, deterministic=options.full_determinism)
         self.loaded = load_policy(options, device, cast=world.size == 1)
         check_model(self.loaded.model, options, self.stores)
@@ -223,6 +226,7 @@ class Builder:
             zero_stage=options.zero_stage,
             reward=self.reward.name,
             data={name: report.as_dict() for name, report in self.reports.items()},
+            **for_manifest(self.plan),
         )
 
 

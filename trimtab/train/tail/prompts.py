@@ -6,6 +6,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from trimtab.data.formats import require_columns
 from trimtab.data.prompts import Stores, build_prompt_store, build_prompt_stores, input_column, load_prompt_rows
 from trimtab.data.sources import load_rows
 
@@ -26,6 +27,7 @@ def load_tail_stores(options: Any, tokenizer: PreTrainedTokenizerBase) -> Stores
             flag="--heldout_prompt_data",
             name_sources=True,
         )
+        require_columns(found.column_names, {"--heldout_input_key": options.heldout_input_key})
         stores[HELD_OUT], reports[HELD_OUT] = build_prompt_store(
             replaced(found, key, options), tokenizer, dataclasses.replace(options, input_key=key), what="held-out"
         )

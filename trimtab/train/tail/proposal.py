@@ -58,7 +58,10 @@ class BorrowingProposal(ProposalModel):
             return super().log_probs(batches)
 
     def save(self, *, folder: Path) -> None:
+        """The adapters; their base is the policy, which lies in the folder above, or what it began with."""
         if self.world.leads:
+            if self.options.lora_rank == 0:
+                self.model.model.active_peft_config.base_model_name_or_path = str(folder.parent)
             self.model.model.save_pretrained(folder)
 
 

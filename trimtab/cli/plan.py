@@ -1,0 +1,50 @@
+"""`trimtab plan VERB [the job's own options] --on DEVICE`: what the job will need there, before it is started."""
+
+import sys
+from collections.abc import Sequence
+
+from trimtab.cli.run import guarded
+from trimtab.cli.words import Words
+from trimtab.config import jobs
+from trimtab.config.checks import settle
+from trimtab.config.groups import CheckpointOptions
+from trimtab.config.parse import parse
+from trimtab.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return guarded("trimtab plan", lambda: plan(list(sys.argv[1:] if argv is None else argv)))
+
+
+def plan(argv: list[str]) -> None:
+    words = Words("trimtab plan", "What memory and time a training job needs: trimtab plan VERB [its options].")
+    words.add_argument("verb", help=f"the job: {', '.join(trained_jobs())}")
+    words.add_argument("--on", default="here", metavar="DEVICE", help="here, CPU or a name such as H200 or A100-80G")
+    words.add_argument("--device_memory", type=float, metavar="GIB", help="instead of what the device has")
+    own, job_words = words.parse_known_args(argv)
+    job = trained_jobs().get(own.verb)
+    if job is None:
+        raise UserError(f"{own.verb!r} is no training job; the jobs are {', '.join(trained_jobs())}")
+    options, _ = settle(parse(job, job_words))
+    if not options.pretrain:
+        raise UserError("--pretrain is missing: give a hub name or a model folder (its config.json is enough)")
+
+    from trimtab.distributed.device import find_device
+    from trimtab.models.hugging_face import quiet_transformers
+    from trimtab.train.plan.hardware import named
+    from trimtab.train.plan.plan import make_plan
+    from trimtab.train.plan.work import supposed
+
+    quiet_transformers()
+    hardware = named(own.on, find_device(), own.device_memory)
+    made = make_plan(options, hardware, supposed(options), propose=options.fit_memory is not False)
+    print("\n".join(made.lines()))
+
+
+def trained_jobs() -> dict[str, type]:
+    known = [job for job in vars(jobs).values() if isinstance(job, type) and "verb" in vars(job)]
+    return {job.verb: job for job in known if issubclass(job, CheckpointOptions)}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

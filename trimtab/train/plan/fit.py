@@ -1,0 +1,60 @@
+"""Passes that fit the device, for a run that was not told how large they should be."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trimtab.config.bounds import changed
+from trimtab.config.parse import PASS_SIZES
+from trimtab.data.prompts import PromptStore
+from trimtab.distributed.device import Device
+from trimtab.distributed.world import World
+from trimtab.errors import UserError
+from trimtab.models.hugging_face import first_line
+from trimtab.train.plan.hardware import GIB, of_device
+from trimtab.train.plan.work import Rows, Work, rl_work
+from trimtab.train.task import Task
+
+if TYPE_CHECKING:
+    from trimtab.train.plan.plan import Plan
+
+
+def fitted(options: Any, device: Device, world: World, work: Callable[[], Work]) -> tuple[Any, "Plan | None"]:
+    """The options with the plan's token budget and the plan; or as they are and None."""
+    if not _wanted(options, device, world):
+        return options, None
+    from trimtab.train.plan.plan import budget_changes, make_plan  # a second of imports
+
+    try:
+        plan = make_plan(options, of_device(device), work(), propose=True)
+    except Exception as error:  # a model may look at contents, and here there are none
+        if options.fit_memory:
+            raise UserError(f"--fit_memory: this job cannot be planned: {first_line(error)}") from error
+        world.say(f"memory is not planned ({first_line(error)}); passes of {options.micro_train_batch_size} samples")
+        return options, None
+    tokens, room = plan.memory.tokens, f"{plan.memory_gib:.1f} of {plan.hardware.memory / GIB:.1f} GiB"
+    warning = "" if plan.fits else "warning: little memory is left, or none; trimtab plan says what it is for; "
+    world.say(f"{warning}passes of up to {tokens:,} tokens, by plan: {room} at the peak")
+    return dataclasses.replace(options, **budget_changes(options, tokens), fit_memory=False), plan
+
+
+def _wanted(options: Any, device: Device, world: World) -> bool:
+    if options.fit_memory is not None or world.size > 1 or options.trainer == "tail":
+        return bool(options.fit_memory) and world.size == 1
+    return device.is_accelerator and not any(changed(options, name) for name in PASS_SIZES)
+
+
+def supervised_work(task: Task) -> Work:
+    lengths = np.sort(task.lengths(task.store))[::-1]
+    step = int(lengths[: task.options.train_batch_size].sum())
+    return Work(Rows(0, task.longest()), step, int(lengths[0]))
+
+
+def work_of_prompts(options: Any, stores: dict[str, PromptStore]) -> Work:
+    return rl_work(options, max(int(store.lengths.max()) for store in stores.values()))
+
+
+def for_manifest(plan: "Plan | None") -> dict[str, float]:
+    return {} if plan is None else {"planned_memory_gib": plan.memory_gib}

@@ -1,0 +1,69 @@
+"""What a plan has to know of a machine: memory, arithmetic and the way to memory, of this one or of one by name."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from trimtab.distributed.device import Device, total_memory
+from trimtab.errors import UserError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Figures of the data sheets: dense matrix products in bf16 and in fp32, bytes a second to its memory."""
+
+    name: str
+    memory: int
+    bf16_flops: float | None = None
+    """None: unknown, and no time is predicted."""
+    fp32_flops: float | None = None
+    bandwidth: float | None = None
+    accelerator: bool = True
+    program: int = 0
+    """Bytes of the same memory that are taken before anything is loaded."""
+
+    def flops(self, bf16: bool) -> float | None:
+        return self.bf16_flops if bf16 else self.fp32_flops
+
+
+# A core does about this much where vectors are 256 bits wide, and a desktop's memory about this.
+CORE_FLOPS, CORE_BANDWIDTH = 50e9, 10e9
+
+NAMED = {
+    "A100-40G": Hardware("A100-40G", int(39.4 * GIB), 312e12, 19.5e12, 1.555e12),
+    "A100-80G": Hardware("A100-80G", int(79.2 * GIB), 312e12, 19.5e12, 2.039e12),
+    "H100": Hardware("H100", int(79.2 * GIB), 989e12, 67e12, 3.35e12),
+    "H200": Hardware("H200", int(139.8 * GIB), 989e12, 67e12, 4.8e12),
+    "L40S": Hardware("L40S", int(44.4 * GIB), 362e12, 91.6e12, 0.864e12),
+    "RTX-3090": Hardware("RTX-3090", int(23.6 * GIB), 71e12, 35.6e12, 0.936e12),
+    "RTX-4090": Hardware("RTX-4090", int(23.5 * GIB), 165e12, 82.6e12, 1.008e12),
+}
+
+
+def named(name: str, here: Device, memory_gib: float | None = None) -> Hardware:
+    """`here` or CPU: this machine's. `memory_gib`: instead of what the device has."""
+    wanted = name.replace(" ", "-").upper()
+    if wanted in NAMED:
+        found = NAMED[wanted]
+    elif wanted in ("HERE", "CPU"):
+        found = of_device(here if wanted == "HERE" else Device(torch.device("cpu"), "CPU"))
+    else:
+        raise UserError(f"--on {name}: not known; give here, CPU or one of {', '.join(NAMED)}")
+    return found if memory_gib is None else replace(found, memory=int(memory_gib * GIB))
+
+
+def of_device(device: Device) -> Hardware:
+    memory = total_memory(device.torch)
+    if not device.is_accelerator:
+        cores = torch.get_num_threads()
+        flops = cores * CORE_FLOPS
+        bf16 = flops if device.has_fast_bf16() else flops / 2
+        program = int(device.memory_gib() * GIB)
+        return Hardware(device.name, memory, bf16, flops, cores * CORE_BANDWIDTH, accelerator=False, program=program)
+    words = device.name.upper().replace(" ", "-")
+    like = [known for name, known in NAMED.items() if name.removesuffix("-40G").removesuffix("-80G") in words]
+    if not like:
+        return Hardware(device.name, memory)
+    return replace(min(like, key=lambda known: abs(known.memory - memory)), name=device.name, memory=memory)

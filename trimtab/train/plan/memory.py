@@ -1,0 +1,168 @@
+"""Memory of a job, part by part, in each phase of a step; and the largest pass that there is room for.
+
+rollout   weights and optimiser state of everything, keys and values, a pass over prompts
+scoring   the same without the pass over prompts, and one without gradients
+update    the same, with gradient sums, activations, and what the backward pass needs beside them
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from trimtab.config.jobs import RLOptions
+from trimtab.models.lm_head import chunk_tokens
+from trimtab.rollout.builtin.cache import KVShape
+from trimtab.rollout.builtin.memory import SHARE_OF_FREE, KVMemory
+from trimtab.rollout.builtin.runner import Runner
+from trimtab.train.plan.hardware import Hardware
+from trimtab.train.plan.pretended import Pretended
+from trimtab.train.plan.work import Work, frozen_models, trained_models
+
+FILL = 0.85  # of a device's memory; the rest is for what is not seen here, and for gaps between tensors
+MOST_TOKENS = 2**17  # larger passes are no faster
+PAGE, READ_TOKENS = 16, 8192  # of the built-in engine
+SAMPLED_COPIES = 3  # fp32 matrices [answers, vocabulary] while tokens are drawn
+
+PHASES = ("rollout", "scoring", "update")
+
+
+@dataclass(frozen=True)
+class Part:
+    name: str
+    size: int
+    phases: tuple[str, ...] = PHASES
+
+
+@dataclass
+class Memory:
+    """The parts of a job whose passes have so many tokens."""
+
+    tokens: int
+    parts: list[Part] = field(default_factory=list)
+
+    def during(self, phase: str) -> int:
+        return sum(part.size for part in self.parts if phase in part.phases)
+
+    @property
+    def peak(self) -> int:
+        return max(self.during(phase) for phase in PHASES)
+
+
+class MemoryModel:
+    """One job on one device: everything that does not depend on the size of its passes is measured once."""
+
+    def __init__(self, options: Any, hardware: Hardware, work: Work):
+        self.options, self.hardware, self.work = options, hardware, work
+        accelerator = hardware.accelerator
+        self.trained = {
+            name: Pretended(model, options, accelerator=accelerator) for name, model in trained_models(options).items()
+        }
+        self.frozen = {
+            found: Pretended(found.model, options, accelerator=accelerator, frozen=True)
+            for found in frozen_models(options)
+        }
+        self.state = [Part("the program", hardware.program)]
+        for name, model in self.trained.items():
+            self.state += self._state_of(name, model)
+        for found, model in self.frozen.items():
+            phases = ("scoring",) if found.offload and accelerator else PHASES
+            self.state.append(Part(f"{found.name}: weights", model.weights(), phases))
+
+    def _state_of(self, name: str, model: Pretended) -> list[Part]:
+        options = self.options
+        parts = [Part(f"{name}: working weights", model.weights())]
+        if not (options.adam_offload and self.hardware.accelerator):
+            parts += [Part(f"{name}: fp32 masters", model.masters())]
+            parts += [Part(f"{name}: Adam's moments", 8 * model.trained())]
+            if getattr(options, "enable_ema", False) and name == "actor":
+                parts.append(Part(f"{name}: average (EMA)", 4 * model.trained()))
+        return parts
+
+    def at(self, tokens: int) -> Memory:
+        """`tokens`: of a training pass, if a step has so many."""
+        options, work = self.options, self.work
+        tokens = min(tokens, work.tokens)
+        memory = Memory(tokens, list(self.state))
+        if isinstance(options, RLOptions):
+            memory.parts += self._rollout
+        scored = [model.scoring_pass(work.rows, found.pass_tokens or tokens) for found, model in self.frozen.items()]
+        if isinstance(options, RLOptions):
+            scored += [model.scoring_pass(work.rows, tokens) for model in self.trained.values()]
+        if scored:
+            memory.parts.append(Part("a pass of scoring", max(scored), ("scoring",)))
+        # Actor and critic take turns: the one that needs more decides.
+        memory.parts += max((self._update(name, model, tokens) for name, model in self.trained.items()), key=_sum)
+        return memory
+
+    def _update(self, name: str, model: Pretended, tokens: int) -> list[Part]:
+        taken = model.training_pass(self.work.rows, tokens)
+        return [
+            Part(f"{name}: gradient sums", model.gradient_sums(), ("update",)),
+            Part(f"{name}: activations of {tokens:,} tokens", taken.kept, ("update",)),
+            Part(f"{name}: backward pass, logits in chunks", taken.peak - taken.kept, ("update",)),
+        ]
+
+    @cached_property
+    def _kv_shape(self) -> KVShape:
+        actor = self.trained["actor"]
+        with actor.mode:
+            return Runner.measure(actor.model)[0]
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return self._kv_shape.token_bytes
+
+    @cached_property
+    def _rollout(self) -> list[Part]:
+        options, actor = self.options, self.trained["actor"]
+        at_once = options.vllm_generate_batch_size if options.dynamic_filtering else None
+        samples = (at_once or options.rollout_batch_size) * options.n_samples_per_prompt
+        slots = min(options.rollout_slots, samples)
+        token_bytes = self.kv_token_bytes
+        wanted = KVMemory(self._kv_shape, PAGE, options.rollout_kv_tokens).wanted(slots, self.work.rows.longest)
+        free = self.hardware.memory - Memory(0, self.state).during("rollout")
+        size = wanted * PAGE * token_bytes
+        if options.rollout_kv_tokens is None:
+            size = max(0, min(size, int(SHARE_OF_FREE * free)))
+        # The engine gives it back between rollouts if it is more than what is left.
+        phases = PHASES if size <= free - size else ("rollout",)
+        prompts = options.rollout_batch_size * self.work.rows.prompt
+        read = actor.scoring_pass(self.work.rows, min(READ_TOKENS, prompts))
+        drawn = SAMPLED_COPIES * slots * actor.model.head.out_features * 4
+        return [
+            Part(f"keys and values of {size // token_bytes:,} tokens", size, phases),
+            Part("a pass over prompts, or drawing tokens", max(read, drawn), ("rollout",)),
+        ]
+
+    def proposed(self) -> Memory:
+        """The largest passes that fit, or the smallest possible ones."""
+        room = int(FILL * self.hardware.memory)
+        most = max(self.work.least, min(self.work.tokens, MOST_TOKENS))
+        return largest(self.at, room, self.work.least, most)
+
+    def head_logits(self) -> int:
+        """fp32 logits that the chunked head holds at a time."""
+        model = next(iter(self.trained.values()))
+        vocabulary = model.model.config.get_text_config().vocab_size
+        return min(self.work.tokens, chunk_tokens(vocabulary, model.device)) * vocabulary * 4
+
+
+def largest(at: Callable[[int], Memory], room: int, least: int, most: int) -> Memory:
+    """The most tokens whose peak is at most `room`, to a few hundredths; `least` if none is."""
+    high = at(most)
+    if high.peak <= room:
+        return high
+    low = at(least)
+    # Memory is a rising, convex function of the tokens, so a chord's crossing of `room` fits and comes closer.
+    while low.peak <= room:
+        guess = low.tokens + (room - low.peak) * (high.tokens - low.tokens) // (high.peak - low.peak)
+        if guess < low.tokens * 1.02:
+            break
+        found = at(guess)
+        low, high = (found, high) if found.peak <= room else (low, found)
+    return low
+
+
+def _sum(parts: list[Part]) -> int:
+    return sum(part.size for part in parts)

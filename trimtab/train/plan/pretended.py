@@ -1,0 +1,149 @@
+"""A model without contents whose passes can be run for the memory they take: any size, in a second, on any machine.
+
+A pretended accelerator is torch's meta device, on which packed attention and the chunked head go the way they go on an
+accelerator. A pretended CPU is torch's fake mode, in which they go the CPU's way, kernel by kernel.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trimtab.config.groups import UpdateOptions
+from trimtab.data.batches import TokenBatch
+from trimtab.distributed.sharding import GRADIENT_DTYPES
+from trimtab.models.attention import NAME, register
+from trimtab.models.load import cast_parameters, enable_gradient_checkpointing
+from trimtab.models.packed import PackedModel, scoring
+from trimtab.train.optimiser import Optimiser
+from trimtab.train.plan.live import LiveBytes
+from trimtab.train.plan.work import Rows
+
+
+class PretendedBatch(TokenBatch):
+    """How many tokens are trained follows from a tensor's contents, and here there are none."""
+
+    count: int
+
+    @classmethod
+    def of_rows(cls, rows: Rows, tokens: int, device: torch.device) -> "PretendedBatch":
+        examples, shared = rows.examples(tokens)
+        batch = cls(**vars(TokenBatch.of(examples, shared).to(device)))
+        batch.count = sum(int(trained.sum()) for _, trained in examples)
+        return batch
+
+    @property
+    def targets_N(self) -> Tensor:
+        return self.ids_T.new_empty(self.count)
+
+    @property
+    def predictors_N(self) -> Tensor:
+        return self.ids_T.new_empty(self.count)
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    kept: int
+    """What the forward pass keeps for the backward pass: the activations."""
+    peak: int
+    """The most that is alive at once, activations included; weights and gradient sums are not."""
+
+
+class Pretended:
+    def __init__(self, model: PackedModel, options: Any, *, accelerator: bool, frozen: bool = False):
+        """`model`: a skeleton, which becomes this one's own; `frozen`: it only scores."""
+        self.mode = contextlib.nullcontext() if accelerator else FakeTensorMode()
+        self.device = torch.device("meta" if accelerator else "cpu")
+        self.model, self.options = model, options
+        self.optimiser: Optimiser | None = None
+        register()
+        model.inner.set_attn_implementation(NAME)
+        if frozen:
+            model.requires_grad_(False)
+        with self.mode:
+            if not accelerator:
+                _hollow(model)
+            if options.bf16:
+                cast_parameters(model, torch.bfloat16)
+        if options.gradient_checkpointing and not frozen:
+            enable_gradient_checkpointing(model, reentrant=options.gradient_checkpointing_use_reentrant)
+
+    def weights(self) -> int:
+        return sum(p.nbytes for p in self.model.parameters())
+
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    def masters(self) -> int:
+        return sum(4 * p.numel() for p in self._trained() if p.dtype != torch.float32)
+
+    def gradient_sums(self) -> int:
+        return self.trained() * GRADIENT_DTYPES[self.options.grad_accum_dtype].itemsize
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        return (p for p in self.model.parameters() if p.requires_grad)
+
+    def training_pass(self, rows: Rows, tokens: int) -> PassBytes:
+        """A micro-batch after the first of a step: the gradient sums are there already."""
+        with self.mode:
+            optimiser = self._optimiser()
+            gradients = [p.grad for p in self._trained() if p.grad is not None]
+            known = [*self.model.parameters(), *self.model.buffers(), *gradients]
+            known += [*optimiser.masters.values(), *optimiser.accumulated.values()]
+            batch = PretendedBatch.of_rows(rows, tokens, self.device)
+            self.model.train()
+            with LiveBytes(known) as live:
+                value = self._value(batch)
+                kept = live.now
+                value.backward()
+            optimiser.clear_gradients()
+        return PassBytes(kept, live.peak)
+
+    def scoring_pass(self, rows: Rows, tokens: int) -> int:
+        with self.mode, scoring(self.model):
+            batch = PretendedBatch.of_rows(rows, tokens, self.device)
+            with LiveBytes([*self.model.parameters(), *self.model.buffers()]) as live:
+                self._value(batch)
+        return live.peak
+
+    def _value(self, batch: TokenBatch) -> Tensor:
+        out = self.model(batch)
+        for name in ("log_probs_N", "scores_S"):
+            out = getattr(out, name, out)
+        return out.sum()
+
+    def _optimiser(self) -> Optimiser:
+        """The real one, whose hooks take gradients out of a backward pass, with sums that an earlier pass has left."""
+        settings = replace(UpdateOptions(), lr_scheduler="constant")
+        dtype = GRADIENT_DTYPES[self.options.grad_accum_dtype]
+        if self.optimiser is None:  # its hooks stay, so there is one
+            arguments = {"learning_rate": 0.0, "fused": False, "gradient_dtype": dtype}
+            self.optimiser = Optimiser(self.model.model, settings, 1, **arguments)
+        optimiser = self.optimiser
+        for name, parameter in optimiser.working.items():
+            if parameter.dtype == dtype:
+                parameter.grad = torch.empty_like(parameter)
+            else:
+                optimiser.accumulated[name] = torch.empty_like(parameter, dtype=dtype)
+        return optimiser
+
+
+def _hollow(model: nn.Module) -> None:
+    """Give every tensor of a skeleton a place on the CPU of the current fake mode; tied ones stay tied."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    if isinstance(tensor, nn.Parameter):
+                        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                    made[id(tensor)] = empty
+                tensors[name] = made[id(tensor)]

@@ -1,0 +1,108 @@
+"""Time of a step by phase: arithmetic at a share of the device's peak, or bytes at a share of its bandwidth.
+
+    update    3 forward passes' arithmetic (4 with checkpointing; 2 and 3 where only adapters are trained) a token,
+              then the optimiser reads and writes its state
+    scoring   a forward pass a token and model
+    rollout   a forward pass a prompt token; then, for each token of an answer, the weights and the keys and values of
+              all answers that are written at once are read from memory
+
+A token's forward pass is 2 operations a multiplied weight, and 2 x length x width a layer for attention. It is an
+estimate for choosing between settings, good to a factor of two; small models wait for the host more than this says.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.config.jobs import RLOptions
+from trimtab.train.plan.hardware import Hardware
+from trimtab.train.plan.memory import MemoryModel
+from trimtab.train.plan.pretended import Pretended
+from trimtab.train.plan.work import Work
+
+TRAINING_SHARE = 0.4  # of the peak arithmetic
+SCORING_SHARE = 0.5
+BANDWIDTH_SHARE = 0.7
+LAYER_SECONDS = 20e-6  # the least time of a layer in one decode step on an accelerator
+OPTIMISER_BYTES = 34  # a trained weight: gradient, master and two moments read, all but the first written, cast
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimiser step; of an iteration in RL."""
+
+    seconds: dict[str, float]
+    tokens: int
+
+    @property
+    def whole(self) -> float:
+        return sum(self.seconds.values())
+
+
+def assumptions(hardware: Hardware, bf16: bool) -> str:
+    return (
+        f"{hardware.flops(bf16) / 1e12:,.3g} TFLOP/s in {'bf16' if bf16 else 'fp32'}, {TRAINING_SHARE:.0%} of it used "
+        f"in training and {SCORING_SHARE:.0%} in scoring; {hardware.bandwidth / 1e12:,.3g} TB/s of memory traffic, "
+        f"{BANDWIDTH_SHARE:.0%} of it used; every sample as long as it may be"
+    )
+
+
+def step_time(model: MemoryModel) -> StepTime | None:
+    """None: nothing is known of how fast the device is."""
+    options, hardware, work = model.options, model.hardware, model.work
+    if hardware.flops(options.bf16) is None:
+        return None
+    clock = _Clock(hardware, options, work)
+    if not isinstance(options, RLOptions):
+        seconds = {"update": sum(clock.update(trained, work.tokens, 1) for trained in model.trained.values())}
+        if model.frozen:
+            seconds = {"scoring": sum(clock.forward(m) * work.tokens for m in model.frozen.values())} | seconds
+        return StepTime(seconds, work.tokens)
+    samples = options.rollout_batch_size * options.n_samples_per_prompt
+    tokens = options.rollout_batch_size * work.rows.prompt + samples * work.rows.answer
+    updates = options.max_epochs * max(1, samples // options.train_batch_size)
+    scored = [*model.frozen.values(), *model.trained.values()]
+    seconds = {
+        "rollout": clock.rollout(model.trained["actor"], samples, model.kv_token_bytes),
+        "scoring": sum(clock.forward(m) * tokens for m in scored),
+        "update": sum(clock.update(m, tokens * options.max_epochs, updates) for m in model.trained.values()),
+    }
+    return StepTime(seconds, tokens)
+
+
+class _Clock:
+    def __init__(self, hardware: Hardware, options: Any, work: Work):
+        self.options, self.work, self.accelerator = options, work, hardware.accelerator
+        self.flops = hardware.flops(options.bf16)
+        self.bandwidth = hardware.bandwidth * BANDWIDTH_SHARE
+
+    def operations(self, model: Pretended) -> float:
+        """Of a token's forward pass."""
+        config = model.model.config.get_text_config()
+        attention = 2 * self.work.rows.longest * config.hidden_size * config.num_hidden_layers
+        return 2 * multiplied(model) + attention
+
+    def forward(self, model: Pretended) -> float:
+        return self.operations(model) / (self.flops * SCORING_SHARE)
+
+    def update(self, model: Pretended, tokens: int, steps: int) -> float:
+        passes = (2 if self.options.lora_rank else 3) + self.options.gradient_checkpointing
+        arithmetic = passes * tokens * self.operations(model) / (self.flops * TRAINING_SHARE)
+        return arithmetic + steps * OPTIMISER_BYTES * model.trained() / self.bandwidth
+
+    def rollout(self, model: Pretended, samples: int, kv_token_bytes: int) -> float:
+        options, rows = self.options, self.work.rows
+        slots = min(options.rollout_slots, samples)
+        read = options.rollout_batch_size * rows.prompt * self.forward(model)
+        traffic = model.weights() + slots * (rows.prompt + rows.answer / 2) * kv_token_bytes
+        step = max(traffic / self.bandwidth, slots * self.forward(model))
+        if self.accelerator:
+            step = max(step, LAYER_SECONDS * model.model.config.get_text_config().num_hidden_layers)
+        return read + -(-samples // slots) * rows.answer * step
+
+
+def multiplied(model: Pretended) -> int:
+    """Weights that take part in matrix products: all but an embedding that is no head as well."""
+    inner = model.model.inner
+    embedding, head = inner.get_input_embeddings().weight, inner.get_output_embeddings()
+    tied = head is not None and head.weight is embedding
+    return sum(p.numel() for p in inner.parameters()) - (0 if tied else embedding.numel())

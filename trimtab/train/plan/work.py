@@ -1,0 +1,127 @@
+"""What a job does in one step, as far as a plan must know it: which models, how many tokens, in rows of what shape."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trimtab.config.jobs import RLOptions
+from trimtab.data.batches import Example
+from trimtab.models.critic import Critic
+from trimtab.models.load import frozen_skeleton, policy_skeleton, reward_skeleton
+from trimtab.models.packed import PackedModel
+from trimtab.rewards.model import MAX_TOKENS
+
+WITHOUT_REFERENCE = ("orpo", "simpo")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What passes read: groups of answers to one prompt, whose tokens stand in a row once."""
+
+    prompt: int
+    answer: int
+    group: int = 1
+
+    @property
+    def longest(self) -> int:
+        return self.prompt + self.answer
+
+    def examples(self, tokens: int) -> tuple[list[Example], list[int]]:
+        """A row of exactly so many tokens, and what each sequence borrows; the last one may be shorter."""
+        examples, shared, left = [], [], tokens
+        while left > 0:
+            borrowed = self.prompt if len(examples) % self.group else 0
+            own = min(self.longest - borrowed, left)
+            trained = np.arange(borrowed + own) >= max(self.prompt, 1)
+            examples.append((np.zeros(borrowed + own, dtype=np.int64), trained))
+            shared.append(borrowed)
+            left -= own
+        return examples, shared
+
+
+@dataclass(frozen=True)
+class Work:
+    rows: Rows
+    """The shape of the samples."""
+    tokens: int
+    """Tokens of one optimiser step, in rows; a pass need not be larger."""
+    least: int
+    """Tokens of one sample: a pass cannot be smaller."""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A model that only scores."""
+
+    name: str
+    model: PackedModel
+    offload: bool = False
+    """Waits in main memory while it has nothing to do."""
+    pass_tokens: int | None = None
+    """Of its passes, if they are not as large as those of training."""
+
+
+def supposed(options: Any) -> Work:
+    """What the options allow, without a look at the data: every sample as long as it may be."""
+    if isinstance(options, RLOptions):
+        return rl_work(options, options.prompt_max_len)
+    answers = 2 if hasattr(options, "chosen_key") else 1
+    sample = answers * options.max_len
+    return Work(Rows(0, options.max_len), options.train_batch_size * sample, sample)
+
+
+def rl_work(options: RLOptions, longest_prompt: int) -> Work:
+    group = options.n_samples_per_prompt
+    rows = Rows(longest_prompt, options.generate_max_len, group)
+    groups = max(1, options.train_batch_size // group)
+    return Work(rows, groups * (rows.prompt + group * rows.answer), rows.longest)
+
+
+def given_budget(options: Any, work: Work) -> int:
+    """Tokens of a pass as the options have it."""
+    by_tokens = options.use_dynamic_batch if isinstance(options, RLOptions) else options.packing_samples
+    if by_tokens and options.train_max_tokens_per_gpu:
+        return options.train_max_tokens_per_gpu
+    return options.micro_train_batch_size * work.least
+
+
+def trained_models(options: Any) -> dict[str, PackedModel]:
+    if not isinstance(options, RLOptions):
+        return {"model": reward_skeleton(options) if options.verb == "rm" else policy_skeleton(options)}
+    models: dict[str, PackedModel] = {"actor": policy_skeleton(options)}
+    if options.advantage_estimator == "gae":
+        name = options.critic_pretrain or _listed(options.reward_pretrain, options.pretrain)[0]
+        models["critic"] = Critic(reward_skeleton(dataclasses.replace(options, pretrain=name)).model)
+    return models
+
+
+def frozen_models(options: Any) -> list[Frozen]:
+    offload = getattr(options, "ref_reward_offload", False) or getattr(options, "ref_offload", False)
+    found = []
+    if _has_reference(options):
+        name = getattr(options, "ref_pretrain", None) or options.pretrain
+        found.append(Frozen("reference", frozen_skeleton(name, "--ref_pretrain"), offload))
+    if teacher := getattr(options, "teacher_model", None):
+        offload = getattr(options, "teacher_offload", offload)
+        found.append(Frozen("teacher", frozen_skeleton(teacher, "--teacher_model"), offload))
+    for name in _listed(getattr(options, "reward_pretrain", None)):
+        alone = dataclasses.replace(options, pretrain=name, lora_rank=0)
+        found.append(Frozen(f"reward model {name}", reward_skeleton(alone), pass_tokens=MAX_TOKENS))
+    return found
+
+
+def _has_reference(options: Any) -> bool:
+    if isinstance(options, RLOptions):
+        return options.init_kl_coef > 0 and options.lora_rank == 0
+    if not hasattr(options, "ref_pretrain") or getattr(options, "preference_loss", None) in WITHOUT_REFERENCE:
+        return False
+    if getattr(options, "precompute_ref_log_probs", False):
+        return False
+    return options.lora_rank == 0 or options.ref_pretrain is not None
+
+
+def _listed(text: str | None, otherwise: str | None = None) -> list[str]:
+    names = [name.strip() for name in (text or "").split(",") if name.strip()]
+    return names or ([otherwise] if otherwise else [])
