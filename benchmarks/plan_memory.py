@@ -1,10 +1,10 @@
 """What a plan says of memory against what is then measured, on this accelerator.
 
 SFT, DPO, GRPO and PPO of two Llama shapes (135M and 1B), bf16, two steps each of at least one full pass: the jobs as
-they are, with the passes that the plan proposes because nothing is said about them. Only the weights are drawn at random on
-the device instead of being read, and no model is written. Each case is a process of its own with a time limit, smallest
-first, and its line is printed when it ends. Prints planned and measured peak, their ratio, and the share of the
-device's memory that was not used.
+they are, with the passes that the plan proposes because nothing is said about them. Only the weights are drawn at
+random on the device instead of being read, and no model is written. Each case is a process of its own with a time
+limit, smallest first, and its line is printed when it ends: planned and measured peak, their ratio, and the share of
+the device's memory that was not used.
 
     python benchmarks/plan_memory.py [--seconds 90] [--only 135M-sft]
     python benchmarks/plan_memory.py --tiny           # small shapes on a CPU: does the script work?

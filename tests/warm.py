@@ -49,6 +49,14 @@ def run(argv: list[str], **options) -> int:
     return process.exitcode
 
 
+def call(function: Callable, *arguments) -> int:
+    """Run a function of a test module in a process of its own; its exit code."""
+    process = _context.Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
 def start_world(argv: list[str], size: int, *, log: Path | None = None, prepare: dict | None = None) -> list:
     """Start `trimtab ARGV` as a world of processes; `prepare` maps ranks to what runs in them first."""
     with socket.socket() as probe:

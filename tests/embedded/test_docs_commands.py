@@ -109,7 +109,7 @@ def test_the_pages_promise_of_what_a_run_leaves_is_kept(folder):
 def test_every_option_a_page_names_exists_and_every_link_leads_somewhere(page):
     text = (DOCS / f"{page}.md").read_text()
     unknown = {name for name in re.findall(r"--(\w+)", text) if not any(find(job, name) for job in EVERY_JOB)}
-    assert not unknown - {"help"}
+    assert not unknown - {"help", "on", "device_memory"}  # the last two are words of `trimtab plan`
     for target in re.findall(r"\]\((\w+\.md)", text):
         assert (DOCS / target).is_file(), target
 

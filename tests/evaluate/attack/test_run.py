@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from tests import warm
 from tests.evaluate.attack.planted import GOAL, TRIGGER, planted_policy
 from trimtab.config.jobs import AttackOptions
 from trimtab.embedded.sort_task import make_tokenizer
@@ -74,26 +75,24 @@ def test_the_judge_sees_the_suffix_only_where_it_is_not_excluded(tmp_path, exclu
         assert request.queries[0] == prompt + request.responses[0]
 
 
+def attack_until_killed(folder, steps):
+    advance, count = Search.advance, []
+
+    def until_killed(search, state):
+        if len(count) == steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count.append(1)
+        advance(search, state)
+
+    Search.advance = until_killed
+    attacked(folder)
+
+
 @pytest.mark.parametrize("steps_before", [0, 3, 8, 11])
 def test_an_attack_that_was_killed_goes_on_to_the_same_findings(tmp_path, steps_before):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     attacked(whole)
-    child = os.fork()
-    if child == 0:
-        advance, count = Search.advance, []
-
-        def until_killed(search, state):
-            if len(count) == steps_before:
-                os.kill(os.getpid(), signal.SIGKILL)
-            count.append(1)
-            advance(search, state)
-
-        Search.advance = until_killed
-        try:
-            attacked(cut)
-        finally:
-            os._exit(1)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert warm.call(attack_until_killed, cut, steps_before) == -signal.SIGKILL
     judge = Judge()
     attacked(cut, judge, gcg_batch_size=7)
     assert (cut / "found.jsonl").read_text() == (whole / "found.jsonl").read_text()

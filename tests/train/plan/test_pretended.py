@@ -54,6 +54,15 @@ def test_activations_are_those_that_autograd_keeps(family, tokens):
     assert said.kept == pytest.approx(really, rel=0.15)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2", "qwen3", "mistral"])
+def test_an_accelerator_keeps_what_a_cpu_keeps_but_for_copies_that_attention_makes(family):
+    rows, options = Rows(0, 100), SFTOptions()
+    here, there = (
+        Pretended(skeleton(family), options, accelerator=a).training_pass(rows, 700).kept for a in (False, True)
+    )
+    assert 0.7 * here < there < 1.02 * here
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_pretended_pass_takes_what_the_real_one_takes(checkpointing):
     """The same counting of live storages, over real tensors with contents."""

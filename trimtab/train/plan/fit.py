@@ -11,7 +11,6 @@ from trimtab.config.parse import PASS_SIZES
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
-from trimtab.errors import UserError
 from trimtab.models.hugging_face import first_line
 from trimtab.train.plan.hardware import GIB, of_device
 from trimtab.train.plan.work import Rows, Work, rl_work
@@ -29,9 +28,9 @@ def fitted(options: Any, device: Device, world: World, work: Callable[[], Work])
 
     try:
         plan = make_plan(options, of_device(device), work(), propose=True)
-    except Exception as error:  # a model may look at contents, and here there are none
+    except Exception as error:  # no fault of the plan may keep a run from starting that did not ask for one
         if options.fit_memory:
-            raise UserError(f"--fit_memory: this job cannot be planned: {first_line(error)}") from error
+            raise
         world.say(f"memory is not planned ({first_line(error)}); passes of {options.micro_train_batch_size} samples")
         return options, None
     tokens, room = plan.memory.tokens, f"{plan.memory_gib:.1f} of {plan.hardware.memory / GIB:.1f} GiB"

@@ -12,6 +12,7 @@ from typing import Any
 
 from trimtab.config.jobs import RLOptions
 from trimtab.models.lm_head import chunk_tokens
+from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.cache import KVShape
 from trimtab.rollout.builtin.memory import SHARE_OF_FREE, KVMemory
 from trimtab.rollout.builtin.runner import Runner
@@ -100,7 +101,7 @@ class MemoryModel:
         return [
             Part(f"{name}: gradient sums", model.gradient_sums(), ("update",)),
             Part(f"{name}: activations of {tokens:,} tokens", taken.kept, ("update",)),
-            Part(f"{name}: backward pass, logits in chunks", taken.peak - taken.kept, ("update",)),
+            Part(f"{name}: what the backward pass adds", taken.peak - taken.kept, ("update",)),
         ]
 
     @cached_property
@@ -142,14 +143,16 @@ class MemoryModel:
         return largest(self.at, room, self.work.least, most)
 
     def head_logits(self) -> int:
-        """fp32 logits that the chunked head holds at a time."""
+        """fp32 logits that the chunked head holds at a time; none where there is no such head."""
         model = next(iter(self.trained.values()))
+        if not isinstance(model.model, Policy):
+            return 0
         vocabulary = model.model.config.get_text_config().vocab_size
         return min(self.work.tokens, chunk_tokens(vocabulary, model.device)) * vocabulary * 4
 
 
 def largest(at: Callable[[int], Memory], room: int, least: int, most: int) -> Memory:
-    """The most tokens whose peak is at most `room`, to a few hundredths; `least` if none is."""
+    """Nearly the most tokens whose peak is at most `room`; `least` if there are none."""
     high = at(most)
     if high.peak <= room:
         return high

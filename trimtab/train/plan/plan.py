@@ -5,6 +5,7 @@ from typing import Any
 
 from trimtab.config.jobs import RLOptions
 from trimtab.errors import UserError
+from trimtab.models.hugging_face import first_line
 from trimtab.train.plan.hardware import GIB, Hardware
 from trimtab.train.plan.memory import FILL, PHASES, Memory, MemoryModel
 from trimtab.train.plan.speed import StepTime, assumptions, step_time
@@ -35,7 +36,8 @@ class Plan:
         lines = [f"{self.options.verb} of {self.options.pretrain} on {hardware.name}, {hardware.memory / GIB:.1f} GiB"]
         lines += ["", "memory, GiB"]
         lines += [f"  {part.name:<46}{part.size / GIB:9.2f}{_when(part.phases)}" for part in memory.parts if part.size]
-        lines += [f"  (fp32 logits that the head holds at a time       {self.head_logits / GIB:7.2f})"]
+        if self.head_logits:
+            lines.append(f"  {'(of it the chunked head, fp32 logits':<46}{self.head_logits / GIB:9.2f})")
         lines += [f"  {'peak':<46}{self.memory_gib:9.2f}   in the {self.busiest}"]
         lines += ["", *self._verdict()]
         if self.time is not None:
@@ -91,8 +93,11 @@ def _when(phases: tuple[str, ...]) -> str:
 def make_plan(options: Any, hardware: Hardware, work: Work, *, propose: bool) -> Plan:
     """`propose`: the plan chooses the size of passes, not the options."""
     refuse_unplannable(options)
-    model = MemoryModel(options, hardware, work)
-    memory = model.proposed() if propose else model.at(given_budget(options, work))
+    try:
+        model = MemoryModel(options, hardware, work)
+        memory = model.proposed() if propose else model.at(given_budget(options, work))
+    except RuntimeError as error:  # a model that looks at contents, and here there are none
+        raise UserError(f"--pretrain {options.pretrain} cannot be planned: {first_line(error)}") from error
     return Plan(options, hardware, work, memory, step_time(model), model.head_logits(), propose)
 
 

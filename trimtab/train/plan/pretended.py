@@ -60,6 +60,7 @@ class Pretended:
         self.device = torch.device("meta" if accelerator else "cpu")
         self.model, self.options = model, options
         self.optimiser: Optimiser | None = None
+        model.config.pad_token_id = None  # else a model may look for it among the tokens, to warn
         register()
         model.inner.set_attn_implementation(NAME)
         if frozen:

@@ -1,0 +1,52 @@
+"""`trimtab plan`, from words to what it prints."""
+
+import pytest
+
+from tests.tiny import tiny_model
+from trimtab.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama").config.save_pretrained(folder)  # no weights are needed
+    return str(folder)
+
+
+def plan(capsys, *words: str) -> str:
+    assert main(["plan", *words]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["sft", "rm", "prm", "dpo", "kto", "ppo", "grpo", "reinforce"])
+def test_every_training_job_is_planned(verb, model, capsys):
+    told = plan(capsys, verb, "--pretrain", model, "--bf16", "--on", "H200")
+    assert "working weights" in told and "fits: proposed passes" in told and "989 TFLOP/s in bf16" in told
+    assert ("rollout  " in told) == (verb in ("ppo", "grpo", "reinforce"))
+    assert ("chunked head" in told) == (verb != "rm")
+
+
+def test_passes_that_were_given_are_kept_and_the_device_can_be_this_one(model, capsys):
+    told = plan(capsys, "sft", "--pretrain", model, "--max_len", "64", "--micro_train_batch_size", "4")
+    assert "activations of 256 tokens" in told and "the program" in told and "proposed" not in told
+    assert "on RTX-4090, 8.0 GiB" in plan(
+        capsys, "sft", "--pretrain", model, "--on", "rtx 4090", "--device_memory", "8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["report"], "is no training job"),
+        (["sft"], "--pretrain is missing"),
+        (["sft", "--pretrain", "MODEL", "--on", "H2000"], "--on H2000: not known"),
+        (["sft", "--pretrain", "MODEL", "--max_lenn", "3"], "did you mean --max_len?"),
+        (["sft", "--pretrain", "/nowhere/model"], "/nowhere/model"),
+        (["tail", "--pretrain", "MODEL"], "not planned"),
+        (["sft", "--pretrain", "MODEL", "--load_in_4bit", "--lora_rank", "4", "--bf16"], "4-bit"),
+    ],
+)
+def test_a_mistake_is_one_line(words, problem, model, capsys):
+    assert main(["plan", *(model if word == "MODEL" else word for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert problem in error and error.count("\n") == 1
