@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 
 import peft  # noqa: F401
@@ -28,6 +29,19 @@ import trimtab.train.tail  # noqa: F401
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.warm"])
+_ROOT = Path(__file__).parents[1]
+
+
+def _start(process) -> None:
+    """The warm parent is started with the first process, and finds these modules only from the project's folder; a test
+    may have gone elsewhere."""
+    here = os.getcwd()
+    os.chdir(_ROOT)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(here)
+    process.start()
 
 
 def start(
@@ -39,7 +53,7 @@ def start(
 ):
     """Start `trimtab ARGV` in a process of its own; `prepare` runs in it first."""
     process = _context.Process(target=_main, args=(argv, prepare, log, os.environ | (environment or {})))
-    process.start()
+    _start(process)
     return process
 
 
@@ -52,7 +66,7 @@ def run(argv: list[str], **options) -> int:
 def call(function: Callable, *arguments) -> int:
     """Run a function of a test module in a process of its own; its exit code."""
     process = _context.Process(target=function, args=arguments)
-    process.start()
+    _start(process)
     process.join()
     return process.exitcode
 
