@@ -62,5 +62,5 @@ def test_unfinished_work_of_other_settings_is_refused_and_kept(tmp_path):
 
 def test_a_place_that_cannot_be_written_to_is_told_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="--output_path .*file/out.jsonl: cannot write there"):
+    with pytest.raises(UserError, match=r"--output_path .*file/out.jsonl: cannot write there"):
         begun(tmp_path / "file")
