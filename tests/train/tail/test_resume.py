@@ -43,14 +43,18 @@ def assert_same(first, second):
 
 
 # Where the run ends: (iteration, what it is about to do, how often it has done that in this iteration).
-KILLED = [("repulse", (3, "teach", 0)), ("repulse", (3, "update", 0)), ("rounds", (1, "teach", 1))]
-KILLED += [("repulse", (5, "conclude", 0)), ("base_proposal", (3, "update", 0)), ("lora", (3, "update", 0))]
+KILLED = [("repulse", (3, "update", 0)), ("lora", (3, "update", 0)), ("repulse", (3, "teach", 0))]
+KILLED += [("rounds", (1, "teach", 1)), ("repulse", (5, "conclude", 0)), ("base_proposal", (3, "update", 0))]
 KILLED += [("linear_head", (3, "teach", 0))]
 STOPPED = [("rounds", (3, "teach", 1)), ("rounds", (1, "score_proposed", 0)), ("repulse", (3, "score_proposed", 0))]
 STOPPED += [("repulse", (3, "sample_proposal", 0))]
 
 
-@pytest.mark.parametrize("method, moment", KILLED, ids=str)
+def first_ones(moments, count):
+    return [*moments[:count], *(pytest.param(*moment, marks=pytest.mark.long) for moment in moments[count:])]
+
+
+@pytest.mark.parametrize("method, moment", first_ones(KILLED, 2), ids=str)
 def test_killed_and_resumed_equals_uninterrupted(folder, straight, tmp_path, method, moment):
     words = arguments(folder, tmp_path, method)
     assert warm.run(words, prepare=partial(at, moment, signal.SIGKILL, TailRun)) == -signal.SIGKILL
@@ -58,7 +62,7 @@ def test_killed_and_resumed_equals_uninterrupted(folder, straight, tmp_path, met
     assert_same(everything(tmp_path), straight(method))
 
 
-@pytest.mark.parametrize("method, moment", STOPPED, ids=str)
+@pytest.mark.parametrize("method, moment", first_ones(STOPPED, 1), ids=str)
 def test_stopped_by_a_signal_and_resumed_equals_uninterrupted(folder, straight, tmp_path, method, moment):
     words, log = arguments(folder, tmp_path, method), tmp_path / "log"
     prepare = partial(at, moment, signal.SIGTERM, TailRun)
