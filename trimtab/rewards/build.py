@@ -5,6 +5,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.config.attack import RewardInputOptions
+from trimtab.config.source_checks import listed
 from trimtab.distributed.device import Device
 from trimtab.rewards.classifiers import load_judge
 from trimtab.rewards.client import HttpReward
@@ -27,11 +28,6 @@ def build_reward(options: Any, device: Device, tokenizer: PreTrainedTokenizerBas
     if options.reward_verifier:
         parts += make_verifier(options.reward_verifier).parts
     return Weighted(parts)
-
-
-def listed(text: str | None) -> list[str]:
-    """The entries of a list that is separated by commas."""
-    return [entry.strip() for entry in (text or "").split(",") if entry.strip()]
 
 
 def _places(options: Any) -> tuple[list[str], list[str]]:
