@@ -307,7 +307,7 @@ class VLLMOptions(PrefixOptions):
     vllm_sync_with_ray: bool = False
     """Send the weights through Ray."""
     vllm_enable_sleep: bool = False
-    """Give the engine's memory back while the policy is trained; that is how it is always done here."""
+    """Give the engine's memory back while the policy is trained; done here when it is more than what is free."""
     enforce_eager: bool = False
     """Capture no graphs."""
     enable_vllm_is_correction: bool = False

@@ -102,11 +102,6 @@ class RLRun:
         self.counters = Counters(max(options.init_kl_coef, 0.0))
         self.iteration: Iteration | None = None
 
-    @property
-    def total(self) -> int:
-        """Iterations of the whole run; with dynamic filtering it may end earlier."""
-        return -(-self.order.steps // self.options.rollout_batch_size)
-
     # ---- the loop
 
     def train(self, stop: StopRequest) -> None:
