@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -64,12 +65,27 @@ def test_an_attack_writes_its_findings_and_says_what_came_out(place, tmp_path, c
     assert figures["targets"] == 2 and len(figures["after"]["successful_replies"]) == 2
 
 
+def test_normalised_rewards_are_on_the_scale_that_training_had(place, tmp_path):
+    """A threshold means the same in `trimtab tail --normalize_reward` and in the attack on what it wrote."""
+    judge = shutil.copytree(place / "judge", tmp_path / "judge")
+    config = json.loads((judge / "config.json").read_text()) | {"mean": 0.25, "std": 0.5}
+    (judge / "config.json").write_text(json.dumps(config))
+    found = {}
+    for extra in "", "--normalize_reward":
+        output = tmp_path / f"found{extra}.jsonl"
+        assert main(words(place, f"{extra} --reward_pretrain {judge} --reward_threshold 0 --output_path {output}")) == 0
+        rows = [json.loads(line) for line in output.read_text().splitlines()]
+        found[extra] = torch.tensor([row["after"]["rewards"] for row in rows])
+    torch.testing.assert_close(found["--normalize_reward"], (found[""] - 0.25) / 0.5)
+
+
 @pytest.mark.parametrize(
     "extra, goals, complaint",
     [
         ("--atk_success_criteria prefix", "answers.csv", "has no column target"),
         ("--atk_success_criteria prefix", "none.csv", "--file_path: .*none.csv does not exist"),
         ("", "goals.csv", "--atk_success_criteria reward needs --reward_pretrain"),
+        ("--reward_pretrain {place}/judge --reward_threshold 0 --normalize_reward", "goals.csv", "has no mean and std"),
         ("--reward_pretrain ./judge", "goals.csv", "--reward_pretrain: ./judge does not exist"),
         ("--atk_success_criteria luck", "goals.csv", "it must be reward, prefix or target"),
         ("--atk_success_criteria prefix --scenario tales", "goals.csv", "it must be behaviors or strings"),
@@ -80,7 +96,7 @@ def test_an_attack_writes_its_findings_and_says_what_came_out(place, tmp_path, c
 def test_bad_input_is_one_line_and_exit_code_2(place, capsys, extra, goals, complaint):
     import re
 
-    assert main(words(place, extra, goals)) == 2
+    assert main(words(place, extra.format(place=place), goals)) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and re.search(f"^trimtab attack: error: .*{complaint}", err), err
 

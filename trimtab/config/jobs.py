@@ -382,6 +382,7 @@ class AttackOptions(
     AnswerLengthOptions,
     SuccessOptions,
     RewardInputOptions,
+    RewardScaleOptions,
     RewardHeadOptions,
     ProcessOptions,
     RunOptions,

@@ -47,7 +47,9 @@ def attack(options: Any, policy: Policy, device: Device) -> Path:
         print(f"{mended} rows of {options.file_path} have quotes escaped by a backslash, which is left out")
     judge = None
     if options.reward_pretrain:
-        judge = load_judge(options.reward_pretrain, options, device, policy_tokenizer=tokenizer)
+        judge = load_judge(
+            options.reward_pretrain, options, device, policy_tokenizer=tokenizer, normalize=options.normalize_reward
+        )
     run = AttackRun(options, policy, tokenizer, judge)
     rows = run.work_through(targets)
     figures = summary(rows, options.atk_success_criteria, options.reward_threshold)

@@ -1,13 +1,14 @@
-"""Time of a step by phase: arithmetic at a share of the device's peak, or bytes at a share of its bandwidth.
+"""Time of a step by phase: arithmetic at a share of the device's peak, and bytes at a share of its bandwidth.
 
-    update    3 forward passes' arithmetic (4 with checkpointing; 2 and 3 where only adapters are trained) a token,
-              then the optimiser reads and writes its state
-    scoring   a forward pass a token and model
+    update    3 forward passes' arithmetic (4 with checkpointing; 2 and 3 where only adapters are trained) a token, the
+              activations written and read; then the optimiser reads and writes its state
+    scoring   a forward pass a token and model, its activations written and read
     rollout   a forward pass a prompt token; then, for each token of an answer, the weights and the keys and values of
               all answers that are written at once are read from memory
 
-A token's forward pass is 2 operations a multiplied weight, and 2 x length x width a layer for attention. It is an
-estimate for choosing between settings, good to a factor of two; small models wait for the host more than this says.
+A token's forward pass is 2 operations a multiplied weight, and 2 x length x width a layer for attention. A token's
+activations are counted in a pretended pass of the trained model, and are as layers x width for other models. It is an
+estimate for choosing between settings, good to a factor of two; small passes wait for the host more than this says.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from trimtab.train.plan.work import Work
 TRAINING_SHARE = 0.4  # of the peak arithmetic
 SCORING_SHARE = 0.5
 BANDWIDTH_SHARE = 0.7
-LAYER_SECONDS = 20e-6  # the least time of a layer in one decode step on an accelerator
+LAYER_SECONDS = 50e-6  # the least time of a layer in one decode step on an accelerator
+READS_FORWARD, READS_BACKWARD = 2, 4  # times that activations go through memory: with their gradients backwards
+COUNTED_TOKENS = 4096  # of the pretended pass
 OPTIMISER_BYTES = 34  # a trained weight: gradient, master and two moments read, all but the first written, cast
 
 
@@ -42,7 +45,8 @@ def assumptions(hardware: Hardware, bf16: bool) -> str:
     return (
         f"{hardware.flops(bf16) / 1e12:,.3g} TFLOP/s in {'bf16' if bf16 else 'fp32'}, {TRAINING_SHARE:.0%} of it used "
         f"in training and {SCORING_SHARE:.0%} in scoring; {hardware.bandwidth / 1e12:,.3g} TB/s of memory traffic, "
-        f"{BANDWIDTH_SHARE:.0%} of it used; every sample as long as it may be"
+        f"{BANDWIDTH_SHARE:.0%} of it used, activations {READS_FORWARD} times written or read in a forward pass and "
+        f"{READS_FORWARD + READS_BACKWARD} times in an update; every sample as long as it may be"
     )
 
 
@@ -51,7 +55,7 @@ def step_time(model: MemoryModel) -> StepTime | None:
     options, hardware, work = model.options, model.hardware, model.work
     if hardware.flops(options.bf16) is None:
         return None
-    clock = _Clock(hardware, options, work)
+    clock = _Clock(hardware, options, work, next(iter(model.trained.values())))
     if not isinstance(options, RLOptions):
         seconds = {"update": sum(clock.update(trained, work.tokens, 1) for trained in model.trained.values())}
         if model.frozen:
@@ -70,24 +74,29 @@ def step_time(model: MemoryModel) -> StepTime | None:
 
 
 class _Clock:
-    def __init__(self, hardware: Hardware, options: Any, work: Work):
+    def __init__(self, hardware: Hardware, options: Any, work: Work, trained: Pretended):
         self.options, self.work, self.accelerator = options, work, hardware.accelerator
         self.flops = hardware.flops(options.bf16)
         self.bandwidth = hardware.bandwidth * BANDWIDTH_SHARE
+        counted = min(COUNTED_TOKENS, work.tokens)
+        self.activation_bytes = trained.training_pass(work.rows, counted).kept / counted / size(trained)
 
     def operations(self, model: Pretended) -> float:
         """Of a token's forward pass."""
-        config = model.model.config.get_text_config()
-        attention = 2 * self.work.rows.longest * config.hidden_size * config.num_hidden_layers
-        return 2 * multiplied(model) + attention
+        return 2 * multiplied(model) + 2 * self.work.rows.longest * size(model)
+
+    def traffic(self, model: Pretended, times: int) -> float:
+        """Seconds in which a token's activations go so many times through memory."""
+        return times * self.activation_bytes * size(model) / self.bandwidth
 
     def forward(self, model: Pretended) -> float:
-        return self.operations(model) / (self.flops * SCORING_SHARE)
+        return self.operations(model) / (self.flops * SCORING_SHARE) + self.traffic(model, READS_FORWARD)
 
     def update(self, model: Pretended, tokens: int, steps: int) -> float:
         passes = (2 if self.options.lora_rank else 3) + self.options.gradient_checkpointing
-        arithmetic = passes * tokens * self.operations(model) / (self.flops * TRAINING_SHARE)
-        return arithmetic + steps * OPTIMISER_BYTES * model.trained() / self.bandwidth
+        arithmetic = passes * self.operations(model) / (self.flops * TRAINING_SHARE)
+        traffic = self.traffic(model, READS_FORWARD + READS_BACKWARD)
+        return tokens * (arithmetic + traffic) + steps * OPTIMISER_BYTES * model.trained() / self.bandwidth
 
     def rollout(self, model: Pretended, samples: int, kv_token_bytes: int) -> float:
         options, rows = self.options, self.work.rows
@@ -96,8 +105,17 @@ class _Clock:
         traffic = model.weights() + slots * (rows.prompt + rows.answer / 2) * kv_token_bytes
         step = max(traffic / self.bandwidth, slots * self.forward(model))
         if self.accelerator:
-            step = max(step, LAYER_SECONDS * model.model.config.get_text_config().num_hidden_layers)
+            step = max(step, LAYER_SECONDS * config_of(model).num_hidden_layers)
         return read + -(-samples // slots) * rows.answer * step
+
+
+def config_of(model: Pretended) -> Any:
+    return model.model.config.get_text_config()
+
+
+def size(model: Pretended) -> int:
+    """Layers x width."""
+    return config_of(model).hidden_size * config_of(model).num_hidden_layers
 
 
 def multiplied(model: Pretended) -> int:
