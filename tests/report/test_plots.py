@@ -12,7 +12,7 @@ from trimtab.errors import UserError
 from trimtab.evaluate.tail_files import Analytic, HeldOut, write_analytic, write_held_out
 from trimtab.report.manifest import read_manifest
 from trimtab.report.outcomes import curves, points
-from trimtab.report.plots import curves_figure, save
+from trimtab.report.plots import curves_figure, frontier_figure, save
 
 SEEDS = [1, 2, 12]
 
@@ -107,6 +107,22 @@ def test_the_default_place_is_beside_the_manifest_and_two_drawings_are_equal(pla
     assert (place / "figure_frontier_gcg_return.png").exists()
     figures = [curves_figure(read_manifest(place / "figure.yaml")) for _ in range(2)]
     assert len({save(figure, place / "curves.png").read_bytes() for figure in figures}) == 1
+
+
+@pytest.mark.parametrize("lifted, scale", [(5.2, "log"), (1.0, "linear"), (9.0, "linear")])
+def test_probabilities_that_lie_far_apart_stand_on_a_logarithmic_axis(place, lifted, scale):
+    """The first method's are about a quarter; the other's below a tenth of it, above, and 0."""
+    for seed in SEEDS:
+        write_held_out(place / "info", f"b_s{seed}", held_out(lifted - 0.3))
+    figure = frontier_figure(read_manifest(place / "figure.yaml"), "reward", "bad")
+    assert figure.axes[0].get_yscale() == scale
+
+
+def test_a_single_seed_has_no_interval(place):
+    methods = [{"label": "alone", "run": "a_s1", "seeds": [1]}]
+    assert main(["plot", "page", str(manifest_with(place, methods=methods))]) == 0
+    page = (place / "changed_page.html").read_text()
+    assert "<td>alone</td><td>1</td><td>0.1</td>" in page and "worst 5 % of rewards" in page
 
 
 def test_the_page_has_a_table_every_figure_and_what_is_absent(place, capsys):

@@ -49,12 +49,14 @@ def _table(manifest: Manifest, columns: dict[str, list[Estimate]]) -> str:
     heads = "".join(f"<th>{escape(name_of(what, manifest))}</th>" for what in columns)
     rows = ""
     for number, method in enumerate(manifest.methods):
-        cells = "".join(f"<td>{_cell(values[number])}</td>" for values in columns.values())
+        cells = "".join(f"<td>{_cell(values[number], len(method.seeds))}</td>" for values in columns.values())
         rows += f"<tr><td>{escape(method.label)}</td><td>{len(method.seeds)}</td>{cells}</tr>"
     head = f"<tr><th>method</th><th>seeds</th>{heads}</tr>"
-    told = "Means over seeds; in brackets 95 % of the means of resampled seeds."
+    told = "Means over seeds; in brackets, where there are several, 95 % of the means of resampled seeds."
     return f"<h2>Outcomes</h2><p class=words>{told}</p><div class=card><table class=data>{head}{rows}</table></div>"
 
 
-def _cell(found: Estimate) -> str:
+def _cell(found: Estimate, seeds: int) -> str:
+    if seeds == 1:
+        return short_number(found.value)
     return f"{short_number(found.value)} ({short_number(found.low)} to {short_number(found.high)})"

@@ -12,11 +12,12 @@ from trimtab.report.outcomes import CURVES, Point, curves, families, points
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = "osD^vP*X"
 FORMATS = (".png", ".svg", ".pdf")
+DECADE = 10  # probabilities that are further apart stand on a logarithmic axis
 NAMES = {
     "reward": "mean reward",
     "return": "mean return (reward less weighted KL)",
     "bad": "P(reward < {threshold:g})",
-    "cvar": "CVaR: mean of the worst {level:.3g} of rewards",
+    "cvar": "CVaR: mean of the worst {percent:.3g} % of rewards",
     "gcg": "attack success: targets with a reply below {threshold:g}",
 }
 
@@ -48,7 +49,8 @@ def curves_figure(manifest: Manifest) -> Any:
 def frontier_figure(manifest: Manifest, x: str, y: str) -> Any:
     """A marker a method with its intervals; a dashed line joins a family."""
     figure, (panel,) = _figure(1)
-    for style, members in enumerate(families(points(manifest, x, y)).values()):
+    found = points(manifest, x, y)
+    for style, members in enumerate(families(found).values()):
         colour = COLOURS[style % len(COLOURS)]
         if len(members) > 1:
             line = ([point.x.value for point in members], [point.y.value for point in members])
@@ -57,14 +59,23 @@ def frontier_figure(manifest: Manifest, x: str, y: str) -> Any:
             _mark(panel, point, colour, MARKERS[(style + number) % len(MARKERS)])
     panel.set_xlabel(name_of(x, manifest))
     panel.set_ylabel(name_of(y, manifest))
-    panel.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=True)
+    if y == "bad" and span([point.y.value for point in found]) >= DECADE:
+        panel.set_yscale("log")
+    else:
+        panel.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4), useMathText=True)
     panel.legend(frameon=False, fontsize=8)
     return figure
 
 
+def span(values: list[float]) -> float:
+    """The largest over the smallest; 0 where one is not above 0, so that they have no logarithm."""
+    return max(values) / min(values) if min(values) > 0 else 0.0
+
+
 def name_of(what: str, manifest: Manifest) -> str:
     """What a figure is called on an axis."""
-    return NAMES[what].format(threshold=manifest.threshold, level=manifest.level)
+    percent = None if manifest.level is None else 100 * manifest.level
+    return NAMES[what].format(threshold=manifest.threshold, percent=percent)
 
 
 def save(figure: Any, output: Path) -> Path:
