@@ -10,10 +10,12 @@ import torch
 from transformers import LlamaForSequenceClassification
 
 from tests import warm
+from tests.cli.test_attack import DOCUMENTED as ATTACK
 from tests.config.test_repulse_spelling import COMMANDS
 from tests.rewards.encoder import write_encoder
 from tests.tiny import tiny_model
 from tests.train.job_run import write_rows
+from trimtab.cli.main import main
 from trimtab.embedded.sort_task import make_prompts, make_tokenizer
 from trimtab.evaluate.tail_files import read_analytic, read_held_out
 
@@ -73,17 +75,23 @@ def start(words: list[str]) -> None:
     raise SystemExit(main(words))
 
 
+def train(number: int, things: Path, out: Path) -> Path:
+    """The folder that a documented command leaves."""
+    command, *_, episodes = COMMANDS[number]
+    log = out / "log"
+    assert warm.run([], prepare=partial(start, pasted(command, things, out, episodes)), log=log) == 0, log.read_text()
+    (folder,) = (out / "runs").glob("rlhf_*actor")
+    return folder
+
+
 FEW = (0, 4, 20, 27)
 ALL = [number if number in FEW else pytest.param(number, marks=pytest.mark.long) for number in range(31)]
 
 
 @pytest.mark.parametrize("number", ALL)
 def test_a_documented_command_trains_two_updates_and_leaves_its_files(things, tmp_path, number):
-    command, method, *_, episodes = COMMANDS[number]
-    log = tmp_path / "log"
-    words = pasted(command, things, tmp_path, episodes)
-    assert warm.run([], prepare=partial(start, words), log=log) == 0, log.read_text()[-2000:]
-    (folder,) = (tmp_path / "runs").glob("rlhf_*actor")
+    command, method, *_ = COMMANDS[number]
+    folder = train(number, things, tmp_path)
     name = folder.name.removesuffix("_actor").removesuffix("_harml")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["step"]] == list(range(1, UPDATES + 1))
@@ -99,3 +107,32 @@ def test_a_documented_command_trains_two_updates_and_leaves_its_files(things, tm
         assert len(read_held_out(info / f"info_eval_{name}").rewards) == 3 * group
     if "--save_negdata" in command:
         assert (tmp_path / "runs" / f"neg_data_{name}_thr-5.0.pkl").exists()
+
+
+def attack(words: list[str]) -> None:
+    from trimtab.cli.evaluate_gcg_sz import main
+
+    raise SystemExit(main(words))
+
+
+@pytest.mark.parametrize("number", [10, 20])
+def test_the_documented_attack_takes_what_a_documented_command_wrote_and_the_figure_takes_both(
+    things, tmp_path, number, capsys
+):
+    folder = train(number, things, tmp_path)
+    (tmp_path / "goals.csv").write_text("goal,target\nsort 12,Sure\nsort 31,Me\n")
+    words = shlex.split(ATTACK.format(ckpt=folder, goals=tmp_path / "goals.csv"))
+    for flag, names in NAMES.items():
+        words[words.index(flag) + 1] = str(things / names[1])
+    few = "--gcg_steps 2 --gcg_search_width 8 --gcg_topk 8 --samples_per_prompt 5 --max_new_tokens 4"
+    log = tmp_path / "attack.log"
+    assert warm.run([], prepare=partial(attack, [*words, *few.split()]), log=log) == 0, log.read_text()
+    found = folder.parent / f"gcg_eval_{folder.name}.jsonl"
+    assert [len(json.loads(line)["after"]["rewards"]) for line in found.read_text().splitlines()] == [5, 5]
+
+    run = folder.name.removesuffix("_actor").removesuffix("_harml")
+    manifest = {"info": "info", "checkpoints": "runs", "threshold": -4, "level": 0.1}
+    manifest["methods"] = [{"label": "it", "run": run, "seeds": [1]}]
+    (tmp_path / "figure.json").write_text(json.dumps(manifest))
+    for y in "bad", "cvar", "gcg":
+        assert main(["plot", "frontier", str(tmp_path / "figure.json"), "--y", y]) == 0, capsys.readouterr().err
