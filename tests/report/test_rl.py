@@ -7,12 +7,18 @@ import re
 import pytest
 
 from tests.report.pages import Checked, rl_evaluation, rl_row, write_metrics, write_rl_run, write_run
+from trimtab.config import jobs
 from trimtab.report.compare import comparability, write_comparison
 from trimtab.report.figures import objective_pictures
 from trimtab.report.page import write_report
 from trimtab.report.read import RL_JOBS, read_run
 from trimtab.report.rollouts import best_and_worst
 from trimtab.report.subject import job_name
+
+
+def test_every_rl_job_has_the_page_of_one():
+    found = [kind for kind in vars(jobs).values() if isinstance(kind, type) and issubclass(kind, jobs.RLOptions)]
+    assert {kind.verb for kind in found if hasattr(kind, "verb")} == set(RL_JOBS)
 
 
 def page_of(folder) -> str:

@@ -1,4 +1,8 @@
+import json
+
 import numpy as np
+import pytest
+import yaml
 
 from tests.report.pages import Checked, step_row, write_metrics
 from trimtab.evaluate.tail_files import HeldOut, summary, write_summary
@@ -20,6 +24,22 @@ def test_the_page_tells_what_the_worst_samples_are(tmp_path):
     assert "4 samples, the worst with a reward of -6" in page
     assert "<td>share below -5</td><td>0.25 (" in page
     assert "<td>mean of the worst 2 (CVaR 0.5)</td><td>-5 (" in page
+
+
+@pytest.mark.parametrize(
+    "method, row, told",
+    [
+        ("repulse", {"kappa": 0.02}, "bad ones less often (weight 0.02, beta -10): RePULSe"),
+        ("reinforce", {}, "to give answers of higher reward: REINFORCE<"),
+    ],
+)
+def test_a_tail_run_is_called_by_its_method(tmp_path, method, row, told):
+    write_metrics(tmp_path, [step_row(1) | row])
+    (tmp_path / "manifest.json").write_text(json.dumps({"job": "tail"}))
+    options = {"method": method, "advantage_estimator": "rloo", "target_dist_beta": -10.0}
+    (tmp_path / "options.yaml").write_text(yaml.safe_dump(options))
+    page = render(read_run(tmp_path))
+    assert told in page and "RLOO" not in page and "Reinforcement learning (" in page
 
 
 def test_a_run_without_samples_says_nothing_and_a_broken_file_is_named(tmp_path):

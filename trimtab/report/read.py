@@ -23,7 +23,7 @@ from trimtab.errors import UserError
 
 METRICS, OPTIONS, MANIFEST = "metrics.jsonl", "options.yaml", "manifest.json"
 SAMPLES, REWARDS, ROLLOUTS = "samples.json", "rewards.json", "rollouts.jsonl"
-RL_JOBS = ("ppo", "grpo", "reinforce", "rloo", "rl")
+RL_JOBS = ("ppo", "grpo", "dapo", "reinforce", "rloo", "rl", "tail")
 
 Point = tuple[int, float]
 

@@ -16,6 +16,13 @@ ASIDE = {"return", "kl_answer", "kl_loss", "log_prob_ratio", "prompt_tokens", "k
 """What has no picture of its own: others show as much, or it never changes."""
 
 REWARD = Picture("Reward", {"reward": "reward", "score": "score"}, "means", better=1, noun="of the answers")
+TAIL = (
+    Picture("Exact probability of a bad word", {"log_bad_probability": "log P(bad)"}, "nats", tall=True, better=-1),
+    Picture("Worst reward", {"worst_reward": "policy", "proposal_worst_reward": "proposal"}, "of an iteration"),
+    Picture("Bad answers", {"bad_share": "policy", "proposal_bad_share": "proposal"}, share=True, noun="bad answers"),
+    Picture("Reward of the proposal", {"proposal_reward": "reward"}, "below the policy's, if it finds bad answers"),
+    Picture("Effective samples of a group", {"proposal_effective_samples": "samples"}, "of the proposal's answers"),
+)
 FIGURES = (
     Picture("KL to the reference", {"kl": "KL"}, "nats a token"),
     Picture("Entropy", {"sampled_entropy": "sampled", "entropy": "exact"}, "nats a token", noun="entropy"),
@@ -66,7 +73,7 @@ def rl_pictures(runs: Sequence[Run]) -> Iterator[Picture]:
     # The only part of a reward is the reward.
     parts = [name for name in names if name.startswith(PART) and any(_differ(run, name, "reward") for run in runs)]
     yield Picture("Parts of the reward", {name: name.removeprefix(PART) or name for name in parts})
-    for picture in FIGURES:
+    for picture in (*TAIL, *FIGURES):
         yield picture.only(recorded)
     if any(len({value for _, value in run.series("kl_coefficient")}) > 1 for run in runs):
         yield KL_WEIGHT

@@ -25,14 +25,26 @@ ESTIMATORS = {
 }
 
 
+TAIL_METHODS = {
+    "ppo": "PPO",
+    "reinforce": "REINFORCE",
+    "reinforce_transform": "REINFORCE with a transformed reward",
+    "base_proposal": "RePULSe without a proposal",
+    "repulse": "RePULSe",
+}
+
+
 def job_name(run: Run) -> str:
     if run.is_rl:
-        return f"Reinforcement learning ({_estimator(run)})"
+        return f"Reinforcement learning ({_method(run)})"
     return JOB_NAMES.get(run.job, run.job)
 
 
-def _estimator(run: Run) -> str:
-    """The method is what the estimator says; the name of the job is only a preset."""
+def _method(run: Run) -> str:
+    """What the estimator says, for the name of the job is only a preset; of a tail run its method."""
+    if run.job == "tail" and "method" in run.options:
+        method = run.options["method"]
+        return TAIL_METHODS.get(str(method), plain(method))
     chosen = run.options.get("advantage_estimator")
     return ESTIMATORS.get(str(chosen), plain(chosen)) if chosen is not None else run.job.upper()
 
@@ -109,8 +121,17 @@ def _objective(run: Run) -> str | None:
             f"weight {plain(options.get('kd_coef', 0.4))}"
         )
     if run.is_rl:
-        return f"to give answers of higher reward: {_estimator(run)}"
+        return f"to give answers of higher reward{_pushed(run)}: {_method(run)}"
     return None
+
+
+def _pushed(run: Run) -> str:
+    """How hard bad answers are pushed down, where they are."""
+    weight = run.last("kappa") if run.job == "tail" else None
+    if weight is None:
+        return ""
+    beta = plain(run.options.get("target_dist_beta"))
+    return f", and bad ones less often (weight {short_number(weight)}, beta {beta})"
 
 
 def _reward(run: Run) -> str | None:
