@@ -1,5 +1,8 @@
 """How an RL update is cut, packed or dealt out to processes changes nothing but rounding."""
 
+import os
+import signal
+
 import pytest
 import torch
 
@@ -88,3 +91,28 @@ def fail_in_update():
         raise ValueError("the second process has had enough")
 
     Actor.update = update
+
+
+def test_a_signal_that_only_the_second_process_gets_stops_both_and_nothing_is_lost(folder, usual, tmp_path):
+    words = arguments(folder, tmp_path, "grpo", QUIET)
+    log = tmp_path / "log"
+    stopped = 128 + signal.SIGTERM
+    assert warm.run_world(words, 2, log=log, prepare={1: terminate_while_sampling})[0] == stopped
+    assert "checkpoint saved in" in (tmp_path / "log.0").read_text()
+    assert warm.run_world([*words, "--load_checkpoint"], 2) == [0, 0]
+    assert_same(tmp_path, usual("grpo"))
+
+
+def terminate_while_sampling():
+    from trimtab.train.rl.rollouts import Rollouts
+
+    sample, calls = Rollouts.sample, 0
+
+    def interrupted(self, *given, **named):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sample(self, *given, **named)
+
+    Rollouts.sample = interrupted

@@ -180,6 +180,8 @@ class RLRun:
             places = range(used + taken, used + taken + count)
             requests = [(self.order.step_samples(p)[0], request_seed(options.seed, p)) for p in places]
             part = ask_for_samples(self.roles.rollouts, requests, "train", self.sampling)
+            if part is None:
+                stop.elsewhere()
             if stop.signal:
                 return None, 0, {}
             taken, tried = taken + count, tried + count

@@ -99,6 +99,7 @@ class TailRun(RLRun):
         with timed(work.seconds, "rollout"):
             proposed = self.sample_proposal(work)
         if proposed is None:
+            stop.elsewhere()
             self.leave(stop.signal)
         with timed(work.seconds, "scoring"):
             self.score_proposed(proposed)
@@ -169,4 +170,5 @@ class TailRun(RLRun):
     def conclude(self, stop: StopRequest) -> None:
         super().conclude(stop)
         if not self.measures.after(self):
+            stop.elsewhere()
             self.leave(stop.signal)
