@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from trimtab.data.order import SampleOrder
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device, seed_everything
 from trimtab.distributed.world import World, find_world, leave_world
@@ -75,10 +74,9 @@ def rehearse(options: Any, make_task: MakeTask) -> list[str]:
     task.check_model(model)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    order = SampleOrder(task.samples, options.train_batch_size, options.max_epochs, options.seed)
     lines = [f"device: {device.name}", *notes(options, device)]
     lines.append(f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained")
-    lines.append(f"data: the first {task.samples} usable samples give {order.steps} steps")
+    lines.append(f"data: the first {task.samples} usable samples give {task.order().steps} steps")
     return lines
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from trimtab.config.dump import to_yaml
 from trimtab.data.batches import TokenBatch
-from trimtab.data.order import SampleOrder
 from trimtab.distributed.device import Device, random_state, restore_random_state
 from trimtab.distributed.sharding import GRADIENT_DTYPES, sync_gradients
 from trimtab.distributed.world import World, deal
@@ -64,7 +63,7 @@ class SupervisedRun:
     def __post_init__(self):
         options, task = self.options, self.task
         self.folder = Path(options.save_path)
-        self.order = SampleOrder(task.samples, options.train_batch_size, options.max_epochs, options.seed)
+        self.order = task.order()
         self.optimiser = Optimiser(
             self.model.model,
             options,

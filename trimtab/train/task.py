@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trimtab.algos.moe_balance import load_balancing_loss
 from trimtab.data.batches import TokenBatch
+from trimtab.data.order import SampleOrder
 from trimtab.data.packing import chunk, pack
 from trimtab.data.sources import load_evaluation_rows, load_rows
 from trimtab.distributed.device import Device
@@ -101,6 +102,10 @@ class Task:
     @property
     def samples(self) -> int:
         return len(self.store)
+
+    def order(self) -> SampleOrder:
+        options = self.options
+        return SampleOrder(self.samples, options.train_batch_size, options.max_epochs, options.seed)
 
     @property
     def evaluation_samples(self) -> int:

@@ -67,6 +67,7 @@ def test_a_planned_run_says_what_it_planned_and_what_it_took_and_learns_the_same
     assert run("--micro_train_batch_size", "2", "--save_path", "plain") == 0
     assert "by plan" not in capsys.readouterr().out
     rows = [[json.loads(line) for line in (place / name / "metrics.jsonl").open()] for name in ("planned", "plain")]
+    assert options["train_max_tokens_per_gpu"] == max(row["tokens"] for row in rows[0]), "the largest step of the run"
     assert rows[0][0]["micro_batches"] == 1 and rows[1][0]["micro_batches"] == 4
     assert [row["loss"] for row in rows[0]] == pytest.approx([row["loss"] for row in rows[1]], rel=1e-5)
 

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from trimtab.config.bounds import changed
 from trimtab.config.parse import PASS_SIZES
 from trimtab.data.prompts import PromptStore
@@ -46,9 +44,10 @@ def _wanted(options: Any, device: Device, world: World) -> bool:
 
 
 def supervised_work(task: Task) -> Work:
-    lengths = np.sort(task.lengths(task.store))[::-1]
-    step = int(lengths[: task.options.train_batch_size].sum())
-    return Work(Rows(0, task.longest()), step, int(lengths[0]))
+    """Steps as they will come: the largest of them needs the most memory."""
+    lengths, order = task.lengths(task.store), task.order()
+    step = max(int(lengths[order.step_samples(step)].sum()) for step in range(order.steps))
+    return Work(Rows(0, task.longest()), step, int(lengths.max()))
 
 
 def work_of_prompts(options: Any, stores: dict[str, PromptStore]) -> Work:
