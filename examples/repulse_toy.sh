@@ -47,14 +47,18 @@ train() {
 }
 
 running=0
+one_ends() {
+    wait -n || { echo "a run has failed: see above, and $OUT/*.log" >&2 && exit 1; }
+    running=$((running - 1))
+}
 for seed in $SEEDS; do
     for method in "${METHODS[@]}"; do
-        ((running < AT_ONCE)) || { wait -n && running=$((running - 1)); }
+        ((running < AT_ONCE)) || one_ends
         train "$method" "$seed" "$@" &
         running=$((running + 1))
     done
 done
-while ((running > 0)); do wait -n && running=$((running - 1)); done
+while ((running > 0)); do one_ends; done
 
 # A figure's manifest names the runs; a run is called by what it was trained with, and its seed comes last.
 {

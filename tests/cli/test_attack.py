@@ -52,6 +52,19 @@ def test_the_documented_command_means_what_it_says(tmp_path):
     assert (options.reward_threshold, options.samples_per_prompt, options.seed) == (-4.0, 1000, 42)
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        *("--reward_threshold -4", "--rm_exclude_adv_suffix", "--normalize_reward"),
+        *("--reward_input text", "--rm_max_len 64", "--value_head_prefix head"),
+    ],
+)
+def test_options_of_a_reward_model_that_is_not_there_are_a_warning(place, extra):
+    _, *given = words(place, f"--atk_success_criteria prefix {extra}")
+    assert check(parse(AttackOptions, given)) == [f"{extra.split()[0]} has no effect without --reward_pretrain"]
+    assert check(parse(AttackOptions, [*given, "--reward_pretrain", f"{place}/judge"])) == []
+
+
 def test_an_attack_writes_its_findings_and_says_what_came_out(place, tmp_path, capsys):
     output = tmp_path / "found.jsonl"
     judged = f"--reward_pretrain {place}/judge --reward_threshold 0 --output_path {output}"

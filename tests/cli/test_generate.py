@@ -2,17 +2,21 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests import warm
 from tests.cli.sft_job import write_rows
 from trimtab.cli.main import main
 from trimtab.embedded.sort_task import make_prompts
+from trimtab.errors import RunFailed
+from trimtab.evaluate.journal import Journal
 
 FEW = ("--max_new_tokens", 6)
 TRAIN = ("--max_len", 64, "--train_batch_size", 4, "--micro_train_batch_size", 4, "--max_epochs", 1)
@@ -284,12 +288,73 @@ def test_stopped_scoring_goes_on(generate, place, judge, monkeypatch):
     assert rows_of(place / "part.jsonl") == rows_of(place / "whole.jsonl")
 
 
-def test_other_settings_do_not_mix_with_unfinished_work(generate, prompts, place):
-    answer(generate, prompts, place)
-    (place / "answers.jsonl.partial").mkdir()
-    (place / "answers.jsonl.partial" / "settings.json").write_text('{"seed": 5}')
-    again = generate("--pretrain", "model", "--dataset", prompts, "--output_path", "answers.jsonl")
+@pytest.fixture
+def unfinished(monkeypatch):
+    """Every job stops before its rows become the output, as one that was killed at the end."""
+
+    def finish(self, rows):
+        raise RunFailed("stopped")
+
+    def without_end(generate, *words):
+        with monkeypatch.context() as patch:
+            patch.setattr(Journal, "finish", finish)
+            assert generate(*words).code == 1
+
+    return without_end
+
+
+def test_other_settings_do_not_mix_with_unfinished_work(generate, prompts, place, unfinished):
+    words = ("--pretrain", "model", "--dataset", prompts, "--output_path", "answers.jsonl", *FEW)
+    unfinished(generate, *words)
+    again = generate(*words, "--seed", 5)
     assert "answers.jsonl.partial holds unfinished work with another seed" in again.mistake
+    assert generate(*words).code == 0
+
+
+def test_scores_of_two_columns_do_not_mix(generate, place, judge, unfinished):
+    rows = [{"input": "sort 21", "output": "12", "second": "21", "question": "sort 12"}] * 3
+    write_rows(place / "rows.jsonl", rows)
+    words = ("--eval_task", "rm", "--pretrain", judge, "--dataset", "rows.jsonl", "--output_path", "scored.jsonl")
+    unfinished(generate, *words)
+    for other in (("--output_key", "second"), ("--input_key", "question")):
+        assert "unfinished work with another choice of columns" in generate(*words, *other).mistake
+    assert generate(*words).code == 0
+
+
+CONSTANT = "def reward_func(queries, prompts, labels):\n    return [{}] * len(queries)\n"
+
+
+@pytest.mark.parametrize("source", ["model", "function", "label"])
+def test_answers_scored_by_a_reward_that_changed_do_not_mix(source, generate, place, judge, unfinished):
+    prompts = write_rows(place / "p.jsonl", [{**row, "other": "1"} for row in make_prompts(3, seed=3)])
+    words = ["--pretrain", "model", "--dataset", prompts, "--output_path", "answers.jsonl", *FEW]
+    words += ["--label_key", "label"]
+    if source == "model":
+        shutil.copytree(judge, place / "mine")
+        words += ["--reward_pretrain", "mine"]
+    else:
+        (place / "reward.py").write_text(CONSTANT.format(1.0))
+        words += ["--remote_rm_url", "reward.py"]
+    unfinished(generate, *words)
+    if source == "model":
+        weights = load_file(place / "mine" / "model.safetensors")
+        changed = {name: tensor + 1 for name, tensor in weights.items()}
+        save_file(changed, place / "mine" / "model.safetensors", metadata={"format": "pt"})
+    elif source == "function":
+        (place / "reward.py").write_text(CONSTANT.format(2.0))
+    else:
+        words[-3:-2] = ["other"]
+    what = "reward" if source == "label" else "content of the reward"
+    assert f"holds unfinished work with another {what}:" in generate(*words).mistake
+
+
+def test_a_reward_that_failed_at_once_may_be_corrected(generate, prompts, place):
+    (place / "reward.py").write_text(CONSTANT.format("1 / 0"))
+    words = ("--pretrain", "model", "--dataset", prompts, "--output_path", "a.jsonl", *FEW, "--remote_rm_url")
+    assert generate(*words, "reward.py").code == 1
+    (place / "reward.py").write_text(CONSTANT.format("3.0"))
+    assert generate(*words, "reward.py").code == 0
+    assert {row["reward"] for row in rows_of(place / "a.jsonl")} == {3.0}
 
 
 # ---- mistakes and notes
@@ -307,6 +372,7 @@ def test_other_settings_do_not_mix_with_unfinished_work(generate, prompts, place
         (("--eval_task", "guess"), "--eval_task is guess: it must be generate, generate_vllm or rm"),
         (("--eval_task", "rm", "--reward_verifier", "exact"), "with --eval_task rm the reward model is --pretrain"),
         (("--enable_csft", "--reward_verifier", "exact"), "--enable_csft: a reward would read the wish too"),
+        (("--reward_template", "no holes"), "--reward_template 'no holes': {reward} must stand where the reward"),
         (("--temperature", -1), "--temperature is -1: it must be at least 0"),
         (("--tp_size", 64), "--tp_size 64 asks for more GPUs than the"),
         (("--max_new_tokens", 300, "--output_path", "."), "--output_path . is a folder: give a file"),

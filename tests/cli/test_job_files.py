@@ -1,9 +1,11 @@
 import os
+import re
 import shlex
 import subprocess
 
 import pytest
 
+from tests.config.test_repulse_spelling import COMMANDS
 from trimtab.cli.main import main
 
 COMMAND = "trimtab sft --pretrain a/b --dataset data.jsonl --learning_rate 1e-4"
@@ -43,6 +45,11 @@ def test_a_shell_file_runs_its_command_where_it_was_written(tmp_path, monkeypatc
         (f"--seeds 1,1 -- {COMMAND}", "every seed once"),
         (f"--vary alpha -- {COMMAND}", "--vary alpha: write NAME=VALUE"),
         (f"--vary learning_rat=1 -- {COMMAND}", "did you mean --learning_rate"),
+        (f"--vary alpha=1 --vary alpha=2 -- {COMMAND}", "alpha is varied already"),
+        (f"--vary seed=1,2 -- {COMMAND}", "--seeds says that"),
+        (f"--seeds 1-3 -- {COMMAND} --save_path same", "--save_path same: several of the 3 jobs would write there"),
+        (f"--gpus -1 -- {COMMAND}", "--gpus -1: it must be at least 0"),
+        (f"--nodes 0 -- {COMMAND}", "--nodes 0: it must be at least 1"),
         (f"--shell --nodes 2 -- {COMMAND}", "one machine"),
         (f"--sees 1 -- {COMMAND}", "unrecognized arguments"),
     ],
@@ -53,3 +60,40 @@ def test_a_mistake_is_one_line_before_anything_is_written(tmp_path, monkeypatch,
     err = capsys.readouterr().err
     assert err.startswith("trimtab jobs: error: ") and err.count("\n") == 1 and complaint in err
     assert not any(tmp_path.iterdir())
+
+
+STARTS = ("--module trimtab.cli.train_ppo", "deepspeed --master_port 39225 --module trimtab.cli.train_ppo")
+
+
+@pytest.mark.parametrize("start", [*STARTS, "python -m trimtab.cli.train_ppo", "trimtab ppo"])
+def test_every_training_command_of_repulse_gets_its_files_with_nothing_changed_but_the_seed(tmp_path, capsys, start):
+    for number, (command, *_) in enumerate(COMMANDS):
+        typed, folder = command.split(), tmp_path / str(number)
+        assert main(["jobs", "--seeds", "2,3", "--shell", "--output", str(folder), "--", *start.split(), *typed]) == 0
+        assert capsys.readouterr().err == ""
+        for seed in "23":
+            typed[typed.index("--seed") + 1] = seed
+            (line,) = (folder / f"train_ppo_s{seed}.sh").read_text().splitlines()[3:]
+            assert shlex.split(line) == ["python", "-m", "trimtab.cli.train_ppo", *typed]
+
+
+@pytest.mark.parametrize(
+    "extra, complaint",
+    [("--save_step 1", "did you mean --save_steps?"), ("--rm_type toxicity", "the only potential"), ("--lr 1", "--lr")],
+)
+def test_a_mistake_in_a_command_of_repulse_is_told_before_anything_is_written(tmp_path, capsys, extra, complaint):
+    command = COMMANDS[18][0].replace("--rm_type rlhf", "")
+    typed = [*STARTS[0].split(), *command.split(), *extra.split()]
+    assert main(["jobs", "--output", str(tmp_path / "jobs"), "--", *typed]) == 2
+    assert complaint in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
+def test_every_job_writes_into_folders_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = "jobs --shell --seeds 1-2 --vary learning_rate=1e-3,2e-3 --output made"
+    command = "trimtab sft --pretrain m --dataset d --save_path out/{learning_rate}-{seed}"
+    assert main([*own.split(), "--", *command.split()]) == 0
+    texts = [path.read_text() for path in sorted((tmp_path / "made").glob("train_sft*"))]
+    places = [re.search(r"--save_path (\S+) .*--ckpt_path (\S+)", text).groups() for text in texts]
+    assert [saved for saved, _ in places] == ["out/1e-3-1", "out/1e-3-2", "out/2e-3-1", "out/2e-3-2"]
+    assert len({kept for _, kept in places}) == 4, "the default would be one folder for all"

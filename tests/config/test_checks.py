@@ -4,7 +4,7 @@ import inspect
 import pytest
 
 from trimtab.config.checks import SCHEDULERS, check, settle
-from trimtab.config.jobs import SFTOptions
+from trimtab.config.jobs import SFTOptions, TailOptions
 from trimtab.errors import UserError
 
 
@@ -166,6 +166,13 @@ def test_a_written_backslash_n_in_the_template_is_a_warning():
 def test_an_option_without_effect_is_a_warning(changes):
     (warning,) = check(options(**changes))
     assert f"--{next(iter(changes))} has no effect without" in warning
+
+
+@pytest.mark.parametrize("changes", [{"lora_alpha": 32}, {"lora_dropout": 0.1}, {"target_modules": ("c_attn",)}])
+def test_options_of_adapters_have_an_effect_on_those_of_a_proposal(changes):
+    given = {"pretrain": "owner/model", "prompt_data": "owner/prompts", "reward_pretrain": "owner/judge", **changes}
+    assert check(TailOptions(**given, proposal_lora_rank=4)) == []
+    assert check(TailOptions(**given)) == [f"--{next(iter(changes))} has no effect without --lora_rank"]
 
 
 def test_checkpoints_that_would_save_nothing_are_a_warning():

@@ -29,9 +29,9 @@ def test_every_way_to_type_a_command_means_the_same(typed):
 
 def test_a_seed_is_set_where_it_stands_and_nowhere_else():
     typed = "trimtab attack --ckpt_path /c/run_s{seed}_harml_actor --seed 1 --file_path seed_1.csv --gcg_steps 1"
-    words = read_command(shlex.split(typed), VERBS).with_seed(12).words()
+    words = read_command(shlex.split(typed), VERBS).filled({"seed": "12"}).words()
     assert words == shlex.split("--ckpt_path /c/run_s12_harml_actor --seed 12 --file_path seed_1.csv --gcg_steps 1")
-    assert Command("m", (("a", ()),)).with_seed(3).words() == ["--a", "--seed", "3"]
+    assert Command("m", (("a", ()),)).filled({"seed": "3"}).words() == ["--a", "--seed", "3"]
 
 
 def test_every_job_has_its_own_name_seed_settings_and_port():

@@ -2,7 +2,7 @@ import shlex
 
 import pytest
 
-from trimtab.config.jobs import SFTOptions
+from trimtab.config.jobs import SFTOptions, TailOptions
 from trimtab.config.parse import parse
 from trimtab.errors import UserError
 
@@ -101,6 +101,18 @@ def test_other_spellings():
 def test_negative_and_odd_values_reach_their_option():
     options = parse(SFTOptions, ["--save_steps", "-1", "--input_template", "-- {}", "--wandb_group=--x"])
     assert (options.save_steps, options.input_template, options.wandb_group) == (-1, "-- {}", "--x")
+
+
+@pytest.mark.parametrize("text, value", [("-1e1", -10.0), ("-1.5e-3", -0.0015), ("-.5e2", -50.0), ("-2.", -2.0)])
+def test_a_negative_number_may_be_written_in_several_ways(text, value):
+    assert parse(TailOptions, ["--target_dist_beta", text, "--bf16"]).target_dist_beta == value
+    assert parse(TailOptions, ["--reward_clip_range", text, "1e4"]).reward_clip_range == (value, 1e4)
+
+
+@pytest.mark.parametrize("word", ["-x", "-e1", "-x1"])
+def test_a_word_with_one_dash_is_no_value(word):
+    assert refusal("--max_len", "8", word).startswith(f"unknown option {word}")
+    assert refusal("--max_len", word) == "--max_len: expected one argument"
 
 
 @pytest.mark.parametrize(

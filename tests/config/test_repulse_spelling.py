@@ -1,5 +1,6 @@
 """RePULSe's 31 training commands: every one means the method and the numbers that its documents say, under its name."""
 
+import itertools
 import re
 
 import pytest
@@ -144,6 +145,8 @@ def test_every_run_has_folders_of_its_own_under_its_name():
         suffix = "_actor" if options.method == "ppo" else "_harml_actor"
         assert options.save_path == f"{options.negdata_path}/{run_name(options)}{suffix}"
         assert options.ckpt_path == f"{options.save_path}/checkpoints"
+        last = "policy" if options.method == "ppo" else Q
+        assert run_name(options).endswith(f"_{last}_s{options.seed}"), "nothing that the original does not say"
 
 
 Q = "policy_psi_q_p_s_t"
@@ -170,6 +173,35 @@ Q = "policy_psi_q_p_s_t"
 )  # fmt: skip
 def test_runs_have_the_names_that_the_original_gives_them(number, name):
     assert run_name(understood(COMMANDS[number][0])) == name
+
+
+def test_settings_that_learn_something_else_have_names_and_folders_of_their_own():
+    repulse, transform = COMMANDS[18][0], COMMANDS[12][0]
+    settings = [
+        *(repulse, f"{repulse} --push_down_scale per_group", f"{repulse} --token_reduction token_sum"),
+        *(f"{repulse} --proposal_lora_rank {rank}" for rank in (8, 12, 128)),
+        f"{repulse} --push_down_scale per_group --token_reduction token_sum --proposal_lora_rank 8",
+        *(repulse.replace("--num_episodes 1", f"--num_episodes {updates}") for updates in (2, 3)),
+        *(repulse.replace(Q, theirs) for theirs in MODULATIONS),
+        repulse.replace("type ctl", "type ctl_nosecondterm"),
+        repulse.replace("type expectation", "type none"),
+        *(repulse.replace("type expectation", f"type hardcoded --reinforce_hardcoded_baseline {b}") for b in (1, -1)),
+        *(f"{repulse} --reward_input {reads}" for reads in ("pair", "text", "chat")),
+        *(f"{repulse} --single_prompt {text}" for text in ("That", "This")),
+        *(transform, transform.replace("minus_alpha_exp_beta_r", "minus_alpha_ind --threshold -5")),
+        transform.replace("minus_alpha_exp_beta_r", "minus_alpha_ind --threshold -6"),
+    ]
+    everyone = [understood(command) for command in settings]
+    for one, other in itertools.combinations(everyone, 2):
+        for place in (run_name, lambda options: options.save_path, lambda options: options.ckpt_path):
+            assert place(one) != place(other)
+    assert all(run_name(options).endswith("_s1") for options in everyone), "the seed comes last"
+    assert run_name(everyone[6]) == run_name(everyone[0]).replace("_s1", "_pdpegr_trtosu_pl8_s1")
+
+
+def test_what_is_only_measured_is_not_part_of_a_name():
+    measured = understood(f"{COMMANDS[18][0]} --threshold -5 --report_samples 3")
+    assert run_name(measured) == run_name(understood(COMMANDS[18][0]))
 
 
 @pytest.mark.parametrize("theirs", [Q, *MODULATIONS])

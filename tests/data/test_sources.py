@@ -19,8 +19,8 @@ def numbered(start, count):
     return [{"text": str(number)} for number in range(start, start + count)]
 
 
-def load(source, probabilities=None, split="train", max_samples=1000, seed=0):
-    return load_rows(str(source), probabilities=probabilities, split=split, max_samples=max_samples, seed=seed)
+def load(source, probabilities=None, split="train", max_samples=1000, seed=0, **more):
+    return load_rows(str(source), probabilities=probabilities, split=split, max_samples=max_samples, seed=seed, **more)
 
 
 def texts(rows):
@@ -220,6 +220,20 @@ def test_missing_files_are_named(tmp_path):
     assert "nothing.jsonl" in error(tmp_path / "nothing.jsonl")
     assert "no such file" in error("./nowhere/at/all")
     assert "loader.py" in error("loader.py")
+
+
+@pytest.mark.parametrize(
+    "flag, split_flag",
+    [
+        ("--pretrain_data", "--pretrain_split"),
+        ("--heldout_prompt_data", "--prompt_split"),
+        ("--file_path", "--file_path"),
+    ],
+)
+def test_a_mistake_is_told_by_the_option_that_holds_it(tmp_path, flag, split_flag):
+    assert error(tmp_path / "nothing.jsonl", flag=flag).endswith(f"(see {flag})")
+    source = write_jsonl(tmp_path / "text.jsonl", numbered(0, 1))
+    assert error(source, split="dev", flag=flag).endswith(f"found train (see {split_flag})")
 
 
 @pytest.mark.parametrize(

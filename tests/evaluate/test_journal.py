@@ -60,6 +60,21 @@ def test_unfinished_work_of_other_settings_is_refused_and_kept(tmp_path):
     assert Journal(str(tmp_path / "out.jsonl"), SETTINGS).done == {0: "a"}
 
 
+def test_what_may_be_corrected_binds_when_an_item_is_finished(tmp_path):
+    def opened(**changes):
+        journal = Journal(str(tmp_path / "out.jsonl"), SETTINGS | changes, correctable=("reward",))
+        journal.open(0)
+        return journal
+
+    opened(reward="broken").close()
+    with pytest.raises(UserError, match="another seed"):
+        opened(reward="broken", seed=2)
+    opened(reward="mended").write(0, "a")
+    with pytest.raises(UserError, match="another reward"):
+        opened(reward="other")
+    assert opened(reward="mended").done == {0: "a"}
+
+
 def test_a_place_that_cannot_be_written_to_is_told_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--output_path .*file/out.jsonl: cannot write there"):

@@ -22,7 +22,12 @@ from trimtab.config.support import refuse_unimplemented
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted(path.stem for path in EXAMPLES.glob("train_*.sh"))
 DPO_VARIANTS = ("ipo", "cdpo", "orpo", "simpo")
-JOBS = [(name, ()) for name in RECIPES] + [("train_dpo", (variant,)) for variant in DPO_VARIANTS]
+FUNCTION = {"REWARD_FUNCTION": str(EXAMPLES / "reward_func.py")}
+JOBS = [
+    *(pytest.param(name, (), {}, id=name) for name in RECIPES),
+    *(pytest.param("train_dpo", (variant,), {}, id=f"train_dpo-{variant}") for variant in DPO_VARIANTS),
+    pytest.param("train_reinforce", (), FUNCTION, id="train_reinforce-function"),
+]
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the recipes are bash scripts")
 
@@ -64,8 +69,8 @@ def words_given_to(program: str, place: Path, name: str, **settings: str) -> lis
     return done.stdout.decode().splitlines()
 
 
-def tiny_command(folder: Path, name: str, *words: str) -> tuple[str, list[str]]:
-    return command(name, *words, TINY="1", TINY_FOLDER=str(folder))
+def tiny_command(folder: Path, name: str, *words: str, **settings: str) -> tuple[str, list[str]]:
+    return command(name, *words, TINY="1", TINY_FOLDER=str(folder), **settings)
 
 
 def metrics(save_path: str, name: str = "loss") -> list[float]:
@@ -84,9 +89,9 @@ def test_there_is_a_recipe_for_every_job_and_for_the_mixture_of_experts():
     assert all(os.access(EXAMPLES / f"{name}.sh", os.X_OK) for name in RECIPES)
 
 
-@pytest.mark.parametrize("name, words", JOBS, ids=["-".join((name, *words)) for name, words in JOBS])
-def test_a_recipe_trains_in_its_tiny_mode(name, words, folder, capsys):
-    module, options = tiny_command(folder, name, *words)
+@pytest.mark.parametrize("name, words, settings", JOBS)
+def test_a_recipe_trains_in_its_tiny_mode(name, words, settings, folder, capsys):
+    module, options = tiny_command(folder, name, *words, **settings)
     settled, _ = settle(parse(options_class(module), options))
     assert importlib.import_module(module).main(options) == 0, capsys.readouterr().err
     seen = metrics(settled.save_path)
@@ -116,10 +121,10 @@ def test_the_tiny_task_is_made_where_there_is_none(tmp_path):
     assert lines[3:5] == ["-m", "trimtab.cli.train_kd"]
 
 
-@pytest.mark.parametrize("name, words", JOBS, ids=["-".join((name, *words)) for name, words in JOBS])
-def test_a_whole_recipe_passes_the_checks_and_is_not_small(name, words, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, words, settings", JOBS)
+def test_a_whole_recipe_passes_the_checks_and_is_not_small(name, words, settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    module, written = command(name, *words)
+    module, written = command(name, *words, **settings)
     options, warnings = settle(parse(options_class(module), written))
     assert warnings + check(options) == []
     refuse_unimplemented(options)
@@ -162,6 +167,23 @@ def test_a_server_can_give_the_rewards_of_ppo(folder, tmp_path):
     options = parse(jobs.PPOOptions, command("train_ppo", REWARD_URL=address)[1])
     assert (options.remote_rm_url, options.reward_pretrain) == (address, None)
     assert options.critic_pretrain is not None
+
+
+def test_a_function_can_give_the_rewards_of_reinforce():
+    options = parse(jobs.ReinforceOptions, command("train_reinforce", **FUNCTION)[1])
+    assert (options.remote_rm_url, options.reward_pretrain) == (FUNCTION["REWARD_FUNCTION"], None)
+    assert (options.input_key, options.label_key) == ("problem", "answer")
+    by_model = parse(jobs.ReinforceOptions, command("train_reinforce")[1])
+    assert (by_model.remote_rm_url, by_model.input_key) == (None, "context_messages")
+    assert by_model.reward_pretrain and by_model.prompt_data != options.prompt_data
+
+
+def test_the_readme_names_every_recipe():
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    (listed,) = (part for part in readme.split("\n- ") if part.startswith("[examples/]"))
+    listed = " ".join(listed.split())
+    chains = ("rejection sampling", "iterative DPO", "conditional SFT", "reward server", "RePULSe's toy")
+    assert all(recipe in listed for recipe in ("PPO", "GRPO", "REINFORCE++ with a reward model or a function", *chains))
 
 
 def test_several_processes_are_started_by_torchrun(tmp_path):

@@ -143,6 +143,28 @@ def test_runs_that_differ_only_in_their_seed_are_one_column(seeds):
     assert len(columns_of([read_run(folder) for folder in (*seeds, again)])) == 3, "a repeated seed is no new one"
 
 
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (("1e-3-1", "1e-3-2", "1e-4-1", "1e-4-2"), ["1e-3, 2 seeds", "1e-4, 2 seeds"]),
+        (("v1_s1", "v1_s2", "v2_s10", "v2_s11"), ["v1, 2 seeds", "v2, 2 seeds"]),
+        (("a1/seed-1", "a1/seed-2", "a2/seed-1", "a2/seed-2"), ["a1, 2 seeds", "a2, 2 seeds"]),
+        (("a1/1/run", "a1/2/run", "a2/1/run", "a2/2/run"), ["a1, 2 seeds", "a2, 2 seeds"]),
+        (("1e-3", "1e-3-2", "1e-4", "1e-4-2"), ["1e-3, 2 seeds", "1e-4, 2 seeds"]),
+        (("base-one", "base-two", "lr31", "lr32"), ["base, 2 seeds", "lr, 2 seeds"]),
+        (("lr31", "lr32", "lr41", "lr42"), ["lr31 to lr32, 2 seeds", "lr41 to lr42, 2 seeds"]),
+        (("lr31", "lr32", "lr", "lr-2"), ["lr31 to lr32, 2 seeds", "lr to lr-2, 2 seeds"]),
+    ],
+)
+def test_experiments_over_seeds_are_told_apart(names, labels, tmp_path):
+    rates = (1e-3, 1e-3, 1e-4, 1e-4)
+    folders = [
+        write_run(tmp_path / name, learning_rate=rate, seed=1 + i % 2)
+        for i, (name, rate) in enumerate(zip(names, rates))
+    ]
+    assert [column.label for column in columns_of([read_run(folder) for folder in folders])] == labels
+
+
 def test_seeds_show_their_mean_and_its_interval(seeds):
     page = compare(*seeds)
     # Student's t with 2 degrees of freedom: 4.303 x 1 / sqrt(3)

@@ -26,6 +26,24 @@ def test_the_page_tells_what_the_worst_samples_are(tmp_path):
     assert "<td>mean of the worst 2 (CVaR 0.5)</td><td>-5 (" in page
 
 
+def test_samples_are_found_where_the_run_wrote_them_with_what_the_proposal_says(tmp_path):
+    folder, info = tmp_path / "run", tmp_path / "info"
+    samples = HeldOut(np.array([-6.0, -4.0, 0.0, 2.0]), *(np.zeros(4) for _ in range(3)))
+    weighed = {"log_probability": -9.210340, "log_low": -11.512925, "log_high": -6.907755}
+    weighed |= {"effective_samples": 90.0, "effective_bad_samples": 2.5}
+    for name in "run_s1", "run_s2":
+        figures = summary(samples, [-5.0], [0.5])
+        figures["rare_events"] = {"-5": {"importance": weighed, "plain": figures["below"]["-5"]}}
+        figures["samples"] = int(name[-1])
+        write_summary(info, name, figures)
+    folder.mkdir()
+    (folder / "manifest.json").write_text(json.dumps({"job": "tail", "run_name": "run_s2"}))
+    (folder / "options.yaml").write_text(yaml.safe_dump({"method": "repulse", "save_info_path": str(info)}))
+    page = page_of(folder)
+    assert "2 samples, the worst" in page and "1 samples, the worst" not in page
+    assert "weighed (-5)</td><td>1e-4 (1e-5 to 0.001), on 2.5 effective bad samples</td>" in page
+
+
 @pytest.mark.parametrize(
     "method, row, told",
     [

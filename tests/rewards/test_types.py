@@ -98,6 +98,11 @@ def test_a_part_that_does_not_apply_counts_for_nothing_and_a_sample_without_any_
         Weighted([(first, 1.0)])(request_of(["x", "y"]))
 
 
+def test_without_parts_every_reward_is_nothing():
+    result = Weighted([])(request_of(["x", "y"]))
+    assert result.rewards == result.scores == [0.0, 0.0] and not result.logs and result.steps is None
+
+
 def test_closing_the_sum_closes_its_parts():
     parts = [Lengths(), Lengths()]
     Weighted([(part, 1.0) for part in parts]).close()

@@ -48,6 +48,10 @@ def test_a_model_folder_and_no_checkpoint_at_all_give_their_own_weights(base, tm
 def test_a_folder_without_checkpoint_and_one_of_another_model_are_one_line(base, tmp_path):
     with pytest.raises(UserError, match=r"--ckpt_path .*neither a model nor a checkpoint"):
         restored_policy(base, str(tmp_path), AttackOptions(), find_device())
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="this is an adapter; merge it"):
+        restored_policy(base, str(tmp_path / "adapter"), AttackOptions(), find_device())
     trained_checkpoint(tmp_path, 1, tiny_model("gpt2"))
     with pytest.raises(UserError, match="not those of --pretrain"):
         restored_policy(base, str(tmp_path), AttackOptions(), find_device())

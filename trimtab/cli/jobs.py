@@ -1,17 +1,23 @@
 """`trimtab jobs [option ...] -- COMMAND`: write a batch file for each seed (and setting) of a command."""
 
+import dataclasses
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trimtab.cli.run import guarded
 from trimtab.cli.words import Words
 from trimtab.config import jobs as known_jobs
+from trimtab.config.bounds import changed
 from trimtab.config.job_files import Command, Job, Machines, read_command, shell_file, slurm_file, spread
 from trimtab.config.parse import parse
+from trimtab.config.repulse_spelling import in_words_of_tail, is_repulse
 from trimtab.errors import UserError
+
+WRITTEN = ("save_path", "ckpt_path", "output_path")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,9 +37,11 @@ def jobs(argv: list[str]) -> None:
     verbs = {verb: module for verb, (module, _) in VERBS.items()}
     typed = read_command(command, verbs)
     name = options.name or typed.module.rsplit(".", 1)[-1]
-    made = spread(typed, name, _seeds(options.seeds), _varied(options.vary), options.port)
-    for job in made:
-        _check(job.command, verbs)
+    varied = _varied(options.vary)
+    made = _apart(spread(typed, name, _seeds(options.seeds), varied, options.port), verbs, ["seed", *varied])
+    for flag, least in (("nodes", 1), ("gpus", 0), ("cpus", 1)):
+        if getattr(options, flag) < least:
+            raise UserError(f"--{flag} {getattr(options, flag)}: it must be at least {least}")
     machines = Machines(
         options.nodes,
         options.gpus,
@@ -56,8 +64,14 @@ def jobs(argv: list[str]) -> None:
 
 def _words() -> Words:
     words = Words("trimtab jobs", "Write a Slurm file, or a shell file, for each seed of the command after --.")
-    words.add_argument("--seeds", default="1", help="seeds, for example 1-5 or 1,2,7; {seed} in the command is each")
-    words.add_argument("--vary", action="append", default=[], metavar="NAME=A,B", help="an option and its values")
+    words.add_argument("--seeds", default="1", help="seeds, for example 1-5 or 1,2,7; {seed} in a value is each")
+    words.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="NAME=A,B",
+        help="an option and its values; {NAME} in a value is each",
+    )
     words.add_argument("--shell", action="store_true", help="shell files instead of Slurm files")
     words.add_argument("--output", default="jobs", metavar="FOLDER", help="folder of the files")
     words.add_argument("--name", help="how the files begin; unset: as the module")
@@ -88,8 +102,14 @@ def _seeds(text: str) -> list[int]:
 
 
 def _varied(texts: Sequence[str]) -> dict[str, list[str]]:
-    pairs = [_pair(text, "--vary") for text in texts]
-    return {name.replace("-", "_"): values.split(",") for name, values in pairs}
+    varied: dict[str, list[str]] = {}
+    for text in texts:
+        name, values = _pair(text, "--vary")
+        name = name.replace("-", "_")
+        if name in varied or name == "seed":
+            raise UserError(f"--vary {text}: {'--seeds says that' if name == 'seed' else f'{name} is varied already'}")
+        varied[name] = values.split(",")
+    return varied
 
 
 def _pair(text: str, flag: str) -> tuple[str, str]:
@@ -99,14 +119,35 @@ def _pair(text: str, flag: str) -> tuple[str, str]:
     return name, value
 
 
-def _check(command: Command, verbs: dict[str, str]) -> None:
-    """A mistyped option is told now, not when the queue comes to it."""
+def _apart(jobs: list[Job], verbs: dict[str, str], told_apart_by: list[str]) -> list[Job]:
+    """The jobs, each with folders of its own: two that write into one destroy each other's work."""
+    parsed = [_parsed(job.command, verbs) for job in jobs]
+    for name in WRITTEN:
+        places = [getattr(options, name, None) for options in parsed]
+        if None in places or len(set(places)) == len(places):
+            continue
+        if changed(parsed[0], name):
+            holes = ", ".join(f"{{{hole}}}" for hole in told_apart_by)
+            raise UserError(
+                f"--{name} {places[0]}: several of the {len(jobs)} jobs would write there; use {holes} in it"
+            )
+        jobs = [
+            dataclasses.replace(job, command=job.command.with_option(name, f"{place}/{job.name}"))
+            for job, place in zip(jobs, places)
+        ]
+    return jobs
+
+
+def _parsed(command: Command, verbs: dict[str, str]) -> Any:
+    """The command's options, if it is one of ours: a mistyped one is told now, not when the queue comes to it."""
     classes = {
         known.verb: known for known in vars(known_jobs).values() if isinstance(known, type) and "verb" in vars(known)
     }
     verb = next((verb for verb, module in verbs.items() if module == command.module), None)
-    if verb in classes:
-        parse(classes[verb], command.words())
+    words = command.words()
+    if verb == "ppo" and is_repulse(words):
+        verb, words = "tail", in_words_of_tail(words)
+    return parse(classes[verb], words) if verb in classes else None
 
 
 def _written(folder: Path, texts: dict[Job, str], *, shell: bool) -> list[Path]:

@@ -28,6 +28,8 @@ def plan(argv: list[str]) -> None:
     options, _ = settle(parse(job, job_words))
     if not options.pretrain:
         raise UserError("--pretrain is missing: give a hub name or a model folder (its config.json is enough)")
+    if options.nproc > 1:
+        raise UserError(f"a job over {options.nproc} processes is not planned: leave out --nproc and what implies it")
 
     from trimtab.distributed.device import find_device
     from trimtab.models.hugging_face import quiet_transformers

@@ -8,6 +8,10 @@ from trimtab.config.jobs import AttackOptions
 from trimtab.errors import UserError
 
 _OF_TRAINING = ("gradient_checkpointing", "gradient_checkpointing_use_reentrant", "use_liger_kernel", "aux_loss_coef")
+_OF_THE_REWARD_MODEL = (
+    *("reward_threshold", "rm_exclude_adv_suffix", "normalize_reward"),
+    *("reward_input", "rm_max_len", "value_head_prefix"),
+)
 
 
 def _examine_search(options: SearchOptions) -> Iterable[str]:
@@ -46,8 +50,10 @@ def _examine_attack(options: AttackOptions) -> Iterable[str]:
         raise UserError(f"--parameterization {options.parameterization}: a plain model is attacked; give policy")
     if options.nproc > 1:
         raise UserError("--nproc: an attack runs in one process; start one for each part of --file_path")
-    idle = (name for name in _OF_TRAINING if changed(options, name))
-    return [f"--{name} has no effect in an attack: nothing is trained" for name in idle]
+    why = dict.fromkeys(_OF_TRAINING, "in an attack: nothing is trained")
+    if options.reward_pretrain is None:
+        why |= dict.fromkeys(_OF_THE_REWARD_MODEL, "without --reward_pretrain")
+    return [f"--{name} has no effect {reason}" for name, reason in why.items() if changed(options, name)]
 
 
 EXAMINERS = (

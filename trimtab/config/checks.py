@@ -130,7 +130,10 @@ def _examine_lora(options: LoraOptions) -> Iterable[str]:
         raise UserError(f"--lora_dropout is {options.lora_dropout:g}: it must be at least 0 and below 1")
     if getattr(options, "load_in_4bit", False) and not options.lora_rank:
         raise UserError("--load_in_4bit freezes the base model: add --lora_rank, for example --lora_rank 16")
-    return []
+    if options.lora_rank or getattr(options, "proposal_lora_rank", 0):
+        return []
+    idle = (name for name in ("lora_alpha", "lora_dropout", "target_modules") if changed(options, name))
+    return [f"--{name} has no effect without --lora_rank" for name in idle]
 
 
 def _examine_update(options: UpdateOptions) -> Iterable[str]:
@@ -273,9 +276,6 @@ EVERY_EXAMINER = (
 
 _NEEDS = (
     ("gradient_checkpointing_use_reentrant", "gradient_checkpointing"),
-    ("lora_alpha", "lora_rank"),
-    ("lora_dropout", "lora_rank"),
-    ("target_modules", "lora_rank"),
     ("eval_split", "eval_dataset"),
     ("wandb_org", "use_wandb"),
     ("wandb_group", "use_wandb"),

@@ -52,7 +52,7 @@ class PostProcessingOptions(ConditionOptions):
     normalize_reward: bool = False
     """Subtract the mean of all rewards and divide by their deviation before csft writes them into prompts."""
     reward_template: str | None = None
-    """How csft puts {reward} behind {input}; unset: '{input} <rm_score>: {reward} '."""
+    """How csft puts {reward}, which must be there, behind {input}; unset: '{input} <rm_score>: {reward} '."""
 
 
 @dataclass(frozen=True, kw_only=True)

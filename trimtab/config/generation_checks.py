@@ -45,6 +45,8 @@ def _examine_generate(options: GenerateOptions) -> Iterable[str]:
         raise UserError(f"--output_path {options.output_path} is a folder: give a file, for example answers.jsonl")
     at_least(options, 1, "best_of_n", "rollout_batch_size", "micro_batch_size", "max_new_tokens", "max_num_seqs")
     at_least(options, 1, "prompt_max_len")
+    if options.reward_template is not None and "{reward}" not in options.reward_template:
+        raise UserError(f"--reward_template {options.reward_template!r}: {{reward}} must stand where the reward should")
     for name, least in (("iter", 0), ("tp_size", 1)):
         if getattr(options, name) is not None:
             at_least(options, least, name)

@@ -1,7 +1,8 @@
 """Batch files of one command over seeds and options: what stands in them, as text. Nothing here writes or submits.
 
 A command is taken apart into its options, and a seed, a value or a port is *set* in it; the text is put together at the
-very end. Where a seed stands inside a value (a checkpoint's name, say) the command has {seed} there.
+very end. Where a seed or a varied option stands inside a value (a checkpoint's name, say) the command has {seed} or
+{learning_rate} there.
 """
 
 import itertools
@@ -31,9 +32,18 @@ class Command:
             changed.append((name, values))
         return replace(self, options=tuple(changed))
 
-    def with_seed(self, seed: int) -> "Command":
-        filled = [(name, tuple(v.replace("{seed}", str(seed)) for v in values)) for name, values in self.options]
-        return replace(self, options=tuple(filled)).with_option("seed", str(seed))
+    def filled(self, settings: dict[str, str]) -> "Command":
+        """These options set, and their values wherever {name} stands."""
+
+        def fill(value: str) -> str:
+            for name, setting in settings.items():
+                value = value.replace(f"{{{name}}}", setting)
+            return value
+
+        command = replace(self, options=tuple((name, tuple(map(fill, values))) for name, values in self.options))
+        for name, setting in settings.items():
+            command = command.with_option(name, setting)
+        return command
 
     def words(self) -> list[str]:
         return [word for name, values in self.options for word in (f"--{name}", *values)]
@@ -96,12 +106,11 @@ def spread(
     """A job for every seed of every combination of the varied options' values."""
     jobs = []
     for values in itertools.product(*varied.values()):
-        chosen = command
-        for option, value in zip(varied, values):
-            chosen = chosen.with_option(option, value)
-        settings = "".join(f"_{option}{value}" for option, value in zip(varied, values))
+        chosen = dict(zip(varied, values))
+        called = name + "".join(f"_{option}{value}" for option, value in chosen.items())
         for seed in seeds:
-            jobs.append(Job(f"{name}{settings}_s{seed}", chosen.with_seed(seed), first_port + len(jobs)))
+            made = command.filled(chosen | {"seed": str(seed)})
+            jobs.append(Job(f"{called}_s{seed}", made, first_port + len(jobs)))
     if jobs[-1].port not in PORTS or first_port not in PORTS:
         raise UserError(f"--port {first_port}: {len(jobs)} ports from there on must lie in {PORTS[0]} to {PORTS[-1]}")
     for job in jobs:

@@ -5,11 +5,13 @@ original has and no method of ours means is refused; flags that it shares with u
 """
 
 import os
+import zlib
 from collections.abc import Sequence
 
+from trimtab.config.bounds import changed
 from trimtab.config.jobs import TailOptions
 from trimtab.config.parse import parse
-from trimtab.config.run_names import RunName
+from trimtab.config.run_names import RunName, abbreviated
 from trimtab.config.tail import MODULATIONS, PUSHING
 from trimtab.errors import UserError
 
@@ -34,6 +36,17 @@ _RENAMED = {
 }
 _WITHOUT_EFFECT = ("test_info_every", "n_seeds_f_q", "no_test_info")
 """Flags that do nothing in the original."""
+_UNNAMED = {
+    "push_down_scale": "pd",
+    "token_reduction": "tr",
+    "reinforce_baseline_type": "bl",
+    "reinforce_hardcoded_baseline": "hb",
+    "proposal_lora_rank": "pl",
+    "proposal_updates": "pu",
+    "reward_input": "rm",
+}
+"""Options of the method that the original's names do not tell of, and what stands for them in ours: short, as a
+file's name has at most 255 characters."""
 
 Flags = dict[str, list[str]]  # name without dashes -> the words that follow it
 
@@ -62,7 +75,10 @@ def in_words_of_tail(words: Sequence[str]) -> list[str]:
 
 
 def run_name(options: TailOptions) -> str:
-    """What the original calls a run of these options; its files and checkpoints carry it."""
+    """What the original calls a run of these options; its files and checkpoints carry it.
+
+    Settings that the original does not have, or does not tell apart, stand before the seed.
+    """
     ppo, transformed = options.method == "ppo", options.method == "reinforce_transform"
     beta: float | int = float(options.target_dist_beta)
     if ppo:
@@ -92,7 +108,18 @@ def run_name(options: TailOptions) -> str:
         critic_loss_type="mse" if ppo else None,
         base_actor_learning_rate=None if ppo else options.actor_learning_rate,
     )
-    return str(name)
+    stem, seed = str(name).rsplit("_", 1)
+    return "_".join([stem, *_unnamed(options), seed])
+
+
+def _unnamed(options: TailOptions) -> list[str]:
+    """What else makes a run learn something else: two such runs in one folder must not overwrite each other."""
+    values = {short: getattr(options, name) for name, short in _UNNAMED.items() if changed(options, name)}
+    if options.method == "reinforce_transform" and options.reward_transform == "minus_alpha_ind":
+        values["ind"] = options.bad_threshold
+    if options.single_prompt not in (None, SINGLE_PROMPT):
+        values["sp"] = zlib.crc32(options.single_prompt.encode())
+    return [f"{short}{abbreviated(value) if isinstance(value, str) else value}" for short, value in values.items()]
 
 
 # ---- which method

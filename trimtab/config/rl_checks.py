@@ -24,6 +24,7 @@ from trimtab.config.rl import (
     KLOptions,
     PlacementOptions,
     PolicyLossOptions,
+    PretrainMixOptions,
     PromptOptions,
     RewardOptions,
     RewardSourceOptions,
@@ -31,7 +32,7 @@ from trimtab.config.rl import (
     SamplingEvaluationOptions,
     VLLMOptions,
 )
-from trimtab.config.source_checks import check_mixture, listed
+from trimtab.config.source_checks import check_mixture, check_sources, listed
 from trimtab.errors import UserError
 
 ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo")
@@ -211,7 +212,13 @@ def _examine_critic(options: CriticOptions) -> Iterable[str]:
 
 def _examine_actor(options: ActorOptions) -> Iterable[str]:
     at_least(options, 0, "actor_learning_rate")
+    between_zero_and_one(options, "ema_beta")
     return []
+
+
+def _examine_pretrain_mix(options: PretrainMixOptions) -> Iterable[str]:
+    at_least(options, 0, "ptx_coef")
+    return check_sources(options.pretrain_data, "--pretrain_data")
 
 
 def _examine_evaluation(options: SamplingEvaluationOptions) -> Iterable[str]:
@@ -246,9 +253,7 @@ def _examine_rl(options: RLOptions) -> Iterable[str]:
         raise UserError(
             f"--advantage_estimator {estimator} compares the answers to one prompt: set --n_samples_per_prompt above 1"
         )
-    sources = ("reward_pretrain", "remote_rm_url", "reward_verifier", "teacher_model", "replay", "agent_func_path")
-    if not any(getattr(options, name) for name in sources):
-        raise UserError("nothing gives rewards: set --reward_pretrain, --remote_rm_url or --reward_verifier")
+    _check_rewarded(options)
     if options.record and options.replay:
         raise UserError("--record and --replay: a replayed run has nothing new to record; give one of them")
     if options.max_len is not None and options.max_len < longest_rollout(options):
@@ -263,6 +268,19 @@ def _examine_rl(options: RLOptions) -> Iterable[str]:
         )
     _check_budgets(options)
     return [*_about_the_critic(options), *_about_steps(options)]
+
+
+def _check_rewarded(options: RLOptions) -> None:
+    sources = ("reward_pretrain", "remote_rm_url", "reward_verifier", "agent_func_path")
+    if any(getattr(options, name) for name in sources):
+        return
+    name_one = "set --reward_pretrain, --remote_rm_url or --reward_verifier"
+    if not options.teacher_model and not options.replay:
+        raise UserError(f"nothing gives rewards: {name_one}")
+    if options.eval_dataset:
+        raise UserError(f"--eval_dataset needs a reward to measure with: {name_one}, or leave it out")
+    if options.dynamic_filtering and not options.replay:
+        raise UserError(f"--dynamic_filtering needs a reward to judge groups by: {name_one}, or leave it out")
 
 
 def _about_the_critic(options: RLOptions) -> list[str]:
@@ -315,6 +333,7 @@ EXAMINERS = (
     (PolicyLossOptions, _examine_policy_loss),
     (CriticOptions, _examine_critic),
     (ActorOptions, _examine_actor),
+    (PretrainMixOptions, _examine_pretrain_mix),
     (SamplingEvaluationOptions, _examine_evaluation),
     (PlacementOptions, _examine_placement),
     (VLLMOptions, _examine_vllm),

@@ -37,6 +37,8 @@ def settle_tail(options: TailOptions) -> dict[str, Any]:
     changes: dict[str, Any] = {"advantage_estimator": estimator}
     if options.method == "ppo" and options.critic_pretrain is None:
         changes["critic_pretrain"] = options.pretrain  # not the reward model: critic and policy start alike
+    if options.method == "ppo" and options.loss_reduction is None:
+        changes["loss_reduction"] = "answer"  # as in the other methods, with their default
     return changes
 
 
@@ -103,6 +105,8 @@ def _examine_measures(options: TailMeasureOptions) -> Iterable[str]:
 def _examine_tail(options: TailOptions) -> Iterable[str]:
     """What options of several groups say together."""
     method, group = options.method, options.n_samples_per_prompt
+    if options.enable_ema:
+        raise UserError("--enable_ema: the average would be saved and the last weights measured; leave it out")
     if method == "ppo":
         return []
     if group < 2:

@@ -40,8 +40,9 @@ SPLIT_WORDS = {
 }
 
 
-def load_splits(source: str, split: str = "train") -> dict[str, Dataset]:
-    """Every split of one source by name; `split` only tells a Python loader which one is wanted."""
+def load_splits(source: str, split: str = "train", flag: str = "--dataset") -> dict[str, Dataset]:
+    """Every split of one source by name; `split` only tells a Python loader which one is wanted, and `flag` the user
+    which option names the source."""
     path = Path(source).expanduser()
     if path.is_dir():
         return _load_folder(path)
@@ -51,7 +52,7 @@ def load_splits(source: str, split: str = "train") -> dict[str, Dataset]:
         kind, _, folder = source.partition("@")
         return _load_typed(kind, folder)
     if _file_type(path) or path.suffix == ".py" or not looks_like_hub_name(source):
-        raise UserError(f"cannot find '{source}': no such file or folder (in --dataset or --eval_dataset)")
+        raise UserError(f"cannot find '{source}': no such file or folder (see {flag})")
     return _load_hub(source)
 
 

@@ -21,7 +21,13 @@ from trimtab.errors import UserError
 _just_read: dict[tuple[str, str], dict[str, Dataset]] = {}
 
 SOURCE_COLUMN = "trimtab_source"
-SPLIT_FLAGS = {"--dataset": "--dataset_split", "--prompt_data": "--prompt_split", "--eval_dataset": "--eval_split"}
+SPLIT_FLAGS = {
+    "--dataset": "--dataset_split",
+    "--eval_dataset": "--eval_split",
+    "--prompt_data": "--prompt_split",
+    "--heldout_prompt_data": "--prompt_split",
+    "--pretrain_data": "--pretrain_split",
+}
 PROBABILITY_SLACK = 0.01  # "0.33,0.33,0.33" is meant as thirds
 
 
@@ -54,7 +60,7 @@ def load_rows(
     weights = _parse_probabilities(probabilities, names, f"{flag}_probs")
     _just_read.clear()
     with _quiet():
-        _just_read.update({(name, split): load_splits(name, split) for name in dict.fromkeys(names)})
+        _just_read.update({(name, split): load_splits(name, split, flag) for name in dict.fromkeys(names)})
         parts = [_first_rows(_pick(_just_read[name, split], split, name, flag), max_samples) for name in names]
         if name_sources:
             parts = [part.add_column(SOURCE_COLUMN, [_short(name)] * len(part)) for name, part in zip(names, parts)]
@@ -108,7 +114,9 @@ def _pick(splits: dict[str, Dataset], split: str, source: str, flag: str) -> Dat
     try:
         instructions = datasets.ReadInstruction.from_spec(split).to_absolute({k: len(v) for k, v in splits.items()})
     except (ValueError, AssertionError) as error:
-        raise UserError(f"'{source}' has no split '{split}': found {found} (see {SPLIT_FLAGS[flag]})") from error
+        raise UserError(
+            f"'{source}' has no split '{split}': found {found} (see {SPLIT_FLAGS.get(flag, flag)})"
+        ) from error
     parts = [splits[part.splitname].select(range(part.from_, part.to)) for part in instructions]
     return concatenate(parts, source)
 

@@ -31,7 +31,11 @@ def log_bad_probability(
     stop_tokens: Collection[int] = (),
 ) -> float:
     """log P(one of `bad_tokens` among the first `tokens` tokens of an answer to `prompt`)."""
-    _check(policy, prompt, bad_tokens, tokens)
+    check_countable(policy.config.get_text_config().vocab_size, bad_tokens, tokens)
+    if not prompt:
+        raise UserError("the probability of bad words needs a prompt of at least one token")
+    if policy.path == "logits":
+        raise UserError(f"the probability of bad words needs hidden states, which {type(policy.inner).__name__} hides")
     bad = sorted(set(bad_tokens))
     good = _without(policy.config.get_text_config().vocab_size, {*bad_tokens, *stop_tokens})
     total = torch.tensor(-math.inf, dtype=torch.float64, device=policy.device)
@@ -82,10 +86,8 @@ def _without(vocabulary: int, left_out: Collection[int]) -> np.ndarray:
     return np.setdiff1d(np.arange(vocabulary), np.fromiter(left_out, dtype=np.int64, count=len(left_out)))
 
 
-def _check(policy: Policy, prompt: Sequence[int], bad_tokens: Collection[int], tokens: int) -> None:
-    vocabulary = policy.config.get_text_config().vocab_size
-    if not prompt:
-        raise UserError("the probability of bad words needs a prompt of at least one token")
+def check_countable(vocabulary: int, bad_tokens: Collection[int], tokens: int) -> None:
+    """Refuse tokens that are none, and answers that are too many."""
     if not bad_tokens or not all(0 <= token < vocabulary for token in bad_tokens):
         raise UserError(f"--bad_token_ids: give token ids from 0 to {vocabulary - 1}, at least one")
     if tokens < 1 or vocabulary ** (tokens - 1) > MOST_PREFIXES:
@@ -93,8 +95,6 @@ def _check(policy: Policy, prompt: Sequence[int], bad_tokens: Collection[int], t
             f"--generate_max_len {tokens}: the exact probability of bad words looks at every beginning of an answer, "
             f"which {vocabulary} tokens allow for at most {_longest(vocabulary)}; ask for fewer, or sample instead"
         )
-    if policy.path == "logits":
-        raise UserError(f"the probability of bad words needs hidden states, which {type(policy.inner).__name__} hides")
 
 
 def _longest(vocabulary: int) -> int:

@@ -6,6 +6,7 @@ the text that the model read, or the conversation), the answer (`output`) and it
 """
 
 import dataclasses
+import hashlib
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -22,16 +23,21 @@ from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import UserError
 from trimtab.evaluate.journal import Journal
 from trimtab.evaluate.work import work_through, write_rows
+from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import load_frozen_policy
 from trimtab.rewards.build import build_reward
-from trimtab.rewards.types import Reward, RewardRequest
+from trimtab.rewards.functions import FunctionReward
+from trimtab.rewards.model import ModelReward
+from trimtab.rewards.types import Reward, RewardRequest, Weighted
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.sampler import request_seed
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Rollout, Sampling
 
 SCORED_AT_ONCE = 64  # answers; what is not scored yet is lost when the process dies
+
+REWARD_CONTENTS = "content of the reward"  # among the settings of the work
 
 Group = list[Rollout]  # the answers to one prompt
 
@@ -74,7 +80,7 @@ class Generation:
 
     def run(self) -> None:
         """Answer what is not answered yet, and write the rows of all."""
-        journal = Journal(self.options.output_path, self._settings())
+        journal = Journal(self.options.output_path, self._settings(), correctable=(REWARD_CONTENTS,))
         try:
             work_through(len(self.rows), journal, self.world, self.answers, self.figures, "prompts")
         finally:
@@ -153,7 +159,7 @@ class Generation:
             )
         return room
 
-    def _reward(self, device: Device) -> Reward | None:
+    def _reward(self, device: Device) -> Weighted | None:
         options = self.options
         if not (options.reward_pretrain or options.remote_rm_url or options.reward_verifier):
             return None
@@ -191,7 +197,8 @@ class Generation:
     def _settings(self) -> dict[str, Any]:
         """What the answers depend on."""
         options = self.options
-        names = ("reward_pretrain", "remote_rm_url", "reward_verifier", "reward_weights")
+        names = ("reward_pretrain", "remote_rm_url", "reward_verifier", "reward_weights", "label_key")
+        rewards = [reward for reward, _ in self.reward.parts] if self.reward is not None else []
         return {
             "model": self.weights,
             "precision": "bf16" if options.bf16 else "fp32",
@@ -200,7 +207,17 @@ class Generation:
             "seed": options.seed,
             "sampling": dataclasses.asdict(self.sampling),
             "reward": [getattr(options, name) for name in names],
+            REWARD_CONTENTS: [reward_contents(reward) for reward in rewards],
         }
+
+
+def reward_contents(reward: Reward) -> str | None:
+    """What a reward's path leads to, which may change while the path does not; None: nothing that could be read."""
+    if isinstance(reward, ModelReward):
+        return weights_fingerprint(reward.model)
+    if isinstance(reward, FunctionReward):
+        return hashlib.blake2b(reward.file.read_bytes(), digest_size=16).hexdigest()
+    return None
 
 
 def load_job_tokenizer(options: Any) -> Any:

@@ -8,7 +8,7 @@ the output is whole or absent. A last line that was cut off is made anew.
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,24 @@ SETTINGS = "settings.json"
 
 
 class Journal:
-    def __init__(self, output: str, settings: dict[str, Any]):
-        """`settings`: everything the items depend on. Unfinished work of others is refused, not thrown away."""
+    def __init__(self, output: str, settings: dict[str, Any], correctable: Collection[str] = ()):
+        """`settings`: everything the items depend on. Unfinished work of others is refused, not thrown away.
+
+        `correctable`: settings that bind only when an item is finished: what failed before may be mended.
+        """
         self.output = Path(output).expanduser()
         self.folder = self.output.with_name(f"{self.output.name}.partial")
         self.settings = json.loads(json.dumps(settings))
         with self._writing():
-            self._check_settings()
             self.done: dict[int, Any] = dict(self._items())
+            self._check_settings(() if self.done else correctable)
         self._lines = None
 
     def open(self, rank: int) -> None:
         """Be ready to write. Every process must have read what is done before any of them does this."""
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
-            if rank == 0 and not (self.folder / SETTINGS).exists():
+            if rank == 0:
                 beside = self.folder / f"{SETTINGS}.new"
                 beside.write_text(json.dumps(self.settings, indent=1))
                 beside.replace(self.folder / SETTINGS)
@@ -69,12 +72,13 @@ class Journal:
             beside.replace(self.output)
             shutil.rmtree(self.folder)
 
-    def _check_settings(self) -> None:
+    def _check_settings(self, free: Collection[str]) -> None:
         path = self.folder / SETTINGS
         if not path.exists():
             return
         found = json.loads(path.read_text())
-        differing = [name for name in {**found, **self.settings} if found.get(name) != self.settings.get(name)]
+        binding = [name for name in {**found, **self.settings} if name not in free]
+        differing = [name for name in binding if found.get(name) != self.settings.get(name)]
         if differing:
             raise UserError(
                 f"{self.folder} holds unfinished work with another {', '.join(differing)}: repeat that command to "

@@ -5,7 +5,7 @@ that it has there.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -154,6 +154,7 @@ class Scoring:
             "model": weights_fingerprint(self.model.model),
             "precision": "bf16" if options.bf16 else "fp32",
             "data": rows_hash(self.rows.rows),
+            "choice of columns": asdict(self.rows.columns),
             "template": [options.input_template, options.apply_chat_template, self.tokenizer.chat_template],
             "max_len": options.max_len,
         }

@@ -122,17 +122,18 @@ def _without_head(found: dict) -> bool:
     return weight in found["missing_keys"] or any(key[0] == weight for key in found["mismatched_keys"])
 
 
-def reward_skeleton(options: TrainedModelOptions) -> RewardModel:
+def reward_skeleton(options: TrainedModelOptions, flag: str = "--pretrain") -> RewardModel:
+    """`flag`: what the user calls the model."""
     from transformers import AutoModelForSequenceClassification
 
-    model = skeleton(options.pretrain, AutoModelForSequenceClassification, num_labels=1)
-    _require_head(model, options.pretrain)
+    model = skeleton(options.pretrain, AutoModelForSequenceClassification, flag, num_labels=1)
+    _require_head(model, options.pretrain, flag)
     return RewardModel(add_adapters(model, options, "SEQ_CLS") if options.lora_rank > 0 else model)
 
 
-def _require_head(model: nn.Module, pretrain: str) -> None:
+def _require_head(model: nn.Module, pretrain: str, flag: str = "--pretrain") -> None:
     if not hasattr(model, HEAD):
-        raise UserError(f"--pretrain {pretrain}: {type(model).__name__} is not a decoder with a score head")
+        raise UserError(f"{flag} {pretrain}: {type(model).__name__} is not a decoder with a score head")
 
 
 def _causal_lm(pretrain: str, options: ModelOptions, device: Device, flag: str = "--pretrain") -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -17,6 +18,9 @@ from trimtab.report.settings import PLACES
 
 WITHOUT_MEANING = PLACES | {"seed", "use_tensorboard", "use_visualdl", "record", "wandb_group"}
 """Options in which runs of one experiment may differ."""
+
+COUNTER = re.compile(r"([-_./ ]?seed|(^|[-_./ ])s)?[-_./ ]?[0-9]*$")
+"""What stands before the digits in which the names of seeds differ, with digits that they share: -1, _s1, -seed1."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ def columns_of(runs: Sequence[Run]) -> list[Column]:
             groups.append([(label, run)])
         else:
             group.append((label, run))
-    return [Column(_label([name for name, _ in group]), tuple(run for _, run in group)) for group in groups]
+    labels = _labels([[name for name, _ in group] for group in groups])
+    return [Column(label, tuple(run for _, run in group)) for label, group in zip(labels, groups)]
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
@@ -89,10 +94,21 @@ def _meaning(run: Run) -> dict:
     return {name: value for name, value in run.options.items() if name not in WITHOUT_MEANING}
 
 
+def _labels(groups: Sequence[Sequence[str]]) -> list[str]:
+    """A label for each group of names, different from all others."""
+    short = [_label(names) for names in groups]
+    return [
+        label if short.count(label) == 1 else f"{names[0]} to {names[-1]}, {len(names)} seeds"
+        for label, names in zip(short, groups)
+    ]
+
+
 def _label(names: Sequence[str]) -> str:
     """What the names of a group begin with, without the word that counts them."""
     if len(names) == 1:
         return names[0]
     alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*names))
-    shared = "".join(letters[0] for letters in alike).rstrip("0123456789-_./ ").removesuffix("seed").rstrip("-_./ ")
+    shared = "".join(letters[0] for letters in alike)
+    counted = any(name[len(shared) :][:1].isdigit() for name in names)
+    shared = COUNTER.sub("", shared) if counted else shared.rstrip("-_./ ")
     return f"{shared or names[0]}, {len(names)} seeds"

@@ -30,6 +30,16 @@ def build_reward(options: Any, device: Device, tokenizer: PreTrainedTokenizerBas
     return Weighted(parts)
 
 
+def in_words(reward: Reward, options: Any) -> str:
+    """Everything that rewards the answers of an RL run."""
+    told = [text] if (text := str(reward)) else []
+    if options.replay:
+        told.append(f"as recorded in {options.replay}")
+    if options.teacher_model:
+        told.append(f"{options.teacher_coef:g} x log-probability by the teacher {options.teacher_model}")
+    return "; ".join(told)
+
+
 def _places(options: Any) -> tuple[list[str], list[str]]:
     """Files of functions, and addresses of servers, which share one batch."""
     places = listed(options.remote_rm_url)

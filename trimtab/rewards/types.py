@@ -170,7 +170,8 @@ def _shown(value: Any) -> str:
 class Weighted:
     """The weighted sum of several rewards; the part of each is logged under its name.
 
-    A part that is NaN does not apply to the sample; a sample to which none applies has no reward.
+    A part that is NaN does not apply to the sample; a sample to which none applies has no reward. Where there are no
+    parts, as with a teacher alone, every reward is 0.
     """
 
     def __init__(self, parts: Sequence[tuple[Reward, float]]):
@@ -184,6 +185,8 @@ class Weighted:
         return "; ".join(f"{weight:g} x {reward}" for reward, weight in self.parts)
 
     def __call__(self, request: RewardRequest) -> RewardResult:
+        if not self.parts:
+            return RewardResult([0.0] * len(request))
         results = [reward(request) for reward, _ in self.parts]
         logs: dict[str, list[float]] = {}
         for label, result in zip(self._labels, results):

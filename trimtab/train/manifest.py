@@ -74,6 +74,9 @@ WITHOUT_EFFECT |= {"gradient_checkpointing_use_reentrant", "flash_attn", "bf16",
 WITHOUT_EFFECT |= {"use_dynamic_batch", "fit_memory"}
 WITHOUT_EFFECT |= {"ref_offload", "teacher_offload", "precompute_ref_log_probs", "report_samples", "pretrain"}
 
+MEANING = ("lora_alpha", "proposal", "proposal_lora_rank")
+"""Without these the numbers in a checkpoint cannot be read."""
+
 
 def settings(options: Any) -> dict[str, Any]:
     """The options that change what is learnt, as plain values."""
@@ -96,11 +99,12 @@ def compare(saved: dict, current: dict, checkpoint: Path) -> list[str]:
     lines = []
     before, now = (manifest.get("settings", {}) for manifest in (saved, current))
     changed = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
-    if "lora_alpha" in changed:
-        raise UserError(
-            f"--ckpt_path {checkpoint}: --lora_alpha was {before['lora_alpha']} there; adapters mean something else "
-            "under another one, so give the same"
-        )
+    for name in MEANING:
+        if name in changed:
+            raise UserError(
+                f"--ckpt_path {checkpoint}: --{name} was {before[name]} there; what was learnt means something else "
+                "under another one, so give the same"
+            )
     for name in changed:
         lines.append(f"resumed with another --{name} ({json.dumps(before[name])} -> {json.dumps(now[name])})")
     for key in ("seed", "dtype", "device_type", "threads", "fused_optimiser", "attention_path", "versions"):

@@ -29,6 +29,10 @@ def restored_policy(pretrain: str, checkpoint: str | None, options: Any, device:
 def _tensors_of(folder: Path) -> Path:
     """The folder with the policy's tensors, of the newest checkpoint."""
     newest = Checkpoints(folder, keep=1, keep_gib=0).latest()
+    if (folder / "adapter_config.json").exists():
+        raise UserError(
+            f"--ckpt_path {folder}: this is an adapter; merge it into its model with trimtab lora-combine first"
+        )
     if newest is None:
         raise UserError(f"--ckpt_path {folder}: neither a model nor a checkpoint of training is in this folder")
     # RL keeps a folder for each model that learns.

@@ -100,6 +100,16 @@ def test_an_attack_that_was_killed_goes_on_to_the_same_findings(tmp_path, steps_
     assert len(judge.requests) == {0: 4, 3: 3, 8: 2, 11: 1}[steps_before]
 
 
+def test_a_search_that_was_not_stored_whole_begins_again_and_ends_the_same(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    attacked(whole)
+    assert warm.call(attack_until_killed, cut, 3) == -signal.SIGKILL
+    (stored,) = cut.glob("found.jsonl.partial/search.json")
+    stored.write_text(stored.read_text()[:20])
+    attacked(cut)
+    assert (cut / "found.jsonl").read_text() == (whole / "found.jsonl").read_text()
+
+
 def test_other_settings_do_not_go_on_with_unfinished_work_and_findings_are_not_overwritten(tmp_path, monkeypatch):
     def stop(search, state):
         raise KeyboardInterrupt

@@ -49,6 +49,12 @@ def arguments(folder: Path, out: Path, estimator: str, *more: str) -> list[str]:
     return [*fixed.split(), *" ".join(more).split()]
 
 
+def without(words: list[str], *flags: str) -> list[str]:
+    """The words less these flags and the value of each."""
+    gone = {place + i for place, word in enumerate(words) if word in flags for i in (0, 1)}
+    return [word for place, word in enumerate(words) if place not in gone]
+
+
 def rows(out: Path) -> list[dict]:
     found = read_rows(out / "metrics.jsonl")
     return [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in found]

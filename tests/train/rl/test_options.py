@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from tests import warm
 from tests.train.job_run import write_rows
-from tests.train.rl.rl_run import arguments, assert_identical, result, rows, weights, write_task
+from tests.train.rl.rl_run import arguments, rows, weights, without, write_task
 
 LEARN = "--actor_learning_rate 1e-3"
 
@@ -21,27 +21,13 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("plain")
-    assert warm.run(arguments(folder, out, "grpo", LEARN, f"--record {out}/recorded")) == 0
+    assert warm.run(arguments(folder, out, "grpo", LEARN)) == 0
     return out
 
 
 def run(folder, out, *words, estimator="grpo", log=None):
     assert warm.run(arguments(folder, out, estimator, LEARN, *words), log=log) == 0
     return rows(out)
-
-
-def test_a_replayed_run_makes_the_updates_of_the_recorded_one(folder, plain, tmp_path):
-    run(folder, tmp_path, f"--replay {plain}/recorded")
-    assert_identical(result(tmp_path), result(plain))
-
-
-def test_a_replay_that_ends_early_or_has_other_groups_is_refused(folder, plain, tmp_path):
-    words = arguments(folder, tmp_path, "grpo", LEARN, f"--replay {plain}/recorded --num_episodes 9")
-    assert warm.run(words, log=tmp_path / "log") == 2
-    assert "has no iteration 6" in (tmp_path / "log").read_text()
-    words = arguments(folder, tmp_path, "reinforce", LEARN, f"--replay {plain}/recorded")
-    assert warm.run(words, log=tmp_path / "other") == 2
-    assert "--n_samples_per_prompt 4, not 2" in (tmp_path / "other").read_text()
 
 
 @pytest.mark.parametrize("words", ["--policy_loss_type gspo", "--policy_loss_type cispo", "--loss_reduction constant",
@@ -81,12 +67,33 @@ def test_text_beside_the_answers_becomes_more_likely(folder, tmp_path):
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_a_teacher_draws_the_policy_towards_itself(folder, tmp_path):
-    teacher = tmp_path / "teacher"
-    write_task(teacher, seed=3)
-    words = f"--teacher_model {teacher}/model --advantage_estimator reinforce --gamma 0 --init_kl_coef 0"
-    found = run(folder, tmp_path / "out", words, "--actor_learning_rate 1e-2 --num_episodes 6")
+@pytest.mark.parametrize("how", ["", "--dry_run"])
+def test_a_split_that_the_text_lacks_is_one_line(folder, tmp_path, how):
+    words = f"--pretrain_data {folder}/text.jsonl --pretrain_split validation {how}"
+    assert warm.run(arguments(folder, tmp_path / "out", "grpo", words), log=tmp_path / "log") == 2
+    told = (tmp_path / "log").read_text()
+    assert "has no split 'validation': found train (see --pretrain_split)" in told and "Traceback" not in told
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    words = "--advantage_estimator reinforce --gamma 0 --init_kl_coef 0 --actor_learning_rate 1e-2 --num_episodes 6"
+    return f"--teacher_model {write_task(tmp_path_factory.mktemp('teacher'), seed=3)}/model {words}"
+
+
+def test_a_teacher_draws_the_policy_towards_itself(folder, teacher, tmp_path):
+    found = run(folder, tmp_path, teacher)
     kls = [row["teacher_kl"] for row in found[1:]]
+    assert sum(kls[-3:]) < 0.7 * sum(kls[:3])
+
+
+def test_a_teacher_needs_no_reward_beside_it(folder, teacher, tmp_path):
+    words = without(arguments(folder, tmp_path, "grpo", teacher), "--reward_verifier", "--eval_dataset")
+    assert warm.run(words, log=tmp_path / "log") == 0
+    assert "reward: 1 x log-probability by the teacher" in (tmp_path / "log").read_text()
+    found = rows(tmp_path)
+    assert {row["reward"] for row in found} == {row["score"] for row in found} == {0.0}
+    kls = [row["teacher_kl"] for row in found]
     assert sum(kls[-3:]) < 0.7 * sum(kls[:3])
 
 

@@ -8,7 +8,7 @@ from transformers import LlamaForSequenceClassification
 
 from tests import warm
 from tests.tiny import tiny_model
-from tests.train.rl.rl_run import arguments, assert_identical, result, rows, write_task
+from tests.train.rl.rl_run import arguments, assert_identical, result, rows, without, write_task
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.train.rl.loop import RLRun
 from trimtab.train.rl.recording import Recording
@@ -35,13 +35,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def without_verifier(words):
-    place = words.index("--reward_verifier")
-    return words[:place] + words[place + 2 :]
-
-
 def test_several_reward_models_are_summed_with_their_weights(folder, tmp_path):
-    words = without_verifier(arguments(folder, tmp_path, "grpo"))
+    words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier")
     words += f"--reward_pretrain {folder}/judge,{folder}/other --reward_weights 1.0 0.5".split()
     assert warm.run(words) == 0
     for row in rows(tmp_path)[1:]:
@@ -49,7 +44,7 @@ def test_several_reward_models_are_summed_with_their_weights(folder, tmp_path):
 
 
 def test_a_critic_starts_from_the_reward_model_and_is_saved(folder, tmp_path):
-    words = without_verifier(arguments(folder, tmp_path, "ppo"))
+    words = without(arguments(folder, tmp_path, "ppo"), "--reward_verifier")
     words += f"--reward_pretrain {folder}/judge --save_value_network".split()
     assert warm.run(words) == 0
     config = json.loads((tmp_path / "critic" / "config.json").read_text())
@@ -61,9 +56,9 @@ def test_a_reward_that_fails_for_good_stops_the_run_after_a_checkpoint_from_whic
     function = tmp_path / "reward.py"
     function.write_text(FAILS.format(flag=str(flag)))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    words = [*without_verifier(arguments(folder, whole, "grpo")), "--remote_rm_url", str(function)]
+    words = [*without(arguments(folder, whole, "grpo"), "--reward_verifier"), "--remote_rm_url", str(function)]
     assert warm.run(words) == 0
-    words = [*without_verifier(arguments(folder, broken, "grpo")), "--remote_rm_url", str(function)]
+    words = [*without(arguments(folder, broken, "grpo"), "--reward_verifier"), "--remote_rm_url", str(function)]
     log = tmp_path / "log"
     assert warm.run(words, prepare=FailLater(flag), log=log) == 1
     told = log.read_text()
@@ -95,7 +90,7 @@ def test_rewards_of_steps_stand_within_the_answers(folder, tmp_path):
     model = tiny_model("llama", vocab_size=len(make_tokenizer()), seed=7)
     model.save_pretrained(tmp_path / "prm")
     make_tokenizer().save_pretrained(tmp_path / "prm")
-    words = without_verifier(arguments(folder, tmp_path / "out", "reinforce"))
+    words = without(arguments(folder, tmp_path / "out", "reinforce"), "--reward_verifier")
     words += f"--reward_pretrain {tmp_path}/prm --placeholder_token . --reward_tokens y n --step_reward steps".split()
     words += ["--step_separator", "3"]
     assert warm.run(words) == 0
@@ -106,7 +101,7 @@ def test_dynamic_filtering_trains_only_on_groups_in_the_range(folder, tmp_path):
     assert warm.run(arguments(folder, tmp_path, "filtered", f"--record {tmp_path}/recorded")) == 0
     found = rows(tmp_path)[1:]
     assert sum(row["filtered_groups"] for row in found) > 0
-    recording = Recording(tmp_path / "recorded", 4)
+    recording = Recording(tmp_path / "recorded", {"n_samples_per_prompt": 4, "rollout_batch_size": 4}, None)
     for iteration, row in enumerate(found):
         experience, _, _ = recording.read(iteration)
         means = experience.scores_S.view(-1, 4).mean(1)

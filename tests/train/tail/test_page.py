@@ -37,6 +37,15 @@ def test_the_toy_s_reward_reads_the_toy_s_words():
     assert tokenizer("word7 bad3").input_ids == [WORDS.index("word7"), BAD_TOKENS[3]]
 
 
+def test_the_toy_experiment_ends_when_a_run_fails(tmp_path):
+    settings = {"PYTHON": sys.executable, "OUT": str(tmp_path / "toy"), "SEEDS": "1"}
+    done = subprocess.run(
+        ["bash", str(SCRIPT), "--nonsense"], env=os.environ | settings, capture_output=True, timeout=120
+    )
+    assert done.returncode == 1 and b"a run has failed" in done.stderr and b"--nonsense" in done.stdout
+    assert not (tmp_path / "toy" / "figures.yaml").exists()
+
+
 @pytest.mark.long
 def test_the_toy_experiment_ends_in_figures(tmp_path):
     settings = {"PYTHON": sys.executable, "OUT": str(tmp_path / "toy"), "SEEDS": "1 2", "FIT_STEPS": "1"}

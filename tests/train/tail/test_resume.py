@@ -82,3 +82,33 @@ def test_what_the_proposal_has_learnt_and_said_is_in_the_checkpoint(folder, tmp_
     assert "proposed/rewards_S" in load_file(saved / "experience" / "tensors.safetensors")
     taught = partial(at, (1, "teach", 0), signal.SIGKILL, TailRun)
     assert warm.run([*words, "--load_checkpoint"], prepare=taught) == 0, "it must not be taught again"
+
+
+@pytest.fixture(scope="module")
+def stopped(folder, tmp_path_factory):
+    """Runs that were killed after their first checkpoint."""
+    places = {}
+    for method in "repulse", "reinforce":
+        places[method] = tmp_path_factory.mktemp(method)
+        killed = partial(at, (3, "update", 0), signal.SIGKILL, TailRun)
+        assert warm.run(arguments(folder, places[method], method), prepare=killed) == -signal.SIGKILL
+    return places
+
+
+@pytest.mark.parametrize(
+    "method, other, complaint",
+    [
+        ("repulse", "lora", "--proposal_lora_rank was 0 there"),
+        ("repulse", "linear_head", "--proposal was model there"),
+        ("repulse", "reinforce", "trained actor and proposal, and now it should be actor;"),
+        ("reinforce", "repulse", "trained actor, and now it should be actor and proposal;"),
+    ],
+)
+def test_a_checkpoint_of_another_method_or_proposal_is_refused_in_one_line(
+    folder, stopped, tmp_path, method, other, complaint
+):
+    log = tmp_path / "log"
+    words = arguments(folder, stopped[method], other, "--load_checkpoint")
+    assert warm.run(words, log=log) == 2
+    (line,) = [line for line in log.read_text().splitlines() if "error" in line]
+    assert complaint in line and (stopped[method] / "checkpoints").is_dir()

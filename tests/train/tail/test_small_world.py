@@ -140,7 +140,7 @@ KINDS = {
     "model": ("", 3e-3, 150),
     "adapters": ("--proposal_lora_rank 8 --target_modules all-linear", 1e-2, 150),
     "twist model": ("--proposal modulation_model", 1e-2, 150),
-    "linear head": ("--proposal modulation_linear_head", 1e-2, 1200),
+    "linear head": ("--proposal modulation_linear_head", 3e-2, 1200),
     "nn head": ("--proposal modulation_nn_head", 1e-3, 1200),
 }
 

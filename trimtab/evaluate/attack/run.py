@@ -205,12 +205,19 @@ class AttackRun:
 
 def _store(path: Path, content: dict[str, Any]) -> None:
     beside = path.with_suffix(".new")
-    beside.write_text(json.dumps(content))
+    with beside.open("w") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(beside, path)
 
 
 def _stored(path: Path, index: int) -> dict[str, Any] | None:
-    content = json.loads(path.read_text()) if path.exists() else {}
+    """None where there is nothing, or nothing whole: the search then begins again, and goes the same way."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
     return content if content.get("target") == index else None
 
 

@@ -1,5 +1,6 @@
 """What a plan has to know of a machine: memory, arithmetic and the way to memory, of this one or of one by name."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,7 +52,12 @@ def named(name: str, here: Device, memory_gib: float | None = None) -> Hardware:
         found = of_device(here if wanted == "HERE" else Device(torch.device("cpu"), "CPU"))
     else:
         raise UserError(f"--on {name}: not known; give here, CPU or one of {', '.join(NAMED)}")
-    return found if memory_gib is None else replace(found, memory=int(memory_gib * GIB))
+    if memory_gib is None:
+        return found
+    memory = int(memory_gib * GIB) if math.isfinite(memory_gib) else 0
+    if memory <= 0:
+        raise UserError(f"--device_memory is {memory_gib:g}: it must be a number of GiB above 0")
+    return replace(found, memory=memory)
 
 
 def of_device(device: Device) -> Hardware:

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from trimtab.config.jobs import RLOptions
+from trimtab.config.source_checks import listed
 from trimtab.data.batches import Example
 from trimtab.models.critic import Critic
 from trimtab.models.load import frozen_skeleton, policy_skeleton, reward_skeleton
 from trimtab.models.packed import PackedModel
+from trimtab.models.reward import RewardModel
 from trimtab.rewards.model import MAX_TOKENS
 
 WITHOUT_REFERENCE = ("orpo", "simpo")
@@ -92,8 +94,7 @@ def trained_models(options: Any) -> dict[str, PackedModel]:
         return {"model": reward_skeleton(options) if options.verb == "rm" else policy_skeleton(options)}
     models: dict[str, PackedModel] = {"actor": policy_skeleton(options)}
     if options.advantage_estimator == "gae":
-        name = options.critic_pretrain or _listed(options.reward_pretrain, options.pretrain)[0]
-        models["critic"] = Critic(reward_skeleton(dataclasses.replace(options, pretrain=name)).model)
+        models["critic"] = Critic(_judge(options, *_origin_of_critic(options)).model)
     return models
 
 
@@ -106,10 +107,24 @@ def frozen_models(options: Any) -> list[Frozen]:
     if teacher := getattr(options, "teacher_model", None):
         offload = getattr(options, "teacher_offload", offload)
         found.append(Frozen("teacher", frozen_skeleton(teacher, "--teacher_model"), offload))
-    for name in _listed(getattr(options, "reward_pretrain", None)):
-        alone = dataclasses.replace(options, pretrain=name, lora_rank=0)
-        found.append(Frozen(f"reward model {name}", reward_skeleton(alone), pass_tokens=MAX_TOKENS))
+    for name in listed(getattr(options, "reward_pretrain", None)):
+        judge = _judge(dataclasses.replace(options, lora_rank=0), name, "--reward_pretrain")
+        found.append(Frozen(f"reward model {name}", judge, pass_tokens=MAX_TOKENS))
     return found
+
+
+def _origin_of_critic(options: RLOptions) -> tuple[str, str]:
+    """The model that the critic begins as, and the flag that names it."""
+    if options.critic_pretrain:
+        return options.critic_pretrain, "--critic_pretrain"
+    if rewards := listed(options.reward_pretrain):
+        return rewards[0], "--reward_pretrain"
+    return options.pretrain, "--pretrain"
+
+
+def _judge(options: Any, name: str, flag: str) -> RewardModel:
+    """The model `name` with a score head."""
+    return reward_skeleton(dataclasses.replace(options, pretrain=name), flag)
 
 
 def _has_reference(options: Any) -> bool:
@@ -120,8 +135,3 @@ def _has_reference(options: Any) -> bool:
     if getattr(options, "precompute_ref_log_probs", False):
         return False
     return options.lora_rank == 0 or options.ref_pretrain is not None
-
-
-def _listed(text: str | None, otherwise: str | None = None) -> list[str]:
-    names = [name.strip() for name in (text or "").split(",") if name.strip()]
-    return names or ([otherwise] if otherwise else [])

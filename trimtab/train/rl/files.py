@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trimtab.config.dump import to_yaml
 from trimtab.distributed.device import Device
+from trimtab.errors import UserError
 from trimtab.train.checkpoint import Checkpoints, reading
 from trimtab.train.disk import writing
 from trimtab.train.manifest import compare, write_json
@@ -116,8 +117,14 @@ class RunFiles:
         path, state = loaded
         for line in compare(state["manifest"], self.manifest, path):
             print(f"warning: {line}", flush=True)
+        learners = _learners(roles)
+        if (held := [name for name in LEARNERS if (path / name).is_dir()]) != list(learners):
+            raise UserError(
+                f"--ckpt_path {path}: this run trained {' and '.join(held)}, and now it should be "
+                f"{' and '.join(learners)}; give its own settings, or another --ckpt_path"
+            )
         with reading(path):
-            for name, role in _learners(roles).items():
+            for name, role in learners.items():
                 random = [*state["random"], *[None] * role.size][: role.size]
                 role.call("read_state", random, folder=path / name)
             tensors = {}

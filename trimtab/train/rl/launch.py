@@ -22,7 +22,7 @@ from trimtab.models.hugging_face import check_model_folder
 from trimtab.models.load import load_policy, load_reward_model, policy_skeleton
 from trimtab.models.packed import PackedModel
 from trimtab.models.policy import Policy
-from trimtab.rewards.build import build_reward
+from trimtab.rewards.build import build_reward, in_words
 from trimtab.rewards.model import same_tokenizer
 from trimtab.rewards.verify import make_verifier
 from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -40,6 +40,7 @@ from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.learner import Actor, CriticLearner, ReferenceRole
 from trimtab.train.rl.loop import RLRun, Roles
+from trimtab.train.rl.recording import Recording
 from trimtab.train.rl.rollouts import Rollouts
 from trimtab.train.rl.text import TextMixture, load_text
 from trimtab.train.sharded import shard_trained
@@ -91,6 +92,9 @@ class Builder:
         store = self.stores["train"]
         self.order = SampleOrder(len(store), 1, self._episodes(), options.seed)
         self.iterations = -(-self.order.steps // options.rollout_batch_size)
+        self.recording = Recording.of(options, store)
+        if options.replay:
+            self.recording.check_holds(self.order.steps)
         options, self.plan = fitted(options, device, world, lambda: work_of_prompts(options, self.stores))
         self.options = options
         seed_everything(options.seed, deterministic=options.full_determinism)
@@ -99,7 +103,7 @@ class Builder:
         for line in notes(options, device):
             world.say(line)
         self.reward = build_reward(options, device, self.tokenizer)
-        world.say(f"reward: {self.reward}")
+        world.say(f"reward: {in_words(self.reward, options)}")
         self.roles = self._roles(stop)
         # Dropout differs between processes, everything else does not.
         seed_everything(options.seed + 1_000_003 * world.rank, deterministic=options.full_determinism)
@@ -200,7 +204,7 @@ class Builder:
             )
             evaluation = Evaluation(self.stores["evaluation"], eval_sampling)
         text = None if self.text is None else TextMixture(self.text, options)
-        return self._make_run(groups, sampling, evaluation, text)
+        return self._make_run(groups, sampling, evaluation, text, self.recording)
 
     def _make_run(self, groups: dict[str, Any], sampling: Sampling, *more: Any) -> RLRun:
         files = RunFiles(self.options, self._manifest(), self.tokenizer, self.device, self.iterations)
@@ -239,11 +243,15 @@ def rehearse_rl(
     tokenizer = load_job_tokenizer(options)
     few = dataclasses.replace(options, max_samples=min(options.max_samples, REHEARSED_ROWS))
     stores, _ = load_stores(few, tokenizer)
+    if options.pretrain_data:
+        load_text(few, tokenizer)
     model = policy_skeleton(options)
     check_model(model, options, stores)
     if options.reward_verifier:
         make_verifier(options.reward_verifier).close()
     order = SampleOrder(len(stores["train"]), 1, episodes or options.num_episodes, options.seed)
+    if options.replay:
+        Recording.of(options).check_holds(order.steps)  # the run itself knows all prompts, and asks for more
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return [
@@ -291,6 +299,9 @@ def _check_places(options: Any) -> None:
     for name in (options.reward_pretrain or "").split(","):
         if name.strip():
             check_model_folder(name.strip(), "--reward_pretrain")
-    for flag in ("save_path", "ckpt_path", "record", "use_tensorboard", "use_visualdl"):
-        if place := getattr(options, flag):
+    of_tail = ("save_info_path", "negdata_path")
+    for flag in ("save_path", "ckpt_path", "record", "use_tensorboard", "use_visualdl", *of_tail):
+        if place := getattr(options, flag, None):
             check_folder(flag, Path(place))
+    if options.record and not options.load_checkpoint:
+        Recording.of(options).check_empty()

@@ -33,7 +33,7 @@ from trimtab.train.rl.cut import cost, halves, micro_batches, mini_batches, upda
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import RunFiles
-from trimtab.train.rl.recording import Recording
+from trimtab.train.rl.recording import Recording, Sampled
 from trimtab.train.rl.shaping import loud, shape
 from trimtab.train.rl.text import TextMixture
 
@@ -95,10 +95,12 @@ class RLRun:
         files: RunFiles,
         evaluation: Evaluation | None = None,
         text: TextMixture | None = None,
+        recording: Recording | None = None,
     ):
-        """`order`: the prompts one by one, over all episodes; `text`: what is learnt beside the answers."""
+        """`order`: the prompts one by one, over all episodes; `text`: what is learnt beside the answers; `recording`:
+        what --record writes or --replay reads."""
         self.options, self.roles, self.order, self.sampling = options, roles, order, sampling
-        self.files, self.evaluation, self.text = files, evaluation, text
+        self.files, self.evaluation, self.text, self.recording = files, evaluation, text, recording
         self.counters = Counters(max(options.init_kl_coef, 0.0))
         self.iteration: Iteration | None = None
 
@@ -151,25 +153,21 @@ class RLRun:
         """Sample, score and shape."""
         seconds: dict[str, float] = {}
         with timed(seconds, "rollout"):
-            experience, prompts, figures = self.replayed() if self.options.replay else self.sample(stop)
+            sampled = self.recording.read(self.counters.iteration) if self.options.replay else self.sample(stop)
         if stop.signal:
             self.leave(stop.signal)
+        if self.options.record:
+            with writing(f"--record {self.options.record}: cannot write there"):
+                self.recording.write(self.counters.iteration, sampled)
+        experience, prompts, figures = sampled
         if experience is None:
             return None
-        if self.options.record:
-            recording = Recording(Path(self.options.record), self.options.n_samples_per_prompt)
-            with writing(f"--record {self.options.record}: cannot write there"):
-                recording.write(self.counters.iteration, (experience, prompts, figures))
         with timed(seconds, "scoring"):
             self.score(experience)
         figures |= self.shape(experience)
         return self.iteration_class(experience, prompts, figures, seconds=seconds)
 
-    def replayed(self) -> tuple[Experience, int, dict[str, float]]:
-        recording = Recording(Path(self.options.replay), self.options.n_samples_per_prompt)
-        return recording.read(self.counters.iteration)
-
-    def sample(self, stop: StopRequest) -> tuple[Experience | None, int, dict[str, float]]:
+    def sample(self, stop: StopRequest) -> Sampled:
         """Answers to the next prompts; with dynamic filtering, to more and more until enough groups are useful."""
         options, used = self.options, self.counters.prompts_used
         n, wanted = options.n_samples_per_prompt, min(options.rollout_batch_size, self.order.steps - used)
@@ -188,13 +186,17 @@ class RLRun:
             if options.dynamic_filtering:
                 low, high = options.dynamic_filtering_reward_range
                 useful = within(part.scores_S.view(-1, n), low, high).repeat_interleave(n)
+                if not useful.any():
+                    continue
                 part = part.take(useful.nonzero()[:, 0].tolist())
             kept.append(part)
             groups += len(part) // n
+        figures = {"filtered_groups": tried - groups} if options.dynamic_filtering else {}
+        if not kept:
+            return None, taken, figures
         experience = Experience.joined(kept)
         experience = experience if len(experience) <= wanted * n else experience.take(range(wanted * n))
-        figures = {"filtered_groups": tried - groups} if options.dynamic_filtering else {}
-        return (experience if len(experience) else None), taken, figures
+        return experience, taken, figures
 
     def score(self, experience: Experience) -> None:
         """What the other models say of the sampled tokens."""

@@ -105,6 +105,6 @@ def value_share(critic: Critic, batch: TokenBatch, totals: Totals, options: Any)
     values_N = critic(batch)
     extra = batch.extra
     loss_N, clipped_N = value_loss.clipped(values_N, extra["values_N"], extra["returns_N"], options.value_clip)
-    loss = loss_N.sum() / totals["tokens"]
+    loss = (loss_N * token_weights(batch, totals, options)).sum()
     figures = {"loss": loss.detach(), "clip_fraction": clipped_N.sum() / totals["tokens"]}
     return Share(loss, figures)

@@ -1,48 +1,110 @@
 """Rollouts and their rewards on disk, one file an iteration: to learn from them again without sampling.
 
-With the same options a replayed run makes the updates of the run that was recorded, bit for bit.
+With the same options a replayed run makes the updates of the run that was recorded, bit for bit. Every file says what
+its iteration was cut from, so that a recording is not taken for one of other prompts or other groups.
 """
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from trimtab.data.prompts import PromptStore
 from trimtab.errors import UserError
 from trimtab.train.rl.experience import Experience
 
-Sampled = tuple[Experience, int, dict[str, float]]  # what was sampled, from how many prompts, and its figures
+# What was sampled (None: no group was useful any more), from how many prompts, and its figures.
+Sampled = tuple[Experience | None, int, dict[str, float]]
+
+CUT_BY = ("n_samples_per_prompt", "rollout_batch_size")
 
 
 class Recording:
-    def __init__(self, folder: Path, group: int):
-        """`group`: answers to a prompt."""
-        self.folder, self.group = folder, group
+    def __init__(self, folder: Path, cut: dict[str, int], data: str | None):
+        """`cut`: the options of CUT_BY; `data`: the prompts' fingerprint, None: not known, so any will do."""
+        self.folder, self.cut, self.data = folder, cut, data
+
+    @classmethod
+    def of(cls, options: Any, prompts: PromptStore | None = None) -> "Recording | None":
+        """What a run writes or reads, if it does."""
+        folder = options.record or options.replay
+        if not folder:
+            return None
+        cut = {name: getattr(options, name) for name in CUT_BY}
+        return cls(Path(folder), cut, None if prompts is None else prompts.fingerprint)
+
+    # ---- before the run
+
+    def check_empty(self) -> None:
+        """Refuse to write beside the iterations of another run."""
+        if any(self._paths()):
+            raise UserError(
+                f"--record {self.folder}: it holds a recording already; give another folder, or --load_checkpoint to "
+                "go on with that run"
+            )
+
+    def check_holds(self, prompts: int) -> None:
+        """Refuse a recording that is damaged, of something else, or of fewer prompts; the tensors are not read."""
+        iteration = 0
+        while prompts > 0:
+            with self._opened(iteration) as (_, described):
+                prompts -= described["prompts"]
+            iteration += 1
+
+    # ---- in the run
 
     def write(self, iteration: int, sampled: Sampled) -> None:
         experience, prompts, figures = sampled
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._path(iteration)
+        for later in [found for found in self._paths() if found.name > path.name]:
+            later.unlink()  # written before the run went back to its checkpoint
         beside = path.with_name(f".{path.name}-{os.getpid()}")
-        described = {"group": self.group, "prompts": prompts, "figures": figures}
-        save_file(experience.tensors(), beside, metadata={"iteration": json.dumps(described)})
+        described = {"cut": self.cut, "data": self.data, "prompts": prompts, "figures": figures}
+        tensors = {} if experience is None else experience.tensors()
+        save_file(tensors, beside, metadata={"iteration": json.dumps(described)})
         os.replace(beside, path)
 
     def read(self, iteration: int) -> Sampled:
+        with self._opened(iteration) as (file, described):
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            experience = Experience.from_tensors(tensors) if tensors else None
+            return experience, described["prompts"], described["figures"]
+
+    @contextmanager
+    def _opened(self, iteration: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """A file of tensors, and what it says of itself."""
         path = self._path(iteration)
         if not path.is_file():
-            raise UserError(f"--replay {self.folder}: the recording has no iteration {iteration + 1} ({path.name})")
-        with safe_open(path, framework="pt") as file:
-            described = json.loads(file.metadata()["iteration"])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        if described["group"] != self.group:
             raise UserError(
-                f"--replay {self.folder}: it was recorded with --n_samples_per_prompt {described['group']}, "
-                f"not {self.group}; give the same"
+                f"--replay {self.folder}: the recording has no iteration {iteration + 1} ({path.name}), and this run "
+                "needs it; give the --record folder of a run that was as long"
             )
-        return Experience.from_tensors(tensors), described["prompts"], described["figures"]
+        try:
+            with safe_open(path, framework="pt") as file:
+                described = json.loads(file.metadata()["iteration"])
+                self._compare(described)
+                yield file, described
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"--replay {path}: it is damaged, or of another kind; record again") from error
+
+    def _compare(self, described: dict[str, Any]) -> None:
+        for name, value in self.cut.items():
+            if described["cut"][name] != value:
+                raise UserError(
+                    f"--replay {self.folder}: it was recorded with --{name} {described['cut'][name]}, not {value}; "
+                    "give the same"
+                )
+        if self.data not in (None, described["data"]):
+            raise UserError(f"--replay {self.folder}: it was recorded with other prompts; give the same --prompt_data")
+
+    def _paths(self) -> Iterator[Path]:
+        return self.folder.glob("iteration*.safetensors")
 
     def _path(self, iteration: int) -> Path:
         return self.folder / f"iteration{iteration + 1:06d}.safetensors"

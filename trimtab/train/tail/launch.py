@@ -5,10 +5,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from trimtab.config.repulse_spelling import run_name
 from trimtab.data.prompts import Stores
 from trimtab.errors import UserError
+from trimtab.evaluate.bad_words import check_countable
 from trimtab.models.borrowed import BorrowingPolicy
-from trimtab.models.load import load_policy
+from trimtab.models.load import load_policy, policy_skeleton
 from trimtab.models.modulated import ModulatedPolicy, TwistModel, twist_of
 from trimtab.models.policy import Policy
 from trimtab.rollout.stopping import stop_tokens
@@ -42,10 +44,15 @@ def rehearse_tail(options: Any) -> list[str]:
     lines = rehearse_rl(options, load_tail_stores, options.num_episodes * options.fit_steps)
     if options.analytic_bad_word_calc:
         try:
-            bad_tokens(options, load_job_tokenizer(options))
+            bad = bad_tokens(options, load_job_tokenizer(options))
         except UserError as error:
-            lines.append(f"warning: {error}")
+            return [*lines, f"warning: {error}"]
+        check_countable(vocabulary_of(policy_skeleton(options)), bad, options.generate_max_len)
     return lines
+
+
+def vocabulary_of(policy: Policy) -> int:
+    return policy.config.get_text_config().vocab_size
 
 
 class TailBuilder(Builder):
@@ -62,6 +69,8 @@ class TailBuilder(Builder):
     def _roles(self, stop: StopRequest) -> dict[str, Any]:
         options = self.options
         bad = bad_tokens(options, self.tokenizer) if options.analytic_bad_word_calc else None
+        if bad is not None:
+            check_countable(vocabulary_of(self.loaded.model), bad, options.generate_max_len)
         borrowing = options.method == "repulse" and options.proposal_lora_rank > 0
         self.borrowing = self._borrowing_policy() if borrowing else None  # before the policy is split
         roles = super()._roles(stop)
@@ -110,6 +119,9 @@ class TailBuilder(Builder):
         trained = model if isinstance(model, TwistModel) else model.model
         optimiser = self._optimiser(trained, options.proposal_learning_rate, options.proposal_updates)
         return make(options, model, optimiser, self.tokenizer, self.device, self.world)
+
+    def _manifest(self) -> dict:
+        return super()._manifest() | {"run_name": run_name(self.options)}
 
     def _make_run(self, groups: dict[str, Any], sampling: Sampling, *more: Any) -> TailRun:
         files = TailFiles(self.options, self._manifest(), self.tokenizer, self.device, self.iterations)
