@@ -32,11 +32,12 @@ def same(policy, model):
 
 
 @pytest.mark.parametrize("role", ["", "actor"])
-def test_the_newest_checkpoint_of_training_gives_the_weights(base, tmp_path, role):
+def test_the_newest_checkpoint_of_training_gives_the_weights(base, tmp_path, role, capsys):
     for step in (2, 10):
         trained_checkpoint(tmp_path, step, tiny_model(seed=step), role)
     policy = restored_policy(base, str(tmp_path), AttackOptions(), find_device())
     assert same(policy, tiny_model(seed=10)) and not any(p.requires_grad for p in policy.parameters())
+    assert f"weights of {tmp_path / 'global_step10' / role}\n" in capsys.readouterr().out
 
 
 def test_a_model_folder_and_no_checkpoint_at_all_give_their_own_weights(base, tmp_path):

@@ -22,7 +22,9 @@ def restored_policy(pretrain: str, checkpoint: str | None, options: Any, device:
         return load_frozen_policy(str(folder), options, device, "--ckpt_path").model
     policy = load_frozen_policy(pretrain, options, device, "--pretrain").model
     if folder is not None:
-        _fill(policy, _tensors_of(folder))
+        tensors = _tensors_of(folder)
+        print(f"weights of {tensors}", flush=True)
+        _fill(policy, tensors)
     return policy
 
 
