@@ -43,6 +43,8 @@ def test_a_shell_file_runs_its_command_where_it_was_written(tmp_path, monkeypatc
         ("--seeds 1-2", "there is no command"),
         (f"--seeds one -- {COMMAND}", "--seeds one: give numbers"),
         (f"--seeds 1,1 -- {COMMAND}", "every seed once"),
+        (f"--seeds 5-2 -- {COMMAND}", "--seeds 5-2: 5-2 goes backwards; write 2-5"),
+        (f"--seeds 1-2 {COMMAND}", "there is no command: write it after --"),
         (f"--vary alpha -- {COMMAND}", "--vary alpha: write NAME=VALUE"),
         (f"--vary learning_rat=1 -- {COMMAND}", "did you mean --learning_rate"),
         (f"--vary alpha=1 --vary alpha=2 -- {COMMAND}", "alpha is varied already"),
@@ -97,3 +99,13 @@ def test_every_job_writes_into_folders_of_its_own(tmp_path, monkeypatch):
     places = [re.search(r"--save_path (\S+) .*--ckpt_path (\S+)", text).groups() for text in texts]
     assert [saved for saved, _ in places] == ["out/1e-3-1", "out/1e-3-2", "out/2e-3-1", "out/2e-3-2"]
     assert len({kept for _, kept in places}) == 4, "the default would be one folder for all"
+
+
+def test_the_file_that_starts_all_says_which_failed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words(f"--shell --seeds 1-2 -- {COMMAND}")) == 0
+    first, second, start = sorted((tmp_path / "jobs").iterdir(), key=lambda path: path.name == "start_all.sh")
+    first.write_text("exit 3\n")
+    second.write_text("echo done\n")
+    done = subprocess.run(["bash", start], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "done\n") and done.stderr == f"{first.name} has failed\n"

@@ -50,7 +50,11 @@ def test_defaults_pass_without_a_word_for_every_method(method):
         ({"proposal": "modulation_linear_head", "proposal_lora_rank": 4}, "takes no adapters"),
         ({"proposal_learning_rate": -1.0}, "--proposal_learning_rate is -1"),
         ({"proposal_updates": 0}, "--proposal_updates is 0"),
-        ({"proposal_updates": 2, "method": "base_proposal"}, "base_proposal has no proposal to update"),
+        (
+            {"proposal_updates": 2, "method": "base_proposal"},
+            "--proposal_updates: --method base_proposal has no proposal",
+        ),
+        ({"proposal_lora_rank": 2, "method": "reinforce"}, "--proposal_lora_rank: --method reinforce has no proposal"),
         ({"temperature": 0.7}, "--temperature has no place in --method repulse"),
         ({"top_p": 0.9, "method": "reinforce"}, "--top_p has no place in --method reinforce"),
         ({"max_epochs": 2}, "--max_epochs has no place"),

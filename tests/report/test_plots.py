@@ -170,5 +170,8 @@ def test_a_missing_run_threshold_or_level_is_told_and_never_left_out(place, caps
         (place / "less.yaml").write_text(yaml.safe_dump(content))
         assert main(["plot", "frontier", str(place / "less.yaml"), *words]) == 2
         assert f"needs --{name}" in capsys.readouterr().err
+    for words, complaint in ((["--output", "a.png"], "a page is HTML"), (["--level", "2"], "--level 2: it is a share")):
+        assert main(["plot", "page", str(place / "figure.yaml"), *words]) == 2
+        assert complaint in capsys.readouterr().err
     assert main(["plot", "frontier", str(place / "figure.yaml"), "--output", str(place / "a.gif")]) == 2
     assert ".png, .svg, .pdf" in capsys.readouterr().err

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.report.pages import Checked, rl_evaluation, rl_row, write_metrics, write_rl_run, write_run
+from trimtab.cli.main import main
 from trimtab.config import jobs
 from trimtab.report.compare import comparability, write_comparison
 from trimtab.report.figures import objective_pictures
@@ -279,3 +280,27 @@ def test_files_cut_or_scribbled_over_at_any_place_still_give_a_page(run, tmp_pat
             (run / name).write_bytes(content[: dice.choice([len(content), dice.randrange(len(content))])])
         page_of(run)
         Checked(write_comparison([run, other]).read_text())
+
+
+def test_a_replayed_run_does_not_take_the_recording_s_rewards_for_its_own(tmp_path):
+    page = page_of(write_rl_run(tmp_path / "run", replay="some/recording"))
+    assert (
+        "Rewards and answers are the recording's" in page.replace("&#x27;", "'") and "The mean reward rose" not in page
+    )
+    assert "as recorded in some/recording" in page
+
+
+def test_a_run_whose_teacher_is_its_only_reward_tells_of_the_teacher(tmp_path):
+    run = write_rl_run(tmp_path / "run", job="reinforce", teacher_model="a/teacher")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    taught = [row | {"reward": 0.0, "teacher_kl": 1.0 / row["step"]} for row in rows if row["step"]]
+    write_metrics(run, taught)
+    page = page_of(run)
+    assert "KL to the teacher fell from" in page and "mean reward stayed" not in page
+
+
+def test_files_among_the_runs_are_passed_over(tmp_path, capsys):
+    runs = [write_rl_run(tmp_path / name) for name in ("a", "b")]
+    (tmp_path / "gcg_eval_a.jsonl").write_text("{}")
+    assert main(["report", *map(str, runs), str(tmp_path / "gcg_eval_a.jsonl")]) == 0
+    assert (tmp_path / "a" / "comparison.html").exists()

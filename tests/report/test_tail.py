@@ -41,7 +41,8 @@ def test_samples_are_found_where_the_run_wrote_them_with_what_the_proposal_says(
     (folder / "options.yaml").write_text(yaml.safe_dump({"method": "repulse", "save_info_path": str(info)}))
     page = page_of(folder)
     assert "2 samples, the worst" in page and "1 samples, the worst" not in page
-    assert "weighed (-5)</td><td>1e-4 (1e-5 to 0.001), on 2.5 effective bad samples</td>" in page
+    assert "weighed (-5)</td><td>1e-4 (1e-5 to 0.001), on 2.5 effective bad samples, of 90 in all</td>" in page
+    assert "share below -5 the two estimates contradict each other" in page, "0.25 was counted"
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def jobs(argv: list[str]) -> None:
     own, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    options = _words().parse_args(own)
-    if not command:
+    if not command and {"-h", "--help"}.isdisjoint(own):
         raise UserError(
             "there is no command: write it after --, for example trimtab jobs --seeds 1-5 -- trimtab sft ..."
         )
+    options = _words().parse_args(own)
 
     from trimtab.cli.main import VERBS
 
@@ -93,6 +93,8 @@ def _seeds(text: str) -> list[int]:
         seeds = []
         for part in text.split(","):
             first, _, last = part.partition("-")
+            if int(last or first) < int(first):
+                raise UserError(f"--seeds {text}: {part} goes backwards; write {last}-{first}")
             seeds += range(int(first), int(last or first) + 1)
     except ValueError:
         raise UserError(f"--seeds {text}: give numbers such as 1-5 or 1,2,7") from None
@@ -154,7 +156,9 @@ def _written(folder: Path, texts: dict[Job, str], *, shell: bool) -> list[Path]:
     """The files, and one that starts them all."""
     ending, start = (".sh", "bash") if shell else (".sbatch", "sbatch")
     paths = {job: folder / f"{job.name}{ending}" for job in texts}
-    lines = ["#!/bin/bash", 'cd "$(dirname "$0")"', *(f"{start} {path.name}" for path in paths.values())]
+    lines = ["#!/bin/bash", 'cd "$(dirname "$0")"', "failed=0"]
+    lines += [f'{start} {path.name} || {{ echo "{path.name} has failed" >&2; failed=1; }}' for path in paths.values()]
+    lines.append("exit $failed")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for job, text in texts.items():

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from trimtab.cli.run import guarded
 from trimtab.cli.words import Words
@@ -27,10 +28,12 @@ def report(argv: Sequence[str]) -> None:
     from trimtab.report.compare import write_comparison
     from trimtab.report.page import write_report
 
-    if len(options.runs) == 1:
-        print(write_report(options.runs[0], options.output))
+    # What a shell makes of runs/* may hold files as well, such as those of an attack.
+    runs = [run for run in options.runs if not Path(run).is_file()] or options.runs
+    if len(runs) == 1:
+        print(write_report(runs[0], options.output))
     else:
-        print(write_comparison(options.runs, options.output))
+        print(write_comparison(runs, options.output))
 
 
 if __name__ == "__main__":

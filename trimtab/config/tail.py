@@ -86,6 +86,6 @@ class TailMeasureOptions:
     save_negdata: bool = False
     """Keep the distinct texts that were sampled in training with a reward below the next option."""
     save_negdata_threshold: float = -5.0
-    """The reward below which a text is kept."""
+    """The reward below which a text is kept; not given: --bad_threshold, if that is."""
     negdata_path: str | None = None
     """Folder of the file of these texts; unset: --save_info_path."""

@@ -35,6 +35,8 @@ def settle_tail(options: TailOptions) -> dict[str, Any]:
             f"--advantage_estimator {options.advantage_estimator}: --method decides that here; leave it out"
         )
     changes: dict[str, Any] = {"advantage_estimator": estimator}
+    if options.save_negdata and options.bad_threshold is not None and not changed(options, "save_negdata_threshold"):
+        changes["save_negdata_threshold"] = options.bad_threshold
     if options.method == "ppo" and options.critic_pretrain is None:
         changes["critic_pretrain"] = options.pretrain  # not the reward model: critic and policy start alike
     if options.method == "ppo" and options.loss_reduction is None:
@@ -128,8 +130,9 @@ def _examine_tail(options: TailOptions) -> Iterable[str]:
             f"--micro_train_batch_size {options.micro_train_batch_size} splits the {group} answers to a prompt: use a "
             f"multiple of {group}, or --packing_samples"
         )
-    if method != "repulse" and changed(options, "proposal_updates"):
-        raise UserError(f"--proposal_updates: --method {method} has no proposal to update; leave it out")
+    for name in ("proposal_updates", "proposal_lora_rank"):
+        if method != "repulse" and changed(options, name):
+            raise UserError(f"--{name}: --method {method} has no proposal; leave it out")
     return []
 
 

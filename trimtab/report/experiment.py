@@ -52,7 +52,7 @@ def _table(manifest: Manifest, columns: dict[str, list[Estimate]]) -> str:
         cells = "".join(f"<td>{_cell(values[number], len(method.seeds))}</td>" for values in columns.values())
         rows += f"<tr><td>{escape(method.label)}</td><td>{len(method.seeds)}</td>{cells}</tr>"
     head = f"<tr><th>method</th><th>seeds</th>{heads}</tr>"
-    told = "Means over seeds; in brackets, where there are several, 95 % of the means of resampled seeds."
+    told = "Means over seeds; in brackets 95 % of the means of resampled seeds, which is too narrow for two or three."
     return f"<h2>Outcomes</h2><p class=words>{told}</p><div class=card><table class=data>{head}{rows}</table></div>"
 
 

@@ -63,7 +63,10 @@ def summary(run: Run) -> str:
         told.append(f"{success.name} {change}")
     elif success is not None:
         told.append(f"{success.name} is {success.shown(success.after)}")
-    if reward is not None:
+    teacher = run.ends("teacher_kl")
+    if teacher is not None:
+        told.append(f"the KL to the teacher {in_words(*map(short_number, teacher), teacher[1] - teacher[0])}")
+    if reward is not None and not run.options.get("replay") and (teacher is None or any(reward)):
         told.append(f"the mean reward {in_words(*map(short_number, reward), reward[1] - reward[0])}")
     first = " and ".join(told) or "training went on"
     first = f"{first[0].upper()}{first[1:]} in {plural(run.steps, run.unit)}"
@@ -72,7 +75,8 @@ def summary(run: Run) -> str:
     spent = f" and {duration(seconds)} ({duration(median(typical))} a typical {run.unit})" if seconds > 0 else ""
     kl = run.ends("kl")
     moved = f" At the end the policy is {short_number(kl[1])} nats a token from its reference." if kl else ""
-    return f"{first}{spent}.{moved}"
+    recorded = " Rewards and answers are the recording's, not this model's." if run.options.get("replay") else ""
+    return f"{first}{spent}.{moved}{recorded}"
 
 
 def achieved(run: Run) -> list[tuple[str, str, str]]:

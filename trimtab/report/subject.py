@@ -121,7 +121,8 @@ def _objective(run: Run) -> str | None:
             f"weight {plain(options.get('kd_coef', 0.4))}"
         )
     if run.is_rl:
-        return f"to give answers of higher reward{_pushed(run)}: {_method(run)}"
+        taught = ", as its teacher would" if run.options.get("teacher_model") else ""
+        return f"to give answers of higher reward{taught}{_pushed(run)}: {_method(run)}"
     return None
 
 
@@ -137,6 +138,8 @@ def _pushed(run: Run) -> str:
 def _reward(run: Run) -> str | None:
     if not run.is_rl:
         return None
+    if recording := run.options.get("replay"):
+        return f"as recorded in {plain(recording)}"
     named = run.manifest.get("reward")
     if named:
         return plain(named)

@@ -45,15 +45,28 @@ def _table(figures: dict[str, Any]) -> str:
     cells = "".join(f"<tr><td>{escape(name)}</td><td>{_estimate(found)}</td></tr>" for name, found in rows)
     told = f"{figures['samples']:,} samples, the worst with a reward of {short_number(figures['worst_reward'])}; "
     told += "in brackets 95 % intervals."
+    for threshold, found in figures.get("rare_events", {}).items():
+        if _apart(_as_shares(found["importance"]), found["plain"]):
+            told += (
+                f" Of the share below {threshold} the two estimates contradict each other: the proposal does not reach "
+                "all that the policy says, so trust the plain one."
+            )
     return f"<p class=words>{told}</p><div class=card><table class=data>{cells}</table></div>"
 
 
 def _as_shares(found: dict[str, float | None]) -> dict[str, Any]:
     """An estimate in logarithms as one of probabilities; without a bad sample its logarithm is none."""
     shares = {name: math.exp(value) if (value := found[f"log_{key}"]) is not None else 0.0 for name, key in LOGS}
-    return shares | {"effective": found["effective_bad_samples"]}
+    return shares | {
+        "effective": f"{short_number(found['effective_bad_samples'])} effective bad samples, of "
+        f"{short_number(found['effective_samples'])} in all"
+    }
+
+
+def _apart(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return first["high"] < second["low"] or second["high"] < first["low"]
 
 
 def _estimate(found: dict[str, float]) -> str:
     text = f"{short_number(found['value'])} ({short_number(found['low'])} to {short_number(found['high'])})"
-    return f"{text}, on {short_number(found['effective'])} effective bad samples" if "effective" in found else text
+    return f"{text}, on {found['effective']}" if "effective" in found else text

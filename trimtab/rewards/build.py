@@ -32,9 +32,11 @@ def build_reward(options: Any, device: Device, tokenizer: PreTrainedTokenizerBas
 
 def in_words(reward: Reward, options: Any) -> str:
     """Everything that rewards the answers of an RL run."""
-    told = [text] if (text := str(reward)) else []
+    text = str(reward)
     if options.replay:
-        told.append(f"as recorded in {options.replay}")
+        told = [f"as recorded in {options.replay}", *([f"evaluations by {text}"] if text else [])]
+    else:
+        told = [text] if text else []
     if options.teacher_model:
         told.append(f"{options.teacher_coef:g} x log-probability by the teacher {options.teacher_model}")
     return "; ".join(told)

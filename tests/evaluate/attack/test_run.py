@@ -140,6 +140,9 @@ def test_findings_lie_beside_what_is_attacked_unless_told_otherwise(tmp_path):
     beside = options_of(tmp_path, output_path=None, ckpt_path=str(folder))
     assert output_of(beside) == tmp_path / "gcg_eval_kl0.2_s1_harml_actor.jsonl"
     assert str(output_of(options_of(tmp_path, output_path=None, pretrain="owner/name"))) == "gcg_eval_name.jsonl"
+    for name, found in ("kl0.2_s1", "kl0.2_s1_harml_actor"), ("other_s1", "other_s1"):
+        (folder / "manifest.json").write_text(json.dumps({"run_name": name}))
+        assert output_of(beside) == tmp_path / f"gcg_eval_{found}.jsonl", "where figures look for the run"
 
 
 def test_a_first_suffix_that_does_not_survive_its_own_text_is_refused(tmp_path, monkeypatch):

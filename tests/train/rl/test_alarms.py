@@ -29,5 +29,10 @@ def test_what_looks_wrong_is_told_in_words(changes, told):
     assert len(found) == 1 and told in found[0]
 
 
+@pytest.mark.parametrize("changes", [{"reward_std": 0.0, "equal_groups": 1.0}, {"equal_groups": 1.0}])
+def test_equal_rewards_are_no_harm_where_a_teacher_rewards_every_token(changes):
+    assert list(alarms(FINE | changes | {"teacher_kl": 0.3}, 1.0)) == []
+
+
 def test_a_policy_that_is_sure_and_right_is_no_collapse():
     assert list(alarms(FINE | {"sampled_entropy": 0.01, "reward": 0.97}, 1.0)) == []

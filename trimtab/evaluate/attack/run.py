@@ -62,12 +62,22 @@ def attack(options: Any, policy: Policy, device: Device) -> Path:
 
 
 def output_of(options: Any) -> Path:
-    """`gcg_eval_NAME.jsonl` beside the model that is attacked, unless another file is named."""
+    """`gcg_eval_NAME.jsonl` beside the model that is attacked, unless another file is named. A tail run's folder is
+    called by the name of its metric files, so that figures find it."""
     if options.output_path:
         return Path(options.output_path).expanduser()
     attacked = Path(options.ckpt_path or options.pretrain).expanduser()
     folder = attacked.parent if attacked.exists() else Path()
-    return folder / f"gcg_eval_{attacked.name}.jsonl"
+    run = run_name_in(attacked)
+    return folder / f"gcg_eval_{run if run and not attacked.name.startswith(run) else attacked.name}.jsonl"
+
+
+def run_name_in(folder: Path) -> str | None:
+    """What a tail run calls itself, if this is the folder of one."""
+    try:
+        return json.loads((folder / "manifest.json").read_text()).get("run_name")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def check_output(options: Any) -> Path:

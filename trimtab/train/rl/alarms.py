@@ -12,9 +12,10 @@ RATIO_OFF = 0.02
 
 def alarms(row: dict, first_entropy: float) -> Iterator[str]:
     """`first_entropy`: the first iteration's entropy, in nats a token."""
-    if row["reward_std"] == 0:
+    taught = "teacher_kl" in row  # a teacher rewards every token, whatever the answers are worth
+    if row["reward_std"] == 0 and not taught:
         yield "all rewards are equal: there is nothing to learn from; look at the reward and at a few answers"
-    elif row["equal_groups"] == 1:
+    elif row["equal_groups"] == 1 and not taught:
         yield "in every group all rewards are equal: no answer is better than its neighbours; vary prompts or sampling"
     if row.get("kl", 0.0) > MUCH_KL:
         yield f"KL to the reference is {row['kl']:.2f} nats a token: raise --init_kl_coef or lower the learning rate"

@@ -153,7 +153,11 @@ def _learners(roles: Any) -> dict[str, Any]:
 def shown(row: dict) -> dict[str, str]:
     """What the progress bar tells of an iteration."""
     figures = {"reward": ("reward", ".3f"), "kl": ("kl", ".4f"), "length": ("length", ".0f")}
-    figures |= {"eval": ("eval_pass_1", ".3f"), "tok/s": ("tokens_per_second", ",.0f")}
+    figures |= {
+        "teacher": ("teacher_kl", ".3f"),
+        "eval": ("eval_pass_1", ".3f"),
+        "tok/s": ("tokens_per_second", ",.0f"),
+    }
     told = {label: format(row[name], style) for label, (name, style) in figures.items() if name in row}
     if row.get("skipped_steps"):
         told["skipped"] = str(row["skipped_steps"])

@@ -101,7 +101,10 @@ class Recording:
                     "give the same"
                 )
         if self.data not in (None, described["data"]):
-            raise UserError(f"--replay {self.folder}: it was recorded with other prompts; give the same --prompt_data")
+            raise UserError(
+                f"--replay {self.folder}: it was recorded with other prompts; give the same --prompt_data and "
+                "--max_samples"
+            )
 
     def _paths(self) -> Iterator[Path]:
         return self.folder.glob("iteration*.safetensors")
