@@ -48,7 +48,7 @@ train() {
 
 running=0
 one_ends() {
-    wait -n || { echo "a run has failed: see above, and $OUT/*.log" >&2 && exit 1; }
+    wait -n || { echo "a run has failed: see above, and $OUT/*.log" >&2 && wait && exit 1; }
     running=$((running - 1))
 }
 for seed in $SEEDS; do

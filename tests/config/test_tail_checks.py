@@ -109,3 +109,18 @@ def test_what_may_be_meant_passes(changes):
 
 def test_the_bad_tokens_are_19():
     assert len(set(GPT2_BAD_TOKENS)) == 19 and max(GPT2_BAD_TOKENS) < 50_257
+
+
+def test_ppo_counts_answers_alike_unless_told_otherwise():
+    assert settled(method="ppo")[0].loss_reduction == "answer"
+    assert settled(method="ppo", loss_reduction="token")[0].loss_reduction == "token"
+    assert settled(method="reinforce")[0].loss_reduction is None
+
+
+def test_bad_texts_are_those_below_the_threshold_of_bad_answers_unless_told_otherwise():
+    for given, threshold in (
+        ({}, -5.0),
+        ({"bad_threshold": 0.5}, 0.5),
+        ({"bad_threshold": 0.5, "save_negdata_threshold": -1.0}, -1.0),
+    ):
+        assert settled(save_negdata=True, **given)[0].save_negdata_threshold == threshold

@@ -126,7 +126,7 @@ def test_a_single_seed_has_no_interval(place):
 
 
 def test_the_page_has_a_table_every_figure_and_what_is_absent(place, capsys):
-    assert main(["plot", "page", str(place / "figure.yaml"), "--threshold", "-4.6"]) == 0
+    assert main(["plot", "page", str(place / "figure.yaml"), "--threshold", "-46e-1"]) == 0
     page = (place / "figure_page.html").read_text()
     assert page.count("<svg") == 4 and "P(reward &lt; -4.6)" in page and "Not shown" not in page
     assert "<td>second</td><td>3</td><td>1.5 (1.1 to 2.2)</td>" in page
@@ -142,6 +142,7 @@ def test_the_page_has_a_table_every_figure_and_what_is_absent(place, capsys):
         ({"methods": []}, "methods is missing or empty"),
         ({"colour": "red"}, "unknown name colour; known are info"),
         ({"threshold": "low"}, "threshold has the value 'low'"),
+        ({"level": 1.5}, "level is 1.5; it is a share"),
         ({"methods": [{"label": "a", "seeds": [1]}]}, "method 1: run is missing"),
         ({"methods": [{"label": "a", "run": "a", "seeds": [1, 2]}]}, r"write \{seed\}"),
         ({"methods": [{"label": "a", "run": "a_s{seed}", "seeds": [1, 1]}]}, "different whole numbers"),
@@ -170,7 +171,10 @@ def test_a_missing_run_threshold_or_level_is_told_and_never_left_out(place, caps
         (place / "less.yaml").write_text(yaml.safe_dump(content))
         assert main(["plot", "frontier", str(place / "less.yaml"), *words]) == 2
         assert f"needs --{name}" in capsys.readouterr().err
-    for words, complaint in ((["--output", "a.png"], "a page is HTML"), (["--level", "2"], "--level 2: it is a share")):
+    for words, complaint in (
+        (["--output", "a.png"], "a page is HTML"),
+        (["--level", "2"], "level is 2; it is a share"),
+    ):
         assert main(["plot", "page", str(place / "figure.yaml"), *words]) == 2
         assert complaint in capsys.readouterr().err
     assert main(["plot", "frontier", str(place / "figure.yaml"), "--output", str(place / "a.gif")]) == 2

@@ -11,7 +11,7 @@ from typing import Any
 from trimtab.cli.run import guarded
 from trimtab.cli.words import Words
 from trimtab.config import jobs as known_jobs
-from trimtab.config.bounds import changed
+from trimtab.config.bounds import at_least, changed
 from trimtab.config.job_files import Command, Job, Machines, read_command, shell_file, slurm_file, spread
 from trimtab.config.parse import parse
 from trimtab.config.repulse_spelling import in_words_of_tail, is_repulse
@@ -39,9 +39,8 @@ def jobs(argv: list[str]) -> None:
     name = options.name or typed.module.rsplit(".", 1)[-1]
     varied = _varied(options.vary)
     made = _apart(spread(typed, name, _seeds(options.seeds), varied, options.port), verbs, ["seed", *varied])
-    for flag, least in (("nodes", 1), ("gpus", 0), ("cpus", 1)):
-        if getattr(options, flag) < least:
-            raise UserError(f"--{flag} {getattr(options, flag)}: it must be at least {least}")
+    at_least(options, 1, "nodes", "cpus")
+    at_least(options, 0, "gpus")
     machines = Machines(
         options.nodes,
         options.gpus,

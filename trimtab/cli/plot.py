@@ -40,8 +40,6 @@ def plot(argv: Sequence[str]) -> None:
     kind = f"frontier_{options.y}_{options.x}" if options.figure == "frontier" else options.figure
     ending = "html" if options.figure == "page" else "png"
     output = Path(options.output or manifest.path.with_name(f"{manifest.path.stem}_{kind}.{ending}")).expanduser()
-    if options.level is not None and not 0 < options.level <= 1:
-        raise UserError(f"--level {options.level:g}: it is a share of the rewards, above 0 and at most 1")
     if options.figure == "page" and output.suffix != ".html":
         raise UserError(f"--output {output}: a page is HTML; give a file that ends in .html")
     if options.figure == "page":

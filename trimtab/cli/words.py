@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import NoReturn
 
+from trimtab.config.parse import take_negative_numbers
 from trimtab.errors import UserError
 
 
@@ -18,6 +19,7 @@ class Words(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
+        take_negative_numbers(self)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")

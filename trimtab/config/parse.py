@@ -38,11 +38,15 @@ def parse(job_class: type[Options], argv: Sequence[str]) -> Options:
     return job_class(**chosen)
 
 
+def take_negative_numbers(parser: argparse.ArgumentParser) -> None:
+    """argparse knows -10 and -1.5, but takes -1e1 for an option."""
+    parser._negative_number_matcher = re.compile(r"-\.?\d")
+
+
 def _from_command_line(job_class: type, argv: Sequence[str]) -> dict[str, Any]:
     """Only the options that were given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    # Of negative numbers argparse knows -10 and -1.5, but takes -1e1 for an option.
-    parser._negative_number_matcher = re.compile(r"-\.?\d")
+    take_negative_numbers(parser)
     for option in options_of(job_class).values():
         parser.add_argument(
             option.flag, *(f"--{alias}" for alias in option.aliases), dest=option.name, **_arity(option)

@@ -6,7 +6,6 @@ the text that the model read, or the conversation), the answer (`output`) and it
 """
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -23,13 +22,10 @@ from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import UserError
 from trimtab.evaluate.journal import Journal
 from trimtab.evaluate.work import work_through, write_rows
-from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import load_frozen_policy
-from trimtab.rewards.build import build_reward
-from trimtab.rewards.functions import FunctionReward
-from trimtab.rewards.model import ModelReward
-from trimtab.rewards.types import Reward, RewardRequest, Weighted
+from trimtab.rewards.build import build_reward, contents
+from trimtab.rewards.types import RewardRequest, Weighted
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.sampler import request_seed
 from trimtab.rollout.stopping import stop_tokens
@@ -198,7 +194,6 @@ class Generation:
         """What the answers depend on."""
         options = self.options
         names = ("reward_pretrain", "remote_rm_url", "reward_verifier", "reward_weights", "label_key")
-        rewards = [reward for reward, _ in self.reward.parts] if self.reward is not None else []
         return {
             "model": self.weights,
             "precision": "bf16" if options.bf16 else "fp32",
@@ -207,17 +202,8 @@ class Generation:
             "seed": options.seed,
             "sampling": dataclasses.asdict(self.sampling),
             "reward": [getattr(options, name) for name in names],
-            REWARD_CONTENTS: [reward_contents(reward) for reward in rewards],
+            REWARD_CONTENTS: None if self.reward is None else contents(self.reward),
         }
-
-
-def reward_contents(reward: Reward) -> str | None:
-    """What a reward's path leads to, which may change while the path does not; None: nothing that could be read."""
-    if isinstance(reward, ModelReward):
-        return weights_fingerprint(reward.model)
-    if isinstance(reward, FunctionReward):
-        return hashlib.blake2b(reward.file.read_bytes(), digest_size=16).hexdigest()
-    return None
 
 
 def load_job_tokenizer(options: Any) -> Any:

@@ -48,6 +48,12 @@ class Manifest:
     threshold: float | None
     level: float | None
 
+    def __post_init__(self):
+        if self.level is not None and not 0 < self.level <= 1:
+            raise UserError(
+                f"{self.path}: level is {self.level:g}; it is a share of the rewards, above 0 and at most 1"
+            )
+
     @property
     def folder(self) -> Path:
         return self.path.parent

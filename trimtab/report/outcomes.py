@@ -82,7 +82,7 @@ def _measure(what: str, manifest: Manifest) -> Callable[[str], float]:
     threshold, level = manifest.threshold, manifest.level
     if what in ("bad", "gcg") and threshold is None:
         raise UserError(f"--y {what} needs --threshold, or threshold in {manifest.path}: the reward below which is bad")
-    if what == "cvar" and (level is None or not 0 < level <= 1):
+    if what == "cvar" and level is None:
         raise UserError(f"--y cvar needs --level, or level in {manifest.path}: a share above 0 and at most 1")
 
     def held_out(name: str):

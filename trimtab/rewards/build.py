@@ -1,5 +1,6 @@
 """The reward of a run, from its options: models, functions, servers and verifiers, added up with their weights."""
 
+import hashlib
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -7,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.config.attack import RewardInputOptions
 from trimtab.config.source_checks import listed
 from trimtab.distributed.device import Device
+from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.rewards.classifiers import load_judge
 from trimtab.rewards.client import HttpReward
 from trimtab.rewards.functions import FunctionReward
@@ -40,6 +42,19 @@ def in_words(reward: Reward, options: Any) -> str:
     if options.teacher_model:
         told.append(f"{options.teacher_coef:g} x log-probability by the teacher {options.teacher_model}")
     return "; ".join(told)
+
+
+def contents(reward: Weighted) -> list[str | None]:
+    """What each part's path leads to, which may change while the path does not; None: nothing that could be read."""
+    return [_contents(part) for part, _ in reward.parts]
+
+
+def _contents(reward: Reward) -> str | None:
+    if isinstance(reward, ModelReward):
+        return weights_fingerprint(reward.model)
+    if isinstance(reward, FunctionReward):
+        return hashlib.blake2b(reward.file.read_bytes(), digest_size=16).hexdigest()
+    return None
 
 
 def _places(options: Any) -> tuple[list[str], list[str]]:

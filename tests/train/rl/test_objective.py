@@ -1,0 +1,36 @@
+"""What a token counts in the step's loss, of the policy and of the critic."""
+
+import numpy as np
+import pytest
+import torch
+
+from trimtab.config.jobs import PPOOptions
+from trimtab.data.batches import TokenBatch
+from trimtab.train.rl.objective import token_weights, value_share
+
+LENGTHS = (1, 4)  # answers to prompts of two tokens
+
+
+def batch_of(**extra) -> TokenBatch:
+    examples = [(np.arange(2 + length), np.arange(2 + length) >= 2) for length in LENGTHS]
+    batch = TokenBatch.of(examples)
+    batch.extra.update(extra)
+    return batch
+
+
+TOTALS = {"tokens": 5.0, "answers": 2.0}
+
+
+@pytest.mark.parametrize(
+    "reduction, weights",
+    [("token", [0.2] * 5), ("answer", [0.5, *[0.125] * 4]), ("constant", [1 / 20] * 5)],
+)
+def test_a_reduction_weighs_tokens_of_short_and_long_answers(reduction, weights):
+    options = PPOOptions(loss_reduction=reduction, generate_max_len=10)
+    torch.testing.assert_close(token_weights(batch_of(), TOTALS, options), torch.tensor(weights))
+    # The critic's losses are 1/2 (value - return)^2 where nothing is clipped.
+    values_N, returns_N = torch.arange(5.0), torch.tensor([2.0, 0.0, 0.0, 5.0, 4.0])
+    batch = batch_of(values_N=values_N, returns_N=returns_N)
+    share = value_share(lambda _: values_N, batch, TOTALS, options)
+    expected = sum(w * 0.5 * (v - r) ** 2 for w, v, r in zip(weights, values_N.tolist(), returns_N.tolist()))
+    assert float(share.loss) == pytest.approx(expected)
