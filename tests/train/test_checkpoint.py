@@ -37,6 +37,23 @@ def test_nothing_saved_loads_nothing(tmp_path):
     assert make(tmp_path / "absent").load() is None
 
 
+@pytest.mark.parametrize("kind", ["absolute", "relative", "nested", "empty", "binary"])
+def test_latest_cannot_point_outside_its_folder(tmp_path, kind):
+    make(tmp_path / "other").save(7, writing(), {"counters": {"step": 7}})
+    store = make(tmp_path / "own")
+    store.save(1, writing(), {"counters": {"step": 1}})
+    named = {
+        "absolute": str(tmp_path / "other" / "global_step7"),
+        "relative": "../other/global_step7",
+        "nested": "global_step1/../../other/global_step7",
+        "empty": "",
+        "binary": b"\xff\xfe\x00",
+    }[kind]
+    (tmp_path / "own" / "latest").write_bytes(named if isinstance(named, bytes) else named.encode())
+    with pytest.raises(UserError, match="no checkpoint of this folder"):
+        store.load()
+
+
 def test_oldest_go_first_and_the_newest_always_stays(tmp_path):
     store = make(tmp_path, keep=2)
     for step in (2, 10, 9):

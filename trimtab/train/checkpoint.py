@@ -106,9 +106,14 @@ class Checkpoints:
         """The newest whole checkpoint, whatever an interrupted write left behind."""
         self._bring_back()
         with suppress(OSError):
-            named = self.folder / (self.folder / LATEST).read_text().strip()
-            if (named / STATE).exists():
-                return named
+            name = (self.folder / LATEST).read_text(errors="replace").strip()
+            if not is_name(name):
+                raise UserError(
+                    f"--ckpt_path {self.folder / LATEST}: names {name[:80]!r}, which is no checkpoint of this folder; "
+                    f"write the name of one into it, such as {PREFIX}40, or remove the file"
+                )
+            if (self.folder / name / STATE).exists():
+                return self.folder / name
         whole = [p for p in self._all() if (p / STATE).exists()]
         return whole[-1] if whole else None
 
@@ -135,7 +140,7 @@ class Checkpoints:
                     path.rename(place)
 
     def _all(self) -> list[Path]:
-        paths = [p for p in self.folder.glob(f"{PREFIX}*") if p.name[len(PREFIX) :].isdigit()]
+        paths = [p for p in self.folder.glob(f"{PREFIX}*") if is_name(p.name)]
         return sorted(paths, key=lambda p: int(p.name[len(PREFIX) :]))
 
     def _point_at(self, name: str) -> None:
@@ -163,6 +168,12 @@ def reading(path: Path) -> Iterator[None]:
         raise UserError(
             f"--ckpt_path {path}: damaged checkpoint ({reason(error)}); remove this folder to use the one before"
         ) from error
+
+
+def is_name(text: str) -> bool:
+    """Whether a checkpoint may be called so: never a path, which could lead anywhere."""
+    digits = text.removeprefix(PREFIX)
+    return digits != text and digits.isdecimal()
 
 
 def _size(folder: Path) -> int:
