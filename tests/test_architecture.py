@@ -14,7 +14,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 MAY_IMPORT = {
     "cli": {"config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded", "errors"},
     "train": {
-        *("data", "models", "algos", "rollout", "rewards", "distributed", "config", "progress", "errors"),
+        *("data", "models", "algos", "rollout", "rewards", "distributed", "config", "progress", "interrupts", "errors"),
         *("evaluate.bad_words", "evaluate.tail_files", "evaluate.tail_risk"),
     },
     "models": {"data.batches", "data.hub", "distributed", "config", "errors"},
@@ -24,10 +24,13 @@ MAY_IMPORT = {
     "distributed": {"errors"},
     "algos": set(),
     "config": {"errors"},
-    "evaluate": {"data", "algos", "models", "distributed", "rollout", "rewards", "progress", "config", "errors"},
+    "evaluate": {
+        *("data", "algos", "models", "distributed", "rollout", "rewards", "config", "progress", "interrupts", "errors")
+    },
     "report": {"evaluate", "config", "errors"},
     "embedded": {"errors"},
     "progress": set(),
+    "interrupts": set(),
     "errors": set(),
 }
 

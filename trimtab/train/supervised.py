@@ -20,11 +20,11 @@ from trimtab.distributed.device import Device, random_state, restore_random_stat
 from trimtab.distributed.sharding import GRADIENT_DTYPES, sync_gradients
 from trimtab.distributed.world import World, deal
 from trimtab.errors import Interrupted, RunFailed
+from trimtab.interrupts import StopRequest
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.save import save_model
 from trimtab.train.checkpoint import Checkpoints, reading
 from trimtab.train.disk import writing
-from trimtab.train.interrupts import StopRequest
 from trimtab.train.manifest import compare, make_manifest, names_fingerprint, settings, write_json
 from trimtab.train.optimiser import Optimiser, StepReport
 from trimtab.train.run_log import RunLog

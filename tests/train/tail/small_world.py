@@ -20,9 +20,9 @@ from trimtab.config.parse import parse
 from trimtab.distributed.device import find_device
 from trimtab.distributed.roles import Alone
 from trimtab.distributed.world import World
+from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardRequest, RewardResult
 from trimtab.rollout.types import Rollout
-from trimtab.train.interrupts import StopRequest
 from trimtab.train.rl import launch
 from trimtab.train.rl.experience import Experience
 from trimtab.train.tail.launch import TailBuilder

@@ -17,6 +17,7 @@ from trimtab.distributed.roles import Alone, Switchboard
 from trimtab.distributed.sharding import GRADIENT_DTYPES
 from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import Interrupted, RunFailed, UserError
+from trimtab.interrupts import StopRequest
 from trimtab.models.critic import Critic
 from trimtab.models.hugging_face import check_model_folder
 from trimtab.models.load import load_policy, load_reward_model, policy_skeleton
@@ -29,7 +30,6 @@ from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Sampling
 from trimtab.train.disk import check_folder
-from trimtab.train.interrupts import StopRequest
 from trimtab.train.launch import REHEARSED_ROWS, load_job_tokenizer, notes
 from trimtab.train.manifest import make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser

@@ -9,13 +9,13 @@ from trimtab.config.repulse_spelling import run_name
 from trimtab.data.prompts import Stores
 from trimtab.errors import UserError
 from trimtab.evaluate.bad_words import check_countable
+from trimtab.interrupts import StopRequest
 from trimtab.models.borrowed import BorrowingPolicy
 from trimtab.models.load import load_policy, policy_skeleton
 from trimtab.models.modulated import ModulatedPolicy, TwistModel, twist_of
 from trimtab.models.policy import Policy
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Sampling
-from trimtab.train.interrupts import StopRequest
 from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.rl.launch import Builder, rehearse_rl, train_rl
 from trimtab.train.rl.learner import Actor

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trimtab.config.tail import PUSHING
 from trimtab.distributed.roles import Group
+from trimtab.interrupts import StopRequest
 from trimtab.rollout.builtin.sampler import request_seed
-from trimtab.train.interrupts import StopRequest
 from trimtab.train.rl.asking import ask_for_samples
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.loop import Iteration, RLRun, Roles, timed
