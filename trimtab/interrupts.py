@@ -21,9 +21,10 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def elsewhere(self) -> None:
-        """Another process of this run has got a signal, which this one may not have."""
-        self.signal = self.signal or signal.SIGTERM
+    @property
+    def number(self) -> int:
+        """The signal to leave with: SIGTERM where another process of this run has got one and this one has not."""
+        return self.signal or signal.SIGTERM
 
     def _remember(self, number: int, _frame) -> None:
         if self.signal is not None and number == signal.SIGINT:

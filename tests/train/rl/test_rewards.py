@@ -51,39 +51,50 @@ def test_a_critic_starts_from_the_reward_model_and_is_saved(folder, tmp_path):
     assert config["architectures"] == ["LlamaForSequenceClassification"]
 
 
-def test_a_reward_that_fails_for_good_stops_the_run_after_a_checkpoint_from_which_it_goes_on(folder, tmp_path):
-    flag = tmp_path / "lunch"
-    function = tmp_path / "reward.py"
+@pytest.fixture(scope="module")
+def judged(folder, tmp_path_factory):
+    """The words of a run whose reward function may fail, the file that makes it fail, and the run that it lets be."""
+    place = tmp_path_factory.mktemp("judged")
+    flag, function, whole = place / "lunch", place / "reward.py", place / "whole"
     function.write_text(FAILS.format(flag=str(flag)))
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    words = [*without(arguments(folder, whole, "grpo"), "--reward_verifier"), "--remote_rm_url", str(function)]
-    assert warm.run(words) == 0
-    words = [*without(arguments(folder, broken, "grpo"), "--reward_verifier"), "--remote_rm_url", str(function)]
+
+    def words(out):
+        return [*without(arguments(folder, out, "grpo"), "--reward_verifier"), "--remote_rm_url", str(function)]
+
+    assert warm.run(words(whole)) == 0
+    return words, flag, result(whole)
+
+
+@pytest.mark.parametrize("what, iteration, told", [("sample", 2, 3), ("evaluate", 0, 0), ("evaluate", 1, 2)])
+def test_a_reward_that_fails_for_good_stops_the_run_after_a_checkpoint_from_which_it_goes_on(
+    judged, tmp_path, what, iteration, told
+):
+    words, flag, whole = judged
     log = tmp_path / "log"
-    assert warm.run(words, prepare=FailLater(flag), log=log) == 1
-    told = log.read_text()
-    assert "the judge is out for lunch" in told and "checkpoint saved in" in told
-    assert len(rows(broken)) == 3, "nothing was trained on made-up rewards"
+    assert warm.run(words(tmp_path), prepare=FailLater(flag, what, iteration), log=log) == 1
     flag.unlink()
-    assert warm.run([*words, "--load_checkpoint"]) == 0
-    assert_identical(result(broken), result(whole))
+    said = log.read_text()
+    assert "the judge is out for lunch" in said and "checkpoint saved in" in said
+    assert len(rows(tmp_path)) == told, "nothing was trained on made-up rewards"
+    assert warm.run([*words(tmp_path), "--load_checkpoint"]) == 0
+    assert_identical(result(tmp_path), whole)
 
 
 class FailLater:
-    """From the third iteration on the reward fails."""
+    """The reward fails from when the run does `what` in this iteration."""
 
-    def __init__(self, flag):
-        self.flag = flag
+    def __init__(self, flag, what, iteration):
+        self.flag, self.what, self.iteration = flag, what, iteration
 
     def __call__(self):
-        plain = RLRun.sample
+        plain = getattr(RLRun, self.what)
 
-        def sample(run, stop):
-            if run.counters.iteration == 2:
+        def failing(run, stop):
+            if run.counters.iteration == self.iteration:
                 self.flag.write_text("")
             return plain(run, stop)
 
-        RLRun.sample = sample
+        setattr(RLRun, self.what, failing)
 
 
 def test_rewards_of_steps_stand_within_the_answers(folder, tmp_path):

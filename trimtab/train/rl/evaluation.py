@@ -18,12 +18,13 @@ class Evaluation:
     def __init__(self, store: PromptStore, sampling: Sampling):
         self.store, self.sampling = store, sampling
 
-    def run(self, rollouts: Group) -> dict[str, float]:
-        """Figures over all prompts, and over those of each data source where there are several."""
+    def run(self, rollouts: Group) -> dict[str, float] | None:
+        """Figures over all prompts, and over those of each data source where there are several. None: the answers were
+        given up."""
         requests = [(row, request_seed(SEED, row)) for row in range(len(self.store))]
         experience = ask_for_samples(rollouts, requests, "evaluation", self.sampling)
         if experience is None:
-            return {}
+            return None
         n = self.sampling.n
         scores_PN, rewards_PN = experience.scores_S.view(-1, n), experience.rewards_S.view(-1, n)
         figures = {"eval_reward": float(rewards_PN.mean()), "eval_length": float(experience.lengths_S.float().mean())}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -53,6 +53,7 @@ class Counters:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     first_entropy: float = 0.0
+    start_is_measured: bool = False
 
 
 @dataclass
@@ -110,8 +111,7 @@ class RLRun:
         resumed = self.resume() if self.options.load_checkpoint else False
         self.files.open(self.counters.iteration, resumed=resumed)
         try:
-            if self.counters.iteration == 0 and self.iteration is None and (figures := self.measure_start()):
-                self.files.write({"step": 0, **figures})
+            self.start(stop)
             while self.counters.prompts_used < self.order.steps:
                 row = self.iterate(stop)
                 if row is None:
@@ -120,7 +120,7 @@ class RLRun:
                 if self.options.save_steps > 0 and self.counters.iteration % self.options.save_steps == 0:
                     self.save()
                 if stop.signal and self.counters.prompts_used < self.order.steps:
-                    self.leave(stop.signal)
+                    self.leave(stop)
             self.conclude(stop)
         except RewardFailed as error:
             saved = self.save()
@@ -128,9 +128,16 @@ class RLRun:
         finally:
             self.files.close()
 
-    def measure_start(self) -> dict[str, float]:
-        """What is known of the policy before its first update."""
-        return {} if self.evaluation is None else self.evaluation.run(self.roles.rollouts)
+    def start(self, stop: StopRequest) -> None:
+        """What is known of the policy before its first update, once: also if the run is resumed before that."""
+        if self.counters.start_is_measured:
+            return
+        if figures := self.measure_start(stop):
+            self.files.write({"step": 0, **figures})
+        self.counters.start_is_measured = True
+
+    def measure_start(self, stop: StopRequest) -> dict[str, float]:
+        return {} if self.evaluation is None else self.evaluate(stop)
 
     def conclude(self, stop: StopRequest) -> None:
         self.files.save_models(self.roles)
@@ -144,10 +151,10 @@ class RLRun:
             return None
         for samples in self.plan(work)[len(work.reports) :]:
             if stop.signal:
-                self.leave(stop.signal)
+                self.leave(stop)
             with timed(work.seconds, "update"):
                 work.reports.append(self.update(work.experience, samples))
-        return self.finish(work)
+        return self.finish(work, self.measure(work, stop))
 
     def begin(self, stop: StopRequest) -> Iteration | None:
         """Sample, score and shape."""
@@ -155,7 +162,7 @@ class RLRun:
         with timed(seconds, "rollout"):
             sampled = self.recording.read(self.counters.iteration) if self.options.replay else self.sample(stop)
         if stop.signal:
-            self.leave(stop.signal)
+            self.leave(stop)
         if self.options.record:
             with writing(f"--record {self.options.record}: cannot write there"):
                 self.recording.write(self.counters.iteration, sampled)
@@ -178,10 +185,8 @@ class RLRun:
             places = range(used + taken, used + taken + count)
             requests = [(self.order.step_samples(p)[0], request_seed(options.seed, p)) for p in places]
             part = ask_for_samples(self.roles.rollouts, requests, "train", self.sampling)
-            if part is None:
-                stop.elsewhere()
-            if stop.signal:
-                return None, 0, {}
+            if part is None or stop.signal:
+                self.leave(stop)
             taken, tried = taken + count, tried + count
             if options.dynamic_filtering:
                 low, high = options.dynamic_filtering_reward_range
@@ -265,11 +270,26 @@ class RLRun:
             self.count(bool(report.pop("applied")))
         return reports
 
-    def finish(self, work: Iteration) -> dict:
-        """Count the iteration, adapt the KL coefficient, and say what happened."""
+    def measure(self, work: Iteration, stop: StopRequest) -> dict[str, float]:
+        """Evaluate, where that is due after this iteration. The iteration is still in hand: a run that is stopped here
+        comes back with all updates done and this still to do."""
+        if not self.evaluation_is_due(work):
+            return {}
+        with timed(work.seconds, "evaluation"):
+            return self.evaluate(stop)
+
+    def evaluate(self, stop: StopRequest) -> dict[str, float]:
+        figures = self.evaluation.run(self.roles.rollouts)
+        if figures is None:
+            self.leave(stop)
+        return figures
+
+    def finish(self, work: Iteration, measured: dict[str, float]) -> dict:
+        """Count the iteration and let it go, adapt the KL coefficient, and say what happened and was `measured`."""
         options, counters = self.options, self.counters
         counters.iteration += 1
         counters.prompts_used += work.prompts
+        self.iteration = None
         entropy = float(-work.experience.sampled_N.mean())
         counters.first_entropy = counters.first_entropy or entropy
         row = {
@@ -288,19 +308,16 @@ class RLRun:
         row["alarms"] = list(alarms(row, counters.first_entropy))
         tokens = int(work.experience.lengths_S.sum())
         prompts = sum(len(ids) for ids in work.experience.prompt_ids[:: options.n_samples_per_prompt])
-        row |= {"samples": len(work.experience), "tokens": tokens, "prompt_tokens": prompts}
-        if self.evaluation_is_due():
-            with timed(work.seconds, "evaluation"):
-                row |= self.evaluation.run(self.roles.rollouts)
+        row |= {"samples": len(work.experience), "tokens": tokens, "prompt_tokens": prompts, **measured}
         self.files.keep_samples(counters.iteration, work.experience)
-        self.iteration = None
         return row | self.files.clock(work.seconds, tokens, options.max_epochs)
 
-    def evaluation_is_due(self) -> bool:
+    def evaluation_is_due(self, work: Iteration) -> bool:
         if self.evaluation is None:
             return False
-        last = self.counters.prompts_used >= self.order.steps
-        return last or (self.options.eval_steps > 0 and self.counters.iteration % self.options.eval_steps == 0)
+        last = self.counters.prompts_used + work.prompts >= self.order.steps
+        every = self.options.eval_steps
+        return last or (every > 0 and (self.counters.iteration + 1) % every == 0)
 
     def count(self, applied: bool) -> None:
         counters = self.counters
@@ -362,11 +379,11 @@ class RLRun:
             self.iteration = self.iteration_class.from_disk(tensors, state["iteration"])
         return True
 
-    def leave(self, signal_number: int) -> None:
+    def leave(self, stop: StopRequest) -> NoReturn:
         where = "checkpoint saved in {}; add --load_checkpoint to go on"
         saved = self.save()
         where = where.format(saved) if saved else "no checkpoint was written, as --disable_ds_ckpt asks"
-        raise Interrupted(signal_number, f"stopped in iteration {self.counters.iteration + 1}: {where}")
+        raise Interrupted(stop.number, f"stopped in iteration {self.counters.iteration + 1}: {where}")
 
 
 def summary(reports: list[dict[str, dict[str, float]]]) -> dict[str, float]:

@@ -95,12 +95,11 @@ class TailRun(RLRun):
     def teach(self, work: TailIteration, stop: StopRequest) -> None:
         """One update of the proposal, on answers of its own to the same prompts."""
         if stop.signal:
-            self.leave(stop.signal)
+            self.leave(stop)
         with timed(work.seconds, "rollout"):
             proposed = self.sample_proposal(work)
         if proposed is None:
-            stop.elsewhere()
-            self.leave(stop.signal)
+            self.leave(stop)
         with timed(work.seconds, "scoring"):
             self.score_proposed(proposed)
         figures, pushed_N = shape_proposed(proposed, self.options)
@@ -154,21 +153,23 @@ class TailRun(RLRun):
 
     # ---- what is told and kept
 
-    def finish(self, work: TailIteration) -> dict:
-        row = super().finish(work)
+    def measure(self, work: TailIteration, stop: StopRequest) -> dict[str, float]:
+        return super().measure(work, stop) | self.measures.during(self, work.prompts)
+
+    def finish(self, work: TailIteration, measured: dict[str, float]) -> dict:
+        row = super().finish(work, measured)
         if self.options.method in PUSHING:
             row |= {"alpha": self.options.alpha, "kappa": pushing(self.options)}
         for name in work.lessons[0] if work.lessons else ():
             row[f"proposal_{name}"] = math.fsum(lesson[name] for lesson in work.lessons) / len(work.lessons)
         row["sampled_answers"] = len(work.experience) * (1 + len(work.lessons))
         self.files.keep_bad_texts(row["step"], work.bad_texts)
-        return row | self.measures.during(self, work.prompts)
+        return row
 
-    def measure_start(self) -> dict[str, float]:
-        return super().measure_start() | self.measures.before(self)
+    def measure_start(self, stop: StopRequest) -> dict[str, float]:
+        return super().measure_start(stop) | self.measures.before(self)
 
     def conclude(self, stop: StopRequest) -> None:
         super().conclude(stop)
         if not self.measures.after(self):
-            stop.elsewhere()
-            self.leave(stop.signal)
+            self.leave(stop)

@@ -69,9 +69,9 @@ class Measures:
         return {"log_bad_probability": run.roles.bad_words.call("measure")[0]}
 
     def during(self, run: Any, prompts: int) -> dict[str, float]:
-        """After an iteration over `prompts`: the same, where a fit step has ended with it."""
+        """At the end of an iteration over `prompts`: the same, where a fit step ends with it."""
         used = run.counters.prompts_used
-        return self.before(run) if used // self.fit > (used - prompts) // self.fit else {}
+        return self.before(run) if (used + prompts) // self.fit > used // self.fit else {}
 
     def after(self, run: Any) -> bool:
         """Whether everything could be measured: a signal may have come between."""
