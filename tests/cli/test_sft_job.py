@@ -241,7 +241,12 @@ def test_weights_that_are_not_numbers_stop_the_run_after_a_few_steps(sft, tmp_pa
     assert [row["skipped_steps"] for row in rows] == list(range(1, MANY_BAD_STEPS + 1))
     assert all(row["loss"] is None for row in rows)
     bad = json.loads((tmp_path / "out" / "bad_batch.json").read_text())
-    assert bad["step"] == 5 and len(bad["samples"]) == len(bad["texts"]) == 4
+    assert bad["step"] == 5 and len(bad["rows"]) == len(bad["texts"]) == 4
+    assert f"its 4 rows, such as {bad['rows'][0]}, are in" in line
+    data = (tmp_path / "train.jsonl").read_text().splitlines()
+    for place, text in zip(bad["rows"], bad["texts"]):
+        path, number = place.split(", line ")
+        assert path == "train.jsonl" and json.loads(data[int(number) - 1])["messages"][0]["content"] in text
     assert all(text.startswith("<user>sort ") for text in bad["texts"])
     assert not (tmp_path / "out" / "model.safetensors").exists()
 

@@ -50,13 +50,15 @@ def test_known_layouts_are_recognised_without_key_options(make_tokenizer):
         assert tokenizer.decode(ids[trained]) == "a<|im_end|>" and trained[-1]
 
 
-@pytest.mark.parametrize("label, meaning", [(True, True), (0, False), (1.0, True), (0.0, False)])
+@pytest.mark.parametrize(
+    "label, meaning", [(True, True), (0, False), (1.0, True), (0.0, False), ("1", True), ("False", False)]
+)
 def test_truth_values_and_ones_and_zeros_are_labels(make_tokenizer, label, meaning):
     store, _ = build(make_tokenizer(), {**ROWS[0], "label": label})
     assert store.labels.tolist() == [meaning]
 
 
-@pytest.mark.parametrize("label", [2, -1, 0.5, "true", None])
+@pytest.mark.parametrize("label", [2, -1, 0.5, "maybe", None])
 def test_other_labels_are_refused_with_their_row(make_tokenizer, label):
     with pytest.raises(UserError, match="row 1 of the train data: column 'label' holds"):
         build(make_tokenizer(), {**ROWS[0], "label": label})

@@ -171,6 +171,7 @@ def test_margins_follow_the_pairs_that_are_kept(make_tokenizer):
     store, _ = build(make_tokenizer(), *rows, max_len=50)
     assert store.margins.dtype == np.float32 and store.margins.tolist() == [2, 0]
     assert build(make_tokenizer(), row)[0].margins is None
+    assert build(make_tokenizer(), {**row, "margin": "0.5"})[0].margins.tolist() == [0.5]  # as in a CSV file
 
 
 def test_the_fingerprint_covers_margins_and_what_is_shared():

@@ -54,6 +54,23 @@ def test_every_local_file_type_gives_the_same_rows(tmp_path, kind):
     assert load(path).to_list() == rows
 
 
+def test_csv_keeps_the_text_that_stands_there(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('text,answer,note\nx,04,NA\n"two\nlines",1.50,\ny,true,null\n')
+    assert load(path).to_list() == [
+        {"text": "x", "answer": "04", "note": "NA"},
+        {"text": "two\nlines", "answer": "1.50", "note": None},
+        {"text": "y", "answer": "true", "note": "null"},
+    ]
+
+
+def test_csv_files_of_one_folder_may_have_different_columns(tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.csv").write_text("text,more\nx,1\n")
+    (tmp_path / "d" / "b.csv").write_text("text\ny\n")
+    assert load(tmp_path / "d").to_list() == [{"text": "x", "more": "1"}, {"text": "y", "more": None}]
+
+
 @pytest.mark.parametrize("name", ["a[1].jsonl", "b*.jsonl", "c?.jsonl", "[d] (2).jsonl"])
 def test_names_that_look_like_patterns_are_names(tmp_path, name):
     folder = tmp_path / "x [1]"

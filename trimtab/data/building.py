@@ -4,7 +4,7 @@ A job brings a renderer (a row becomes text), a collector (text becomes kept seq
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.data import token_cache
 from trimtab.data.data_report import DataReport
+from trimtab.data.places import places_of
 from trimtab.data.progress import progress
 from trimtab.data.rendering import CHUNK_ROWS, RowRenderer, render_all
 from trimtab.errors import UserError
@@ -54,23 +55,31 @@ class Collector:
         self.report = report
         self._ids: list[np.ndarray] = []
         self._trained: list[np.ndarray] = []
+        self._rows: list[int] = []
+        self._seen = 0
+        self._numbers: Iterator[int] = iter(())
 
     def add(self, renderings: list[Any]) -> None:
-        present = [rendering for rendering in renderings if rendering is not None]
+        present = [place for place, rendering in enumerate(renderings) if rendering is not None]
+        self._numbers = iter([self._seen + place for place in present])
+        self._seen += len(renderings)
         self.report.rows_empty += len(renderings) - len(present)
-        self.add_present(present)
+        self.add_present([renderings[place] for place in present])
 
     def add_present(self, renderings: list[Any]) -> None:
+        """Calls `keep` once for each of them, in order."""
         raise NotImplementedError
 
     def keep(self, *sequences: tuple[np.ndarray, np.ndarray]) -> bool:
         """Keeps one row's sequences, cut to `max_len`; or counts why not, if one of them has nothing to learn."""
+        number = next(self._numbers)
         if not all(trained.any() for _, trained in sequences):
             self.report.rows_empty += 1
             return False
         if not all(trained[: self.max_len].any() for _, trained in sequences):
             self.report.rows_over_long += 1
             return False
+        self._rows.append(number)
         self.report.rows_kept += 1
         self.report.rows_truncated += any(len(ids) > self.max_len for ids, _ in sequences)
         for ids, trained in sequences:
@@ -90,7 +99,8 @@ class Collector:
         offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
         trained = np.concatenate(self._trained)
         report.count(trained, lengths)
-        return {"ids": np.concatenate(self._ids), "trained": trained, "offsets": offsets}
+        rows = np.array(self._rows, dtype=np.int64)
+        return {"ids": np.concatenate(self._ids), "trained": trained, "offsets": offsets, "rows": rows}
 
 
 def build_store(
@@ -106,6 +116,7 @@ def build_store(
 ) -> tuple[AnyStore, DataReport]:
     """Renders, tokenises and truncates the rows, or finds the result of the same work in the cache."""
     report = collector.report
+    renderer.places = places_of(rows, f"the {report.what} data")
     work = {"job": job, **dataclasses.asdict(settings)}
     key = token_cache.key(rows.select_columns(renderer.names), collector.tokenizer, work)
     if key is not None and (found := _from_cache(key, store_of, report)):

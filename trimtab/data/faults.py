@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from typing import TextIO
 
 FAULTS_SHOWN = 200  # characters of a foreign message
 
@@ -16,9 +17,13 @@ def first_line(error: BaseException | None) -> str:
     return text if len(text) <= FAULTS_SHOWN else text[: FAULTS_SHOWN - 3] + "..."
 
 
-def read_text(path: Path) -> str:
+def open_text(path: Path, newline: str | None = None) -> TextIO:
     opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
+    return opener(path, "rt", encoding="utf-8", newline=newline)
+
+
+def read_text(path: Path) -> str:
+    with open_text(path) as file:
         return file.read()
 
 

@@ -27,10 +27,13 @@ from trimtab.data.formats import (
     recognise_supervised,
     require_columns,
 )
+from trimtab.data.places import places_of
 from trimtab.data.rendering import SupervisedRenderer
 from trimtab.data.token_store import TokenStore, content_hash
 from trimtab.data.tokenising import tokenise
 from trimtab.errors import UserError
+
+TRUTHS = {"1": True, "true": True, "0": False, "false": False}
 
 
 class LabelledOptions(Protocol):
@@ -114,6 +117,7 @@ def build_labelled_store(
     settings = settings_of(LabelledSettings, options)
     first = first_row(rows, what)
     require_columns(rows.column_names, {"--label_key": settings.label_key})
+    _check_every_label(rows, settings.label_key, what)
     columns = recognise_supervised(rows.column_names, settings, first)
     if columns.whole_text:
         raise UserError(
@@ -127,10 +131,20 @@ def build_labelled_store(
 
     def store_of(arrays: Arrays) -> LabelledStore:
         labels = arrays["labels"]
-        sequences = TokenStore(arrays["ids"], arrays["trained"], arrays["offsets"])
+        sequences = TokenStore.of(arrays)
         return LabelledStore(sequences, labels, settings.max_len)
 
     return build_store("labelled", rows, renderer, collector, store_of, settings, **workers_of(options, workers))
+
+
+def _check_every_label(rows: Dataset, label_key: str, what: str) -> None:
+    missing = [number for number, label in enumerate(rows[label_key]) if label is None]
+    if missing:
+        first = places_of(rows, f"the {what} data").names(missing[:1])[0]
+        raise UserError(
+            f"{first}: column '{label_key}' holds nothing (null), and so it does in {len(missing):,} of {len(rows):,} "
+            "rows; true or false (or 1 or 0) is needed"
+        )
 
 
 class LabelledRenderer(SupervisedRenderer):
@@ -154,6 +168,8 @@ class LabelledRenderer(SupervisedRenderer):
 
 
 def _desirable(value: Any, column: str, where: str) -> bool:
+    if isinstance(value, str):  # as in a CSV file
+        value = TRUTHS.get(value.strip().lower(), value)
     if isinstance(value, (bool, int, float)) and value in (0, 1):
         return bool(value)
     raise UserError(f"{where}: column '{column}' holds {kind_of(value)}, true or false (or 1 or 0) is needed")

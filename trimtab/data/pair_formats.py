@@ -4,6 +4,7 @@ The prompt's column is the one `--prompt_key` names, or `prompt`. Without any, t
 lists, whose last assistant turn is the answer, or texts such as "\\n\\nHuman: ...\\n\\nAssistant: ...".
 """
 
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,6 +123,9 @@ def _without_repetition(
 def _margin(value: Any, where: str) -> float:
     if value is None:  # a source without margins in a mixture
         return 0.0
+    if isinstance(value, str):  # as in a CSV file
+        with contextlib.suppress(ValueError):
+            value = float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UserError(f"{where}: column '{MARGIN}' holds {kind_of(value)}, a number is needed")
     return float(value)

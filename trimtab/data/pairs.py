@@ -75,7 +75,7 @@ class PairStore:
 
     @classmethod
     def of(cls, arrays: Arrays) -> "PairStore":
-        sequences = TokenStore(arrays["ids"], arrays["trained"], arrays["offsets"])
+        sequences = TokenStore.of(arrays)
         return cls(sequences, arrays["shared"], arrays.get("margins"))
 
     def __len__(self) -> int:

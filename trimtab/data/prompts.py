@@ -17,6 +17,7 @@ from trimtab.data.building import Arrays, build_store, first_row, settings_of, w
 from trimtab.data.chat import Rendering, in_template
 from trimtab.data.data_report import DataReport
 from trimtab.data.formats import DEFAULT_INPUT_KEY, Message, read_tools, require_columns, text_or_messages
+from trimtab.data.places import Chosen, places_of
 from trimtab.data.post_processing import conditioned
 from trimtab.data.rendering import AnswerRenderer, as_messages
 from trimtab.data.sources import SOURCE_COLUMN, load_rows
@@ -58,6 +59,11 @@ class PromptSettings:
 
 @dataclass
 class PromptReport(DataReport):
+    rows_unlabelled: int = 0
+    """Kept prompts whose column of --label_key holds nothing."""
+    first_unlabelled: str = ""
+    """Where the first of them stands."""
+
     noun: ClassVar[str] = "prompts"
 
     def lines(self) -> list[str]:
@@ -72,6 +78,8 @@ class PromptReport(DataReport):
             )
         if self.rows_empty:
             text.append(f"{self.rows_empty:,} {self.noun} left out: empty")
+        if self.rows_unlabelled:
+            text.append(f"{self.rows_unlabelled:,} {self.noun} have no label (the first: {self.first_unlabelled})")
         return text
 
 
@@ -95,6 +103,7 @@ class PromptStore:
 
     def __init__(self, tokens: PromptTokens, rows: Dataset, input_key: str, label_key: str | None):
         self._tokens, self._rows = tokens, rows.select(tokens.rows)
+        self._places = Chosen(places_of(rows, "the data"), tokens.rows)
         self.input_key, self._label_key = input_key, label_key
         self._others = [name for name in rows.column_names if name not in (input_key, label_key, SOURCE_COLUMN)]
         self._row = functools.lru_cache(4096)(self._rows.__getitem__)  # the answers to a prompt come close together
@@ -131,6 +140,15 @@ class PromptStore:
         """What `--label_key` names, or None."""
         return None if self._label_key is None else self._row(index)[self._label_key]
 
+    def unlabelled(self) -> list[int]:
+        """The prompts without a label, neither in that column nor, as in verl's data, in `reward_model`."""
+        known = [name for name in (self._label_key, "reward_model") if name in self._rows.column_names]
+        return [i for i, row in enumerate(self._rows.select_columns(known)) if _truth(row, known) is None]
+
+    def place(self, index: int) -> str:
+        """Where the prompt stands in the user's files."""
+        return self._places.names([index])[0]
+
     def columns(self, index: int) -> dict[str, Any]:
         """The row without its prompt and its label."""
         row = self._row(index)
@@ -140,6 +158,12 @@ class PromptStore:
         """Where the prompt comes from: the row's own word for it, or the file's or data set's name."""
         row = self._row(index)
         return next((str(row[name]) for name in SOURCE_COLUMNS if row.get(name) is not None), "")
+
+
+def _truth(row: dict[str, Any], names: Sequence[str]) -> Any:
+    values = (row[name] for name in names)
+    plain = (value.get("ground_truth") if isinstance(value, dict) else value for value in values)
+    return next((value for value in plain if value is not None), None)
 
 
 def _piece(values: np.ndarray, offsets: np.ndarray, index: int) -> np.ndarray:
@@ -205,7 +229,10 @@ def build_prompt_store(
         settings,
         **workers_of(options, workers),
     )
-    return PromptStore(tokens, rows, input_key, options.label_key), report
+    store = PromptStore(tokens, rows, input_key, options.label_key)
+    if options.label_key is not None and (missing := store.unlabelled()):
+        report.rows_unlabelled, report.first_unlabelled = len(missing), store.place(missing[0])
+    return store, report
 
 
 def input_column(columns: Sequence[str], wanted: str) -> str:

@@ -16,6 +16,7 @@ from datasets import Dataset, DatasetDict
 
 from trimtab.data.faults import first_line, is_empty, json_fault
 from trimtab.data.hub import hub_or_cache, looks_like_hub_name
+from trimtab.data.places import InFiles, Numbered, joined, remember
 from trimtab.errors import Interrupted, UserError
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ def _load_folder(folder: Path) -> dict[str, Dataset]:
     if saved_one or (folder / "dataset_dict.json").is_file():
         with explained(f"cannot load the saved data set {folder}"):
             saved = datasets.load_from_disk(str(folder))
-        return dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
+        return _numbered(dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}, str(folder))
     card = folder / "README.md"
     if card.is_file() and re.search(r"^configs:", card.read_text(errors="replace"), re.MULTILINE):
         return _call_library(str(folder), f"cannot load the folder {folder}")
@@ -134,15 +135,14 @@ def _load_python(path: Path, split: str) -> dict[str, Dataset]:
         function = module.__dict__.get("load_dataset")
         if function is not None and function is not datasets.load_dataset:
             loaded = function(split)
-            if isinstance(loaded, dict):
-                return {key: _as_dataset(rows, path) for key, rows in loaded.items()}
-            return {split: _as_dataset(loaded, path)}
+            loaded = loaded if isinstance(loaded, dict) else {split: loaded}
+            return _numbered({key: _as_dataset(rows, path) for key, rows in loaded.items()}, str(path))
         for value in list(module.__dict__.values()):
             is_builder = isinstance(value, type) and issubclass(value, datasets.GeneratorBasedBuilder)
             if is_builder and value.__module__ == name:
                 builder = value(hash=digest, data_dir=str(path.parent))
                 builder.download_and_prepare()
-                return dict(builder.as_dataset())
+                return _numbered(dict(builder.as_dataset()), str(path))
     raise UserError(f"{path} defines neither load_dataset(split) nor a datasets.GeneratorBasedBuilder")
 
 
@@ -166,10 +166,13 @@ def _read_files(kind: str, files: dict[str, list[Path]]) -> dict[str, Dataset]:
     # The library takes names for patterns.
     data_files = {name: [glob.escape(str(path.resolve())) for path in paths] for name, paths in files.items()}
     try:
+        if kind == "csv":
+            return {name: concatenate([_read_csv(path) for path in paths], name) for name, paths in files.items()}
         loaded = dict(datasets.load_dataset(kind, data_files=data_files))
         if kind == "json":
             for rows in loaded.values():
                 rows.data.validate(full=True)  # bytes that are not UTF-8 get this far unseen
+        return {name: remember(rows, InFiles(kind, tuple(files[name]))) for name, rows in loaded.items()}
     except Interrupted:
         raise
     except Exception as error:
@@ -178,19 +181,40 @@ def _read_files(kind: str, files: dict[str, list[Path]]) -> dict[str, Dataset]:
         where = str(every[0]) if len(every) == 1 else f"one of {len(every)} files such as {every[0]}"
         fault = next(filter(None, map(json_fault, every)), None) if kind == "json" else None
         raise UserError(fault or f"cannot read {where} as {kind}: {first_line(error)}") from error
-    return loaded
+
+
+def _read_csv(path: Path) -> Dataset:
+    """CSV has no types: a value is the text that stands there (04 is not 4), and an empty one is nothing."""
+    import pandas
+
+    columns = pandas.read_csv(path, nrows=0).columns
+    text = datasets.Features({column: datasets.Value("string") for column in columns})
+    rows = datasets.load_dataset(
+        "csv",
+        data_files=glob.escape(str(path.resolve())),
+        split="train",
+        features=text,
+        keep_default_na=False,
+        na_values=[""],
+    )
+    return remember(rows, InFiles("csv", (path,)))
 
 
 def _call_library(name: str, failure: str, **arguments: str) -> dict[str, Dataset]:
     with explained(failure):
-        return dict(datasets.load_dataset(name, **arguments))
+        return _numbered(dict(datasets.load_dataset(name, **arguments)), name)
+
+
+def _numbered(splits: dict[str, Dataset], source: str) -> dict[str, Dataset]:
+    """The splits, whose rows are known by their numbers."""
+    return {name: remember(rows, Numbered(f"{source} ({name})")) for name, rows in splits.items()}
 
 
 def concatenate(parts: list[Dataset], what: str) -> Dataset:
     if len(parts) == 1:
         return parts[0]
     with explained(f"cannot join the rows of {what}"):
-        return datasets.concatenate_datasets(agree_on_types(parts))
+        return remember(datasets.concatenate_datasets(agree_on_types(parts)), joined(parts, what))
 
 
 def agree_on_types(parts: list[Dataset]) -> list[Dataset]:

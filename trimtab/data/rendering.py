@@ -10,6 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from typing import Any, Protocol
 
 from datasets import Dataset
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.data.chat import ChatRenderer, Rendering, render_pair, render_whole
 from trimtab.data.formats import Message, SupervisedColumns, SupervisedRecord, read_supervised
+from trimtab.data.places import Numbered, Places, located
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +41,11 @@ class RowRenderer:
         self.names = names
         self.tokenizer = tokenizer
         self.what = what
+        self.places: Places = Numbered(f"the {what} data")
 
     def render_rows(self, rows: list[dict[str, Any]], first: int) -> list[Any]:
         """`first` is the number of the first of these rows in the whole data set."""
-        return [self.render(row, f"row {first + index + 1} of the {self.what} data") for index, row in enumerate(rows)]
+        return [located(partial(self.render, row), first + index, self.places) for index, row in enumerate(rows)]
 
     def render(self, row: dict[str, Any], where: str) -> Any:
         """One row; None stands for a row with nothing to learn."""

@@ -14,6 +14,7 @@ from typing import Protocol
 import datasets
 from datasets import Dataset
 
+from trimtab.data.places import Chosen, Interleaved, interleave, joined, places_of, remember
 from trimtab.data.readers import agree_on_types, concatenate, explained, load_splits
 from trimtab.errors import UserError
 
@@ -63,7 +64,7 @@ def load_rows(
         _just_read.update({(name, split): load_splits(name, split, flag) for name in dict.fromkeys(names)})
         parts = [_first_rows(_pick(_just_read[name, split], split, name, flag), max_samples) for name in names]
         if name_sources:
-            parts = [part.add_column(SOURCE_COLUMN, [_short(name)] * len(part)) for name, part in zip(names, parts)]
+            parts = [_with_source(part, name) for name, part in zip(names, parts)]
         rows = _first_rows(_mix(parts, weights, seed, names), max_samples)
     if not len(rows):
         raise UserError(f"'{sources}' holds no rows in its split '{split}'")
@@ -98,6 +99,10 @@ def load_evaluation_rows(options: EvaluationOptions) -> Dataset | None:
         return _first_rows(_mix(parts, None, options.seed, names), options.max_samples)
 
 
+def _with_source(rows: Dataset, name: str) -> Dataset:
+    return remember(rows.add_column(SOURCE_COLUMN, [_short(name)] * len(rows)), places_of(rows, name))
+
+
 def _short(name: str) -> str:
     """A file's or folder's own name; a hub name as it is."""
     place = os.path.expanduser(name)
@@ -117,7 +122,7 @@ def _pick(splits: dict[str, Dataset], split: str, source: str, flag: str) -> Dat
         raise UserError(
             f"'{source}' has no split '{split}': found {found} (see {SPLIT_FLAGS.get(flag, flag)})"
         ) from error
-    parts = [splits[part.splitname].select(range(part.from_, part.to)) for part in instructions]
+    parts = [_slice(splits[part.splitname], range(part.from_, part.to), source) for part in instructions]
     return concatenate(parts, source)
 
 
@@ -125,13 +130,16 @@ def _mix(parts: list[Dataset], weights: list[float] | None, seed: int, names: li
     if weights is None or len(parts) == 1:
         return concatenate(parts, ", ".join(names))
     with explained(f"cannot interleave the sources {', '.join(names)}"):
-        return datasets.interleave_datasets(
-            agree_on_types(parts), probabilities=weights, seed=seed, stopping_strategy="first_exhausted"
-        )
+        mixed = interleave(agree_on_types(parts), weights, seed)
+    return remember(mixed, Interleaved(joined(parts, "the data"), tuple(weights), seed))
 
 
 def _first_rows(rows: Dataset, count: int) -> Dataset:
-    return rows if len(rows) <= count else rows.select(range(count))
+    return rows if len(rows) <= count else _slice(rows, range(count), "the data")
+
+
+def _slice(rows: Dataset, which: range, what: str) -> Dataset:
+    return remember(rows.select(which), Chosen(places_of(rows, what), which))
 
 
 def _names(sources: str, flag: str) -> list[str]:

@@ -77,7 +77,7 @@ class StepStore:
 
     @classmethod
     def of(cls, arrays: Arrays) -> "StepStore":
-        sequences = TokenStore(arrays["ids"], arrays["trained"], arrays["offsets"])
+        sequences = TokenStore.of(arrays)
         return cls(sequences, arrays["targets"], bool(arrays["soft"][0]))
 
     def __len__(self) -> int:
@@ -123,7 +123,6 @@ class StepRendering:
     rendering: Rendering
     """Its spans are the placeholders."""
     values: list[float]
-    where: str
 
 
 class StepRenderer(RowRenderer):
@@ -131,13 +130,27 @@ class StepRenderer(RowRenderer):
         super().__init__(columns.names, tokenizer, what)
         self.columns = columns
         self.placeholder = settings.placeholder_token
+        self.placeholder_id = one_token(self.placeholder, tokenizer, "--placeholder_token")
         self.value_of = LabelReader(settings.reward_tokens, tokenizer)
 
     def render(self, row: dict[str, Any], where: str) -> StepRendering | None:
         rendering, labels = read_steps(row, self.columns, self.placeholder, where)
         if not labels and not rendering.trained:
             return None
-        return StepRendering(rendering, [self.value_of(label, where) for label in labels], where)
+        self._check_count(rendering, len(labels), where)
+        return StepRendering(rendering, [self.value_of(label, where) for label in labels])
+
+    def _check_count(self, rendering: Rendering, labels: int, where: str) -> None:
+        spans = len(rendering.trained)
+        if labels == spans:
+            return
+        # The placeholder may also be a part of other words.
+        ids, _ = next(iter(tokenise([rendering], self.tokenizer)))
+        if (ids == self.placeholder_id).sum() != labels:
+            raise UserError(
+                f"{where}: {labels} labels for {spans} placeholders '{self.placeholder}' "
+                "(--placeholder_token), there must be one for each"
+            )
 
 
 class StepCollector(Collector):
@@ -167,13 +180,8 @@ class StepCollector(Collector):
                 # The tokenizer joined a placeholder with its neighbours.
                 ids, marked = tokenise_in_pieces(rendering.rendering, self.tokenizer)
             return ids, marked
-        # The placeholder may also be a part of other words.
         marked = ids == self.placeholder_id
-        if marked.sum() != labels:
-            raise UserError(
-                f"{rendering.where}: {labels} labels for {spans} placeholders '{self.placeholder}' "
-                "(--placeholder_token), there must be one for each"
-            )
+        assert marked.sum() == labels, "the renderer has counted"
         return ids, marked
 
     def finish(self) -> Arrays:

@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 NOTES = "notes.json"
 HASH_ROWS = 10_000
 

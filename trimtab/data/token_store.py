@@ -14,8 +14,15 @@ class TokenStore:
     ids: np.ndarray
     trained: np.ndarray
     offsets: np.ndarray
+    rows: np.ndarray | None = None
+    """Which row of the data each sequence, or pair of sequences, comes from; no part of the content."""
     fingerprint: str = ""
     """Hash of the content; computed when not given."""
+
+    @classmethod
+    def of(cls, arrays: dict[str, np.ndarray]) -> "TokenStore":
+        """The sequences among the arrays of a store."""
+        return cls(arrays["ids"], arrays["trained"], arrays["offsets"], arrays.get("rows"))
 
     def __post_init__(self) -> None:
         if not self.fingerprint:

@@ -58,7 +58,7 @@ def build_sft_store(
         rows,
         renderer,
         collector,
-        lambda arrays: TokenStore(**arrays),
+        TokenStore.of,
         settings,
         **workers_of(options, workers),
     )

@@ -25,6 +25,7 @@ from trimtab.evaluate.work import work_through, write_rows
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import load_frozen_policy
 from trimtab.rewards.build import build_reward, contents
+from trimtab.rewards.labels import check_labels
 from trimtab.rewards.types import RewardRequest, Weighted
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.sampler import request_seed
@@ -59,6 +60,7 @@ class Generation:
         self.options, self.world = options, world
         self.tokenizer = load_job_tokenizer(options)
         self.store = self._prompts()
+        check_labels({"prompt": self.store}, options.reward_verifier, options.label_key)
         self.rows = prompts_of_iteration(self.store, options)
         seed_everything(options.seed, deterministic=options.full_determinism)
         loaded = load_frozen_policy(options.pretrain, options, device, flag="--pretrain")

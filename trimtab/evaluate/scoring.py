@@ -6,6 +6,7 @@ that it has there.
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from datasets import Dataset
 
 from trimtab.data.building import settings_of, up_to_answer
 from trimtab.data.formats import SupervisedRecord, read_supervised, recognise_supervised
+from trimtab.data.places import located, places_of
 from trimtab.data.rendering import AnswerRenderer
 from trimtab.data.sources import load_rows
 from trimtab.data.token_cache import rows_hash
@@ -66,6 +68,7 @@ class Answers:
             max_samples=options.max_samples,
             seed=options.seed,
         )
+        self.places = places_of(self.rows, "the answers")
         self.columns = recognise_supervised(self.rows.column_names, settings_of(Keys, options), self.rows[0])
 
     def __len__(self) -> int:
@@ -73,7 +76,7 @@ class Answers:
 
     def record(self, row: int) -> SupervisedRecord:
         """A prompt and its answer, which may have been a conversation's last turn."""
-        record = read_supervised(self.rows[row], self.columns, f"row {row + 1} of the answers")
+        record = located(partial(read_supervised, self.rows[row], self.columns), row, self.places)
         if record.response is not None:
             return record
         return SupervisedRecord(record.prompt[:-1], record.prompt[-1:], record.tools)
@@ -132,8 +135,8 @@ class Scoring:
         renderings = []
         for item in items:
             record = self.rows.record(item)
-            where = f"row {item + 1} of the answers"
-            renderings.append(self.renderer.render_answer(record.prompt, record.response, record.tools, where))
+            render = partial(self.renderer.render_answer, record.prompt, record.response, record.tools)
+            renderings.append(located(render, item, self.rows.places))
         return [up_to_answer(*tokens)[0] for tokens in tokenise(renderings, self.tokenizer)]
 
     def figures(self) -> dict[str, str]:

@@ -45,11 +45,10 @@ class Verifier:
     concurrent = True
 
     def __init__(self, name: str, argument: str | None = None):
-        kind = KINDS[name]
         self.name = name
-        self._module = importlib.import_module(f"trimtab.rewards.verifiers.{kind.module}")
+        self._module = importlib.import_module(f"trimtab.rewards.verifiers.{KINDS[name].module}")
         self._arguments = () if argument is None else (self._module.read_argument(argument),)
-        self._needs_label = kind.needs_label and argument is None
+        self._needs_label = _compares(name, argument)
 
     def __str__(self) -> str:
         return f"verifier {self.name}"
@@ -68,6 +67,15 @@ class Verifier:
             return self._module.score(request.prompts[row], request.responses[row], label, *self._arguments)
         except BadSample as error:
             raise BadSample(f"{self.name}: row {row}: {error}", row) from error
+
+
+def needing_labels(text: str | None) -> list[str]:
+    """The verifiers of a spelling that compare with a label of the data."""
+    return [name for name, argument, _ in read_spelling(text) if _compares(name, argument)] if text else []
+
+
+def _compares(name: str, argument: str | None) -> bool:
+    return KINDS[name].needs_label and argument is None
 
 
 def make_verifier(text: str) -> Weighted:

@@ -226,11 +226,13 @@ class SupervisedRun:
         batch = self.task.make_batch(self.task.store, samples)
         texts = [self.tokenizer.decode(batch.sequence(i)) for i in range(len(batch.spans))]
         path = self.folder / "bad_batch.json"
+        places = self.task.places(samples)
         if self.world.leads:
-            write_json(path, {"step": step, "samples": samples, "texts": texts})
+            write_json(path, {"step": step, "rows": places, "texts": texts})
         raise RunFailed(
             f"loss or gradient was not finite in {MANY_BAD_STEPS} steps in a row (last: step {step}); "
-            f"the batch is in {path}; try a lower --learning_rate, or resume from the last checkpoint"
+            f"its {len(places)} rows, such as {places[0]}, are in {path}; "
+            "try a lower --learning_rate, or resume from the last checkpoint"
         )
 
     # ---- what is on disk

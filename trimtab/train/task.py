@@ -15,6 +15,7 @@ from trimtab.algos.moe_balance import load_balancing_loss
 from trimtab.data.batches import TokenBatch
 from trimtab.data.order import SampleOrder
 from trimtab.data.packing import chunk, pack
+from trimtab.data.places import places_of
 from trimtab.data.sources import load_evaluation_rows, load_rows
 from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
@@ -52,6 +53,7 @@ class Task:
             max_samples=options.max_samples,
             seed=options.seed,
         )
+        self._places = places_of(rows, "the train data")
         self.store, self.report = self.build_store(rows, "train")
         self.evaluation = self.evaluation_report = None
         evaluation_rows = load_evaluation_rows(options)
@@ -128,6 +130,10 @@ class Task:
         """Tokens of the longest sequence in the data."""
         stores = [self.store] if self.evaluation is None else [self.store, self.evaluation]
         return max(int(getattr(store, "sequences", store).lengths.max()) for store in stores)
+
+    def places(self, samples: list[int]) -> list[str]:
+        """Where these samples stand in the user's files."""
+        return self._places.names(getattr(self.store, "sequences", self.store).rows[samples].tolist())
 
     def data_lines(self) -> list[str]:
         """What became of the rows, for people."""

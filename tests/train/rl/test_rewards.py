@@ -9,6 +9,7 @@ from transformers import LlamaForSequenceClassification
 from tests import warm
 from tests.tiny import tiny_model
 from tests.train.rl.rl_run import arguments, assert_identical, result, rows, without, write_task
+from trimtab.cli.main import main
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.train.rl.loop import RLRun
 from trimtab.train.rl.recording import Recording
@@ -117,3 +118,29 @@ def test_dynamic_filtering_trains_only_on_groups_in_the_range(folder, tmp_path):
         experience, _, _ = recording.read(iteration)
         means = experience.scores_S.view(-1, 4).mean(1)
         assert len(experience) == row["samples"] and ((means > 0.5) & (means < 1.0)).all()
+
+
+def test_missing_labels_are_counted_before_the_run(folder, tmp_path, capsys):
+    labelled = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    path = tmp_path / "prompts.jsonl"
+    missing = [{**row, "label": None if number in (3, 5) else row["label"]} for number, row in enumerate(labelled)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in missing))
+    words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier", "--prompt_data")
+    words += ["--prompt_data", str(path), "--reward_verifier", "exact"]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert f"2 of 9 prompts of the train data have none (the first: {path}, line 4)" in told
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_reward_that_fails_on_a_row_says_where_the_row_stands(folder, tmp_path, capsys):
+    path = tmp_path / "reward.py"
+    path.write_text("def reward_func(queries, prompts, labels):\n    return [1 / (label != '') for label in labels]\n")
+    labelled = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    labelled[6]["label"] = ""
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("\n" + "".join(json.dumps(row) + "\n" for row in labelled))
+    words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier", "--prompt_data", "--eval_dataset")
+    assert main([*words, "--prompt_data", str(data), "--remote_rm_url", str(path)]) == 1
+    told = capsys.readouterr().err
+    assert "division by zero" in told and f"; its prompt stands in {data}, line 8; checkpoint saved in" in told

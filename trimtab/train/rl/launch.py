@@ -24,6 +24,7 @@ from trimtab.models.load import load_policy, load_reward_model, policy_skeleton
 from trimtab.models.packed import PackedModel
 from trimtab.models.policy import Policy
 from trimtab.rewards.build import build_reward, in_words
+from trimtab.rewards.labels import check_labels
 from trimtab.rewards.model import same_tokenizer
 from trimtab.rewards.verify import make_verifier
 from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -89,6 +90,7 @@ class Builder:
         _check_places(options)
         self.tokenizer = load_job_tokenizer(options)
         self.stores, self.reports = self._prompts()
+        check_labels(self.stores, options.reward_verifier, options.label_key)
         store = self.stores["train"]
         self.order = SampleOrder(len(store), 1, self._episodes(), options.seed)
         self.iterations = -(-self.order.steps // options.rollout_batch_size)
@@ -245,6 +247,7 @@ def rehearse_rl(
     stores, _ = load_stores(few, tokenizer)
     if options.pretrain_data:
         load_text(few, tokenizer)
+    check_labels(stores, options.reward_verifier, options.label_key)
     model = policy_skeleton(options)
     check_model(model, options, stores)
     if options.reward_verifier:

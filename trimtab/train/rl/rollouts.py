@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.data.prompts import PromptStore
 from trimtab.rewards.overlap import Overlapped
-from trimtab.rewards.types import Reward, RewardFailed, RewardRequest
+from trimtab.rewards.types import Reward, RewardFailed, RewardRequest, RewardResult
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.types import Rollout, Sampling
 from trimtab.train.rl.experience import Experience
@@ -47,33 +47,36 @@ class Rollouts:
         found: list[Rollout] = []
         waiting: list[Rollout] = []
         prompt_ids = [prompts.ids(row) for row in rows]
+        reward = Located(self.reward, prompts)
         with (
-            Overlapped(self.reward) as scored,
+            Overlapped(reward) as scored,
             contextlib.closing(self.engine.stream(prompt_ids, sampling, seeds=seeds)) as stream,
         ):
             for rollout in stream:
                 waiting.append(rollout)
                 if self.reward.concurrent and len(waiting) >= SCORED_AT_ONCE:
-                    scored.submit(self._request(prompts, rows, waiting))
+                    scored.submit(reward.noted(*self._request(prompts, rows, waiting)))
                     found, waiting = found + waiting, []
                 if self.stopped():
                     return None
             if waiting:
-                scored.submit(self._request(prompts, rows, waiting))
+                scored.submit(reward.noted(*self._request(prompts, rows, waiting)))
                 found += waiting
             if not found:
                 return None
             experience = Experience.of([rows[r.prompt] for r in found], found, scored.joined())
         return experience.take(sorted(range(len(found)), key=lambda i: (found[i].prompt, found[i].sample)))
 
-    def _request(self, store: PromptStore, rows: Sequence[int], rollouts: Sequence[Rollout]) -> RewardRequest:
-        """What a reward sees of finished samples: their text without the token that ended it."""
+    def _request(
+        self, store: PromptStore, rows: Sequence[int], rollouts: Sequence[Rollout]
+    ) -> tuple[RewardRequest, list[int]]:
+        """What a reward sees of finished samples: their text without the token that ended it. And their rows."""
         responses = self.tokenizer.batch_decode([r.ids for r in rollouts], skip_special_tokens=True)
         asked = [rows[r.prompt] for r in rollouts]
         prompts = [store.text(row) for row in asked]
         columns = [store.columns(row) for row in asked]
         names = dict.fromkeys(name for row in columns for name in row)
-        return RewardRequest(
+        request = RewardRequest(
             queries=[prompt + response for prompt, response in zip(prompts, responses)],
             prompts=prompts,
             responses=responses,
@@ -83,3 +86,30 @@ class Rollouts:
             prompt_ids=[r.prompt_ids for r in rollouts],
             response_ids=[r.ids for r in rollouts],
         )
+        return request, asked
+
+
+class Located:
+    """A reward whose complaints say where the user finds the row that they are about."""
+
+    def __init__(self, reward: Reward, store: PromptStore):
+        self.reward, self.store = reward, store
+        self.name, self.concurrent = reward.name, reward.concurrent
+        self._noted: list[tuple[RewardRequest, list[int]]] = []
+
+    def noted(self, request: RewardRequest, rows: list[int]) -> RewardRequest:
+        self._noted.append((request, rows))
+        return request
+
+    def __call__(self, request: RewardRequest) -> RewardResult:
+        try:
+            return self.reward(request)
+        except RewardFailed as error:
+            if error.row is None:
+                raise
+            rows = next(rows for known, rows in self._noted if known is request)
+            where = self.store.place(rows[error.row])
+            raise type(error)(f"{error}; its prompt stands in {where}", error.row) from error
+
+    def close(self) -> None:
+        self.reward.close()
