@@ -12,25 +12,28 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # What each part may know of the rest of the project; a dotted name is one module. Every part may know itself.
 MAY_IMPORT = {
-    "cli": {"config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded", "errors"},
+    "cli": {"config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded", "errors", "files"},
     "train": {
-        *("data", "models", "algos", "rollout", "rewards", "distributed", "config", "progress", "interrupts", "errors"),
+        *("data", "models", "algos", "rollout", "rewards", "distributed", "config", "progress", "interrupts"),
+        *("errors", "files"),
         *("evaluate.bad_words", "evaluate.tail_files", "evaluate.tail_risk"),
     },
-    "models": {"data.batches", "data.hub", "distributed", "config", "errors"},
+    "models": {"data.batches", "data.hub", "distributed", "config", "errors", "files"},
     "rollout": {"data.batches", "models", "distributed", "errors"},
     "rewards": {"data", "models", "distributed", "config", "errors", "algos"},
-    "data": {"config", "errors"},
+    "data": {"config", "errors", "files"},
     "distributed": {"errors"},
     "algos": set(),
     "config": {"errors"},
     "evaluate": {
-        *("data", "algos", "models", "distributed", "rollout", "rewards", "config", "progress", "interrupts", "errors")
+        *("data", "algos", "models", "distributed", "rollout", "rewards", "config", "progress", "interrupts"),
+        *("errors", "files"),
     },
-    "report": {"evaluate", "config", "errors"},
+    "report": {"evaluate", "config", "errors", "files"},
     "embedded": {"errors"},
     "progress": set(),
     "interrupts": set(),
+    "files": {"errors"},
     "errors": set(),
 }
 
@@ -89,6 +92,22 @@ def test_imports_point_downwards():
 def test_no_two_parts_import_each_other():
     arrows = {(part, name.split(".")[0]) for part, names in MAY_IMPORT.items() for name in names}
     assert not {(low, high) for low, high in arrows if (high, low) in arrows}
+
+
+def test_files_are_renamed_and_flushed_in_one_place():
+    """Elsewhere a file would be half-written for a while, or written in a way of its own."""
+    names = {"rename", "fsync", "mkstemp", "mkdtemp", "NamedTemporaryFile"}
+    found = {
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in set(FILES) - {ROOT / "files.py"}
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        # A path's `replace` has one argument, a string's two.
+        if node.func.attr in names
+        or (node.func.attr == "replace" and len(node.args + node.keywords) == 1)
+        or ast.unparse(node.func) == "os.replace"
+    }
+    assert found == set(), "use trimtab/files.py"
 
 
 def test_the_mathematics_depends_on_torch_alone():

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from trimtab.cli.run import guarded
 from trimtab.cli.words import Words
 from trimtab.errors import UserError
+from trimtab.files import write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -207,8 +208,7 @@ class Lesson:
             {"prompt": prompt_of(row), "before": old, "after": new, "reference": reference_of(row)}
             for row, old, new in zip(self.questions, before.words, after.words)
         ][:SHOWN]
-        text = json.dumps(samples, indent=1) + "\n"
-        (self.folder / run / "samples.json").write_text(text, encoding="utf-8")
+        write_json(self.folder / run / "samples.json", samples, indent=1)
         return write_report(self.folder / run)
 
     def table(self, columns: dict[str, Answers]) -> Table:

@@ -10,8 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,8 @@ import tokenizers
 import transformers
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
+
+from trimtab.files import reason, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -96,24 +96,15 @@ def load(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
 
 
 def save(name: str, arrays: dict[str, np.ndarray], notes: dict[str, Any]) -> None:
-    """Writes beside and renames, so that a reader sees a whole entry or none."""
+    """A reader sees a whole entry or none."""
     entry = folder() / name
-    work = None
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=entry.parent))
-        for array, values in arrays.items():
-            with open(work / f"{array}.npy", "wb") as file:
-                np.save(file, values)
-                file.flush()
-                os.fsync(file.fileno())
-        (work / NOTES).write_text(json.dumps({**notes, "arrays": list(arrays)}))
-        if entry.exists():  # we are here because it could not be used
-            shutil.rmtree(entry, ignore_errors=True)
-        os.rename(work, entry)
+        # An entry that is there could not be used: else this one would not have been made.
+        with replacing(entry) as beside:
+            beside.mkdir()
+            for array, values in arrays.items():
+                np.save(beside / f"{array}.npy", values)
+            (beside / NOTES).write_text(json.dumps({**notes, "arrays": list(arrays)}))
     except OSError as error:
         if not entry.exists():  # else another process was first with the same content
-            logger.warning("tokenised data are not cached: cannot write %s (%s)", entry.parent, error.strerror or error)
-    finally:
-        if work is not None:
-            shutil.rmtree(work, ignore_errors=True)
+            logger.warning("tokenised data are not cached: cannot write %s (%s)", entry.parent, reason(error))

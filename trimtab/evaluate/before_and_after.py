@@ -23,6 +23,7 @@ from trimtab.data.tokens import build_sft_store
 from trimtab.distributed.device import find_device
 from trimtab.errors import UserError
 from trimtab.evaluate.answers import continue_tokens
+from trimtab.files import write_text
 from trimtab.models.hugging_face import from_pretrained, quiet_transformers
 
 SAMPLES = "samples.json"
@@ -50,7 +51,7 @@ def write_samples(options: Any) -> Path:
         for prompt, old, new, reference in zip(shown, before, after, references)
     ]
     path = Path(options.save_path) / SAMPLES
-    path.write_text(json.dumps(samples, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(samples, indent=1, ensure_ascii=False) + "\n")
     return path
 
 

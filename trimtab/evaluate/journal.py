@@ -9,11 +9,12 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import UserError
+from trimtab.files import replacing, write_json, writing
 
 SETTINGS = "settings.json"
 
@@ -37,9 +38,7 @@ class Journal:
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             if rank == 0:
-                beside = self.folder / f"{SETTINGS}.new"
-                beside.write_text(json.dumps(self.settings, indent=1))
-                beside.replace(self.folder / SETTINGS)
+                write_json(self.folder / SETTINGS, self.settings, indent=1)
             path = self.folder / f"{rank}.jsonl"
             path.touch()
             whole = path.read_bytes().rpartition(b"\n")
@@ -63,13 +62,10 @@ class Journal:
 
     def finish(self, rows: list[dict[str, Any]]) -> None:
         """Write the output and leave nothing else."""
-        beside = self.folder / "output"
         with self._writing():
-            with beside.open("w", encoding="utf-8") as file:
+            # In the folder of unfinished work, where whatever a killed process leaves goes with the rest.
+            with replacing(self.output, within=self.folder) as beside, beside.open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(self.output)
             shutil.rmtree(self.folder)
 
     def _check_settings(self, free: Collection[str]) -> None:
@@ -90,9 +86,5 @@ class Journal:
             for line in path.read_bytes().rpartition(b"\n")[0].splitlines():
                 yield json.loads(line)
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(f"--output_path {self.output}: cannot write there ({error.strerror})") from error
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(f"--output_path {self.output}: cannot write there")

@@ -11,7 +11,6 @@ that a stranger put into them.
 
 import io
 import json
-import os
 import pickle
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ import numpy as np
 
 from trimtab.errors import UserError
 from trimtab.evaluate.tail_risk import cvar, mean, probability_below
+from trimtab.files import write_bytes, writing
 
 HELD_OUT, ANALYTIC, UPDATES = "info_eval_", "analyticlogprob_rewsample_", "f_q_rew_kltoprior_ent_"
 
@@ -131,14 +131,8 @@ def _write(path: Path, parts: list[Any]) -> Path:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Whole or not at all."""
-    beside = path.with_name(f"{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(content)
-        os.replace(beside, path)
-    except OSError as error:
-        raise UserError(f"--save_info_path {path}: cannot write there ({error.strerror})") from error
+    with writing(f"--save_info_path {path}: cannot write there"):
+        write_bytes(path, content)
 
 
 def _read(path: Path, count: int) -> list[Any]:

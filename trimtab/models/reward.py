@@ -1,7 +1,6 @@
 """A sequence classifier with one output seen as a reward model: the score of every sequence at its last token."""
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
 from trimtab.errors import UserError
+from trimtab.files import replacing
 from trimtab.models.packed import PackedModel, PaddedRows, Routers
 
 REWARDS = "rewards.json"  # beside the model: every reward of the evaluation pairs, their mean and spread
@@ -80,9 +80,8 @@ def rename_head(folder: Path, old: str, new: str) -> None:
         tensors = load_file(path)
         renamed = {_renamed(name, old, new): tensor for name, tensor in tensors.items()}
         if renamed.keys() != tensors.keys():
-            beside = path.with_suffix(".renamed")
-            save_file(renamed, beside, metadata={"format": "pt"})
-            shutil.move(beside, path)
+            with replacing(path) as beside:
+                save_file(renamed, beside, metadata={"format": "pt"})
 
 
 def _renamed(name: str, old: str, new: str) -> str:

@@ -1,7 +1,5 @@
 """Write a model as a Hugging Face folder that every other tool loads; with LoRA, the adapter."""
 
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +8,7 @@ from torch import Tensor, nn
 
 from trimtab.distributed.sharding import whole
 from trimtab.distributed.world import World
+from trimtab.files import flush, move, remove, unfinished
 from trimtab.models.packed import PackedModel
 from trimtab.models.reward import HEAD, rename_head
 
@@ -46,19 +45,16 @@ def _gathered(model: nn.Module, world: World, bf16: bool) -> dict[str, Tensor]:
 def write_folder(folder: Path, *writers: Callable[[Path], object]) -> None:
     """Each file appears whole or not at all: written beside, then moved in, the descriptions last."""
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f".writing-{os.getpid()}"
-    shutil.rmtree(beside, ignore_errors=True)
-    try:
+    with unfinished(folder) as beside:
         for write in writers:
             write(beside)
+        flush(beside)
         written = sorted(beside.iterdir(), key=lambda p: (p.name.endswith("config.json"), p.name))
         for path in written:
             if path.is_dir():
-                shutil.rmtree(folder / path.name, ignore_errors=True)
-            os.replace(path, folder / path.name)
+                remove(folder / path.name)
+            move(path, folder / path.name)
         # Another run's adapter or shards beside these weights would be loaded with them.
         for old in {old for pattern in WEIGHTS for old in folder.glob(pattern)}:
             if old.name not in {path.name for path in written}:
                 old.unlink()
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)

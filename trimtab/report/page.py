@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from html import escape
 from pathlib import Path
 
 from trimtab import __version__
-from trimtab.errors import UserError
+from trimtab.files import write_bytes, writing
 from trimtab.report import sections
 from trimtab.report.read import Run, read_run
 from trimtab.report.rewards import reward_section
@@ -68,15 +67,6 @@ def place(output: str | Path | None, name: str, folder: Path) -> Path:
 
 def write_page(text: str, target: Path) -> Path:
     """Whole or not at all."""
-    unfinished = target.with_name(f"{target.name}.part")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text, encoding="utf-8", errors="replace")
-        os.replace(unfinished, target)
-    except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
-        raise UserError(
-            f"{target}: cannot write the report: {error.strerror}; give --output a place to write to"
-        ) from error
+    with writing(f"{target}: cannot write the report", "give --output a place to write to"):
+        write_bytes(target, text.encode(errors="replace"))
     return target

@@ -10,7 +10,6 @@ a pickle, so a checkpoint from a stranger runs no code.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ from safetensors import SafetensorError
 
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
-from trimtab.train.disk import flush, reason, writing
+from trimtab.files import UNFINISHED, flush, move, reason, remove, write_text, writing
 
 PREFIX = "global_step"
 STATE, LATEST, OLD = "state.json", "latest", ".old-"
@@ -44,7 +43,7 @@ class Checkpoints:
         """Write the checkpoint of `step`, all processes together: `write` its tensors, flushed to disk, `export` the
         Hugging Face folder beside it."""
         final = self.folder / f"{PREFIX}{step}"
-        beside = self.folder / f".writing-{PREFIX}{step}"
+        beside = self.folder / f"{UNFINISHED}{PREFIX}{step}"
         try:
             self._together(lambda: self._make_room(beside), leader_only=True)
             self._together(lambda: write(beside))
@@ -93,13 +92,11 @@ class Checkpoints:
 
     def _publish(self, beside: Path, final: Path, state: dict) -> None:
         (beside / STATE).write_text(json.dumps(state))
-        flush(beside / STATE)
         flush(beside)
         if final.exists():  # an earlier run's checkpoint of the same step
-            final.rename(final.with_name(f"{OLD}{final.name}"))
-        beside.rename(final)
-        flush(self.folder)
-        self._point_at(final.name)
+            move(final, final.with_name(f"{OLD}{final.name}"))
+        move(beside, final)
+        write_text(self.folder / LATEST, final.name)
         self.clean()
 
     def latest(self) -> Path | None:
@@ -128,26 +125,20 @@ class Checkpoints:
     def clean(self) -> None:
         """Remove what interrupted writes left. A replaced checkpoint counts as garbage once its successor is there."""
         self._bring_back()
-        for pattern in (".writing-*", f"{OLD}*"):
+        for pattern in (f"{UNFINISHED}*", f"{OLD}*"):
             for path in self.folder.glob(pattern):
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
 
     def _bring_back(self) -> None:
         """A checkpoint set aside for a successor that never came."""
         if self.world.leads:
             for path in self.folder.glob(f"{OLD}*"):
                 if not (place := path.with_name(path.name.removeprefix(OLD))).exists():
-                    path.rename(place)
+                    move(path, place)
 
     def _all(self) -> list[Path]:
         paths = [p for p in self.folder.glob(f"{PREFIX}*") if is_name(p.name)]
         return sorted(paths, key=lambda p: int(p.name[len(PREFIX) :]))
-
-    def _point_at(self, name: str) -> None:
-        beside = self.folder / f".{LATEST}-{os.getpid()}"
-        beside.write_text(name)
-        flush(beside)
-        os.replace(beside, self.folder / LATEST)
 
     def _prune(self, newest: Path) -> None:
         """Oldest first, until both limits hold; the newest stays whatever they say."""

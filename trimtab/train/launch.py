@@ -11,8 +11,8 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device, seed_everything
 from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import UserError
+from trimtab.files import check_folder
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
-from trimtab.train.disk import check_folder
 from trimtab.train.plan.fit import fitted, for_manifest, supervised_work
 from trimtab.train.sharded import shard_trained
 from trimtab.train.supervised import SupervisedRun

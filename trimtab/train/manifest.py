@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -112,10 +111,3 @@ def compare(saved: dict, current: dict, checkpoint: Path) -> list[str]:
             was, now = json.dumps(saved.get(key)), json.dumps(current.get(key))
             lines.append(f"resumed with another {key} ({was} -> {now}): not bit for bit the uninterrupted run")
     return lines
-
-
-def write_json(path: Path, content: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}-{os.getpid()}")
-    beside.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(beside, path)

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import httpx
 from trimtab.config.dump import to_dict
 from trimtab.config.groups import LoggingOptions
 from trimtab.data.hub import PROBE_SECONDS, answered
+from trimtab.files import move, write_text
 
 # What two equal runs may differ in.
 PHASES = ("rollout", "scoring", "update", "evaluation")
@@ -52,9 +52,7 @@ def read_rows(path: Path) -> list[dict]:
 
 def _keep_until(path: Path, step: int) -> None:
     kept = [row for row in read_rows(path) if row.get("step", 0) <= step]
-    beside = path.with_name(f".{path.name}-{os.getpid()}")
-    beside.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    os.replace(beside, path)
+    write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def _set_aside(path: Path) -> None:
@@ -64,7 +62,7 @@ def _set_aside(path: Path) -> None:
     number = 1
     while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
-    path.rename(aside)
+    move(path, aside)
 
 
 class TensorBoardLog:

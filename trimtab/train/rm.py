@@ -9,11 +9,11 @@ from trimtab.config.jobs import RMOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
+from trimtab.files import write_json
 from trimtab.models.load import Loaded, load_reward_model, reward_skeleton
 from trimtab.models.packed import scoring
 from trimtab.models.reward import REWARDS, RewardModel
 from trimtab.train.launch import rehearse, train
-from trimtab.train.manifest import write_json
 from trimtab.train.pair_task import PairTask
 from trimtab.train.task import Share, Totals
 

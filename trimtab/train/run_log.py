@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trimtab.config.groups import LoggingOptions
+from trimtab.files import writing
 from trimtab.progress import RunProgress
-from trimtab.train.disk import writing
 from trimtab.train.metrics import MetricsFile, open_logs
 
 

@@ -20,12 +20,12 @@ from trimtab.distributed.device import Device, random_state, restore_random_stat
 from trimtab.distributed.sharding import GRADIENT_DTYPES, sync_gradients
 from trimtab.distributed.world import World, deal
 from trimtab.errors import Interrupted, RunFailed
+from trimtab.files import write_json, write_text, writing
 from trimtab.interrupts import StopRequest
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.save import save_model
 from trimtab.train.checkpoint import Checkpoints, reading
-from trimtab.train.disk import writing
-from trimtab.train.manifest import compare, make_manifest, names_fingerprint, settings, write_json
+from trimtab.train.manifest import compare, make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser, StepReport
 from trimtab.train.run_log import RunLog
 from trimtab.train.task import Task
@@ -244,7 +244,7 @@ class SupervisedRun:
     def write_description(self) -> None:
         with writing(f"--save_path {self.folder}: cannot write there"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "options.yaml").write_text(to_yaml(self.options))
+            write_text(self.folder / "options.yaml", to_yaml(self.options))
             write_json(self.folder / "manifest.json", self.manifest)
 
     def save_model(self, folder: Path) -> None:

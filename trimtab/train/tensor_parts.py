@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trimtab.distributed.sharding import local, part_of
 from trimtab.distributed.world import World
-from trimtab.train.disk import flush
+from trimtab.files import flush
 
 PATTERN = "tensors*.safetensors"
 

@@ -10,7 +10,6 @@ the whole vocabulary, as in training, for the prompt that the *text* of the suff
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,6 +23,7 @@ from trimtab.evaluate.attack.success import Replies
 from trimtab.evaluate.attack.targets import Prompts, Target, read_targets
 from trimtab.evaluate.journal import Journal
 from trimtab.evaluate.tail_risk import share
+from trimtab.files import write_json, write_text
 from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.policy import Policy
 from trimtab.progress import RunProgress
@@ -54,8 +54,7 @@ def attack(options: Any, policy: Policy, device: Device) -> Path:
     rows = run.work_through(targets)
     figures = summary(rows, options.atk_success_criteria, options.reward_threshold)
     path = output_of(options)
-    beside = path.with_name(f"{path.name.removesuffix('.jsonl')}.summary.json")
-    beside.write_text(json.dumps(figures, indent=1) + "\n")
+    write_json(path.with_name(f"{path.name.removesuffix('.jsonl')}.summary.json"), figures, indent=1)
     for line in told(figures):
         print(line)
     return path
@@ -214,12 +213,7 @@ class AttackRun:
 
 
 def _store(path: Path, content: dict[str, Any]) -> None:
-    beside = path.with_suffix(".new")
-    with beside.open("w") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    write_text(path, json.dumps(content))
 
 
 def _stored(path: Path, index: int) -> dict[str, Any] | None:

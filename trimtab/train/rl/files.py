@@ -14,9 +14,9 @@ from torch import Tensor
 from trimtab.config.dump import to_yaml
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
+from trimtab.files import write_json, write_text, writing
 from trimtab.train.checkpoint import Checkpoints, reading
-from trimtab.train.disk import writing
-from trimtab.train.manifest import compare, write_json
+from trimtab.train.manifest import compare
 from trimtab.train.metrics import MetricsFile
 from trimtab.train.rl.experience import FINISHES, Experience
 from trimtab.train.run_log import RunLog
@@ -41,7 +41,7 @@ class RunFiles:
     def open(self, start: int, *, resumed: bool) -> None:
         with writing(f"--save_path {self.folder}: cannot write there"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "options.yaml").write_text(to_yaml(self.options))
+            write_text(self.folder / "options.yaml", to_yaml(self.options))
             write_json(self.folder / "manifest.json", self.manifest)
             self._rollouts = MetricsFile(self.folder / "rollouts.jsonl", resume_from=start if resumed else None)
         places = {"verb": self.options.verb, "total": self.total, "start": start, "resumed": resumed}

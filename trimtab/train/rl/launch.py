@@ -17,6 +17,7 @@ from trimtab.distributed.roles import Alone, Switchboard
 from trimtab.distributed.sharding import GRADIENT_DTYPES
 from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import Interrupted, RunFailed, UserError
+from trimtab.files import check_folder
 from trimtab.interrupts import StopRequest
 from trimtab.models.critic import Critic
 from trimtab.models.hugging_face import check_model_folder
@@ -30,7 +31,6 @@ from trimtab.rewards.verify import make_verifier
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Sampling
-from trimtab.train.disk import check_folder
 from trimtab.train.launch import REHEARSED_ROWS, load_job_tokenizer, notes
 from trimtab.train.manifest import make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser

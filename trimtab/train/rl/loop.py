@@ -22,11 +22,11 @@ from trimtab.data.order import SampleOrder
 from trimtab.distributed.roles import Group
 from trimtab.distributed.world import deal
 from trimtab.errors import Interrupted, RunFailed
+from trimtab.files import writing
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.builtin.sampler import request_seed
 from trimtab.rollout.types import Sampling
-from trimtab.train.disk import writing
 from trimtab.train.rl.alarms import alarms
 from trimtab.train.rl.asking import ask_for_samples
 from trimtab.train.rl.cut import cost, halves, micro_batches, mini_batches, updates_per_iteration

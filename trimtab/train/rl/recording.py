@@ -5,7 +5,6 @@ its iteration was cut from, so that a recording is not taken for one of other pr
 """
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 
 from trimtab.data.prompts import PromptStore
 from trimtab.errors import UserError
+from trimtab.files import replacing
 from trimtab.train.rl.experience import Experience
 
 # What was sampled (None: no group was useful any more), from how many prompts, and its figures.
@@ -60,15 +60,13 @@ class Recording:
 
     def write(self, iteration: int, sampled: Sampled) -> None:
         experience, prompts, figures = sampled
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self._path(iteration)
         for later in [found for found in self._paths() if found.name > path.name]:
             later.unlink()  # written before the run went back to its checkpoint
-        beside = path.with_name(f".{path.name}-{os.getpid()}")
         described = {"cut": self.cut, "data": self.data, "prompts": prompts, "figures": figures}
         tensors = {} if experience is None else experience.tensors()
-        save_file(tensors, beside, metadata={"iteration": json.dumps(described)})
-        os.replace(beside, path)
+        with replacing(path) as beside:
+            save_file(tensors, beside, metadata={"iteration": json.dumps(described)})
 
     def read(self, iteration: int) -> Sampled:
         with self._opened(iteration) as (file, described):

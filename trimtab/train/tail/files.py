@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.config.repulse_spelling import run_name
 from trimtab.evaluate import tail_files
-from trimtab.train.disk import writing
+from trimtab.files import writing
 from trimtab.train.metrics import MetricsFile, read_rows
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import RunFiles

@@ -1,0 +1,113 @@
+"""Files and folders that appear whole or not at all, and what is said where writing fails.
+
+Whatever must not be found half-written goes through `replacing`: written beside its place, flushed to disk, renamed.
+"""
+
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from trimtab.errors import UserError
+
+UNFINISHED = ".writing-"
+"""How everything begins that is still being written: a process that was killed may leave one behind."""
+
+_numbers = itertools.count()
+
+
+@contextmanager
+def replacing(path: Path, *, within: Path | None = None) -> Iterator[Path]:
+    """Where to write a file or a folder that takes the place of `path` if the block ends well, and is gone if not.
+
+    `within`: a folder on the same disk to write it in, if not beside `path`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with unfinished(within or path.parent) as beside:
+        yield beside
+        flush(beside)
+        if beside.is_dir() and path.is_dir():
+            shutil.rmtree(path)
+        move(beside, path)
+
+
+@contextmanager
+def unfinished(folder: Path) -> Iterator[Path]:
+    """A name in `folder` for a file or a folder to be written; what still has this name at the end is removed."""
+    # Short, because what it will become may have a name as long as the system allows.
+    path = folder / f"{UNFINISHED}{os.getpid()}-{next(_numbers)}"
+    remove(path)
+    try:
+        yield path
+    finally:
+        remove(path)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    with replacing(path) as beside:
+        beside.write_bytes(content)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, content: Any, *, indent: int = 2) -> None:
+    write_text(path, json.dumps(content, indent=indent) + "\n")
+
+
+def move(source: Path, place: Path) -> None:
+    """Rename at once; a file that was at `place` is gone. The new name is on the disk when this returns."""
+    os.replace(source, place)
+    flush(place.parent, contents=False)
+
+
+def remove(path: Path) -> None:
+    """A file, or a folder and what is in it; or nothing, if it is not there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def flush(path: Path, *, contents: bool = True) -> None:
+    """What was written to a file or folder (and `contents`: to everything in it) is on the disk when this returns."""
+    for inside in path.iterdir() if contents and path.is_dir() else ():
+        flush(inside)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- where writing fails
+
+
+def check_folder(flag: str, folder: Path) -> None:
+    """Refuse a folder that cannot be made or written to, without making it."""
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not nearest.is_dir():
+        raise UserError(f"--{flag} {folder}: {nearest} is a file; give a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"--{flag} {folder}: you may not write in {nearest}; choose another folder")
+
+
+@contextmanager
+def writing(what: str, advice: str = "") -> Iterator[None]:
+    """A full or vanished disk inside becomes one line that begins with `what`, and ends with what to do about it."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{what} ({reason(error)}){advice and f'; {advice}'}") from error
+
+
+def reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error).splitlines()[0]
