@@ -109,6 +109,8 @@ def _examine_tail(options: TailOptions) -> Iterable[str]:
     method, group = options.method, options.n_samples_per_prompt
     if options.enable_ema:
         raise UserError("--enable_ema: the average would be saved and the last weights measured; leave it out")
+    if options.placeholder_token is not None and options.step_reward == "steps":
+        raise UserError("--step_reward steps: a tail method judges whole answers; use min or last")
     if method == "ppo":
         return []
     if group < 2:

@@ -71,8 +71,9 @@ def test_step_rewards_stand_on_their_tokens():
     steps = [[] for _ in range(9)]
     steps[4] = [(0, 0.25)]
     experience = make(steps=steps)
-    assert experience.step_rewards_N[experience.starts_S[4]] == 0.25
-    assert experience.step_rewards_N.sum() == 0.25
+    scores_K, tokens_K = experience.steps()
+    assert scores_K.tolist() == [0.25] and tokens_K.tolist() == [experience.starts_S[4]]
+    assert torch.equal((experience.answer_rewards_S - experience.rewards_S).nonzero()[:, 0], torch.tensor([4]))
 
 
 def assert_equal(first, second):

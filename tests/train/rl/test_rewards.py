@@ -11,6 +11,7 @@ from tests.tiny import tiny_model
 from tests.train.rl.rl_run import arguments, assert_identical, result, rows, without, write_task
 from trimtab.cli.main import main
 from trimtab.embedded.sort_task import make_tokenizer
+from trimtab.train.metrics import read_rows
 from trimtab.train.rl.loop import RLRun
 from trimtab.train.rl.recording import Recording
 
@@ -98,15 +99,21 @@ class FailLater:
         setattr(RLRun, self.what, failing)
 
 
-def test_rewards_of_steps_stand_within_the_answers(folder, tmp_path):
+@pytest.mark.parametrize("estimator", ["reinforce", "grpo"])
+def test_rewards_of_steps_stand_within_the_answers(folder, tmp_path, estimator):
     model = tiny_model("llama", vocab_size=len(make_tokenizer()), seed=7)
     model.save_pretrained(tmp_path / "prm")
     make_tokenizer().save_pretrained(tmp_path / "prm")
-    words = without(arguments(folder, tmp_path / "out", "reinforce"), "--reward_verifier")
+    words = without(arguments(folder, tmp_path / "out", estimator), "--reward_verifier")
     words += f"--reward_pretrain {tmp_path}/prm --placeholder_token . --reward_tokens y n --step_reward steps".split()
     words += ["--step_separator", "3"]
     assert warm.run(words) == 0
-    assert any(row["return"] != 0 for row in rows(tmp_path / "out")[1:])
+    found = rows(tmp_path / "out")
+    assert all(0 < row["eval_reward"] < 1 for row in found if "eval_reward" in row)
+    for row in found[1:]:
+        assert 0 < row["reward"] < 1 and row["reward_std"] > 0 and row["equal_groups"] < 1
+        assert not any("rewards are equal" in alarm for alarm in row["alarms"])
+    assert len({row["reward"] for row in read_rows(tmp_path / "out" / "rollouts.jsonl")}) > 1
 
 
 def test_dynamic_filtering_trains_only_on_groups_in_the_range(folder, tmp_path):

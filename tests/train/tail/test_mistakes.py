@@ -16,6 +16,7 @@ MISTAKES = [
     ("--heldout_input_key question", "no column 'question' (--heldout_input_key)"),
     ("--analytic_bad_word_calc --single_prompt hello", "--bad_token_ids"),
     ("--proposal modulation_nn_head --proposal_lora_rank 2", "--proposal_lora_rank"),
+    ("--reward_pretrain {folder}/model --placeholder_token . --reward_tokens y n --step_reward steps", "whole answers"),
     ("--enable_ema", "--enable_ema: the average would be saved and the last weights measured"),
     ("--save_info_path {folder}/prompts.jsonl/here", "prompts.jsonl is a file; give a folder"),
     ("--negdata_path {folder}/prompts.jsonl/here", "prompts.jsonl is a file; give a folder"),

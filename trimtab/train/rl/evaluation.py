@@ -26,7 +26,7 @@ class Evaluation:
         if experience is None:
             return None
         n = self.sampling.n
-        scores_PN, rewards_PN = experience.scores_S.view(-1, n), experience.rewards_S.view(-1, n)
+        scores_PN, rewards_PN = experience.scores_S.view(-1, n), experience.answer_rewards_S.view(-1, n)
         figures = {"eval_reward": float(rewards_PN.mean()), "eval_length": float(experience.lengths_S.float().mean())}
         figures |= _passes(scores_PN, range(len(self.store)), "eval_")
         sources = [self.store.source(row) for row in range(len(self.store))]

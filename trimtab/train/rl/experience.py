@@ -16,6 +16,13 @@ from trimtab.data.batches import TokenBatch
 from trimtab.rollout.types import Rollout
 
 FINISHES = ("stop", "length", "abort")
+# The columns that hold a list for each sample, and what is in the lists.
+LISTS = {
+    "prompt_ids": torch.int64,
+    "response_ids": torch.int64,
+    "step_tokens": torch.int64,
+    "step_scores": torch.float64,
+}
 
 
 @dataclass
@@ -28,7 +35,9 @@ class Experience:
     rewards_S: Tensor
     scores_S: Tensor  # what dynamic filtering looks at
     logs: dict[str, Tensor] = field(default_factory=dict)  # other figures of the samples, from the rewards
-    step_rewards_N: Tensor | None = None  # of a process reward, on the last token of each step
+    # of a process reward, a list for each sample
+    step_tokens: list[list[int]] | None = None  # where in the answer each step ends
+    step_scores: list[list[float]] | None = None
     # what scoring adds
     old_N: Tensor | None = None  # log-probs of the policy that the updates start from
     reference_N: Tensor | None = None
@@ -54,10 +63,8 @@ class Experience:
             {name: torch.tensor(values, dtype=torch.float32) for name, values in result.logs.items()},
         )
         if result.steps is not None:
-            experience.step_rewards_N = torch.zeros_like(experience.sampled_N)
-            for start, steps in zip(experience.starts_S.tolist(), result.steps):
-                for token, score in steps:
-                    experience.step_rewards_N[start + token] += score
+            experience.step_tokens = [[token for token, _ in steps] for steps in result.steps]
+            experience.step_scores = [[score for _, score in steps] for steps in result.steps]
         return experience
 
     @classmethod
@@ -78,11 +85,29 @@ class Experience:
             self.rewards_S[chosen],
             self.scores_S[chosen],
             {name: values[chosen] for name, values in self.logs.items()},
-            None if self.step_rewards_N is None else self.step_rewards_N[tokens],
+            None if self.step_tokens is None else [self.step_tokens[i] for i in samples],
+            None if self.step_scores is None else [self.step_scores[i] for i in samples],
         )
 
     def __len__(self) -> int:
         return len(self.response_ids)
+
+    # ---- what a sample is worth
+
+    @cached_property
+    def answer_rewards_S(self) -> Tensor:
+        """What an answer is judged by as a whole: its reward and, where its steps have rewards, their mean."""
+        if self.step_scores is None:
+            return self.rewards_S
+        means = [sum(scores) / len(scores) if scores else 0.0 for scores in self.step_scores]
+        return self.rewards_S + torch.tensor(means)
+
+    def steps(self) -> tuple[Tensor, Tensor]:
+        """Of all K steps, sample after sample: their scores, and where their last tokens lie among all tokens."""
+        starts = self.starts_S.tolist()
+        tokens = [start + token for start, found in zip(starts, self.step_tokens) for token in found]
+        scores = [score for found in self.step_scores for score in found]
+        return torch.tensor(scores, dtype=torch.float32), torch.tensor(tokens, dtype=torch.int64)
 
     # ---- where things lie
 
@@ -138,18 +163,20 @@ class Experience:
         # Copies: a column may be another one under a second name, which the file format does not take.
         tensors = {name: value.clone() for name, value in found.items() if isinstance(value, Tensor)}
         tensors |= {f"logs/{name}": values.clone() for name, values in self.logs.items()}
-        for name in ("prompt_ids", "response_ids"):
-            tensors[name] = torch.tensor([token for ids in found[name] for token in ids])
-            tensors[f"{name}_lengths"] = torch.tensor([len(ids) for ids in found[name]])
+        for name, dtype in LISTS.items():
+            if found[name] is not None:
+                tensors[name] = torch.tensor([item for part in found[name] for item in part], dtype=dtype)
+                tensors[f"{name}_lengths"] = torch.tensor([len(part) for part in found[name]])
         return tensors
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "Experience":
         tensors = dict(tensors)
         arguments: dict = {"logs": {}}
-        for name in ("prompt_ids", "response_ids"):
-            lengths = tensors.pop(f"{name}_lengths").tolist()
-            arguments[name] = [part.tolist() for part in tensors.pop(name).split(lengths)]
+        for name in LISTS:
+            if name in tensors:
+                lengths = tensors.pop(f"{name}_lengths").tolist()
+                arguments[name] = [part.tolist() for part in tensors.pop(name).split(lengths)]
         for name, value in tensors.items():
             if name.startswith("logs/"):
                 arguments["logs"][name.removeprefix("logs/")] = value

@@ -53,7 +53,7 @@ class RunFiles:
     def keep_samples(self, iteration: int, experience: Experience) -> None:
         """The best and the worst rollouts of an iteration, so that a person can see what is rewarded."""
         count = min(self.options.save_rollouts, len(experience))
-        order = experience.rewards_S.argsort(descending=True, stable=True).tolist()
+        order = experience.answer_rewards_S.argsort(descending=True, stable=True).tolist()
         chosen = order[: count - count // 2] + (order[-(count // 2) :] if count > 1 else [])
         with writing(f"--save_path {self.folder}: cannot write there"):
             for i in chosen:
@@ -64,7 +64,7 @@ class RunFiles:
                         "row": int(experience.rows_S[i]),
                         "prompt": self.tokenizer.decode(prompt)[-SHOWN_CHARACTERS:],
                         "response": self.tokenizer.decode(response)[:SHOWN_CHARACTERS],
-                        "reward": float(experience.rewards_S[i]),
+                        "reward": float(experience.answer_rewards_S[i]),
                         "tokens": len(response),
                         "finish": FINISHES[experience.finishes_S[i]],
                     }

@@ -1,7 +1,8 @@
 """From rewards to advantages: the estimators, put together from their parts in algos/.
 
 R of each answer, less what it is too long; seen against its group (group_rewards); clipped
-r of each token: -beta KL, and R on the last one (token_rewards); a teacher adds log teacher - log policy
+r of each token: -beta KL, and R on the last one (token_rewards); on the last token of each step the step's reward,
+seen against the group's steps (step_rewards); a teacher adds log teacher - log policy
 A of each token: GAE with a critic, the discounted sum of r without (advantages); whitened, where that belongs
 """
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from trimtab.algos import kl
 from trimtab.algos.advantages import discounted_sums, gae, whiten
 from trimtab.algos.group_rewards import SHAPED_BY, WHITENED, equal_groups
+from trimtab.algos.step_rewards import STEPS_SHAPED_BY
 from trimtab.algos.token_rewards import overlong_penalty, per_token
 from trimtab.algos.value_loss import explained_variance
 from trimtab.train.rl.experience import FINISHES, Experience
@@ -44,8 +46,10 @@ def shape(experience: Experience, options: Any, kl_coefficient: float) -> dict[s
         experience.owners_N,
         tuple(options.reward_clip_range),
     )
-    if experience.step_rewards_N is not None:
-        rewards_N = rewards_N + experience.step_rewards_N
+    if experience.step_scores is not None and any(experience.step_scores):
+        scores_K, tokens_K = experience.steps()
+        shaped_K = STEPS_SHAPED_BY[estimator](scores_K, experience.owners_N[tokens_K], options.n_samples_per_prompt)
+        rewards_N = rewards_N.index_add(0, tokens_K, shaped_K)
     if experience.teacher_N is not None:
         rewards_N = rewards_N + options.teacher_coef * (experience.teacher_N - experience.old_N)
     gamma = 1.0 if estimator in GROUPED else options.gamma
@@ -61,6 +65,8 @@ def shape(experience: Experience, options: Any, kl_coefficient: float) -> dict[s
     experience.advantages_N = advantages_N
     returns_S = (experience.returns_N if estimator == "gae" else returns_N)[experience.starts_S]
     figures = described(experience, rewards_GN, returns_S, kl_N)
+    if experience.step_scores is not None and options.n_samples_per_prompt > 1:
+        figures["equal_groups"] = (equal_groups(rewards_GN) & equal_steps(experience, options)).float().mean()
     if options.overlong_buffer_len is not None:
         figures["overlong_penalty"] = penalty_S.mean()
     if experience.teacher_N is not None:
@@ -73,10 +79,10 @@ def shape(experience: Experience, options: Any, kl_coefficient: float) -> dict[s
 def described(experience: Experience, rewards_GN: Tensor, returns_S: Tensor, kl_N: Tensor | None) -> dict[str, Tensor]:
     """What there is to say of answers whatever is learnt from them; `rewards_GN` are those that groups are seen by."""
     figures = {
-        "reward": experience.rewards_S.mean(),
-        "reward_std": experience.rewards_S.std(correction=0),
-        "reward_min": experience.rewards_S.min(),
-        "reward_max": experience.rewards_S.max(),
+        "reward": experience.answer_rewards_S.mean(),
+        "reward_std": experience.answer_rewards_S.std(correction=0),
+        "reward_min": experience.answer_rewards_S.min(),
+        "reward_max": experience.answer_rewards_S.max(),
         "score": experience.scores_S.mean(),
         "return": returns_S.mean(),
         "equal_groups": equal_groups(rewards_GN).float().mean() if rewards_GN.shape[1] > 1 else 0.0,
@@ -87,6 +93,17 @@ def described(experience: Experience, rewards_GN: Tensor, returns_S: Tensor, kl_
     if kl_N is not None:
         figures |= {"kl": kl_N.mean(), "kl_answer": kl_N.sum() / len(experience)}
     return figures | {f"reward/{name}": values.nanmean() for name, values in experience.logs.items()}
+
+
+def equal_steps(experience: Experience, options: Any) -> Tensor:
+    """Which groups' steps say nothing of which answer is better: all are scored alike and, where rewards are added up
+    as they are, there are as many in each answer."""
+    scores = experience.step_scores
+    n, found = options.n_samples_per_prompt, []
+    for group in (scores[i : i + n] for i in range(0, len(scores), n)):
+        alike = len({score for steps in group for score in steps}) <= 1
+        found.append(alike and (options.advantage_estimator in GROUPED or len({len(steps) for steps in group}) == 1))
+    return torch.tensor(found)
 
 
 def loud(experience: Experience, samples: list[int]) -> list[int]:
