@@ -8,6 +8,7 @@ from tests.report.pages import Checked, step_row, write_metrics
 from trimtab.evaluate.tail_files import HeldOut, summary, write_summary
 from trimtab.report.page import render
 from trimtab.report.read import read_run
+from trimtab.train.tail.measures import finite
 
 
 def page_of(folder) -> str:
@@ -22,8 +23,20 @@ def test_the_page_tells_what_the_worst_samples_are(tmp_path):
     write_summary(tmp_path, "run_s1", summary(samples, [-5.0], [0.5]))
     page = page_of(tmp_path)
     assert "4 samples, the worst with a reward of -6" in page
-    assert "<td>share below -5</td><td>0.25 (" in page
-    assert "<td>mean of the worst 2 (CVaR 0.5)</td><td>-5 (" in page
+    assert "<td>share below -5</td><td>0.25</td><td>" in page
+    assert "<td>mean of the worst 2 (CVaR 0.5)</td><td>-5</td><td>" in page
+    assert "of new answers to these prompts, not of new prompts" in page and "<th>new prompts</th>" not in page
+
+
+def test_an_interval_says_whether_it_speaks_of_these_prompts_or_of_new_ones(tmp_path):
+    samples = HeldOut(np.repeat([-6.0, -4.0, 0.0, 2.0], 25), *(np.zeros(100) for _ in range(3)))
+    figures = summary(samples, [-5.0, -9.0], [0.5, 0.01], np.repeat(np.arange(4), 25))
+    write_summary(tmp_path, "run_s1", finite(figures))
+    page = page_of(tmp_path)
+    assert "100 samples for 4 prompts" in page and "<th>these prompts</th><th>new prompts</th>" in page
+    assert "<td>share below -5</td><td>0.25</td><td>0.175 to 0.343</td><td>0.0" in page
+    assert "<td>share below -9</td><td>0</td><td>0 to 0.037</td><td>0 to 0.49</td>" in page
+    assert "(CVaR 0.01)</td><td>-6</td><td>-6 to -6</td><td>unknown</td>" in page, "all of one prompt"
 
 
 def test_samples_are_found_where_the_run_wrote_them_with_what_the_proposal_says(tmp_path):
@@ -41,7 +54,7 @@ def test_samples_are_found_where_the_run_wrote_them_with_what_the_proposal_says(
     (folder / "options.yaml").write_text(yaml.safe_dump({"method": "repulse", "save_info_path": str(info)}))
     page = page_of(folder)
     assert "2 samples, the worst" in page and "1 samples, the worst" not in page
-    assert "weighed (-5)</td><td>1e-4 (1e-5 to 0.001), on 2.5 effective bad samples, of 90 in all</td>" in page
+    assert "weighed (-5): 2.5 effective bad samples, of 90</td><td>1e-4</td><td>1e-5 to 0.001</td>" in page
     assert "share below -5 the two estimates contradict each other" in page, "0.25 was counted"
 
 

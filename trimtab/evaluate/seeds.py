@@ -8,9 +8,7 @@ import math
 
 import numpy as np
 
-from trimtab.evaluate.tail_risk import CONFIDENCE, DRAWS, Estimate
-
-PLACES = 200_001
+from trimtab.evaluate.tail_risk import CONFIDENCE, DRAWS, Estimate, t_quantile
 
 
 def t_intervals(values_SN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -21,14 +19,6 @@ def t_intervals(values_SN: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return centre, np.zeros_like(centre)
     error = values_SN.std(axis=0, ddof=1) / math.sqrt(seeds)
     return centre, t_quantile((1 + CONFIDENCE) / 2, seeds - 1) * error
-
-
-def t_quantile(share: float, degrees: int) -> float:
-    """Of Student's distribution: with t = sqrt(degrees) tan(angle) its density is cos(angle) ^ (degrees - 1)."""
-    angles = np.linspace(-math.pi / 2, math.pi / 2, PLACES)
-    density = np.cos(angles) ** (degrees - 1)
-    below = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    return math.sqrt(degrees) * math.tan(np.interp(share, below / below[-1], angles))
 
 
 def bootstrap_mean(values: list[float], *, draws: int = DRAWS, seed: int = 0) -> Estimate:

@@ -12,7 +12,7 @@ that a stranger put into them.
 import io
 import json
 import pickle
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from trimtab.errors import UserError
-from trimtab.evaluate.tail_risk import cvar, mean, probability_below
+from trimtab.evaluate.tail_risk import Estimate, cvar, mean, probability_below
 from trimtab.files import write_bytes, writing
 
 HELD_OUT, ANALYTIC, UPDATES = "info_eval_", "analyticlogprob_rewsample_", "f_q_rew_kltoprior_ent_"
+BOUNDS = ("low", "high", "log_low", "log_high")
 
 
 @dataclass(frozen=True)
@@ -84,17 +85,36 @@ def read_bad_texts(path: Path) -> set[str]:
     return set(texts)
 
 
-def summary(held_out: HeldOut, thresholds: Sequence[float], levels: Sequence[float]) -> dict[str, Any]:
-    """The figures of an evaluation, ready for JSON; thresholds and levels may be chosen long after the run."""
+def summary(
+    held_out: HeldOut, thresholds: Sequence[float], levels: Sequence[float], prompts: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """The figures of an evaluation, ready for JSON; thresholds and levels may be chosen long after the run.
+
+    `low` and `high` speak of new answers to the same prompts; where `prompts` are known, `new_prompts` of new ones.
+    """
+
+    def both(figure: Callable[..., Estimate], *arguments: Any) -> dict[str, Any]:
+        return in_both_ways(figure, *arguments, prompts=prompts)
+
     return {
         "samples": len(held_out.rewards),
-        "reward": asdict(mean(held_out.rewards)),
-        "return": asdict(mean(held_out.returns)),
-        "kl_per_token": asdict(mean(held_out.token_kl)),
+        **({} if prompts is None else {"prompts": len(set(prompts))}),
+        "reward": both(mean, held_out.rewards),
+        "return": both(mean, held_out.returns),
+        "kl_per_token": both(mean, held_out.token_kl),
         "worst_reward": float(held_out.rewards.min()),
-        "below": {f"{t:g}": asdict(probability_below(held_out.rewards, t)) for t in thresholds},
-        "cvar": {f"{level:g}": asdict(cvar(held_out.rewards, level)) for level in levels},
+        "below": {f"{t:g}": both(probability_below, held_out.rewards, t) for t in thresholds},
+        "cvar": {f"{level:g}": both(cvar, held_out.rewards, level) for level in levels},
     }
+
+
+def in_both_ways(figure: Callable[..., Any], *arguments: Any, prompts: Sequence[int] | None) -> dict[str, Any]:
+    """An estimate with its interval for these prompts and, where they are known, for new ones."""
+    found = asdict(figure(*arguments))
+    if prompts is not None:
+        bounds = {name: value for name, value in asdict(figure(*arguments, prompts)).items() if name in BOUNDS}
+        found["new_prompts"] = bounds
+    return found
 
 
 def write_summary(folder: Path, run: str, figures: dict[str, Any]) -> Path:

@@ -4,10 +4,14 @@
     CVaR_q = mean of the worst k = floor(q n) rewards, at least one, with a bootstrap interval
     P(bad) = E_q[ p/q 1(bad) ]                from samples of a proposal q, with log weights log p - log q
 
-Intervals hold 95 % and speak of new samples for the same prompts. What is left out: any assumption about the tail
-beyond the worst sample seen. All in numpy, so that figures can be made where no torch is.
+Intervals hold 95 %. An interval answers one of two questions. Without `prompts` it speaks of new samples for the same
+prompts (of which it holds at least 95 %, as it counts what differs between prompts too). With `prompts`, which says
+whose answer each sample is, it speaks of new prompts: answers to one prompt are alike, so prompts are what is counted
+and resampled. What is left out: any assumption about the tail beyond the worst sample seen. All in numpy, so that
+figures can be made where no torch is.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +23,7 @@ CONFIDENCE = 0.95
 DRAWS = 5000
 DRAWN_AT_ONCE = 2**22  # numbers held by the bootstrap
 Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+PLACES = 200_001  # at which Student's density is looked at
 
 
 @dataclass(frozen=True)
@@ -44,20 +49,38 @@ class RareEvent:
     effective_bad_samples: float  # the same over the bad ones: how many the estimate rests on
 
 
-def mean(values: Sequence[float]) -> Estimate:
-    """The mean, with the interval of the normal distribution."""
-    values = _numbers(values)
-    centre = float(values.mean())
-    margin = Z * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+def mean(values: Sequence[float], prompts: Sequence[int] | None = None) -> Estimate:
+    """The mean, with the t-interval of independent samples or prompts."""
+    numbers = _numbers(values)
+    centre = float(numbers.mean())
+    margin = _margin((numbers - centre) / len(numbers), prompts)
     return Estimate(centre, centre - margin, centre + margin)
 
 
-def probability_below(rewards: Sequence[float], threshold: float) -> Estimate:
-    rewards = _numbers(rewards)
-    return share(int((rewards < threshold).sum()), len(rewards))
+def probability_below(rewards: Sequence[float], threshold: float, prompts: Sequence[int] | None = None) -> Estimate:
+    return rate(_numbers(rewards) < threshold, prompts)
 
 
-def share(count: int, of: int) -> Estimate:
+def rate(events: Sequence[bool], prompts: Sequence[int] | None = None) -> Estimate:
+    """The share of samples that are an event.
+
+    For new prompts Wilson's interval is that of as many independent samples as would be known equally well. Where
+    nothing or everything is an event, nothing is known of how events cluster: each prompt counts once.
+    """
+    events = np.asarray(events, dtype=bool)
+    count, of = int(events.sum()), len(events)
+    if prompts is None:
+        return share(count, of)
+    value, several = count / of, len(np.unique(prompts))
+    if count in (0, of):
+        return share(count and several, several)
+    if several == 1:
+        return Estimate(value, 0.0, 1.0)
+    error = _margin((events - value) / of, prompts) / Z
+    return share(value * (known := min(of, max(1.0, value * (1 - value) / max(error**2, 1e-30)))), known)
+
+
+def share(count: float, of: float) -> Estimate:
     """`count` of `of`, with Wilson's score interval: not empty where nothing, or everything, was counted."""
     value = count / of
     scale = 1 + Z**2 / of
@@ -68,13 +91,41 @@ def share(count: int, of: int) -> Estimate:
     return Estimate(value, low, 1.0 if count == of else centre + margin)
 
 
-def cvar(rewards: Sequence[float], level: float, *, draws: int = DRAWS, seed: int = 0) -> TailMean:
-    """The mean of the worst `level` of the rewards."""
+def cvar(
+    rewards: Sequence[float],
+    level: float,
+    prompts: Sequence[int] | None = None,
+    *,
+    draws: int = DRAWS,
+    seed: int = 0,
+) -> TailMean:
+    """The mean of the worst `level` of the rewards.
+
+    For new prompts: the bootstrap's error and bias, with the t-quantile of as many prompts as the worst rewards come
+    from. From a handful of them it is still too narrow.
+    """
     assert 0 < level <= 1, "a level is a share of the samples"
-    ordered = np.sort(_numbers(rewards))
-    k = max(1, math.floor(level * len(ordered) + 1e-9))  # 0.29 * 100 is a little below 29
-    low, high = np.quantile(_resampled(ordered, k, draws, seed), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return TailMean(float(ordered[:k].mean()), float(low), float(high), k)
+    numbers = _numbers(rewards)
+    order = np.argsort(numbers, kind="stable")
+    ordered, k = numbers[order], _worst(level, len(numbers))
+    value = float(ordered[:k].mean())
+    if prompts is None:
+        means = _resampled(ordered, k, draws, seed)
+        low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+        return TailMean(value, float(low), float(high), k)
+    prompts = np.asarray(prompts)[order]
+    worst = len(np.unique(prompts[:k]))
+    if worst == 1:
+        return TailMean(value, -math.inf, math.inf, k)
+    means = _resampled_prompts(ordered, prompts, level, draws, seed)
+    centre = 2 * value - float(means.mean())
+    margin = t_quantile((1 + CONFIDENCE) / 2, worst - 1) * float(means.std(ddof=1))
+    return TailMean(value, min(value, centre - margin), max(value, centre + margin), k)
+
+
+def _worst(level: float, samples: int) -> int:
+    """How many samples are the worst `level` of so many."""
+    return max(1, math.floor(level * samples + 1e-9))  # 0.29 * 100 is a little below 29
 
 
 def _resampled(ordered: np.ndarray, k: int, draws: int, seed: int) -> np.ndarray:
@@ -94,7 +145,22 @@ def _resampled(ordered: np.ndarray, k: int, draws: int, seed: int) -> np.ndarray
     return np.concatenate(means)
 
 
-def rare_event(log_weights: Sequence[float], bad: Sequence[bool]) -> RareEvent:
+def _resampled_prompts(ordered: np.ndarray, prompts: np.ndarray, level: float, draws: int, seed: int) -> np.ndarray:
+    """The same figure in resamples of whole prompts: a sample counts as often as its prompt was drawn."""
+    groups, sizes = _groups(prompts)
+    rng = np.random.default_rng(seed)
+    means = []
+    for _ in range(draws):
+        drawn = np.bincount(rng.integers(len(sizes), size=len(sizes)), minlength=len(sizes))
+        k = _worst(level, int(drawn @ sizes))
+        times = drawn[groups]
+        reached = times.cumsum()
+        last = int(np.searchsorted(reached, k))
+        means.append((times[:last] @ ordered[:last] + (k - (reached[last] - times[last])) * ordered[last]) / k)
+    return np.array(means)
+
+
+def rare_event(log_weights: Sequence[float], bad: Sequence[bool], prompts: Sequence[int] | None = None) -> RareEvent:
     """P(bad) under the model from samples of a proposal, `log_weights` being log p - log q of each.
 
     The interval is that of a log-normal estimate: the relative error of the mean weight of bad samples is an additive
@@ -106,14 +172,42 @@ def rare_event(log_weights: Sequence[float], bad: Sequence[bool]) -> RareEvent:
     chosen = log_weights[bad]
     if not len(chosen):
         return RareEvent(-math.inf, -math.inf, 0.0, effective, 0.0)
-    n, total = len(bad), _log_sum(chosen)
-    log_probability = total - math.log(n)
-    # Var(mean) / mean^2, with mean = (sum over the bad) / n; both terms stay in range at any scale of the weights.
-    variance = max(0.0, math.exp(_log_sum(2 * chosen) - 2 * total) - 1 / n) * n / max(1, n - 1)
-    margin = Z * math.sqrt(variance)
+    total = _log_sum(chosen)
+    log_probability = total - math.log(len(bad))
+    # Shares of the sum of bad weights stay in range at any scale of the weights.
+    shares = np.where(bad, np.exp(np.minimum(log_weights - total, 0.0)), 0.0)
+    margin = _margin(shares - 1 / len(bad), prompts)
     return RareEvent(
         log_probability, log_probability - margin, min(0.0, log_probability + margin), effective, _effective(chosen)
     )
+
+
+def _margin(deviations: np.ndarray, prompts: Sequence[int] | None) -> float:
+    """The half-width of the t-interval of a sum of `deviations`, which belong to independent samples or prompts."""
+    if prompts is not None:
+        groups, _ = _groups(prompts)
+        deviations = np.bincount(groups, weights=deviations)
+    several = len(deviations)
+    if several == 1:
+        return math.inf
+    return t_quantile((1 + CONFIDENCE) / 2, several - 1) * math.sqrt(
+        several / (several - 1) * float((deviations**2).sum())
+    )
+
+
+def _groups(prompts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Of each sample the number of its prompt, from 0 on, and how many samples each prompt has."""
+    _, groups, sizes = np.unique(np.asarray(prompts), return_inverse=True, return_counts=True)
+    return groups, sizes
+
+
+@functools.cache
+def t_quantile(share: float, degrees: int) -> float:
+    """Of Student's distribution: with t = sqrt(degrees) tan(angle) its density is cos(angle) ^ (degrees - 1)."""
+    angles = np.linspace(-math.pi / 2, math.pi / 2, PLACES)
+    density = np.cos(angles) ** (degrees - 1)
+    below = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    return math.sqrt(degrees) * math.tan(np.interp(share, below / below[-1], angles))
 
 
 def _effective(log_weights: np.ndarray) -> float:

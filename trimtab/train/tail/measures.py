@@ -7,7 +7,6 @@ after training                     held-out answers of the policy: rewards, retu
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -83,8 +82,10 @@ class Measures:
         if own is None or (run.roles.proposal is not None and proposed is None):
             return False
         found = self.examined(run, own)
-        figures = tail_files.summary(found, self.thresholds, LEVELS)
-        figures["kl_per_answer"] = asdict(mean(found.token_kl * own.lengths_S.numpy()))
+        prompts = own.rows_S.tolist()
+        figures = tail_files.summary(found, self.thresholds, LEVELS, prompts)
+        whole_kl = found.token_kl * own.lengths_S.numpy()
+        figures["kl_per_answer"] = tail_files.in_both_ways(mean, whole_kl, prompts=prompts)
         if proposed is not None:
             figures["rare_events"] = self.rare_events(run, own, proposed)
         tail_files.write_held_out(run.files.info, run.files.name, found)
@@ -120,13 +121,17 @@ class Measures:
         run.fill(proposed, "old_N", run.roles.proposal, "log_probs")
         run.fill(proposed, "policy_N", run.roles.actor, "log_probs")
         weights = log_ratios(proposed.policy_N, proposed.old_N, proposed.owners_N, len(proposed)).numpy()
-        return {
-            f"{threshold:g}": {
-                "importance": asdict(rare_event(weights, (proposed.rewards_S < threshold).numpy())),
-                "plain": asdict(probability_below(own.rewards_S.numpy(), threshold)),
+        found = {}
+        for threshold in self.thresholds:
+            bad = (proposed.rewards_S < threshold).numpy()
+            own_prompts, prompts = own.rows_S.tolist(), proposed.rows_S.tolist()
+            found[f"{threshold:g}"] = {
+                "importance": tail_files.in_both_ways(rare_event, weights, bad, prompts=prompts),
+                "plain": tail_files.in_both_ways(
+                    probability_below, own.rewards_S.numpy(), threshold, prompts=own_prompts
+                ),
             }
-            for threshold in self.thresholds
-        }
+        return found
 
 
 def finite(figures: Any) -> Any:
