@@ -11,8 +11,16 @@ def tensors(value=0.0, size=1000):
     return {"weight/a": torch.full((size,), value), "step/a": torch.tensor(3.0)}
 
 
-def writing(value=0.0):
-    return lambda folder: write_parts(folder, tensors(value), World())
+def writing(step, value=0.0):
+    return lambda folder: write_parts(folder, tensors(value), World(), step)
+
+
+def state(step):
+    return {"counters": {"step": step}, "manifest": {}, "random": []}
+
+
+def save(store, step, value=0.0, **more):
+    return store.save(step, writing(step, value), state(step), **more)
 
 
 def read(store):
@@ -27,10 +35,10 @@ def make(folder, keep=3, keep_gib=1e8):
 
 def test_what_was_saved_is_loaded(tmp_path):
     store = make(tmp_path)
-    store.save(5, writing(1.5), {"counters": {"step": 5}})
-    loaded, (_, state) = read(make(tmp_path)), make(tmp_path).load()
+    save(store, 5, 1.5)
+    loaded, (_, found) = read(make(tmp_path)), make(tmp_path).load()
     assert torch.equal(loaded.whole("weight/a"), tensors(1.5)["weight/a"]) and loaded.whole("step/a").shape == ()
-    assert state["counters"]["step"] == 5
+    assert found["counters"]["step"] == 5
 
 
 def test_nothing_saved_loads_nothing(tmp_path):
@@ -39,9 +47,9 @@ def test_nothing_saved_loads_nothing(tmp_path):
 
 @pytest.mark.parametrize("kind", ["absolute", "relative", "nested", "empty", "binary"])
 def test_latest_cannot_point_outside_its_folder(tmp_path, kind):
-    make(tmp_path / "other").save(7, writing(), {"counters": {"step": 7}})
+    save(make(tmp_path / "other"), 7)
     store = make(tmp_path / "own")
-    store.save(1, writing(), {"counters": {"step": 1}})
+    save(store, 1)
     named = {
         "absolute": str(tmp_path / "other" / "global_step7"),
         "relative": "../other/global_step7",
@@ -57,46 +65,46 @@ def test_latest_cannot_point_outside_its_folder(tmp_path, kind):
 def test_oldest_go_first_and_the_newest_always_stays(tmp_path):
     store = make(tmp_path, keep=2)
     for step in (2, 10, 9):
-        store.save(step, writing(), {}, export=lambda folder: folder.mkdir())
+        save(store, step, export=lambda folder: folder.mkdir())
     assert sorted(p.name for p in tmp_path.glob("global*")) == [
         "global_step10", "global_step10_hf", "global_step9", "global_step9_hf",
     ]  # fmt: skip
     assert store.latest().name == "global_step9"
     tight = make(tmp_path, keep=5, keep_gib=1e-9)
-    tight.save(11, writing(), {})
+    save(tight, 11)
     assert [p.name for p in sorted(tmp_path.glob("global*"))] == ["global_step11"]
 
 
 def test_an_interrupted_write_is_ignored_and_cleaned(tmp_path):
     store = make(tmp_path)
-    store.save(1, writing(), {"counters": {"step": 1}})
+    save(store, 1)
     half = tmp_path / ".writing-global_step2-123"
     half.mkdir()
     (half / "tensors.safetensors").write_bytes(b"half")
     assert store.load()[1]["counters"]["step"] == 1
-    store.save(3, writing(), {"counters": {"step": 3}})
+    save(store, 3)
     assert not half.exists()
 
 
 def test_a_lost_pointer_finds_the_newest(tmp_path):
     store = make(tmp_path)
     for step in (9, 10):
-        store.save(step, writing(), {})
+        save(store, step)
     (tmp_path / "latest").unlink()
     assert store.latest().name == "global_step10"
 
 
 def test_saving_a_step_again_replaces_it(tmp_path):
     store = make(tmp_path)
-    store.save(1, writing(1.0), {})
-    store.save(1, writing(2.0), {})
+    save(store, 1, 1.0)
+    save(store, 1, 2.0)
     assert read(store).whole("weight/a")[0] == 2.0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step1", "latest"]
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
     store = make(tmp_path)
-    store.save(1, writing(), {})
+    save(store, 1)
     (tmp_path / "global_step1" / "tensors.safetensors").write_bytes(b"\x00" * 100)
     with pytest.raises(UserError, match=r"global_step1.*damaged"):
         read(store)
@@ -104,19 +112,21 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
 
 def test_a_checkpoint_set_aside_for_a_successor_that_never_came_is_brought_back(tmp_path):
     store = make(tmp_path)
-    store.save(4, writing(1.0), {"counters": {"step": 4}})
+    save(store, 4, 1.0)
     (tmp_path / "global_step4").rename(tmp_path / ".old-global_step4")  # killed between two renames
     assert make(tmp_path).load()[1]["counters"]["step"] == 4
-    store.save(5, writing(2.0), {"counters": {"step": 5}})
+    save(store, 5, 2.0)
     assert (tmp_path / "global_step4").exists()
 
 
 def test_a_missing_part_is_noticed(tmp_path):
     store = make(tmp_path)
-    folder = store.save(1, writing(), {})
+    folder = save(store, 1)
     (folder / "tensors.safetensors").rename(folder / "tensors-00000-of-00002.safetensors")
-    with pytest.raises(UserError, match="1 of 2 parts"):
-        read(store)
+    with pytest.raises(UserError, match="tensors.safetensors is missing"):
+        store.load()
+    with pytest.raises(UserError, match="1 of 2 parts"), reading(folder):
+        TensorParts(folder)
 
 
 def test_only_exports_are_pruned_too(tmp_path):

@@ -6,6 +6,7 @@ from trimtab.config.jobs import AttackOptions
 from trimtab.distributed.device import find_device
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
+from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.restored import restored_policy
 from trimtab.train.tensor_parts import write_parts
 
@@ -18,9 +19,10 @@ def base(tmp_path_factory):
 
 
 def trained_checkpoint(folder, step, model, role=""):
-    place = folder / f"global_step{step}"
-    write_parts(place / role, {f"weight/{name}": p for name, p in model.named_parameters()}, World())
-    (place / "state.json").write_text("{}")
+    weights = {f"weight/{name}": p for name, p in model.named_parameters()}
+    state = {"counters": {"step": step}, "manifest": {}, "random": []}
+    store = Checkpoints(folder, keep=3, keep_gib=1e8)
+    store.save(step, lambda place: write_parts(place / role, weights, World(), step), state)
 
 
 def weights(policy):

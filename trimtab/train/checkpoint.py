@@ -6,13 +6,13 @@
       global_step40_hf/          with --save_hf_ckpt: the model as a Hugging Face folder
 
 A checkpoint is written beside its place, flushed to disk, renamed, and only then does `latest` move. Nothing here is
-a pickle, so a checkpoint from a stranger runs no code.
+a pickle, so a checkpoint from a stranger runs no code. Its state has the checksums of all its files (integrity.py);
+one that is not what was written is named and passed over for the one before.
 """
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -20,6 +20,8 @@ from safetensors import SafetensorError
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
 from trimtab.files import UNFINISHED, flush, move, reason, remove, write_text, writing
+from trimtab.train.integrity import PARTS, damage, is_sealed, sealed, take_sums, unsealed
+from trimtab.train.tensor_parts import TensorParts
 
 PREFIX = "global_step"
 STATE, LATEST, OLD = "state.json", "latest", ".old-"
@@ -47,7 +49,7 @@ class Checkpoints:
         try:
             self._together(lambda: self._make_room(beside), leader_only=True)
             self._together(lambda: write(beside))
-            self._together(lambda: self._publish(beside, final, state), leader_only=True)
+            self._together(lambda: self._publish(beside, final, step, state), leader_only=True)
             if export is not None:
                 self._together(lambda: export(self.folder / f"{PREFIX}{step}_hf"))
             self._together(lambda: self._prune(final), leader_only=True)
@@ -90,8 +92,8 @@ class Checkpoints:
         self.clean()
         beside.mkdir()
 
-    def _publish(self, beside: Path, final: Path, state: dict) -> None:
-        (beside / STATE).write_text(json.dumps(state))
+    def _publish(self, beside: Path, final: Path, step: int, state: dict) -> None:
+        (beside / STATE).write_text(sealed(state, step, take_sums(beside)))
         flush(beside)
         if final.exists():  # an earlier run's checkpoint of the same step
             move(final, final.with_name(f"{OLD}{final.name}"))
@@ -100,27 +102,73 @@ class Checkpoints:
         self.clean()
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, whatever an interrupted write left behind."""
-        self._bring_back()
-        with suppress(OSError):
-            name = (self.folder / LATEST).read_text(errors="replace").strip()
-            if not is_name(name):
-                raise UserError(
-                    f"--ckpt_path {self.folder / LATEST}: names {name[:80]!r}, which is no checkpoint of this folder; "
-                    f"write the name of one into it, such as {PREFIX}40, or remove the file"
-                )
-            if (self.folder / name / STATE).exists():
-                return self.folder / name
-        whole = [p for p in self._all() if (p / STATE).exists()]
-        return whole[-1] if whole else None
+        """The newest whole checkpoint, by its looks, whatever an interrupted write left behind."""
+        return next((path for path in self._newest_first() if (path / STATE).exists()), None)
 
     def load(self) -> tuple[Path, dict] | None:
-        """The newest checkpoint and its state; its tensors are read from the folder."""
-        path = self.latest()
-        if path is None:
+        """The newest checkpoint that is what was written, and its state; its tensors are read from the folder.
+
+        Damaged ones are named and passed over. None: there is no checkpoint, nor a sign that there was one.
+        """
+        damaged: list[tuple[Path, str]] = []
+        for path in self.world.gather(self._newest_first())[0]:
+            state, problem = self._examine(path)
+            if problem is None:
+                for broken, why in damaged:
+                    self.world.say(f"warning: {broken}: damaged checkpoint ({why}); {path.name} is used instead")
+                if not is_sealed(state):
+                    self.world.say(f"warning: {path} is of an earlier version and has no checksums; it is not verified")
+                return path, state
+            damaged.append((path, problem))
+        if damaged:
+            raise UserError(
+                f"--ckpt_path {damaged[0][0]}: damaged checkpoint ({damaged[0][1]}), and there is no whole one before "
+                "it; bring back a copy, or start from the beginning without --load_checkpoint"
+            )
+        return None
+
+    def _examine(self, path: Path) -> tuple[dict, str | None]:
+        """A checkpoint's state, and what is wrong with it. The processes read its files between them."""
+        state, problem = {}, None
+        try:
+            state = unsealed((path / STATE).read_text(), _step(path))
+            parts = sorted(state.get(PARTS, {}).items())
+            problem = damage(path, parts[self.world.rank :: self.world.size])
+            if problem is None and self.world.leads:
+                for folder in sorted({(path / name).parent for name, _ in parts}):
+                    if (found := TensorParts(folder).step) != state["step"]:
+                        problem = f"its tensors are of step {found}"
+        except (OSError, SafetensorError, LookupError, TypeError, ValueError, AttributeError) as error:
+            problem = f"{path.name}/{STATE} is missing" if isinstance(error, FileNotFoundError) else reason(error)
+        return state, next((found for found in self.world.gather(problem) if found), None)
+
+    def _newest_first(self) -> list[Path]:
+        """What `latest` names, then those before it; without `latest`, all."""
+        self._bring_back()
+        every = self._all()[::-1]
+        if (name := self._named()) is None:
+            return every
+        before = [path for path in every if _step(path) < _step(self.folder / name)]
+        found = [path for path in every if path.name == name] + before
+        if not found:
+            raise UserError(
+                f"--ckpt_path {self.folder}: the checkpoint that {LATEST} names ({name}) is gone, and there is none "
+                f"before it; bring it back, or remove {LATEST} to start from the beginning"
+            )
+        return found
+
+    def _named(self) -> str | None:
+        """The checkpoint that `latest` names, if there is that file."""
+        try:
+            name = (self.folder / LATEST).read_text(errors="replace").strip()
+        except OSError:
             return None
-        with reading(path):
-            return path, json.loads((path / STATE).read_text())
+        if not is_name(name):
+            raise UserError(
+                f"--ckpt_path {self.folder / LATEST}: names {name[:80]!r}, which is no checkpoint of this folder; "
+                f"write the name of one into it, such as {PREFIX}40, or remove the file"
+            )
+        return name
 
     def clean(self) -> None:
         """Remove what interrupted writes left. A replaced checkpoint counts as garbage once its successor is there."""
@@ -138,7 +186,7 @@ class Checkpoints:
 
     def _all(self) -> list[Path]:
         paths = [p for p in self.folder.glob(f"{PREFIX}*") if is_name(p.name)]
-        return sorted(paths, key=lambda p: int(p.name[len(PREFIX) :]))
+        return sorted(paths, key=_step)
 
     def _prune(self, newest: Path) -> None:
         """Oldest first, until both limits hold; the newest stays whatever they say."""
@@ -155,7 +203,7 @@ def reading(path: Path) -> Iterator[None]:
     """A damaged checkpoint inside becomes one line."""
     try:
         yield
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"--ckpt_path {path}: damaged checkpoint ({reason(error)}); remove this folder to use the one before"
         ) from error
@@ -165,6 +213,10 @@ def is_name(text: str) -> bool:
     """Whether a checkpoint may be called so: never a path, which could lead anywhere."""
     digits = text.removeprefix(PREFIX)
     return digits != text and digits.isdecimal()
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(PREFIX))
 
 
 def _size(folder: Path) -> int:

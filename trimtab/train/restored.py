@@ -30,13 +30,14 @@ def restored_policy(pretrain: str, checkpoint: str | None, options: Any, device:
 
 def _tensors_of(folder: Path) -> Path:
     """The folder with the policy's tensors, of the newest checkpoint."""
-    newest = Checkpoints(folder, keep=1, keep_gib=0).latest()
     if (folder / "adapter_config.json").exists():
         raise UserError(
             f"--ckpt_path {folder}: this is an adapter; merge it into its model with trimtab lora-combine first"
         )
-    if newest is None:
+    loaded = Checkpoints(folder, keep=1, keep_gib=0).load()
+    if loaded is None:
         raise UserError(f"--ckpt_path {folder}: neither a model nor a checkpoint of training is in this folder")
+    newest, _ = loaded
     # RL keeps a folder for each model that learns.
     return next((place for place in (newest / "actor", newest) if any(place.glob(PATTERN))), newest)
 

@@ -8,6 +8,7 @@ was killed and resumed is the run that was not. Which loss is learnt is the task
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,11 +26,12 @@ from trimtab.interrupts import StopRequest
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.save import save_model
 from trimtab.train.checkpoint import Checkpoints, reading
+from trimtab.train.endings import ended_badly, not_finite
 from trimtab.train.manifest import compare, make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser, StepReport
 from trimtab.train.run_log import RunLog
 from trimtab.train.task import Task
-from trimtab.train.tensor_parts import TensorParts, write_parts
+from trimtab.train.tensor_parts import TensorParts, all_finite, write_parts
 
 MANY_BAD_STEPS = 5  # in a row: the run stops
 
@@ -117,9 +119,12 @@ class SupervisedRun:
                     if signal and self.counters.step < self.order.steps:
                         self.leave(signal)
                 # Inside, so that a signal now waits: the work is done and only has to be written.
+                self.check_finite(self.optimiser.masters.values())
                 with writing(f"--save_path {self.folder}: cannot write the model"):
                     self.task.finish(self.model, self.folder)
                     self.save_model(self.folder)
+                if self.counters.skipped_in_a_row:
+                    raise RunFailed(ended_badly(self.counters.skipped_in_a_row, "steps", self.folder))
         finally:
             if log is not None:
                 log.close()
@@ -235,6 +240,11 @@ class SupervisedRun:
             "try a lower --learning_rate, or resume from the last checkpoint"
         )
 
+    def check_finite(self, tensors: Iterable[Tensor]) -> None:
+        """Stop before a model or a checkpoint that nothing can be learnt from is written over a good one."""
+        if not all(self.world.gather(all_finite(tensors))):
+            raise RunFailed(not_finite(f"after step {self.counters.step}", self.checkpoints.latest()))
+
     # ---- what is on disk
 
     def open_log(self, resumed: bool) -> RunLog:
@@ -251,7 +261,8 @@ class SupervisedRun:
         save_model(self.model, self.tokenizer, folder, world=self.world, bf16=self.options.bf16)
 
     def save(self) -> Path | None:
-        step = self.counters.step
+        step, tensors = self.counters.step, self.optimiser.state()
+        self.check_finite(tensors.values())
         if self.options.disable_ds_ckpt:
             if self.options.save_hf_ckpt:
                 self.checkpoints.export_only(step, self.save_model)
@@ -262,8 +273,7 @@ class SupervisedRun:
             "manifest": self.manifest,
         }
         export = self.save_model if self.options.save_hf_ckpt else None
-        tensors = self.optimiser.state()
-        return self.checkpoints.save(step, lambda folder: write_parts(folder, tensors, self.world), state, export)
+        return self.checkpoints.save(step, lambda folder: write_parts(folder, tensors, self.world, step), state, export)
 
     def resume(self) -> bool:
         """Go on from the newest checkpoint, if there is one and it is this run's."""
@@ -276,9 +286,9 @@ class SupervisedRun:
             self.world.say(f"warning: {line}")
         with reading(path):
             self.optimiser.restore(TensorParts(path))
-        self.counters = Counters(**state["counters"])
-        if self.world.rank < len(state["random"]):
-            restore_random_state(state["random"][self.world.rank])
+            self.counters = Counters(**state["counters"])
+            if self.world.rank < len(state["random"]):
+                restore_random_state(state["random"][self.world.rank])
         self.world.say(f"resumed from {path} at step {self.counters.step}")
         return True
 

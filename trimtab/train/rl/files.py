@@ -13,9 +13,10 @@ from torch import Tensor
 
 from trimtab.config.dump import to_yaml
 from trimtab.distributed.device import Device
-from trimtab.errors import UserError
+from trimtab.errors import RunFailed, UserError
 from trimtab.files import write_json, write_text, writing
 from trimtab.train.checkpoint import Checkpoints, reading
+from trimtab.train.endings import not_finite
 from trimtab.train.manifest import compare
 from trimtab.train.metrics import MetricsFile
 from trimtab.train.rl.experience import FINISHES, Experience
@@ -92,6 +93,7 @@ class RunFiles:
     def save(self, step: int, roles: Any, tensors: dict[str, Tensor], state: dict) -> Path | None:
         """`tensors`: the experience of an iteration in hand."""
         options, learners = self.options, _learners(roles)
+        self.check_finite(roles)
         if options.disable_ds_ckpt:
             if options.save_hf_ckpt:
                 self.checkpoints.export_only(step, lambda folder: self._export(roles, folder))
@@ -100,9 +102,9 @@ class RunFiles:
 
         def write(folder: Path) -> None:
             for name, role in learners.items():
-                random[:] = role.call("write_state", folder=folder / name)
+                random[:] = role.call("write_state", folder=folder / name, step=step)
             if tensors:
-                write_parts(folder / "experience", tensors, self.checkpoints.world)
+                write_parts(folder / "experience", tensors, self.checkpoints.world, step)
             state.update(manifest=self.manifest, random=random)
 
         export = (lambda folder: self._export(roles, folder)) if options.save_hf_ckpt else None
@@ -136,7 +138,14 @@ class RunFiles:
 
     # ---- to keep
 
+    def check_finite(self, roles: Any) -> None:
+        """Stop before a model or a checkpoint that nothing can be learnt from is written over a good one."""
+        for name, role in _learners(roles).items():
+            if not all(role.call("is_finite")):
+                raise RunFailed(not_finite(f"in the {name}", self.checkpoints.latest()))
+
     def save_models(self, roles: Any) -> None:
+        self.check_finite(roles)
         with writing(f"--save_path {self.folder}: cannot write the model"):
             self._export(roles, self.folder)
 

@@ -22,7 +22,7 @@ from trimtab.train.average import WeightAverage
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.rl.objective import policy_share, text_share, value_share
 from trimtab.train.task import Share, Totals
-from trimtab.train.tensor_parts import TensorParts, write_parts
+from trimtab.train.tensor_parts import TensorParts, all_finite, write_parts
 
 
 class Learner:
@@ -58,15 +58,19 @@ class Learner:
 
     # ---- on disk
 
-    def write_state(self, *, folder: Path) -> dict:
+    def write_state(self, *, folder: Path, step: int) -> dict:
         """Everything needed to go on, in parts; the random state comes back for the controller to keep."""
-        write_parts(folder, self.tensors(), self.world)
+        write_parts(folder, self.tensors(), self.world, step)
         return random_state()
 
     def read_state(self, random: dict | None, *, folder: Path) -> None:
         self.restore(TensorParts(folder))
         if random is not None:
             restore_random_state(random)
+
+    def is_finite(self) -> bool:
+        """Whether there is something to go on from, in this process's part of it."""
+        return all_finite(self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
         return self.optimiser.state()

@@ -27,6 +27,7 @@ from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.builtin.sampler import request_seed
 from trimtab.rollout.types import Sampling
+from trimtab.train.endings import ended_badly
 from trimtab.train.rl.alarms import alarms
 from trimtab.train.rl.asking import ask_for_samples
 from trimtab.train.rl.cut import cost, halves, micro_batches, mini_batches, updates_per_iteration
@@ -122,6 +123,8 @@ class RLRun:
                 if stop.signal and self.counters.prompts_used < self.order.steps:
                     self.leave(stop)
             self.conclude(stop)
+            if self.counters.skipped_in_a_row:
+                raise RunFailed(ended_badly(self.counters.skipped_in_a_row, "updates", self.files.folder))
         except RewardFailed as error:
             saved = self.save()
             raise RunFailed(f"{error}; checkpoint saved in {saved}; add --load_checkpoint to go on") from error

@@ -1,0 +1,52 @@
+"""A small run of each of the three loops: over fixed data, of RL, and of the tail methods."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tests.train.job_run import write_rows
+from tests.train.rl import rl_run
+from tests.train.sft_run import write_task
+from tests.train.tail import tail_run
+from trimtab.embedded.sort_task import make_rows
+from trimtab.train.checkpoint import Checkpoints
+
+LOOPS = ["sft", "ppo", "tail"]
+STEPS = 12  # of sft: 24 samples, 4 a step, two epochs
+
+
+def write_tasks(folder: Path) -> None:
+    """Models and data of all of them."""
+    write_task(folder, rows=24, attention_dropout=0.1)
+    write_rows(folder / "more.jsonl", make_rows(5, seed=2))
+    rl_run.write_task(folder, attention_dropout=0.1)
+
+
+def words(folder: Path, loop: str, out: Path) -> list[str]:
+    if loop == "ppo":
+        return rl_run.arguments(folder, out, "ppo")
+    if loop == "tail":
+        return tail_run.arguments(folder, out, "repulse")
+    fixed = (
+        f"sft --pretrain {folder}/model --dataset {folder}/train.jsonl --eval_dataset {folder}/more.jsonl "
+        f"--train_batch_size 4 --micro_train_batch_size 2 --max_epochs 2 --max_len 40 --save_steps 3 "
+        f"--learning_rate 1e-2 --lr_warmup_ratio 0 --save_path {out} --ckpt_path {out}/checkpoints"
+    )
+    return fixed.split()
+
+
+def model(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model.safetensors")
+
+
+def store(place: Path) -> Checkpoints:
+    return Checkpoints(place, keep=3, keep_gib=1e8)
+
+
+def step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("global_step"))
+
+
+def newest_two(place: Path) -> list[Path]:
+    return sorted(place.glob("global_step*"), key=step, reverse=True)[:2]

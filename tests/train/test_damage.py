@@ -1,0 +1,199 @@
+"""A checkpoint that is not what was written is named and passed over, in every kind of job; nothing goes on from it."""
+
+import json
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests import warm
+from tests.train.every_loop import LOOPS, model, newest_two, step, store, words
+from tests.train.rl.test_resume import at
+from trimtab.errors import UserError
+from trimtab.train.integrity import checksum, sealed, unsealed
+from trimtab.train.metrics import read_rows
+from trimtab.train.tail.loop import TailRun
+
+# ---- ways to break one
+
+
+def tensors_of(checkpoint: Path) -> Path:
+    return next(p for p in sorted(checkpoint.rglob("*.safetensors")) if p.parent.name != "experience")
+
+
+def changed(checkpoint: Path, change) -> None:
+    """Write the tensors anew, as a careless hand would."""
+    path = tensors_of(checkpoint)
+    with safe_open(path, framework="pt") as file:
+        notes = file.metadata()
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata=notes)
+
+
+def flip_a_byte(checkpoint):
+    path = tensors_of(checkpoint)
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
+
+
+def halve_a_tensor(checkpoint):
+    def change(tensors):
+        name = next(name for name, tensor in tensors.items() if tensor.ndim == 2)
+        tensors[name] = tensors[name][: len(tensors[name]) // 2].clone()
+
+    changed(checkpoint, change)
+
+
+def lose_moments(checkpoint):
+    changed(checkpoint, lambda tensors: [tensors.pop(n) for n in list(tensors) if n.startswith("exp_avg")])
+
+
+def lose_a_tensor(checkpoint):
+    changed(checkpoint, lambda tensors: tensors.pop(next(n for n in tensors if n.startswith("weight/"))))
+
+
+def nan_moment(checkpoint):
+    def change(tensors):
+        next(t for n, t in tensors.items() if n.startswith("exp_avg/")).view(-1)[0] = torch.nan
+
+    changed(checkpoint, change)
+
+
+def tensors_of_another_step(checkpoint):
+    before = [p for p in checkpoint.parent.glob("global_step*") if p != checkpoint][0]
+    shutil.copy(tensors_of(before), tensors_of(checkpoint))
+
+
+def absurd_counter(checkpoint):
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["counters"]["skipped_steps"] = 10**9
+    (checkpoint / "state.json").write_text(json.dumps(state))
+
+
+def another_state(checkpoint):
+    (checkpoint / "state.json").write_text('{"counters": {"step": 12}}')
+
+
+def no_state(checkpoint):
+    (checkpoint / "state.json").unlink()
+
+
+def lose_a_file(checkpoint):
+    tensors_of(checkpoint).unlink()
+
+
+WAYS = [flip_a_byte, halve_a_tensor, lose_moments, lose_a_tensor, nan_moment, tensors_of_another_step]
+WAYS += [absurd_counter, another_state, no_state, lose_a_file]
+
+
+@pytest.mark.parametrize("job", LOOPS)
+def test_damage_is_named_and_the_checkpoint_before_is_used(finished, tmp_path, capsys, job):
+    for way in WAYS:
+        place = tmp_path / way.__name__
+        shutil.copytree(finished(job) / "checkpoints", place)
+        newest, before = newest_two(place)
+        way(newest)
+        path, state = store(place).load()
+        assert path == before and state["counters"], way.__name__
+        (line,) = capsys.readouterr().out.splitlines()
+        assert f"{newest}: damaged checkpoint (" in line and f"; {before.name} is used instead" in line, way.__name__
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_damaged_checkpoint_without_one_before_it_is_refused_in_one_line(finished, tmp_path, way):
+    shutil.copytree(finished("sft") / "checkpoints", tmp_path / "checkpoints")
+    newest, *others = sorted((tmp_path / "checkpoints").glob("global_step*"), key=step, reverse=True)
+    way(newest)
+    for other in others:
+        shutil.rmtree(other)
+    with pytest.raises(UserError, match=r"global_step12: damaged checkpoint \(.*no whole one before") as error:
+        store(tmp_path / "checkpoints").load()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("job, way", [("sft", nan_moment), ("ppo", flip_a_byte), ("tail", tensors_of_another_step)])
+def test_a_run_over_a_damaged_checkpoint_ends_as_the_run_that_had_none(tasks, finished, tmp_path, job, way):
+    out, log = tmp_path / "out", tmp_path / "log"
+    shutil.copytree(finished(job), out)
+    newest, before = newest_two(out / "checkpoints")
+    way(newest)
+    assert warm.run([*words(tasks, job, out), "--load_checkpoint"], log=log) == 0
+    assert f"{before.name} is used instead" in log.read_text() and f"resumed from {before}" in log.read_text()
+    expected = model(finished(job))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model(out).items())
+
+
+def test_the_only_checkpoint_without_a_state_is_refused_and_old_metrics_stay(tasks, finished, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "log"
+    shutil.copytree(finished("sft"), out)
+    newest, *others = sorted((out / "checkpoints").glob("global_step*"), key=step, reverse=True)
+    no_state(newest)
+    for other in others:
+        shutil.rmtree(other)
+    rows = read_rows(out / "metrics.jsonl")
+    assert warm.run([*words(tasks, "sft", out), "--load_checkpoint"], log=log) == 2
+    assert "state.json is missing" in log.read_text() and "Traceback" not in log.read_text()
+    assert read_rows(out / "metrics.jsonl") == rows and not list(out.glob("metrics.1.jsonl"))
+    shutil.rmtree(newest)
+    with pytest.raises(UserError, match=r"latest names \(global_step12\) is gone"):
+        store(out / "checkpoints").load()
+
+
+def test_parts_of_another_step_are_noticed_even_with_checksums_of_their_own(finished, tmp_path, capsys):
+    place = tmp_path / "checkpoints"
+    shutil.copytree(finished("sft") / "checkpoints", place)
+    newest, before = newest_two(place)
+    tensors_of_another_step(newest)
+    state = unsealed((newest / "state.json").read_text(), step(newest))
+    parts = {"tensors.safetensors": checksum(tensors_of(newest))}
+    (newest / "state.json").write_text(sealed(state, step(newest), parts))
+    assert store(place).load()[0] == before
+    assert f"its tensors are of step {step(before)}" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_with_a_line(tasks, finished, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "log"
+    shutil.copytree(finished("sft"), out)
+    newest, _ = newest_two(out / "checkpoints")
+    state = json.loads((newest / "state.json").read_text())
+    (newest / "state.json").write_text(json.dumps({k: state[k] for k in ("counters", "random", "manifest")}))
+    save_file(load_file(tensors_of(newest)), tensors_of(newest), metadata={"first_rows": "{}"})
+    assert warm.run([*words(tasks, "sft", out), "--load_checkpoint"], log=log) == 0
+    assert "has no checksums; it is not verified" in log.read_text() and f"resumed from {newest}" in log.read_text()
+    halve_a_tensor(newest)
+    assert warm.run([*words(tasks, "sft", out), "--load_checkpoint"], log=log) == 2
+    assert "rows); remove this folder" in log.read_text() and "Traceback" not in log.read_text()
+
+
+def test_what_one_process_of_two_finds_damaged_all_pass_over(tasks, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "log"
+    command = [*words(tasks, "sft", out), "--zero_stage", "2"]
+    assert warm.run_world(command, 2) == [0, 0]
+    expected = model(out)
+    newest, before = newest_two(out / "checkpoints")
+    path = newest / "tensors-00001-of-00002.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1000] ^= 1
+    path.write_bytes(content)
+    assert warm.run_world([*command, "--load_checkpoint"], 2, log=log) == [0, 0]
+    assert f"{before.name} is used instead" in (tmp_path / "log.0").read_text()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model(out).items())
+
+
+def test_a_stop_inside_an_iteration_keeps_its_experience_under_checksums_too(tasks, tmp_path, capsys):
+    stopped = partial(at, (3, "score_proposed", 0), signal.SIGTERM, TailRun)
+    assert warm.run(words(tasks, "tail", tmp_path), prepare=stopped) == 128 + signal.SIGTERM
+    newest, before = newest_two(tmp_path / "checkpoints")
+    path = newest / "experience" / "tensors.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    assert store(tmp_path / "checkpoints").load()[0] == before
+    assert "experience/tensors.safetensors is not what was written" in capsys.readouterr().out

@@ -1,0 +1,16 @@
+"""What a run says when it ends badly, in words that supervised and RL runs share."""
+
+from pathlib import Path
+
+
+def not_finite(when: str, last: Path | None) -> str:
+    """`last`: the newest checkpoint, all of whose numbers are finite, as all are that were written."""
+    go_on = f"the last checkpoint is {last}; add --load_checkpoint to go on from there" if last else "start again"
+    return f"the weights or Adam's moments are not finite {when}, so they were not saved; {go_on}, more slowly"
+
+
+def ended_badly(count: int, what: str, folder: Path) -> str:
+    return (
+        f"loss or gradient was not finite in the last {count} {what}, which therefore taught nothing; the model as it "
+        f"was before them is in {folder}; lower the learning rate, or look at the last of the data"
+    )
