@@ -100,5 +100,8 @@ def test_whitening_without_scale_centres_only():
 
 
 def test_whitening_does_not_blow_up_equal_or_nearly_equal_values():
-    assert whiten(torch.full((7,), 3.0)).tolist() == [0.0] * 7
+    for value in 3.0, 0.1, 1 / 3, -7.7:  # most means of which round to another float
+        assert whiten(torch.full((7,), value)).tolist() == [0.0] * 7
+        assert whiten(torch.full((7,), value), scale=False).tolist() == [0.0] * 7
+    assert whiten(torch.tensor([0.1, 0.1 + 1e-8, 0.1 - 1e-8])).tolist() == [0.0] * 3, "one unit in the last place"
     assert whiten(torch.tensor([1e-6, -1e-6])).tolist() == pytest.approx([1e-2, -1e-2])  # the floor: 1e-4

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+ROUNDING = 8  # units in the last place
+
 
 def discounted_sums(values_N: Tensor, remaining_N: Tensor, discount: float) -> Tensor:
     """For each token, the discounted sum from it to the end of its sequence."""
@@ -35,8 +37,12 @@ def gae(rewards_N: Tensor, values_N: Tensor, remaining_N: Tensor, gamma: float, 
 
 
 def whiten(values_N: Tensor, scale: bool = True) -> Tensor:
-    """Mean 0 and variance 1 over all tokens; without `scale` mean 0 only."""
-    centred_N = values_N - values_N.mean()
+    """Mean 0 and variance 1 over all tokens; without `scale` mean 0 only. Values that are equal but for rounding become
+    exactly 0: they say nothing, and a division by their deviation would make a full step of it."""
+    centred_N = values_N - values_N[:1]
+    if (centred_N.abs() <= ROUNDING * torch.finfo(values_N.dtype).eps * values_N.abs().max()).all():
+        return torch.zeros_like(values_N)
+    centred_N = centred_N - centred_N.mean()
     if not scale:
         return centred_N
     return centred_N * centred_N.square().mean().clamp(min=1e-8).rsqrt()

@@ -218,7 +218,8 @@ class CriticOptions:
     """Critic"""
 
     critic_pretrain: str | None = None
-    """Model the critic starts from; unset: the first reward model or, without one, --pretrain."""
+    """Model the critic starts from; unset: the first reward model or, without one or if its tokenizer is another one,
+    --pretrain."""
     critic_learning_rate: float = 9e-6
     """Peak learning rate of the critic."""
     value_clip: float = 0.5

@@ -1,6 +1,7 @@
 """Rewards in the loop: of every source, together, and when they fail."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ from transformers import LlamaForSequenceClassification
 
 from tests import warm
 from tests.tiny import tiny_model
-from tests.train.rl.rl_run import arguments, assert_identical, result, rows, without, write_task
+from tests.train.rl.rl_run import arguments, assert_identical, result, rows, weights, without, write_task
 from trimtab.cli.main import main
+from trimtab.config.jobs import PPOOptions
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.train.metrics import read_rows
+from trimtab.train.rl.launch import critic_start
 from trimtab.train.rl.loop import RLRun
 from trimtab.train.rl.recording import Recording
 
@@ -45,6 +48,15 @@ def test_several_reward_models_are_summed_with_their_weights(folder, tmp_path):
         assert row["reward"] == pytest.approx(row["reward/judge"] + 0.5 * row["reward/other"], abs=1e-5)
 
 
+def test_a_constant_reward_moves_nothing(folder, tmp_path):
+    words = without(arguments(folder, tmp_path, "reinforce"), "--reward_verifier", "--entropy_loss_coef", "--gamma")
+    words += ["--reward_verifier", "length(0-1000):0.1", "--init_kl_coef", "0"]
+    assert warm.run(words) == 0
+    before = weights(folder / "model")
+    for name, weight in weights(tmp_path).items():
+        assert torch.equal(weight, before[name]), name
+
+
 def test_a_critic_starts_from_the_reward_model_and_is_saved(folder, tmp_path):
     words = without(arguments(folder, tmp_path, "ppo"), "--reward_verifier")
     words += f"--reward_pretrain {folder}/judge --save_value_network".split()
@@ -65,6 +77,33 @@ def judged(folder, tmp_path_factory):
 
     assert warm.run(words(whole)) == 0
     return words, flag, result(whole)
+
+
+@pytest.fixture(scope="module")
+def foreign(folder):
+    """A reward model of another tokenizer: two tokens have changed places."""
+    place = folder / "foreign"
+    shutil.copytree(folder / "judge", place)
+    text = (place / "tokenizer.json").read_text()
+    known = json.loads(text)
+    vocabulary = known["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    (place / "tokenizer.json").write_text(json.dumps(known))
+    return place
+
+
+def test_a_critic_does_not_start_from_a_reward_model_of_another_tokenizer(folder, foreign, tmp_path, capsys):
+    words = without(arguments(folder, tmp_path, "ppo"), "--reward_verifier")
+    words += f"--reward_pretrain {foreign} --dry_run".split()
+    assert main(words) == 0
+    assert f"the critic starts from the policy: {foreign} has another tokenizer" in capsys.readouterr().out
+    tokenizer = make_tokenizer()
+    options = PPOOptions(pretrain=f"{folder}/model", reward_pretrain=f"{foreign},{folder}/judge")
+    assert critic_start(options, tokenizer)[0] == f"{folder}/model"
+    options = PPOOptions(pretrain=f"{folder}/model", reward_pretrain=f"{folder}/judge,{foreign}")
+    assert critic_start(options, tokenizer) == (f"{folder}/judge", None)
+    assert main([*words, "--critic_pretrain", str(foreign)]) == 2
+    assert f"--critic_pretrain {foreign}: its tokenizer is not --pretrain's" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what, iteration, told", [("sample", 2, 3), ("evaluate", 0, 0), ("evaluate", 1, 2)])

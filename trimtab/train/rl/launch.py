@@ -166,12 +166,13 @@ class Builder:
 
     def _critic(self) -> CriticLearner:
         options = self.options
-        first_reward = options.reward_pretrain.split(",")[0].strip() if options.reward_pretrain else None
-        name = options.critic_pretrain or first_reward or options.pretrain
+        name, note = critic_start(options, self.tokenizer)
+        if note:
+            self.world.say(note)
         tokenizer = copy.deepcopy(self.tokenizer)  # a classifier may need another padding token
         its_options = dataclasses.replace(options, pretrain=name)
         loaded = load_reward_model(its_options, self.device, tokenizer, cast=self.world.size == 1, root=Critic)
-        if options.normalize_reward and name == first_reward:
+        if options.normalize_reward and name == first_reward(options):
             loaded.model.mean, loaded.model.deviation = loaded.model.config.mean, loaded.model.config.std
         shard_trained(loaded.model, options, self.world)
         optimiser = self._optimiser(loaded.model.model, options.critic_learning_rate)
@@ -250,6 +251,9 @@ def rehearse_rl(
     check_labels(stores, options.reward_verifier, options.label_key)
     model = policy_skeleton(options)
     check_model(model, options, stores)
+    if options.teacher_model:
+        check_teacher(options, tokenizer)
+    note = critic_start(options, tokenizer)[1] if options.advantage_estimator == "gae" else None
     if options.reward_verifier:
         make_verifier(options.reward_verifier).close()
     order = SampleOrder(len(stores["train"]), 1, episodes or options.num_episodes, options.seed)
@@ -260,6 +264,7 @@ def rehearse_rl(
     return [
         f"device: {device.name}",
         *notes(options, device),
+        *([note] if note else []),
         f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained",
         f"data: the first {len(stores['train'])} usable prompts give "
         f"{-(-order.steps // options.rollout_batch_size)} iterations of {updates_per_iteration(options)} updates",
@@ -288,9 +293,31 @@ def check_model(model: PackedModel, options: Any, stores: dict[str, PromptStore]
 
 def check_teacher(options: Any, tokenizer: Any) -> None:
     """A teacher judges the policy's tokens, so they must mean the same to it."""
-    theirs = load_tokenizer(options.teacher_model, disable_fast=options.disable_fast_tokenizer, flag="--teacher_model")
-    if not same_tokenizer(tokenizer, theirs):
+    if not _reads_tokens(options.teacher_model, "--teacher_model", options, tokenizer):
         raise UserError(f"--teacher_model {options.teacher_model}: its tokenizer is not --pretrain's; use one that is")
+
+
+def critic_start(options: Any, tokenizer: Any) -> tuple[str, str | None]:
+    """The model that the critic starts from, and what there is to say of the choice. It reads the policy's tokens."""
+    if name := options.critic_pretrain:
+        if not _reads_tokens(name, "--critic_pretrain", options, tokenizer):
+            raise UserError(f"--critic_pretrain {name}: its tokenizer is not --pretrain's; use one that is")
+        return name, None
+    reward = first_reward(options)
+    if reward is None or _reads_tokens(reward, "--reward_pretrain", options, tokenizer):
+        return reward or options.pretrain, None
+    return options.pretrain, f"the critic starts from the policy: {reward} has another tokenizer"
+
+
+def first_reward(options: Any) -> str | None:
+    """The first reward model."""
+    return options.reward_pretrain.split(",")[0].strip() if options.reward_pretrain else None
+
+
+def _reads_tokens(name: str, flag: str, options: Any, tokenizer: Any) -> bool:
+    """Whether the policy's tokens mean the same to this model."""
+    theirs = load_tokenizer(name, disable_fast=options.disable_fast_tokenizer, flag=flag)
+    return name == options.pretrain or same_tokenizer(tokenizer, theirs)
 
 
 def _check_places(options: Any) -> None:
