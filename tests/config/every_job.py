@@ -2,4 +2,4 @@
 
 from trimtab.config import jobs
 
-EVERY_JOB = [known for known in vars(jobs).values() if isinstance(known, type) and "verb" in vars(known)]
+EVERY_JOB = list(jobs.JOBS.values())

@@ -3,7 +3,8 @@ import inspect
 
 import pytest
 
-from trimtab.config.checks import SCHEDULERS, check, settle
+from trimtab.config.checks import check, settle
+from trimtab.config.groups import SCHEDULERS
 from trimtab.config.jobs import SFTOptions, TailOptions
 from trimtab.errors import UserError
 

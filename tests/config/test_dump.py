@@ -41,6 +41,11 @@ def test_the_config_of_every_job_reads_back_equal(options, tmp_path):
     assert read_back(tmp_path, to_yaml(options), job_class=type(options)) == options
 
 
+@pytest.mark.parametrize("job_class", EVERY_JOB)
+def test_in_a_written_config_only_what_is_not_a_default_counts_as_given(job_class, tmp_path):
+    assert read_back(tmp_path, to_yaml(job_class()), job_class=job_class).given == {"config"}
+
+
 def test_what_concerns_one_call_only_is_not_written():
     written = yaml.safe_load(to_yaml(SFTOptions(dry_run=True, config="x.yaml", local_rank=3)))
     assert not {"dry_run", "config", "local_rank"} & written.keys()

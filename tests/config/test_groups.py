@@ -3,8 +3,9 @@ import dataclasses
 import pytest
 
 from tests.config.every_job import EVERY_JOB
-from trimtab.config import generation, groups, objectives, rl, serving
+from trimtab.config import attack, data, generation, groups, objectives, placement, rewards, rl, serving, tail
 from trimtab.config.catalogue import options_of
+from trimtab.config.job import job
 from trimtab.config.jobs import (
     AnyRLOptions,
     ChatOptions,
@@ -20,8 +21,8 @@ from trimtab.config.jobs import (
     RLOOOptions,
     RMOptions,
     SFTOptions,
-    job,
 )
+from trimtab.config.option import Limits
 from trimtab.config.spellings import ALIASES, IN_RL
 
 SHARED_DEFAULTS = {
@@ -198,21 +199,23 @@ def test_every_training_job_packs_and_resumes():
 def test_no_option_is_declared_in_two_groups():
     found = {
         group
-        for module in (generation, groups, objectives, rl, serving)
+        for module in (attack, data, generation, groups, objectives, placement, rewards, rl, serving, tail)
         for group in vars(module).values()
         if isinstance(group, type)
     }
-    declared = [name for group in found if dataclasses.is_dataclass(group) for name in group.__annotations__]
+    options = [name for group in found if dataclasses.is_dataclass(group) for name in options_of(group)]
+    declared = [name for group in found for name in vars(group).get("__annotations__", {}) if name in options]
     assert "pretrain" in declared and "beta" in declared and "gamma" in declared
-    # The first three may be left unset in RL, and mean something else there; so do the others in generation.
+    # The first three may be left unset in RL, and mean something else there; so do the others in generation or attacks.
     twice = {"label_key", "max_len", "teacher_model", "rollout_batch_size", "normalize_reward", "output_path"}
+    twice |= {"ckpt_path", "reward_pretrain"}
     assert {name for name in declared if declared.count(name) > 1} == twice
 
 
 @pytest.mark.parametrize("job_class", EVERY_JOB)
 def test_every_option_has_help_and_no_empty_one(job_class):
     assert all(option.help for option in options_of(job_class).values())
-    assert options_of(job_class).keys() == {known.name for known in dataclasses.fields(job_class)}
+    assert options_of(job_class).keys() | {"given"} == {known.name for known in dataclasses.fields(job_class)}
 
 
 def test_every_alias_leads_to_an_option_and_hides_none():
@@ -223,18 +226,19 @@ def test_every_alias_leads_to_an_option_and_hides_none():
 
 def test_a_job_changes_a_default_for_itself_only_and_keeps_help_and_section():
     @job("probe", max_len=7)
-    class ProbeOptions(groups.DataOptions):
+    class ProbeOptions(data.DataOptions):
         """Probe"""
 
     assert ProbeOptions().max_len == 7
-    assert groups.DataOptions().max_len == SFTOptions().max_len == 2048
+    assert data.DataOptions().max_len == SFTOptions().max_len == 2048
     assert options_of(ProbeOptions)["max_len"].section == "Data"
     assert options_of(ProbeOptions)["max_len"].help == options_of(SFTOptions)["max_len"].help
+    assert options_of(ProbeOptions)["max_len"].limits == options_of(SFTOptions)["max_len"].limits != Limits()
 
 
 def test_a_job_cannot_change_the_default_of_an_option_it_does_not_have():
     with pytest.raises(KeyError, match="learning_rate"):
 
         @job("probe", learning_rate=1.0)
-        class ProbeOptions(groups.DataOptions):
+        class ProbeOptions(data.DataOptions):
             """Probe"""

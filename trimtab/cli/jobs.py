@@ -6,13 +6,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from trimtab.cli.run import guarded
 from trimtab.cli.words import Words
-from trimtab.config import jobs as known_jobs
-from trimtab.config.bounds import at_least, changed
+from trimtab.config.groups import CallOptions
 from trimtab.config.job_files import Command, Job, Machines, read_command, shell_file, slurm_file, spread
+from trimtab.config.jobs import JOBS
+from trimtab.config.option import Limits
 from trimtab.config.parse import parse
 from trimtab.config.repulse_spelling import in_words_of_tail, is_repulse
 from trimtab.errors import UserError
@@ -39,8 +39,9 @@ def jobs(argv: list[str]) -> None:
     name = options.name or typed.module.rsplit(".", 1)[-1]
     varied = _varied(options.vary)
     made = _apart(spread(typed, name, _seeds(options.seeds), varied, options.port), verbs, ["seed", *varied])
-    at_least(options, 1, "nodes", "cpus")
-    at_least(options, 0, "gpus")
+    for number, least in (("nodes", 1), ("cpus", 1), ("gpus", 0)):
+        if complaint := Limits(at_least=least).complaint(getattr(options, number)):
+            raise UserError(f"--{number} {complaint}")
     machines = Machines(
         options.nodes,
         options.gpus,
@@ -127,7 +128,7 @@ def _apart(jobs: list[Job], verbs: dict[str, str], told_apart_by: list[str]) -> 
         places = [getattr(options, name, None) for options in parsed]
         if None in places or len(set(places)) == len(places):
             continue
-        if changed(parsed[0], name):
+        if parsed[0].changed(name):
             holes = ", ".join(f"{{{hole}}}" for hole in told_apart_by)
             raise UserError(
                 f"--{name} {places[0]}: several of the {len(jobs)} jobs would write there; use {holes} in it"
@@ -139,16 +140,13 @@ def _apart(jobs: list[Job], verbs: dict[str, str], told_apart_by: list[str]) -> 
     return jobs
 
 
-def _parsed(command: Command, verbs: dict[str, str]) -> Any:
+def _parsed(command: Command, verbs: dict[str, str]) -> CallOptions | None:
     """The command's options, if it is one of ours: a mistyped one is told now, not when the queue comes to it."""
-    classes = {
-        known.verb: known for known in vars(known_jobs).values() if isinstance(known, type) and "verb" in vars(known)
-    }
     verb = next((verb for verb, module in verbs.items() if module == command.module), None)
     words = command.words()
     if verb == "ppo" and is_repulse(words):
         verb, words = "tail", in_words_of_tail(words)
-    return parse(classes[verb], words) if verb in classes else None
+    return parse(JOBS[verb], words) if verb in JOBS else None
 
 
 def _written(folder: Path, texts: dict[Job, str], *, shell: bool) -> list[Path]:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from trimtab.cli.run import guarded
 from trimtab.cli.words import Words
-from trimtab.config import jobs
 from trimtab.config.checks import settle
 from trimtab.config.groups import CheckpointOptions
+from trimtab.config.jobs import JOBS
 from trimtab.config.parse import parse
 from trimtab.errors import UserError
 
@@ -44,8 +44,7 @@ def plan(argv: list[str]) -> None:
 
 
 def trained_jobs() -> dict[str, type]:
-    known = [job for job in vars(jobs).values() if isinstance(job, type) and "verb" in vars(job)]
-    return {job.verb: job for job in known if issubclass(job, CheckpointOptions)}
+    return {verb: job for verb, job in JOBS.items() if issubclass(job, CheckpointOptions)}
 
 
 if __name__ == "__main__":

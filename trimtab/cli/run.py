@@ -5,10 +5,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trimtab.config.checks import check, settle
+from trimtab.config.checks import settled_and_checked
 from trimtab.config.dump import redact, secrets_of, to_yaml
 from trimtab.config.parse import parse
-from trimtab.config.support import hardware_problems, refuse_unimplemented
+from trimtab.config.support import hardware_problems
 from trimtab.errors import Interrupted, RunFailed, UserError
 
 
@@ -30,9 +30,7 @@ def run_job(
         if argv is None:
             # Loggers copy the command line of the process.
             sys.argv[1:] = [redact(word, options) for word in sys.argv[1:]]
-        options, warnings = settle(options)
-        warnings += check(options)
-        refuse_unimplemented(options)
+        options, warnings = settled_and_checked(options)
         problems = hardware_problems(options, _accelerators)
         if problems and not options.dry_run:
             raise UserError("; ".join(problems))

@@ -1,14 +1,8 @@
 """Kahneman-Tversky optimisation: `trimtab kto`, or `python -m trimtab.cli.train_kto`."""
 
-from collections.abc import Sequence
+from trimtab.cli.training import main_of
 
-from trimtab.cli.training import training_main
-from trimtab.config.jobs import KTOOptions
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return training_main(KTOOptions, argv)
-
+main = main_of("kto")
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from trimtab.cli import train_tail
 from trimtab.cli.run import guarded
 from trimtab.cli.training import training_main
-from trimtab.config.jobs import PPOOptions
 from trimtab.config.repulse_spelling import in_words_of_tail, is_repulse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     if is_repulse(sys.argv[1:] if argv is None else argv):
         return guarded("trimtab tail", lambda: _tail(argv))
-    return training_main(PPOOptions, argv)
+    return training_main("ppo", argv)
 
 
 def _tail(argv: Sequence[str] | None) -> int:

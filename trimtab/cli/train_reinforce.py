@@ -1,14 +1,8 @@
 """REINFORCE++: `trimtab reinforce`, or `python -m trimtab.cli.train_reinforce`."""
 
-from collections.abc import Sequence
+from trimtab.cli.training import main_of
 
-from trimtab.cli.training import training_main
-from trimtab.config.jobs import ReinforceOptions
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return training_main(ReinforceOptions, argv)
-
+main = main_of("reinforce")
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,14 +1,8 @@
 """Rare bad answers made rarer: `trimtab tail`, or `python -m trimtab.cli.train_tail`."""
 
-from collections.abc import Sequence
+from trimtab.cli.training import main_of
 
-from trimtab.cli.training import training_main
-from trimtab.config.jobs import TailOptions
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return training_main(TailOptions, argv)
-
+main = main_of("tail")
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""What the training commands share: the job's module is imported late, and a run ends with its report.
+"""The body of every training command: the job's module is imported late, and a run ends with its report.
 
 By convention the job `trimtab VERB` has its options in trimtab.config.jobs, as a class that says which module of
 trimtab.train is its trainer: VERB's own, or one that several jobs share. That has `train_TRAINER(options)` and
@@ -13,12 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.cli.run import run_job, say
+from trimtab.config.jobs import JOBS
 from trimtab.distributed.launch import launch
 from trimtab.errors import Interrupted, RunFailed
 
 
-def training_main(job_class: type, argv: Sequence[str] | None) -> int:
-    """Run the training job of these options and return its exit code."""
+def main_of(verb: str) -> Callable[[Sequence[str] | None], int]:
+    """The `main` of the command `trimtab VERB`."""
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        return training_main(verb, argv)
+
+    return main
+
+
+def training_main(verb: str, argv: Sequence[str] | None) -> int:
+    """Run a training job and return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
 
     def start(options: Any) -> int:
@@ -27,7 +37,7 @@ def training_main(job_class: type, argv: Sequence[str] | None) -> int:
         _train(options)
         return 0
 
-    return run_job(job_class, argv, start, lambda options: _function("rehearse", options)(options))
+    return run_job(JOBS[verb], argv, start, lambda options: _function("rehearse", options)(options))
 
 
 def _train(options: Any) -> None:

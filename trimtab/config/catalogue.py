@@ -11,6 +11,7 @@ import typing
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
+from trimtab.config.option import Limits
 from trimtab.config.spellings import aliases_of, meant
 
 
@@ -33,6 +34,13 @@ class Option:
     of_this_call: bool
     required: tuple[str, str] | None
     """What stands for its value in the usage line, and in words what to give, if the job cannot start without it."""
+    limits: Limits
+    place: bool
+    """A hub name, or a path that must exist."""
+    needs: tuple[str, Any] | None
+    """The option without which this one has no effect, and the value it must have, or None for any."""
+    refused: str | None
+    """Why no value but the default is taken."""
 
     @property
     def flag(self) -> str:
@@ -42,7 +50,7 @@ class Option:
 @functools.cache
 def options_of(job_class: type) -> dict[str, Option]:
     """The options of a job by name, in the order in which help shows them."""
-    declared = {known.name: known for known in fields(job_class)}
+    declared = {known.name: known for known in fields(job_class) if "no_option" not in known.metadata}
     options: dict[str, Option] = {}
     for group in job_class.__mro__:
         for name, text in _help_texts(group).items():
@@ -56,6 +64,7 @@ def options_of(job_class: type) -> dict[str, Option]:
 def _option(declared: Field, text: str, section: str, aliases: tuple[str, ...]) -> Option:
     kind, count, optional = _shape(declared.type)
     assert declared.default is not MISSING, f"{declared.name} has no default"
+    needs = declared.metadata.get("needs")
     return Option(
         name=declared.name,
         kind=kind,
@@ -69,6 +78,10 @@ def _option(declared: Field, text: str, section: str, aliases: tuple[str, ...]) 
         secret="secret" in declared.metadata,
         of_this_call="of_this_call" in declared.metadata,
         required=declared.metadata.get("required"),
+        limits=declared.metadata.get("limits", Limits()),
+        place=declared.metadata.get("place", False),
+        needs=(needs, None) if isinstance(needs, str) else needs,
+        refused=declared.metadata.get("refused"),
     )
 
 

@@ -9,6 +9,8 @@ import yaml
 from trimtab.config.catalogue import options_of
 from trimtab.config.values import REDACTED
 
+MARK = "# trimtab "
+"""How a resolved config begins."""
 _HARMLESS = {None, "True", "online", "offline"}
 _SECRET_VARIABLES = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "TRIMTAB_BEARER_TOKEN")
 # Shorter than any real key; hiding such a word would only make the text unreadable.
@@ -28,7 +30,7 @@ def to_yaml(options: Any) -> str:
     """The same under the headings of `--help`."""
     described = options_of(type(options))
     values = to_dict(options)
-    text = f"# trimtab {options.verb}\n"
+    text = f"{MARK}{options.verb}\n"
     for section, names in groupby(values, key=lambda name: described[name].section):
         block = {name: values[name] for name in names}
         text += f"\n# {section}\n" + yaml.dump(

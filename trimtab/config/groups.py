@@ -1,32 +1,30 @@
 """Every option, written once: a field with its type, its default and, under it, its help text.
 
-A group holds the options that the same set of jobs shares; its docstring is their heading in `--help`. Jobs (jobs.py)
-inherit the groups they need and may change a default. Names and meanings follow OpenRLHF v0.7 to v0.8; where those
-versions disagree v0.8.5 decides. Options that say what is learnt (losses, heads, references) are in objectives.py.
+A group holds the options that the same set of jobs shares; its docstring is their heading in `--help`. Bounds and
+choices stand in the field (option.py), what options say together in the group's `check`. Jobs (jobs.py) inherit the
+groups they need and may change a default. Names and meanings follow OpenRLHF v0.7 to v0.8; where those versions
+disagree v0.8.5 decides. Options of rows are in data.py, those that say what is learnt in objectives.py.
 """
 
-from dataclasses import dataclass, field
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from trimtab.config.option import Options, every, of_this_call, option, required, secret
+from trimtab.errors import UserError
 
-def of_this_call(default: Any) -> Any:
-    """An option about this call, not about the run: not in the resolved config, and equal runs may differ in it."""
-    return field(default=default, compare=False, metadata={"of_this_call": True})
-
-
-def secret(default: Any, bare: str | None = None) -> Any:
-    """An option whose value may be a key, shown nowhere; standing alone, or true in YAML, it has the value `bare`."""
-    return field(default=default, repr=False, metadata={"secret": True, "bare": bare})
-
-
-def required(shown: str, what: str) -> Any:
-    """An option without which its job cannot start: `shown` stands for its value in the usage line, `what` says in
-    words what to give. In Python it is None until it is set."""
-    return field(default=None, metadata={"required": (shown, what)})
+SCHEDULERS = (
+    *("linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "polynomial"),
+    *("constant", "constant_with_warmup", "inverse_sqrt"),
+)
+# Who says how large a pass is does not want it chosen.
+PASS_SIZES = {"micro_train_batch_size", "train_max_tokens_per_gpu", "micro_rollout_batch_size", "use_dynamic_batch"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallOptions:
+class CallOptions(Options):
     """Run"""
 
     verb: ClassVar[str]
@@ -43,14 +41,14 @@ class CallOptions:
 class RunOptions(CallOptions):
     """Run"""
 
-    seed: int = 42
+    seed: int = option(42, at_least=0)
     """Seed of every random choice: data order, dropout, fresh weights."""
     full_determinism: bool = False
     """Deterministic kernels only, so that two runs on one accelerator agree bit for bit."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionOptions:
+class PrecisionOptions(Options):
     """Model"""
 
     bf16: bool = False
@@ -69,29 +67,36 @@ class LoadOptions(PrecisionOptions):
     """Attention of this Hugging Face name instead, for example sdpa, eager or flash_attention_2."""
     disable_fast_tokenizer: bool = False
     """Use the tokenizer written in Python instead of the Rust one."""
-    use_ms: bool = False
-    """Fetch models and data from ModelScope instead of the Hugging Face hub."""
+    use_ms: bool = option(
+        False, refused="(ModelScope) is not implemented; fetch model and data with modelscope and give their folders"
+    )
+    """Fetch models and data from ModelScope instead of the Hugging Face hub. Not implemented."""
+
+    def check(self) -> Iterable[str]:
+        if self.load_in_4bit and not self.bf16:
+            raise UserError("--load_in_4bit computes in bfloat16: add --bf16")
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainOptions(LoadOptions):
     """Model"""
 
-    pretrain: str | None = required("MODEL", "a hub name or a model folder")
+    pretrain: str | None = required("MODEL", "a hub name or a model folder", place=True)
     """Model to start from: a hub name or a local folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackwardOptions:
+class BackwardOptions(Options):
     """Model"""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
-    gradient_checkpointing_use_reentrant: bool = False
+    gradient_checkpointing_use_reentrant: bool = option(False, needs="gradient_checkpointing")
     """The reentrant form of gradient checkpointing."""
     use_liger_kernel: bool = False
     """Fused Liger kernels (needs the liger-kernel package)."""
-    aux_loss_coef: float = 0.0
+    aux_loss_coef: float = option(0.0, at_least=0)
     """Weight of the router balancing loss of a mixture of experts; 0 leaves it out."""
 
 
@@ -99,36 +104,53 @@ class BackwardOptions:
 class ModelOptions(PretrainOptions, BackwardOptions):
     """Model"""
 
+    def check(self) -> Iterable[str]:
+        if self.aux_loss_coef > 0 and self.gradient_checkpointing_use_reentrant:
+            raise UserError("--aux_loss_coef gets no gradient through reentrant checkpointing: leave that variant out")
+        return ()
+
 
 @dataclass(frozen=True, kw_only=True)
-class LoraOptions:
+class LoraOptions(Options):
     """LoRA"""
 
-    lora_rank: int = 0
+    lora_rank: int = option(0, at_least=0)
     """Rank of the adapters; above 0 only adapters are trained, and --save_path holds the adapter."""
-    lora_alpha: int = 16
+    lora_alpha: int = option(16, at_least=1)
     """The adapters' output is scaled by alpha / rank."""
-    lora_dropout: float = 0.0
+    lora_dropout: float = option(0.0, at_least=0, below=1)
     """Dropout before the adapters."""
     target_modules: tuple[str, ...] = ("all-linear",)
     """Names of the modules that get adapters."""
 
+    @property
+    def adapts(self) -> bool:
+        """Whether any model gets adapters."""
+        return self.lora_rank > 0
+
+    def check(self) -> Iterable[str]:
+        if isinstance(self, LoadOptions) and self.load_in_4bit and not self.lora_rank:
+            raise UserError("--load_in_4bit freezes the base model: add --lora_rank, for example --lora_rank 16")
+        if self.adapts:
+            return ()
+        return self.idle(("lora_alpha", "lora_dropout", "target_modules"), "without --lora_rank")
+
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateOptions:
+class UpdateOptions(Options):
     """Optimiser"""
 
-    lr_scheduler: str = "cosine_with_min_lr"
+    lr_scheduler: str = option("cosine_with_min_lr", choices=SCHEDULERS)
     """Hugging Face name of the schedule."""
-    lr_warmup_ratio: float = 0.03
+    lr_warmup_ratio: float = option(0.03, at_least=0, at_most=1)
     """Share of all steps in which the learning rate rises."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: float = option(0.1, at_least=0, at_most=1, needs=("lr_scheduler", "cosine_with_min_lr"))
     """Floor of cosine_with_min_lr, as a share of the peak."""
-    l2: float = 0.0
+    l2: float = option(0.0, at_least=0)
     """Weight decay; biases and norms are left out."""
-    adam_betas: tuple[float, float] = (0.9, 0.95)
+    adam_betas: tuple[float, float] = option((0.9, 0.95), at_least=0, below=1)
     """Decay of Adam's two averages."""
-    max_norm: float = 1.0
+    max_norm: float = option(1.0, at_least=0)
     """Gradients are scaled down to this norm; 0 means no clipping."""
 
 
@@ -136,12 +158,12 @@ class UpdateOptions:
 class OptimiserOptions(UpdateOptions):
     """Optimiser"""
 
-    learning_rate: float = 5e-6
+    learning_rate: float = option(5e-6, at_least=0)
     """Peak learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackingOptions:
+class PackingOptions(Options):
     """Batches"""
 
     packing_samples: bool = False
@@ -152,11 +174,11 @@ class PackingOptions:
 class BatchOptions(PackingOptions):
     """Batches"""
 
-    train_batch_size: int = 128
+    train_batch_size: int = option(128, at_least=1)
     """Samples in one optimiser step, over all processes."""
-    micro_train_batch_size: int = 8
+    micro_train_batch_size: int = option(8, at_least=1)
     """Samples in one forward and backward pass; it changes memory and speed, not the result."""
-    max_epochs: int = 1
+    max_epochs: int = option(1, at_least=1)
     """Passes over the data; in RL over the rollouts of each iteration."""
     train_max_tokens_per_gpu: int | None = None
     """Token budget of a packed pass; unset: micro_train_batch_size samples of full length."""
@@ -164,73 +186,35 @@ class BatchOptions(PackingOptions):
     """Choose the token budget of a pass from the device's memory (see trimtab plan); unset: on an accelerator, where
     no option above or of the like says how large a pass is."""
 
+    def settle(self, changes: dict[str, Any]) -> Iterable[str]:
+        if self.fit_memory is None and self.given & PASS_SIZES:
+            changes["fit_memory"] = False
+        return ()
 
-@dataclass(frozen=True, kw_only=True)
-class CountOptions:
-    """Data"""
-
-    max_samples: int = 1_000_000
-    """At most this many rows are used."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowOptions(CountOptions):
-    """Data"""
-
-    eval_dataset: str | None = None
-    """Data for evaluation; unset: the training source's test split, if it has one (RL: none)."""
-    eval_split: str = "train"
-    """Split of --eval_dataset."""
-    num_workers: int | None = None
-    """Processes that tokenise; unset: one per core, at most 8."""
+    def check(self) -> Iterable[str]:
+        whole, micro = self.train_batch_size, self.micro_train_batch_size
+        if whole % micro:
+            divisor = max(number for number in range(1, min(micro, whole) + 1) if whole % number == 0)
+            other = "" if whole < micro else f", or --train_batch_size {whole - whole % micro}"
+            raise UserError(
+                f"--train_batch_size {whole} is not a multiple of --micro_train_batch_size {micro}: "
+                f"use --micro_train_batch_size {divisor}{other}"
+            )
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthOptions:
-    """Data"""
-
-    max_len: int = 2048
-    """At most this many tokens in a sample, prompt and answer together."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptLengthOptions:
-    """Data"""
-
-    prompt_max_len: int = 1024
-    """At most this many tokens in a prompt; rows with longer ones are left out, and counted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceOptions:
-    """Data"""
-
-    dataset: str | None = required("DATA", "a file, a folder or a hub name")
-    """Hub names, files (json, jsonl, csv, parquet, arrow, .py) or folders, separated by commas; type@folder for the
-    files of one type in a folder."""
-    dataset_probs: str | None = None
-    """Share of each source, separated by commas; unset: the sources are concatenated."""
-    dataset_split: str = "train"
-    """Split to use."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataOptions(SourceOptions, RowOptions, LengthOptions):
-    """Data"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
+class SamplingOptions(Options):
     """Sampling"""
 
-    temperature: float = 1.0
+    temperature: float = option(1.0, at_least=0)
     """Temperature of sampling; in RL the trained log-probabilities are taken at the same one."""
-    top_p: float = 1.0
+    top_p: float = option(1.0, above=0, at_most=1)
     """Draw among the most likely tokens that together have this probability."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefixOptions:
+class PrefixOptions(Options):
     """vLLM"""
 
     enable_prefix_caching: bool = False
@@ -238,96 +222,52 @@ class PrefixOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TemplateOptions:
-    """Conversations"""
-
-    input_template: str | None = None
-    """Text with {} where the prompt goes, used when no chat template is; None switches it off."""
-    apply_chat_template: bool = False
-    """Render conversations with the tokenizer's chat template; a plain string becomes one user turn."""
-    tokenizer_chat_template: str | None = None
-    """Jinja chat template, or a file that holds one, to use instead of the tokenizer's own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class InputColumn:
-    """Conversations"""
-
-    input_key: str = "input"
-    """Column that holds the prompt, the messages or the text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputColumn:
-    """Conversations"""
-
-    output_key: str | None = None
-    """Column that holds the answer; unset: the answer is the last turn of the input."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConversationOptions(InputColumn, OutputColumn, TemplateOptions):
-    """Conversations"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelColumn:
-    """Conversations"""
-
-    label_key: str = "label"
-    """Column that holds the judgement: of a whole answer 1 or 0, of an answer in steps a list with one label a
-    step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreferenceColumns:
-    """Conversations"""
-
-    prompt_key: str | None = None
-    """Column that holds the prompt both answers share; unset: each answer column holds the whole conversation."""
-    chosen_key: str = "chosen"
-    """Column that holds the preferred answer or conversation."""
-    rejected_key: str = "rejected"
-    """Column that holds the other one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
+class CheckpointOptions(Options):
     """Checkpoints"""
 
     save_path: str = "./ckpt"
     """Folder of the final model, in Hugging Face form."""
-    save_steps: int = -1
+    save_steps: int = every(-1)
     """Checkpoint every so many optimiser steps (RL: iterations); -1: never."""
     ckpt_path: str = "./ckpt/checkpoints"
     """Folder of the checkpoints a run resumes from."""
     load_checkpoint: bool = False
     """Go on from the newest checkpoint in --ckpt_path, if there is one."""
-    max_ckpt_num: int = 3
+    max_ckpt_num: int = option(3, at_least=1)
     """Keep at most this many checkpoints."""
-    max_ckpt_mem: int = 100_000_000
+    max_ckpt_mem: int = option(100_000_000, at_least=1)
     """Keep at most this many gigabytes of checkpoints."""
     save_hf_ckpt: bool = False
     """At every checkpoint also save the model in Hugging Face form."""
     disable_ds_ckpt: bool = False
     """Save no resumable state at --save_steps (for use with --save_hf_ckpt)."""
-    use_ds_universal_ckpt: bool = False
+    use_ds_universal_ckpt: bool = option(
+        False, refused="is not needed: a checkpoint made here loads on any number of processes; leave it out"
+    )
     """DeepSpeed's universal checkpoints. Refused: ours need no conversion."""
+
+    def check(self) -> Iterable[str]:
+        source = self.pretrain if isinstance(self, PretrainOptions) else None
+        if source and os.path.realpath(os.path.expanduser(source)) == os.path.realpath(self.save_path):
+            raise UserError(f"--save_path {self.save_path} is --pretrain: the model it starts from would be lost")
+        if self.save_steps > 0 and self.disable_ds_ckpt and not self.save_hf_ckpt:
+            return ["--save_steps saves nothing: --disable_ds_ckpt is on and --save_hf_ckpt is not"]
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggingOptions:
+class LoggingOptions(Options):
     """Logging and evaluation"""
 
-    logging_steps: int = 1
+    logging_steps: int = option(1, at_least=1)
     """Show and send metrics every so many optimiser steps (RL: iterations); metrics.jsonl has every one."""
-    eval_steps: int = -1
+    eval_steps: int = every(-1)
     """Evaluate every so many optimiser steps (RL: iterations); -1: after each epoch (RL: at the start and the end)."""
     use_wandb: str | None = secret(None, bare="True")
     """Send metrics to wandb: True (after `wandb login`), online, offline, or an API key."""
-    wandb_org: str | None = None
+    wandb_org: str | None = option(None, needs="use_wandb")
     """wandb entity."""
-    wandb_group: str | None = None
+    wandb_group: str | None = option(None, needs="use_wandb")
     """wandb group."""
     wandb_project: str = "trimtab"
     """wandb project."""
@@ -338,25 +278,35 @@ class LoggingOptions:
     use_visualdl: str | None = None
     """Folder for VisualDL files (needs the visualdl package)."""
 
+    def settle(self, changes: dict[str, Any]) -> Iterable[str]:
+        if self.wandb_run_name is None and isinstance(self, CallOptions):
+            changes["wandb_run_name"] = f"{self.verb}_{time.strftime('%Y%m%dT%H%M%S')}"
+        return ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions(LoggingOptions):
     """Logging and evaluation"""
 
-    report_samples: int = 0
+    report_samples: int = option(0, at_least=0)
     """After the run let the model before and the model after it answer this many prompts, and show them in the
     report."""
 
+    def check(self) -> Iterable[str]:
+        if self.report_samples and isinstance(self, LoadOptions) and self.load_in_4bit:
+            raise UserError("--report_samples loads the model unquantised: leave it out, or --load_in_4bit")
+        return ()
+
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessOptions:
+class ProcessOptions(Options):
     """Processes and sharding"""
 
     nproc: int = of_this_call(1)
     """Start this many processes on this machine, which work together. (torchrun and deepspeed work too.)"""
     local_rank: int = of_this_call(-1)
     """Set by launchers."""
-    zero_stage: int = 2
+    zero_stage: int = option(2, choices=range(4))
     """What is split over processes in training: 0 nothing, 1 and 2 optimiser and gradients, 3 weights too."""
 
 
@@ -366,17 +316,19 @@ class ShardingOptions(ProcessOptions):
 
     adam_offload: bool = False
     """Keep the optimiser's state in main memory and step there."""
-    grad_accum_dtype: str | None = None
+    grad_accum_dtype: str | None = option(None, choices=("fp32", "bf16"))
     """Type of accumulated gradients: fp32 or bf16; unset: fp32."""
     overlap_comm: bool = False
     """Exchange gradients while the backward pass goes on; that is how it is always done here."""
-    zpg: int = 1
+    zpg: int = option(1, refused="(ZeRO++ hierarchical partitions) is not implemented yet; leave it at 1")
     """Size of ZeRO++'s second partition. Not implemented yet."""
-    ds_tensor_parallel_size: int = 1
+    ds_tensor_parallel_size: int = option(1, refused="(tensor parallel training) is not implemented yet; leave it at 1")
     """Tensor parallel size in training. Not implemented yet."""
-    ring_attn_size: int = 1
+    ring_attn_size: int = option(
+        1, refused="(ring attention) is not implemented yet; leave it at 1, and lower --max_len if memory is short"
+    )
     """Processes that share one sequence (ring attention). Not implemented yet."""
-    ring_head_stride: int = 1
+    ring_head_stride: int = option(1, refused="belongs to ring attention, which is not implemented yet; leave it at 1")
     """Heads in one step of the ring. Not implemented yet."""
-    deepcompile: bool = False
+    deepcompile: bool = option(False, refused="is DeepSpeed's compiler and not implemented; leave it out")
     """DeepSpeed's DeepCompile. Not implemented."""

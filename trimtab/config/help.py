@@ -42,6 +42,8 @@ def _section_order(job_class: type):
 def _entry(option: Option, width: int) -> list[str]:
     notes = [f"default: {_shown(option)}"] if not (option.default is None or option.default is False) else []
     notes += [f"also --{alias}" for alias in option.aliases]
+    if not all(str(choice) in option.help for choice in option.limits.choices):
+        notes.insert(0, f"{option.limits}")
     text = option.help + (f" ({'; '.join(notes)})" if notes else "")
     left = f"  {option.flag} {_metavar(option)}".rstrip()
     body = textwrap.wrap(text, width - _COLUMN, break_long_words=False, break_on_hyphens=False)

@@ -1,8 +1,7 @@
 """Jobs: which groups of options each one takes, and the defaults it changes."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from trimtab.config.attack import (
     AttackedOptions,
@@ -10,6 +9,19 @@ from trimtab.config.attack import (
     SearchOptions,
     SuccessOptions,
     TargetFileOptions,
+)
+from trimtab.config.data import (
+    ConversationOptions,
+    CountOptions,
+    DataOptions,
+    InputColumn,
+    LabelColumn,
+    LengthOptions,
+    OutputColumn,
+    PreferenceColumns,
+    PromptLengthOptions,
+    SourceOptions,
+    TemplateOptions,
 )
 from trimtab.config.generation import (
     AnswerLengthOptions,
@@ -27,29 +39,19 @@ from trimtab.config.groups import (
     BatchOptions,
     CallOptions,
     CheckpointOptions,
-    ConversationOptions,
-    CountOptions,
-    DataOptions,
-    InputColumn,
-    LabelColumn,
-    LengthOptions,
     LoadOptions,
     LoggingOptions,
     LoraOptions,
     ModelOptions,
     OptimiserOptions,
-    OutputColumn,
     PackingOptions,
     PrecisionOptions,
-    PreferenceColumns,
     PretrainOptions,
     ProcessOptions,
-    PromptLengthOptions,
     RunOptions,
     ShardingOptions,
-    SourceOptions,
-    TemplateOptions,
 )
+from trimtab.config.job import job
 from trimtab.config.objectives import (
     CachedReferenceOptions,
     DistillationOptions,
@@ -62,49 +64,31 @@ from trimtab.config.objectives import (
     TargetOptions,
     UnpairedLossOptions,
 )
-from trimtab.config.rl import (
-    ActorOptions,
-    AdvantageOptions,
-    CriticOptions,
-    EngineOptions,
-    JudgeOptions,
-    KLOptions,
-    PlacementOptions,
-    PolicyLossOptions,
-    PretrainMixOptions,
-    PromptColumns,
-    PromptOptions,
-    RecordingOptions,
-    RewardOptions,
-    RewardScaleOptions,
-    RewardSourceOptions,
-    RolloutOptions,
-    SamplingEvaluationOptions,
-    TeacherRewardOptions,
-    VLLMOptions,
+from trimtab.config.rewards import JudgeOptions, RewardScaleOptions, RewardSourceOptions
+from trimtab.config.rl import PromptColumns
+from trimtab.config.rl_jobs import (
+    AnyRLOptions,
+    DAPOOptions,
+    GRPOOptions,
+    PPOOptions,
+    ReinforceOptions,
+    RLOOOptions,
+    TailOptions,
 )
+from trimtab.config.rl_jobs import RLOptions as RLOptions
 from trimtab.config.serving import ServerOptions, StepScoreOptions
-from trimtab.config.tail import ProposalOptions, TailMeasureOptions, TailMethodOptions
+from trimtab.config.sources import listed, place_exists
+from trimtab.errors import UserError
 
-
-def job(verb: str, **defaults: Any) -> Callable[[type], type]:
-    """Make a class of groups a job called `verb`, with these defaults in place of the groups' own."""
-
-    def decorate(cls: type) -> type:
-        inherited = {name: known for base in cls.__mro__[1:] for name, known in _fields_of(base).items()}
-        for name, default in defaults.items():
-            # Declaring the field again under the same type is how a dataclass takes a new default.
-            cls.__annotations__[name] = inherited[name].type
-            setattr(cls, name, default)
-        cls.verb = verb
-        cls.trainer = getattr(cls, "trainer", verb)
-        return dataclass(frozen=True, kw_only=True)(cls)
-
-    return decorate
-
-
-def _fields_of(cls: type) -> dict[str, Any]:
-    return cls.__dict__.get("__dataclass_fields__", {})
+_OF_GENERATION = (
+    *("best_of_n", "max_new_tokens", "prompt_max_len", "greedy_sampling", "temperature", "top_p", "label_key"),
+    *("repetition_penalty", "enable_csft", "iter", "tp_size", "max_num_seqs", "enable_prefix_caching"),
+)
+_OF_SCORING = ("output_key", "value_head_prefix", "max_len")
+_OF_A_JUDGE = (
+    *("reward_threshold", "rm_exclude_adv_suffix", "normalize_reward"),
+    *("reward_input", "rm_max_len", "value_head_prefix"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +107,21 @@ class Training(
     RunOptions,
 ):
     """How every supervised job is trained"""
+
+    def check(self) -> Iterable[str]:
+        budget = self.train_max_tokens_per_gpu
+        if budget is None:
+            return ()
+        if not self.packing_samples:
+            raise UserError("--train_max_tokens_per_gpu is the budget of packed rows: add --packing_samples")
+        assert isinstance(self, LengthOptions), "every one has data"
+        answers, sample = (2, "pair of two") if isinstance(self, PreferenceColumns) else (1, "sample of")
+        if budget < answers * self.max_len:
+            raise UserError(
+                f"--train_max_tokens_per_gpu {budget} cannot hold one {sample} --max_len {self.max_len}: "
+                f"raise it to {answers * self.max_len} or more"
+            )
+        return ()
 
 
 @job(
@@ -202,131 +201,6 @@ class KDOptions(Subject, ConversationOptions, TargetOptions, DistillationOptions
     """Distillation"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RLOptions(
-    ModelOptions,
-    PromptOptions,
-    PromptColumns,
-    TemplateOptions,
-    RolloutOptions,
-    EngineOptions,
-    RewardOptions,
-    RewardHeadOptions,
-    StepScoreOptions,
-    AdvantageOptions,
-    KLOptions,
-    PolicyLossOptions,
-    CriticOptions,
-    PretrainMixOptions,
-    TeacherRewardOptions,
-    RecordingOptions,
-    BatchOptions,
-    ActorOptions,
-    LoraOptions,
-    CheckpointOptions,
-    SamplingEvaluationOptions,
-    ShardingOptions,
-    PlacementOptions,
-    VLLMOptions,
-    RunOptions,
-):
-    """What every RL job has: they are one job with different defaults"""
-
-    trainer: ClassVar[str] = "rl"
-
-    max_samples: int = 100_000_000
-    micro_train_batch_size: int = 4
-    placeholder_token: str | None = None  # set: --reward_pretrain is a process reward model
-
-
-@job("ppo", ckpt_path="./ckpt/checkpoints_ppo_ray", wandb_project="trimtab_train_ppo")
-class PPOOptions(RLOptions):
-    """Proximal policy optimisation"""
-
-
-@job("rl", ckpt_path="./ckpt/checkpoints_rl", wandb_project="trimtab_train_rl")
-class AnyRLOptions(RLOptions):
-    """RL as a config file says"""
-
-
-# The KL as a k3 loss with weight 0.001 is what both OpenRLHF's and PaddleNLP's GRPO recipes have.
-@job(
-    "grpo",
-    advantage_estimator="group_norm",
-    n_samples_per_prompt=8,
-    use_kl_loss=True,
-    kl_estimator="k3",
-    init_kl_coef=1e-3,
-    ckpt_path="./ckpt/checkpoints_grpo",
-    wandb_project="trimtab_train_grpo",
-)
-class GRPOOptions(RLOptions):
-    """Group relative policy optimisation"""
-
-
-# Clip higher, no KL, the mean over tokens, and groups that teach nothing sampled again.
-@job(
-    "dapo",
-    advantage_estimator="group_norm",
-    n_samples_per_prompt=8,
-    eps_clip_low_high=(0.2, 0.28),
-    init_kl_coef=0.0,
-    dynamic_filtering=True,
-    ckpt_path="./ckpt/checkpoints_dapo",
-    wandb_project="trimtab_train_dapo",
-)
-class DAPOOptions(RLOptions):
-    """GRPO with DAPO's settings"""
-
-
-@job(
-    "reinforce",
-    advantage_estimator="reinforce",
-    ckpt_path="./ckpt/checkpoints_reinforce",
-    wandb_project="trimtab_train_reinforce",
-)
-class ReinforceOptions(RLOptions):
-    """REINFORCE++"""
-
-
-@job(
-    "rloo",
-    advantage_estimator="rloo",
-    n_samples_per_prompt=8,
-    ckpt_path="./ckpt/checkpoints_rloo",
-    wandb_project="trimtab_train_rloo",
-)
-class RLOOOptions(RLOptions):
-    """REINFORCE leave-one-out"""
-
-
-# The defaults are those of the smaller of RePULSe's two experiments with real models.
-@job(
-    "tail",
-    rollout_batch_size=50,
-    n_samples_per_prompt=5,
-    generate_max_len=20,
-    micro_rollout_batch_size=250,
-    train_batch_size=250,
-    micro_train_batch_size=250,
-    advantage_estimator="rloo",
-    init_kl_coef=0.2,
-    lambd=0.95,
-    value_clip=0.2,
-    reward_clip_range=(-1e6, 1e4),  # a transformed reward may be very low
-    actor_learning_rate=3e-5,
-    critic_learning_rate=3e-5,
-    lr_scheduler="constant",
-    adam_betas=(0.9, 0.999),
-    ckpt_path="./ckpt/checkpoints_tail",
-    wandb_project="trimtab_train_tail",
-)
-class TailOptions(RLOptions, RewardInputOptions, TailMethodOptions, ProposalOptions, TailMeasureOptions):
-    """Rare bad answers made rarer"""
-
-    trainer: ClassVar[str] = "tail"
-
-
 @job(
     "generate",
     seed=1234,
@@ -356,6 +230,36 @@ class GenerateOptions(
     RunOptions,
 ):
     """Answers to many prompts, and their scores"""
+
+    def check(self) -> Iterable[str]:
+        scoring = self.eval_task == "rm"
+        self._check_rewards(scoring)
+        yield from self.idle(_OF_GENERATION if scoring else _OF_SCORING, f"with --eval_task {self.eval_task}")
+        if not scoring and (self.eval_task == "generate_vllm" or self.tp_size is not None):
+            yield "the built-in engine writes the answers; vLLM is not needed"
+        if self.zero_stage > 0:
+            yield f"--zero_stage {self.zero_stage} has no effect: every process holds the whole model"
+
+    def _check_rewards(self, scoring: bool) -> None:
+        rewards = {"reward_pretrain": self.reward_pretrain, "remote_rm_url": self.remote_rm_url}
+        named = [f"--{name}" for name, value in (rewards | {"reward_verifier": self.reward_verifier}).items() if value]
+        if scoring and named:
+            raise UserError(f"with --eval_task rm the reward model is --pretrain: leave {', '.join(named)} out")
+        if named and self.enable_csft:
+            raise UserError(
+                "--enable_csft: a reward would read the wish too; score the written answers with --eval_task rm"
+            )
+        if self.post_processor is None or scoring:
+            return
+        if not named:
+            raise UserError(
+                f"--post_processor {self.post_processor} needs rewards: name one (--reward_pretrain, --remote_rm_url "
+                "or --reward_verifier), or score the written answers with --eval_task rm"
+            )
+        if self.post_processor != "csft" and self.best_of_n < 2:
+            raise UserError(
+                f"--post_processor {self.post_processor} compares the answers to a prompt: set --best_of_n above 1"
+            )
 
 
 @job(
@@ -389,6 +293,13 @@ class AttackOptions(
 ):
     """GCG attack"""
 
+    idle_here = dict.fromkeys(BackwardOptions.__annotations__, "in an attack: nothing is trained")
+
+    def check(self) -> Iterable[str]:
+        if self.nproc > 1:
+            raise UserError("--nproc: an attack runs in one process; start one for each part of --file_path")
+        return () if self.reward_pretrain else self.idle(_OF_A_JUDGE, "without --reward_pretrain")
+
 
 @job("lora-combine")
 class LoraCombineOptions(MergeOptions, PrecisionOptions, CallOptions):
@@ -409,3 +320,26 @@ class ServeRMOptions(
     CallOptions,
 ):
     """Reward server"""
+
+    def check(self) -> Iterable[str]:
+        if bool(self.reward_pretrain) == bool(self.reward_verifier):
+            raise UserError("give one of --reward_pretrain (a model folder) and --reward_verifier (for example gsm8k)")
+        names = listed(self.reward_pretrain)
+        for name in names:
+            place_exists(name, "--reward_pretrain")
+        if self.placeholder_token is not None and len(names) != 1:
+            raise UserError("--placeholder_token: give one process reward model as --reward_pretrain")
+        if self.step_reward == "steps":
+            raise UserError("--step_reward is steps: it must be min or last")
+        return ()
+
+
+JOBS: dict[str, type[CallOptions]] = {
+    job_class.verb: job_class
+    for job_class in (
+        *(SFTOptions, RMOptions, PRMOptions, DPOOptions, KTOOptions, KDOptions),
+        *(PPOOptions, GRPOOptions, DAPOOptions, ReinforceOptions, RLOOOptions, AnyRLOptions, TailOptions),
+        *(GenerateOptions, ChatOptions, AttackOptions, LoraCombineOptions, ServeRMOptions),
+    )
+}
+"""Every job by its verb."""

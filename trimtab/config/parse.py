@@ -9,17 +9,16 @@ from typing import Any, TypeVar
 import yaml
 
 from trimtab.config.catalogue import Option, find, options_of, suggestion
+from trimtab.config.dump import MARK
+from trimtab.config.groups import CallOptions
 from trimtab.config.help import help_text
 from trimtab.config.values import REDACTED, from_text, from_yaml
 from trimtab.errors import UserError
 
-Options = TypeVar("Options")
-
-# Who says how large a pass is does not want it chosen.
-PASS_SIZES = {"micro_train_batch_size", "train_max_tokens_per_gpu", "micro_rollout_batch_size", "use_dynamic_batch"}
+Job = TypeVar("Job", bound=CallOptions)
 
 
-def parse(job_class: type[Options], argv: Sequence[str]) -> Options:
+def parse(job_class: type[Job], argv: Sequence[str]) -> Job:
     """The options that `argv` (and the file its --config names) asks for; a mistake is a UserError of one line.
 
     `-h` and `--help` print the help and leave through SystemExit(0).
@@ -27,15 +26,19 @@ def parse(job_class: type[Options], argv: Sequence[str]) -> Options:
     if "-h" in argv or "--help" in argv:
         print(help_text(job_class), end="")
         raise SystemExit(0)
-    given = _from_command_line(job_class, argv)
-    from_file = _from_file(job_class, given["config"]) if given.get("config") else {}
-    chosen = {**from_file, **given}
+    on_the_line = _from_command_line(job_class, argv)
+    path = on_the_line.get("config")
+    in_the_file = _from_file(job_class, path) if path else {}
+    chosen = {**in_the_file, **on_the_line}
     for name, value in chosen.items():
         if value == REDACTED:
             raise UserError(f"--{name} is {REDACTED} in this config, because it was a key: give it on the command line")
-    if PASS_SIZES & chosen.keys() and "fit_memory" in options_of(job_class):
-        chosen.setdefault("fit_memory", False)
-    return job_class(**chosen)
+    given = {*on_the_line, *in_the_file}
+    if path and _text(path).startswith(MARK):
+        # A resolved config names every option: those at their defaults are nobody's wish.
+        defaults = options_of(job_class)
+        given = {*on_the_line, *(name for name, value in in_the_file.items() if value != defaults[name].default)}
+    return job_class(**chosen, given=frozenset(given))
 
 
 def take_negative_numbers(parser: argparse.ArgumentParser) -> None:
@@ -122,15 +125,18 @@ def _from_file(job_class: type, path: str) -> dict[str, Any]:
     return chosen
 
 
-def _entries(path: str) -> list[tuple[int, str, Any]]:
-    """The file's (line, key, value) triples, repeated keys included."""
+def _text(path: str) -> str:
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a UTF-8 text file"
         raise UserError(f"--config {path}: {reason}") from None
+
+
+def _entries(path: str) -> list[tuple[int, str, Any]]:
+    """The file's (line, key, value) triples, repeated keys included."""
     try:
-        loader = yaml.SafeLoader(text)
+        loader = yaml.SafeLoader(_text(path))
         root = loader.get_single_node()
         if root is None:
             return []

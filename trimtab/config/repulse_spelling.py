@@ -8,7 +8,6 @@ import os
 import zlib
 from collections.abc import Sequence
 
-from trimtab.config.bounds import changed
 from trimtab.config.jobs import TailOptions
 from trimtab.config.parse import parse
 from trimtab.config.run_names import RunName, abbreviated
@@ -114,7 +113,7 @@ def run_name(options: TailOptions) -> str:
 
 def _unnamed(options: TailOptions) -> list[str]:
     """What else makes a run learn something else: two such runs in one folder must not overwrite each other."""
-    values = {short: getattr(options, name) for name, short in _UNNAMED.items() if changed(options, name)}
+    values = {short: getattr(options, name) for name, short in _UNNAMED.items() if options.changed(name)}
     if options.method == "reinforce_transform" and options.reward_transform == "minus_alpha_ind":
         values["ind"] = options.bad_threshold
     if options.single_prompt not in (None, SINGLE_PROMPT):

@@ -1,9 +1,14 @@
 """Groups of options of a reward server. Like groups.py."""
 
+import ipaddress
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from trimtab.config.groups import secret
 from trimtab.config.objectives import StepRewardOptions
+from trimtab.config.option import Options, option, secret
+from trimtab.config.rewards import RewardScaleOptions
+from trimtab.errors import UserError
 
 TOKEN_VARIABLE = "TRIMTAB_BEARER_TOKEN"
 """Environment variable of the token that a reward server asks for and its clients send."""
@@ -13,24 +18,45 @@ TOKEN_VARIABLE = "TRIMTAB_BEARER_TOKEN"
 class StepScoreOptions(StepRewardOptions):
     """Step rewards"""
 
-    step_reward: str = "min"
+    step_reward: str = option("min", choices=("min", "last", "steps"))
     """Which of a response's step scores is its reward: min or last; in RL also steps, each score at its own step."""
     step_separator: str | None = None
     """Text that ends a step, before which the placeholder is put; unset: responses have the placeholder already."""
 
+    def check(self) -> Iterable[str]:
+        if self.placeholder_token is None:
+            return ()
+        if not self.reward_tokens:
+            raise UserError("--placeholder_token: a process reward model needs --reward_tokens too, as in its training")
+        if isinstance(self, RewardScaleOptions) and self.normalize_reward:
+            raise UserError("--normalize_reward: the scores of a process reward model are probabilities; leave it out")
+        return ()
+
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions:
+class ServerOptions(Options):
     """Server"""
 
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0 is every one of this machine, for anybody who can reach it."""
-    port: int = 5000
+    port: int = option(5000, at_least=0, at_most=65535)
     """Port to listen at; 0: any that is free."""
-    batch_size: int | None = None
+    batch_size: int | None = option(None, at_least=1)
     """At most this many samples in one pass, whoever sent them; unset: as many as wait, by tokens."""
-    max_request_mib: float = 64.0
+    max_request_mib: float = option(64.0, above=0)
     """Larger requests are refused."""
     bearer_token: str | None = secret(None)
     """Refuse requests without this token; unset: what the environment variable TRIMTAB_BEARER_TOKEN holds, if it is
     set."""
+
+    def check(self) -> Iterable[str]:
+        if _is_loopback(self.host) or self.bearer_token or os.environ.get(TOKEN_VARIABLE):
+            return ()
+        return [f"--host {self.host}: anybody who reaches this machine can use the server; give a --bearer_token"]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

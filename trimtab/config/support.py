@@ -2,53 +2,51 @@
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
 
-from trimtab.config.bounds import changed
-from trimtab.config.placement import placement_problems
-from trimtab.config.rl import PlacementOptions
+from trimtab.config.catalogue import options_of
+from trimtab.config.generation import BatchEngineOptions
+from trimtab.config.groups import BackwardOptions, LoadOptions, LoggingOptions
+from trimtab.config.option import Options
+from trimtab.config.placement import ClusterOptions
 from trimtab.errors import UserError
 
-_NOT_IMPLEMENTED = {
-    "deepcompile": "is DeepSpeed's compiler and not implemented; leave it out",
-    "zpg": "(ZeRO++ hierarchical partitions) is not implemented yet; leave it at 1",
-    "ds_tensor_parallel_size": "(tensor parallel training) is not implemented yet; leave it at 1",
-    "ring_attn_size": "(ring attention) is not implemented yet; leave it at 1, and lower --max_len if memory is short",
-    "ring_head_stride": "belongs to ring attention, which is not implemented yet; leave it at 1",
-    "use_ms": "(ModelScope) is not implemented; fetch model and data with modelscope and give their folders",
-    "use_ds_universal_ckpt": "is not needed: a checkpoint made here loads on any number of processes; leave it out",
-    "async_train": "(answers written while learning) is not implemented yet; leave it out",
-    "agent_func_path": "(rollouts of several turns) is not implemented yet; leave it out",
-}
 
-
-def refuse_unimplemented(options: Any) -> None:
+def refuse_unimplemented(options: Options) -> None:
     """A UserError for the first option that is set and that this version does not do."""
-    for name, reason in _NOT_IMPLEMENTED.items():
-        if changed(options, name):
-            raise UserError(f"--{name} {reason}")
+    for name, option in options_of(type(options)).items():
+        if option.refused and options.changed(name):
+            raise UserError(f"--{name} {option.refused}")
 
 
-def hardware_problems(options: Any, accelerators: Callable[[], int]) -> list[str]:
+def hardware_problems(options: Options, accelerators: Callable[[], int]) -> list[str]:
     """What this machine lacks for these options: errors at the start of a run, warnings in a dry run.
 
     `accelerators` counts what is here, and is asked only where the answer matters.
     """
-    problems = placement_problems(options, accelerators) if isinstance(options, PlacementOptions) else []
-    asked = getattr(options, "tp_size", None) or 1
+    problems = options.problems(accelerators) if isinstance(options, ClusterOptions) else []
+    asked = (options.tp_size if isinstance(options, BatchEngineOptions) else None) or 1
     if asked > 1 and asked > (found := accelerators()):
         problems.append(f"--tp_size {asked} asks for more GPUs than the {found} of this machine: leave it out")
-    flash_attention = getattr(options, "attn_implementation", None) == "flash_attention_2"
-    for wanted, flag, module, package in (
-        (getattr(options, "use_wandb", None), "--use_wandb", "wandb", "'trimtab[wandb]'"),
-        (getattr(options, "use_visualdl", None), "--use_visualdl", "visualdl", "'trimtab[visualdl]'"),
-        (getattr(options, "load_in_4bit", False), "--load_in_4bit", "bitsandbytes", "'trimtab[qlora]'"),
-        (getattr(options, "use_liger_kernel", False), "--use_liger_kernel", "liger_kernel", "'trimtab[liger]'"),
-        (flash_attention, "--attn_implementation flash_attention_2", "flash_attn", "flash-attn"),
-    ):
-        if wanted and not _installed(module):
+    for flag, (module, package) in _packages(options).items():
+        if not _installed(module):
             problems.append(f"{flag} needs the package {module}: pip install {package}, or leave the option out")
     return problems
+
+
+def _packages(options: Options) -> dict[str, tuple[str, str]]:
+    """The flags that need a package of their own, each with its module and what to install."""
+    needed = {}
+    if isinstance(options, LoggingOptions) and options.use_wandb:
+        needed["--use_wandb"] = ("wandb", "'trimtab[wandb]'")
+    if isinstance(options, LoggingOptions) and options.use_visualdl:
+        needed["--use_visualdl"] = ("visualdl", "'trimtab[visualdl]'")
+    if isinstance(options, LoadOptions) and options.load_in_4bit:
+        needed["--load_in_4bit"] = ("bitsandbytes", "'trimtab[qlora]'")
+    if isinstance(options, BackwardOptions) and options.use_liger_kernel:
+        needed["--use_liger_kernel"] = ("liger_kernel", "'trimtab[liger]'")
+    if isinstance(options, LoadOptions) and options.attn_implementation == "flash_attention_2":
+        needed["--attn_implementation flash_attention_2"] = ("flash_attn", "flash-attn")
+    return needed
 
 
 def _installed(module: str) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.config.attack import RewardInputOptions
-from trimtab.config.source_checks import listed
+from trimtab.config.sources import listed
 from trimtab.distributed.device import Device
 from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.rewards.classifiers import load_judge

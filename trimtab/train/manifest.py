@@ -11,15 +11,9 @@ import torch
 from torch import Tensor
 
 from trimtab import __version__
+from trimtab.config.data import DataOptions, RowOptions
 from trimtab.config.dump import to_dict
-from trimtab.config.groups import (
-    CheckpointOptions,
-    DataOptions,
-    LoggingOptions,
-    RowOptions,
-    RunOptions,
-    ShardingOptions,
-)
+from trimtab.config.groups import CheckpointOptions, LoggingOptions, RunOptions, ShardingOptions
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
 

@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from trimtab.config.bounds import changed
-from trimtab.config.parse import PASS_SIZES
+from trimtab.config.groups import PASS_SIZES
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
@@ -40,7 +39,7 @@ def fitted(options: Any, device: Device, world: World, work: Callable[[], Work])
 def _wanted(options: Any, device: Device, world: World) -> bool:
     if options.fit_memory is not None or world.size > 1 or options.trainer == "tail":
         return bool(options.fit_memory) and world.size == 1
-    return device.is_accelerator and not any(changed(options, name) for name in PASS_SIZES)
+    return device.is_accelerator and not options.given & PASS_SIZES
 
 
 def supervised_work(task: Task) -> Work:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.config.jobs import RLOptions
-from trimtab.config.source_checks import listed
+from trimtab.config.sources import listed
 from trimtab.data.batches import Example
 from trimtab.models.critic import Critic
 from trimtab.models.load import frozen_skeleton, policy_skeleton, reward_skeleton

@@ -1,11 +1,22 @@
-"""What can be said of a list of data sources before any of them is read."""
+"""What can be said of models and data before any of them is read: of a place, and of a list of sources."""
 
 import os
 
-from trimtab.config.bounds import looks_like_a_path
 from trimtab.errors import UserError
 
+DATA_SUFFIXES = {".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt", ".py"}
 FILE_TYPES = {"json", "csv", "parquet", "arrow", "text"}
+
+
+def place_exists(place: str, flag: str) -> None:
+    """A hub name passes; a local path must be there."""
+    if looks_like_a_path(place) and not os.path.exists(os.path.expanduser(place)):
+        raise UserError(f"{flag}: {place} does not exist; check the path")
+
+
+def looks_like_a_path(text: str) -> bool:
+    """A hub name is `name` or `owner/name`, without a data file's suffix."""
+    return text.startswith((".", "/", "~")) or text.count("/") > 1 or os.path.splitext(text)[1].lower() in DATA_SUFFIXES
 
 
 def listed(text: str | None) -> list[str]:

@@ -1,0 +1,93 @@
+"""Groups of options that say what scores answers. Like groups.py."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trimtab.config.option import Options, option
+from trimtab.config.sources import listed, place_exists
+from trimtab.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherRewardOptions(Options):
+    """Rewards"""
+
+    teacher_model: str | None = option(None, place=True)
+    """Model to learn from on the policy's own answers (on-policy distillation): each token's reward is how much more
+    likely the teacher finds it."""
+    teacher_coef: float = option(1.0, needs="teacher_model")
+    """Weight of that reward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeOptions(Options):
+    """Rewards"""
+
+    reward_pretrain: str | None = None
+    """Reward models, separated by commas: ours, or any sequence classifiers with one score. Their rewards are added
+    up."""
+    reward_verifier: str | None = None
+    """Built-in rewards with their weights, for example gsm8k:1.0,format:0.2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSourceOptions(JudgeOptions):
+    """Rewards"""
+
+    remote_rm_url: str | None = None
+    """Python files with reward_func(queries, prompts, labels), or addresses of reward servers, which share the
+    samples; separated by commas."""
+    reward_weights: tuple[float, ...] | None = None
+    """Weights of the models, then of the files and, together, of the servers; unset: 1 each."""
+
+    def check(self) -> Iterable[str]:
+        models, places = listed(self.reward_pretrain), listed(self.remote_rm_url)
+        for model in models:
+            place_exists(model, "--reward_pretrain")
+        files = [place for place in places if _is_file_of_a_reward(place)]
+        count = len(models) + len(files) + (len(files) < len(places))  # all servers are one reward
+        weights = self.reward_weights
+        if weights is not None and len(weights) != count:
+            raise UserError(
+                f"--reward_weights has {len(weights)} numbers for {count} rewards: give one for each model, each file "
+                "and, together, the servers"
+            )
+        return ()
+
+
+def _is_file_of_a_reward(place: str) -> bool:
+    if place.startswith(("http://", "https://")):
+        return False
+    file = place[: place.rfind(".py") + 3]  # a function's name may follow
+    if not file.endswith(".py"):
+        raise UserError(f"--remote_rm_url {place} is neither an address (http://...) nor a Python file")
+    if not os.path.isfile(os.path.expanduser(file)):
+        raise UserError(f"--remote_rm_url: {file} does not exist; check the path")
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardScaleOptions(Options):
+    """Rewards"""
+
+    normalize_reward: bool = False
+    """Subtract the mean and divide by the deviation that the reward model's config.json holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardOptions(RewardSourceOptions, RewardScaleOptions):
+    """Rewards"""
+
+    reward_clip_range: tuple[float, float] = (-10.0, 10.0)
+    """The reward of an answer, after shaping, is kept between these two."""
+    overlong_buffer_len: float | None = option(None, above=0)
+    """Tokens before --generate_max_len in which an answer's length is penalised, the longer the more; unset: none."""
+    overlong_penalty_factor: float = option(1.0, at_least=0, needs="overlong_buffer_len")
+    """The penalty at full length."""
+
+    def check(self) -> Iterable[str]:
+        low, high = self.reward_clip_range
+        if low >= high:
+            raise UserError(f"--reward_clip_range {low:g} {high:g}: the first must be below the second")
+        return () if self.reward_pretrain else self.idle(["normalize_reward"], "without --reward_pretrain")

@@ -1,0 +1,305 @@
+"""The RL jobs: which groups of options they take, the defaults each changes, and what options of several groups say
+together."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from trimtab.config.attack import RewardInputOptions
+from trimtab.config.data import TemplateOptions
+from trimtab.config.groups import (
+    BatchOptions,
+    CheckpointOptions,
+    LoraOptions,
+    ModelOptions,
+    RunOptions,
+    ShardingOptions,
+)
+from trimtab.config.job import job, with_defaults
+from trimtab.config.objectives import RewardHeadOptions
+from trimtab.config.placement import ClusterOptions
+from trimtab.config.rewards import RewardOptions, TeacherRewardOptions
+from trimtab.config.rl import (
+    OF_GROUPS,
+    ActorOptions,
+    AdvantageOptions,
+    CriticOptions,
+    EngineOptions,
+    KLOptions,
+    PolicyLossOptions,
+    PretrainMixOptions,
+    PromptColumns,
+    PromptOptions,
+    RecordingOptions,
+    RolloutOptions,
+    SamplingEvaluationOptions,
+)
+from trimtab.config.serving import StepScoreOptions
+from trimtab.config.tail import METHODS, ProposalOptions, TailMeasureOptions, TailMethodOptions
+from trimtab.errors import UserError
+
+DYNAMIC_BUDGET = 16_192
+OF_THE_CRITIC = ("critic_pretrain", "critic_learning_rate", "value_clip", "save_value_network", "lambd")
+# Options of other RL jobs that would change what is sampled, or what a return is, unseen by the formulas of tail.
+_OF_OTHER_METHODS = (
+    *("temperature", "top_p", "weight_only_int8", "max_epochs", "gamma", "use_kl_loss", "kl_estimator", "kl_target"),
+    *("dynamic_filtering", "overlong_buffer_len", "entropy_loss_coef", "policy_loss_type", "no_advantage_std_norm"),
+    *("eps_clip", "eps_clip_low_high", "dual_clip", "aux_loss_coef", "loss_reduction", "mismatch_correction"),
+    *("teacher_model", "pretrain_data", "freezing_actor_steps"),
+)
+
+
+# With --placeholder_token the reward model is a process reward model; it may be missing.
+@with_defaults(max_samples=100_000_000, micro_train_batch_size=4, placeholder_token=None)
+class RLOptions(
+    ModelOptions,
+    PromptOptions,
+    PromptColumns,
+    TemplateOptions,
+    RolloutOptions,
+    EngineOptions,
+    RewardOptions,
+    RewardHeadOptions,
+    StepScoreOptions,
+    AdvantageOptions,
+    KLOptions,
+    PolicyLossOptions,
+    CriticOptions,
+    PretrainMixOptions,
+    TeacherRewardOptions,
+    RecordingOptions,
+    BatchOptions,
+    ActorOptions,
+    LoraOptions,
+    CheckpointOptions,
+    SamplingEvaluationOptions,
+    ShardingOptions,
+    ClusterOptions,
+    RunOptions,
+):
+    """What every RL job has: they are one job with different defaults"""
+
+    trainer: ClassVar[str] = "rl"
+
+    @property
+    def longest_rollout(self) -> int:
+        """Tokens of the longest prompt and the longest answer."""
+        return self.prompt_max_len + self.generate_max_len
+
+    def settle(self, changes: dict[str, Any]) -> Iterable[str]:
+        if self.use_dynamic_batch:
+            budget = self.train_max_tokens_per_gpu or max(DYNAMIC_BUDGET, self.longest_rollout)
+            changes["packing_samples"] = True
+            changes["train_max_tokens_per_gpu"] = budget
+            changes["rollout_max_tokens_per_gpu"] = self.rollout_max_tokens_per_gpu or budget
+        if self.enable_vllm_is_correction and self.mismatch_correction is None:
+            changes["mismatch_correction"] = "tis"
+            changes["mismatch_range"] = (0.0, self.vllm_is_truncated_threshold)
+        return ()
+
+    def check(self) -> Iterable[str]:
+        estimator = self.advantage_estimator
+        if estimator in OF_GROUPS and self.n_samples_per_prompt < 2:
+            raise UserError(
+                f"--advantage_estimator {estimator} compares the answers to one prompt: set --n_samples_per_prompt "
+                "above 1"
+            )
+        self._check_rewarded()
+        if self.max_len is not None and self.max_len < self.longest_rollout:
+            raise UserError(
+                f"--max_len {self.max_len} is less than --prompt_max_len + --generate_max_len "
+                f"({self.longest_rollout}): lower these instead"
+            )
+        if self.overlong_buffer_len is not None and self.overlong_buffer_len > self.generate_max_len:
+            raise UserError(
+                f"--overlong_buffer_len {self.overlong_buffer_len:g} is more than --generate_max_len "
+                f"{self.generate_max_len}"
+            )
+        self._check_budget("train_max_tokens_per_gpu", self.train_max_tokens_per_gpu)
+        self._check_budget("rollout_max_tokens_per_gpu", self.rollout_max_tokens_per_gpu)
+        yield from self._about_the_critic()
+        yield from self._about_steps()
+
+    def _check_rewarded(self) -> None:
+        if self.reward_pretrain or self.remote_rm_url or self.reward_verifier or self.agent_func_path:
+            return
+        name_one = "set --reward_pretrain, --remote_rm_url or --reward_verifier"
+        if not self.teacher_model and not self.replay:
+            raise UserError(f"nothing gives rewards: {name_one}")
+        if self.eval_dataset:
+            raise UserError(f"--eval_dataset needs a reward to measure with: {name_one}, or leave it out")
+        if self.dynamic_filtering and not self.replay:
+            raise UserError(f"--dynamic_filtering needs a reward to judge groups by: {name_one}, or leave it out")
+
+    def _check_budget(self, name: str, budget: int | None) -> None:
+        if budget is None:
+            return
+        if not self.use_dynamic_batch:
+            raise UserError(f"--{name} is the token budget of a pass: add --use_dynamic_batch")
+        if budget < self.longest_rollout:
+            raise UserError(
+                f"--{name} {budget} cannot hold one sample of --prompt_max_len + --generate_max_len "
+                f"{self.longest_rollout}: raise it"
+            )
+
+    def _about_the_critic(self) -> Iterable[str]:
+        estimator = self.advantage_estimator
+        if estimator == "gae":
+            return
+        if self.freezing_actor_steps > 0:
+            raise UserError(f"--freezing_actor_steps trains the critic alone, and {estimator} has none: drop it")
+        if names := [f"--{name}" for name in OF_THE_CRITIC if self.asks(name)]:
+            yield f"{', '.join(names)} without effect: --advantage_estimator {estimator} has no critic"
+
+    def _about_steps(self) -> Iterable[str]:
+        """An iteration's samples are cut into optimiser steps of whole groups."""
+        group, wanted = self.n_samples_per_prompt, self.train_batch_size
+        samples = self.rollout_batch_size * group
+        step = max(1, wanted // group) * group
+        if samples < wanted:
+            yield f"an iteration has {samples} samples, fewer than --train_batch_size {wanted}: they make one step"
+        elif samples > wanted != step:
+            yield f"a step has {step} samples, not --train_batch_size {wanted}: groups of {group} stay whole"
+        elif samples > wanted and samples % step:
+            yield f"the last step of an iteration has {samples % step} samples, not --train_batch_size {wanted}"
+
+
+@job("ppo", ckpt_path="./ckpt/checkpoints_ppo_ray", wandb_project="trimtab_train_ppo")
+class PPOOptions(RLOptions):
+    """Proximal policy optimisation"""
+
+
+@job("rl", ckpt_path="./ckpt/checkpoints_rl", wandb_project="trimtab_train_rl")
+class AnyRLOptions(RLOptions):
+    """RL as a config file says"""
+
+
+# The KL as a k3 loss with weight 0.001 is what both OpenRLHF's and PaddleNLP's GRPO recipes have.
+@job(
+    "grpo",
+    advantage_estimator="group_norm",
+    n_samples_per_prompt=8,
+    use_kl_loss=True,
+    kl_estimator="k3",
+    init_kl_coef=1e-3,
+    ckpt_path="./ckpt/checkpoints_grpo",
+    wandb_project="trimtab_train_grpo",
+)
+class GRPOOptions(RLOptions):
+    """Group relative policy optimisation"""
+
+
+# Clip higher, no KL, the mean over tokens, and groups that teach nothing sampled again.
+@job(
+    "dapo",
+    advantage_estimator="group_norm",
+    n_samples_per_prompt=8,
+    eps_clip_low_high=(0.2, 0.28),
+    init_kl_coef=0.0,
+    dynamic_filtering=True,
+    ckpt_path="./ckpt/checkpoints_dapo",
+    wandb_project="trimtab_train_dapo",
+)
+class DAPOOptions(RLOptions):
+    """GRPO with DAPO's settings"""
+
+
+@job(
+    "reinforce",
+    advantage_estimator="reinforce",
+    ckpt_path="./ckpt/checkpoints_reinforce",
+    wandb_project="trimtab_train_reinforce",
+)
+class ReinforceOptions(RLOptions):
+    """REINFORCE++"""
+
+
+@job(
+    "rloo",
+    advantage_estimator="rloo",
+    n_samples_per_prompt=8,
+    ckpt_path="./ckpt/checkpoints_rloo",
+    wandb_project="trimtab_train_rloo",
+)
+class RLOOOptions(RLOptions):
+    """REINFORCE leave-one-out"""
+
+
+# The defaults are those of the smaller of RePULSe's two experiments with real models.
+@job(
+    "tail",
+    rollout_batch_size=50,
+    n_samples_per_prompt=5,
+    generate_max_len=20,
+    micro_rollout_batch_size=250,
+    train_batch_size=250,
+    micro_train_batch_size=250,
+    advantage_estimator="rloo",
+    init_kl_coef=0.2,
+    lambd=0.95,
+    value_clip=0.2,
+    reward_clip_range=(-1e6, 1e4),  # a transformed reward may be very low
+    actor_learning_rate=3e-5,
+    critic_learning_rate=3e-5,
+    lr_scheduler="constant",
+    adam_betas=(0.9, 0.999),
+    ckpt_path="./ckpt/checkpoints_tail",
+    wandb_project="trimtab_train_tail",
+)
+class TailOptions(RLOptions, RewardInputOptions, TailMethodOptions, ProposalOptions, TailMeasureOptions):
+    """Rare bad answers made rarer"""
+
+    trainer: ClassVar[str] = "tail"
+
+    @property
+    def adapts(self) -> bool:
+        return self.lora_rank > 0 or self.proposal_lora_rank > 0
+
+    def settle(self, changes: dict[str, Any]) -> Iterable[str]:
+        """What the method decides."""
+        if self.method not in METHODS:
+            return ()  # check refuses it
+        estimator = "gae" if self.method == "ppo" else "rloo"
+        if self.changed("advantage_estimator") and self.advantage_estimator != estimator:
+            raise UserError(
+                f"--advantage_estimator {self.advantage_estimator}: --method decides that here; leave it out"
+            )
+        changes["advantage_estimator"] = estimator
+        if self.save_negdata and self.bad_threshold is not None and "save_negdata_threshold" not in self.given:
+            changes["save_negdata_threshold"] = self.bad_threshold
+        if self.method == "ppo" and self.critic_pretrain is None:
+            changes["critic_pretrain"] = self.pretrain  # not the reward model: critic and policy start alike
+        if self.method == "ppo" and self.loss_reduction is None:
+            changes["loss_reduction"] = "answer"  # as in the other methods, with their default
+        return ()
+
+    def check(self) -> Iterable[str]:
+        method, group = self.method, self.n_samples_per_prompt
+        if self.enable_ema:
+            raise UserError("--enable_ema: the average would be saved and the last weights measured; leave it out")
+        if self.placeholder_token is not None and self.step_reward == "steps":
+            raise UserError("--step_reward steps: a tail method judges whole answers; use min or last")
+        if method == "ppo":
+            return ()
+        if group < 2:
+            raise UserError(
+                f"--n_samples_per_prompt {group}: --method {method} weighs answers to one prompt against each "
+                "other; set it above 1"
+            )
+        for name in _OF_OTHER_METHODS:
+            if self.changed(name):
+                raise UserError(f"--{name} has no place in --method {method}: leave it out")
+        answers = self.rollout_batch_size * group
+        if self.train_batch_size != answers:
+            raise UserError(
+                f"--train_batch_size {self.train_batch_size}: --method {method} makes one step of each rollout, which "
+                f"is --rollout_batch_size x --n_samples_per_prompt = {answers}"
+            )
+        if self.micro_train_batch_size % group and not self.packing_samples:
+            raise UserError(
+                f"--micro_train_batch_size {self.micro_train_batch_size} splits the {group} answers to a prompt: use a "
+                f"multiple of {group}, or --packing_samples"
+            )
+        for name in ("proposal_updates", "proposal_lora_rank"):
+            if method != "repulse" and self.changed(name):
+                raise UserError(f"--{name}: --method {method} has no proposal; leave it out")
+        return ()
