@@ -13,7 +13,7 @@ from pathlib import Path
 
 import peft  # noqa: F401
 import torch.distributed.fsdp
-import torch.distributed.tensor  # noqa: F401
+import torch.distributed.tensor
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import trimtab.evaluate.generation
@@ -71,12 +71,33 @@ def call(function: Callable, *arguments) -> int:
     return process.exitcode
 
 
-def start_world(argv: list[str], size: int, *, log: Path | None = None, prepare: dict | None = None) -> list:
-    """Start `trimtab ARGV` as a world of processes; `prepare` maps ranks to what runs in them first."""
+def call_world(function: Callable, size: int, *arguments) -> list[int]:
+    """The same in several processes that find each other."""
+    shared = _world(size)
+    ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    processes = [_context.Process(target=_call, args=(function, rank, arguments)) for rank in ranks]
+    for process in processes:
+        _start(process)
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def _call(function, environment, arguments):
+    os.environ.update(environment)
+    function(*arguments)
+
+
+def _world(size: int) -> dict[str, str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+
+
+def start_world(argv: list[str], size: int, *, log: Path | None = None, prepare: dict | None = None) -> list:
+    """Start `trimtab ARGV` as a world of processes; `prepare` maps ranks to what runs in them first."""
+    shared = _world(size)
     return [
         start(
             argv,
@@ -103,12 +124,18 @@ def wait_until(condition: Callable[[], bool], process, seconds: float = 60) -> N
         time.sleep(0.005)
 
 
+def _never(*_):
+    raise AssertionError("what comes from another process is not unpickled")
+
+
 def _main(argv, prepare, log, environment):
     os.environ.update(environment)
     if log is not None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        torch.distributed.distributed_c10d._tensor_to_object = _never
     if prepare is not None:
         prepare()
     from trimtab.cli.main import main

@@ -1,4 +1,5 @@
 import time
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +25,10 @@ def test_one_that_fails_takes_the_others_down_at_once(capfd, rank, what, code):
 
 def test_all_that_finish_are_a_success():
     assert launch(CRASH, ["0", "finish"], 3) == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads what Linux knows of sockets")
+def test_nobody_outside_this_machine_can_reach_the_processes(tmp_path):
+    assert launch("tests.distributed.listening", [str(tmp_path / "found")], 2) == 0
+    found = (tmp_path / "found").read_text().split()
+    assert len(found) >= 2 and set(found) == {"0100007F"}  # 127.0.0.1, its last byte first

@@ -12,7 +12,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from typing import TextIO
 
+STORE_SOCKET = "TRIMTAB_STORE_SOCKET"  # descriptor of the socket at which the first process meets the others
 PATIENCE = 10.0  # seconds that the others get to end by themselves
 SHOWN_LINES = 30
 
@@ -20,8 +22,8 @@ SHOWN_LINES = 30
 def launch(module: str, argv: Sequence[str], processes: int) -> int:
     """Run `python -m module argv` as that many processes; the exit code of the first to fail, or 0."""
     errors = [None, *(tempfile.TemporaryFile("w+") for _ in range(processes - 1))]  # noqa: SIM115 (lives as long)
-    port = _free_port()
-    workers = [_start(module, argv, rank, processes, port, errors[rank]) for rank in range(processes)]
+    with _meeting_place() as place:
+        workers = [_start(module, argv, rank, processes, place, errors[rank]) for rank in range(processes)]
     before = signal.signal(signal.SIGTERM, lambda number, _: _signal_all(workers, number))
     try:
         code = _wait(workers, errors)
@@ -36,18 +38,23 @@ def launch(module: str, argv: Sequence[str], processes: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _start(module, argv, rank, processes, port, errors) -> subprocess.Popen:
+def _start(
+    module: str, argv: Sequence[str], rank: int, processes: int, place: socket.socket, errors: TextIO | None
+) -> subprocess.Popen:
     environment = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(place.getsockname()[1]),
+        STORE_SOCKET: str(place.fileno()),
+        **_loopback(),
     }
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     quiet = {} if errors is None else {"stdout": subprocess.DEVNULL, "stderr": errors}
-    return subprocess.Popen([sys.executable, "-m", module, *argv], env=environment, **quiet)
+    handed_over = (place.fileno(),) if rank == 0 else ()
+    return subprocess.Popen([sys.executable, "-m", module, *argv], env=environment, pass_fds=handed_over, **quiet)
 
 
 def _wait(workers: list[subprocess.Popen], errors: list) -> int:
@@ -100,7 +107,15 @@ def _end(workers: list[subprocess.Popen]) -> None:
             worker.wait()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _meeting_place() -> socket.socket:
+    """Where the processes meet: open already, so that nobody else can be there, and only to this machine."""
+    place = socket.socket()
+    place.bind(("127.0.0.1", 0))
+    place.listen(1024)
+    return place
+
+
+def _loopback() -> dict[str, str]:
+    """Nobody outside this machine has business with the sockets between the processes."""
+    names = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    return {"GLOO_SOCKET_IFNAME": names.pop()} if names else {}

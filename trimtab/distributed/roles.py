@@ -9,15 +9,20 @@ calls a *group*; a group is the role in one process or in many:
 
 The loop does not know which. Inside a call all processes of a group run the same method, so a method may use
 collectives. A process that fails says why in the store that all share before it ends; the caller raises that.
+
+Calls and results travel as JSON and raw numbers (wire.py): neither the store nor the sockets between processes ask who
+is writing, so nothing that comes from them is unpickled.
 """
 
-import pickle
+import json
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
+from trimtab.distributed.wire import Wire
 from trimtab.distributed.world import World
 from trimtab.errors import RunFailed, UserError
 
@@ -46,9 +51,11 @@ class Alone:
 class Switchboard:
     """The wires between the first process and the others: one for all groups of a run."""
 
-    def __init__(self, world: World, roles: dict[str, Any]):
+    def __init__(self, world: World, roles: dict[str, Any], records: Sequence[type] = ()):
+        """`records`: the dataclasses and exceptions that go to the roles or come back."""
         self.world, self.roles = world, roles
-        self._wires = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._wire = Wire(*records)
+        self._channel = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._store = dist.distributed_c10d._get_default_store()
 
     def group(self, name: str) -> "Everywhere":
@@ -56,47 +63,56 @@ class Switchboard:
 
     def call(self, role: str, method: str, parts: Sequence[Any] | None, shared: dict[str, Any]) -> list[Any]:
         """Made by the first process."""
+        own = [None] * self.world.size if parts is None else [(part,) for part in parts]
         try:
-            dist.broadcast_object_list([(role, method, shared, parts is not None)], src=0, group=self._wires)
-            return self._take_part(role, method, parts, shared, parts is not None)
-        except RuntimeError as error:  # what a collective raises when a process has gone
+            for rank in range(1, self.world.size):
+                self._send([role, method, own[rank], shared], rank)
+            result = self._perform(role, method, own[0], shared)
+            return [result, *(self._receive(rank) for rank in range(1, self.world.size))]
+        except RuntimeError as error:  # what sending or a collective raises when a process has gone
             raise self._reported() or error from error
 
     def serve(self) -> None:
         """What the other processes do until the first one hangs up."""
-        while True:
-            header: list[Any] = [None]
-            dist.broadcast_object_list(header, src=0, group=self._wires)
-            if header[0] is None:
-                return
-            role, method, shared, has_parts = header[0]
+        while (asked := self._receive(0)) is not None:
             try:
-                self._take_part(role, method, None, shared, has_parts)
+                self._send(self._perform(*asked), 0)
             except BaseException as error:
                 self._report(error)
                 raise
 
     def hang_up(self) -> None:
-        dist.broadcast_object_list([None], src=0, group=self._wires)
+        for rank in range(1, self.world.size):
+            self._send(None, rank)
 
-    def _take_part(self, role: str, method: str, parts: Sequence[Any] | None, shared: dict, has_parts: bool) -> list:
-        own: list[Any] = [None]
-        if has_parts:
-            dist.scatter_object_list(own, list(parts) if parts is not None else None, src=0, group=self._wires)
-        result = getattr(self.roles[role], method)(*(own if has_parts else ()), **shared)
-        results = [None] * self.world.size if self.world.leads else None
-        dist.gather_object(result, results, dst=0, group=self._wires)
-        return results
+    def _perform(self, role: str, method: str, own: tuple | None, shared: dict[str, Any]) -> Any:
+        assert not method.startswith("_"), "a role's own business"
+        return getattr(self.roles[role], method)(*(own or ()), **shared)
+
+    def _send(self, value: Any, rank: int) -> None:
+        message = self._wire.pack(value)
+        dist.send(torch.tensor([len(message)]), rank, group=self._channel)
+        dist.send(message, rank, group=self._channel)
+
+    def _receive(self, rank: int) -> Any:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, rank, group=self._channel)
+        message = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(message, rank, group=self._channel)
+        return self._wire.unpack(message)
 
     def _report(self, error: BaseException) -> None:
         known = type(error) if isinstance(error, UserError | RunFailed) else RunFailed
         message = str(error) if known is type(error) else f"{type(error).__name__}: {error}"
-        self._store.set(FAILURE, pickle.dumps((known.__name__, self.world.rank, message)))
+        self._store.set(FAILURE, json.dumps([known.__name__, self.world.rank, message]))
 
     def _reported(self) -> Exception | None:
         if not self._store.check([FAILURE]):
             return None
-        kind, rank, message = pickle.loads(self._store.get(FAILURE))
+        try:
+            kind, rank, message = json.loads(self._store.get(FAILURE))
+        except ValueError:  # not written by one of us
+            return None
         return UserError(message) if kind == "UserError" else RunFailed(f"process {rank}: {message}")
 
 

@@ -4,13 +4,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.distributed.device import Device
+from trimtab.distributed.launch import STORE_SOCKET
+from trimtab.distributed.wire import Wire
 
 Item = TypeVar("Item")
 
@@ -52,13 +54,16 @@ class World:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return int(tensor)
 
-    def gather(self, value: object) -> list:
-        """The objects of all processes, in rank order, known to all."""
+    def gather(self, value: Any) -> list[Any]:
+        """The plain values of all processes, in rank order, known to all."""
         if self.size == 1:
             return [value]
-        gathered: list = [None] * self.size
-        dist.all_gather_object(gathered, value)
-        return gathered
+        wire = Wire()
+        message = wire.pack(value)
+        longest = self.maximum(len(message))
+        messages = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(messages, torch.nn.functional.pad(message, (0, longest - len(message))))
+        return [wire.unpack(message) for message in messages]
 
     def wait(self) -> None:
         if self.size > 1:
@@ -74,8 +79,19 @@ def find_world(device: Device) -> World:
         # What is kept in main memory is summed there.
         backend = "cpu:gloo,cuda:nccl" if device.is_accelerator else "gloo"
         options = {"device_id": device.torch} if device.is_accelerator else {}
-        dist.init_process_group(backend, timeout=TIMEOUT, **options)
+        dist.init_process_group(backend, timeout=TIMEOUT, **_meeting_place(size), **options)
     return World(dist.get_rank(), size, device.torch)
+
+
+def _meeting_place(size: int) -> dict[str, Any]:
+    """The store of processes that our own launcher started, behind its socket on the loopback interface: torch itself
+    would listen on every interface. Other launchers have a place of their own."""
+    if STORE_SOCKET not in os.environ:
+        return {}
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    listening = {"is_master": True, "master_listen_fd": int(os.environ[STORE_SOCKET])} if rank == 0 else {}
+    store = dist.TCPStore("127.0.0.1", port, size, wait_for_workers=False, **listening)
+    return {"store": store, "rank": rank, "world_size": size}
 
 
 def leave_world() -> None:

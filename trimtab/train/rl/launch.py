@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from trimtab.data.batches import Span, TokenBatch
 from trimtab.data.order import SampleOrder
 from trimtab.data.prompts import PromptStore, load_prompt_stores
 from trimtab.data.tokenizer import load_tokenizer
@@ -27,6 +28,7 @@ from trimtab.models.policy import Policy
 from trimtab.rewards.build import build_reward, in_words
 from trimtab.rewards.labels import check_labels
 from trimtab.rewards.model import same_tokenizer
+from trimtab.rewards.types import BadSample, RewardFailed
 from trimtab.rewards.verify import make_verifier
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.stopping import stop_tokens
@@ -38,6 +40,7 @@ from trimtab.train.plan.fit import fitted, for_manifest, work_of_prompts
 from trimtab.train.reference import Reference
 from trimtab.train.rl.cut import updates_per_iteration
 from trimtab.train.rl.evaluation import Evaluation
+from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.learner import Actor, CriticLearner, ReferenceRole
 from trimtab.train.rl.loop import RLRun, Roles
@@ -45,6 +48,9 @@ from trimtab.train.rl.recording import Recording
 from trimtab.train.rl.rollouts import Rollouts
 from trimtab.train.rl.text import TextMixture, load_text
 from trimtab.train.sharded import shard_trained
+
+# What goes to the roles and comes back; nothing else may.
+RECORDS = (TokenBatch, Span, Sampling, Experience, RewardFailed, BadSample)
 
 
 def train_rl(options: Any, builder_class: type["Builder"] | None = None) -> None:
@@ -67,7 +73,7 @@ def _run(builder: "Builder", stop: StopRequest) -> None:
         groups = {name: Alone(role) for name, role in builder.roles.items()}
         builder.run(groups).train(stop)
         return
-    switchboard = Switchboard(builder.world, builder.roles)
+    switchboard = Switchboard(builder.world, builder.roles, RECORDS)
     if not builder.world.leads:
         switchboard.serve()
         return
