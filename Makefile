@@ -29,7 +29,7 @@ bench: $(INSTALLED_FOR_TESTS)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
 $(INSTALLED): $(INPUTS)
-	$(call set_up,.)
+	$(call set_up,.[serve])
 
 $(INSTALLED_FOR_TESTS): $(INPUTS)
 	$(call set_up,.[test])

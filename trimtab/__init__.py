@@ -1,3 +1,3 @@
-"""Trimtab steers language models from feedback, from one CPU process to a cluster."""
+"""Trimtab steers language models from feedback, on one CPU or several GPUs."""
 
 __version__ = "0.1.0"

@@ -78,3 +78,10 @@ def test_a_store_knows_the_row_of_every_sequence(tmp_path, make_tokenizer):
     for _ in range(2):  # made, and from the cache
         store, _ = build_sft_store(load(path), make_tokenizer(), OPTIONS)
         assert store.rows.tolist() == [0, 3]
+
+
+def test_counts_name_the_rows_of_the_files(tmp_path, make_tokenizer):
+    path = write(tmp_path / "a.jsonl", [GOOD] * 5)
+    for most, kept in ((2, 2), (1000, 10), (2, 2)):  # the last one comes from the cache
+        _, report = build_sft_store(load(f"{path},{path}", max_samples=most), make_tokenizer(), OPTIONS)
+        assert report.lines()[0].startswith(f"train data: {kept} of 10 rows")

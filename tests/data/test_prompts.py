@@ -22,6 +22,7 @@ DEFAULTS = dict(
     eval_dataset=None,
     eval_split="train",
     max_samples=1000,
+    eval_max_samples=None,
     seed=0,
 )
 
@@ -219,3 +220,16 @@ def test_a_slow_tokenizer_gives_prompts_too(make_tokenizer, monkeypatch):
     assert store.ids(0) == tokenizer.encode("hello fox", add_special_tokens=False)
     assert isinstance(store.ids(0)[0], int) and store.lengths.dtype == np.int64
     assert prompts.SOURCE_COLUMN not in store.columns(0)
+
+
+def test_the_limit_of_training_rows_leaves_evaluation_alone(tmp_path, make_tokenizer):
+    train, test = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for path in (train, test):
+        write_jsonl(path, *({"input": str(number)} for number in range(9)))
+    stores, reports = load(make_tokenizer(), train, eval_dataset=str(test), max_samples=4)
+    assert (len(stores["train"]), len(stores["evaluation"])) == (4, 9)
+    assert reports["train"].lines()[0].startswith("train data: 4 of 9 prompts")
+    assert "5 prompts left out: beyond --max_samples 4" in reports["train"].lines()
+    stores, reports = load(make_tokenizer(), train, eval_dataset=str(test), eval_max_samples=3)
+    assert (len(stores["train"]), len(stores["evaluation"])) == (9, 3)
+    assert "6 prompts left out: beyond --eval_max_samples 3" in reports["evaluation"].lines()

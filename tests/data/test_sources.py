@@ -29,7 +29,12 @@ def texts(rows):
 
 def evaluation(dataset, **changes):
     options = dict(
-        dataset=str(dataset), dataset_split="train", eval_dataset=None, eval_split="train", max_samples=1000, seed=0
+        dataset=str(dataset),
+        dataset_split="train",
+        eval_dataset=None,
+        eval_split="train",
+        eval_max_samples=None,
+        seed=0,
     )
     return load_evaluation_rows(SimpleNamespace(**{**options, **changes}))
 
@@ -213,7 +218,7 @@ def test_evaluation_uses_the_test_split_if_there_is_one(tmp_path):
     write_jsonl(tmp_path / "both" / "test.jsonl", numbered(7, 2))
     alone = write_jsonl(tmp_path / "test.jsonl", numbered(0, 2))
     assert texts(evaluation(tmp_path / "both")) == ["7", "8"]
-    assert texts(evaluation(f"{alone},{tmp_path / 'both'}", max_samples=1)) == ["7"]
+    assert texts(evaluation(f"{alone},{tmp_path / 'both'}", eval_max_samples=1)) == ["7"]
     assert evaluation(alone) is None
     assert evaluation(tmp_path / "both", dataset_split="test") is None
 

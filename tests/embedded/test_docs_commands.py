@@ -13,8 +13,10 @@ from trimtab.config.catalogue import find
 
 DOCS = Path(__file__).parents[2] / "docs"
 FEW = ["--max_samples", "72"]  # two steps at the pages' batch size, the second a small one
-EXTRA = {verb: FEW for verb in ("sft", "rm", "prm", "dpo", "kto", "kd", "generate")}
-EXTRA |= {verb: ["--max_samples", "40"] for verb in ("ppo", "grpo", "reinforce", "rloo")}  # two iterations
+EXTRA = {verb: [*FEW, "--eval_max_samples", "72"] for verb in ("sft", "rm", "prm", "dpo", "kto", "kd")}
+EXTRA |= {"generate": FEW}
+TWO_ITERATIONS = ["--max_samples", "40", "--eval_max_samples", "40"]
+EXTRA |= {verb: TWO_ITERATIONS for verb in ("ppo", "grpo", "reinforce", "rloo")}
 EXTRA["serve-rm"] = ["--dry_run"]  # else it would serve for ever; tests/rewards/test_server.py talks to one
 
 LEFT_BY = {  # page: what its commands must have made

@@ -20,6 +20,7 @@ CALLED = {
     "tokenizers": "transformers",
     "huggingface_hub": "transformers",
     "jinja2": "transformers",
+    "pandas": "datasets",
     "pyarrow": "datasets",
     "regex": "transformers",
     "triton": "torch",  # with its builds for accelerators, the only place where it is used
@@ -46,6 +47,22 @@ def test_the_extras_are_those_that_the_errors_and_the_documents_name():
     texts = [path.read_text() for path in (*FILES, *PROJECT.glob("docs/*.md"), PROJECT / "README.md")]
     named = {word for text in texts for found in re.findall(r"trimtab\[([\w,]+)\]", text) for word in found.split(",")}
     assert named and named <= EXTRAS.keys()
+
+
+def test_the_page_about_installing_lists_every_extra():
+    page = (PROJECT / "docs" / "install.md").read_text()
+    listed = {
+        name for line in re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", line)
+    }
+    assert listed >= EXTRAS.keys()
+
+
+def test_make_quickstart_installs_what_the_pages_commands_need():
+    pages = "\n".join(path.read_text() for path in PROJECT.glob("docs/*.md"))
+    assert (
+        "\ntrimtab serve-rm" in pages
+        and "$(INSTALLED): $(INPUTS)\n\t$(call set_up,.[serve])" in (PROJECT / "Makefile").read_text()
+    )
 
 
 def test_constraints_pin_only_what_is_asked_for():

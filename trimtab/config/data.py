@@ -13,7 +13,7 @@ class CountOptions(Options):
     """Data"""
 
     max_samples: int = option(1_000_000, at_least=1)
-    """At most this many rows are used."""
+    """At most this many rows are used; in training, to train on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,8 @@ class RowOptions(CountOptions):
     """Data for evaluation; unset: the training source's test split, if it has one (RL: none)."""
     eval_split: str = option("train", needs="eval_dataset")
     """Split of --eval_dataset."""
+    eval_max_samples: int | None = option(None, at_least=1)
+    """At most this many rows are used to evaluate with; unset: all."""
     num_workers: int | None = option(None, at_least=1)
     """Processes that tokenise; unset: one per core, at most 8."""
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.data import token_cache
 from trimtab.data.data_report import DataReport
-from trimtab.data.places import places_of
+from trimtab.data.places import available, places_of
 from trimtab.data.progress import progress
 from trimtab.data.rendering import CHUNK_ROWS, RowRenderer, render_all
 from trimtab.errors import UserError
@@ -119,6 +119,7 @@ def build_store(
     renderer.places = places_of(rows, f"the {report.what} data")
     work = {"job": job, **dataclasses.asdict(settings)}
     key = token_cache.key(rows.select_columns(renderer.names), collector.tokenizer, work)
+    report.rows_available = available(rows)
     if key is not None and (found := _from_cache(key, store_of, report)):
         return found
     chunks = render_all(rows, renderer, workers=workers, most_workers=most_workers)
@@ -140,7 +141,8 @@ def _from_cache(
     arrays, notes = found
     try:
         store = store_of(arrays)
-        known = type(report)(**{**notes["report"], "what": report.what})
+        fresh = {"what": report.what, "rows_available": report.rows_available}
+        known = type(report)(**{**notes["report"], **fresh})
         intact = store.fingerprint == notes["fingerprint"]
     except (TypeError, KeyError, ValueError):
         return None

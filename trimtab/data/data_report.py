@@ -15,6 +15,8 @@ class DataReport:
     what: str
     layout: str
     rows_read: int = 0
+    rows_available: int = 0
+    """Rows that the files hold; more than were read where an option limits them."""
     rows_kept: int = 0
     rows_truncated: int = 0
     rows_over_long: int = 0
@@ -39,14 +41,25 @@ class DataReport:
         ordered = np.sort(lengths)
         self.lengths = {name: int(ordered[round(q * (len(ordered) - 1))]) for name, q in QUANTILES.items()}
 
+    @property
+    def in_files(self) -> int:
+        return max(self.rows_available, self.rows_read)
+
+    def beyond_limit(self) -> list[str]:
+        """A line about the rows that were not read, if there are any."""
+        beyond = self.in_files - self.rows_read
+        flag = "--eval_max_samples" if self.what == "evaluation" else "--max_samples"
+        return [f"{beyond:,} {self.noun} left out: beyond {flag} {self.rows_read:,}"] if beyond else []
+
     def lines(self) -> list[str]:
         """For people."""
         share = self.trained_tokens / max(self.tokens, 1)
         text = [
-            f"{self.what} data: {self.rows_kept:,} of {self.rows_read:,} {self.noun} ({self.layout}), "
+            f"{self.what} data: {self.rows_kept:,} of {self.in_files:,} {self.noun} ({self.layout}), "
             f"{self.tokens:,} tokens, {self.trained_tokens:,} of them {self.marked} ({share:.0%})",
             "lengths: " + ", ".join(f"{name} {value:,}" for name, value in self.lengths.items()),
         ]
+        text += self.beyond_limit()
         if self.rows_truncated:
             text.append(f"{self.rows_truncated:,} {self.noun} cut to {self.max_len:,} tokens (--max_len)")
         if self.rows_over_long:

@@ -108,11 +108,21 @@ def interleave(parts: list[Dataset], weights: Sequence[float], seed: int) -> Dat
 
 
 _known: weakref.WeakKeyDictionary[Dataset, Places] = weakref.WeakKeyDictionary()
+_available: weakref.WeakKeyDictionary[Dataset, int] = weakref.WeakKeyDictionary()
 
 
-def remember(rows: Dataset, places: Places) -> Dataset:
-    _known[rows] = places
+def remember(rows: Dataset, places: Places | None = None, *, available: int | None = None) -> Dataset:
+    """Note where the rows stand, and how many there are where these are the first of them."""
+    if places is not None:
+        _known[rows] = places
+    if available is not None:
+        _available[rows] = available
     return rows
+
+
+def available(rows: Dataset) -> int:
+    """How many rows their files hold."""
+    return _available.get(rows, len(rows))
 
 
 def places_of(rows: Dataset, what: str) -> Places:

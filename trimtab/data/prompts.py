@@ -37,6 +37,7 @@ class PromptOptions(Protocol):
     eval_dataset: str | None
     eval_split: str
     max_samples: int
+    eval_max_samples: int | None
     seed: int
     input_key: str
     label_key: str | None
@@ -68,10 +69,11 @@ class PromptReport(DataReport):
 
     def lines(self) -> list[str]:
         text = [
-            f"{self.what} data: {self.rows_kept:,} of {self.rows_read:,} {self.noun} ({self.layout}), "
+            f"{self.what} data: {self.rows_kept:,} of {self.in_files:,} {self.noun} ({self.layout}), "
             f"{self.tokens:,} tokens",
             "lengths: " + ", ".join(f"{name} {value:,}" for name, value in self.lengths.items()),
         ]
+        text += self.beyond_limit()
         if self.rows_over_long:
             text.append(
                 f"{self.rows_over_long:,} {self.noun} left out: more than {self.max_len:,} tokens (--prompt_max_len)"
@@ -181,19 +183,25 @@ def load_prompt_stores(options: PromptOptions, tokenizer: PreTrainedTokenizerBas
 
 
 def load_prompt_rows(options: PromptOptions) -> dict[str, Dataset]:
-    limits = {"max_samples": options.max_samples, "seed": options.seed, "name_sources": True}
+    common = {"seed": options.seed, "name_sources": True}
     found = {
         "train": load_rows(
             options.prompt_data,
             probabilities=options.prompt_data_probs,
             split=options.prompt_split,
+            max_samples=options.max_samples,
             flag="--prompt_data",
-            **limits,
+            **common,
         )
     }
     if options.eval_dataset:
         found["evaluation"] = load_rows(
-            options.eval_dataset, probabilities=None, split=options.eval_split, flag="--eval_dataset", **limits
+            options.eval_dataset,
+            probabilities=None,
+            split=options.eval_split,
+            max_samples=options.eval_max_samples,
+            flag="--eval_dataset",
+            **common,
         )
     return found
 

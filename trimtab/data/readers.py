@@ -16,7 +16,7 @@ from datasets import Dataset, DatasetDict
 
 from trimtab.data.faults import first_line, is_empty, json_fault
 from trimtab.data.hub import hub_or_cache, looks_like_hub_name
-from trimtab.data.places import InFiles, Numbered, joined, remember
+from trimtab.data.places import InFiles, Numbered, available, joined, remember
 from trimtab.errors import Interrupted, UserError
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,8 @@ def concatenate(parts: list[Dataset], what: str) -> Dataset:
     if len(parts) == 1:
         return parts[0]
     with explained(f"cannot join the rows of {what}"):
-        return remember(datasets.concatenate_datasets(agree_on_types(parts)), joined(parts, what))
+        whole = datasets.concatenate_datasets(agree_on_types(parts))
+    return remember(whole, joined(parts, what), available=sum(map(available, parts)))
 
 
 def agree_on_types(parts: list[Dataset]) -> list[Dataset]:

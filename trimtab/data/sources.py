@@ -14,7 +14,7 @@ from typing import Protocol
 import datasets
 from datasets import Dataset
 
-from trimtab.data.places import Chosen, Interleaved, interleave, joined, places_of, remember
+from trimtab.data.places import Chosen, Interleaved, available, interleave, joined, places_of, remember
 from trimtab.data.readers import agree_on_types, concatenate, explained, load_splits
 from trimtab.errors import UserError
 
@@ -37,7 +37,7 @@ class EvaluationOptions(Protocol):
     dataset_split: str
     eval_dataset: str | None
     eval_split: str
-    max_samples: int
+    eval_max_samples: int | None
     seed: int
 
 
@@ -46,18 +46,17 @@ def load_rows(
     *,
     probabilities: str | None,
     split: str,
-    max_samples: int,
+    max_samples: int | None,
     seed: int,
     flag: str = "--dataset",
     name_sources: bool = False,
 ) -> Dataset:
     """The rows of comma-separated sources, one after the other or interleaved with the given probabilities.
 
-    `flag` is the option that lists them; with `name_sources` each row says in SOURCE_COLUMN which one it is from.
+    At most `max_samples` of them; None: all. `flag` is the option that lists them; with `name_sources` each row says in
+    SOURCE_COLUMN which one it is from.
     """
     names = _names(sources, flag)
-    if max_samples < 1:
-        raise UserError(f"--max_samples is {max_samples}: at least one row is needed")
     weights = _parse_probabilities(probabilities, names, f"{flag}_probs")
     _just_read.clear()
     with _quiet():
@@ -78,7 +77,7 @@ def load_evaluation_rows(options: EvaluationOptions) -> Dataset | None:
             options.eval_dataset,
             probabilities=None,
             split=options.eval_split,
-            max_samples=options.max_samples,
+            max_samples=options.eval_max_samples,
             seed=options.seed,
             flag="--eval_dataset",
         )
@@ -93,14 +92,15 @@ def load_evaluation_rows(options: EvaluationOptions) -> Dataset | None:
             # A lone file called test.jsonl answers to both names; it is the training data.
             if test is not None and test is not splits.get("train") and len(test):
                 names.append(name)
-                parts.append(_first_rows(test, options.max_samples))
+                parts.append(_first_rows(test, options.eval_max_samples))
         if not parts:
             return None
-        return _first_rows(_mix(parts, None, options.seed, names), options.max_samples)
+        return _first_rows(_mix(parts, None, options.seed, names), options.eval_max_samples)
 
 
 def _with_source(rows: Dataset, name: str) -> Dataset:
-    return remember(rows.add_column(SOURCE_COLUMN, [_short(name)] * len(rows)), places_of(rows, name))
+    named = rows.add_column(SOURCE_COLUMN, [_short(name)] * len(rows))
+    return remember(named, places_of(rows, name), available=available(rows))
 
 
 def _short(name: str) -> str:
@@ -134,8 +134,10 @@ def _mix(parts: list[Dataset], weights: list[float] | None, seed: int, names: li
     return remember(mixed, Interleaved(joined(parts, "the data"), tuple(weights), seed))
 
 
-def _first_rows(rows: Dataset, count: int) -> Dataset:
-    return rows if len(rows) <= count else _slice(rows, range(count), "the data")
+def _first_rows(rows: Dataset, count: int | None) -> Dataset:
+    if count is None or len(rows) <= count:
+        return rows
+    return remember(_slice(rows, range(count), "the data"), available=available(rows))
 
 
 def _slice(rows: Dataset, which: range, what: str) -> Dataset:

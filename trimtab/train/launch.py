@@ -68,7 +68,7 @@ def rehearse(options: Any, make_task: MakeTask) -> list[str]:
     device = find_device()
     _check_places(options)
     tokenizer = load_job_tokenizer(options)
-    few = dataclasses.replace(options, max_samples=min(options.max_samples, REHEARSED_ROWS))
+    few = of_few_rows(options)
     task = make_task(few, tokenizer)
     model = task.skeleton()
     task.check_model(model)
@@ -78,6 +78,15 @@ def rehearse(options: Any, make_task: MakeTask) -> list[str]:
     lines.append(f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained")
     lines.append(f"data: the first {task.samples} usable samples give {task.order().steps} steps")
     return lines
+
+
+def of_few_rows(options: Any) -> Any:
+    """The same job on the first rows of its data."""
+    return dataclasses.replace(
+        options,
+        max_samples=min(options.max_samples, REHEARSED_ROWS),
+        eval_max_samples=min(options.eval_max_samples or REHEARSED_ROWS, REHEARSED_ROWS),
+    )
 
 
 def _check_places(options: Any) -> None:

@@ -33,7 +33,7 @@ from trimtab.rewards.verify import make_verifier
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Sampling
-from trimtab.train.launch import REHEARSED_ROWS, load_job_tokenizer, notes
+from trimtab.train.launch import load_job_tokenizer, notes, of_few_rows
 from trimtab.train.manifest import make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.plan.fit import fitted, for_manifest, work_of_prompts
@@ -250,7 +250,7 @@ def rehearse_rl(
     device = find_device()
     _check_places(options)
     tokenizer = load_job_tokenizer(options)
-    few = dataclasses.replace(options, max_samples=min(options.max_samples, REHEARSED_ROWS))
+    few = of_few_rows(options)
     stores, _ = load_stores(few, tokenizer)
     if options.pretrain_data:
         load_text(few, tokenizer)

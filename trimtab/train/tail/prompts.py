@@ -22,7 +22,7 @@ def load_tail_stores(options: Any, tokenizer: PreTrainedTokenizerBase) -> Stores
             options.heldout_prompt_data,
             probabilities=None,
             split=options.prompt_split,
-            max_samples=options.max_samples,
+            max_samples=options.eval_max_samples,
             seed=options.seed,
             flag="--heldout_prompt_data",
             name_sources=True,
