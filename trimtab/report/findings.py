@@ -1,25 +1,27 @@
-"""What deserves a second look in a run, in words. Each rule is one small function of the run.
+"""What deserves a second look in a run, in words: the alarms of the run itself, and what only its end shows.
 
 What only some jobs can get wrong is in objective_findings.py and rl_findings.py.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from statistics import fmean, median
 
-from trimtab.report.numbers import percent
+from trimtab.report.numbers import percent, spans
 from trimtab.report.objective_findings import RULES as OBJECTIVE_RULES
 from trimtab.report.read import Run, finite
 from trimtab.report.rl_findings import RULES as RL_RULES
 
 ENOUGH_STEPS = 20
 """Below this many steps a trend is noise."""
+MOST_ALARMS = 20
+FIGURE = re.compile(r"-?\d[\d.,]*(e[-+]?\d+)?")
 
 
 def findings(run: Run) -> list[str]:
     """Sentences about the run, the gravest first; empty when nothing is unusual."""
-    rules = (_progress, _not_finite, _skipped, *RL_RULES, _loss_trend, _evaluation, *OBJECTIVE_RULES, _gradient, _data)
+    rules = (_progress, _skipped, _alarms, *RL_RULES, _loss_trend, *OBJECTIVE_RULES, _data)
     return [sentence for rule in rules for sentence in rule(run)] + run.problems
 
 
@@ -44,13 +46,6 @@ def _progress(run: Run) -> Iterator[str]:
         yield "There is no saved model in this folder: the run is still going, or it was stopped before its end."
 
 
-def _not_finite(run: Run) -> Iterator[str]:
-    for name, words in (("loss", "loss"), ("grad_norm", "gradient norm"), ("eval_loss", "evaluation loss")):
-        steps = run.non_finite_steps(name)
-        if steps:
-            yield f"The {words} was not a finite number at {_steps(steps)}."
-
-
 def _skipped(run: Run) -> Iterator[str]:
     skipped = int(max((value for _, value in run.series("skipped_steps")), default=0))
     if skipped:
@@ -61,52 +56,37 @@ def _skipped(run: Run) -> Iterator[str]:
         )
 
 
+def _alarms(run: Run) -> Iterator[str]:
+    """Each kind of alarm once, with the steps at which it held."""
+    steps: dict[str, list[int]] = {}
+    latest: dict[str, str] = {}
+    for row in run.rows:
+        listed = row.get("alarms")
+        for text in listed if isinstance(listed, list) else ():
+            if isinstance(text, str) and text.strip():
+                # The same alarm has other figures at every step.
+                kind = FIGURE.sub("0", text)
+                latest[kind] = text.strip()
+                steps.setdefault(kind, []).append(row["step"])
+    for kind, held in list(steps.items())[:MOST_ALARMS]:
+        text = latest[kind]
+        noun = run.unit if len(held) == 1 else f"{run.unit}s"
+        as_of = f"; the figures are those of {held[-1]}" if len(held) > 1 and FIGURE.search(text) else ""
+        told = text[0].upper() + text[1:].removesuffix(".")
+        yield f"{told} ({noun} {spans(held)}, {len(held)} of {run.steps}{as_of})."
+
+
 def _loss_trend(run: Run) -> Iterator[str]:
     ends = loss_ends(run)
     # A policy loss is about zero by construction, whatever is learnt.
     if ends is None or len(run.series("loss")) < ENOUGH_STEPS or run.is_rl:
         return
     first, last = ends
-    if last > first + 0.1 * abs(first):
-        yield f"The loss rose from {first:.3g} to {last:.3g}: the learning rate may be too high."
-    elif last > first - 0.02 * abs(first):
+    if abs(last - first) < 0.02 * abs(first):
         yield (
             f"The loss hardly moved ({first:.3g} to {last:.3g}): the learning rate may be too low, "
             "or the model already knows these data."
         )
-
-
-def _evaluation(run: Run) -> Iterator[str]:
-    points = run.series("eval_loss")
-    if len(points) < 2:
-        return
-    best_step, best = min(points, key=lambda point: point[1])
-    last = points[-1][1]
-    if last <= best + max(0.05 * abs(best), 1e-3):
-        return
-    told = f"The evaluation loss was lowest at step {best_step} ({best:.3g}) and ended at {last:.3g}"
-    losses = run.series("loss")
-    around = [value for step, value in losses if abs(step - best_step) <= len(losses) / 20]
-    ends = loss_ends(run)
-    if ends is not None and around and ends[1] < fmean(around):
-        yield (
-            f"{told}, while the training loss went on falling: the model began to memorise the training rows. "
-            "Fewer epochs, a lower learning rate or more data may help."
-        )
-    else:
-        yield f"{told}: the later steps did not help on new data."
-
-
-def _gradient(run: Run) -> Iterator[str]:
-    points = run.series("grad_norm")
-    if len(points) < ENOUGH_STEPS:
-        return
-    # The first steps of a fresh model are always steep; a spike counts only after them.
-    later = points[len(points) // 10 :]
-    typical = median(value for _, value in later)
-    step, highest = max(later, key=lambda point: point[1])
-    if typical > 0 and highest > 20 * typical:
-        yield f"The gradient norm jumped to {highest:.3g} at step {step}, against {typical:.3g} on a typical step."
 
 
 def _data(run: Run) -> Iterator[str]:
@@ -127,10 +107,3 @@ def _data(run: Run) -> Iterator[str]:
     if kept and equal / kept > 0.05:
         share = percent(equal / kept, 0)
         yield f"In {share} of the pairs chosen and rejected are the same: nothing can be learnt from them."
-
-
-def _steps(steps: list[int]) -> str:
-    if len(steps) == 1:
-        return f"step {steps[0]}"
-    shown = ", ".join(map(str, steps[:5]))
-    return f"{len(steps)} steps ({shown}{', ...' if len(steps) > 5 else ''})"

@@ -1,40 +1,17 @@
-"""What deserves a second look in an RL run, in words: the alarms of the run itself, and what only its end shows."""
+"""What deserves a second look in an RL run, in words: what only its end shows."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from trimtab.report.numbers import spans, wilson
+from trimtab.report.numbers import wilson
 from trimtab.report.read import Run, finite
 from trimtab.report.rl_summary import success_of
 
 ENOUGH_ITERATIONS = 20
 """Below this many iterations a trend is noise."""
-MOST_ALARMS = 20
 NOTABLE = 0.05
 """A fall in success that is worth a sentence."""
-FIGURE = re.compile(r"\d[\d.,]*")
-
-
-def _alarms(run: Run) -> Iterator[str]:
-    """Each kind of alarm once, with the iterations in which it held."""
-    steps: dict[str, list[int]] = {}
-    latest: dict[str, str] = {}
-    for row in run.rows if run.is_rl else ():
-        listed = row.get("alarms")
-        for text in listed if isinstance(listed, list) else ():
-            if isinstance(text, str) and text.strip():
-                # The same alarm has other figures in every iteration.
-                kind = FIGURE.sub("0", text)
-                latest[kind] = text.strip()
-                steps.setdefault(kind, []).append(row["step"])
-    for kind, held in list(steps.items())[:MOST_ALARMS]:
-        text = latest[kind]
-        noun = run.unit if len(held) == 1 else f"{run.unit}s"
-        as_of = f"; the figures are those of {held[-1]}" if len(held) > 1 and FIGURE.search(text) else ""
-        told = text[0].upper() + text[1:].removesuffix(".")
-        yield f"{told} ({noun} {spans(held)}, {len(held)} of {run.steps}{as_of})."
 
 
 def _success(run: Run) -> Iterator[str]:
@@ -70,4 +47,4 @@ def _reward(run: Run) -> Iterator[str]:
         yield f"The mean reward fell from {ends[0]:.3g} to {ends[1]:.3g}."
 
 
-RULES = (_alarms, _success, _reward)
+RULES = (_success, _reward)

@@ -1,13 +1,17 @@
 """Everything a run says about itself while it works: the metrics file, other loggers, the progress bar."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from trimtab.config.groups import LoggingOptions
 from trimtab.files import writing
 from trimtab.progress import RunProgress
-from trimtab.train.metrics import MetricsFile, open_logs
+from trimtab.train.alarms import Watch
+from trimtab.train.metrics import MetricsFile, open_logs, read_rows
+
+FIGURE = re.compile(r"-?\d[\d.,]*(e[-+]?\d+)?")
 
 
 class RunLog:
@@ -27,25 +31,28 @@ class RunLog:
         tells of a row."""
         self.total, self.every = total, max(1, options.logging_steps)
         self._shown = shown or supervised_figures
-        self._alarms: set[str] = set()
+        self._watch, self._told = Watch(), set[str]()
         self._cannot_write = f"--save_path {folder}: cannot write there"
         with writing(self._cannot_write):
             self._metrics = MetricsFile(folder / "metrics.jsonl", resume_from=start if resumed else None)
+            for row in read_rows(folder / "metrics.jsonl"):
+                self._watch.see(row)
         self._logs = open_logs(options, manifest, folder)
         self._progress = RunProgress(verb, total, start, every=self.every)
 
     def write(self, row: dict) -> None:
+        if alarms := [*row.get("alarms", []), *self._watch.see(row)]:
+            row["alarms"] = alarms
         with writing(self._cannot_write):
             self._metrics.write(row)
         if row["step"] % self.every == 0 or row["step"] == self.total:
             for log in self._logs:
                 log.write(row)
         self._progress.advance(row["step"], self._shown(row))
-        alarms = row.get("alarms", [])
         for alarm in alarms:
-            if _kind(alarm) not in self._alarms:  # told when it begins, not in every step
+            if (kind := _kind(alarm)) not in self._told:  # when it begins, not in every step
+                self._told.add(kind)
                 self._progress.say(f"step {row['step']}: {alarm}")
-        self._alarms = {_kind(alarm) for alarm in alarms}
 
     def close(self) -> None:
         self._progress.close()
@@ -56,7 +63,7 @@ class RunLog:
 
 def _kind(alarm: str) -> str:
     """The same alarm with other figures is the same alarm."""
-    return "".join(letter for letter in alarm if not letter.isdigit())
+    return FIGURE.sub("0", alarm)
 
 
 def supervised_figures(row: dict) -> dict[str, str]:
