@@ -3,17 +3,24 @@
 import signal
 import threading
 
+from trimtab.errors import Interrupted
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class StopRequest:
     """Inside `with`, the first signal is remembered instead of raised."""
 
-    def __init__(self):
+    def __init__(self, *, at_once: bool = False):
+        """`at_once`: raise it as Interrupted too, for work that may stop anywhere."""
         self.signal: int | None = None
+        self.at_once = at_once
+        self._received = False
         self._previous: dict = {}
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in SIGNALS:
                 self._previous[number] = signal.signal(number, self._remember)
         return self
 
@@ -26,7 +33,16 @@ class StopRequest:
         """The signal to leave with: SIGTERM where another process of this run has got one and this one has not."""
         return self.signal or signal.SIGTERM
 
+    def requested(self) -> bool:
+        return self.signal is not None
+
+    def hear(self, number: int) -> None:
+        """Another process of this run has got this signal."""
+        self.signal = self.signal or number
+
     def _remember(self, number: int, _frame) -> None:
-        if self.signal is not None and number == signal.SIGINT:
+        if self._received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal = number
+        self._received, self.signal = True, number
+        if self.at_once:
+            raise Interrupted(number, "stopped")

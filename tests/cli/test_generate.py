@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -275,8 +276,6 @@ def test_stopped_scoring_goes_on(generate, place, judge, monkeypatch):
     def interrupted(self, items):
         seen.append(items)
         if len(seen) == 3:
-            # Python's own handler is not there where the tests run in the background of a shell.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.kill(os.getpid(), signal.SIGINT)
         return plain(self, items)
 
@@ -409,3 +408,34 @@ def test_an_answer_longer_than_the_context_ends_there(generate, prompts, place):
     tokenizer = AutoTokenizer.from_pretrained("model")
     lengths = [len(tokenizer(row["output"])["input_ids"]) for row in rows_of(place / "a.jsonl")]
     assert 128 < max(lengths) < 256
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_reward_sleeps_stops_at_once_and_the_same_command_goes_on(prompts, place, number):
+    reward = place / "slow.py"
+    reward.write_text(SLEEPS_ONCE.format(flag=str(place / "awake")))
+    words = ["generate", "--pretrain", "model", "--dataset", str(prompts), "--output_path", "slow.jsonl"]
+    words += [*map(str, FEW), "--reward_func", str(reward)]
+    log = place / "log"
+    process = warm.start(words, prepare=partial(os.chdir, place), log=log)
+    warm.wait_until((place / "asleep").exists, process)
+    began = time.monotonic()
+    os.kill(process.pid, number)
+    process.join(30)
+    assert process.exitcode == 128 + number and time.monotonic() - began < 5.0
+    assert "stopped after 0 of 6 prompts; the same command goes on from there" in log.read_text()
+    (place / "awake").touch()
+    assert main(words) == 0
+    assert [row["reward"] for row in rows_of(place / "slow.jsonl")] == [0.5] * 6
+
+
+SLEEPS_ONCE = """
+import pathlib, time
+
+def reward_func(queries, prompts, labels):
+    awake = pathlib.Path({flag!r})
+    if not awake.exists():
+        awake.with_name("asleep").touch()
+        time.sleep(1000)
+    return [0.5] * len(queries)
+"""

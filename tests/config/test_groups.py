@@ -159,7 +159,7 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
     own |= {"tokenizer_chat_template", "wandb_run_name", "train_max_tokens_per_gpu", "loss_reduction"}
     own |= {"report_samples", "fit_memory", "eval_max_samples"}
     own |= {"mismatch_correction", "mismatch_range", "teacher_model", "teacher_coef", "record", "replay"}
-    own |= {"placeholder_token", "reward_tokens", "step_reward", "step_separator"}
+    own |= {"placeholder_token", "reward_tokens", "step_reward", "step_separator", "reward_func", "reward_timeout"}
     assert options_of(PPOOptions).keys() == expected.keys() | own
 
 
@@ -170,6 +170,7 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
             GenerateOptions,
             GENERATE_DEFAULTS,
             {"dataset_split", "label_key", "reward_pretrain", "remote_rm_url", "reward_verifier", "reward_weights"}
+            | {"reward_func", "reward_timeout"}
             | {"nproc", "load_in_4bit"},
         ),
         (ChatOptions, CHAT_DEFAULTS, {"seed", "full_determinism"}),

@@ -2,15 +2,19 @@
 
 import itertools
 import json
+import math
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from tests.rewards.samples import request_of
 from trimtab.errors import UserError
+from trimtab.rewards import waiting
 from trimtab.rewards.client import HttpReward
 from trimtab.rewards.types import RewardFailed
+from trimtab.rewards.waiting import GivenUp, Waiting
 
 RESPONSES = [str(number) for number in range(10)]
 EXPECTED = [float(number) for number in range(10)]
@@ -71,8 +75,26 @@ class Handler(BaseHTTPRequestHandler):
                 self.send(200, json.dumps(reply([str(score) for score in scores])).encode())
             case "error":
                 self.send(200, json.dumps({"error_code": 7, "error_msg": "out of paper", "score": []}).encode())
+            case "deep":
+                self.send(200, b'{"rewards": ' + b"[" * 100_000)
+            case "huge":
+                self.send(200, json.dumps(reply([10**400, *scores[1:]])).encode())
+            case "huge log":
+                self.send(200, json.dumps(reply(scores) | {"extra_logs": {"a": 10**400}}).encode())
+            case "dripping headers":
+                self.drip(b"HTTP/1.1 200 OK\r\n", b"X: y\r\n")
+            case "dripping body":
+                self.drip(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b" ")
+            case "continuing":
+                self.drip(b"", b"HTTP/1.1 100 Continue\r\n\r\n")
             case "cut":
                 self.send(200, b'{"rewards":', length=1000)
+
+    def drip(self, first, drop):
+        """The connection is never silent, and the reply never whole."""
+        self.connection.sendall(first)
+        while not self.server.released.wait(0.01):
+            self.connection.sendall(drop)
 
     def send(self, status, content, length=None):
         self.send_response(status)
@@ -113,7 +135,8 @@ def ask():
         client.close()
 
 
-FAULTS = ["slow", 500, 503, 429, "malformed", "few", "nan", "text", "close", "cut"]
+FAULTS = ["slow", 500, 503, 429, "malformed", "few", "nan", "text", "close", "cut", "deep", "huge"]
+DRIPPING = ["dripping headers", "dripping body", "continuing"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -130,7 +153,10 @@ def test_all_faults_in_a_row_are_outlived(serve, ask):
 @pytest.mark.parametrize(
     "fault, words",
     [
-        ("slow", "ReadTimeout|timed out"),
+        ("slow", "timed out, no whole reply in 0.2 s"),
+        *((fault, "timed out, no whole reply in 0.2 s") for fault in DRIPPING),
+        ("deep", "not JSON of rewards"),
+        ("huge", "reward of row 0 is too large for a number"),
         (500, "HTTP status 500 'no'"),
         ("malformed", "a reply that is not JSON"),
         ("few", "reward: 9 for 10 samples"),
@@ -141,9 +167,37 @@ def test_all_faults_in_a_row_are_outlived(serve, ask):
 )
 def test_a_server_that_never_recovers_is_a_named_error(serve, ask, fault, words):
     server = serve(itertools.repeat(fault))
+    began = time.monotonic()
     with pytest.raises(RewardFailed, match=rf"no reward for rows 0 to 9 after 3 attempts; .*{server.url}: .*({words})"):
-        ask(server.url, attempts=3, timeout=0.2 if fault == "slow" else 5.0, protocol="openrlhf")
-    assert len(server.bodies) == 3
+        ask(server.url, attempts=3, timeout=0.2 if fault == "slow" or fault in DRIPPING else 5.0, protocol="openrlhf")
+    assert len(server.bodies) == 3 and time.monotonic() - began < 3.0
+
+
+def test_a_figure_that_is_too_large_stops_nobody(serve, ask):
+    assert ask(serve(["huge log"]).url, protocol="openrlhf").logs == {"a": [math.inf] * 10}
+
+
+@pytest.mark.parametrize("fault", ["slow", *DRIPPING])
+def test_a_run_that_is_told_to_stop_waits_no_longer(serve, fault):
+    server, stop = serve(itertools.repeat(fault)), threading.Event()
+    client = HttpReward([server.url], waiting=Waiting(stop.is_set))
+    threading.Timer(0.2, stop.set).start()
+    began = time.monotonic()
+    with pytest.raises(GivenUp):
+        client(request_of(RESPONSES))
+    client.close()
+    assert time.monotonic() - began < 1.5
+
+
+def test_a_long_wait_is_told_with_what_is_waited_for_and_how_long_it_may_take(serve, ask, capsys, monkeypatch):
+    monkeypatch.setattr(waiting, "PATIENCE", 0.1)
+    server = serve(["slow", "slow"])
+    ask(server.url, timeout=0.3, attempts=3, protocol="openrlhf")
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == (
+        f"waiting for 0 s now: what {server.url} answers for 10 samples; given up after 1 s at the latest"
+    )
+    assert 2 <= len(told) <= 3, "twice as long before it is told again"
 
 
 def test_nobody_there_is_a_named_error(ask):

@@ -1,10 +1,14 @@
 """Files of reward functions in their processes: every signature, every fault, and the row that caused it."""
 
+import contextlib
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from tests.rewards.samples import request_of
 from trimtab.errors import UserError
 from trimtab.rewards.functions import FunctionReward
 from trimtab.rewards.types import RewardFailed, RewardRequest
+from trimtab.rewards.waiting import GivenUp, Waiting
 
 
 @pytest.fixture
@@ -127,10 +132,9 @@ FAULTS = {
     "exits": ("__import__('sys').exit(1)", "SystemExit"),
     "dies": ("__import__('os')._exit(9)", "process died .exit code 9"),
     "is killed": ("__import__('os').kill(__import__('os').getpid(), 9)", "SIGKILL"),
-    "hangs": ("__import__('time').sleep(100)", "took longer than"),
-    "spins": ("[0 for _ in iter(int, 1)]", "took longer than"),
     "eats memory": ("bytearray(10**11)", "more than 0.5 GiB of memory"),
 }
+HANGS = {"hangs": "__import__('time').sleep(100)", "spins": "[0 for _ in iter(int, 1)]"}
 BATCHED = """
     def reward_func(queries, prompts, labels):
         if any("bad" in query for query in queries):
@@ -155,6 +159,77 @@ def test_a_fault_names_its_row_and_the_next_request_is_answered(reward_of, code,
         reward(request_of(responses))
     assert caught.value.row == 13
     assert len(reward(request_of(["good"] * 3))) == 3
+
+
+@pytest.mark.parametrize("fault", HANGS.values(), ids=HANGS)
+def test_a_sample_that_takes_too_long_is_named_with_the_limit(reward_of, fault):
+    reward = reward_of(SINGLE.format(fault), seconds=0.3, workers=1)
+    with pytest.raises(RewardFailed, match=r"row 2 .prompt 'prompt 2:'.: took longer than 0.3 s"):
+        reward(request_of(["good", "good", "bad"]))
+    assert len(reward(request_of(["good"] * 3))) == 3
+
+
+@pytest.mark.parametrize("fault", HANGS.values(), ids=HANGS)
+def test_a_batch_that_takes_too_long_is_named_with_its_time_and_the_limit_and_is_not_tried_again(reward_of, fault):
+    reward = reward_of(BATCHED.format(fault), seconds=0.3)
+    began = time.monotonic()
+    told = r"reward_func was ended after 0\.[3-9] s on a batch of 3 samples \(rows 0 to 2\): a call may take 0.3 s"
+    with pytest.raises(RewardFailed, match=told) as caught:
+        reward(request_of(["good", "good", "bad"]))
+    assert caught.value.row is None and time.monotonic() - began < 1.0
+    assert len(reward(request_of(["good"] * 3))) == 3
+
+
+CHILDREN = """
+    import pathlib, subprocess, time
+    def reward_func(queries, prompts, labels):
+        child = subprocess.Popen(["sleep", "1000"])
+        pathlib.Path({place!r}).write_text(str(child.pid))
+        {then}
+        return [0.0] * len(queries)
+"""
+CHILDREN_LEFT = {"ends": "pass", "waits": "child.wait()", "dies": "__import__('os')._exit(3)"}
+
+
+@pytest.mark.parametrize("then", CHILDREN_LEFT.values(), ids=CHILDREN_LEFT)
+def test_what_a_function_started_ends_with_its_call_or_its_reward(reward_of, tmp_path, then):
+    reward = reward_of(CHILDREN.format(place=str(tmp_path / "pid"), then=then), seconds=1.0)
+    with contextlib.suppress(RewardFailed):
+        reward(request_of(["a"]))
+    child = int((tmp_path / "pid").read_text())
+    if then == "pass":
+        assert not has_ended(child, 0.2), "a function may leave something running between its calls"
+    reward.close()
+    assert has_ended(child)
+
+
+def test_what_a_function_started_ends_with_a_run_that_is_killed(tmp_path):
+    function = tmp_path / "reward.py"
+    function.write_text(textwrap.dedent(CHILDREN.format(place=str(tmp_path / "pid"), then="child.wait()")))
+    run = multiprocessing.get_context("fork").Process(target=score_for_ever, args=(str(function),))
+    run.start()
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        time.sleep(0.01)
+    run.kill()
+    run.join()
+    assert has_ended(int((tmp_path / "pid").read_text()))
+
+
+def score_for_ever(place):
+    FunctionReward(place)(request_of(["a"]))
+
+
+def has_ended(pid, seconds=5.0):
+    """Whether a process is gone, or only waits for its parent to look."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def test_a_fault_of_the_batch_as_a_whole_says_so(reward_of):
@@ -247,3 +322,23 @@ def test_a_file_that_breaks_during_the_run_is_a_failed_reward_and_not_a_mistake_
     reward.file.write_text("not Python")
     with pytest.raises(RewardFailed, match="NameError"):
         reward(request_of(["good"]))
+
+
+@pytest.mark.parametrize("code", [BATCHED, SINGLE], ids=["batched", "single"])
+def test_a_run_that_is_told_to_stop_waits_no_longer(reward_of, code):
+    stop = threading.Event()
+    reward = reward_of(code.format("__import__('time').sleep(100)"), waiting=Waiting(stop.is_set), workers=2)
+    threading.Timer(0.3, stop.set).start()
+    began = time.monotonic()
+    with pytest.raises(GivenUp):
+        reward(request_of(["bad"] * 4))
+    reward.close()
+    assert time.monotonic() - began < 2.0
+
+
+def test_numbers_too_large_for_a_computer_are_named_or_logged_as_infinite(reward_of):
+    reward = reward_of("def f(completions):\n    return {'rewards': [1], 'extra_logs': {'a': -10**400}}")
+    assert reward(request_of(["a"])).logs == {"a": [-math.inf]}
+    for digits in (400, 5000):
+        with pytest.raises(RewardFailed, match=r"too large for a number|Exceeds the limit"):
+            reward_of(f"def f(completions):\n    return [10**{digits}]")(request_of(["a"]))

@@ -241,7 +241,8 @@ class GenerateOptions(
             yield f"--zero_stage {self.zero_stage} has no effect: every process holds the whole model"
 
     def _check_rewards(self, scoring: bool) -> None:
-        rewards = {"reward_pretrain": self.reward_pretrain, "remote_rm_url": self.remote_rm_url}
+        rewards = {"reward_pretrain": self.reward_pretrain, "reward_func": self.reward_func}
+        rewards |= {"remote_rm_url": self.remote_rm_url}
         named = [f"--{name}" for name, value in (rewards | {"reward_verifier": self.reward_verifier}).items() if value]
         if scoring and named:
             raise UserError(f"with --eval_task rm the reward model is --pretrain: leave {', '.join(named)} out")
@@ -253,7 +254,7 @@ class GenerateOptions(
             return
         if not named:
             raise UserError(
-                f"--post_processor {self.post_processor} needs rewards: name one (--reward_pretrain, --remote_rm_url "
+                f"--post_processor {self.post_processor} needs rewards: name one (--reward_pretrain, --reward_func, --remote_rm_url "
                 "or --reward_verifier), or score the written answers with --eval_task rm"
             )
         if self.post_processor != "csft" and self.best_of_n < 2:

@@ -212,7 +212,7 @@ def _under_the_run_s_name(flags: Flags) -> Flags:
 
 
 def _reward(options: TailOptions) -> str | None:
-    return options.reward_pretrain or options.remote_rm_url or options.reward_verifier
+    return options.reward_pretrain or options.reward_func or options.remote_rm_url or options.reward_verifier
 
 
 # ---- words

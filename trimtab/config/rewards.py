@@ -38,20 +38,29 @@ class RewardSourceOptions(JudgeOptions):
     remote_rm_url: str | None = None
     """Python files with reward_func(queries, prompts, labels), or addresses of reward servers, which share the
     samples; separated by commas."""
+    reward_func: str | None = None
+    """Reward functions as FILE.py or FILE.py:FUNCTION, separated by commas; OpenRLHF's, TRL's and verl's signatures are
+    known."""
     reward_weights: tuple[float, ...] | None = None
-    """Weights of the models, then of the files and, together, of the servers; unset: 1 each."""
+    """Weights of the models, then of the functions, the files and, together, the servers; unset: 1 each."""
+    reward_timeout: float | None = option(None, above=0)
+    """Seconds that a call of a reward function, or a whole request to a server, may take; unset: 60 for functions, 180
+    for servers."""
 
     def check(self) -> Iterable[str]:
         models, places = listed(self.reward_pretrain), listed(self.remote_rm_url)
         for model in models:
             place_exists(model, "--reward_pretrain")
+        functions = listed(self.reward_func)
+        for place in functions:
+            _check_function(place, "--reward_func", "is not")
         files = [place for place in places if _is_file_of_a_reward(place)]
-        count = len(models) + len(files) + (len(files) < len(places))  # all servers are one reward
+        count = len(models) + len(functions) + len(files) + (len(files) < len(places))  # all servers are one reward
         weights = self.reward_weights
         if weights is not None and len(weights) != count:
             raise UserError(
-                f"--reward_weights has {len(weights)} numbers for {count} rewards: give one for each model, each file "
-                "and, together, the servers"
+                f"--reward_weights has {len(weights)} numbers for {count} rewards: give one for each model, each "
+                "function, each file and, together, the servers"
             )
         return ()
 
@@ -59,12 +68,16 @@ class RewardSourceOptions(JudgeOptions):
 def _is_file_of_a_reward(place: str) -> bool:
     if place.startswith(("http://", "https://")):
         return False
+    _check_function(place, "--remote_rm_url", "is neither an address (http://...) nor")
+    return True
+
+
+def _check_function(place: str, flag: str, otherwise: str) -> None:
     file = place[: place.rfind(".py") + 3]  # a function's name may follow
     if not file.endswith(".py"):
-        raise UserError(f"--remote_rm_url {place} is neither an address (http://...) nor a Python file")
+        raise UserError(f"{flag} {place} {otherwise} a Python file")
     if not os.path.isfile(os.path.expanduser(file)):
-        raise UserError(f"--remote_rm_url: {file} does not exist; check the path")
-    return True
+        raise UserError(f"{flag}: {file} does not exist; check the path")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,9 +120,9 @@ class RLOptions(
         yield from self._about_steps()
 
     def _check_rewarded(self) -> None:
-        if self.reward_pretrain or self.remote_rm_url or self.reward_verifier or self.agent_func_path:
+        if any((self.reward_pretrain, self.reward_func, self.remote_rm_url, self.reward_verifier, self.agent_func_path)):
             return
-        name_one = "set --reward_pretrain, --remote_rm_url or --reward_verifier"
+        name_one = "set --reward_pretrain, --reward_func, --remote_rm_url or --reward_verifier"
         if not self.teacher_model and not self.replay:
             raise UserError(f"nothing gives rewards: {name_one}")
         if self.eval_dataset:

@@ -18,10 +18,12 @@ from trimtab.data.rendering import as_messages
 from trimtab.data.sources import load_rows
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device, seed_everything
+from trimtab.distributed.stopping import heard_by_all
 from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import UserError
 from trimtab.evaluate.journal import Journal
 from trimtab.evaluate.work import work_through, write_rows
+from trimtab.interrupts import StopRequest
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import load_frozen_policy
 from trimtab.rewards.build import build_reward, contents
@@ -42,7 +44,9 @@ Group = list[Rollout]  # the answers to one prompt
 def generate(options: Any) -> None:
     device = find_device()
     try:
-        Generation(options, device, find_world(device)).run()
+        world = find_world(device)
+        with StopRequest(at_once=True) as stop, heard_by_all(stop, world):
+            Generation(options, device, world, stop).run()
     finally:
         leave_world()
 
@@ -56,8 +60,8 @@ def rehearse_generation(options: Any) -> list[str]:
 
 
 class Generation:
-    def __init__(self, options: Any, device: Device, world: World):
-        self.options, self.world = options, world
+    def __init__(self, options: Any, device: Device, world: World, stop: StopRequest):
+        self.options, self.world, self.stop = options, world, stop
         self.tokenizer = load_job_tokenizer(options)
         self.store = self._prompts()
         check_labels({"prompt": self.store}, options.reward_verifier, options.label_key)
@@ -80,7 +84,7 @@ class Generation:
         """Answer what is not answered yet, and write the rows of all."""
         journal = Journal(self.options.output_path, self._settings(), correctable=(REWARD_CONTENTS,))
         try:
-            work_through(len(self.rows), journal, self.world, self.answers, self.figures, "prompts")
+            work_through(len(self.rows), journal, self.world, self.answers, self.figures, "prompts", self.stop)
         finally:
             if self.reward is not None:
                 self.reward.close()
@@ -159,13 +163,12 @@ class Generation:
 
     def _reward(self, device: Device) -> Weighted | None:
         options = self.options
-        if not (options.reward_pretrain or options.remote_rm_url or options.reward_verifier):
+        if not any((options.reward_pretrain, options.reward_func, options.remote_rm_url, options.reward_verifier)):
             return None
         # The names under which RL has the same options. What is compared within a prompt needs no normalising.
         as_in_rl = {"micro_rollout_batch_size": options.micro_batch_size, "use_dynamic_batch": False}
-        return build_reward(
-            SimpleNamespace(**vars(options) | as_in_rl | {"normalize_reward": False}), device, self.tokenizer
-        )
+        options = SimpleNamespace(**vars(options) | as_in_rl | {"normalize_reward": False})
+        return build_reward(options, device, self.tokenizer, self.stop.requested)
 
     def _request(self, rollouts: list[tuple[int, Rollout]], texts: list[str]) -> RewardRequest:
         rows = [self.rows[item] for item, _ in rollouts]
@@ -195,7 +198,7 @@ class Generation:
     def _settings(self) -> dict[str, Any]:
         """What the answers depend on."""
         options = self.options
-        names = ("reward_pretrain", "remote_rm_url", "reward_verifier", "reward_weights", "label_key")
+        names = ("reward_pretrain", "reward_func", "remote_rm_url", "reward_verifier", "reward_weights", "label_key")
         return {
             "model": self.weights,
             "precision": "bf16" if options.bf16 else "fp32",

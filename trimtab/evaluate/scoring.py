@@ -20,11 +20,13 @@ from trimtab.data.sources import load_rows
 from trimtab.data.token_cache import rows_hash
 from trimtab.data.tokenising import tokenise
 from trimtab.distributed.device import Device, find_device, seed_everything
+from trimtab.distributed.stopping import heard_by_all
 from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import UserError
 from trimtab.evaluate.generation import load_job_tokenizer, trainable
 from trimtab.evaluate.journal import Journal
 from trimtab.evaluate.work import work_through, write_rows
+from trimtab.interrupts import StopRequest
 from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.reward import HEAD
 from trimtab.rewards.model import ModelReward
@@ -35,7 +37,9 @@ SCORED_AT_ONCE = 256  # rows; within them passes are made of rows of like length
 def score(options: Any) -> None:
     device = find_device()
     try:
-        Scoring(options, device, find_world(device)).run()
+        world = find_world(device)
+        with StopRequest(at_once=True) as stop, heard_by_all(stop, world):
+            Scoring(options, device, world, stop).run()
     finally:
         leave_world()
 
@@ -83,8 +87,8 @@ class Answers:
 
 
 class Scoring:
-    def __init__(self, options: Any, device: Device, world: World):
-        self.options, self.world = options, world
+    def __init__(self, options: Any, device: Device, world: World, stop: StopRequest):
+        self.options, self.world, self.stop = options, world, stop
         tokenizer = load_job_tokenizer(options)
         self.rows = Answers(options)
         world.say(f"answers: {len(self.rows):,} ({self.rows.columns.description})")
@@ -115,7 +119,7 @@ class Scoring:
     def run(self) -> None:
         """Score what is not scored yet, and write the rows of all."""
         journal = Journal(self.options.output_path, self._settings())
-        work_through(len(self.rows), journal, self.world, self.scores, self.figures, "answers")
+        work_through(len(self.rows), journal, self.world, self.scores, self.figures, "answers", self.stop)
         if self.world.leads:
             if self._cut:
                 print(f"{'note':9}{self._cut:,} answers were judged by their first {self.options.max_len:,} tokens")

@@ -1,6 +1,5 @@
 """A long job on many items, in one process or several: shown while it goes on, and resumable (journal.py)."""
 
-import signal
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,7 +7,9 @@ from trimtab.data.post_processing import post_process
 from trimtab.distributed.world import World
 from trimtab.errors import Interrupted
 from trimtab.evaluate.journal import Journal
+from trimtab.interrupts import StopRequest
 from trimtab.progress import RunProgress
+from trimtab.rewards.waiting import GivenUp
 
 Results = Iterable[tuple[int, Any]]
 
@@ -20,6 +21,7 @@ def work_through(
     work: Callable[[list[int]], Results],
     figures: Callable[[], dict],
     what: str,
+    stop: StopRequest,
 ) -> None:
     """Have every item done once: `work` gets those of this process and gives back (item, result) as they are finished.
 
@@ -39,16 +41,18 @@ def work_through(
             journal.write(item, result)
             if bar is not None:
                 bar.advance(count, figures())
-    except KeyboardInterrupt:
-        done = len(journal.done)
-        raise Interrupted(
-            signal.SIGINT, f"stopped after {done:,} of {items:,} {what}; the same command goes on from there"
-        ) from None
+            if stop.requested():
+                raise GivenUp
+        world.wait()
+    except (Interrupted, GivenUp, RuntimeError) as error:  # the last: another process has left a collective
+        if not stop.requested():
+            raise
+        done = f"{len(journal.done):,} of {items:,} {what}"
+        raise Interrupted(stop.number, f"stopped after {done}; the same command goes on from there") from error
     finally:
         if bar is not None:
             bar.close()
         journal.close()
-    world.wait()
     if world.leads:
         journal.gather()
 

@@ -143,7 +143,7 @@ def _reward(run: Run) -> str | None:
     named = run.manifest.get("reward")
     if named:
         return plain(named)
-    sources = [run.options.get(name) for name in ("reward_pretrain", "remote_rm_url", "reward_verifier")]
+    sources = [run.options.get(name) for name in ("reward_pretrain", "reward_func", "remote_rm_url", "reward_verifier")]
     return ", ".join(plain(source) for source in sources if source)
 
 

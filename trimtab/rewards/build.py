@@ -1,6 +1,7 @@
 """The reward of a run, from its options: models, functions, servers and verifiers, added up with their weights."""
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,19 +17,25 @@ from trimtab.rewards.model import ModelReward
 from trimtab.rewards.process import ProcessReward
 from trimtab.rewards.types import Reward, Weighted
 from trimtab.rewards.verify import make_verifier
+from trimtab.rewards.waiting import Waiting
 
 
-def build_reward(options: Any, device: Device, tokenizer: PreTrainedTokenizerBase) -> Weighted:
-    """`tokenizer`: the policy's."""
+def build_reward(
+    options: Any, device: Device, tokenizer: PreTrainedTokenizerBase, stopped: Callable[[], bool] = lambda: False
+) -> Weighted:
+    """`tokenizer`: the policy's. `stopped`: whether the run has been told to stop, which ends every wait (GivenUp)."""
+    waiting = Waiting(stopped)
     rewards: list[Reward] = [_model(name, options, device, tokenizer) for name in listed(options.reward_pretrain)]
     files, addresses = _places(options)
-    rewards += [FunctionReward(file) for file in files]
+    limits = {} if options.reward_timeout is None else {"seconds": options.reward_timeout}
+    rewards += [FunctionReward(place, waiting=waiting, **limits) for place in [*listed(options.reward_func), *files]]
     if addresses:
-        rewards.append(HttpReward(addresses))
+        limits = {} if options.reward_timeout is None else {"timeout": options.reward_timeout}
+        rewards.append(HttpReward(addresses, waiting=waiting, **limits))
     weights = options.reward_weights or (1.0,) * len(rewards)
     parts = list(zip(rewards, weights, strict=True))
     if options.reward_verifier:
-        parts += make_verifier(options.reward_verifier).parts
+        parts += make_verifier(options.reward_verifier, waiting).parts
     return Weighted(parts)
 
 

@@ -4,13 +4,12 @@ What does not come back whole (a slow or closed connection, a 5xx, broken JSON, 
 after a pause that doubles, at the next address. A reward that cannot be had stops the run; none is invented.
 """
 
+import asyncio
 import json
 import math
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from time import monotonic
 
 import httpx
 
@@ -18,6 +17,7 @@ from trimtab.config.serving import TOKEN_VARIABLE
 from trimtab.errors import UserError
 from trimtab.rewards.protocols import PROTOCOLS, NotUnderstood, Protocol, encode
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, named
+from trimtab.rewards.waiting import Waiting, spoken
 
 WORTH_ANOTHER_TRY = {408, 425, 429}  # of the client errors; server errors all are
 LONGEST_PAUSE = 30.0
@@ -57,12 +57,14 @@ class HttpReward:
         pause: float = 1.0,
         batch_size: int | None = None,
         concurrency: int = 8,
+        waiting: Waiting | None = None,
     ):
         """`protocol`: openrlhf or paddlenlp; unset: found out with the first samples. `token`: sent as bearer token;
         unset: what TRIMTAB_BEARER_TOKEN holds.
 
-        `timeout`: seconds in which a reply must be there; `attempts`: how often a part is asked for; `pause`: seconds
-        before the second attempt. `batch_size`: samples in one request; unset: the samples divided by the addresses.
+        `timeout`: seconds in which the whole reply must be there; `attempts`: how often a part is asked for; `pause`:
+        seconds before the second attempt. `batch_size`: samples in one request; unset: the samples divided by the
+        addresses.
         """
         if protocol is not None and protocol not in PROTOCOLS:
             raise UserError(f"reward protocol {protocol}: it must be one of {', '.join(PROTOCOLS)}")
@@ -72,11 +74,16 @@ class HttpReward:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
         # A proxy that the environment names is for the world outside, not for a server on this machine.
         certificates = httpx.create_ssl_context()
-        here = httpx.HTTPTransport(verify=certificates)
+        here = httpx.AsyncHTTPTransport(verify=certificates)
         direct = {f"all://{host}": here for host in ("localhost", "127.0.0.1", "[::1]")}
-        self._client = httpx.Client(headers=headers, timeout=timeout, verify=certificates, mounts=direct)
-        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="remote-reward")
-        self._closing = threading.Event()
+        # httpx's own limits are on each read: a reply that drips in would never meet them.
+        self._client = httpx.AsyncClient(headers=headers, timeout=None, verify=certificates, mounts=direct)
+        self._waiting = waiting or Waiting()
+        self._concurrency, self._turns = concurrency, asyncio.Semaphore(concurrency)
+        # A loop in a thread of its own: a request in it can be ended at any moment, whatever it waits for.
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="remote-reward", daemon=True)
+        self._thread.start()
 
     def __str__(self) -> str:
         return f"what {', '.join(address.url for address in self.addresses)} answers"
@@ -86,36 +93,61 @@ class HttpReward:
             return RewardResult([])
         size = self.batch_size or math.ceil(len(request) / len(self.addresses))
         parts = [range(first, min(first + size, len(request))) for first in range(0, len(request), size)]
-        asked = [self._threads.submit(self._part, request, rows, number) for number, rows in enumerate(parts)]
-        return RewardResult.joined([part.result() for part in asked])
+        asked = [
+            asyncio.run_coroutine_threadsafe(self._part(request, rows, number), self._loop)
+            for number, rows in enumerate(parts)
+        ]
+        longest = self._longest() * math.ceil(len(parts) / self._concurrency)
+        told = f"{self} for {len(request)} samples; given up after {spoken(longest)} at the latest"
+        return RewardResult.joined(self._waiting.results(asked, told))
 
     def close(self) -> None:
-        self._closing.set()
-        self._threads.shutdown(cancel_futures=True)
-        self._client.close()
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
-    def _part(self, request: RewardRequest, rows: range, number: int) -> RewardResult:
+    async def _finish(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._client.aclose()
+
+    def _longest(self) -> float:
+        """Seconds after which a part is given up."""
+        return self.attempts * self.timeout + sum(map(self._pause, range(1, self.attempts)))
+
+    def _pause(self, attempt: int) -> float:
+        return min(self.pause * 2 ** (attempt - 1), LONGEST_PAUSE)
+
+    async def _part(self, request: RewardRequest, rows: range, number: int) -> RewardResult:
         """The rewards of these rows, from the address whose turn it is or, where that fails, from the next."""
         part, failures = request.take(rows), []
-        for attempt in range(self.attempts):
-            if attempt and self._closing.wait(min(self.pause * 2 ** (attempt - 1), LONGEST_PAUSE)):
-                break
-            address = self.addresses[(number + attempt) % len(self.addresses)]
-            try:
-                return self._ask(address, part)
-            except (httpx.HTTPError, RewardFailed, NotUnderstood) as error:
-                # httpx names some failures by their class alone.
-                failures.append(f"{address.url}: {str(error) or type(error).__name__}")
-                if isinstance(error, NotUnderstood) and len(self.addresses) == 1:
-                    break
+        async with self._turns:
+            for attempt in range(self.attempts):
+                if attempt:
+                    await asyncio.sleep(self._pause(attempt))
+                address = self.addresses[(number + attempt) % len(self.addresses)]
+                try:
+                    async with asyncio.timeout(self.timeout):
+                        return await self._ask(address, part)
+                except TimeoutError:
+                    failures.append(f"{address.url}: timed out, no whole reply in {self.timeout:g} s")
+                except (httpx.HTTPError, RewardFailed, NotUnderstood) as error:
+                    failures.append(f"{address.url}: {_reason(error)}")
+                    if isinstance(error, NotUnderstood) and len(self.addresses) == 1:
+                        break
         raise RewardFailed(f"no reward for {named(rows)} after {len(failures)} attempts; the last: {failures[-1]}")
 
-    def _ask(self, address: Address, part: RewardRequest) -> RewardResult:
+    async def _ask(self, address: Address, part: RewardRequest) -> RewardResult:
         """The address's answer, in its protocol or, as long as that is not known, in any."""
         failure: Exception | None = None
         for protocol in address.candidates():
             try:
-                result = self._exchange(address.url, protocol, part)
+                result = await self._exchange(address.url, protocol, part)
             except (NotUnderstood, RewardFailed) as error:
                 # A failure may pass, so it says more than that the other protocol is not understood.
                 failure = error if failure is None or isinstance(failure, NotUnderstood) else failure
@@ -124,8 +156,8 @@ class HttpReward:
             return result
         raise failure
 
-    def _exchange(self, url: str, protocol: Protocol, part: RewardRequest) -> RewardResult:
-        status, content = self._post(url, encode(protocol.request_body(part)))
+    async def _exchange(self, url: str, protocol: Protocol, part: RewardRequest) -> RewardResult:
+        status, content = await self._post(url, encode(protocol.request_body(part)))
         shown = repr(" ".join(content.decode(errors="replace").split())[:120])
         if status >= 500 or status in WORTH_ANOTHER_TRY:
             raise RewardFailed(f"HTTP status {status} {shown}")
@@ -133,18 +165,27 @@ class HttpReward:
             raise NotUnderstood(f"HTTP status {status} {shown}")
         try:
             reply = json.loads(content)
-        except ValueError:
-            raise RewardFailed(f"a reply that is not JSON: {shown}") from None
+        except (ValueError, RecursionError):  # the latter: lists in lists in lists
+            raise RewardFailed(f"a reply that is not JSON, or not JSON of rewards: {shown}") from None
         if not isinstance(reply, dict):
             raise NotUnderstood(f"a reply that is no JSON object: {shown}")
         return protocol.read_reply(reply, len(part))
 
-    def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
-        """Status and content; httpx's own limit is on each read, so a reply that drips in needs a second one."""
-        deadline, content = monotonic() + self.timeout, bytearray()
-        with self._client.stream("POST", url, content=body) as response:
-            for piece in response.iter_bytes():
+    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
+        """Status and content."""
+        content = bytearray()
+        async with self._client.stream("POST", url, content=body) as response:
+            async for piece in response.aiter_bytes():
                 content += piece
-                if monotonic() > deadline or len(content) > LONGEST_REPLY:
-                    raise RewardFailed(f"a reply that is not whole after {self.timeout:g} s or {LONGEST_REPLY} bytes")
+                if len(content) > LONGEST_REPLY:
+                    raise RewardFailed(f"a reply of more than {LONGEST_REPLY} bytes")
             return response.status_code, bytes(content)
+
+
+def _reason(error: Exception) -> str:
+    """httpx names some failures by their class alone, and keeps what the system said behind its own words."""
+    told, cause = str(error) or type(error).__name__, error
+    while (cause := cause.__cause__ or cause.__context__) is not None:
+        if isinstance(cause, OSError) and cause.errno:
+            return f"{told} ({os.strerror(cause.errno)})"
+    return told

@@ -1,21 +1,24 @@
 """Rewards from a user's Python file, run in processes of their own with a time and a memory limit.
 
 What goes wrong there names the row. Where a function takes a whole batch the row is found by calling it again on halves
-of the batch, so a function that fails may be called several times more; after that the run stops.
+of the batch, so a function that fails may be called several times more; after that the run stops. One that takes too
+long is not called again: the batch is named.
 """
 
 import contextlib
 import math
 import os
 import queue
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from trimtab.errors import UserError
-from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked, named
-from trimtab.rewards.workers import Fault, Stuck, Worker
+from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked, figure, named
+from trimtab.rewards.waiting import Waiting, spoken
+from trimtab.rewards.workers import Fault, Late, Stuck, Worker
 
 PARTS_A_WORKER = 4
 
@@ -33,6 +36,7 @@ class FunctionReward:
         memory_gib: float = 8.0,
         workers: int | None = None,
         stuck_reward: float | None = None,
+        waiting: Waiting | None = None,
     ):
         """`seconds`: the most a call may take; of a function of single samples, the most a sample may.
 
@@ -46,10 +50,12 @@ class FunctionReward:
             raise UserError(f"reward function {file}: no such file")
         self.seconds, self.memory = seconds, int(memory_gib * 2**30)
         self._stuck_reward = stuck_reward
+        self._closing, outer = False, waiting or Waiting()
+        self._waiting = Waiting(lambda: self._closing or outer.stopped())
         first = self._start()
-        self.name, self.batched = first.about["name"], first.about["batched"]
+        self.name, self.batched, self.is_async = (first.about[name] for name in ("name", "batched", "is_async"))
         # An async function serves all of its samples at once by itself.
-        count = 1 if self.batched or first.about["is_async"] else workers or min(8, os.cpu_count() or 1)
+        count = 1 if self.batched or self.is_async else workers or min(8, os.cpu_count() or 1)
         self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
         for worker in [first] + [None] * (count - 1):
             self._idle.put(worker)
@@ -64,34 +70,42 @@ class FunctionReward:
     def __call__(self, request: RewardRequest) -> RewardResult:
         if not len(request):
             return RewardResult([])
-        return self._batch(request) if self.batched else self._singles(request)
+        turns = 1 if self.batched or self.is_async else math.ceil(len(request) / self._count)
+        told = f"{self.name} of {self.file} for {len(request)} samples; given up after {spoken(turns * self.seconds)}"
+        parts = [range(len(request))] if self.batched else self._shares(len(request))
+        work = self._batch if self.batched else self._part
+        asked = [self._threads.submit(work, request, rows) for rows in parts]
+        return RewardResult.joined(self._waiting.results(asked, f"{told} at the latest"))
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._closing = True  # which ends the calls that are under way
+        self._threads.shutdown(cancel_futures=True)
         with contextlib.suppress(queue.Empty):
             while True:
                 worker = self._idle.get_nowait()
                 if worker is not None:
                     worker.close()
 
-    def _batch(self, request: RewardRequest) -> RewardResult:
+    def _batch(self, request: RewardRequest, rows: range) -> RewardResult:
+        began = time.monotonic()
         try:
             (answer,) = self._answers(request, 1)
             return _batch_result(answer, len(request), f"{self.file}: {self.name}: reward")
+        except Late as error:
+            raise RewardFailed(
+                f"{self.file}: {self.name} was ended after {time.monotonic() - began:.1f} s on a batch of "
+                f"{len(request)} samples ({named(rows)}): a call may take {self.seconds:g} s (--reward_timeout)"
+            ) from error
         except (Fault, Stuck) as error:
             raise self._located(request, error) from error
 
     def _located(self, request: RewardRequest, error: Exception) -> RewardFailed:
-        """The failure of a batch with the smallest part of it that fails alone.
-
-        A part gets its share of the time limit, but an eighth of it at least: the search takes about two limits.
-        """
+        """The failure of a batch with the smallest part of it that fails alone."""
         rows = range(len(request))
         while len(rows) > 1:
             for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
                 try:
-                    share = max(len(half) / len(request), 1 / 8)
-                    list(self._answers(request.take(half), 1, self.seconds * share))
+                    list(self._answers(request.take(half), 1))
                 except (Fault, Stuck) as again:
                     rows, error = half, again
                     break
@@ -101,10 +115,9 @@ class FunctionReward:
                 )
         return self._failed(request, rows[0], error)
 
-    def _singles(self, request: RewardRequest) -> RewardResult:
-        size = math.ceil(len(request) / (self._count * (PARTS_A_WORKER if self._count > 1 else 1)))
-        parts = [range(first, min(first + size, len(request))) for first in range(0, len(request), size)]
-        return RewardResult.joined(list(self._threads.map(lambda rows: self._part(request, rows), parts)))
+    def _shares(self, count: int) -> list[range]:
+        size = math.ceil(count / (self._count * (PARTS_A_WORKER if self._count > 1 else 1)))
+        return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
     def _part(self, request: RewardRequest, rows: range) -> RewardResult:
         results: list[RewardResult] = []
@@ -129,19 +142,19 @@ class FunctionReward:
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         return RewardFailed(f"{self.file}: {self.name} failed on row {row} (prompt {shown!r}): {error}", row)
 
-    def _answers(self, request: RewardRequest, count: int, seconds: float | None = None) -> Iterator[Any]:
+    def _answers(self, request: RewardRequest, count: int) -> Iterator[Any]:
         """`count` answers of the next free worker; one that had to be ended is replaced when it is needed again."""
         worker = self._idle.get()
         try:
             worker = worker or self._start()
-            yield from worker.answers(request, count, seconds or self.seconds)
+            yield from worker.answers(request, count)
         except UserError as error:  # the file has changed since the run began
             raise RewardFailed(str(error)) from error
         finally:
             self._idle.put(worker if worker and worker.is_alive else None)
 
     def _start(self) -> Worker:
-        return Worker(self.file, self.function, self.seconds, self.memory)
+        return Worker(self.file, self.function, self.seconds, self.memory, self._waiting)
 
 
 def _batch_result(answer: Any, count: int, what: str) -> RewardResult:
@@ -164,7 +177,7 @@ def _single_result(answer: Any, row: int, what: str) -> RewardResult:
     figures: dict[str, list[float]] = {}
     if isinstance(answer, dict):
         numbers = {name: value for name, value in answer.items() if isinstance(value, int | float)}
-        figures = {name: [float(value)] for name, value in numbers.items() if name != "score"}
+        figures = {name: [figure(value)] for name, value in numbers.items() if name != "score"}
         answer = answer.get("score")
     try:
         return RewardResult(checked([answer], 1, what), logs=figures)
@@ -192,7 +205,7 @@ def _figures(values: Any, count: int, what: str) -> list[float]:
     values = values if isinstance(values, list) else [values] * count
     if len(values) != count or not all(isinstance(value, int | float) for value in values):
         raise RewardFailed(f"{what}: a number, or one for each of {count} samples, is needed")
-    return [float(value) for value in values]
+    return [figure(value) for value in values]
 
 
 def _split(place: str) -> tuple[str, str | None]:

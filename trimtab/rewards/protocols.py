@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked
+from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked, figure
 
 
 class NotUnderstood(Exception):
@@ -106,7 +106,7 @@ def _readable_figures(logs: Any, count: int) -> Iterator[tuple[str, list[float]]
     for name, values in logs.items() if isinstance(logs, dict) else ():
         values = values if isinstance(values, list) else [values] * count
         if len(values) == count and all(isinstance(value, int | float) for value in values):
-            yield name, [float(value) for value in values]
+            yield name, [figure(value) for value in values]
 
 
 def _list(body: dict[str, Any], field: str, like: list[str] | None = None) -> list[Any]:

@@ -15,6 +15,7 @@ from trimtab.errors import UserError
 from trimtab.rewards import verifiers
 from trimtab.rewards.functions import FunctionReward
 from trimtab.rewards.types import BadSample, Reward, RewardRequest, RewardResult, Weighted
+from trimtab.rewards.waiting import Waiting
 
 SECONDS, MEMORY_GIB = 10.0, 4.0  # of mathematics, for one answer
 
@@ -78,18 +79,18 @@ def _compares(name: str, argument: str | None) -> bool:
     return KINDS[name].needs_label and argument is None
 
 
-def make_verifier(text: str) -> Weighted:
+def make_verifier(text: str, waiting: Waiting | None = None) -> Weighted:
     """The weighted sum that `text` spells."""
-    return Weighted([(_make(name, argument), weight) for name, argument, weight in read_spelling(text)])
+    return Weighted([(_make(name, argument, waiting), weight) for name, argument, weight in read_spelling(text)])
 
 
-def _make(name: str, argument: str | None) -> Reward:
+def _make(name: str, argument: str | None, waiting: Waiting | None) -> Reward:
     if name != "math":
         return Verifier(name, argument)
     if find_spec("math_verify") is None:
         raise UserError("the verifier math needs the package math-verify: pip install 'trimtab[math]'")
     file = Path(verifiers.__file__).with_name("mathematics.py")
-    reward = FunctionReward(str(file), seconds=SECONDS, memory_gib=MEMORY_GIB, stuck_reward=0.0)
+    reward = FunctionReward(str(file), seconds=SECONDS, memory_gib=MEMORY_GIB, stuck_reward=0.0, waiting=waiting)
     reward.name = name
     return reward
 

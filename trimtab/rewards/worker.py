@@ -2,17 +2,22 @@
 
 It reads requests from the socket and answers in JSON, so that nothing the function returns is unpickled by the run: one
 answer a request, or one a sample where the function takes single samples. It imports neither torch nor anything else of
-weight unless the file does.
+weight unless the file does. It leads a process group of its own, which ends with it: whatever the function started.
 """
 
 import asyncio
+import atexit
 import contextlib
 import importlib.util
 import json
+import os
 import pickle
 import resource
+import select
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -23,28 +28,41 @@ from typing import Any
 from trimtab.rewards.signatures import Signature, find_signature
 from trimtab.rewards.types import RewardRequest
 
+SECONDS_TO_END = 1.0  # for a function that is at rest, and what its file has to tidy up
 GRACE = 5.0  # a run that still lives has ended a hanging worker long before
 
 
 def main(socket: str, seconds: str, memory: str, file: str, function: str | None = None) -> None:
     connection = Connection(int(socket))
+    atexit.register(os.killpg, 0, signal.SIGKILL)  # the first to be registered is the last to be called
+    threading.Thread(target=_end_with_the_run, args=(connection.fileno(),), daemon=True).start()
     resource.setrlimit(resource.RLIMIT_DATA, (int(memory), resource.getrlimit(resource.RLIMIT_DATA)[1]))
     try:
         signature = find_signature(_load(Path(file)), function)
     except BaseException as error:
-        _send(connection, {"error": _told(error, file)})
+        connection.send_bytes(_encoded({"error": _told(error, file)}))
         return
     kind = {"batched": signature.batched, "is_async": signature.is_async}
-    _send(connection, {"project": signature.project, "name": signature.function.__name__, **kind})
+    about = {"project": signature.project, "name": signature.function.__name__, **kind}
+    connection.send_bytes(_encoded(about))
     with contextlib.suppress(EOFError):  # the run has closed us, or is gone
         while True:
             request = pickle.loads(connection.recv_bytes())
             parts = [request] if signature.batched else [request.take([row]) for row in range(len(request))]
             for answer in _answers(signature, parts, file, float(seconds)):
-                _send(connection, answer)
+                connection.send_bytes(answer)
 
 
-def _answers(signature: Signature, parts: list[RewardRequest], file: str, seconds: float) -> Iterator[dict[str, Any]]:
+def _end_with_the_run(socket: int) -> None:
+    """The run closes its end of the socket, or it is killed and the system does."""
+    gone = select.poll()
+    gone.register(socket, 0)  # which reports the other end's closing, and nothing else
+    gone.poll()
+    time.sleep(SECONDS_TO_END)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _answers(signature: Signature, parts: list[RewardRequest], file: str, seconds: float) -> Iterator[bytes]:
     if signature.is_async:
         # All of them at once: such a function mostly waits for somebody else.
         yield from asyncio.run(_gathered(signature, parts, file, seconds))
@@ -52,21 +70,21 @@ def _answers(signature: Signature, parts: list[RewardRequest], file: str, second
     for part in parts:
         signal.setitimer(signal.ITIMER_REAL, seconds + GRACE)
         try:
-            answer = {"answer": _plain(signature.call(part))}
+            answer = _encoded({"answer": _plain(signature.call(part))})
         except BaseException as error:  # sys.exit in a reward function is a fault like any other
-            answer = {"error": _told(error, file)}
+            answer = _encoded({"error": _told(error, file)})
         signal.setitimer(signal.ITIMER_REAL, 0)
         yield answer
 
 
-async def _gathered(signature: Signature, parts: list[RewardRequest], file: str, seconds: float) -> list[dict]:
-    async def one(part: RewardRequest) -> dict[str, Any]:
+async def _gathered(signature: Signature, parts: list[RewardRequest], file: str, seconds: float) -> list[bytes]:
+    async def one(part: RewardRequest) -> bytes:
         try:
-            return {"answer": _plain(await asyncio.wait_for(signature.call(part), seconds))}
+            return _encoded({"answer": _plain(await asyncio.wait_for(signature.call(part), seconds))})
         except TimeoutError:
-            return {"late": True}
+            return _encoded({"late": True})
         except BaseException as error:
-            return {"error": _told(error, file)}
+            return _encoded({"error": _told(error, file)})
 
     return await asyncio.gather(*map(one, parts))
 
@@ -90,8 +108,8 @@ def _told(error: BaseException, file: str) -> str:
     return f"{told} (line {lines[-1]})" if lines else told
 
 
-def _send(connection: Connection, message: dict[str, Any]) -> None:
-    connection.send_bytes(json.dumps(message).encode())
+def _encoded(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode()
 
 
 def _load(file: Path) -> ModuleType:

@@ -1,15 +1,18 @@
 """A tail run that was killed or stopped anywhere and resumed is the run that was not, bit for bit."""
 
+import os
 import signal
+import time
 from functools import partial
 
 import pytest
 from safetensors.torch import load_file
 
 from tests import warm
-from tests.train.rl.rl_run import assert_identical, result, rows, write_task
+from tests.train.rl.rl_run import assert_identical, result, rows, without, write_task
 from tests.train.rl.test_resume import at
 from tests.train.tail.tail_run import arguments, metric_files
+from trimtab.rewards import waiting
 from trimtab.train.tail.loop import TailRun
 
 
@@ -115,3 +118,45 @@ def test_a_checkpoint_of_another_method_or_proposal_is_refused_in_one_line(
     assert warm.run(words, log=log) == 2
     (line,) = [line for line in log.read_text().splitlines() if "error" in line]
     assert complaint in line and (stopped[method] / "checkpoints").is_dir()
+
+
+SLEEPS = """
+import pathlib, time
+
+def reward_func(queries, prompts, labels):
+    if pathlib.Path({flag!r}).exists():
+        time.sleep(1000)
+    return [len(set(query)) / 10 for query in queries]
+"""
+
+
+def test_a_signal_while_the_proposals_reward_sleeps_is_obeyed_at_once_and_nothing_is_lost(folder, tmp_path):
+    flag, out, whole = tmp_path / "night", tmp_path / "out", tmp_path / "whole"
+    (tmp_path / "reward.py").write_text(SLEEPS.format(flag=str(flag)))
+
+    def words(place):
+        return [*without(arguments(folder, place, "repulse"), "--reward_verifier"), "--reward_func", *reward]
+
+    reward = [f"{tmp_path}/reward.py"]
+    log = tmp_path / "log"
+    process = warm.start(words(out), prepare=partial(fall_asleep, flag), log=log)
+    warm.wait_until(lambda: log.exists() and "waiting for" in log.read_text(), process)
+    began = time.monotonic()
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == 128 + signal.SIGTERM and time.monotonic() - began < 8.0
+    flag.unlink()
+    assert warm.run([*words(out), "--load_checkpoint"]) == 0 == warm.run(words(whole))
+    assert_same(everything(out), everything(whole))
+
+
+def fall_asleep(flag):
+    """The reward sleeps from the proposal's second round of answers on."""
+    plain, waiting.PATIENCE = TailRun.sample_proposal, 0.3
+
+    def sampled(run, work):
+        if run.counters.proposal_steps == 1:
+            flag.touch()
+        return plain(run, work)
+
+    TailRun.sample_proposal = sampled

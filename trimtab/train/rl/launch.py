@@ -16,6 +16,7 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device, seed_everything
 from trimtab.distributed.roles import Alone, Switchboard
 from trimtab.distributed.sharding import GRADIENT_DTYPES
+from trimtab.distributed.stopping import heard_by_all
 from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.files import check_folder
@@ -30,6 +31,7 @@ from trimtab.rewards.labels import check_labels
 from trimtab.rewards.model import same_tokenizer
 from trimtab.rewards.types import BadSample, RewardFailed
 from trimtab.rewards.verify import make_verifier
+from trimtab.rewards.waiting import GivenUp
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Sampling
@@ -57,8 +59,11 @@ def train_rl(options: Any, builder_class: type["Builder"] | None = None) -> None
     device = find_device()
     try:
         world = find_world(device)
-        with StopRequest() as stop:
-            builder = (builder_class or Builder)(options, device, world, stop)
+        with StopRequest() as stop, heard_by_all(stop, world):
+            try:
+                builder = (builder_class or Builder)(options, device, world, stop)
+            except GivenUp:
+                raise Interrupted(stop.number, "stopped before the first step; nothing is lost") from None
             try:
                 _run(builder, stop)
             finally:
@@ -110,7 +115,7 @@ class Builder:
         check_model(self.loaded.model, options, self.stores)
         for line in notes(options, device):
             world.say(line)
-        self.reward = build_reward(options, device, self.tokenizer)
+        self.reward = build_reward(options, device, self.tokenizer, stop.requested)
         world.say(f"reward: {in_words(self.reward, options)}")
         self.roles = self._roles(stop)
         # Dropout differs between processes, everything else does not.
@@ -162,7 +167,7 @@ class Builder:
             kv_tokens=options.rollout_kv_tokens,
             weight_only_int8=options.weight_only_int8,
         )
-        return role(engine, self.reward, self.stores, self.tokenizer, lambda: stop.signal is not None)
+        return role(engine, self.reward, self.stores, self.tokenizer, stop.requested)
 
     def _scorer(self, pretrain: str | None) -> ReferenceRole:
         """A frozen model that scores the policy's tokens; None: what the policy was at the start."""

@@ -10,6 +10,7 @@ from typing import Any
 from trimtab.data.prompts import PromptStore
 from trimtab.rewards.overlap import Overlapped
 from trimtab.rewards.types import Reward, RewardFailed, RewardRequest, RewardResult
+from trimtab.rewards.waiting import GivenUp
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.types import Rollout, Sampling
 from trimtab.train.rl.experience import Experience
@@ -38,6 +39,8 @@ class Rollouts:
             return self._sample(requests, self.stores[store], sampling)
         except RewardFailed as failure:
             return failure
+        except GivenUp:
+            return None
         finally:
             self.engine.rest()
 

@@ -1,0 +1,109 @@
+"""A run that waits for a reward says so, obeys a signal at once, and goes on later as if nothing had been."""
+
+import os
+import signal
+import socket
+import time
+from functools import partial
+
+import pytest
+
+from tests import warm
+from tests.train.rl.rl_run import arguments, assert_identical, result, without, write_task
+from tests.train.rl.test_rewards import FailLater
+from trimtab.rewards import waiting
+
+SLEEPS = """
+import os, pathlib, time
+
+def reward_func(queries, prompts, labels):
+    if pathlib.Path({flag!r}).exists() and os.environ.get("RANK", "0") == "0":
+        time.sleep(1000)
+    return [len(set(query)) / 10 for query in queries]
+"""
+SOON = 8.0  # seconds: a checkpoint and a report of the run are written in them, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def sleepy(folder, tmp_path_factory):
+    """The words of a run whose reward function may fall asleep, the file that makes it, and the run that it lets be."""
+    place = tmp_path_factory.mktemp("sleepy")
+    flag, function, whole = place / "night", place / "reward.py", place / "whole"
+    function.write_text(SLEEPS.format(flag=str(flag)))
+
+    def words(out):
+        return [*without(arguments(folder, out, "grpo"), "--reward_verifier"), "--reward_func", str(function)]
+
+    assert warm.run(words(whole)) == 0
+    return words, flag, result(whole)
+
+
+def impatient(then=None):
+    waiting.PATIENCE = 0.3
+    if then is not None:
+        then()
+
+
+def end(process, log, number, told="waiting for"):
+    """Send the signal once the run says that it waits; seconds until it has ended."""
+    warm.wait_until(lambda: log.exists() and told in log.read_text(), process)
+    began = time.monotonic()
+    os.kill(process.pid, number)
+    process.join(60)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("what, iteration", [("sample", 2), ("evaluate", 1)])
+def test_a_signal_while_a_function_sleeps_is_obeyed_at_once_and_nothing_is_lost(sleepy, tmp_path, what, iteration):
+    words, flag, whole = sleepy
+    log = tmp_path / "log"
+    process = warm.start(words(tmp_path), prepare=partial(impatient, FailLater(flag, what, iteration)), log=log)
+    assert end(process, log, signal.SIGTERM) < SOON
+    flag.unlink()
+    assert process.exitcode == 128 + signal.SIGTERM
+    said = log.read_text()
+    assert "reward.py for" in said and "given up after 60 s at the latest" in said and "checkpoint saved in" in said
+    assert warm.run([*words(tmp_path), "--load_checkpoint"]) == 0
+    assert_identical(result(tmp_path), whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_a_server_never_answers_is_obeyed_at_once(folder, tmp_path, number):
+    log = tmp_path / "log"
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/get_reward"
+        words = [*without(arguments(folder, tmp_path, "grpo"), "--reward_verifier"), "--remote_rm_url", url]
+        process = warm.start(words, prepare=impatient, log=log)
+        assert end(process, log, number) < SOON
+    assert process.exitcode == 128 + number
+    said = log.read_text()
+    assert f"what {url} answers for 10 samples; given up after 19 min" in said and "checkpoint saved in" in said
+
+
+def test_a_signal_to_the_second_process_ends_the_wait_of_the_first(sleepy, tmp_path):
+    words, flag, _ = sleepy
+    flag.write_text("")
+    log = tmp_path / "log"
+    first, second = warm.start_world(words(tmp_path), 2, log=log, prepare={0: impatient})
+    warm.wait_until(lambda: "waiting for" in (tmp_path / "log.0").read_text(), first)
+    began = time.monotonic()
+    os.kill(second.pid, signal.SIGTERM)
+    first.join(60)
+    second.join(60)
+    flag.unlink()
+    assert time.monotonic() - began < SOON and first.exitcode == 128 + signal.SIGTERM
+    assert "checkpoint saved in" in (tmp_path / "log.0").read_text()
+
+
+def test_a_file_that_never_loads_does_not_hold_a_run_that_is_told_to_stop(folder, tmp_path):
+    (tmp_path / "reward.py").write_text("import time\ntime.sleep(1000)\n")
+    words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier")
+    log = tmp_path / "log"
+    process = warm.start([*words, "--reward_func", f"{tmp_path}/reward.py"], prepare=impatient, log=log)
+    assert end(process, log, signal.SIGTERM, "reward.py to be loaded") < SOON
+    assert process.exitcode == 128 + signal.SIGTERM
