@@ -10,16 +10,16 @@ from trimtab.rewards.types import Reward
 
 
 class Running:
-    def __init__(self, reward: Reward, **how):
+    def __init__(self, reward: Reward, drain_seconds: float = 30.0, **how):
         listening = bind("127.0.0.1", 0)
         self.url = address(listening)
-        self.server = make_server(make_app(reward, **how))
+        self.server = make_server(make_app(reward, **how), drain_seconds)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]}, daemon=True)
         self.thread.start()
 
     def stop(self) -> None:
         """Ask it to end, as a signal would."""
-        self.server.should_exit = True
+        self.server.drain()
 
 
 @contextlib.contextmanager

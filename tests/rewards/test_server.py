@@ -1,14 +1,18 @@
 """The server answers everybody with their own scores, and every wrong request with a clear 4xx."""
 
 import asyncio
+import contextlib
 import json
+import logging
 import math
 import random
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 import pytest
@@ -16,6 +20,7 @@ import pytest
 from tests.rewards.running import running
 from tests.rewards.samples import Lengths, request_of
 from trimtab.rewards.client import HttpReward
+from trimtab.rewards.server import app, manners
 from trimtab.rewards.types import BadSample, RewardFailed, RewardResult
 from trimtab.rewards.verify import make_verifier
 
@@ -258,24 +263,148 @@ def test_no_samples_get_no_scores(server):
     assert CLIENT.post(server.url + "/get_reward", json={"query": []}).json()["rewards"] == []
 
 
-def test_what_was_accepted_is_answered_before_the_server_ends():
-    entered, leave = threading.Event(), threading.Event()
+class Slow(Numbers):
+    """Holds every batch until it is let go."""
 
-    class Slow(Numbers):
-        def __call__(self, request):
-            entered.set()
-            assert leave.wait(30)
-            return super().__call__(request)
+    def __init__(self):
+        super().__init__()
+        self.entered, self.leave = threading.Event(), threading.Event()
 
+    def __call__(self, request):
+        self.entered.set()
+        assert self.leave.wait(30)
+        return super().__call__(request)
+
+
+@contextlib.contextmanager
+def asking(server, reward, count):
+    """So many requests, of which the first is being scored; their replies are in the list at the end."""
     replies = []
-    with running(Slow()) as server:
-        asking = threading.Thread(target=lambda: replies.append(CLIENT.post(server.url + "/get_reward", content=GOOD)))
-        asking.start()
-        assert entered.wait(30)
-        server.stop()
-        leave.set()
-        asking.join(30)
-    assert replies[0].json()["rewards"] == [1.0, 2.0]
+    threads = [
+        threading.Thread(target=lambda: replies.append(CLIENT.post(server.url + "/get_reward", content=GOOD)))
+        for _ in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    assert reward.entered.wait(30)
+    while server.server.gate.inside < count:
+        time.sleep(0.01)
+    yield replies
+    for thread in threads:
+        thread.join(30)
+
+
+def test_what_was_accepted_is_answered_before_the_server_ends_and_what_comes_later_is_sent_away():
+    reward = Slow()
+    with running(reward) as server:
+        with asking(server, reward, 4) as replies:
+            server.stop()
+            late = CLIENT.post(server.url + "/get_reward", content=GOOD)
+            assert late.status_code == 503 and "about to end" in late.text
+            assert CLIENT.get(server.url + "/health").status_code == 503
+            reward.leave.set()
+        assert [reply.json()["rewards"] for reply in replies] == [[1.0, 2.0]] * 4
+
+
+def test_what_takes_longer_than_the_limit_gets_a_503_and_the_server_ends():
+    reward = Slow()
+    with running(reward, drain_seconds=0.3) as server:
+        began = time.monotonic()
+        with asking(server, reward, 4) as replies:
+            server.stop()
+        assert [reply.status_code for reply in replies] == [503] * 4
+        server.thread.join(5)
+        assert not server.thread.is_alive() and time.monotonic() - began < 4.0
+    reward.leave.set()
+
+
+# ---- strangers
+
+
+def closed(connection, seconds=5.0):
+    """What the server says on a connection before it closes it."""
+    connection.settimeout(seconds)
+    said = b""
+    while piece := connection.recv(1000):
+        said += piece
+    return said
+
+
+def test_headers_that_never_end_hold_no_connection(monkeypatch):
+    monkeypatch.setattr(manners, "HEADER_SECONDS", 0.3)
+    with running(Numbers()) as server:
+        place = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        silent, halves, dripping = ([socket.create_connection(place) for _ in range(20)] for _ in range(3))
+        kept = socket.create_connection(place)
+        request = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+        kept.sendall(request)
+        assert kept.recv(1000).startswith(b"HTTP/1.1 200")
+        kept.sendall(request[:20])  # of a second request on the connection
+        for connection in halves + dripping:
+            connection.sendall(b"POST / HTTP/1.1\r\n")
+        for _ in range(4):
+            time.sleep(0.05)
+            for connection in dripping:
+                connection.sendall(b"A: b\r\n")
+        for connection in [*silent, *halves, *dripping, kept]:
+            assert b"HTTP/1.1 408" in closed(connection)
+        assert CLIENT.get(server.url + "/health").status_code == 200
+
+
+def test_a_body_that_never_ends_is_refused(monkeypatch):
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.3)
+    with running(Numbers()) as server:
+        connection = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        connection.sendall(b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{")
+        said = closed(connection)
+    assert said.startswith(b"HTTP/1.1 408") and b"not whole after 0.3 s" in said
+
+
+def test_more_connections_than_may_be_are_sent_away(monkeypatch):
+    monkeypatch.setattr(manners, "MOST_CONNECTIONS", 5)
+    with running(Numbers()) as server:
+        place = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        while not server.server.started:
+            time.sleep(0.01)
+        first = [socket.create_connection(place) for _ in range(5)]
+        assert closed(socket.create_connection(place)).startswith(b"HTTP/1.1 503")
+        for connection in first:
+            connection.close()
+        while server.server.server_state.connections:
+            time.sleep(0.01)
+        assert CLIENT.get(server.url + "/health").status_code == 200
+
+
+def test_a_log_has_few_lines_and_counts_the_rest(caplog, monkeypatch):
+    logger = logging.getLogger("a server's")
+    manners.keep_logs_short(logger.name)
+    manners.keep_logs_short(logger.name)
+    for number in range(1000):
+        logger.error("trouble %d", number)
+    assert len(caplog.records) == manners.LOG_LINES
+    monkeypatch.setattr(manners, "LOG_SECONDS", 0.0)
+    logger.error("more")
+    assert caplog.records[-1].getMessage() == "more (after 980 lines left out)"
+
+
+def test_at_the_limit_of_descriptors_the_server_lives_and_its_log_stays_short():
+    words = [sys.executable, "-m", "trimtab.cli.serve_rm", "--reward_verifier", "gsm8k", "--port", "0"]
+    words = ["bash", "-c", f"ulimit -n 100; exec {shlex.join(words)}"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = process.stdout.readline().split()[-1]
+            place = ("127.0.0.1", int(url.rpartition(":")[2]))
+            many = [socket.create_connection(place) for _ in range(300)]
+            time.sleep(1.0)
+            for connection in many:
+                connection.close()
+            client = HttpReward([url + "/get_reward"], pause=0.1)
+            assert client(request_of(["7"], ["7"])).rewards == [1.0]
+            client.close()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0 and len(process.stderr.read()) < 40_000
+        finally:
+            process.kill()
 
 
 def test_the_exchange_with_a_paddlenlp_client_is_byte_for_byte():

@@ -18,17 +18,21 @@ def serve_reward(options: ServeRMOptions) -> None:
 
     reward = served_reward(options)
     try:
-        serve(
+        finished = serve(
             reward,
             host=options.host,
             port=options.port,
             token=options.bearer_token or os.environ.get(TOKEN_VARIABLE) or None,
             max_bytes=int(options.max_request_mib * 2**20),
             max_samples=options.batch_size,
+            drain_seconds=options.drain_seconds,
             say=lambda line: print(line, flush=True),
         )
     finally:
         reward.close()
+    if not finished:
+        # A batch that is beyond its time is still being computed, by a thread that nobody can end.
+        os._exit(0)
 
 
 if __name__ == "__main__":

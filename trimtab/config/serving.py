@@ -45,6 +45,8 @@ class ServerOptions(Options):
     """At most this many samples in one pass, whoever sent them; unset: as many as wait, by tokens."""
     max_request_mib: float = option(64.0, above=0)
     """Larger requests are refused."""
+    drain_seconds: float = option(30.0, at_least=0)
+    """On Ctrl-C or SIGTERM, what has been accepted is still answered for so long; new requests get a 503."""
     bearer_token: str | None = secret(None)
     """Refuse requests without this token; unset: what the environment variable TRIMTAB_BEARER_TOKEN holds, if it is
     set."""

@@ -18,10 +18,13 @@ from starlette.routing import Route
 
 from trimtab.rewards.protocols import PROTOCOLS, NotUnderstood, Protocol, protocol_of
 from trimtab.rewards.server.batching import Batcher, Overloaded
+from trimtab.rewards.server.manners import Closing, Gate
 from trimtab.rewards.server.metrics import Metrics
 from trimtab.rewards.types import BadSample, Reward, RewardFailed
 
 log = logging.getLogger(__name__)
+
+BODY_SECONDS = 120.0  # in which the whole of a request must have come
 
 
 class Refused(Exception):
@@ -33,14 +36,16 @@ class Refused(Exception):
 def make_app(
     reward: Reward, *, token: str | None = None, max_bytes: int = 2**26, max_samples: int | None = None
 ) -> Starlette:
-    """`token`: what requests must bring; `max_bytes`: of a request; `max_samples`: of a batch."""
-    metrics = Metrics()
+    """`token`: what requests must bring; `max_bytes`: of a request; `max_samples`: of a batch. `state.gate` of what is
+    returned lets requests in, and `state.batcher` answers them."""
+    metrics, gate = Metrics(), Gate()
     batcher: Batcher | None = None
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         nonlocal batcher
         batcher = Batcher(reward, metrics, max_samples=max_samples)
+        app.state.batcher, gate.give_up = batcher, batcher.give_up
         running = asyncio.create_task(batcher.run())
         yield
         running.cancel()
@@ -49,11 +54,12 @@ def make_app(
     async def score(request: Request) -> Response:
         protocol = next(known for known in PROTOCOLS.values() if known.path == request.url.path)
         try:
-            _authorise(request, token)
-            body = _json(await _body(request, max_bytes))
-            protocol = protocol_of(body)
-            result = await batcher.score(protocol.read_request(body))
-            response = JSONResponse(protocol.reply_body(result))
+            with gate.entered():
+                _authorise(request, token)
+                body = _json(await _body(request, max_bytes))
+                protocol = protocol_of(body)
+                result = await batcher.score(protocol.read_request(body))
+                response = JSONResponse(protocol.reply_body(result))
         except ClientDisconnect:
             response = Response(status_code=400)  # which nobody reads
         except Exception as error:
@@ -62,7 +68,9 @@ def make_app(
         return response
 
     async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok", "reward": reward.name, "protocols": list(PROTOCOLS)})
+        status = {"status": "closing" if gate.closed else "ok"}
+        about = {"reward": reward.name, "protocols": list(PROTOCOLS)}
+        return JSONResponse(status | about, 503 if gate.closed else 200)
 
     async def page(request: Request) -> Response:
         try:
@@ -73,7 +81,9 @@ def make_app(
 
     scoring = [Route(protocol.path, score, methods=["POST"]) for protocol in PROTOCOLS.values()]
     others = [Route("/health", health), Route("/metrics", page)]
-    return Starlette(routes=[*scoring, *others], lifespan=lifespan)
+    app = Starlette(routes=[*scoring, *others], lifespan=lifespan)
+    app.state.gate = gate
+    return app
 
 
 def _refusal(error: Exception, protocol: Protocol) -> Response:
@@ -81,10 +91,14 @@ def _refusal(error: Exception, protocol: Protocol) -> Response:
     match error:
         case Refused():
             status, message = error.status, str(error)
+            headers = {"Connection": "close"} if status == 408 else {}
         case NotUnderstood() | BadSample():
             status, message = 422, str(error)
         case Overloaded():
             status, message, headers = 503, "too many samples wait; try again", {"Retry-After": "1"}
+        case Closing():
+            headers = {"Retry-After": "1", "Connection": "close"}
+            status, message = 503, "the server is about to end; ask another one, or try again"
         case RewardFailed():
             log.error("%s", error)
             status, message = 500, str(error)
@@ -104,10 +118,14 @@ def _authorise(request: Request, token: str | None) -> None:
 
 async def _body(request: Request, max_bytes: int) -> bytes:
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > max_bytes:
-            raise Refused(413, f"the request has more than {max_bytes} bytes; send fewer samples at once")
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > max_bytes:
+                    raise Refused(413, f"the request has more than {max_bytes} bytes; send fewer samples at once")
+    except TimeoutError:
+        raise Refused(408, f"the request was not whole after {BODY_SECONDS:g} s") from None
     return bytes(body)
 
 

@@ -5,10 +5,15 @@ another's samples.
 """
 
 import asyncio
+import contextlib
 import itertools
+import queue
+import threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from typing import Any
 
+from trimtab.rewards.server.manners import Closing
 from trimtab.rewards.server.metrics import Metrics
 from trimtab.rewards.types import Reward, RewardRequest, RewardResult
 
@@ -25,7 +30,10 @@ class Batcher:
         self.reward, self.metrics, self.max_samples = reward, metrics, max_samples
         self._waiting: deque[tuple[RewardRequest, asyncio.Future[RewardResult]]] = deque()
         self._arrived = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
+        self._unanswered: set[asyncio.Future[RewardResult]] = set()
+        self._work: queue.SimpleQueue[tuple[RewardRequest, asyncio.Future[RewardResult]] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._score_in_thread, name="reward", daemon=True)
+        self.thread.start()
 
     async def score(self, request: RewardRequest) -> RewardResult:
         if not len(request):
@@ -36,7 +44,11 @@ class Batcher:
         self._waiting.append((request, future))
         self.metrics.waiting += len(request)
         self._arrived.set()
-        return await future
+        self._unanswered.add(future)
+        try:
+            return await future
+        finally:
+            self._unanswered.discard(future)
 
     async def run(self) -> None:
         """Score what arrives, until cancelled."""
@@ -54,8 +66,27 @@ class Batcher:
                 else:
                     future.set_result(outcome)
 
+    def give_up(self) -> None:
+        """Whoever still waits is told that the server is about to end."""
+        for future in self._unanswered:
+            if not future.done():
+                future.set_exception(Closing())
+
     def close(self) -> None:
-        self._thread.shutdown()
+        self._work.put(None)
+
+    def _score_in_thread(self) -> None:
+        while (work := self._work.get()) is not None:
+            request, future = work
+            try:
+                self._tell(future, future.set_result, self.reward(request))
+            except BaseException as error:
+                self._tell(future, future.set_exception, error)
+
+    @staticmethod
+    def _tell(future: asyncio.Future[RewardResult], settle: Callable[[Any], None], outcome: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the server did not wait for it
+            future.get_loop().call_soon_threadsafe(lambda: future.done() or settle(outcome))
 
     def _next_batch(self) -> list[tuple[RewardRequest, asyncio.Future[RewardResult]]]:
         batch, samples = [], 0
@@ -68,10 +99,11 @@ class Batcher:
         return batch
 
     async def _score_all(self, requests: list[RewardRequest]) -> list[RewardResult | Exception]:
-        loop = asyncio.get_running_loop()
+        scored = asyncio.get_running_loop().create_future()
         try:
             with self.metrics.batch(sum(map(len, requests))):
-                whole = await loop.run_in_executor(self._thread, self.reward, RewardRequest.joined(requests))
+                self._work.put((RewardRequest.joined(requests), scored))
+                whole = await scored
         except Exception as error:
             if len(requests) == 1:
                 return [error]

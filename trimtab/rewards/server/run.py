@@ -1,21 +1,28 @@
-"""Bind, serve until SIGINT or SIGTERM, answer what has been accepted, end."""
+"""Bind, serve until SIGINT or SIGTERM, answer what has been accepted within a limit, end."""
 
 import ipaddress
 import signal
 import socket
+import time
 from collections.abc import Callable
+from types import FrameType
 
 from trimtab.errors import UserError
 from trimtab.rewards.types import Reward
 
 try:
     import uvicorn
+    from starlette.applications import Starlette
 
     from trimtab.rewards.server.app import make_app
+    from trimtab.rewards.server.manners import Gate, keep_logs_short, most_connections, protocol_with_limits
 except ImportError as error:
     raise UserError(f"a reward server needs the package {error.name}: pip install 'trimtab[serve]'") from error
 
-SECONDS_TO_FINISH = 30
+DRAIN_SECONDS = 30.0
+SECONDS_TO_SEND = 2  # of replies, once all are there
+BACKLOG = 2048
+ACCEPTED_AT_ONCE = 64
 
 
 def serve(
@@ -26,24 +33,65 @@ def serve(
     token: str | None,
     max_bytes: int,
     max_samples: int | None,
+    drain_seconds: float,
     say: Callable[[str], None],
-) -> None:
-    """Runs until it is told to stop. `say` gets the line that says where it listens, once it does."""
+) -> bool:
+    """Runs until it is told to stop. `say` gets the line that says where it listens, once it does. Whether nothing is
+    being computed any more."""
     listening = bind(host, port)
     app = make_app(reward, token=token, max_bytes=max_bytes, max_samples=max_samples)
     say(f"serving {reward.name} at {address(listening)}")
     # uvicorn hands the signal on once it has finished; by then there is nothing left to stop.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    make_server(app).run(sockets=[listening])
+    make_server(app, drain_seconds).run(sockets=[listening])
+    app.state.batcher.thread.join(SECONDS_TO_SEND)
+    return not app.state.batcher.thread.is_alive()
 
 
-def make_server(app: object) -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=SECONDS_TO_FINISH
-        )
+class Server(uvicorn.Server):
+    """Told to end, it answers those inside, within a limit, and turns others away; told again, it ends at once."""
+
+    def __init__(self, config: uvicorn.Config, gate: Gate, drain_seconds: float):
+        super().__init__(config)
+        self.gate, self.drain_seconds = gate, drain_seconds
+        self._deadline = float("inf")
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # asyncio accepts a whole backlog at a time, and where descriptors are short it complains as often.
+        for listening in sockets or []:
+            listening.listen(BACKLOG)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.gate.closed:
+            self.gate.give_up()
+            super().handle_exit(sig, frame)
+        self.drain()
+
+    def drain(self) -> None:
+        self.gate.closed = True
+        self._deadline = min(self._deadline, time.monotonic() + self.drain_seconds)
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.gate.closed and (not self.gate.inside or time.monotonic() >= self._deadline):
+            self.gate.give_up()
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def make_server(app: Starlette, drain_seconds: float = DRAIN_SECONDS) -> Server:
+    config = uvicorn.Config(
+        app,
+        http=protocol_with_limits(most_connections()),
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        backlog=ACCEPTED_AT_ONCE,
+        timeout_graceful_shutdown=SECONDS_TO_SEND,
     )
+    keep_logs_short("uvicorn.error", "asyncio", "trimtab.rewards.server.app")
+    return Server(config, app.state.gate, drain_seconds)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -53,7 +101,7 @@ def bind(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
-        listening.listen(2048)
+        listening.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"--host {host} --port {port}: cannot listen there ({reason}); choose another") from error
