@@ -1,3 +1,5 @@
+import signal
+
 import pytest
 
 from tests.data.templates import (
@@ -12,6 +14,7 @@ from tests.data.templates import (
     TWO_ENDS,
     WORDS,
 )
+from trimtab.data import time_limit
 from trimtab.data.chat import ChatRenderer, render_pair, render_whole
 from trimtab.errors import UserError
 
@@ -184,3 +187,19 @@ def test_eos_is_not_doubled(make_tokenizer):
 
 def test_language_modelling_trains_everything(make_tokenizer):
     assert trained(render_whole("some text", make_tokenizer())) == ["some text</s>"]
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}"
+ENDLESS += "{% endfor %}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize("block", ["", "{% generation %}x{% endgeneration %}"])
+def test_a_template_that_never_ends_is_one_line(make_tokenizer, monkeypatch, block):
+    monkeypatch.setattr(time_limit, "TEMPLATE_SECONDS", 0.2)
+    renderer = ChatRenderer(make_tokenizer(ENDLESS + block))
+    with pytest.raises(UserError, match=r"row 3: the chat template .* was not done after 0.2 s of computing"):
+        renderer.render(talk("one?", "It is one."), where="row 3")
+    with pytest.raises(UserError, match="was not done"):
+        renderer.render_prompt(talk("one?"), where="row 3")
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.data.formats import Message
+from trimtab.data.time_limit import template_time
 from trimtab.errors import UserError
 
 # The day on which every template believes to be rendered, so that tomorrow's tokens equal today's. It is the one that
@@ -121,13 +122,14 @@ class ChatRenderer:
 
     def _text(self, messages: list[Message], tools: list[Any] | None, where: str, prompt: bool = False) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=prompt,
-                strftime_now=TEMPLATE_DAY.strftime,
-            )
+            with template_time():
+                return self.tokenizer.apply_chat_template(
+                    messages,
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=prompt,
+                    strftime_now=TEMPLATE_DAY.strftime,
+                )
         except Exception as error:  # templates raise what they like: jinja2's errors, TypeError, KeyError, ...
             raise _refusal(where, error) from error
 
@@ -138,14 +140,15 @@ class ChatRenderer:
 
         try:
             # What apply_chat_template itself calls for its assistant mask, but as characters, for any tokenizer.
-            texts, spans = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=self.tokenizer.get_chat_template(tools=tools),
-                return_assistant_tokens_mask=True,
-                strftime_now=TEMPLATE_DAY.strftime,
-                **self.tokenizer.special_tokens_map,
-            )
+            with template_time():
+                texts, spans = render_jinja_template(
+                    conversations=[messages],
+                    tools=tools,
+                    chat_template=self.tokenizer.get_chat_template(tools=tools),
+                    return_assistant_tokens_mask=True,
+                    strftime_now=TEMPLATE_DAY.strftime,
+                    **self.tokenizer.special_tokens_map,
+                )
         except Exception as error:
             raise _refusal(where, error) from error
         merged: list[tuple[int, int]] = []

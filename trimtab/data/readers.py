@@ -17,6 +17,7 @@ from datasets import Dataset, DatasetDict
 from trimtab.data.faults import first_line, is_empty, json_fault
 from trimtab.data.hub import hub_or_cache, looks_like_hub_name
 from trimtab.data.places import InFiles, Numbered, available, joined, remember
+from trimtab.data.unpacking import first_rows, load_within_limit
 from trimtab.errors import Interrupted, UserError
 
 logger = logging.getLogger(__name__)
@@ -41,14 +42,16 @@ SPLIT_WORDS = {
 }
 
 
-def load_splits(source: str, split: str = "train", flag: str = "--dataset") -> dict[str, Dataset]:
+def load_splits(
+    source: str, split: str = "train", flag: str = "--dataset", most: int | None = None
+) -> dict[str, Dataset]:
     """Every split of one source by name; `split` only tells a Python loader which one is wanted, and `flag` the user
-    which option names the source."""
+    which option names the source. `most`: how many rows of a split are wanted, where that is known."""
     path = Path(source).expanduser()
     if path.is_dir():
         return _load_folder(path)
     if path.is_file():
-        return _load_python(path, split) if path.suffix == ".py" else _load_file(path)
+        return _load_python(path, split) if path.suffix == ".py" else _load_file(path, most)
     if "@" in source:
         kind, _, folder = source.partition("@")
         return _load_typed(kind, folder)
@@ -57,11 +60,15 @@ def load_splits(source: str, split: str = "train", flag: str = "--dataset") -> d
     return _load_hub(source)
 
 
-def _load_file(path: Path) -> dict[str, Dataset]:
+def _load_file(path: Path, most: int | None) -> dict[str, Dataset]:
     kind = _file_type(path)
     if kind is None:
         raise UserError(f"cannot read {path}: known file types are {', '.join(FILE_TYPES)} (also .gz) and .py")
-    rows = _read_files(kind, {"train": [path]})["train"]
+    first = first_rows(path, most) if kind == "parquet" and most is not None else None
+    if first is None:
+        rows = _read_files(kind, {"train": [path]})["train"]
+    else:
+        rows = remember(first[0], InFiles(kind, (path,)), available=first[1])
     return {"train": rows, _split_in_name(Path(path.name)): rows}
 
 
@@ -168,12 +175,12 @@ def _read_files(kind: str, files: dict[str, list[Path]]) -> dict[str, Dataset]:
     try:
         if kind == "csv":
             return {name: concatenate([_read_csv(path) for path in paths], name) for name, paths in files.items()}
-        loaded = dict(datasets.load_dataset(kind, data_files=data_files))
+        loaded = load_within_limit(kind, data_files, every)
         if kind == "json":
             for rows in loaded.values():
                 rows.data.validate(full=True)  # bytes that are not UTF-8 get this far unseen
         return {name: remember(rows, InFiles(kind, tuple(files[name]))) for name, rows in loaded.items()}
-    except Interrupted:
+    except (UserError, Interrupted):
         raise
     except Exception as error:
         if "corresponds to no data" in str(error):

@@ -60,7 +60,8 @@ def load_rows(
     weights = _parse_probabilities(probabilities, names, f"{flag}_probs")
     _just_read.clear()
     with _quiet():
-        _just_read.update({(name, split): load_splits(name, split, flag) for name in dict.fromkeys(names)})
+        most = max_samples if split.isalpha() else None  # not a slice, which counts all rows
+        _just_read.update({(name, split): load_splits(name, split, flag, most) for name in dict.fromkeys(names)})
         parts = [_first_rows(_pick(_just_read[name, split], split, name, flag), max_samples) for name in names]
         if name_sources:
             parts = [_with_source(part, name) for name, part in zip(names, parts)]

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from trimtab.data.time_limit import template_time
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,10 +22,9 @@ def answer(
     batch_size: int = 64,
 ) -> list[str]:
     """One greedy answer per prompt (each prompt is one user turn), in order, without special tokens."""
-    texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True)
-        for prompt in prompts
-    ]
+    turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    with template_time():
+        texts = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
     tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     return continue_tokens(model, tokenizer, tokens, max_new_tokens, batch_size)
 

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.data.sources import load_rows
+from trimtab.data.time_limit import template_time
 from trimtab.errors import UserError
 from trimtab.evaluate.attack.losses import Surroundings
 
@@ -54,7 +55,8 @@ class Prompts:
         if not self.tokenizer.chat_template:
             return question
         turns = [{"role": "user", "content": question}]
-        return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        with template_time():
+            return self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
     def ids(self, question: str) -> list[int]:
         return self.encode(self.text(question))
