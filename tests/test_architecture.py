@@ -149,7 +149,8 @@ def test_only_distributed_names_an_accelerator():
         for word in names_and_words(path)
         if any(device in word.lower() for device in ("cuda", "nccl", "rocm", "torch_npu", "xpu"))
     }
-    words_of_others = {("config/placement.py", "nccl"), ("rewards/client.py", "AsyncClient")}  # a value, and a name of httpx
+    # A value in other people's commands, and a name of httpx.
+    words_of_others = {("config/placement.py", "nccl"), ("rewards/client.py", "AsyncClient")}
     assert found - ASKS_A_TENSOR - words_of_others == set()
 
 

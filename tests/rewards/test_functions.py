@@ -1,6 +1,7 @@
 """Files of reward functions in their processes: every signature, every fault, and the row that caused it."""
 
 import contextlib
+import dataclasses
 import math
 import multiprocessing
 import os
@@ -342,3 +343,31 @@ def test_numbers_too_large_for_a_computer_are_named_or_logged_as_infinite(reward
     for digits in (400, 5000):
         with pytest.raises(RewardFailed, match=r"too large for a number|Exceeds the limit"):
             reward_of(f"def f(completions):\n    return [10**{digits}]")(request_of(["a"]))
+
+
+def test_trl_gets_messages_of_a_conversation_and_every_column_by_its_name(reward_of):
+    code = """
+        def f(prompts, completions, label, other, **columns):
+            assert prompts[0][-1] == {"role": "user", "content": "1 + 1"} and set(columns) >= {"log_metric", "labels"}
+            assert not {"prompt", "completion"} & set(columns)
+            right = [c[0]["role"] == "assistant" and c[0]["content"] == l for c, l in zip(completions, label)]
+            return [float(r) + o for r, o in zip(right, other)]
+    """
+    columns = {"label": ["2", "2"], "other": [10, 20], "prompt": ["x", "y"]}
+    talk = [[{"role": "user", "content": "1 + 1"}]] * 2
+    request = dataclasses.replace(request_of(["2", "3"], labels=["2", "2"], **columns), conversations=talk)
+    assert reward_of(code)(request).rewards == [11.0, 20.0]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_what_a_function_of_trl_logs_is_kept_and_its_trainer_is_nobody(reward_of, kind):
+    code = f"""
+        {kind} f(completions, trainer_state, log_extra, log_metric):
+            log_extra("length", [len(c) for c in completions])
+            log_extra("words", completions)
+            log_metric("mean", 0.5)
+            return [float(trainer_state is None), None]
+    """
+    result = reward_of(code)(request_of(["a", "bb"]))
+    assert result.rewards[0] == 1.0 and math.isnan(result.rewards[1])
+    assert result.logs == {"length": [1.0, 2.0], "mean": [0.5, 0.5]}

@@ -254,8 +254,8 @@ class GenerateOptions(
             return
         if not named:
             raise UserError(
-                f"--post_processor {self.post_processor} needs rewards: name one (--reward_pretrain, --reward_func, --remote_rm_url "
-                "or --reward_verifier), or score the written answers with --eval_task rm"
+                f"--post_processor {self.post_processor} needs rewards: name one (--reward_pretrain, --reward_func, "
+                "--remote_rm_url or --reward_verifier), or score the written answers with --eval_task rm"
             )
         if self.post_processor != "csft" and self.best_of_n < 2:
             raise UserError(

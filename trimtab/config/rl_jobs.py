@@ -120,7 +120,9 @@ class RLOptions(
         yield from self._about_steps()
 
     def _check_rewarded(self) -> None:
-        if any((self.reward_pretrain, self.reward_func, self.remote_rm_url, self.reward_verifier, self.agent_func_path)):
+        if any(
+            (self.reward_pretrain, self.reward_func, self.remote_rm_url, self.reward_verifier, self.agent_func_path)
+        ):
             return
         name_one = "set --reward_pretrain, --reward_func, --remote_rm_url or --reward_verifier"
         if not self.teacher_model and not self.replay:

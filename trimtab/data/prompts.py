@@ -107,7 +107,7 @@ class PromptStore:
         self._tokens, self._rows = tokens, rows.select(tokens.rows)
         self._places = Chosen(places_of(rows, "the data"), tokens.rows)
         self.input_key, self._label_key = input_key, label_key
-        self._others = [name for name in rows.column_names if name not in (input_key, label_key, SOURCE_COLUMN)]
+        self._others = [name for name in rows.column_names if name not in (input_key, SOURCE_COLUMN)]
         self._row = functools.lru_cache(4096)(self._rows.__getitem__)  # the answers to a prompt come close together
 
     def __len__(self) -> int:
@@ -152,7 +152,7 @@ class PromptStore:
         return self._places.names([index])[0]
 
     def columns(self, index: int) -> dict[str, Any]:
-        """The row without its prompt and its label."""
+        """The row without its prompt."""
         row = self._row(index)
         return {name: row[name] for name in self._others}
 

@@ -43,7 +43,7 @@ def heard_by_all(stop: StopRequest, world: World) -> Iterator[None]:
 
 
 def _listen(stop: StopRequest, store: dist.Store, listening: socket.socket, ended: threading.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # the store ends with the first process
+    with contextlib.suppress(RuntimeError, ValueError):  # the store ends with the first process; or a stranger wrote
         if stop.signal is not None:
             store.set(KEY, str(int(stop.signal)))
         while not ended.is_set():

@@ -172,7 +172,7 @@ class Generation:
 
     def _request(self, rollouts: list[tuple[int, Rollout]], texts: list[str]) -> RewardRequest:
         rows = [self.rows[item] for item, _ in rollouts]
-        prompts = [self.store.text(row) for row in rows]
+        prompts, given = [self.store.text(row) for row in rows], [self.store.prompt(row) for row in rows]
         # A reward model with another chat template renders the conversation anew.
         columns = [{**self.store.columns(row), self.options.input_key: self._input(row)} for row in rows]
         names = dict.fromkeys(name for row in columns for name in row)
@@ -184,6 +184,7 @@ class Generation:
             columns={name: [row.get(name) for row in columns] for name in names},
             prompt_ids=[r.prompt_ids for _, r in rollouts],
             response_ids=[r.ids for _, r in rollouts],
+            conversations=given if all(isinstance(prompt, list) for prompt in given) else [],
         )
 
     def _input(self, row: int) -> str | list[Message]:

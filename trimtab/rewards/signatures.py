@@ -10,7 +10,7 @@ Runs in the worker processes of functions.py and imports nothing heavy.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -22,8 +22,32 @@ MARKS = {"OpenRLHF": {"queries"}, "TRL": {"completions"}, "verl": {"solution_str
 """The parameters by which a signature is told from the others."""
 
 
+NO_COLUMNS = {"prompt", "completion"}  # TRL gives these as prompts and completions alone
+
+
 class NotFound(Exception):
     """The file has no function, or too many, that could be meant."""
+
+
+class Figures:
+    """What a function of TRL's kind logs on the way. The run keeps numbers."""
+
+    def __init__(self) -> None:
+        self.logged: dict[str, Any] = {}
+
+    def of_samples(self, column: str, values: list[Any]) -> None:
+        if all(isinstance(value, int | float) for value in values):
+            self.logged[column] = list(values)
+
+    def of_batch(self, name: str, value: float) -> None:
+        self.logged[name] = value
+
+    def beside(self, answer: Any) -> Any:
+        """The function's answer, and these where there are any."""
+        return {"rewards": answer, "extra_logs": self.logged} if self.logged else answer
+
+    async def awaited(self, answer: Awaitable[Any]) -> Any:
+        return self.beside(await answer)
 
 
 @dataclass(frozen=True)
@@ -44,21 +68,25 @@ class Signature:
     def call(self, request: RewardRequest) -> Any:
         """What the function returns for these samples (verl's: for the one there is), or its coroutine."""
         offered = getattr(self, f"_{self.project.lower()}")(request)
+        figures = Figures()
+        if self.project == "TRL":
+            offered |= {"trainer_state": None, "log_extra": figures.of_samples, "log_metric": figures.of_batch}
         if self.parameters is not None:
             offered = {name: value for name, value in offered.items() if name in self.parameters}
-        return self.function(**offered)
+        answer = self.function(**offered)
+        return figures.awaited(answer) if self.is_async else figures.beside(answer)
 
     def _openrlhf(self, request: RewardRequest) -> dict[str, Any]:
         return {"queries": request.queries, "prompts": request.prompts, "labels": request.labels}
 
     def _trl(self, request: RewardRequest) -> dict[str, Any]:
-        return {
-            "labels": request.labels,
-            **request.columns,
-            "prompts": request.prompts,
-            "completions": request.responses,
-            "completion_ids": request.response_ids,
-        }
+        prompts, completions = request.prompts, request.responses
+        if request.conversations:
+            prompts = request.conversations
+            completions = [[{"role": "assistant", "content": response}] for response in request.responses]
+        own = {"prompts": prompts, "completions": completions, "completion_ids": request.response_ids}
+        columns = {name: values for name, values in request.columns.items() if name not in NO_COLUMNS}
+        return {"labels": request.labels} | columns | own
 
     def _verl(self, request: RewardRequest) -> dict[str, Any]:
         row = {name: values[0] for name, values in request.columns.items()}

@@ -35,16 +35,18 @@ class RewardRequest:
     labels: list[Any]
     """What the data call right, such as an answer; None where they say nothing."""
     columns: dict[str, list[Any]] = field(default_factory=dict)
-    """The other columns of the samples' rows."""
+    """All columns of the samples' rows, by their names."""
     prompt_ids: list[list[int]] = field(default_factory=list)
     """Tokens, for models that read the policy's own and for rewards of steps; may be left out for the others."""
     response_ids: list[list[int]] = field(default_factory=list)
+    conversations: list[list[dict[str, Any]]] = field(default_factory=list)
+    """The prompts as messages, where the data have conversations."""
 
     def __len__(self) -> int:
         return len(self.queries)
 
     def __post_init__(self) -> None:
-        ids = (known for known in (self.prompt_ids, self.response_ids) if known)
+        ids = (known for known in (self.prompt_ids, self.response_ids, self.conversations) if known)
         for name in (self.prompts, self.responses, self.labels, *self.columns.values(), *ids):
             assert len(name) == len(self.queries), "a request has one entry a sample in every list"
 
@@ -64,7 +66,7 @@ class RewardRequest:
 
         columns = {name: [x for request in requests for x in request.columns[name]] for name in requests[0].columns}
         plain = (all_of(name) for name in ("queries", "prompts", "responses", "labels"))
-        return cls(*plain, columns, all_of("prompt_ids"), all_of("response_ids"))
+        return cls(*plain, columns, all_of("prompt_ids"), all_of("response_ids"), all_of("conversations"))
 
     def take(self, rows: Sequence[int]) -> "RewardRequest":
         """These samples of it, in this order."""
@@ -80,6 +82,7 @@ class RewardRequest:
             {name: taken(values) for name, values in self.columns.items()},
             taken(self.prompt_ids),
             taken(self.response_ids),
+            taken(self.conversations),
         )
 
 

@@ -76,7 +76,7 @@ class Rollouts:
         """What a reward sees of finished samples: their text without the token that ended it. And their rows."""
         responses = self.tokenizer.batch_decode([r.ids for r in rollouts], skip_special_tokens=True)
         asked = [rows[r.prompt] for r in rollouts]
-        prompts = [store.text(row) for row in asked]
+        prompts, given = [store.text(row) for row in asked], [store.prompt(row) for row in asked]
         columns = [store.columns(row) for row in asked]
         names = dict.fromkeys(name for row in columns for name in row)
         request = RewardRequest(
@@ -84,10 +84,10 @@ class Rollouts:
             prompts=prompts,
             responses=responses,
             labels=[store.label(row) for row in asked],
-            columns={name: [row.get(name) for row in columns] for name in names}
-            | {store.input_key: [store.prompt(row) for row in asked]},
+            columns={name: [row.get(name) for row in columns] for name in names} | {store.input_key: given},
             prompt_ids=[r.prompt_ids for r in rollouts],
             response_ids=[r.ids for r in rollouts],
+            conversations=given if all(isinstance(prompt, list) for prompt in given) else [],
         )
         return request, asked
 
