@@ -49,9 +49,13 @@ def impatient(then=None):
         then()
 
 
+def wait_for(told, log, process):
+    warm.wait_until(lambda: log.exists() and told in log.read_text(), process)
+
+
 def end(process, log, number, told="waiting for"):
     """Send the signal once the run says that it waits; seconds until it has ended."""
-    warm.wait_until(lambda: log.exists() and told in log.read_text(), process)
+    wait_for(told, log, process)
     began = time.monotonic()
     os.kill(process.pid, number)
     process.join(60)
@@ -90,7 +94,7 @@ def test_a_signal_to_the_second_process_ends_the_wait_of_the_first(sleepy, tmp_p
     flag.write_text("")
     log = tmp_path / "log"
     first, second = warm.start_world(words(tmp_path), 2, log=log, prepare={0: impatient})
-    warm.wait_until(lambda: "waiting for" in (tmp_path / "log.0").read_text(), first)
+    wait_for("waiting for", tmp_path / "log.0", first)
     began = time.monotonic()
     os.kill(second.pid, signal.SIGTERM)
     first.join(60)
