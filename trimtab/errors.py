@@ -15,3 +15,7 @@ class Interrupted(Exception):
 
 class RunFailed(Exception):
     """Training itself went wrong and stopped before doing more harm: shown as one line, exit code 1."""
+
+
+class OutOfMemory(Exception):
+    """A pass did not fit into memory. Nothing of the step it belongs to is left, so the step can be begun anew."""

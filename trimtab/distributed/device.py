@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import random
 import resource
@@ -15,6 +16,9 @@ import numpy as np
 import torch
 
 from trimtab.errors import UserError
+
+# How those say it that have no exception of their own: PyTorch's CPU allocator, the driver, cuBLAS.
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,12 @@ class Device:
     def fused_adam(self) -> bool:
         return self.torch.type in ("cpu", "cuda")
 
+    def release_memory(self) -> None:
+        """Give back what nothing holds any more, after an attempt that took too much."""
+        gc.collect()
+        if self.is_accelerator:
+            torch.cuda.empty_cache()
+
 
 def find_device() -> Device:
     if torch.cuda.is_available():
@@ -57,6 +67,14 @@ def find_device() -> Device:
     _keep_freed_memory()
     threads = torch.get_num_threads()
     return Device(torch.device("cpu"), f"CPU, {threads} thread{'s' if threads > 1 else ''}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory is short, an accelerator's or the machine's."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    said = str(error)
+    return isinstance(error, RuntimeError) and any(words in said for words in OUT_OF_MEMORY)
 
 
 def count_accelerators() -> int:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,8 +30,9 @@ from trimtab.train.checkpoint import Checkpoints, reading
 from trimtab.train.endings import ended_badly, not_finite
 from trimtab.train.manifest import compare, make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser, StepReport
+from trimtab.train.pass_limit import FLAGS, PassLimit, memory_guard, until_it_fits
 from trimtab.train.run_log import RunLog
-from trimtab.train.task import Task
+from trimtab.train.task import Task, Totals
 from trimtab.train.tensor_parts import TensorParts, all_finite, write_parts
 
 MANY_BAD_STEPS = 5  # in a row: the run stops
@@ -133,25 +135,11 @@ class SupervisedRun:
         """One optimiser step and its row of metrics."""
         began = time.monotonic()
         step = self.counters.step
-        random_before = random_state()
         samples = self.order.step_samples(step)
-        batches = self.deal_out(self.task.cut(self.task.store, samples))
-        totals = self.totals(batches)
-        self.task.prepare(self.model, batches)
-        figures: dict[str, Tensor] = {}
-        for batch in batches:
-            last = batch is batches[-1]
-            sync_gradients(self.model, now=last)
-            share = self.task.loss(self.model, batch, totals)
-            # A split model averages gradients over its processes; shares are meant to add up.
-            (share.loss * (batch.weight * self.world.size)).backward()
-            share.add_to(figures, batch.weight)
-            if stop.signal and not last and self.world.size == 1:
-                # The step is given up half-way: forget its gradients and its random numbers.
-                self.optimiser.clear_gradients()
-                restore_random_state(random_before)
-                self.leave(stop.signal)
-        figures = self.world.add_up(figures)
+        found, totals, passes = until_it_fits(
+            lambda: self.add_up_gradients(samples, stop), lambda why: self.shrink(samples, why)
+        )
+        figures = self.world.add_up(found)
         learning_rate = self.optimiser.rate(step)
         if math.isfinite(figures["loss"]):
             report = self.optimiser.step(step)
@@ -166,10 +154,11 @@ class SupervisedRun:
             "learning_rate": learning_rate,
             "grad_norm": report.grad_norm,
             "samples": len(samples),
-            "micro_batches": len(batches) * self.world.size,
+            "micro_batches": passes * self.world.size,
             "tokens": int(totals["tokens"]),
             "trained_tokens": int(totals["trained_tokens"]),
             "skipped_steps": self.counters.skipped_steps,
+            **self.task.pass_limit.columns(),
         }
         seconds = time.monotonic() - began
         row |= {"seconds": seconds, "tokens_per_second": row["tokens"] / seconds}
@@ -177,6 +166,50 @@ class SupervisedRun:
             row |= self.evaluate()
         row["memory_gib"] = self.device.memory_gib()
         return row
+
+    def add_up_gradients(self, samples: list[int], stop: StopRequest) -> tuple[dict[str, Tensor], Totals, int]:
+        """Every pass of a step: its figures in this process, its counts over all, and the number of passes here."""
+        random_before = random_state()
+
+        def undo() -> None:
+            """The step is given up half-way: forget its gradients and its random numbers."""
+            self.optimiser.clear_gradients()
+            restore_random_state(random_before)
+
+        figures: dict[str, Tensor] = {}
+        with memory_guard(undo):
+            batches = self.deal_out(self.task.cut(self.task.store, samples))
+            totals = self.totals(batches)
+            self.task.prepare(self.model, batches)
+            for batch in batches:
+                last = batch is batches[-1]
+                sync_gradients(self.model, now=last)
+                share = self.task.loss(self.model, batch, totals)
+                # A split model averages gradients over its processes; shares are meant to add up.
+                (share.loss * (batch.weight * self.world.size)).backward()
+                share.add_to(figures, batch.weight)
+                if stop.signal and not last and self.world.size == 1:
+                    undo()
+                    self.leave(stop.signal)
+        return figures, totals, len(batches)
+
+    def shrink(self, samples: list[int], why: str, *, evaluation: bool = False) -> None:
+        """Smaller passes, because these samples' did not fit; where they cannot be smaller, the end of the run."""
+        task, limit = self.task, self.task.pass_limit
+        self.device.release_memory()
+        store = task.evaluation if evaluation else task.store
+        lengths = task.lengths(store)
+        passes = [(int(lengths[part].sum()), len(part)) for part in task.cut(store, samples)]
+        if limit.halve(passes, by_tokens=task.packs):
+            self.world.say(f"out of memory in step {self.counters.step + 1}: begun anew in passes of at most {limit}")
+            return
+        # In an evaluation the step is counted and its row not written yet: the checkpoint before is the one to use.
+        saved = self.checkpoints.latest() if evaluation else self.save()
+        where = f"go on from {saved} with --load_checkpoint" if saved else "nothing was saved"
+        raise RunFailed(
+            f"a pass of one sample, at most {int(lengths[samples].max()):,} tokens, does not fit into memory ({why}); "
+            f"lower --max_len; {FLAGS}; {where}"
+        )
 
     def deal_out(self, cut: list[list[int]], *, evaluation: bool = False) -> list[TokenBatch]:
         """This process's micro-batches of a step, as many as every other process has."""
@@ -210,13 +243,17 @@ class SupervisedRun:
 
     def evaluate(self) -> dict[str, float]:
         """Every figure of the task over its evaluation set, prepared a step's worth of samples at a time."""
+        everything = list(range(self.task.evaluation_samples))
+        shrink = partial(self.shrink, everything, evaluation=True)
+        return until_it_fits(lambda: self.figures_of(everything), shrink)
+
+    def figures_of(self, everything: list[int]) -> dict[str, float]:
         task, size = self.task, self.options.train_batch_size
-        everything = list(range(task.evaluation_samples))
         cuts = [task.cut(task.evaluation, everything[i : i + size]) for i in range(0, len(everything), size)]
         groups = [self.deal_out(cut, evaluation=True) for cut in cuts]
         totals = self.totals([batch for group in groups for batch in group])
         figures: dict[str, Tensor] = {}
-        with scoring(self.model):
+        with memory_guard(), scoring(self.model):
             while groups:
                 batches = groups.pop(0)
                 task.prepare(self.model, batches)
@@ -269,6 +306,7 @@ class SupervisedRun:
             return None
         state = {
             "counters": vars(self.counters),
+            "pass_limit": vars(self.task.pass_limit),
             "random": self.world.gather(random_state()),
             "manifest": self.manifest,
         }
@@ -287,6 +325,7 @@ class SupervisedRun:
         with reading(path):
             self.optimiser.restore(TensorParts(path))
             self.counters = Counters(**state["counters"])
+            self.task.pass_limit = PassLimit(**state.get("pass_limit", {}))
             if self.world.rank < len(state["random"]):
                 restore_random_state(state["random"][self.world.rank])
         self.world.say(f"resumed from {path} at step {self.counters.step}")

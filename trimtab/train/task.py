@@ -23,6 +23,7 @@ from trimtab.errors import UserError
 from trimtab.models.load import Loaded, load_policy, policy_skeleton
 from trimtab.models.packed import PackedModel, learned_positions
 from trimtab.models.reward import REWARDS
+from trimtab.train.pass_limit import PassLimit
 
 Totals = dict[str, float]
 
@@ -45,6 +46,7 @@ class Task:
     padded = False  # the model takes padded rows, where filling a token budget would not bound memory
 
     def __init__(self, options: Any, tokenizer: Any):
+        self.pass_limit = PassLimit()
         self.options, self.tokenizer = options, tokenizer
         rows = load_rows(
             options.dataset,
@@ -146,13 +148,18 @@ class Task:
             described["evaluation"] = self.evaluation_report.as_dict()
         return described
 
+    @property
+    def packs(self) -> bool:
+        """Whether passes are filled by tokens, not by number of samples."""
+        return self.options.packing_samples and not self.padded
+
     def cut(self, store: Any, samples: list[int]) -> list[list[int]]:
         """Which samples go into one forward and backward pass."""
         lengths = [int(length) for length in self.lengths(store)[samples]]
-        if self.options.packing_samples and not self.padded:
-            parts = pack(lengths, self.token_budget())
+        if self.packs:
+            parts = pack(lengths, self.pass_limit.of_tokens(self.token_budget()))
         else:
-            parts = chunk(lengths, self.options.micro_train_batch_size)
+            parts = chunk(lengths, self.pass_limit.of_samples(self.options.micro_train_batch_size))
         return [[samples[i] for i in members] for members in parts]
 
     def cut_all(self, store: Any, samples: list[int]) -> list[list[int]]:

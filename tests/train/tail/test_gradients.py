@@ -56,7 +56,7 @@ def test_the_first_update_is_the_one_of_the_formulas(tmp_path, monkeypatch, meth
     for_policy = caught_gradients(run.roles.actor.role, monkeypatch)
     for_proposal = caught_gradients(run.roles.proposal.role, monkeypatch) if method == "repulse" else {}
     seen = {}
-    monkeypatch.setattr(run, "finish", lambda work: seen.update(own=work.experience, proposed=work.proposed))
+    monkeypatch.setattr(run, "finish", lambda work, measured: seen.update(own=work.experience, proposed=work.proposed))
     run.iterate(NoStop)
 
     def answers_of(experience):

@@ -3,6 +3,7 @@
 from trimtab.distributed.roles import Group
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.types import Sampling
+from trimtab.train.pass_limit import NoRoom
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.rollouts import Request
 
@@ -13,7 +14,7 @@ def ask_for_samples(rollouts: Group, requests: list[Request], store: str, sampli
     asked = [[requests[place] for place in share] for share in shares]
     parts = rollouts.call("sample", asked, store=store, sampling=sampling)
     for part, share in zip(parts, shares):
-        if isinstance(part, RewardFailed):
+        if isinstance(part, RewardFailed | NoRoom):
             raise part
         if part is None and share:
             return None

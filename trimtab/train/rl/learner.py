@@ -20,6 +20,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.save import save_model
 from trimtab.train.average import WeightAverage
 from trimtab.train.optimiser import Optimiser
+from trimtab.train.pass_limit import memory_guard
 from trimtab.train.rl.objective import policy_share, text_share, value_share
 from trimtab.train.task import Share, Totals
 from trimtab.train.tensor_parts import TensorParts, all_finite, write_parts
@@ -37,14 +38,21 @@ class Learner:
 
     def update(self, batches: list[TokenBatch], *, totals: Totals, step: int, **settings: Any) -> dict[str, float]:
         """One optimiser step over all micro-batches of all processes, and its figures."""
+        random_before = random_state()
+
+        def undo() -> None:
+            self.optimiser.clear_gradients()
+            restore_random_state(random_before)
+
         figures: dict[str, Tensor] = {}
-        for batch in batches:
-            sync_gradients(self.model, now=batch is batches[-1])
-            share = self.share(batch.to(self.device.torch), totals, **settings)
-            # A split model averages gradients over its processes; shares are meant to add up.
-            (share.loss * (batch.weight * self.world.size)).backward()
-            share.add_to(figures, batch.weight)
-        self.gather_gradients()
+        with memory_guard(undo):
+            for batch in batches:
+                sync_gradients(self.model, now=batch is batches[-1])
+                share = self.share(batch.to(self.device.torch), totals, **settings)
+                # A split model averages gradients over its processes; shares are meant to add up.
+                (share.loss * (batch.weight * self.world.size)).backward()
+                share.add_to(figures, batch.weight)
+            self.gather_gradients()
         found = self.world.add_up(figures)
         found["learning_rate"] = self.optimiser.rate(step)
         if math.isfinite(found["loss"]):
@@ -115,7 +123,7 @@ class Actor(Learner):
             super().save(folder=folder)
 
     def log_probs(self, batches: list[TokenBatch]) -> list[Tensor]:
-        with scoring(self.model):
+        with memory_guard(), scoring(self.model):
             outs = [self.model(b.to(self.device.torch), temperature=self.options.temperature) for b in batches]
             return [out.log_probs_N.cpu() for out in outs]
 
@@ -127,7 +135,7 @@ class CriticLearner(Learner):
         return value_share(self.model, batch, totals, self.options)
 
     def values(self, batches: list[TokenBatch]) -> list[Tensor]:
-        with scoring(self.model):
+        with memory_guard(), scoring(self.model):
             return [self.model(batch.to(self.device.torch)).cpu() for batch in batches]
 
 
@@ -136,5 +144,6 @@ class ReferenceRole:
         self.reference, self.temperature = reference, temperature
 
     def log_probs(self, batches: list[TokenBatch]) -> list[Tensor]:
-        moved = [batch.to(self.reference.device.torch) for batch in batches]
-        return [values.cpu() for values in self.reference.log_probs(moved, self.temperature)]
+        with memory_guard():
+            moved = [batch.to(self.reference.device.torch) for batch in batches]
+            return [values.cpu() for values in self.reference.log_probs(moved, self.temperature)]

@@ -17,10 +17,8 @@ from torch import Tensor
 
 from trimtab.algos.group_rewards import within
 from trimtab.algos.kl import adapted
-from trimtab.data.batches import TokenBatch
 from trimtab.data.order import SampleOrder
 from trimtab.distributed.roles import Group
-from trimtab.distributed.world import deal
 from trimtab.errors import Interrupted, RunFailed
 from trimtab.files import writing
 from trimtab.interrupts import StopRequest
@@ -28,12 +26,14 @@ from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.builtin.sampler import request_seed
 from trimtab.rollout.types import Sampling
 from trimtab.train.endings import ended_badly
+from trimtab.train.pass_limit import NoRoom, PassLimit
 from trimtab.train.rl.alarms import alarms
 from trimtab.train.rl.asking import ask_for_samples
-from trimtab.train.rl.cut import cost, halves, micro_batches, mini_batches, updates_per_iteration
+from trimtab.train.rl.cut import mini_batches, updates_per_iteration
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import RunFiles
+from trimtab.train.rl.passes import Passes
 from trimtab.train.rl.recording import Recording, Sampled
 from trimtab.train.rl.shaping import loud, shape
 from trimtab.train.rl.text import TextMixture
@@ -105,6 +105,7 @@ class RLRun:
         self.files, self.evaluation, self.text, self.recording = files, evaluation, text, recording
         self.counters = Counters(max(options.init_kl_coef, 0.0))
         self.iteration: Iteration | None = None
+        self.passes = Passes(options, files.device)
 
     # ---- the loop
 
@@ -125,7 +126,7 @@ class RLRun:
             self.conclude(stop)
             if self.counters.skipped_in_a_row:
                 raise RunFailed(ended_badly(self.counters.skipped_in_a_row, "updates", self.files.folder))
-        except RewardFailed as error:
+        except (RewardFailed, NoRoom) as error:
             saved = self.save()
             raise RunFailed(f"{error}; checkpoint saved in {saved}; add --load_checkpoint to go on") from error
         finally:
@@ -212,14 +213,14 @@ class RLRun:
         if self.options.bf16 or self.options.weight_only_int8:
             # Rounded weights make the engine's and the trainer's sums differ; a ratio must compare like with like.
             if updates_per_iteration(self.options) > 1 or roles.reference is not None or roles.teacher is not None:
-                self.fill(experience, "old_N", roles.actor, "log_probs")
+                self.passes.fill(experience, "old_N", roles.actor, "log_probs")
         else:
             experience.old_N = experience.sampled_N
         for name in ("reference", "teacher"):
             if (role := getattr(roles, name)) is not None:
-                self.fill(experience, f"{name}_N", role, "log_probs")
+                self.passes.fill(experience, f"{name}_N", role, "log_probs")
         if self.roles.critic is not None:
-            self.fill(experience, "values_N", self.roles.critic, "values")
+            self.passes.fill(experience, "values_N", self.roles.critic, "values")
 
     def shape(self, experience: Experience) -> dict[str, float]:
         """Rewards become advantages; what there is to say of them."""
@@ -241,37 +242,52 @@ class RLRun:
 
     def update(self, experience: Experience, samples: list[int]) -> dict[str, dict[str, float]]:
         """One optimiser step of the critic and of the actor."""
-        options, counters, reports = self.options, self.counters, {}
-        totals = {"tokens": float(experience.lengths_S[samples].sum()), "answers": float(len(samples))}
+        reports = {}
         if self.roles.critic is not None:
-            parts = self.parts(self.roles.critic, experience, samples, "values_N", "returns_N")
-            reports["critic"] = self.roles.critic.call("update", parts, totals=totals, step=counters.critic_steps)[0]
-            counters.critic_steps += 1
-        if counters.iteration >= options.freezing_actor_steps:
-            kl_loss = options.use_kl_loss and self.roles.reference is not None
-            learnt = samples
-            if not kl_loss and options.entropy_loss_coef is None and options.aux_loss_coef <= 0:
-                # Without an advantage there is no gradient. One sample stays, so that a step without any is a step.
-                learnt = loud(experience, samples) or samples[:1]
-            columns = ["advantages_N", "sampled_N"]
-            if updates_per_iteration(options) > 1:  # else the policy that is updated is the old one
-                columns.append("old_N")
-            if kl_loss:
-                columns.append("reference_N")
-            parts = self.parts(self.roles.actor, experience, learnt, *columns)
-            totals["seen_tokens"] = float(experience.lengths_S[learnt].sum())
-            totals["row_tokens"] = float(sum(batch.tokens for part in parts for batch in part if batch.weight))
-            if self.text is not None:
-                texts = self.text.parts(counters.actor_steps, self.roles.actor.size, self.token_budget())
-                totals["text_tokens"] = float(sum(b.trained_tokens * b.weight for part in texts for b in part))
-                parts = [[*mine, *beside] for mine, beside in zip(parts, texts)]
-            reports["actor"] = self.roles.actor.call(
-                "update", parts, totals=totals, step=counters.actor_steps, kl_coefficient=counters.kl_coefficient
-            )[0]
-            counters.actor_steps += 1
+            reports["critic"] = self.passes.until_they_fit(lambda: self.update_critic(experience, samples))
+            self.counters.critic_steps += 1
+        if self.counters.iteration >= self.options.freezing_actor_steps:
+            reports["actor"] = self.passes.until_they_fit(lambda: self.update_actor(experience, samples))
+            self.counters.actor_steps += 1
         for report in reports.values():
             self.count(bool(report.pop("applied")))
         return reports
+
+    def update_critic(self, experience: Experience, samples: list[int]) -> dict[str, float]:
+        critic = self.roles.critic
+        parts = self.passes.parts(critic, experience, samples, "values_N", "returns_N")
+        return self.passes.send(
+            critic, "update", parts, totals=totals_of(experience, samples), step=self.counters.critic_steps
+        )[0]
+
+    def update_actor(self, experience: Experience, samples: list[int]) -> dict[str, float]:
+        options, counters, actor = self.options, self.counters, self.roles.actor
+        kl_loss = options.use_kl_loss and self.roles.reference is not None
+        learnt = samples
+        if not kl_loss and options.entropy_loss_coef is None and options.aux_loss_coef <= 0:
+            # Without an advantage there is no gradient. One sample stays, so that a step without any is a step.
+            learnt = loud(experience, samples) or samples[:1]
+        columns = ["advantages_N", "sampled_N"]
+        if updates_per_iteration(options) > 1:  # else the policy that is updated is the old one
+            columns.append("old_N")
+        if kl_loss:
+            columns.append("reference_N")
+        parts = self.passes.parts(actor, experience, learnt, *columns)
+        totals = totals_of(experience, samples)
+        totals["seen_tokens"] = float(experience.lengths_S[learnt].sum())
+        totals["row_tokens"] = float(sum(batch.tokens for part in parts for batch in part if batch.weight))
+        if self.text is not None:
+            texts = self.text.parts(counters.actor_steps, actor.size, self.passes)
+            totals["text_tokens"] = float(sum(b.trained_tokens * b.weight for part in texts for b in part))
+            parts = [[*mine, *beside] for mine, beside in zip(parts, texts)]
+        return self.passes.send(
+            actor,
+            "update",
+            parts,
+            totals=totals,
+            step=counters.actor_steps,
+            kl_coefficient=counters.kl_coefficient,
+        )[0]
 
     def measure(self, work: Iteration, stop: StopRequest) -> dict[str, float]:
         """Evaluate, where that is due after this iteration. The iteration is still in hand: a run that is stopped here
@@ -302,6 +318,7 @@ class RLRun:
             "sampled_entropy": entropy,
             **summary(work.reports),
             "skipped_steps": counters.skipped_steps,
+            **self.passes.limit.columns(),
         }
         if self.roles.reference is not None:
             row["kl_coefficient"] = counters.kl_coefficient
@@ -332,42 +349,11 @@ class RLRun:
                 f"{counters.iteration + 1}); lower --actor_learning_rate, or resume from the last checkpoint"
             )
 
-    # ---- batches for the roles
-
-    def fill(self, experience: Experience, column: str, role: Group, method: str) -> None:
-        """A column of tokens from what a role says of every sample."""
-        options = self.options
-        budget = options.rollout_max_tokens_per_gpu or self.token_budget()
-        cut = micro_batches(experience, range(len(experience)), count=options.micro_rollout_batch_size, budget=budget)
-        shares = deal(cut, role.size, lambda part: cost(experience, part), halves)
-        parts = [[self.micro_batch(experience, part) for part in share] for share in shares]
-        pieces = []
-        for share, values in zip(shares, role.call(method, parts)):
-            pieces += [(samples, found) for samples, found in zip(share, values) if samples]
-        experience.put(column, pieces)
-
-    def parts(self, role: Group, experience: Experience, samples: list[int], *columns: str) -> list[list[TokenBatch]]:
-        """An update's micro-batches for every process, as many for each."""
-        options = self.options
-        cut = micro_batches(experience, samples, count=options.micro_train_batch_size, budget=self.token_budget())
-        shares = deal(cut, role.size, lambda part: cost(experience, part), halves)
-        return [[self.micro_batch(experience, part, *columns) for part in share] for share in shares]
-
-    def micro_batch(self, experience: Experience, samples: list[int] | None, *columns: str) -> TokenBatch:
-        """With fewer samples than processes, one takes part with a sample that counts for nothing."""
-        batch = experience.batch(samples or [0], *columns)
-        batch.weight = 1.0 if samples else 0.0
-        return batch
-
-    def token_budget(self) -> int | None:
-        options = self.options
-        return options.train_max_tokens_per_gpu if options.use_dynamic_batch else None
-
     # ---- what is on disk
 
     def save(self) -> Path | None:
         tensors: dict[str, Tensor] = {}
-        state: dict[str, Any] = {"counters": vars(self.counters)}
+        state: dict[str, Any] = {"counters": vars(self.counters), "pass_limit": vars(self.passes.limit)}
         if self.iteration is not None:
             tensors, state["iteration"] = self.iteration.on_disk()
         return self.files.save(self.counters.iteration, self.roles, tensors, state)
@@ -378,6 +364,7 @@ class RLRun:
             return False
         tensors, state = found
         self.counters = Counters(**state["counters"])
+        self.passes.limit = PassLimit(**state.get("pass_limit", {}))
         if "iteration" in state:
             self.iteration = self.iteration_class.from_disk(tensors, state["iteration"])
         return True
@@ -387,6 +374,10 @@ class RLRun:
         saved = self.save()
         where = where.format(saved) if saved else "no checkpoint was written, as --disable_ds_ckpt asks"
         raise Interrupted(stop.number, f"stopped in iteration {self.counters.iteration + 1}: {where}")
+
+
+def totals_of(experience: Experience, samples: list[int]) -> dict[str, float]:
+    return {"tokens": float(experience.lengths_S[samples].sum()), "answers": float(len(samples))}
 
 
 def summary(reports: list[dict[str, dict[str, float]]]) -> dict[str, float]:

@@ -8,14 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trimtab.data.prompts import PromptStore
+from trimtab.errors import OutOfMemory
 from trimtab.rewards.overlap import Overlapped
 from trimtab.rewards.types import Reward, RewardFailed, RewardRequest, RewardResult
 from trimtab.rewards.waiting import GivenUp
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.types import Rollout, Sampling
+from trimtab.train.pass_limit import NoRoom, memory_guard
 from trimtab.train.rl.experience import Experience
 
 Request = tuple[int, int]  # row of the prompt data, seed
+ROLLOUT_FLAGS = "lower --rollout_slots, --rollout_kv_tokens, --generate_max_len or --micro_rollout_batch_size"
 SCORED_AT_ONCE = 64  # finished samples that go to a reward together while others are being written
 
 
@@ -32,15 +35,21 @@ class Rollouts:
         self.engine, self.reward, self.stores = engine, reward, stores
         self.tokenizer, self.stopped = tokenizer, stopped
 
-    def sample(self, requests: list[Request], *, store: str, sampling: Sampling) -> Experience | RewardFailed | None:
+    def sample(
+        self, requests: list[Request], *, store: str, sampling: Sampling
+    ) -> Experience | RewardFailed | NoRoom | None:
         """The answers to these prompts and their rewards, in order. None: there were none, or it was given up. A
-        failed reward is handed back, not raised: all processes can then still write a checkpoint."""
+        failed reward, or a lack of memory, is handed back, not raised: all processes can then still write a
+        checkpoint."""
         try:
-            return self._sample(requests, self.stores[store], sampling)
+            with memory_guard():
+                return self._sample(requests, self.stores[store], sampling)
         except RewardFailed as failure:
             return failure
         except GivenUp:
             return None
+        except OutOfMemory as shortage:
+            return NoRoom(f"the rollout does not fit into memory ({shortage}); {ROLLOUT_FLAGS}")
         finally:
             self.engine.rest()
 

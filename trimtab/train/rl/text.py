@@ -11,6 +11,7 @@ from trimtab.data.token_store import TokenStore
 from trimtab.data.tokens import build_sft_store
 from trimtab.distributed.world import deal
 from trimtab.train.rl.cut import halves
+from trimtab.train.rl.passes import Parts, Passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,15 +46,17 @@ class TextMixture:
         self.store, self.options = store, options
         self._order = SampleOrder(len(store), options.train_batch_size, 1, options.seed)
 
-    def parts(self, step: int, processes: int, budget: int | None) -> list[list[TokenBatch]]:
+    def parts(self, step: int, processes: int, passes: Passes) -> Parts:
         """The micro-batches of text of an update for every process, as many for each."""
         epoch, index = divmod(step, self._order.steps_per_epoch)
         order = dataclasses.replace(self._order, seed=self._order.seed + epoch)
         samples = order.step_samples(index)
         lengths = [int(length) for length in self.store.lengths[samples]]
-        cut = chunk(lengths, self.options.micro_train_batch_size) if budget is None else pack(lengths, budget)
-        passes = [[samples[i] for i in members] for members in cut]
-        shares = deal(passes, processes, lambda part: int(self.store.lengths[part].sum()), halves)
+        budget = passes.token_budget()
+        count = passes.limit.of_samples(self.options.micro_train_batch_size)
+        cut = chunk(lengths, count) if budget is None else pack(lengths, budget)
+        cut_samples = [[samples[i] for i in members] for members in cut]
+        shares = deal(cut_samples, processes, lambda part: int(self.store.lengths[part].sum()), halves)
         return [[self._batch(part) for part in share] for share in shares]
 
     def _batch(self, samples: list[int] | None) -> TokenBatch:

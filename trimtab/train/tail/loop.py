@@ -104,10 +104,14 @@ class TailRun(RLRun):
             self.score_proposed(proposed)
         figures, pushed_N = shape_proposed(proposed, self.options)
         role, counters = self.roles.proposal, self.counters
+        everything, totals = range(len(proposed)), {"answers": float(len(proposed))}
+
+        def attempt() -> dict[str, float]:
+            parts = self.passes.parts(role, proposed, everything, "advantages_N", "policy_N")
+            return self.passes.send(role, "update", parts, totals=totals, step=counters.proposal_steps)[0]
+
         with timed(work.seconds, "update"):
-            parts = self.parts(role, proposed, list(range(len(proposed))), "advantages_N", "policy_N")
-            totals = {"answers": float(len(proposed))}
-            report = role.call("update", parts, totals=totals, step=counters.proposal_steps)[0]
+            report = self.passes.until_they_fit(attempt)
         counters.proposal_steps += 1
         self.count(bool(report.pop("applied")))
         proposed.advantages_N = pushed_N
@@ -124,32 +128,29 @@ class TailRun(RLRun):
     def score_proposed(self, proposed: Experience) -> None:
         """What the policy and the proposal say of these answers, both before their updates."""
         if self.options.bf16:  # as in RLRun.score
-            self.fill(proposed, "old_N", self.roles.proposal, "log_probs")
+            self.passes.fill(proposed, "old_N", self.roles.proposal, "log_probs")
         else:
             proposed.old_N = proposed.sampled_N
-        self.fill(proposed, "policy_N", self.roles.actor, "log_probs")
+        self.passes.fill(proposed, "policy_N", self.roles.actor, "log_probs")
         if self.options.proposal == "model":
             proposed.twist_N = proposed.old_N - proposed.policy_N
         else:
-            self.fill(proposed, "twist_N", self.roles.proposal, "log_twists")
+            self.passes.fill(proposed, "twist_N", self.roles.proposal, "log_twists")
 
     # ---- the update of the policy, on both
 
-    def update(self, experience: Experience, samples: list[int]) -> dict[str, dict[str, float]]:
+    def update_actor(self, experience: Experience, samples: list[int]) -> dict[str, float]:
         if self.is_ppo:
-            return super().update(experience, samples)
-        role, counters, proposed = self.roles.actor, self.counters, self.iteration.proposed
+            return super().update_actor(experience, samples)
+        role, proposed = self.roles.actor, self.iteration.proposed
         # Without an advantage there is no gradient. One sample stays, so that a step without any is a step.
         learnt = loud(experience, samples) or samples[:1]
-        parts = self.parts(role, experience, learnt, "advantages_N", "sampled_N")
+        parts = self.passes.parts(role, experience, learnt, "advantages_N", "sampled_N")
         if proposed is not None:
-            more = self.parts(role, proposed, loud(proposed, list(range(len(proposed)))), "advantages_N")
+            more = self.passes.parts(role, proposed, loud(proposed, list(range(len(proposed)))), "advantages_N")
             parts = [[*own, *others] for own, others in zip(parts, more)]
         totals = {"answers": float(len(samples)), "seen_tokens": float(experience.lengths_S[learnt].sum())}
-        report = role.call("update", parts, totals=totals, step=counters.actor_steps)[0]
-        counters.actor_steps += 1
-        self.count(bool(report.pop("applied")))
-        return {"actor": report}
+        return self.passes.send(role, "update", parts, totals=totals, step=self.counters.actor_steps)[0]
 
     # ---- what is told and kept
 

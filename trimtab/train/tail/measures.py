@@ -107,8 +107,8 @@ class Measures:
         return ask_for_samples(rollouts, requests, HELD_OUT, run.sampling)
 
     def examined(self, run: Any, own: Experience) -> tail_files.HeldOut:
-        run.fill(own, "old_N", run.roles.actor, "log_probs")
-        run.fill(own, "reference_N", run.roles.start, "log_probs")
+        run.passes.fill(own, "old_N", run.roles.actor, "log_probs")
+        run.passes.fill(own, "reference_N", run.roles.start, "log_probs")
         owners_N, answers = own.owners_N, len(own)
         kl_N = estimate(own.old_N, own.reference_N, "k1")
         returns_S = reinforce.returns(own.rewards_S, kl_N, self.options.init_kl_coef, owners_N)
@@ -118,8 +118,8 @@ class Measures:
 
     def rare_events(self, run: Any, own: Experience, proposed: Experience) -> dict[str, Any]:
         """P(bad) at each threshold, from the proposal's answers and from the policy's own."""
-        run.fill(proposed, "old_N", run.roles.proposal, "log_probs")
-        run.fill(proposed, "policy_N", run.roles.actor, "log_probs")
+        run.passes.fill(proposed, "old_N", run.roles.proposal, "log_probs")
+        run.passes.fill(proposed, "policy_N", run.roles.actor, "log_probs")
         weights = log_ratios(proposed.policy_N, proposed.old_N, proposed.owners_N, len(proposed)).numpy()
         found = {}
         for threshold in self.thresholds:

@@ -15,6 +15,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.distributed.sharding import whole
 from trimtab.models.modulated import ModulatedPolicy, TwistModel
 from trimtab.models.packed import scoring
+from trimtab.train.pass_limit import memory_guard
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.learner import Actor
 from trimtab.train.rl.rollouts import Rollouts
@@ -72,7 +73,7 @@ class Modulation(BorrowingProposal):
         return twist_share(self.model.log_twists(batch), batch, totals)
 
     def log_twists(self, batches: list[TokenBatch]) -> list[Tensor]:
-        with self.model.at_work(), scoring(self.model):
+        with memory_guard(), self.model.at_work(), scoring(self.model):
             return [self.model.log_twists(batch.to(self.device.torch)).cpu() for batch in batches]
 
     def save(self, *, folder: Path) -> None:
@@ -94,11 +95,11 @@ class ModulationModel(ProposalModel):
         return twist_share(self.model(batch), batch, totals)
 
     def log_twists(self, batches: list[TokenBatch]) -> list[Tensor]:
-        with scoring(self.model):
+        with memory_guard(), scoring(self.model):
             return [self.model(batch.to(self.device.torch)).cpu() for batch in batches]
 
     def log_probs(self, batches: list[TokenBatch]) -> list[Tensor]:
-        with self.modulated.at_work(), scoring(self.modulated):
+        with memory_guard(), self.modulated.at_work(), scoring(self.modulated):
             return [self.modulated(batch.to(self.device.torch)).log_probs_N.cpu() for batch in batches]
 
     def save(self, *, folder: Path) -> None:

@@ -1,0 +1,88 @@
+"""RL where memory is short: smaller passes and the same numbers, or one line and a checkpoint to go on from."""
+
+import pytest
+import torch
+
+from tests.train.rl.rl_run import arguments, assert_identical, result, rows, without, write_task
+from tests.train.test_pass_limit import with_room_for
+from trimtab.cli.main import main
+from trimtab.rollout.builtin.memory import KVMemory
+
+ROOM = 45  # tokens: two answers with their prompts, not four
+NUMBERS = ("reward", "length", "policy_loss", "grad_norm", "critic_loss", "kl", "eval_reward")
+
+
+@pytest.fixture
+def task(tmp_path):
+    return write_task(tmp_path)
+
+
+def of(task, name: str, estimator: str, *more: str) -> list[str]:
+    words = without(arguments(task, task / name, estimator), "--micro_train_batch_size")
+    return [*words, "--micro_train_batch_size", "8", "--micro_rollout_batch_size", "8", *" ".join(more).split()]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "ppo"])
+@pytest.mark.parametrize("budget", ["", "--use_dynamic_batch --train_max_tokens_per_gpu 200"])
+def test_smaller_passes_change_nothing_but_rounding(task, monkeypatch, capsys, estimator, budget):
+    assert main(of(task, "whole", estimator, budget)) == 0
+    with_room_for(ROOM, monkeypatch)
+    assert main(of(task, "cut", estimator, budget)) == 0
+    assert "out of memory: begun anew in passes of at most" in capsys.readouterr().out
+    whole, cut = rows(task / "whole"), rows(task / "cut")
+    assert len(whole) == len(cut)
+    assert any(name.startswith("pass_") for name in cut[-1]) and not any(name.startswith("pass_") for name in whole[-1])
+    for before, after in zip(whole, cut):
+        for name in NUMBERS:
+            if name in before:
+                assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-5), (name, before["step"])
+
+
+def test_a_resumed_run_cuts_as_the_run_before_it(task, monkeypatch):
+    with_room_for(ROOM, monkeypatch)
+    assert main(of(task, "whole", "grpo")) == 0
+    stopped = of(task, "stopped", "grpo")
+    from trimtab.train.rl.loop import RLRun
+
+    finish = RLRun.finish
+
+    def dying(self, *args):
+        if self.counters.iteration == 2:
+            raise KeyboardInterrupt
+        return finish(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RLRun, "finish", dying)
+        assert main(stopped) == 130
+    monkeypatch.undo()  # gone on where there is room for everything
+    assert main([*stopped, "--load_checkpoint"]) == 0
+    assert_identical(result(task / "whole"), result(task / "stopped"))
+
+
+def test_an_answer_that_does_not_fit_alone_ends_the_run_with_a_checkpoint(task, monkeypatch, capsys):
+    with_room_for(16, monkeypatch)
+    words = without(of(task, "out", "grpo"), "--eval_dataset", "--eval_split", "--eval_steps")
+    assert main(without(words, "--eval_n_samples_per_prompt")) == 1
+    said = capsys.readouterr().err
+    assert "does not fit into memory" in said and "--generate_max_len" in said and "checkpoint saved in" in said
+    assert "Traceback" not in said
+    monkeypatch.undo()
+    assert main([*words, "--load_checkpoint"]) == 0
+
+
+def test_a_rollout_without_room_ends_the_run_with_a_checkpoint_to_go_on_from(task, monkeypatch, capsys):
+    assert main(of(task, "whole", "grpo")) == 0
+    cache, calls = KVMemory.cache, []
+
+    def short(self, *args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise torch.OutOfMemoryError("tried to allocate keys and values")
+        return cache(self, *args)
+
+    monkeypatch.setattr(KVMemory, "cache", short)
+    assert main(of(task, "out", "grpo")) == 1
+    said = capsys.readouterr().err
+    assert "the rollout does not fit into memory" in said and "--rollout_slots" in said and "checkpoint saved" in said
+    assert main([*of(task, "out", "grpo"), "--load_checkpoint"]) == 0
+    assert_identical(result(task / "whole"), result(task / "out"))

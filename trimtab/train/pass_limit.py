@@ -1,0 +1,77 @@
+"""When a pass does not fit into memory: begin the step anew in smaller passes.
+
+How a step is cut into passes changes nothing but rounding, so a run that meets a step too large for the device goes on
+with smaller ones. What it learnt about its device is a `PassLimit`, which lies in its checkpoints: a resumed run cuts
+its steps as the run before it did.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from trimtab.distributed.device import is_out_of_memory
+from trimtab.errors import OutOfMemory, RunFailed
+
+Result = TypeVar("Result")
+
+FLAGS = "--gradient_checkpointing, --bf16, --lora_rank or --adam_offload needs less memory"
+
+
+class NoRoom(RunFailed):
+    """Memory is short where no smaller pass would help. What the run holds is whole and can be saved."""
+
+
+@dataclass
+class PassLimit:
+    """The most that one pass may hold; None: what the options say."""
+
+    tokens: int | None = None
+    samples: int | None = None
+
+    def of_tokens(self, budget: int) -> int:
+        return budget if self.tokens is None else min(budget, self.tokens)
+
+    def of_samples(self, count: int) -> int:
+        return count if self.samples is None else min(count, self.samples)
+
+    def halve(self, passes: Sequence[tuple[int, int]], *, by_tokens: bool) -> bool:
+        """Half of the largest of the passes (tokens, samples) that did not fit. False: all have a single sample."""
+        if not (divisible := [(tokens, samples) for tokens, samples in passes if samples > 1]):
+            return False
+        tokens, samples = (max(column) for column in zip(*divisible))
+        if by_tokens:
+            self.tokens = tokens // 2
+        else:
+            self.samples = samples // 2
+        return True
+
+    def __str__(self) -> str:
+        parts = [f"{value:,} {name}" for name, value in vars(self).items() if value is not None]
+        return " and ".join(parts)
+
+    def columns(self) -> dict[str, int]:
+        """For the row of metrics of a step."""
+        return {f"pass_{name}": value for name, value in vars(self).items() if value is not None}
+
+
+def until_it_fits(attempt: Callable[[], Result], shrink: Callable[[str], None]) -> Result:
+    """What `attempt` gives; each time it runs out of memory, `shrink` is told why and it is made again."""
+    while True:
+        try:
+            return attempt()
+        except OutOfMemory as error:
+            why = str(error)
+        shrink(why)  # outside, where nothing holds the attempt's tensors any more
+
+
+@contextmanager
+def memory_guard(undo: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """A lack of memory inside becomes OutOfMemory, after `undo` has taken back what was begun."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        undo()
+        raise OutOfMemory(str(error).partition("\n")[0]) from error

@@ -1,0 +1,92 @@
+"""An experience cut into passes for the roles, in however many processes they work.
+
+Where passes do not fit into memory they are made smaller and the call is made again: a role that runs out of memory
+has taken back what it began.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trimtab.config.jobs import RLOptions
+from trimtab.data.batches import TokenBatch
+from trimtab.distributed.device import Device
+from trimtab.distributed.roles import Group
+from trimtab.distributed.world import deal
+from trimtab.train.pass_limit import FLAGS, NoRoom, PassLimit, Result, until_it_fits
+from trimtab.train.rl.cut import cost, halves, micro_batches
+from trimtab.train.rl.experience import Experience
+
+Parts = list[list[TokenBatch]]  # the micro-batches of every process, as many for each
+
+
+class Passes:
+    def __init__(self, options: RLOptions, device: Device):
+        self.options, self.device = options, device
+        self.limit = PassLimit()
+        self._sent: list[tuple[int, int]] = []  # (tokens, samples) of the passes of the last call
+
+    # ---- what a role is asked
+
+    def fill(self, experience: Experience, column: str, role: Group, method: str) -> None:
+        """A column of tokens from what a role says of every sample."""
+        count, budget = self.options.micro_rollout_batch_size, self.options.rollout_max_tokens_per_gpu
+        by_tokens = budget is not None or self.token_budget() is not None
+
+        def ask() -> None:
+            shares = self._shares(role, experience, range(len(experience)), count, budget or self.token_budget())
+            parts = [[_micro_batch(experience, part) for part in share] for share in shares]
+            pieces = []
+            for share, values in zip(shares, self.send(role, method, parts)):
+                pieces += [(samples, found) for samples, found in zip(share, values) if samples]
+            experience.put(column, pieces)
+
+        self.until_they_fit(ask, by_tokens=by_tokens)
+
+    def send(self, role: Group, method: str, parts: Parts, **shared: Any) -> list[Any]:
+        self._sent = [(batch.tokens, len(batch.spans)) for part in parts for batch in part]
+        return role.call(method, parts, **shared)
+
+    def until_they_fit(self, attempt: Callable[[], Result], *, by_tokens: bool | None = None) -> Result:
+        """The result of an attempt that cuts and sends; again with smaller passes each time memory was short."""
+        if by_tokens is None:
+            by_tokens = self.token_budget() is not None
+        return until_it_fits(attempt, lambda why: self._shrink(why, by_tokens))
+
+    def _shrink(self, why: str, by_tokens: bool) -> None:
+        self.device.release_memory()
+        if not self.limit.halve(self._sent, by_tokens=by_tokens):
+            longest = max(tokens for tokens, _ in self._sent)
+            raise NoRoom(
+                f"a pass of one answer, {longest:,} tokens with its prompt, does not fit into memory ({why}); lower "
+                f"--generate_max_len or --prompt_max_len; {FLAGS}"
+            )
+        print(f"out of memory: begun anew in passes of at most {self.limit}", flush=True)
+
+    # ---- how it is cut
+
+    def parts(self, role: Group, experience: Experience, samples: Sequence[int], *columns: str) -> Parts:
+        """An update's micro-batches."""
+        shares = self._shares(role, experience, samples, self.options.micro_train_batch_size, self.token_budget())
+        return [[_micro_batch(experience, part, *columns) for part in share] for share in shares]
+
+    def _shares(
+        self, role: Group, experience: Experience, samples: Sequence[int], count: int, budget: int | None
+    ) -> list[list[list[int] | None]]:
+        """The samples of every pass of every process."""
+        count = self.limit.of_samples(count)
+        budget = None if budget is None else self.limit.of_tokens(budget)
+        cut = micro_batches(experience, samples, count=count, budget=budget)
+        return deal(cut, role.size, lambda part: cost(experience, part), halves)
+
+    def token_budget(self) -> int | None:
+        """Of a pass of an update; None: passes have a number of samples."""
+        if not self.options.use_dynamic_batch or self.options.train_max_tokens_per_gpu is None:
+            return None
+        return self.limit.of_tokens(self.options.train_max_tokens_per_gpu)
+
+
+def _micro_batch(experience: Experience, samples: list[int] | None, *columns: str) -> TokenBatch:
+    """With fewer samples than processes, one takes part with a sample that counts for nothing."""
+    batch = experience.batch(samples or [0], *columns)
+    batch.weight = 1.0 if samples else 0.0
+    return batch
