@@ -108,7 +108,7 @@ def teach_exactly(run, step: int = 0) -> None:
     else:
         run.passes.fill(proposed, "twist_N", role, "log_twists")
     shape_proposed(proposed, run.options)
-    parts = run.parts(role, proposed, list(range(len(UNIFORM))), "advantages_N", "policy_N")
+    parts = run.passes.parts(role, proposed, list(range(len(UNIFORM))), "advantages_N", "policy_N")
     role.call("update", parts, totals={"answers": 1.0}, step=step)
 
 
