@@ -104,11 +104,11 @@ def rl_row(step: int, steps: int, evaluated: bool, critic: bool) -> dict:
 
 
 def rl_evaluation(done: float) -> dict:
-    figures = {"eval_reward": 0.3 + 0.65 * done, "eval_length": 6.0}
+    figures = {"eval_reward": 0.3 + 0.65 * done, "eval_length": 6.0, "eval_binary": True}
     for source, harder in (("", 0.0), ("short_", -0.1), ("long_", 0.1)):
         figures |= {f"eval_{source}pass_1": 0.27 + 0.67 * done - harder * done}
         figures |= {f"eval_{source}pass_4": 0.55 + 0.43 * done - 0.1 * abs(harder)}
-    return figures
+    return figures | {"eval_pass_1_low": 0.2 + 0.7 * done, "eval_pass_1_high": 0.34 + 0.62 * done}
 
 
 def write_rl_run(folder, job: str = "grpo", steps: int = 40, **options):

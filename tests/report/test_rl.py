@@ -51,11 +51,12 @@ def change(folder, edit) -> None:
 def test_a_healthy_run_says_what_it_achieved_and_nothing_unusual(run):
     page = page_of(run)
     assert (
-        "Held-out success rose from 27 % to 94 % and the mean reward rose from 0.294 to 0.924 in 40 iterations" in page
+        "Held-out success rose from 27 % to 94 % (95 % interval 90 % to 96 %) and the mean reward rose from 0.268 to "
+        "0.924 (mean of the last 4) in 40 iterations" in page
     )
     assert "390 prompts of data/prompts.jsonl · 40 iterations" in page
     assert "Nothing unusual" in page and "Not recorded" not in page
-    assert "<dt>held-out success</dt><dd>94 %</dd><dd>from 27 %</dd>" in page
+    assert "<dt>held-out success</dt><dd>94 %</dd><dd>from 27 %; 95 %: 90 % to 96 %</dd>" in page
     assert "<dt>best of 4 answers</dt><dd>98 %</dd><dd>from 55 %</dd>" in page
     assert "<dd>16 prompts, 8 answers each of up to 10 tokens" in page and "<dd>the file reward.py</dd>" in page
     assert "<td>prompts kept</td><td>390 (97.5 %)</td><td>390 (97.5 %)</td>" in page
@@ -203,10 +204,26 @@ def test_rows_that_miss_any_field_give_a_page(run):
     assert "The mean reward stayed at 1 in 2 iterations." in page_of(run).replace("\n", " ")
 
 
-def test_scores_that_are_no_shares_are_not_called_success(run):
-    change(run, lambda row: row.update({"eval_pass_1": 3.5}) if "eval_pass_1" in row else None)
+def test_only_scores_of_0_or_1_are_called_success(run):
+    change(run, lambda row: row.update(eval_pass_1=0.5, eval_binary=False) if "eval_pass_1" in row else None)
     page = page_of(run)
-    assert "Held-out score rose from 0.27 to 3.5" in page
+    assert "Held-out score rose from 0.27 to 0.5" in page and "uccess" not in page
+
+
+def test_an_evaluation_on_prompts_that_are_trained_on_is_not_called_held_out(run):
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["data"]["evaluation"]["rows_also_trained"] = 7
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    page = page_of(run)
+    assert "Evaluation success rose from 27 %" in page and "eld-out" not in page
+    assert "7 of 390 prompts of the evaluation have a prompt that is trained on too: it is not held out." in page
+
+
+def test_an_evaluation_shows_every_part_of_the_reward_and_intervals(run):
+    change(run, lambda row: row.update({"eval_reward/right": 0.5}) if "eval_pass_1" in row else None)
+    page = page_of(run)
+    assert page.count('class="dots c0"') and "right, evaluation 0.5" in figure_of(page, "Parts of the reward")
+    assert 'class="band spread c0"' in figure_of(page, "Held-out success") and "Pass 1 low" not in page
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ class DataReport:
     rows_truncated: int = 0
     rows_over_long: int = 0
     rows_empty: int = 0
+    rows_also_trained: int = 0
+    """Of the rows to evaluate on: those whose prompt is trained on too."""
     max_len: int = 0
     tokens: int = 0
     trained_tokens: int = 0
@@ -51,6 +53,12 @@ class DataReport:
         flag = "--eval_max_samples" if self.what == "evaluation" else "--max_samples"
         return [f"{beyond:,} {self.noun} left out: beyond {flag} {self.rows_read:,}"] if beyond else []
 
+    def seen_in_training(self) -> list[str]:
+        """A line about the rows that are not held out, if there are any."""
+        seen, of = self.rows_also_trained, self.rows_kept
+        which = "all of them have" if seen == of else f"{seen:,} of {of:,} {self.noun} have"
+        return [f"{self.what} data: {which} a prompt that is trained on too: not held out"] if seen else []
+
     def lines(self) -> list[str]:
         """For people."""
         share = self.trained_tokens / max(self.tokens, 1)
@@ -59,7 +67,7 @@ class DataReport:
             f"{self.tokens:,} tokens, {self.trained_tokens:,} of them {self.marked} ({share:.0%})",
             "lengths: " + ", ".join(f"{name} {value:,}" for name, value in self.lengths.items()),
         ]
-        text += self.beyond_limit()
+        text += [*self.beyond_limit(), *self.seen_in_training()]
         if self.rows_truncated:
             text.append(f"{self.rows_truncated:,} {self.noun} cut to {self.max_len:,} tokens (--max_len)")
         if self.rows_over_long:

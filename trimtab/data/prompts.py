@@ -4,7 +4,7 @@ A prompt longer than `--prompt_max_len` is left out and counted, never cut: half
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -17,6 +17,7 @@ from trimtab.data.building import Arrays, build_store, first_row, settings_of, w
 from trimtab.data.chat import Rendering, in_template
 from trimtab.data.data_report import DataReport
 from trimtab.data.formats import DEFAULT_INPUT_KEY, Message, read_tools, require_columns, text_or_messages
+from trimtab.data.overlap import beginnings, count_shared
 from trimtab.data.places import Chosen, places_of
 from trimtab.data.post_processing import conditioned
 from trimtab.data.rendering import AnswerRenderer, as_messages
@@ -73,7 +74,7 @@ class PromptReport(DataReport):
             f"{self.tokens:,} tokens",
             "lengths: " + ", ".join(f"{name} {value:,}" for name, value in self.lengths.items()),
         ]
-        text += self.beyond_limit()
+        text += [*self.beyond_limit(), *self.seen_in_training()]
         if self.rows_over_long:
             text.append(
                 f"{self.rows_over_long:,} {self.noun} left out: more than {self.max_len:,} tokens (--prompt_max_len)"
@@ -122,6 +123,10 @@ class PromptStore:
     @functools.cached_property
     def lengths(self) -> np.ndarray:
         return np.diff(self._tokens.offsets)
+
+    def beginnings(self) -> Iterator[bytes]:
+        """Every prompt, to be compared with others'."""
+        return beginnings(self._tokens.ids, self._tokens.offsets)
 
     @property
     def largest_token(self) -> int:
@@ -210,7 +215,12 @@ def build_prompt_stores(
     found: dict[str, Dataset], tokenizer: PreTrainedTokenizerBase, options: PromptOptions
 ) -> Stores:
     built = {what: build_prompt_store(rows, tokenizer, options, what=what) for what, rows in found.items()}
-    return {what: store for what, (store, _) in built.items()}, {what: report for what, (_, report) in built.items()}
+    stores = {what: store for what, (store, _) in built.items()}
+    reports = {what: report for what, (_, report) in built.items()}
+    if "evaluation" in stores:
+        shared = count_shared(stores["train"].beginnings(), stores["evaluation"].beginnings())
+        reports["evaluation"].rows_also_trained = shared
+    return stores, reports
 
 
 def build_prompt_store(

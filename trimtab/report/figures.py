@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trimtab.report import rl_figures
-from trimtab.report.picture import EVALUATION, Picture
+from trimtab.report.picture import BOUNDS, EVALUATION, Picture
 from trimtab.report.read import Run
 
 MOST_OTHERS = 20
@@ -74,7 +74,9 @@ def objective_pictures(runs: Sequence[Run]) -> list[Picture]:
     pictures = [] if all(run.is_rl for run in runs) else [LOSS]
     drawn = {*BOOKKEEPING, *(name for picture in (LOSS, *pace_pictures(runs)) for name in picture.metrics)}
     aside = rl_figures.ASIDE if any(run.is_rl for run in runs) else ()
-    others = [name for name in recorded if name not in aside and not name.startswith(("seconds", rl_figures.PART))]
+    bounds = {f"{name}{end}" for name in recorded for end in BOUNDS}
+    others = [name for name in recorded if name not in aside and name not in bounds]
+    others = [name for name in others if not name.startswith(("seconds", rl_figures.PART))]
     for picture in (
         *(picture for run in runs for picture in OBJECTIVES.get(run.job, ())),
         *rl_figures.rl_pictures(runs),

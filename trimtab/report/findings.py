@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from trimtab.report.numbers import percent, spans
+from trimtab.report.numbers import percent, plain, spans
 from trimtab.report.objective_findings import RULES as OBJECTIVE_RULES
 from trimtab.report.read import Run, finite
 from trimtab.report.rl_findings import RULES as RL_RULES
@@ -21,7 +21,7 @@ FIGURE = re.compile(r"-?\d[\d.,]*(e[-+]?\d+)?")
 
 def findings(run: Run) -> list[str]:
     """Sentences about the run, the gravest first; empty when nothing is unusual."""
-    rules = (_progress, _skipped, _alarms, *RL_RULES, _loss_trend, *OBJECTIVE_RULES, _data)
+    rules = (_progress, _skipped, _alarms, *RL_RULES, _loss_trend, *OBJECTIVE_RULES, _overlap, _data)
     return [sentence for rule in rules for sentence in rule(run)] + run.problems
 
 
@@ -87,6 +87,14 @@ def _loss_trend(run: Run) -> Iterator[str]:
             f"The loss hardly moved ({first:.3g} to {last:.3g}): the learning rate may be too low, "
             "or the model already knows these data."
         )
+
+
+def _overlap(run: Run) -> Iterator[str]:
+    evaluation = run.data.get("evaluation")
+    if run.held_out == "held-out" or not isinstance(evaluation, dict):
+        return
+    seen, of = plain(evaluation["rows_also_trained"]), plain(evaluation.get("rows_kept"))
+    yield f"{seen} of {of} {run.noun} of the evaluation have a prompt that is trained on too: it is not held out."
 
 
 def _data(run: Run) -> Iterator[str]:

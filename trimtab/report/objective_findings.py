@@ -33,14 +33,14 @@ def _accuracy(run: Run) -> tuple[Accuracy | None, str]:
     """The best evidence there is: stored rewards, the last evaluation, the last tenth of training."""
     stored = accuracy_of(run.pairs)
     if stored is not None and are_held_out(run):
-        return stored, "held-out pairs"
+        return stored, f"{run.held_out} pairs"
     evaluation = run.data.get("evaluation")
     kept = finite(evaluation.get("rows_kept")) if isinstance(evaluation, dict) else None
     last = run.last("eval_accuracy")
     if kept and kept >= 1 and last is not None and 0 <= last <= 1 + 1e-6:
         # Recorded accuracy counts a pair of equal answers as wrong; nobody could get it right.
         equal = min(finite(evaluation.get("rows_equal")) or 0.0, kept)
-        return Accuracy(min(last * kept + max(equal, 0.0) / 2, kept), int(kept)), "held-out pairs"
+        return Accuracy(min(last * kept + max(equal, 0.0) / 2, kept), int(kept)), f"{run.held_out} pairs"
     rows = run.rows[-run.tenth("accuracy") :]
     seen = [(finite(row.get("accuracy")), finite(row.get("samples"))) for row in rows]
     known = [(share, number) for share, number in seen if share is not None and 0 <= share <= 1 and number]

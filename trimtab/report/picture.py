@@ -6,6 +6,8 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 
 EVALUATION = "eval_"
+BOUNDS = ("_low", "_high")
+"""Of an evaluation's 95 % interval."""
 
 
 @dataclass(frozen=True)

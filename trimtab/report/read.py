@@ -85,6 +85,18 @@ class Run:
         """How many steps count as the beginning, or the end: a tenth of them, one to ten."""
         return max(1, min(10, len(self.series(name)) // 10))
 
+    def change(self, name: str) -> tuple[float, float] | None:
+        """What it was at first, and its mean over the last tenth of the steps."""
+        ends = self.ends(name)
+        return None if ends is None else (self.series(name)[0][1], ends[1])
+
+    @property
+    def held_out(self) -> str:
+        """What figures of an evaluation may be called: held-out only if none of its prompts is trained on."""
+        evaluation = self.data.get("evaluation")
+        seen = finite(evaluation.get("rows_also_trained")) if isinstance(evaluation, dict) else None
+        return "evaluation" if seen else "held-out"
+
     def ends(self, name: str) -> tuple[float, float] | None:
         """Mean over the first and over the last tenth of the steps."""
         values = [value for _, value in self.series(name)]

@@ -50,7 +50,7 @@ def reward_section(run: Run) -> str:
     accuracy = accuracy_of(pairs)
     if accuracy is None:
         return ""
-    which = "held-out pairs" if are_held_out(run) else "pairs"
+    which = f"{run.held_out} pairs" if are_held_out(run) else "pairs"
     words = (
         f"The chosen answer has the higher reward in {short_number(accuracy.right)} of {accuracy.number:,} {which}: "
         f"{accuracy.in_words()}. {_confidence_in_words(pairs, accuracy)}"

@@ -68,7 +68,7 @@ def rl_pictures(runs: Sequence[Run]) -> Iterator[Picture]:
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
     twins = {name for name, other in TWINS.items() if not any(_differ(run, name, other) for run in runs)}
     recorded = {name.removeprefix(EVALUATION) for name in names} - twins
-    yield from success_pictures(names)
+    yield from success_pictures(runs, names)
     yield REWARD.only(recorded)
     # The only part of a reward is the reward.
     parts = [name for name in names if name.startswith(PART) and any(_differ(run, name, "reward") for run in runs)]
@@ -79,25 +79,32 @@ def rl_pictures(runs: Sequence[Run]) -> Iterator[Picture]:
         yield KL_WEIGHT
 
 
-def success_pictures(names: Sequence[str]) -> Iterator[Picture]:
-    """Held-out success over all prompts, then by data source: of one answer, and of the best of several."""
+def success_pictures(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Picture]:
+    """Success over all prompts, then by data source: of one answer, and of the best of several."""
+    binary = all(is_binary(run) for run in runs)
+    title = f"{min(run.held_out for run in runs) if runs else ''} {'success' if binary else 'score'}".capitalize()
     found = [match for name in names if (match := PASS.fullmatch(name))]
     numbers = sorted({int(match["samples"]) for match in found})
     yield Picture(
-        "Held-out success",
+        title,
         {f"pass_{n}": best_of(n) for n in numbers if f"{EVALUATION}pass_{n}" in names},
         tall=True,
-        share=True,
+        share=binary,
         better=1,
     )
     sources = dict.fromkeys(match["source"] for match in found if match["source"])
     for n in numbers:
         yield Picture(
-            f"Held-out success by source, {best_of(n)}",
+            f"{title} by source, {best_of(n)}",
             {f"{source}_pass_{n}": source for source in sources if f"{EVALUATION}{source}_pass_{n}" in names},
-            share=True,
+            share=binary,
             better=1,
         )
+
+
+def is_binary(run: Run) -> bool:
+    """Whether every score of every evaluation was 0 or 1: then, and only then, their mean is a rate of success."""
+    return all(row.get("eval_binary") is True for row in run.rows if f"{EVALUATION}pass_1" in row)
 
 
 def _differ(run: Run, name: str, other: str) -> bool:

@@ -7,25 +7,29 @@ from statistics import median
 
 from trimtab.report.numbers import duration, percent, plural, short_number, sparkline
 from trimtab.report.read import Point, Run
-from trimtab.report.rl_figures import PASS, best_of
+from trimtab.report.rl_figures import PASS, best_of, is_binary
 
 SUCCESS = "eval_pass_1"
 
 
 @dataclass(frozen=True)
 class Success:
-    """What the policy scores on held-out prompts, from before training (step 0) to the end."""
+    """What the policy scores on prompts of an evaluation, from before training (step 0) to the end."""
 
     points: list[Point]
-
-    @property
-    def is_share(self) -> bool:
-        """Scores from 0 to 1 are a rate of success; others are just scores."""
-        return all(0 <= value <= 1 + 1e-6 for _, value in self.points)
+    is_share: bool = True
+    """Every score was 0 or 1, so that their mean is a rate of success; others are just scores."""
+    which: str = "held-out"
+    bounds: tuple[float, float] | None = None
+    """The 95 % interval of the last one."""
 
     @property
     def name(self) -> str:
-        return "held-out success" if self.is_share else "held-out score"
+        return f"{self.which} {'success' if self.is_share else 'score'}"
+
+    @property
+    def interval(self) -> str:
+        return " to ".join(map(self.shown, self.bounds)) if self.bounds else ""
 
     @property
     def before(self) -> float:
@@ -49,25 +53,30 @@ class Success:
 def success_of(run: Run) -> Success | None:
     """None where nothing was held out."""
     points = run.series(SUCCESS)
-    return Success(points) if points else None
+    if not points:
+        return None
+    low, high = run.last(f"{SUCCESS}_low"), run.last(f"{SUCCESS}_high")
+    return Success(points, is_binary(run), run.held_out, None if low is None or high is None else (low, high))
 
 
 def summary(run: Run) -> str:
     """One or two sentences: success, reward, how far from the reference, time."""
-    success, reward = success_of(run), run.ends("reward")
+    success, reward = success_of(run), run.change("reward")
     if not run.steps:
         return f"Before training, {success.name} is {success.shown(success.before)}." if success else ""
     told = []
     if success is not None and len(success.points) > 1:
         change = in_words(success.shown(success.before), success.shown(success.after), success.after - success.before)
-        told.append(f"{success.name} {change}")
+        told.append(f"{success.name} {change}{f' (95 % interval {success.interval})' if success.interval else ''}")
     elif success is not None:
         told.append(f"{success.name} is {success.shown(success.after)}")
     teacher = run.ends("teacher_kl")
     if teacher is not None:
         told.append(f"the KL to the teacher {in_words(*map(short_number, teacher), teacher[1] - teacher[0])}")
     if reward is not None and not run.options.get("replay") and (teacher is None or any(reward)):
-        told.append(f"the mean reward {in_words(*map(short_number, reward), reward[1] - reward[0])}")
+        window = run.tenth("reward")
+        over = f" (mean of the last {window})" if window > 1 else ""
+        told.append(f"the mean reward {in_words(*map(short_number, reward), reward[1] - reward[0])}{over}")
     first = " and ".join(told) or "training went on"
     first = f"{first[0].upper()}{first[1:]} in {plural(run.steps, run.unit)}"
     seconds = run.total("seconds")
@@ -82,10 +91,11 @@ def summary(run: Run) -> str:
 def achieved(run: Run) -> list[tuple[str, str, str]]:
     """The figures one asks for first: name, value, and what it was at the beginning."""
     figures = []
-    success, reward = success_of(run), run.ends("reward")
+    success, reward = success_of(run), run.change("reward")
     if success is not None:
         before = f"from {success.shown(success.before)}" if len(success.points) > 1 else ""
-        figures.append((success.name, success.shown(success.after), before))
+        interval = f"95 %: {success.interval}" if success.interval else ""
+        figures.append((success.name, success.shown(success.after), "; ".join(filter(None, (before, interval)))))
     for name in run.metrics:
         match = PASS.fullmatch(name)
         if success is not None and match and match["source"] is None and int(match["samples"]) > 1:
@@ -94,7 +104,7 @@ def achieved(run: Run) -> list[tuple[str, str, str]]:
                 (best_of(int(match["samples"])), later[-1] if later else first, f"from {first}" if later else "")
             )
     if reward is not None:
-        figures.append(("mean reward", short_number(reward[1]), f"from {short_number(reward[0])}"))
+        figures.append(("mean reward", short_number(reward[1]), f"from {short_number(reward[0])} at first"))
     return figures
 
 

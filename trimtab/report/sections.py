@@ -12,10 +12,10 @@ from typing import Any
 
 from trimtab.report.curves import Line, chart, smooth, window_of
 from trimtab.report.figures import objective_pictures, pace_pictures
-from trimtab.report.findings import findings, loss_ends
+from trimtab.report.findings import findings
 from trimtab.report.numbers import count, duration, percent, plain, short_number
-from trimtab.report.picture import EVALUATION, Picture
-from trimtab.report.read import Run, finite
+from trimtab.report.picture import BOUNDS, EVALUATION, Picture
+from trimtab.report.read import Point, Run, finite
 from trimtab.report.rewards import accuracy_of, are_held_out
 from trimtab.report.rl_summary import achieved, summary
 from trimtab.report.rollouts import shortened
@@ -67,9 +67,9 @@ def key_figures(run: Run) -> str:
 
 def _loss_figures(run: Run) -> list[tuple[str, str, str]]:
     figures = []
-    ends = loss_ends(run)
-    if ends is not None:
-        figures.append(("final loss", short_number(ends[1]), f"from {short_number(ends[0])}"))
+    change = run.change("loss")
+    if change is not None:
+        figures.append(("final loss", short_number(change[1]), f"from {short_number(change[0])} at first"))
     evaluation = run.last("eval_loss")
     if evaluation is not None:
         figures.append(("evaluation loss", short_number(evaluation), ""))
@@ -80,12 +80,12 @@ def _accuracy(run: Run) -> list[tuple[str, str, str]]:
     stored = accuracy_of(run.pairs)
     if stored is not None:
         low, high = stored.interval
-        name = "held-out accuracy" if are_held_out(run) else "accuracy"
+        name = f"{run.held_out} accuracy" if are_held_out(run) else "accuracy"
         return [(name, percent(stored.share), f"{percent(low)} to {percent(high)}")]
-    held_out, ends = run.last("eval_accuracy"), run.ends("accuracy")
-    if held_out is not None:
-        return [("held-out accuracy", percent(held_out), "")]
-    return [("accuracy", percent(ends[1]), f"from {percent(ends[0])}")] if ends is not None else []
+    evaluated, change = run.last("eval_accuracy"), run.change("accuracy")
+    if evaluated is not None:
+        return [(f"{run.held_out} accuracy", percent(evaluated), "")]
+    return [("accuracy", percent(change[1]), f"from {percent(change[0])} at first")] if change is not None else []
 
 
 def warnings(run: Run) -> str:
@@ -122,15 +122,18 @@ def pace(run: Run) -> str:
 def _chart(run: Run, picture: Picture, plainly: bool = False) -> str:
     """Every metric of a picture as single steps, their mean and evaluation points. `plainly`: without a legend."""
     lines: list[Line] = []
-    means: list[list[tuple[int, float]]] = []
+    means: list[list[Point]] = []
     several = len(picture.metrics) > 1
     notes = [picture.note] if picture.note else []
     for index, (metric, name) in enumerate(picture.metrics.items()):
         points, evaluation = run.series(metric), run.series(f"{EVALUATION}{metric}")
+        low, high = (run.series(f"{EVALUATION}{metric}{end}") for end in BOUNDS)
+        if low:
+            notes.append("shaded: 95 % interval")
         window = 1 if metric in ("learning_rate", "memory_gib") else window_of(points)
         means.append(smooth(points, window))
         if not points:
-            lines += evaluation_only(name, evaluation, index)
+            lines += evaluation_only(name, evaluation, index, low, high)
             continue
         if window > 1:
             each, mean = (name, name) if several else (f"each {run.unit}", f"mean of {window} {run.unit}s")
@@ -145,6 +148,8 @@ def _chart(run: Run, picture: Picture, plainly: bool = False) -> str:
                 "dots",
                 index if several else 1,
                 in_legend=not several,
+                low=low,
+                high=high,
             )
         )
         if several and evaluation and "dots: evaluation" not in notes:
@@ -154,7 +159,7 @@ def _chart(run: Run, picture: Picture, plainly: bool = False) -> str:
     return chart(
         picture.title,
         lines,
-        "; ".join(notes),
+        "; ".join(dict.fromkeys(notes)),
         tall=picture.tall,
         share=picture.share,
         level=picture.level,
@@ -162,9 +167,10 @@ def _chart(run: Run, picture: Picture, plainly: bool = False) -> str:
     )
 
 
-def evaluation_only(name: str, points: list[tuple[int, float]], series: int) -> list[Line]:
+def evaluation_only(name: str, points: list[Point], series: int, low: list[Point], high: list[Point]) -> list[Line]:
     """What only evaluations measure: dots, joined so that their way can be seen."""
-    return [Line(name, points, "only", series), Line(name, points, "dots", series, in_legend=False)]
+    joined = Line(name, points, "only", series, low=low, high=high)
+    return [joined, Line(name, points, "dots", series, in_legend=False)]
 
 
 def _limit_line(run: Run, picture: Picture, lines: list[Line]) -> list[Line]:
@@ -209,6 +215,7 @@ def data(run: Run) -> str:
         "rows_truncated": f"{run.noun} cut to the longest length",
         "rows_over_long": f"{run.noun} left out: too long",
         "rows_empty": f"{run.noun} left out: nothing to learn",
+        "rows_also_trained": f"{run.noun} whose prompt is trained on too",
         "rows_equal": "pairs whose two sides are the same",
         "rows_desirable": "desirable answers",
         "prompts_shared": "pairs that share their prompt",
@@ -239,7 +246,12 @@ def data(run: Run) -> str:
 def _counted(values: dict[str, Any], key: str) -> str:
     """A count, with its share where it is a part of something."""
     wholes = {"trained_tokens": "tokens", "tokens_shared": "tokens", "rows_desirable": "rows_kept"}
-    wholes |= {"rows_truncated": "rows_kept", "rows_equal": "rows_kept", "prompts_shared": "rows_kept"}
+    wholes |= {
+        "rows_also_trained": "rows_kept",
+        "rows_truncated": "rows_kept",
+        "rows_equal": "rows_kept",
+        "prompts_shared": "rows_kept",
+    }
     wholes |= {"rows_kept": "rows_read", "rows_over_long": "rows_read", "rows_empty": "rows_read"}
     part, whole = finite(values.get(key)), finite(values.get(wholes.get(key)))
     share = f" ({percent(part / whole)})" if part and whole and 0 < part < whole else ""

@@ -19,7 +19,7 @@ MEANINGS = {
     "rollout": "answers are sampled and rewarded",
     "scoring": "reference and critic read them",
     "update": "policy and critic learn",
-    "evaluation": "held-out prompts are answered",
+    "evaluation": "prompts of the evaluation are answered",
 }
 MOST_BARS = 200
 """More iterations share a bar, which shows their mean."""

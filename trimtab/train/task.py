@@ -4,6 +4,7 @@ A job is a subclass of Task that names its store, turns samples into batches, an
 step's loss. Everything else here is the same for all of them.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from trimtab.algos.moe_balance import load_balancing_loss
 from trimtab.data.batches import TokenBatch
 from trimtab.data.order import SampleOrder
+from trimtab.data.overlap import beginnings, count_shared
 from trimtab.data.packing import chunk, pack
 from trimtab.data.places import places_of
 from trimtab.data.sources import load_evaluation_rows, load_rows
@@ -61,6 +63,8 @@ class Task:
         evaluation_rows = load_evaluation_rows(options)
         if evaluation_rows is not None:
             self.evaluation, self.evaluation_report = self.build_store(evaluation_rows, "evaluation")
+            shared = count_shared(_prompts_of(self.store), _prompts_of(self.evaluation))
+            self.evaluation_report.rows_also_trained = shared
 
     # ---- what a job says of itself
 
@@ -222,3 +226,8 @@ def sums_by_sequence(values_N: Tensor, batch: TokenBatch) -> Tensor:
 def counts_by_sequence(batch: TokenBatch) -> Tensor:
     """Trained tokens in every sequence [S], as floats."""
     return torch.bincount(batch.owners_N, minlength=len(batch.spans)).float()
+
+
+def _prompts_of(store: Any) -> Iterator[bytes]:
+    sequences = getattr(store, "sequences", store)
+    return beginnings(sequences.ids, sequences.offsets, sequences.trained, every=len(sequences) // len(store))

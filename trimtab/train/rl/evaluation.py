@@ -1,12 +1,18 @@
-"""How good is the policy? Samples on held-out prompts, scored by the same reward.
+"""How good is the policy? Samples on the prompts of --eval_dataset, scored by the same reward.
 
 pass_1    mean score of a sample           pass_n    mean over prompts of the best of n samples
+binary    every score is 0 or 1: then, and only then, they are rates of success
+
+Figures over all prompts have 95 % intervals, _low and _high, which speak of new prompts.
 """
 
-from collections.abc import Sequence
+import math
+
+import numpy as np
 
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.roles import Group
+from trimtab.evaluate.tail_risk import mean, rate
 from trimtab.rollout.builtin.sampler import request_seed
 from trimtab.rollout.types import Sampling
 from trimtab.train.rl.asking import ask_for_samples
@@ -26,20 +32,30 @@ class Evaluation:
         if experience is None:
             return None
         n = self.sampling.n
-        scores_PN, rewards_PN = experience.scores_S.view(-1, n), experience.answer_rewards_S.view(-1, n)
-        figures = {"eval_reward": float(rewards_PN.mean()), "eval_length": float(experience.lengths_S.float().mean())}
-        figures |= _passes(scores_PN, range(len(self.store)), "eval_")
-        sources = [self.store.source(row) for row in range(len(self.store))]
-        for source in dict.fromkeys(sources) if len(set(sources)) > 1 else ():
-            rows = [row for row, name in enumerate(sources) if name == source]
-            figures |= _passes(scores_PN, rows, f"eval_{source}_")
+        scores_PN = experience.scores_S.view(-1, n).double().numpy()
+        figures = {"eval_length": float(experience.lengths_S.float().mean())}
+        figures["eval_binary"] = bool(np.isin(scores_PN, (0.0, 1.0)).all())
+        figures |= with_interval("eval_reward", experience.answer_rewards_S.view(-1, n).double().numpy())
+        for name, values_S in experience.logs.items():
+            figures |= with_interval(f"eval_reward/{name}", values_S.view(-1, n).double().numpy())
+        figures |= with_interval("eval_pass_1", scores_PN)
+        if n > 1:
+            figures |= with_interval(f"eval_pass_{n}", scores_PN.max(axis=1, keepdims=True))
+        sources = np.array([self.store.source(row) for row in range(len(self.store))])
+        for source in dict.fromkeys(sources.tolist()) if len(set(sources)) > 1 else ():
+            chosen_PN = scores_PN[sources == source]
+            figures[f"eval_{source}_pass_1"] = float(chosen_PN.mean())
+            if n > 1:
+                figures[f"eval_{source}_pass_{n}"] = float(chosen_PN.max(axis=1).mean())
         return figures
 
 
-def _passes(scores_PN, rows: Sequence[int], prefix: str) -> dict[str, float]:
-    scores_PN = scores_PN[list(rows)]
-    n = scores_PN.shape[1]
-    figures = {f"{prefix}pass_1": float(scores_PN.mean())}
-    if n > 1:
-        figures[f"{prefix}pass_{n}"] = float(scores_PN.amax(1).mean())
-    return figures
+def with_interval(name: str, values_PN: np.ndarray) -> dict[str, float]:
+    """The mean over answers and its 95 % interval for new prompts; a part that does not apply to an answer is NaN."""
+    known_PN = ~np.isnan(values_PN)
+    if not known_PN.any():
+        return {}
+    values, prompts = values_PN[known_PN], np.nonzero(known_PN)[0]
+    found = rate(values == 1, prompts) if np.isin(values, (0.0, 1.0)).all() else mean(values, prompts)
+    bounds = {f"{name}_low": found.low, f"{name}_high": found.high}
+    return {name: found.value} | (bounds if math.isfinite(found.low) else {})
