@@ -157,7 +157,7 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
     assert {name: getattr(PPOOptions(), name) for name in expected} == expected
     own = {"config", "dry_run", "nproc", "num_workers", "use_visualdl", "attn_implementation"}
     own |= {"tokenizer_chat_template", "wandb_run_name", "train_max_tokens_per_gpu", "loss_reduction"}
-    own |= {"report_samples", "fit_memory", "eval_max_samples"}
+    own |= {"report_samples", "fit_memory", "eval_max_samples", "trust_remote_code"}
     own |= {"mismatch_correction", "mismatch_range", "teacher_model", "teacher_coef", "record", "replay"}
     own |= {"placeholder_token", "reward_tokens", "step_reward", "step_separator", "reward_func", "reward_timeout"}
     assert options_of(PPOOptions).keys() == expected.keys() | own
@@ -179,7 +179,8 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
 def test_generation_and_chat_have_the_options_of_openrlhf_and_few_of_their_own(job_class, expected, own):
     # OpenRLHF names no task by default, and gives vLLM all GPUs.
     assert {name: getattr(job_class(), name) for name in expected} == expected
-    assert options_of(job_class).keys() == expected.keys() | own | {"config", "dry_run", "tokenizer_chat_template"}
+    own |= {"config", "dry_run", "tokenizer_chat_template", "trust_remote_code"}
+    assert options_of(job_class).keys() == expected.keys() | own
 
 
 @pytest.mark.parametrize("job_class", PRESETS)

@@ -9,6 +9,7 @@ from trimtab.config.checks import settle
 from trimtab.config.groups import CheckpointOptions
 from trimtab.config.jobs import JOBS
 from trimtab.config.parse import parse
+from trimtab.data.hub import trusting
 from trimtab.errors import UserError
 
 
@@ -39,7 +40,8 @@ def plan(argv: list[str]) -> None:
 
     quiet_transformers()
     hardware = named(own.on, find_device(), own.device_memory)
-    made = make_plan(options, hardware, supposed(options), propose=options.fit_memory is not False)
+    with trusting(options.trust_remote_code):
+        made = make_plan(options, hardware, supposed(options), propose=options.fit_memory is not False)
     print("\n".join(made.lines()))
 
 

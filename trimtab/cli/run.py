@@ -7,8 +7,10 @@ from typing import Any
 
 from trimtab.config.checks import settled_and_checked
 from trimtab.config.dump import redact, secrets_of, to_yaml
+from trimtab.config.groups import PrecisionOptions
 from trimtab.config.parse import parse
 from trimtab.config.support import hardware_problems
+from trimtab.data.hub import trusting
 from trimtab.errors import Interrupted, RunFailed, UserError
 
 
@@ -36,11 +38,12 @@ def run_job(
             raise UserError("; ".join(problems))
         for warning in warnings + problems:
             say(f"{name}: warning: {warning}", options)
-        if not options.dry_run:
-            return start(options) or 0
-        print(to_yaml(options), end="", flush=True)
-        for line in rehearse(options) if rehearse else []:
-            print(redact(f"# {line}", options))
+        with trusting(isinstance(options, PrecisionOptions) and options.trust_remote_code):
+            if not options.dry_run:
+                return start(options) or 0
+            print(to_yaml(options), end="", flush=True)
+            for line in rehearse(options) if rehearse else []:
+                print(redact(f"# {line}", options))
         return 0
     except SystemExit as leaving:
         if options is None:

@@ -53,6 +53,11 @@ class PrecisionOptions(Options):
 
     bf16: bool = False
     """bfloat16 weights; in training the optimiser keeps float32 masters of them."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with a model or its tokenizer. Without this it is never run."""
+
+    def check(self) -> Iterable[str]:
+        return ["--trust_remote_code: Python code that comes with the models is run"] if self.trust_remote_code else []
 
 
 @dataclass(frozen=True, kw_only=True)

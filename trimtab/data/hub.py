@@ -15,6 +15,31 @@ from typing import Any
 
 PROBE_SECONDS = 5.0
 
+_trusted = False
+
+
+@contextlib.contextmanager
+def trusting(code: bool) -> Iterator[None]:
+    """Inside, code that comes with a model or tokenizer may run (`--trust_remote_code`), or may not."""
+    global _trusted
+    before, _trusted = _trusted, code
+    try:
+        yield
+    finally:
+        _trusted = before
+
+
+def trust_remote_code() -> bool:
+    """What every loader of Hugging Face must be told: left to itself it asks on standard input."""
+    return _trusted
+
+
+def needs_code(error: Exception) -> str | None:
+    """What to say if loading failed because code was not trusted."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return "comes with Python code of its own, which is not run unless you say so; read it, then add --trust_remote_code"
+
 
 @functools.cache
 def hub_reachable() -> bool:

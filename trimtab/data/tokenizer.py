@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trimtab.data.faults import first_line
-from trimtab.data.hub import hub_or_cache, looks_like_hub_name
+from trimtab.data.hub import hub_or_cache, looks_like_hub_name, needs_code, trust_remote_code
 from trimtab.errors import UserError
 
 
@@ -17,15 +17,16 @@ def load_tokenizer(
     is_folder = Path(pretrain).expanduser().is_dir()
     if not is_folder and not looks_like_hub_name(pretrain):
         raise UserError(f"cannot find the model folder '{pretrain}' ({flag})")
+    arguments = {"use_fast": not disable_fast, "trust_remote_code": trust_remote_code()}
     try:
         if is_folder:
-            tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(pretrain), use_fast=not disable_fast)
+            tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(pretrain), **arguments)
         else:
             with hub_or_cache() as reachable:
-                tokenizer = AutoTokenizer.from_pretrained(
-                    pretrain, use_fast=not disable_fast, local_files_only=not reachable
-                )
+                tokenizer = AutoTokenizer.from_pretrained(pretrain, local_files_only=not reachable, **arguments)
     except Exception as error:
+        if (why := needs_code(error)) is not None:
+            raise UserError(f"{flag} {pretrain}: its tokenizer {why}") from error
         if is_folder:
             if not any(Path(pretrain).expanduser().glob("*token*")):
                 raise UserError(f"{flag} {pretrain}: no tokenizer.json in this folder; copy it there") from error

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from trimtab.data.hub import hub_or_cache, looks_like_hub_name
+from trimtab.data.hub import hub_or_cache, looks_like_hub_name, needs_code, trust_remote_code
 from trimtab.errors import UserError
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
@@ -17,7 +17,7 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.ind
 
 def from_pretrained(loader: Any, pretrain: str, *, flag: str = "--pretrain", **arguments: Any) -> Any:
     """What one of Hugging Face's auto classes loads from a folder or the hub; a failure is told in one line."""
-    arguments["trust_remote_code"] = False  # asked otherwise, a terminal user gets a question instead of an answer
+    arguments["trust_remote_code"] = trust_remote_code()
     reachable = True
     try:
         if Path(pretrain).expanduser().is_dir():
@@ -25,6 +25,8 @@ def from_pretrained(loader: Any, pretrain: str, *, flag: str = "--pretrain", **a
         with hub_or_cache() as reachable:
             return loader.from_pretrained(pretrain, local_files_only=not reachable, **arguments)
     except Exception as error:  # broken files raise whatever the library that reads them likes
+        if (why := needs_code(error)) is not None:
+            raise UserError(f"{flag} {pretrain}: {why}") from error
         if reachable:
             raise UserError(f"{flag} {pretrain}: {first_line(error)}") from error
         raise UserError(
@@ -63,8 +65,10 @@ def skeleton(pretrain: str, loader: Any, flag: str = "--pretrain", **arguments: 
     config = from_pretrained(AutoConfig, pretrain, flag=flag, **arguments)
     try:
         with torch.device("meta"):
-            return loader.from_config(config)
+            return loader.from_config(config, trust_remote_code=trust_remote_code())
     except (OSError, ValueError, ImportError) as error:
+        if (why := needs_code(error)) is not None:
+            raise UserError(f"{flag} {pretrain}: {why}") from error
         raise UserError(f"{flag} {pretrain}: {first_line(error)}") from error
 
 
