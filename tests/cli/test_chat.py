@@ -72,6 +72,11 @@ def test_turns_follow_each_other_in_a_template_of_text(chat, answers, asked, sho
     assert asked == ["Q: one\nA: ", f"Q: one\nA: {told[0]}\nQ: two {{}}\nA: "]
 
 
+def test_the_default_template_of_text_is_used_where_it_is_asked_for(chat, answers, asked, short):
+    answers(chat(*GREEDY, "--input_template", "User: {}\nAssistant: ", lines=["one"]))
+    assert asked == ["User: one\nAssistant: "]
+
+
 def test_clear_forgets_and_quit_leaves(chat, answers, asked, short):
     told = answers(chat(*GREEDY, lines=["sort 21", "/clear", "sort 21", "/quit", "sort 31"]))
     assert asked == ["<user>sort 21<assistant>"] * 2 and told[0] == told[1]

@@ -395,9 +395,9 @@ def test_what_has_no_effect_is_said(generate, prompts, place):
     )
     assert done.code == 0 and done.err.splitlines() == [
         "trimtab generate: warning: --max_len has no effect with --eval_task generate_vllm",
-        "trimtab generate: warning: --normalize_reward has no effect without --post_processor csft",
         "trimtab generate: warning: the built-in engine writes the answers; vLLM is not needed",
         "trimtab generate: warning: --zero_stage 3 has no effect: every process holds the whole model",
+        "trimtab generate: warning: --normalize_reward has no effect without --post_processor csft",
     ]
     assert "# 6 prompts, 6 answers" in done.out and not (place / "a.jsonl").exists()
 

@@ -119,11 +119,24 @@ ALONE = "--ref_num_nodes 1 --reward_num_nodes 1 --actor_num_nodes 1"
 SPREAD = f"{ALONE} --ref_num_gpus_per_node 1 --reward_num_gpus_per_node 1 --actor_num_gpus_per_node 4"
 HYBRID = """--colocate_all_models --vllm_num_engines 4 --vllm_tensor_parallel_size 2 --vllm_gpu_memory_utilization 0.5
     --vllm_sync_backend nccl --enforce_eager --vllm_enable_sleep --deepspeed_enable_sleep"""
+PACKED = "--packing_samples has no effect in RL: samples are always packed"
 BUILT_IN = "the built-in engine writes the answers, with the policy's own weights: --vllm_num_engines set aside"
 HYBRID_NOTES = [
+    PACKED,
+    "--save_hf_ckpt has no effect without --save_steps, unless the run is stopped",
     "--deepspeed_enable_sleep has no effect: to keep the optimiser off the device use --adam_offload",
-    BUILT_IN.replace("engines set", "engines, --vllm_gpu_memory_utilization, --enforce_eager set"),
+    BUILT_IN.replace(
+        "engines set",
+        "engines, --vllm_tensor_parallel_size, --vllm_gpu_memory_utilization, --vllm_sync_backend, --enforce_eager set",
+    ),
 ]
+
+
+def shared(processes: int, asked: int, *roles: str) -> str:
+    flags = ", ".join(f"--{role}_num_gpus_per_node" for role in roles)
+    return f"all models share {processes} processes, on as many of the {asked} GPUs that are asked for: {flags}"
+
+
 KEY_AND_CKPT = "--use_wandb token --ckpt_path ./ckpt/rlhf --save_hf_ckpt"
 
 # (words, what they mean, GPUs they ask for, notes)
@@ -153,7 +166,11 @@ RL_COMMANDS = [
         --packing_samples --adam_offload --flash_attn --use_wandb token""",
         {"n_samples_per_prompt": 1, "adam_offload": True, "nproc": 2},
         8,
-        [BUILT_IN],
+        [
+            PACKED,
+            shared(2, 8, "actor", "ref", "critic", "reward"),
+            BUILT_IN.replace("engines set", "engines, --vllm_tensor_parallel_size set"),
+        ],
     ),
     (
         f"""{WITH_REWARD_MODEL} {SPREAD} --vllm_num_engines 2 --vllm_tensor_parallel_size 1
@@ -162,7 +179,7 @@ RL_COMMANDS = [
         --adam_offload --flash_attn --use_wandb token""",
         {"advantage_estimator": "reinforce", "rollout_batch_size": 128},
         8,
-        [BUILT_IN],
+        [PACKED, shared(4, 8, "actor", "ref", "reward"), BUILT_IN],
     ),
     (
         f"""{WITH_REWARD_MODEL} {SPREAD} --vllm_num_engines 2 --micro_train_batch_size 2 --micro_rollout_batch_size 8
@@ -170,7 +187,7 @@ RL_COMMANDS = [
         --init_kl_coef 1e-4 --adam_offload --packing_samples --save_steps -1 --ckpt_path ./ckpt/rlhf""",
         {"init_kl_coef": 1e-4, "micro_train_batch_size": 2},
         8,
-        [BUILT_IN],
+        [PACKED, shared(4, 8, "actor", "ref", "reward"), BUILT_IN],
     ),
     (
         f"""{WITH_REWARD_MODEL} {ALONE} --ref_num_gpus_per_node 2 --reward_num_gpus_per_node 2
@@ -179,7 +196,7 @@ RL_COMMANDS = [
         --use_kl_loss --kl_estimator k3 --advantage_estimator group_norm --actor_learning_rate 5e-8 --save_steps -1""",
         {"advantage_estimator": "group_norm", "use_kl_loss": True, "kl_estimator": "k3", "n_samples_per_prompt": 4},
         16,
-        [BUILT_IN],
+        [shared(8, 16, "actor", "ref", "reward"), BUILT_IN],
     ),
     (
         f"{RL_OFTEN} --remote_rm_url ./reward_func.py --label_key answer",

@@ -151,20 +151,19 @@ def test_what_is_probably_not_meant_is_one_warning(changes, warning):
     [
         {"vllm_num_engines": 0},
         {"vllm_enable_sleep": True, "enable_prefix_caching": True, "actor_init_on_gpu": True, "perf": True},
-        {"max_len": 2048},
         {"kl_target": 6.0, "kl_horizon": 100},
         {"reward_pretrain": "owner/a,owner/b", "reward_weights": (1.0, 0.5)},
         {"reward_pretrain": None, "reward_verifier": "gsm8k:1.0,format:0.2"},
         {"remote_rm_url": "http://here:1/get_reward,https://there/", "reward_weights": (1, 2)},
         {"reward_pretrain": None, "teacher_model": "owner/teacher"},
-        {"reward_pretrain": None, "replay": "rec", "n_samples_per_prompt": 4, "dynamic_filtering": True},
+        {"reward_pretrain": None, "replay": "rec", "n_samples_per_prompt": 4},
         {"pretrain_data": "owner/text", "ptx_coef": 0.0},
         {"entropy_loss_coef": 0.0},
         {"eps_clip_low_high": (0.2, 0.28), "dual_clip": 3.0},
         {"n_samples_per_prompt": 4, "dynamic_filtering": True, "vllm_generate_batch_size": 2048},
         {"eval_dataset": "owner/held-out"},
         {"use_dynamic_batch": True, "train_max_tokens_per_gpu": 2048},
-        {"packing_samples": True, "init_kl_coef": 0.0},
+        {"init_kl_coef": 0.0},
         {"rollout_batch_size": 16, "n_samples_per_prompt": 8},
     ],
 )
@@ -173,7 +172,7 @@ def test_what_may_be_meant_passes_without_a_word(changes):
 
 
 def test_restrictions_of_another_engine_do_not_exist_here():
-    changes = {"eval_dataset": "owner/held-out", "eval_steps": 5, "dynamic_filtering": True, "packing_samples": True}
+    changes = {"eval_dataset": "owner/held-out", "eval_steps": 5, "dynamic_filtering": True}
     assert warnings_of(GRPOOptions, **changes) == []
 
 

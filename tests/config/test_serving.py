@@ -17,7 +17,7 @@ def test_every_flag_of_openrlhf_is_taken_and_the_defaults_are_its_own_but_for_th
     words = "--reward_pretrain owner/name --normalize_reward --value_head_prefix head --max_len 99 --port 5001 --bf16"
     words += " --host 127.0.0.1 --load_in_4bit --flash_attn --disable_fast_tokenizer --packing_samples --batch_size 4"
     words += " --attn_implementation sdpa"
-    assert warnings_of(*words.split()) == []
+    assert warnings_of(*words.split()) == ["--packing_samples has no effect in a server: samples are always packed"]
     options = parse(ServeRMOptions, ["--reward_pretrain", "a/b"])
     assert (options.port, options.max_len, options.value_head_prefix) == (5000, 2048, "score")
     assert options.host == "127.0.0.1" and options.batch_size is None

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 from tests.test_architecture import FILES, imports
+from trimtab.config.job_files import LAUNCHERS
 
 PROJECT = Path(__file__).parents[2]
 METADATA = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
@@ -43,10 +44,18 @@ def test_every_package_that_is_imported_is_a_dependency_or_an_extra():
 
 
 def test_the_extras_are_those_that_the_errors_and_the_documents_name():
-    assert EXTRAS.keys() >= {"ray", "vllm", "vllm_latest", "deepspeed", "wandb", "visualdl", "qlora", "liger", "math"}
+    assert EXTRAS.keys() >= {"deepspeed", "wandb", "visualdl", "qlora", "liger", "math", "serve"}
     texts = [path.read_text() for path in (*FILES, *PROJECT.glob("docs/*.md"), PROJECT / "README.md")]
     named = {word for text in texts for found in re.findall(r"trimtab\[([\w,]+)\]", text) for word in found.split(",")}
     assert named and named <= EXTRAS.keys()
+
+
+def test_no_extra_promises_what_no_code_uses():
+    used = {name.split(".")[0] for path in FILES for name, _ in imports(path)} | {*LAUNCHERS}
+    used |= {"bitsandbytes"}  # transformers imports it, where --load_in_4bit asks for it
+    named = {CALLED.get(name, name).lower() for name in used}
+    promised = {extra: {package(line) for line in lines} for extra, lines in EXTRAS.items() if extra != "test"}
+    assert [extra for extra, packages in promised.items() if not packages <= named] == []
 
 
 def test_the_page_about_installing_lists_every_extra():

@@ -41,6 +41,8 @@ class Option:
     """The option without which this one has no effect, and the value it must have, or None for any."""
     refused: str | None
     """Why no value but the default is taken."""
+    always: bool
+    """A switch for what is always done here."""
 
     @property
     def flag(self) -> str:
@@ -82,6 +84,7 @@ def _option(declared: Field, text: str, section: str, aliases: tuple[str, ...]) 
         place=declared.metadata.get("place", False),
         needs=(needs, None) if isinstance(needs, str) else needs,
         refused=declared.metadata.get("refused"),
+        always=declared.metadata.get("always", False),
     )
 
 

@@ -59,6 +59,8 @@ def _without_effect(options: Options) -> Iterator[str]:
         for name, reason in vars(group).get("idle_here", {}).items():
             yield from options.idle([name], reason)
     for name, option in options_of(type(options)).items():
+        if option.always and name in options.given and not getattr(options, name):
+            yield f"--{name} False has no effect: it is always done here"
         if option.needs is not None:
             needed, wanted = option.needs
             found = getattr(options, needed)

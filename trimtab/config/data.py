@@ -89,6 +89,8 @@ class TemplateOptions(Options):
         return ["--input_template has no {} for the prompt, so it is left out"]
 
     def check(self) -> Iterable[str]:
+        if self.apply_chat_template:
+            return self.idle(["input_template"], "beside --apply_chat_template")
         if self.input_template and "\\n" in self.input_template:
             return [r"--input_template holds a backslash and an n, not a new line: in bash write $'...\n...'"]
         return ()

@@ -45,7 +45,7 @@ class ConditionOptions(Options):
 
     enable_csft: bool = False
     """Ask for a reward, as a model trained on csft rows expects: --csft_prompt follows every prompt."""
-    csft_prompt: str = "<rm_score>: 5.00"
+    csft_prompt: str = option("<rm_score>: 5.00", needs="enable_csft")
     """The words that ask for it."""
 
     @property

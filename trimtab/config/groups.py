@@ -66,8 +66,8 @@ class LoadOptions(PrecisionOptions):
 
     load_in_4bit: bool = False
     """Quantise the frozen base to 4-bit NF4 (QLoRA). Needs --bf16, and in training --lora_rank."""
-    flash_attn: bool = False
-    """The best exact attention this device has; no package is needed for it."""
+    flash_attn: bool = option(False, always=True)
+    """The best exact attention this device has; no package is needed for it, and it is what is always used here."""
     attn_implementation: str | None = None
     """Attention of this Hugging Face name instead, for example sdpa, eager or flash_attention_2."""
     disable_fast_tokenizer: bool = False
@@ -158,6 +158,11 @@ class UpdateOptions(Options):
     max_norm: float = option(1.0, at_least=0)
     """Gradients are scaled down to this norm; 0 means no clipping."""
 
+    def check(self) -> Iterable[str]:
+        if self.lr_scheduler == "constant" and self.lr_warmup_ratio:
+            return self.idle(["lr_warmup_ratio"], "with --lr_scheduler constant: use constant_with_warmup")
+        return ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimiserOptions(UpdateOptions):
@@ -196,16 +201,26 @@ class BatchOptions(PackingOptions):
             changes["fit_memory"] = False
         return ()
 
+    @property
+    def token_budget_option(self) -> str | None:
+        """The option, if any, by which passes are cut by tokens and not by number."""
+        budgeted = self.packing_samples and self.train_max_tokens_per_gpu is not None
+        return "train_max_tokens_per_gpu" if budgeted else None
+
     def check(self) -> Iterable[str]:
+        if self.fit_memory:
+            yield from self.idle(sorted(PASS_SIZES), "beside --fit_memory, which chooses the passes")
+        elif self.token_budget_option:
+            sizes = ("micro_train_batch_size", "micro_rollout_batch_size")
+            yield from self.idle(sizes, f"beside --{self.token_budget_option}: passes are cut by tokens")
         whole, micro = self.train_batch_size, self.micro_train_batch_size
-        if whole % micro:
+        if whole % micro and not self.token_budget_option:
             divisor = max(number for number in range(1, min(micro, whole) + 1) if whole % number == 0)
             other = "" if whole < micro else f", or --train_batch_size {whole - whole % micro}"
             raise UserError(
                 f"--train_batch_size {whole} is not a multiple of --micro_train_batch_size {micro}: "
                 f"use --micro_train_batch_size {divisor}{other}"
             )
-        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +237,7 @@ class SamplingOptions(Options):
 class PrefixOptions(Options):
     """vLLM"""
 
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = option(False, always=True)
     """Read a prompt once for all its answers; that is how it is always done here."""
 
 
@@ -257,7 +272,9 @@ class CheckpointOptions(Options):
             raise UserError(f"--save_path {self.save_path} is --pretrain: the model it starts from would be lost")
         if self.save_steps > 0 and self.disable_ds_ckpt and not self.save_hf_ckpt:
             return ["--save_steps saves nothing: --disable_ds_ckpt is on and --save_hf_ckpt is not"]
-        return ()
+        if self.save_steps > 0:
+            return ()
+        return self.idle(("save_hf_ckpt", "disable_ds_ckpt"), "without --save_steps, unless the run is stopped")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +291,7 @@ class LoggingOptions(Options):
     """wandb entity."""
     wandb_group: str | None = option(None, needs="use_wandb")
     """wandb group."""
-    wandb_project: str = "trimtab"
+    wandb_project: str = option("trimtab", needs="use_wandb")
     """wandb project."""
     wandb_run_name: str | None = None
     """Name of the run in wandb, and of its folder in TensorBoard and VisualDL; unset: the job and the time."""
@@ -287,6 +304,11 @@ class LoggingOptions(Options):
         if self.wandb_run_name is None and isinstance(self, CallOptions):
             changes["wandb_run_name"] = f"{self.verb}_{time.strftime('%Y%m%dT%H%M%S')}"
         return ()
+
+    def check(self) -> Iterable[str]:
+        if self.use_wandb or self.use_tensorboard or self.use_visualdl:
+            return ()
+        return self.idle(["wandb_run_name"], "without --use_wandb, --use_tensorboard or --use_visualdl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +345,7 @@ class ShardingOptions(ProcessOptions):
     """Keep the optimiser's state in main memory and step there."""
     grad_accum_dtype: str | None = option(None, choices=("fp32", "bf16"))
     """Type of accumulated gradients: fp32 or bf16; unset: fp32."""
-    overlap_comm: bool = False
+    overlap_comm: bool = option(False, always=True)
     """Exchange gradients while the backward pass goes on; that is how it is always done here."""
     zpg: int = option(1, refused="(ZeRO++ hierarchical partitions) is not implemented yet; leave it at 1")
     """Size of ZeRO++'s second partition. Not implemented yet."""
@@ -337,3 +359,8 @@ class ShardingOptions(ProcessOptions):
     """Heads in one step of the ring. Not implemented yet."""
     deepcompile: bool = option(False, refused="is DeepSpeed's compiler and not implemented; leave it out")
     """DeepSpeed's DeepCompile. Not implemented."""
+
+    def check(self) -> Iterable[str]:
+        if self.nproc > 1 and isinstance(self, LoadOptions) and self.load_in_4bit:
+            raise UserError("--load_in_4bit: 4-bit weights cannot be split; train in one process")
+        return ()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from trimtab.config.attack import (
     AttackedOptions,
@@ -85,6 +86,10 @@ _OF_GENERATION = (
     *("repetition_penalty", "enable_csft", "iter", "tp_size", "max_num_seqs", "enable_prefix_caching"),
 )
 _OF_SCORING = ("output_key", "value_head_prefix", "max_len")
+_OF_A_SERVED_MODEL = (
+    *("normalize_reward", "value_head_prefix", "bf16", "load_in_4bit", "flash_attn", "attn_implementation"),
+    *("disable_fast_tokenizer", "max_len", "placeholder_token"),
+)
 _OF_A_JUDGE = (
     *("reward_threshold", "rm_exclude_adv_suffix", "normalize_reward"),
     *("reward_input", "rm_max_len", "value_head_prefix"),
@@ -239,6 +244,8 @@ class GenerateOptions(
             yield "the built-in engine writes the answers; vLLM is not needed"
         if self.zero_stage > 0:
             yield f"--zero_stage {self.zero_stage} has no effect: every process holds the whole model"
+        if not scoring and not self.reward_pretrain:
+            yield from self.idle(["micro_batch_size"], "without a reward model")
 
     def _check_rewards(self, scoring: bool) -> None:
         rewards = {"reward_pretrain": self.reward_pretrain, "reward_func": self.reward_func}
@@ -294,7 +301,10 @@ class AttackOptions(
 ):
     """GCG attack"""
 
-    idle_here = dict.fromkeys(BackwardOptions.__annotations__, "in an attack: nothing is trained")
+    idle_here = MappingProxyType(
+        dict.fromkeys(BackwardOptions.__annotations__, "in an attack: nothing is trained")
+        | {"zero_stage": "in an attack: it runs in one process"}
+    )
 
     def check(self) -> Iterable[str]:
         if self.nproc > 1:
@@ -322,6 +332,8 @@ class ServeRMOptions(
 ):
     """Reward server"""
 
+    idle_here = MappingProxyType({"packing_samples": "in a server: samples are always packed"})
+
     def check(self) -> Iterable[str]:
         if bool(self.reward_pretrain) == bool(self.reward_verifier):
             raise UserError("give one of --reward_pretrain (a model folder) and --reward_verifier (for example gsm8k)")
@@ -332,7 +344,9 @@ class ServeRMOptions(
             raise UserError("--placeholder_token: give one process reward model as --reward_pretrain")
         if self.step_reward == "steps":
             raise UserError("--step_reward is steps: it must be min or last")
-        return ()
+        if self.reward_verifier:
+            return self.idle(_OF_A_SERVED_MODEL, "with --reward_verifier: no model is loaded")
+        return self.idle(["value_head_prefix"], "with --placeholder_token") if self.placeholder_token else ()
 
 
 JOBS: dict[str, type[CallOptions]] = {

@@ -27,7 +27,7 @@ class TargetOptions(Options):
     def check(self) -> Iterable[str]:
         if self.multiturn and self.pretrain_mode:
             raise UserError("--multiturn learns the assistant's turns, --pretrain_mode every token: choose one")
-        return ()
+        return self.idle(["input_template"], "with --pretrain_mode") if self.pretrain_mode else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class RewardLossOptions(Options):
     one function in two spellings."""
     margin_loss: bool = False
     """The chosen reward must exceed the other by what the column margin of the row says."""
-    compute_fp32_loss: bool = False
+    compute_fp32_loss: bool = option(False, always=True)
     """Take the rewards to float32 before the loss; that is how it is always done here."""
 
 
@@ -63,7 +63,7 @@ class StepRewardOptions(Options):
 
     placeholder_token: str | None = required("TOKEN", "the token that ends every step, for example ки")
     """Token that ends every step of an answer; what the model predicts there is the step's reward."""
-    reward_tokens: tuple[str, ...] | None = None
+    reward_tokens: tuple[str, ...] | None = option(None, needs="placeholder_token")
     """Tokens that stand for the labels, best first; the prediction is taken among these alone. With two of them a
     label may be a probability of the first."""
 

@@ -65,14 +65,17 @@ def option(
     place: bool = False,
     needs: str | tuple[str, Any] | None = None,
     refused: str | None = None,
+    always: bool = False,
 ) -> Any:
     """An option with its bounds or choices; of a tuple, those of each value. Options without any are plain defaults.
 
     `place`: a hub name, or a local path that must exist. `needs`: the option without which, or the option and the value
-    without which, this one has no effect. `refused`: why every value but the default is.
+    without which, this one has no effect. `refused`: why every value but the default is. `always`: a switch for what is
+    always done here.
     """
     limits = Limits(at_least, above, at_most, below, tuple(choices))
-    return field(default=default, metadata={"limits": limits, "place": place, "needs": needs, "refused": refused})
+    metadata = {"limits": limits, "place": place, "needs": needs, "refused": refused, "always": always}
+    return field(default=default, metadata=metadata)
 
 
 def every(default: int) -> Any:
@@ -105,7 +108,7 @@ class Options:
     set where they differ from their defaults."""
 
     idle_here: ClassVar[Mapping[str, str]] = {}
-    """Options of the job that never have an effect in it, and why: what follows `has no effect`."""
+    """Options that never have an effect in the job, and why: what follows `has no effect`."""
 
     def __post_init__(self) -> None:
         if self.given is None:

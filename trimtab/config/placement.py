@@ -13,8 +13,10 @@ from trimtab.config.option import Options, option
 ROLES = ("actor", "ref", "critic", "reward")
 # What has nothing to do without vLLM. Its other options describe what the built-in engine always does.
 _OF_OTHER_ENGINES = (
-    *("vllm_num_engines", "vllm_gpu_memory_utilization", "vllm_sync_backend", "vllm_sync_with_ray", "enforce_eager"),
+    *("vllm_num_engines", "vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_sync_backend"),
+    *("vllm_sync_with_ray", "enforce_eager"),
 )
+_NOTHING_ASKED = {"vllm_num_engines": 0, "vllm_tensor_parallel_size": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,17 +40,17 @@ class PlacementOptions(Options):
     """Machines of the reward models."""
     reward_num_gpus_per_node: int | None = option(None, at_least=1)
     """GPUs of the reward models on each machine."""
-    colocate_actor_ref: bool = False
+    colocate_actor_ref: bool = option(False, always=True)
     """Policy and reference share GPUs; here they always do."""
-    colocate_critic_reward: bool = False
+    colocate_critic_reward: bool = option(False, always=True)
     """Critic and reward models share GPUs; here they always do."""
-    colocate_all_models: bool = False
+    colocate_all_models: bool = option(False, always=True)
     """All models and the rollout engine share GPUs; here they always do."""
     ref_reward_offload: bool = False
     """Keep the weights of reference and reward models in main memory and bring them to the device to score."""
     deepspeed_enable_sleep: bool = False
     """Free the optimiser's device memory while answers are written. Not implemented yet."""
-    actor_init_on_gpu: bool = False
+    actor_init_on_gpu: bool = option(False, always=True)
     """Load the policy straight to the device; that is how it is always done here."""
     async_train: bool = option(False, refused="(answers written while learning) is not implemented yet; leave it out")
     """Write the next answers while learning from the last. Not implemented yet."""
@@ -58,9 +60,8 @@ class PlacementOptions(Options):
     """Python file of an environment that answers the policy turn by turn. Not implemented yet."""
 
     def check(self) -> Iterable[str]:
-        if self.deepspeed_enable_sleep:
-            return ["--deepspeed_enable_sleep has no effect: to keep the optimiser off the device use --adam_offload"]
-        return ()
+        if self.asks("deepspeed_enable_sleep"):
+            yield "--deepspeed_enable_sleep has no effect: to keep the optimiser off the device use --adam_offload"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ class VLLMOptions(PrefixOptions):
     """How weights go to the engines: nccl or gloo. The built-in engine reads the policy's own."""
     vllm_sync_with_ray: bool = False
     """Send the weights through Ray."""
-    vllm_enable_sleep: bool = False
+    vllm_enable_sleep: bool = option(False, always=True)
     """Give the engine's memory back while the policy is trained; done here when it is more than what is free."""
     enforce_eager: bool = False
     """Capture no graphs."""
@@ -92,10 +93,12 @@ class VLLMOptions(PrefixOptions):
         return (self.vllm_num_engines or 0) * self.vllm_tensor_parallel_size
 
     def check(self) -> Iterable[str]:
-        aside = [f"--{name}" for name in _OF_OTHER_ENGINES if self.changed(name) and getattr(self, name) != 0]
-        if not aside:
-            return ()
-        return [f"the built-in engine writes the answers, with the policy's own weights: {', '.join(aside)} set aside"]
+        asked = [name for name in _OF_OTHER_ENGINES if self.asks(name)]
+        if not self.vllm_num_engines and "vllm_tensor_parallel_size" in asked:
+            asked.remove("vllm_tensor_parallel_size")  # said to need the other
+        aside = [f"--{name}" for name in asked if getattr(self, name) != _NOTHING_ASKED.get(name)]
+        if aside:
+            yield f"the built-in engine writes the answers, with the policy's own weights: {', '.join(aside)} set aside"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +111,16 @@ class ClusterOptions(ProcessOptions, PlacementOptions, VLLMOptions):
         if gpus > 1 and self.nproc == 1:
             changes["nproc"] = gpus
         return ()
+
+    def check(self) -> Iterable[str]:
+        asked = self.gpus_asked_for()
+        used = "one process" if self.nproc == 1 else f"{self.nproc} processes"
+        given = [name for role in ROLES if self.asks(name := f"{role}_num_gpus_per_node")]
+        if given and asked > self.nproc:
+            flags = ", ".join(f"--{name}" for name in given)
+            yield f"all models share {used}, on as many of the {asked} GPUs that are asked for: {flags}"
+        elif others := [f"--{name}" for name in given if getattr(self, name) != self.nproc]:
+            yield f"all models share {used}: {', '.join(others)} set aside"
 
     def gpus_asked_for(self) -> int:
         """GPUs on each machine that the command gives to models and engines; 0 where it says nothing."""

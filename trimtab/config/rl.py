@@ -118,7 +118,7 @@ class RolloutOptions(SamplingOptions):
                 f"--vllm_generate_batch_size {at_once} is more than --rollout_batch_size {self.rollout_batch_size}: "
                 "without --dynamic_filtering an iteration needs no more prompts than that"
             )
-        return ()
+        return () if self.dynamic_filtering else self.idle(["vllm_generate_batch_size"], "without --dynamic_filtering")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ class KLOptions(Options):
     """Adapt the weight so that the KL stays near this value."""
     kl_horizon: int = option(10_000, at_least=1, needs="kl_target")
     """Samples in which the weight adapts."""
-    kl_estimator: str = option("k1", choices=("k1", "k2", "k3"))
+    kl_estimator: str = option("k1", choices=("k1", "k2", "k3"), needs="init_kl_coef")
     """With d the difference in log-probability: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d."""
     use_kl_loss: bool = option(False, needs="init_kl_coef")
     """The KL is a term of the loss, not of the reward."""
@@ -216,15 +216,17 @@ class PolicyLossOptions(Options):
             )
         if self.dual_clip is not None and self.policy_loss_type != "ppo":
             raise UserError(f"--dual_clip belongs to --policy_loss_type ppo, not {self.policy_loss_type}: drop it")
-        if self.eps_clip_low_high is None:
-            return ()
-        low, high = self.eps_clip_low_high
-        if not 0 < low <= 1 or high <= 0:
-            raise UserError(
-                f"--eps_clip_low_high {low:g} {high:g}: both must be above 0, and the first, of the lower bound, at "
-                "most 1"
-            )
-        return self.idle(["eps_clip"], "beside --eps_clip_low_high")
+        if self.eps_clip_low_high is not None:
+            low, high = self.eps_clip_low_high
+            if not 0 < low <= 1 or high <= 0:
+                raise UserError(
+                    f"--eps_clip_low_high {low:g} {high:g}: both must be above 0, and the first, of the lower bound, "
+                    "at most 1"
+                )
+            yield from self.idle(["eps_clip"], "beside --eps_clip_low_high")
+        bounds = "eps_clip" if self.eps_clip_low_high is None else "eps_clip_low_high"
+        if self.policy_loss_type == "cispo" and self.asks(bounds):
+            yield f"--{bounds} has no effect as a lower bound: --policy_loss_type cispo bounds from above alone"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,5 +266,5 @@ class SamplingEvaluationOptions(AnswerOptions):
     """Samples for each prompt in evaluation."""
     save_rollouts: int = option(8, at_least=0)
     """Rollouts of every iteration that are kept in the log."""
-    perf: bool = False
+    perf: bool = option(False, always=True)
     """Measure the time of each phase; that is always done here."""

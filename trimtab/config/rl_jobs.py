@@ -2,6 +2,7 @@
 together."""
 
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from trimtab.config.attack import RewardInputOptions
@@ -38,6 +39,9 @@ from trimtab.config.tail import METHODS, ProposalOptions, TailMeasureOptions, Ta
 from trimtab.errors import UserError
 
 DYNAMIC_BUDGET = 16_192
+OF_EVALUATION = ("eval_max_samples", "eval_steps", "eval_temperature", "eval_n_samples_per_prompt")
+OF_SAMPLING = ("top_p", "dynamic_filtering", "vllm_generate_batch_size")
+OF_THE_ENGINE = ("rollout_slots", "rollout_kv_tokens", "weight_only_int8")
 OF_THE_CRITIC = ("critic_pretrain", "critic_learning_rate", "value_clip", "save_value_network", "lambd")
 # Options of other RL jobs that would change what is sampled, or what a return is, unseen by the formulas of tail.
 _OF_OTHER_METHODS = (
@@ -80,6 +84,12 @@ class RLOptions(
 
     trainer: ClassVar[str] = "rl"
 
+    idle_here = MappingProxyType({"max_len": "in RL: --prompt_max_len and --generate_max_len are the limits"})
+
+    @property
+    def token_budget_option(self) -> str | None:
+        return "use_dynamic_batch" if self.use_dynamic_batch else None
+
     @property
     def longest_rollout(self) -> int:
         """Tokens of the longest prompt and the longest answer."""
@@ -91,9 +101,15 @@ class RLOptions(
             changes["packing_samples"] = True
             changes["train_max_tokens_per_gpu"] = budget
             changes["rollout_max_tokens_per_gpu"] = self.rollout_max_tokens_per_gpu or budget
-        if self.enable_vllm_is_correction and self.mismatch_correction is None:
-            changes["mismatch_correction"] = "tis"
-            changes["mismatch_range"] = (0.0, self.vllm_is_truncated_threshold)
+        if not self.enable_vllm_is_correction:
+            return ()
+        if self.mismatch_correction is not None and not self.asks("mismatch_correction"):
+            return ()  # settled before
+        if self.mismatch_correction is not None:
+            spelt = ("enable_vllm_is_correction", "vllm_is_truncated_threshold")
+            return self.idle(spelt, "beside --mismatch_correction")
+        changes["mismatch_correction"] = "tis"
+        changes["mismatch_range"] = (0.0, self.vllm_is_truncated_threshold)
         return ()
 
     def check(self) -> Iterable[str]:
@@ -118,6 +134,8 @@ class RLOptions(
         self._check_budget("rollout_max_tokens_per_gpu", self.rollout_max_tokens_per_gpu)
         yield from self._about_the_critic()
         yield from self._about_steps()
+        yield from self._about_packing()
+        yield from self._about_what_is_not_there()
 
     def _check_rewarded(self) -> None:
         if any(
@@ -151,6 +169,29 @@ class RLOptions(
             raise UserError(f"--freezing_actor_steps trains the critic alone, and {estimator} has none: drop it")
         if names := [f"--{name}" for name in OF_THE_CRITIC if self.asks(name)]:
             yield f"{', '.join(names)} without effect: --advantage_estimator {estimator} has no critic"
+
+    def _about_packing(self) -> Iterable[str]:
+        return self.idle(["packing_samples"], "in RL: samples are always packed")
+
+    def _about_what_is_not_there(self) -> Iterable[str]:
+        if not self.eval_dataset:
+            yield from self.idle(OF_EVALUATION, "without --eval_dataset")
+        if not self.reward_pretrain and self.advantage_estimator != "gae":
+            yield from self.idle(["value_head_prefix"], "without a reward model or a critic")
+        if self.asks("ref_reward_offload"):
+            yield from self._about_offload()
+        if self.replay:
+            # Evaluation samples too, but with settings of its own.
+            idle = OF_SAMPLING if self.eval_dataset else (*OF_SAMPLING, *OF_THE_ENGINE)
+            if names := [f"--{name}" for name in idle if self.asks(name)]:
+                yield f"{', '.join(names)} without effect: --replay samples nothing"
+
+    def _about_offload(self) -> Iterable[str]:
+        frozen = bool(self.teacher_model) or (self.init_kl_coef > 0 and not self.lora_rank)
+        if not frozen:
+            yield "--ref_reward_offload has no effect: there is no frozen reference to keep in main memory"
+        elif self.reward_pretrain:
+            yield "--ref_reward_offload has no effect on reward models, which stay on the device"
 
     def _about_steps(self) -> Iterable[str]:
         """An iteration's samples are cut into optimiser steps of whole groups."""
@@ -255,6 +296,10 @@ class TailOptions(RLOptions, RewardInputOptions, TailMethodOptions, ProposalOpti
     @property
     def adapts(self) -> bool:
         return self.lora_rank > 0 or self.proposal_lora_rank > 0
+
+    def _about_packing(self) -> Iterable[str]:
+        # With it, passes may hold parts of a group.
+        return () if self.micro_train_batch_size % self.n_samples_per_prompt else super()._about_packing()
 
     def settle(self, changes: dict[str, Any]) -> Iterable[str]:
         """What the method decides."""

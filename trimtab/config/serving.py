@@ -18,9 +18,9 @@ TOKEN_VARIABLE = "TRIMTAB_BEARER_TOKEN"
 class StepScoreOptions(StepRewardOptions):
     """Step rewards"""
 
-    step_reward: str = option("min", choices=("min", "last", "steps"))
+    step_reward: str = option("min", choices=("min", "last", "steps"), needs="placeholder_token")
     """Which of a response's step scores is its reward: min or last; in RL also steps, each score at its own step."""
-    step_separator: str | None = None
+    step_separator: str | None = option(None, needs="placeholder_token")
     """Text that ends a step, before which the placeholder is put; unset: responses have the placeholder already."""
 
     def check(self) -> Iterable[str]:

@@ -30,7 +30,7 @@ class Conversation:
         seed_everything(options.seed, deterministic=options.full_determinism)
         policy = load_frozen_policy(options.pretrain, options, find_device(), flag="--pretrain").model
         self.engine = BuiltinEngine(policy, self.tokenizer, slots=1)
-        unasked = options.input_template == ChatOptions.input_template
+        unasked = "input_template" not in options.given
         self.as_chat = options.apply_chat_template or bool(unasked and self.tokenizer.chat_template)
         self._chat = ChatRenderer(self.tokenizer) if self.as_chat else None
         context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)

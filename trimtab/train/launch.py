@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trimtab.config.groups import LoadOptions, LoggingOptions
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device, seed_everything
 from trimtab.distributed.world import World, find_world, leave_world
@@ -41,9 +42,8 @@ def build_run(options: Any, make_task: MakeTask, device: Device, world: World) -
     if world.leads:
         world.wait()
     task.world = world
-    if options.load_in_4bit and world.size > 1:
-        raise UserError("--load_in_4bit: 4-bit weights cannot be split; train in one process")
-    for line in task.data_lines():
+    check_undivided(options, world)
+    for line in [*task.data_lines(), *without_evaluation(options, task)]:
         world.say(line)
     options, plan = fitted(options, device, world, lambda: supervised_work(task))
     task.options = options
@@ -106,6 +106,20 @@ def load_job_tokenizer(options: Any):
         disable_fast=options.disable_fast_tokenizer,
         chat_template=getattr(options, "tokenizer_chat_template", None),
     )
+
+
+def check_undivided(options: LoadOptions, world: World) -> None:
+    """Launchers start processes without telling the options."""
+    if options.load_in_4bit and world.size > 1:
+        raise UserError("--load_in_4bit: 4-bit weights cannot be split; train in one process")
+
+
+def without_evaluation(options: LoggingOptions, task: Task) -> list[str]:
+    """Whether the data hold a test split is known only when they are read."""
+    if task.evaluation_samples:
+        return []
+    names = ("eval_steps", "eval_max_samples")
+    return [f"warning: {line}" for line in options.idle(names, "without --eval_dataset, or a test split in the data")]
 
 
 def notes(options: Any, device: Device) -> list[str]:

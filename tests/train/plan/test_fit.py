@@ -12,7 +12,7 @@ from trimtab.config.jobs import GRPOOptions, SFTOptions, TailOptions
 from trimtab.config.parse import parse
 from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
-from trimtab.train.plan.fit import _wanted
+from trimtab.train.plan.fit import _wanted, fitted
 
 CPU, ACCELERATOR = Device(torch.device("cpu"), "CPU"), Device(torch.device("meta"), "an accelerator")
 
@@ -39,6 +39,12 @@ def test_neither_several_processes_nor_a_tail_run_are_planned():
     assert not _wanted(TailOptions(), ACCELERATOR, World())
     assert not _wanted(GRPOOptions(use_dynamic_batch=True), ACCELERATOR, World())
     assert _wanted(GRPOOptions(), ACCELERATOR, World())
+
+
+def test_asking_for_planned_passes_over_several_processes_is_answered(capsys):
+    options = SFTOptions(fit_memory=True)
+    assert fitted(options, ACCELERATOR, World(0, 2), lambda: pytest.fail("nothing is planned")) == (options, None)
+    assert "--fit_memory has no effect over several processes" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def fitted(options: Any, device: Device, world: World, work: Callable[[], Work]) -> tuple[Any, "Plan | None"]:
     """The options with the plan's token budget and the plan; or as they are and None."""
     if not _wanted(options, device, world):
+        if options.fit_memory:
+            world.say("warning: --fit_memory has no effect over several processes: one device is planned for")
         return options, None
     from trimtab.train.plan.plan import budget_changes, make_plan  # a second of imports
 

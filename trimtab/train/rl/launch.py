@@ -35,7 +35,7 @@ from trimtab.rewards.waiting import GivenUp
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Sampling
-from trimtab.train.launch import load_job_tokenizer, notes, of_few_rows
+from trimtab.train.launch import check_undivided, load_job_tokenizer, notes, of_few_rows
 from trimtab.train.manifest import make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.plan.fit import fitted, for_manifest, work_of_prompts
@@ -98,6 +98,7 @@ class Builder:
 
     def __init__(self, options: Any, device: Device, world: World, stop: StopRequest):
         self.options, self.device, self.world = options, device, world
+        check_undivided(options, world)
         _check_places(options)
         self.tokenizer = load_job_tokenizer(options)
         self.stores, self.reports = self._prompts()

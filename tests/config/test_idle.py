@@ -1,0 +1,401 @@
+"""Every option has its effect, or says in one line that it has none, or is refused."""
+
+import ast
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.config.every_job import EVERY_JOB
+from trimtab.cli.main import VERBS
+from trimtab.config.catalogue import Option, options_of
+from trimtab.config.checks import settled_and_checked
+from trimtab.config.groups import CheckpointOptions
+from trimtab.config.jobs import JOBS, SFTOptions
+from trimtab.config.option import Options
+from trimtab.config.parse import parse
+from trimtab.config.support import hardware_problems
+from trimtab.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "trimtab" / "config"
+OF_OPTIONS = {"options", "settings", "chosen", "its_options", "self"}
+"""Names under which code holds options, or a part of them. A read of `self.x` counts in config/ alone."""
+
+OF_THE_CALL = {"config", "local_rank"}
+"""Read by the parser, and written by launchers."""
+SAME_EITHER_WAY = {("rm", "loss")}
+"""Two spellings of one function."""
+
+
+# ---- which options the code of a job reads
+
+
+def file_of(module: str) -> Path | None:
+    place = ROOT / module.replace(".", "/")
+    return next((path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None)
+
+
+@functools.cache
+def syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imported(path: Path) -> frozenset[Path]:
+    """The files of ours that a file imports, at its top or inside a function."""
+    names = []
+    for node in ast.walk(syntax(path)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return frozenset(found for name in names if name.startswith("trimtab") and (found := file_of(name)))
+
+
+def reached(start: str) -> set[Path]:
+    """The files that a job's own module leads to; those of config/ only say what options there are."""
+    todo, seen = [file_of(start)], set()
+    while todo:
+        path = todo.pop()
+        if path not in seen and CONFIG not in path.parents:
+            seen.add(path)
+            todo += imported(path)
+    return seen
+
+
+def reads(tree: ast.AST, holders: set[str]) -> Iterator[str]:
+    """Names that are read from something that holds options."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            holder = node.value
+            name = getattr(holder, "id", None) or getattr(holder, "attr", None)
+            if name in holders:
+                yield node.attr
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) == "getattr" and len(node.args) > 1:
+            if isinstance(node.args[1], ast.Constant):
+                yield str(node.args[1].value)
+        elif isinstance(node, ast.ClassDef) and node.name.endswith("Settings"):
+            # Copied out of the options by name (data/building.py).
+            yield from (field.target.id for field in node.body if isinstance(field, ast.AnnAssign))
+
+
+@functools.cache
+def read_by(job_class: type) -> frozenset[str]:
+    modules = [VERBS[job_class.verb][0]]
+    if issubclass(job_class, CheckpointOptions):
+        modules.append(f"trimtab.train.{job_class.trainer}")  # which the command imports by name
+    files = {path for module in modules for path in reached(module)}
+    found = {name for path in files for name in reads(syntax(path), OF_OPTIONS - {"self"})}
+    return frozenset(found | {name for group in job_class.__mro__ for name in settled_by(group)})
+
+
+@functools.cache
+def settled_by(group: type) -> frozenset[str]:
+    """Options that become part of others: read by a group's settle, its properties and what these call."""
+    if not group.__module__.startswith("trimtab.config"):
+        return frozenset()
+    tree = next(
+        node
+        for node in ast.walk(syntax(file_of(group.__module__)))
+        if isinstance(node, ast.ClassDef) and node.name == group.__name__
+    )
+    methods = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    asking = {"check", "idle", "asks", "changed"}
+    return frozenset(
+        name
+        for method in methods
+        if method.name not in asking and not method.name.startswith(("_check", "_about"))
+        for name in reads(method, {"self"})
+    )
+
+
+# ---- what the others say
+
+
+GIVEN = {
+    **{"pretrain": "a/b", "dataset": "a/b", "prompt_data": "a/b", "reward_pretrain": "a/b", "teacher_model": "a/b"},
+    **{
+        "placeholder_token": "#",
+        "output_path": "rows.jsonl",
+        "model_path": "a/b",
+        "lora_path": "a/c",
+        "file_path": "a/b",
+    },
+    **{"reward_threshold": 0.0},
+}
+"""Enough of every job to be checked."""
+
+
+def enough(job_class: type) -> dict[str, Any]:
+    known = options_of(job_class)
+    needed = {name for name, option in known.items() if option.required}
+    return {
+        name: value
+        for name, value in GIVEN.items()
+        if name in needed | {"reward_pretrain", "reward_threshold"} & known.keys()
+    }
+
+
+def another_value(option: Option) -> Any:
+    """A value that is not the default and within the limits."""
+    choices = [choice for choice in option.limits.choices if choice != option.default]
+    one = {bool: True, int: 3, float: 0.75, str: "other"}[option.kind]
+    if option.kind is bool:
+        one = not option.default
+    one = choices[0] if choices else one
+    return one if option.count is None else (one,) * (option.count or 2)
+
+
+def says_a_word(job_class: type, option: Option) -> bool:
+    """Whether a line or a refusal follows that names the option, if the user sets it."""
+    try:
+        options, lines = settled_and_checked(job_class(**enough(job_class) | {option.name: another_value(option)}))
+        lines += hardware_problems(options, lambda: 0)
+    except UserError as error:
+        lines = [str(error)]
+    return any(re.search(rf"--{option.name}\b", line) for line in lines)
+
+
+def silent(job_class: type) -> list[str]:
+    """The job's options that none of its code reads and that nobody says a word about."""
+    return [
+        name
+        for name, option in options_of(job_class).items()
+        if name not in read_by(job_class) | OF_THE_CALL
+        and not option.always
+        and (job_class.verb, name) not in SAME_EITHER_WAY
+        and not says_a_word(job_class, option)
+    ]
+
+
+@pytest.mark.parametrize("job_class", EVERY_JOB)
+def test_every_option_is_read_by_its_job_or_says_that_it_has_no_effect(job_class):
+    assert silent(job_class) == []
+
+
+@pytest.mark.parametrize("job_class", EVERY_JOB)
+def test_what_is_declared_to_have_no_effect_says_so(job_class):
+    for name in {name for group in job_class.__mro__ for name in vars(group).get("idle_here", {})}:
+        assert says_a_word(job_class, options_of(job_class)[name]), name
+
+
+def test_the_walk_sees_an_option_that_nothing_reads_and_one_that_only_other_jobs_read():
+    @dataclass(frozen=True, kw_only=True)
+    class More(Options):
+        """More"""
+
+        unheard_of: int = 0
+        """Nothing reads it."""
+        step_separator: str | None = None
+        """Read, but not by SFT."""
+
+    class Probe(SFTOptions, More):
+        """Probe"""
+
+    probe = dataclass(frozen=True, kw_only=True)(Probe)
+    assert silent(probe) == ["unheard_of", "step_separator"]
+    probe.idle_here = {"unheard_of": "in a probe", "step_separator": "in a probe"}
+    assert silent(probe) == []
+
+
+# ---- what has an effect in some company only
+
+RL = "--pretrain a/b --prompt_data a/b --reward_pretrain a/b"
+SFT = "--pretrain a/b --dataset a/b"
+CASES = [
+    ("ppo", f"{RL} --ref_reward_offload", "--ref_reward_offload has no effect on reward models", None),
+    ("ppo", f"{RL} --ref_reward_offload --init_kl_coef 0", "--ref_reward_offload has no effect: there is no", None),
+    (
+        "ppo",
+        f"{RL} --vllm_generate_batch_size 8",
+        "without --dynamic_filtering",
+        "--dynamic_filtering --n_samples_per_prompt 2",
+    ),
+    (
+        "ppo",
+        f"{RL} --kl_estimator k1 --init_kl_coef 0",
+        "--kl_estimator has no effect without --init_kl_coef",
+        "--init_kl_coef 0.1",
+    ),
+    (
+        "ppo",
+        f"{RL} --policy_loss_type cispo --eps_clip 0.2",
+        "--eps_clip has no effect as a lower bound",
+        "--policy_loss_type ppo",
+    ),
+    (
+        "ppo",
+        f"{RL} --policy_loss_type cispo --eps_clip_low_high 0.2 0.3",
+        "--eps_clip_low_high has no effect as a lower",
+        "--policy_loss_type gspo",
+    ),
+    *(
+        (verb, f"{words} {flag}", f"{flag.split()[0]} has no effect without --placeholder_token", None)
+        for verb, words in (("ppo", RL), ("serve-rm", "--reward_pretrain a/b"))
+        for flag in ("--reward_tokens + -", "--step_reward min", "--step_separator x")
+    ),
+    *(
+        ("ppo", f"{RL} {flag}", f"{flag.split()[0]} has no effect without --eval_dataset", "--eval_dataset a/b")
+        for flag in (
+            "--eval_steps 5",
+            "--eval_temperature 0.6",
+            "--eval_n_samples_per_prompt 4",
+            "--eval_split train",
+            "--eval_max_samples 5",
+        )
+    ),
+    ("sft", f"{SFT} --eval_split train", "--eval_split has no effect without --eval_dataset", "--eval_dataset a/b"),
+    (
+        "ppo",
+        f"{RL} --use_dynamic_batch --micro_train_batch_size 4",
+        "--micro_train_batch_size has no effect beside --use_dynamic_batch",
+        "--use_dynamic_batch False",
+    ),
+    (
+        "ppo",
+        f"{RL} --use_dynamic_batch --micro_rollout_batch_size 8",
+        "--micro_rollout_batch_size has no effect beside",
+        "--use_dynamic_batch False",
+    ),
+    (
+        "sft",
+        f"{SFT} --packing_samples --train_max_tokens_per_gpu 4096 --micro_train_batch_size 8",
+        "--micro_train_batch_size has no effect beside --train_max_tokens_per_gpu",
+        "--train_max_tokens_per_gpu None",
+    ),
+    (
+        "sft",
+        f"{SFT} --fit_memory --micro_train_batch_size 8",
+        "--micro_train_batch_size has no effect beside --fit_memory",
+        "--fit_memory False",
+    ),
+    ("chat", "--pretrain a/b --csft_prompt good", "--csft_prompt has no effect without --enable_csft", "--enable_csft"),
+    ("sft", f"{SFT} --wandb_project mine", "--wandb_project has no effect without --use_wandb", "--use_wandb offline"),
+    (
+        "sft",
+        f"{SFT} --wandb_run_name mine",
+        "--wandb_run_name has no effect without --use_wandb",
+        "--use_tensorboard x",
+    ),
+    *(
+        (verb, f"{words} {flag}", f"{flag} has no effect without --save_steps", "--save_steps 5 --save_hf_ckpt")
+        for verb, words in (("ppo", RL), ("sft", SFT))
+        for flag in ("--save_hf_ckpt", "--disable_ds_ckpt")
+    ),
+    (
+        "sft",
+        f"{SFT} --lr_scheduler constant --lr_warmup_ratio 0.03",
+        "--lr_warmup_ratio has no effect with",
+        "--lr_scheduler constant_with_warmup",
+    ),
+    (
+        "sft",
+        f"{SFT} --lr_scheduler constant --lr_warmup_ratio 0.03",
+        "--lr_warmup_ratio has no effect with",
+        "--lr_warmup_ratio 0",
+    ),
+    *(
+        (
+            verb,
+            f"{words} --apply_chat_template --input_template x{{}}",
+            "--input_template has no effect beside --apply_chat_template",
+            "--apply_chat_template False",
+        )
+        for verb, words in (("ppo", RL), ("sft", SFT), ("chat", "--pretrain a/b"))
+    ),
+    (
+        "sft",
+        f"{SFT} --pretrain_mode --input_template x{{}}",
+        "--input_template has no effect with --pretrain_mode",
+        "--pretrain_mode False",
+    ),
+    ("ppo", f"{RL} --max_len 4096", "--max_len has no effect in RL", None),
+    ("ppo", f"{RL} --packing_samples", "--packing_samples has no effect in RL", None),
+    ("serve-rm", "--reward_pretrain a/b --packing_samples", "--packing_samples has no effect in a server", None),
+    *(
+        (
+            "ppo",
+            f"{RL} --replay rec {flag}",
+            f"{flag.split()[0]} without effect: --replay samples nothing",
+            "--replay None",
+        )
+        for flag in ("--rollout_slots 256", "--rollout_kv_tokens 9999", "--weight_only_int8", "--top_p 1.0")
+    ),
+    ("ppo", f"{RL} --replay rec --rollout_slots 8", "--rollout_slots without effect", "--eval_dataset a/b"),
+    ("ppo", f"{RL} --vllm_num_engines 1 --vllm_tensor_parallel_size 2", "--vllm_tensor_parallel_size set aside", None),
+    (
+        "ppo",
+        f"{RL} --vllm_tensor_parallel_size 1",
+        "--vllm_tensor_parallel_size has no effect without",
+        None,
+    ),
+    (
+        "ppo",
+        f"{RL} --enable_vllm_is_correction --mismatch_correction tis",
+        "--enable_vllm_is_correction has no effect beside",
+        "--mismatch_correction None",
+    ),
+    (
+        "ppo",
+        f"{RL} --overlap_comm False",
+        "--overlap_comm False has no effect: it is always done",
+        "--overlap_comm True",
+    ),
+    (
+        "serve-rm",
+        "--reward_verifier gsm8k --bf16",
+        "--bf16 has no effect with --reward_verifier",
+        "--reward_verifier None --reward_pretrain a/b",
+    ),
+    (
+        "generate",
+        "--pretrain a/b --dataset a/b --output_path x.jsonl --micro_batch_size 16",
+        "--micro_batch_size has no effect without a reward model",
+        "--reward_pretrain a/b",
+    ),
+]
+
+
+def lines_of(verb: str, words: str) -> list[str]:
+    return settled_and_checked(parse(JOBS[verb], words.split()))[1]
+
+
+@pytest.mark.parametrize("verb, words, line, company", CASES)
+def test_an_option_without_effect_says_so_and_where_it_has_one_does_not(verb, words, line, company):
+    assert [said for said in lines_of(verb, words) if line in said], lines_of(verb, words)
+    if company is not None:
+        assert not [said for said in lines_of(verb, f"{words} {company}") if line in said]
+
+
+@pytest.mark.parametrize("verb, words, line, company", CASES)
+def test_what_the_user_did_not_set_is_not_spoken_of(verb, words, line, company):
+    options = parse(JOBS[verb], words.split())
+    assert not settled_and_checked(dataclasses.replace(options, given=frozenset()))[1]
+
+
+def test_sixteen_gpus_asked_for_and_four_used_is_said():
+    words = " ".join(f"--{role}_num_gpus_per_node 4" for role in ("actor", "ref", "critic", "reward"))
+    (line,) = lines_of("ppo", f"{RL} {words}")
+    assert line.startswith("all models share 4 processes, on as many of the 16 GPUs that are asked for: --actor_num")
+    assert lines_of("ppo", f"{RL} {words} --colocate_all_models") == []
+    (line,) = lines_of("ppo", f"{RL} {words} --colocate_all_models --ref_num_gpus_per_node 2")
+    assert line == "all models share 4 processes: --ref_num_gpus_per_node set aside"
+
+
+@pytest.mark.parametrize("verb, words", [("sft", SFT), ("dpo", SFT), ("ppo", RL)])
+def test_four_bit_weights_are_refused_over_several_processes(verb, words):
+    quantised = f"{words} --load_in_4bit --bf16 --lora_rank 8"
+    assert lines_of(verb, quantised) == []
+    with pytest.raises(UserError, match="4-bit weights cannot be split"):
+        lines_of(verb, f"{quantised} --nproc 2")
+
+
+def test_four_bit_weights_are_refused_where_the_policys_gpus_are_several():
+    with pytest.raises(UserError, match="4-bit weights cannot be split"):
+        lines_of("ppo", f"{RL} --load_in_4bit --bf16 --lora_rank 8 --actor_num_gpus_per_node 2")

@@ -1,0 +1,37 @@
+"""What is said between the options and the first step."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from trimtab.config.jobs import DPOOptions, PPOOptions, SFTOptions
+from trimtab.config.parse import parse
+from trimtab.distributed.device import find_device
+from trimtab.distributed.world import World
+from trimtab.errors import UserError
+from trimtab.interrupts import StopRequest
+from trimtab.train.launch import check_undivided, without_evaluation
+from trimtab.train.rl.launch import Builder
+
+QUANTISED = {"load_in_4bit": True, "bf16": True, "lora_rank": 8}
+
+
+@pytest.mark.parametrize("job_class", [SFTOptions, PPOOptions])
+def test_four_bit_weights_are_refused_in_a_world_of_several_processes(job_class):
+    check_undivided(job_class(**QUANTISED), World())
+    with pytest.raises(UserError, match="4-bit weights cannot be split"):
+        check_undivided(job_class(**QUANTISED), World(0, 2))
+
+
+def test_rl_asks_before_anything_is_loaded():
+    with pytest.raises(UserError, match="4-bit weights cannot be split"):
+        Builder(PPOOptions(**QUANTISED), find_device(), World(0, 2), StopRequest())
+
+
+@pytest.mark.parametrize("words", ["--eval_steps 5", "--eval_max_samples 5"])
+def test_how_to_evaluate_without_evaluation_data_has_no_effect_and_says_so(words):
+    options = parse(DPOOptions, words.split())
+    (line,) = without_evaluation(options, SimpleNamespace(evaluation_samples=0))
+    assert line == f"warning: {words.split()[0]} has no effect without --eval_dataset, or a test split in the data"
+    assert without_evaluation(options, SimpleNamespace(evaluation_samples=7)) == []
+    assert without_evaluation(DPOOptions(), SimpleNamespace(evaluation_samples=0)) == []
