@@ -47,7 +47,10 @@ def test_the_documented_command_means_what_it_says(tmp_path):
     (tmp_path / "goals.csv").write_text("goal,target\na,b\n")
     command = DOCUMENTED.format(ckpt=tmp_path, goals=tmp_path / "goals.csv")
     options, _ = settle(parse(AttackOptions, shlex.split(command)))
-    assert check(options) == ["--gradient_checkpointing has no effect in an attack: nothing is trained"]
+    assert check(options) == [
+        "--gradient_checkpointing has no effect in an attack: nothing is trained",
+        "--zero_stage has no effect in an attack: it runs in one process",
+    ]
     assert options.rm_exclude_adv_suffix and options.gcg_filter_ids and options.gcg_use_prefix_cache
     assert (options.reward_threshold, options.samples_per_prompt, options.seed) == (-4.0, 1000, 42)
 
