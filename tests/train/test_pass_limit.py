@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.train.sft_run import make_run, write_task
 from trimtab.cli.main import main
 from trimtab.distributed.device import is_out_of_memory
 from trimtab.errors import OutOfMemory, RunFailed
+from trimtab.train.metrics import read_rows
 from trimtab.train.pass_limit import PassLimit, memory_guard, until_it_fits
 
 STEP = "--train_batch_size 8 --micro_train_batch_size 8 --max_epochs 1 --learning_rate 1e-3"
@@ -96,6 +98,36 @@ def test_evaluation_is_cut_smaller_too(tmp_path, monkeypatch):
     with_room_for(60, monkeypatch)
     assert run.evaluate() == pytest.approx(whole, rel=1e-5)
     assert run.task.pass_limit.samples < 8
+
+
+def short_of_room(tokens: int) -> None:
+    """In a process of its own, which ends with it."""
+    with_room_for(tokens, pytest.MonkeyPatch())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_one_process_without_room_and_all_begin_the_step_anew(tmp_path, stage):
+    write_task(tmp_path)
+    words = f"sft --pretrain {tmp_path}/model --dataset {tmp_path}/train.jsonl --max_len 40 {STEP} --zero_stage {stage}"
+    words += f" --eval_dataset {tmp_path}/train.jsonl --eval_split train --micro_train_batch_size 4 --input_key input"
+
+    def run(place: str, prepare: dict) -> list[dict]:
+        where = ["--save_path", f"{tmp_path}/{place}", "--ckpt_path", f"{tmp_path}/{place}/checkpoints"]
+        log = tmp_path / f"{place}.log"
+        assert warm.run_world([*words.split(), *where], 2, prepare=prepare, log=log) == [0, 0], log_of(log)
+        return read_rows(tmp_path / place / "metrics.jsonl")
+
+    def log_of(log) -> str:
+        return "".join(path.read_text()[-3000:] for path in sorted(log.parent.glob(f"{log.name}*")))
+
+    whole = run("whole", {})
+    cut = run("cut", {1: partial(short_of_room, 40)})
+    assert "begun anew in passes of at most" in log_of(tmp_path / "cut.log")
+    assert [row["step"] for row in cut] == [row["step"] for row in whole]
+    assert cut[0]["pass_samples"] < 4
+    for before, after in zip(whole, cut):
+        for name in ("loss", "grad_norm", "eval_loss"):
+            assert after.get(name) == (before.get(name) and pytest.approx(before[name], rel=1e-4)), name
 
 
 def _real_shortage(marker) -> None:

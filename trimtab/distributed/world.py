@@ -76,11 +76,16 @@ def find_world(device: Device) -> World:
     if size == 1:
         return World(device=device.torch)
     if not dist.is_initialized():
-        # What is kept in main memory is summed there.
-        backend = "cpu:gloo,cuda:nccl" if device.is_accelerator else "gloo"
-        options = {"device_id": device.torch} if device.is_accelerator else {}
-        dist.init_process_group(backend, timeout=TIMEOUT, **_meeting_place(size), **options)
+        join(device.torch, **_meeting_place(size))
     return World(dist.get_rank(), size, device.torch)
+
+
+def join(device: torch.device, **place: Any) -> None:
+    """Meet the other processes at `place`: a store, this process's rank and how many they are."""
+    # What is kept in main memory is summed there.
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    options = {} if device.type == "cpu" else {"device_id": device}
+    dist.init_process_group(backend, timeout=TIMEOUT, **place, **options)
 
 
 def _meeting_place(size: int) -> dict[str, Any]:

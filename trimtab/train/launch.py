@@ -14,6 +14,7 @@ from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
+from trimtab.train.pass_limit import BeginAnew
 from trimtab.train.plan.fit import fitted, for_manifest, supervised_work
 from trimtab.train.sharded import shard_trained
 from trimtab.train.supervised import SupervisedRun
@@ -27,7 +28,15 @@ MakeTask = Callable[[Any, Any], Task]  # (options, tokenizer)
 def train(options: Any, make_task: MakeTask) -> None:
     device = find_device()
     try:
-        build_run(options, make_task, device, find_world(device)).train()
+        world, carried = find_world(device), None
+        while True:
+            run = build_run(options, make_task, device, world)
+            try:
+                return run.train(carried)
+            except BeginAnew:
+                carried = run.carry()
+            del run
+            device.release_memory()
     finally:
         leave_world()
 

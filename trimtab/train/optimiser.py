@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from trimtab.config.groups import UpdateOptions
 from trimtab.distributed.sharding import local, sum_over_parts
-from trimtab.train.tensor_parts import TensorParts
+from trimtab.train.tensor_parts import HeldParts, TensorParts
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Optimiser:
                 tensors[f"{key}/{name}"] = value
         return tensors
 
-    def restore(self, saved: TensorParts) -> None:
+    def restore(self, saved: TensorParts | HeldParts) -> None:
         with torch.no_grad():
             for name, master in self.masters.items():
                 saved.read_into(f"weight/{name}", master)

@@ -3,6 +3,9 @@
 How a step is cut into passes changes nothing but rounding, so a run that meets a step too large for the device goes on
 with smaller ones. What it learnt about its device is a `PassLimit`, which lies in its checkpoints: a resumed run cuts
 its steps as the run before it did.
+
+In several processes, one that runs out of memory leaves the others in the middle of a collective. All call it off, keep
+their own parts of what was learnt in main memory, build their split models again and go on.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,12 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from trimtab.distributed.calling_off import call_off, reason_to_call_off
 from trimtab.distributed.device import is_out_of_memory
 from trimtab.errors import OutOfMemory, RunFailed
 
 Result = TypeVar("Result")
 
 FLAGS = "--gradient_checkpointing, --bf16, --lora_rank or --adam_offload needs less memory"
+
+
+class BeginAnew(Exception):
+    """Several processes have found their passes too large: what they made together must be made again."""
 
 
 class NoRoom(RunFailed):
@@ -67,11 +75,15 @@ def until_it_fits(attempt: Callable[[], Result], shrink: Callable[[str], None]) 
 
 @contextmanager
 def memory_guard(undo: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """A lack of memory inside becomes OutOfMemory, after `undo` has taken back what was begun."""
+    """A lack of memory inside, in this process or in one that it works with, becomes OutOfMemory in all of them, after
+    `undo` has taken back what was begun."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            why = str(error).partition("\n")[0]
+            call_off(why)
+        elif (why := reason_to_call_off()) is None:
             raise
         undo()
-        raise OutOfMemory(str(error).partition("\n")[0]) from error
+        raise OutOfMemory(why) from error

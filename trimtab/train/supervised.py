@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trimtab.config.dump import to_yaml
 from trimtab.data.batches import TokenBatch
+from trimtab.distributed.calling_off import meet_again
 from trimtab.distributed.device import Device, random_state, restore_random_state
 from trimtab.distributed.sharding import GRADIENT_DTYPES, sync_gradients
 from trimtab.distributed.world import World, deal
@@ -30,10 +31,10 @@ from trimtab.train.checkpoint import Checkpoints, reading
 from trimtab.train.endings import ended_badly, not_finite
 from trimtab.train.manifest import compare, make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser, StepReport
-from trimtab.train.pass_limit import FLAGS, PassLimit, memory_guard, until_it_fits
+from trimtab.train.pass_limit import FLAGS, BeginAnew, PassLimit, memory_guard, until_it_fits
 from trimtab.train.run_log import RunLog
 from trimtab.train.task import Task, Totals
-from trimtab.train.tensor_parts import TensorParts, all_finite, write_parts
+from trimtab.train.tensor_parts import HeldParts, TensorParts, all_finite, write_parts
 
 MANY_BAD_STEPS = 5  # in a row: the run stops
 
@@ -53,6 +54,17 @@ class Counters:
 
 
 @dataclass
+class Carried:
+    """What a process keeps of a run that is begun anew: its own parts, and what all know."""
+
+    tensors: HeldParts
+    random: dict
+    counters: Counters
+    pass_limit: PassLimit
+    pending: dict | None
+
+
+@dataclass
 class SupervisedRun:
     options: object
     task: Task
@@ -63,6 +75,7 @@ class SupervisedRun:
     world: World = field(default_factory=World)
     counters: Counters = field(default_factory=Counters)
     described: dict[str, float] = field(default_factory=dict)  # what else the manifest says
+    pending: dict | None = None  # the row of a step that is done but for its evaluation
 
     def __post_init__(self):
         options, task = self.options, self.task
@@ -102,14 +115,18 @@ class SupervisedRun:
 
     # ---- the loop
 
-    def train(self) -> None:
-        resumed = self.resume() if self.options.load_checkpoint else False
+    def train(self, carried: "Carried | None" = None) -> None:
+        """`carried`: what this process held of the same run, before it was begun anew."""
+        if carried is not None:
+            resumed = self.take_over(carried)
+        else:
+            resumed = self.resume() if self.options.load_checkpoint else False
         if self.world.leads:
             self.write_description()
         log = self.open_log(resumed) if self.world.leads else None
         try:
             with StopRequest() as stop:
-                while self.counters.step < self.order.steps:
+                while self.counters.step < self.order.steps or self.pending is not None:
                     row = self.train_step(stop)
                     if log is not None:
                         log.write(row)
@@ -132,14 +149,24 @@ class SupervisedRun:
                 log.close()
 
     def train_step(self, stop: StopRequest) -> dict:
-        """One optimiser step and its row of metrics."""
+        """One optimiser step, its evaluation where one is due, and its row of metrics."""
+        if self.pending is None:
+            self.pending = self.update(stop)
+        row = self.pending
+        if self.evaluation_is_due(row["step"] - 1):
+            row |= self.evaluate()
+        row["memory_gib"] = self.device.memory_gib()
+        self.pending = None
+        return row
+
+    def update(self, stop: StopRequest) -> dict:
+        """One optimiser step and what there is to say of it."""
         began = time.monotonic()
         step = self.counters.step
         samples = self.order.step_samples(step)
-        found, totals, passes = until_it_fits(
+        figures, totals, passes = until_it_fits(
             lambda: self.add_up_gradients(samples, stop), lambda why: self.shrink(samples, why)
         )
-        figures = self.world.add_up(found)
         learning_rate = self.optimiser.rate(step)
         if math.isfinite(figures["loss"]):
             report = self.optimiser.step(step)
@@ -161,14 +188,10 @@ class SupervisedRun:
             **self.task.pass_limit.columns(),
         }
         seconds = time.monotonic() - began
-        row |= {"seconds": seconds, "tokens_per_second": row["tokens"] / seconds}
-        if self.evaluation_is_due(step):
-            row |= self.evaluate()
-        row["memory_gib"] = self.device.memory_gib()
-        return row
+        return row | {"seconds": seconds, "tokens_per_second": row["tokens"] / seconds}
 
-    def add_up_gradients(self, samples: list[int], stop: StopRequest) -> tuple[dict[str, Tensor], Totals, int]:
-        """Every pass of a step: its figures in this process, its counts over all, and the number of passes here."""
+    def add_up_gradients(self, samples: list[int], stop: StopRequest) -> tuple[dict[str, float], Totals, int]:
+        """Every pass of a step: its figures and counts, over all processes, and the number of passes here."""
         random_before = random_state()
 
         def undo() -> None:
@@ -191,17 +214,20 @@ class SupervisedRun:
                 if stop.signal and not last and self.world.size == 1:
                     undo()
                     self.leave(stop.signal)
-        return figures, totals, len(batches)
+            return self.world.add_up(figures), totals, len(batches)
 
     def shrink(self, samples: list[int], why: str, *, evaluation: bool = False) -> None:
         """Smaller passes, because these samples' did not fit; where they cannot be smaller, the end of the run."""
         task, limit = self.task, self.task.pass_limit
         self.device.release_memory()
+        meet_again(self.world)
         store = task.evaluation if evaluation else task.store
         lengths = task.lengths(store)
         passes = [(int(lengths[part].sum()), len(part)) for part in task.cut(store, samples)]
         if limit.halve(passes, by_tokens=task.packs):
             self.world.say(f"out of memory in step {self.counters.step + 1}: begun anew in passes of at most {limit}")
+            if self.world.size > 1:
+                raise BeginAnew
             return
         # In an evaluation the step is counted and its row not written yet: the checkpoint before is the one to use.
         saved = self.checkpoints.latest() if evaluation else self.save()
@@ -259,7 +285,7 @@ class SupervisedRun:
                 task.prepare(self.model, batches)
                 for batch in batches:
                     task.loss(self.model, batch, totals).add_to(figures, batch.weight)
-        return {f"eval_{name}": value for name, value in self.world.add_up(figures).items()}
+            return {f"eval_{name}": value for name, value in self.world.add_up(figures).items()}
 
     def give_up(self) -> None:
         """Too many bad steps in a row: keep the last one's samples for a look, and stop."""
@@ -329,6 +355,16 @@ class SupervisedRun:
             if self.world.rank < len(state["random"]):
                 restore_random_state(state["random"][self.world.rank])
         self.world.say(f"resumed from {path} at step {self.counters.step}")
+        return True
+
+    def carry(self) -> "Carried":
+        tensors = HeldParts(self.optimiser.state())
+        return Carried(tensors, random_state(), self.counters, self.task.pass_limit, self.pending)
+
+    def take_over(self, carried: "Carried") -> bool:
+        self.optimiser.restore(carried.tensors)
+        restore_random_state(carried.random)
+        self.counters, self.task.pass_limit, self.pending = carried.counters, carried.pass_limit, carried.pending
         return True
 
     def leave(self, signal_number: int) -> None:

@@ -117,3 +117,19 @@ class TensorParts:
 
     def _rows(self, name: str) -> int:
         return self._found(name)[-1][1]
+
+
+class HeldParts:
+    """The parts of one process, kept in its main memory; for a model that will be split as it was."""
+
+    def __init__(self, tensors: dict[str, Tensor]):
+        self._tensors = {name: local(tensor).detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def whole(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def read_into(self, name: str, tensor: Tensor) -> None:
+        local(tensor).copy_(self._tensors[name])

@@ -1,0 +1,60 @@
+"""Calling off what the processes of a world are in the middle of, so that all can begin it anew.
+
+A process that cannot go on inside a collective leaves the others waiting in it. It says why in the store that all
+share and breaks its connections; the others then fail where they wait, find the reason, and break theirs. Afterwards
+all meet again, at the same store, as a new group of processes.
+"""
+
+import contextlib
+import gc
+import os
+import socket
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from trimtab.distributed.world import World, join
+
+REASON = "trimtab_called_off"
+
+
+def call_off(why: str) -> None:
+    """Break off the collectives of this world. What the others wait for will not come."""
+    if _is_world():
+        _get_default_store().set(REASON, why)
+        _break_connections()
+
+
+def reason_to_call_off() -> str | None:
+    """Why another process has called this world's collectives off, if one has; then this one does the same."""
+    if not _is_world() or not _get_default_store().check([REASON]):
+        return None
+    _break_connections()
+    return _get_default_store().get(REASON).decode(errors="replace")
+
+
+def meet_again(world: World) -> None:
+    """A new group of the same processes in place of the one that was called off. What was made for the old group, a
+    split model most of all, cannot be used in the new one."""
+    if world.size == 1:
+        return
+    store = dist.PrefixStore("again", _get_default_store())
+    dist.destroy_process_group()
+    join(world.device, store=store, rank=world.rank, world_size=world.size)
+
+
+def _is_world() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _break_connections() -> None:
+    """Shut the sockets that the collectives use: those of this process that are neither Python's nor the store's."""
+    store_port = int(os.environ.get("MASTER_PORT", 0))
+    ours = {thing.fileno() for thing in gc.get_objects() if isinstance(thing, socket.socket)}
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            inside = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
+            if inside and int(name) not in ours:
+                ports = connection.getsockname()[1], connection.getpeername()[1]
+                if store_port not in ports:
+                    connection.shutdown(socket.SHUT_RDWR)
