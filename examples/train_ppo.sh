@@ -42,6 +42,5 @@ start trimtab.cli.train_ppo \
     --prompt_data "$DATA" \
     --input_key context_messages \
     --apply_chat_template \
-    --packing_samples \
     --load_checkpoint \
     --gradient_checkpointing

@@ -49,6 +49,5 @@ start trimtab.cli.train_reinforce \
     --init_kl_coef 1e-4 \
     --prompt_data "$DATA" \
     --apply_chat_template \
-    --packing_samples \
     --load_checkpoint \
     --gradient_checkpointing
