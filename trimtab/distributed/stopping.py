@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import torch.distributed as dist
@@ -40,6 +41,14 @@ def heard_by_all(stop: StopRequest, world: World) -> Iterator[None]:
         told.close()
         thread.join()
         listening.close()
+
+
+def was_told(stop: StopRequest, world: World) -> bool:
+    """Whether the run has been told to stop. A process that left for that reason may have gone before its word came."""
+    deadline = time.monotonic() + (2 * LOOK_EVERY if world.size > 1 else 0.0)
+    while not stop.requested() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return stop.requested()
 
 
 def _listen(stop: StopRequest, store: dist.Store, listening: socket.socket, ended: threading.Event) -> None:

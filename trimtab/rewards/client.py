@@ -5,6 +5,7 @@ after a pause that doubles, at the next address. A reward that cannot be had sto
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from trimtab.rewards.waiting import Waiting, spoken
 WORTH_ANOTHER_TRY = {408, 425, 429}  # of the client errors; server errors all are
 LONGEST_PAUSE = 30.0
 LONGEST_REPLY = 2**28
+SECONDS_TO_CLOSE = 5.0
 
 
 class Address:
@@ -104,7 +106,8 @@ class HttpReward:
     def close(self) -> None:
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result()
+        with contextlib.suppress(TimeoutError):  # a farewell that is not returned is not waited for
+            asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result(SECONDS_TO_CLOSE)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -21,6 +21,15 @@ def reward_func(queries, prompts, labels):
         time.sleep(1000)
     return [len(set(query)) / 10 for query in queries]
 """
+NEVER_LOADS = """
+import os, time
+
+if os.environ.get("RANK", "0") == "0":
+    time.sleep(1000)
+
+def reward_func(queries, prompts, labels):
+    return [0.0] * len(queries)
+"""
 SOON = 8.0  # seconds: a checkpoint and a report of the run are written in them, on a busy machine
 
 
@@ -94,7 +103,7 @@ def test_a_signal_to_the_second_process_ends_the_wait_of_the_first(sleepy, tmp_p
     flag.write_text("")
     log = tmp_path / "log"
     first, second = warm.start_world(words(tmp_path), 2, log=log, prepare={0: impatient})
-    wait_for("waiting for", tmp_path / "log.0", first)
+    wait_for("samples; given up", tmp_path / "log.0", first)
     began = time.monotonic()
     os.kill(second.pid, signal.SIGTERM)
     first.join(60)
@@ -104,8 +113,20 @@ def test_a_signal_to_the_second_process_ends_the_wait_of_the_first(sleepy, tmp_p
     assert "checkpoint saved in" in (tmp_path / "log.0").read_text()
 
 
+def test_a_signal_to_the_second_process_while_the_first_one_loads_its_reward_stops_both(folder, tmp_path):
+    (tmp_path / "reward.py").write_text(NEVER_LOADS)
+    words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier")
+    words += ["--reward_func", f"{tmp_path}/reward.py"]
+    first, second = warm.start_world(words, 2, log=tmp_path / "log", prepare={0: impatient})
+    wait_for("reward.py to be loaded", tmp_path / "log.0", first)
+    os.kill(second.pid, signal.SIGTERM)
+    first.join(20)
+    second.join(20)
+    assert first.exitcode == 128 + signal.SIGTERM, (tmp_path / "log.0").read_text()
+
+
 def test_a_file_that_never_loads_does_not_hold_a_run_that_is_told_to_stop(folder, tmp_path):
-    (tmp_path / "reward.py").write_text("import time\ntime.sleep(1000)\n")
+    (tmp_path / "reward.py").write_text(NEVER_LOADS)
     words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier")
     log = tmp_path / "log"
     process = warm.start([*words, "--reward_func", f"{tmp_path}/reward.py"], prepare=impatient, log=log)

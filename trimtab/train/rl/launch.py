@@ -16,7 +16,7 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device, seed_everything
 from trimtab.distributed.roles import Alone, Switchboard
 from trimtab.distributed.sharding import GRADIENT_DTYPES
-from trimtab.distributed.stopping import heard_by_all
+from trimtab.distributed.stopping import heard_by_all, was_told
 from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.files import check_folder
@@ -62,7 +62,9 @@ def train_rl(options: Any, builder_class: type["Builder"] | None = None) -> None
         with StopRequest() as stop, heard_by_all(stop, world):
             try:
                 builder = (builder_class or Builder)(options, device, world, stop)
-            except GivenUp:
+            except (GivenUp, RuntimeError) as error:  # the latter: another process has left a collective
+                if isinstance(error, RuntimeError) and not was_told(stop, world):
+                    raise
                 raise Interrupted(stop.number, "stopped before the first step; nothing is lost") from None
             try:
                 _run(builder, stop)
