@@ -1,7 +1,7 @@
 """DPO and its relatives: losses and gradients against formulas written out, and against TRL where it means the same.
 
 Where TRL means something else, so that only the formulas can be compared:
-- its IPO divides each answer's log-ratio by the answer's length; ours is the paper's and the documents' sum;
+- its IPO divides each answer's log-ratio by the answer's length, which is our ipo_mean; ipo is the documents' sum;
 - its ORPO takes the NLL over the prompt too; ours over the answer;
 - its sigmoid loss has no label smoothing. Its `aot` loss has, and of a single pair it is cDPO.
 """
@@ -232,6 +232,18 @@ def test_with_lora_the_reference_is_the_model_without_its_adapters(folder):
     assert abs(row["loss"] - math.log(2)) > 0.01, "the adapters count"
 
 
+@pytest.mark.parametrize("words", ["", "--lora_rank 4"])
+def test_a_model_with_dropout_starts_at_log_2(folder, words):
+    write_model(folder / "dropping" / "model", attention_dropout=0.3)
+    write_rows(folder / "dropping" / "train.jsonl", preference_rows(8))
+
+    def first_loss(more):
+        return step_gradient(make_run(DPOOptions, DPOTask, folder / "dropping", f"{STEP} {words} {more}"))[1]["loss"]
+
+    assert first_loss("") == pytest.approx(math.log(2), abs=1e-6)
+    assert abs(first_loss("--keep_dropout") - math.log(2)) > 1e-4
+
+
 def dpo_trainer(folder, **settings):
     from trl import DPOConfig, DPOTrainer
 
@@ -249,6 +261,7 @@ def without_margin(folder):
     [
         ("--beta 0.5", {"beta": 0.5}),
         ("--nll_loss_coef 0.3", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}),
+        ("--preference_loss ipo_mean --beta 0.2", {"loss_type": ["ipo"], "beta": 0.2}),
     ],
 )
 def test_a_step_equals_trls_dpo_trainer(folder, words, settings):

@@ -93,6 +93,18 @@ def test_the_second_term_of_ctl_has_mean_zero_for_every_group_size(world, reduct
     torch.testing.assert_close(mean, torch.zeros_like(mean), atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("group", [2, 3])
+def test_over_the_mean_of_tokens_of_uneven_answers_the_second_term_of_ctl_is_more_than_noise(group):
+    policy, proposal, rewards = RAGGED.table(1), RAGGED.table(2), RAGGED.rewards()
+
+    def second_term(chosen: list[int]) -> Tensor:
+        arguments = (RAGGED, policy, proposal, chosen, group, rewards, -1.0, "token_mean")
+        return proposal_loss(*arguments) - proposal_loss(*arguments, second_term=False)
+
+    mean = gradient(mean_over_groups(RAGGED, proposal, group, second_term), proposal)
+    assert mean.abs().max() > 0.001
+
+
 def every_answer(world: World) -> tuple[Tensor, list[int]]:
     """A uniform proposal, and all answers as often as it gives them: what means over large groups tend to."""
     counts = {2: 1} if world is EQUAL else {1: 3, 2: 1}

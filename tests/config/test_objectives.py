@@ -44,7 +44,11 @@ def test_plain_options_pass_without_a_word(job_class):
         (RMOptions, {"value_head_prefix": "a.b"}, "--value_head_prefix is 'a.b'"),
         (RMOptions, {"value_head_prefix": ""}, "--value_head_prefix is ''"),
         (DPOOptions, {"beta": 0.0}, "--beta is 0: it must be above 0"),
-        (DPOOptions, {"preference_loss": "kto"}, "--preference_loss is kto: it must be dpo, ipo, orpo or simpo"),
+        (
+            DPOOptions,
+            {"preference_loss": "kto"},
+            "it must be dpo, ipo, ipo_mean, orpo or simpo",
+        ),
         (DPOOptions, {"label_smoothing": 0.5}, "--label_smoothing is 0.5: it must be at least 0 and below 0.5"),
         (DPOOptions, {"label_smoothing": -0.1}, "--label_smoothing"),
         (DPOOptions, {"nll_loss_coef": -1.0}, "--nll_loss_coef"),

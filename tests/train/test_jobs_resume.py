@@ -59,6 +59,8 @@ def arguments(folder, out, variant, *more):
         f"--micro_train_batch_size 2 --max_epochs 2 --save_steps {EVERY} --learning_rate 1e-2 --lr_warmup_ratio 0 "
         f"--save_path {out} --ckpt_path {out}/checkpoints"
     )
+    if JOBS[name].verb in ("dpo", "kto"):
+        fixed += " --keep_dropout"
     return [*fixed.split(), *job_words(folder, name, words).split(), *more]
 
 

@@ -9,7 +9,8 @@
 
 nu and omega are held fixed: L_q is REINFORCE's loss (reinforce.py) on log psi, with advantages omega - nu. The first
 term raises psi where the target is; the second lowers it where p psi is. For a q that is a model, already normalised,
-the second has mean 0 (with token_sum; with token_mean if all answers are equally long) and only takes away noise.
+the second has mean 0 (with token_sum; with token_mean if all answers are equally long) and only takes away noise;
+with token_mean and answers of different lengths its mean is not 0, and what is learnt changes without it.
 For a head it is what keeps psi from growing without bound.
 
 Answers are aligned at their first token, and one that has ended keeps the score of its last token: its share of the

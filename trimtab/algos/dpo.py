@@ -5,6 +5,7 @@
     DPO    -log sigmoid(beta h)                                                  Rafailov et al. 2023
     cDPO   -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h)                 labels flipped with probability s
     IPO    (h - 1 / (2 beta))^2                                                  Azar et al. 2023
+           with h of mean log-probs too: the form that its authors confirmed to TRL as the one of their experiments
     SimPO  -log sigmoid(beta h - gamma), h of mean log-probs, no reference       Meng et al. 2024
     ORPO   NLL(chosen) - beta log sigmoid(log odds ratio), mean log-probs, no reference    Hong et al. 2024
 

@@ -142,6 +142,15 @@ class LoraOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DropoutOptions(Options):
+    """Model"""
+
+    keep_dropout: bool = False
+    """Keep the model's own dropout in updates. It is off by default, because what they are compared with is scored
+    without it; --lora_dropout is not touched."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class UpdateOptions(Options):
     """Optimiser"""
 

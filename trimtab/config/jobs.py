@@ -40,6 +40,7 @@ from trimtab.config.groups import (
     BatchOptions,
     CallOptions,
     CheckpointOptions,
+    DropoutOptions,
     LoadOptions,
     LoggingOptions,
     LoraOptions,
@@ -173,7 +174,14 @@ class PRMOptions(Subject, InputColumn, LabelColumn, StepRewardOptions, Training)
     wandb_project="trimtab_train_dpo",
 )
 class DPOOptions(
-    Subject, PreferenceColumns, TemplateOptions, PreferenceLossOptions, CachedReferenceOptions, Training, AnswerOptions
+    Subject,
+    DropoutOptions,
+    PreferenceColumns,
+    TemplateOptions,
+    PreferenceLossOptions,
+    CachedReferenceOptions,
+    Training,
+    AnswerOptions,
 ):
     """Preference optimisation"""
 
@@ -189,7 +197,14 @@ class DPOOptions(
     wandb_project="trimtab_train_kto",
 )
 class KTOOptions(
-    Subject, ConversationOptions, LabelColumn, UnpairedLossOptions, ReferenceOptions, Training, AnswerOptions
+    Subject,
+    DropoutOptions,
+    ConversationOptions,
+    LabelColumn,
+    UnpairedLossOptions,
+    ReferenceOptions,
+    Training,
+    AnswerOptions,
 ):
     """Kahneman-Tversky optimisation"""
 

@@ -109,9 +109,10 @@ class BetaOptions(Options):
 class PreferenceLossOptions(BetaOptions):
     """Loss"""
 
-    preference_loss: str = option("dpo", choices=("dpo", "ipo", *REFERENCE_FREE))
-    """dpo; ipo (a squared loss with a finite goal); orpo (odds ratio times beta, plus the NLL of the chosen answer);
-    simpo (mean log-probabilities, beta 2 or more). The last two have no reference."""
+    preference_loss: str = option("dpo", choices=("dpo", "ipo", "ipo_mean", *REFERENCE_FREE))
+    """dpo; ipo (a squared loss with a finite goal); ipo_mean (the same of mean log-probabilities, so that the goal does
+    not depend on lengths: TRL's ipo); orpo (odds ratio times beta, plus the NLL of the chosen answer); simpo (mean
+    log-probabilities, beta 2 or more). The last two have no reference."""
     ipo: bool = False
     """The same as --preference_loss ipo."""
     label_smoothing: float = option(0.0, at_least=0, below=0.5)

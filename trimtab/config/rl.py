@@ -161,7 +161,7 @@ class KLOptions(Options):
     init_kl_coef: float = option(0.01, at_least=0)
     """Weight of the KL; 0: none, and no reference is loaded."""
     kl_target: float | None = option(None, above=0)
-    """Adapt the weight so that the KL stays near this value."""
+    """Adapt the weight so that the mean KL of a token stays near this value."""
     kl_horizon: int = option(10_000, at_least=1, needs="kl_target")
     """Samples in which the weight adapts."""
     kl_estimator: str = option("k1", choices=("k1", "k2", "k3"), needs="init_kl_coef")
@@ -251,7 +251,7 @@ class ActorOptions(UpdateOptions):
     actor_learning_rate: float = option(1e-6, at_least=0)
     """Peak learning rate of the policy."""
     enable_ema: bool = False
-    """Save a running average of the policy instead of the policy."""
+    """Evaluate and save a running average of the policy instead of the policy."""
     ema_beta: float = option(0.992, at_least=0, at_most=1, needs="enable_ema")
     """Decay of that average."""
 

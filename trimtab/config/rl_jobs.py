@@ -10,6 +10,7 @@ from trimtab.config.data import TemplateOptions
 from trimtab.config.groups import (
     BatchOptions,
     CheckpointOptions,
+    DropoutOptions,
     LoraOptions,
     ModelOptions,
     RunOptions,
@@ -56,6 +57,7 @@ _OF_OTHER_METHODS = (
 @with_defaults(max_samples=100_000_000, micro_train_batch_size=4, placeholder_token=None)
 class RLOptions(
     ModelOptions,
+    DropoutOptions,
     PromptOptions,
     PromptColumns,
     TemplateOptions,

@@ -75,7 +75,8 @@ class ProposalOptions(Options):
     proposal_lora_rank: int = option(0, at_least=0)
     """Above 0 the proposal is adapters of this rank on the policy's own weights: no second model is held."""
     proposal_loss: str = option("ctl", choices=("ctl", "ctl_nosecondterm"))
-    """ctl (contrastive twist learning), or ctl_nosecondterm, which leaves out the term that takes away noise."""
+    """ctl (contrastive twist learning), or ctl_nosecondterm, which leaves out its second term. With --token_reduction
+    token_sum, or if all answers are equally long, that term only takes away noise; else what is learnt changes."""
     proposal_learning_rate: float = option(3e-5, at_least=0)
     """Peak learning rate of the proposal."""
     proposal_updates: int = option(1, at_least=1)

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.config.groups import LoraOptions, ModelOptions
+from trimtab.config.groups import DropoutOptions, LoraOptions, ModelOptions
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
+from trimtab.models.dropout import has_dropout, switch_off_dropout
 from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.hugging_face import (
     check_model_folder,
@@ -35,6 +36,7 @@ class Loaded:
     model: PackedModel
     verdict: Verdict
     weights: str  # fingerprint of what was read, before adapters and casts
+    notes: tuple[str, ...] = ()  # what there is to say of it
 
 
 def load_policy(options: TrainedModelOptions, device: Device, *, cast: bool = True) -> Loaded:
@@ -160,6 +162,7 @@ def _to_be_trained(
     root: type[PackedModel], model: nn.Module, options: TrainedModelOptions, device: Device, task_type: str, cast: bool
 ) -> Loaded:
     weights = weights_fingerprint(model)
+    notes = _settle_dropout(model, options) if isinstance(options, DropoutOptions) else ()
     if options.load_in_4bit:
         _keep_gradients_on_cpu(model)
     if options.lora_rank > 0:
@@ -171,7 +174,16 @@ def _to_be_trained(
     if options.gradient_checkpointing:
         enable_gradient_checkpointing(module, reentrant=options.gradient_checkpointing_use_reentrant)
     module.train()
-    return Loaded(module, verdict, weights)
+    return Loaded(module, verdict, weights, notes)
+
+
+def _settle_dropout(model: nn.Module, options: DropoutOptions) -> tuple[str, ...]:
+    """Before adapters are added, whose dropout is a wish of its own."""
+    if options.keep_dropout:
+        return () if has_dropout(model) else ("--keep_dropout has no effect: the model has no dropout",)
+    if not switch_off_dropout(model):
+        return ()
+    return ("the model's own dropout is off, as it is in what updates are compared with; --keep_dropout keeps it",)
 
 
 def _placed(module: PackedModel, options: ModelOptions, device: Device, *, cast: bool) -> Verdict:

@@ -112,7 +112,11 @@ def _objective(run: Run) -> str | None:
     if run.job == "dpo":
         kind = str(options.get("preference_loss", "dpo"))
         smoothed = finite(options.get("label_smoothing"))
-        name = "cDPO" if kind == "dpo" and smoothed else {"simpo": "SimPO"}.get(kind, kind.upper())
+        name = (
+            "cDPO"
+            if kind == "dpo" and smoothed
+            else {"simpo": "SimPO", "ipo_mean": "IPO over mean log-probabilities"}.get(kind, kind.upper())
+        )
         return f"to prefer one answer to another: {name}{_beta(run)}"
     if run.job == "kto":
         return f"to give desirable answers: KTO{_beta(run)}"

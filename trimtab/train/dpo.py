@@ -89,8 +89,10 @@ class DPOTask(PairTask):
                 losses = options.beta * dpo_loss(log_odds_ratio(chosen, rejected), beta=1.0)
             return losses, options.beta * values_S
         ratios_S = sums_S - batch.extra["reference_S"]
+        if options.preference_loss == "ipo_mean":
+            ratios_S = ratios_S / counts_by_sequence(batch)
         h_P = ratios_S[0::2] - ratios_S[1::2]
-        if options.preference_loss == "ipo":
+        if options.preference_loss in ("ipo", "ipo_mean"):
             return ipo_loss(h_P, options.beta), options.beta * ratios_S
         return dpo_loss(h_P, options.beta, options.label_smoothing), options.beta * ratios_S
 

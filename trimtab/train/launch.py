@@ -59,7 +59,7 @@ def build_run(options: Any, make_task: MakeTask, device: Device, world: World) -
     seed_everything(options.seed, deterministic=options.full_determinism)
     loaded = task.load_model(device)
     task.check_model(loaded.model)
-    for line in notes(options, device):
+    for line in (*notes(options, device), *loaded.notes):
         world.say(line)
     task.padded = loaded.verdict.path != "packed"
     if task.padded:

@@ -44,7 +44,7 @@ def arguments(folder: Path, out: Path, estimator: str, *more: str) -> list[str]:
         f"--eval_n_samples_per_prompt 2 {REWARD} --prompt_max_len 40 --generate_max_len 12 "
         f"--rollout_batch_size {A_ROLLOUT} --train_batch_size 8 --micro_train_batch_size 2 --max_epochs 2 "
         f"--num_episodes {EPISODES} --actor_learning_rate 3e-3 --lr_warmup_ratio 0 --save_steps 2 "
-        f"--save_path {out} --ckpt_path {out}/checkpoints"
+        f"--keep_dropout --save_path {out} --ckpt_path {out}/checkpoints"
     )
     return [*fixed.split(), *" ".join(more).split()]
 

@@ -5,8 +5,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests import warm
+from tests.tiny import tiny_model
 from tests.train.job_run import write_rows
 from tests.train.rl.rl_run import arguments, rows, weights, without, write_task
+from trimtab.embedded.sort_task import make_tokenizer
 
 LEARN = "--actor_learning_rate 1e-3"
 
@@ -53,12 +55,30 @@ def test_rounded_rollouts_are_seen_as_mismatch_and_corrected(folder, tmp_path):
 
 
 def test_the_saved_model_is_the_average_of_the_weights_where_that_is_asked_for(folder, plain, tmp_path):
-    run(folder, tmp_path, "--enable_ema --ema_beta 0.5")
-    assert_same_metrics(tmp_path, plain)
+    found = run(folder, tmp_path, "--enable_ema --ema_beta 0.5")
+    trained = [[{k: v for k, v in row.items() if "eval_" not in k} for row in rows(out)] for out in (tmp_path, plain)]
+    assert trained[0] == trained[1], "what is learnt does not change"
     state = load_file(tmp_path / "checkpoints" / "global_step4" / "actor" / "tensors.safetensors")
     assert {name.split("/")[0] for name in state} >= {"average", "weight"}
     moved = [float((w - weights(plain)[name]).abs().max()) for name, w in weights(tmp_path).items()]
     assert 0 < max(moved) < 0.02, "near the last weights, but not them"
+    again = run(folder, tmp_path / "again", f"--pretrain {tmp_path} --num_episodes 1")
+    evaluated = [{k: v for k, v in row.items() if "eval_" in k} for row in (found[-1], again[0], rows(plain)[-1])]
+    assert evaluated[0] == evaluated[1] != evaluated[2], "what is evaluated is what is saved"
+
+
+def test_a_model_with_dropout_is_trained_without_it_unless_that_is_asked_for(folder, tmp_path):
+    tokenizer = make_tokenizer()
+    tiny_model("llama", vocab_size=len(tokenizer), attention_dropout=0.3).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    log, gaps = tmp_path / "log", []
+    for words in ([], ["--keep_dropout"]):
+        out = tmp_path / f"out{len(words)}"
+        fixed = [word for word in arguments(folder, out, "grpo", "--max_samples 4") if word != "--keep_dropout"]
+        assert warm.run([*fixed, "--pretrain", str(tmp_path / "model"), *words], log=log) == 0
+        gaps.append(rows(out)[1]["log_prob_gap"])
+    assert gaps[0] < 1e-5 < 1e-3 < gaps[1]
+    assert log.read_text().count("the model's own dropout is off") == 1
 
 
 def test_text_beside_the_answers_becomes_more_likely(folder, tmp_path):

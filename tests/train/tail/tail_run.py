@@ -31,7 +31,7 @@ def arguments(folder: Path, out: Path, method: str, *more: str) -> list[str]:
         f"--rollout_batch_size 4 --train_batch_size 16 --micro_train_batch_size 4 --micro_rollout_batch_size 8 "
         f"--num_episodes 2 --actor_learning_rate 3e-3 --bad_threshold 0.6 --save_steps 2 "
         f"--evaluate_heldout_sampling --heldout_prompt_data {folder}/test.jsonl --save_negdata "
-        f"--save_negdata_threshold 0.6 --save_path {out} --ckpt_path {out}/checkpoints"
+        f"--save_negdata_threshold 0.6 --keep_dropout --save_path {out} --ckpt_path {out}/checkpoints"
     )
     return [*fixed.split(), *" ".join(more).split()]
 

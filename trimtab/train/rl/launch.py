@@ -116,7 +116,7 @@ class Builder:
         seed_everything(options.seed, deterministic=options.full_determinism)
         self.loaded = load_policy(options, device, cast=world.size == 1)
         check_model(self.loaded.model, options, self.stores)
-        for line in notes(options, device):
+        for line in (*notes(options, device), *self.loaded.notes):
             world.say(line)
         self.reward = build_reward(options, device, self.tokenizer, stop.requested)
         world.say(f"reward: {in_words(self.reward, options)}")

@@ -97,6 +97,7 @@ class Actor(Learner):
     def __init__(self, options: Any, *parts: Any):
         super().__init__(options, *parts)
         self.average = WeightAverage(self.optimiser, options.ema_beta) if options.enable_ema else None
+        self._shown = contextlib.ExitStack()
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
         if "advantages_N" not in batch.extra:
@@ -121,6 +122,13 @@ class Actor(Learner):
         """With --enable_ema the average, which is what was asked for."""
         with contextlib.nullcontext() if self.average is None else self.average.in_place():
             super().save(folder=folder)
+
+    def show_average(self) -> None:
+        """Until `hide_average`, the model's weights are the average."""
+        self._shown.enter_context(self.average.in_place())
+
+    def hide_average(self) -> None:
+        self._shown.close()
 
     def log_probs(self, batches: list[TokenBatch]) -> list[Tensor]:
         with memory_guard(), scoring(self.model):

@@ -298,10 +298,23 @@ class RLRun:
             return self.evaluate(stop)
 
     def evaluate(self, stop: StopRequest) -> dict[str, float]:
-        figures = self.evaluation.run(self.roles.rollouts)
+        with self.weights_to_save():
+            figures = self.evaluation.run(self.roles.rollouts)
         if figures is None:
             self.leave(stop)
         return figures
+
+    @contextmanager
+    def weights_to_save(self) -> Iterator[None]:
+        """Inside, the policy's weights are those that are saved: with --enable_ema their average."""
+        if not self.options.enable_ema:
+            yield
+            return
+        self.roles.actor.call("show_average")
+        try:
+            yield
+        finally:
+            self.roles.actor.call("hide_average")
 
     def finish(self, work: Iteration, measured: dict[str, float]) -> dict:
         """Count the iteration and let it go, adapt the KL coefficient, and say what happened and was `measured`."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trimtab.algos import kl
 from trimtab.algos.advantages import discounted_sums, gae, whiten
+from trimtab.algos.answers import sums
 from trimtab.algos.group_rewards import SHAPED_BY, WHITENED, equal_groups
 from trimtab.algos.step_rewards import STEPS_SHAPED_BY
 from trimtab.algos.token_rewards import overlong_penalty, per_token
@@ -59,12 +60,10 @@ def shape(experience: Experience, options: Any, kl_coefficient: float) -> dict[s
         )
     else:
         advantages_N = discounted_sums(rewards_N, experience.remaining_N, gamma)
-    returns_N = advantages_N
     if estimator in WHITENED:
         advantages_N = whiten(advantages_N, scale=not options.no_advantage_std_norm)
     experience.advantages_N = advantages_N
-    returns_S = (experience.returns_N if estimator == "gae" else returns_N)[experience.starts_S]
-    figures = described(experience, rewards_GN, returns_S, kl_N)
+    figures = described(experience, rewards_GN, sums(rewards_N, experience.owners_N, len(experience)), kl_N)
     if experience.step_scores is not None and options.n_samples_per_prompt > 1:
         figures["equal_groups"] = (equal_groups(rewards_GN) & equal_steps(experience, options)).float().mean()
     if options.overlong_buffer_len is not None:
