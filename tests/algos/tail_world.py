@@ -114,12 +114,12 @@ def proposal_loss(
     proposal_N = world.token_log_probs(proposal, chosen)
     twist_N = proposal_N - policy_N
     old_N = proposal_N.detach() if sampler is None else world.token_log_probs(sampler, chosen)
-    ratios_GN = log_ratios(policy_N, old_N, owners_N, answers).view(-1, group)
-    weights_GN = tilted(rewards[chosen].view(-1, group), beta, ratios_GN)
+    ratios_GA = log_ratios(policy_N, old_N, owners_N, answers).view(-1, group)
+    weights_GA = tilted(rewards[chosen].view(-1, group), beta, ratios_GA)
     steps_N = None
     if second_term:
         steps_N = ctl.step_weights(policy_N - old_N, twist_N.detach(), owners_N, answers, group)
-    advantages_N = scaled(ctl.advantages(weights_GN, steps_N, owners_N), owners_N, answers, reduction)
+    advantages_N = scaled(ctl.advantages(weights_GA, steps_N, owners_N), owners_N, answers, reduction)
     return loss(twist_N, advantages_N).sum() / answers
 
 
@@ -138,10 +138,10 @@ def push_down_loss(
     _, _, owners_N = world.places(chosen)
     answers = len(chosen)
     policy_N = world.token_log_probs(policy, chosen)
-    ratios_GN = None
+    ratios_GA = None
     if proposal is not None:
         old_N = world.token_log_probs(proposal, chosen).detach()
-        ratios_GN = log_ratios(policy_N.detach(), old_N, owners_N, answers).view(-1, group)
-    weights_GN = tilted(rewards[chosen].view(-1, group), beta, ratios_GN)
-    advantages_N = repulse.push_down(weights_GN, kappa).flatten()[owners_N]
+        ratios_GA = log_ratios(policy_N.detach(), old_N, owners_N, answers).view(-1, group)
+    weights_GA = tilted(rewards[chosen].view(-1, group), beta, ratios_GA)
+    advantages_N = repulse.push_down(weights_GA, kappa).flatten()[owners_N]
     return loss(policy_N, scaled(advantages_N, owners_N, answers, reduction)).sum() / answers

@@ -68,10 +68,10 @@ def expected_weights(policy: list[list[float]], proposal: list[list[float]] | No
 
 
 def found_weights(batch: Batch, policy_N: Tensor, proposal_N: Tensor | None) -> Tensor:
-    ratios_GN = None
+    ratios_GA = None
     if proposal_N is not None:
-        ratios_GN = log_ratios(policy_N, proposal_N, batch.owners, len(batch.lengths)).view(-1, GROUP)
-    return tilted(rewards_S().view(-1, GROUP), BETA, ratios_GN)
+        ratios_GA = log_ratios(policy_N, proposal_N, batch.owners, len(batch.lengths)).view(-1, GROUP)
+    return tilted(rewards_S().view(-1, GROUP), BETA, ratios_GA)
 
 
 def check(loss: Tensor, trained_N: Tensor, column: list[list[float]], coefficients: list[list[float]]) -> None:
@@ -86,15 +86,15 @@ def check(loss: Tensor, trained_N: Tensor, column: list[list[float]], coefficien
 @BATCHES
 def test_weights_are_the_softmax_of_p_times_the_potential_over_q(batch):
     policy, proposal = batch.column(1), batch.column(2)
-    weights_GN = found_weights(batch, flat(policy), flat(proposal))
-    torch.testing.assert_close(weights_GN.flatten().tolist(), expected_weights(policy, proposal))
+    weights_GA = found_weights(batch, flat(policy), flat(proposal))
+    torch.testing.assert_close(weights_GA.flatten().tolist(), expected_weights(policy, proposal))
     sizes = [1 / sum(weight**2 for weight in group) for group in groups_of(expected_weights(policy, proposal))]
-    torch.testing.assert_close(effective_samples(weights_GN).tolist(), sizes)
+    torch.testing.assert_close(effective_samples(weights_GA).tolist(), sizes)
 
 
 def test_weights_stay_finite_however_unlikely_the_answers_are():
-    weights_GN = tilted(torch.tensor([[-9.0, 7.0, -8.9]]), -30.0, torch.tensor([[-900.0, 4000.0, -901.0]]))
-    assert weights_GN.isfinite().all() and weights_GN.sum().item() == pytest.approx(1)
+    weights_GA = tilted(torch.tensor([[-9.0, 7.0, -8.9]]), -30.0, torch.tensor([[-900.0, 4000.0, -901.0]]))
+    assert weights_GA.isfinite().all() and weights_GA.sum().item() == pytest.approx(1)
 
 
 def expected_returns(policy: list[list[float]], start: list[list[float]], rewards: list[float]) -> list[float]:
@@ -147,10 +147,10 @@ def test_contrastive_twist_learning(batch, reduction, second_term, family):
         twist = [[5 * x for x in row] for row in batch.column(4)]  # any numbers
     owners_N, policy_N, proposal_N = batch.owners, flat(policy), flat(proposal)
     twist_N = flat(twist, trained=True)
-    weights_GN = found_weights(batch, policy_N, proposal_N)
+    weights_GA = found_weights(batch, policy_N, proposal_N)
     steps_N = ctl.step_weights(policy_N - proposal_N, twist_N.detach(), owners_N, 6, GROUP) if second_term else None
     scale_N = token_scale(owners_N, 6, reduction).double()
-    loss = reinforce.loss(twist_N, ctl.advantages(weights_GN, steps_N, owners_N) * scale_N).sum() / 6
+    loss = reinforce.loss(twist_N, ctl.advantages(weights_GA, steps_N, owners_N) * scale_N).sum() / 6
 
     weights = expected_weights(policy, proposal)
     coefficients = []
@@ -180,8 +180,8 @@ def test_the_push_down_term_with_the_proposal_s_answers_and_with_the_policy_s_ow
 ):
     policy, proposal = batch.column(1), None if own_samples else batch.column(2)
     owners_N, policy_N = batch.owners, flat(policy, trained=True)
-    weights_GN = found_weights(batch, policy_N.detach(), None if own_samples else flat(proposal))
-    advantages_N = repulse.push_down(weights_GN, repulse.kappa(ALPHA, GROUP, scale)).flatten()[owners_N]
+    weights_GA = found_weights(batch, policy_N.detach(), None if own_samples else flat(proposal))
+    advantages_N = repulse.push_down(weights_GA, repulse.kappa(ALPHA, GROUP, scale)).flatten()[owners_N]
     loss = reinforce.loss(policy_N, advantages_N * token_scale(owners_N, 6, reduction).double()).sum() / 6
 
     groups = len(REWARDS) / GROUP

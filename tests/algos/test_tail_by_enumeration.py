@@ -170,12 +170,12 @@ def test_ctl_on_exact_gradients_takes_p_times_a_head_to_sigma(world):
     answers = len(chosen)
     rows, tokens, owners_N = world.places(chosen)
     ratio_N = world.token_log_probs(policy, chosen) - world.token_log_probs(uniform, chosen)
-    weights_GN = tilted(rewards[chosen][None], beta, sums(ratio_N, owners_N, answers)[None])
+    weights_GA = tilted(rewards[chosen][None], beta, sums(ratio_N, owners_N, answers)[None])
     head = torch.zeros_like(policy, requires_grad=True)
     for _ in range(1000):
         twist_N = head[rows, tokens]
         steps_N = ctl.step_weights(ratio_N, twist_N.detach(), owners_N, answers, answers)
-        loss = reinforce.loss(twist_N, ctl.advantages(weights_GN, steps_N, owners_N)).sum()
+        loss = reinforce.loss(twist_N, ctl.advantages(weights_GA, steps_N, owners_N)).sum()
         with torch.no_grad():
             head -= 2 * gradient(loss, head)
     proposal = ctl.modulated(policy, head.detach())

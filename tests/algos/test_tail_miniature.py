@@ -71,11 +71,11 @@ def run(seed: int, with_proposal: bool) -> tuple[float, float]:
             policy_N, proposal_N = policy.log_probs(drawn), proposal.log_probs(drawn)
             fixed_N, old_N = policy_N.detach(), proposal_N.detach()
             ratios_S = log_ratios(fixed_N, old_N, owners_N, GROUP)
-            weights_GN = tilted(reward(drawn)[None], BETA, ratios_S[None])
+            weights_GA = tilted(reward(drawn)[None], BETA, ratios_S[None])
             steps_N = ctl.step_weights(fixed_N - old_N, old_N - fixed_N, owners_N, GROUP, GROUP)
-            learnt_N = ctl.advantages(weights_GN, steps_N, owners_N) * scale_N
+            learnt_N = ctl.advantages(weights_GA, steps_N, owners_N) * scale_N
             proposal.step(reinforce.loss(proposal_N - fixed_N, learnt_N).sum() / GROUP)
-            pushed_N = repulse.push_down(weights_GN, KAPPA).flatten()[owners_N] * scale_N
+            pushed_N = repulse.push_down(weights_GA, KAPPA).flatten()[owners_N] * scale_N
             loss = loss + reinforce.loss(policy_N, pushed_N).sum() / GROUP
         policy.step(loss)
     joint = policy.joint()

@@ -35,9 +35,9 @@ def step_weights(log_ratio_N: Tensor, log_twist_N: Tensor, owners_N: Tensor, ans
     return weights_ST[owners_N, positions_N]
 
 
-def advantages(weights_GN: Tensor, step_weights_N: Tensor | None, owners_N: Tensor) -> Tensor:
+def advantages(weights_GA: Tensor, step_weights_N: Tensor | None, owners_N: Tensor) -> Tensor:
     """omega_i - nu_it of each token, before the token's scale; without `step_weights_N` the second term is left out."""
-    weights_N = weights_GN.flatten()[owners_N]
+    weights_N = weights_GA.flatten()[owners_N]
     return weights_N if step_weights_N is None else weights_N - step_weights_N
 
 

@@ -13,24 +13,24 @@ from collections.abc import Callable
 from torch import Tensor
 
 
-def unchanged(rewards_GN: Tensor) -> Tensor:
-    return rewards_GN
+def unchanged(rewards_GA: Tensor) -> Tensor:
+    return rewards_GA
 
 
-def minus_mean(rewards_GN: Tensor) -> Tensor:
-    return rewards_GN - _means(rewards_GN)
+def minus_mean(rewards_GA: Tensor) -> Tensor:
+    return rewards_GA - _means(rewards_GA)
 
 
-def leave_one_out(rewards_GN: Tensor) -> Tensor:
-    samples = rewards_GN.shape[1]
+def leave_one_out(rewards_GA: Tensor) -> Tensor:
+    samples = rewards_GA.shape[1]
     assert samples > 1, "there is no other answer"
-    return minus_mean(rewards_GN) * (samples / (samples - 1))
+    return minus_mean(rewards_GA) * (samples / (samples - 1))
 
 
-def standardised(rewards_GN: Tensor) -> Tensor:
-    assert rewards_GN.shape[1] > 1, "one reward has no deviation"
-    deviations_GN = minus_mean(rewards_GN)
-    return deviations_GN / (deviations_GN.std(1, keepdim=True) + 1e-9)
+def standardised(rewards_GA: Tensor) -> Tensor:
+    assert rewards_GA.shape[1] > 1, "one reward has no deviation"
+    deviations_GA = minus_mean(rewards_GA)
+    return deviations_GA / (deviations_GA.std(1, keepdim=True) + 1e-9)
 
 
 SHAPED_BY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -45,19 +45,19 @@ SHAPED_BY: dict[str, Callable[[Tensor], Tensor]] = {
 WHITENED = frozenset({"gae", "reinforce", "reinforce_baseline"})
 
 
-def equal_groups(rewards_GN: Tensor) -> Tensor:
+def equal_groups(rewards_GA: Tensor) -> Tensor:
     """Which groups' rewards are all equal: they say nothing about which answer is better."""
-    return (rewards_GN == rewards_GN[:, :1]).all(1)
+    return (rewards_GA == rewards_GA[:, :1]).all(1)
 
 
-def within(scores_GN: Tensor, low: float, high: float) -> Tensor:
+def within(scores_GA: Tensor, low: float, high: float) -> Tensor:
     """Which groups dynamic filtering keeps: neither hopeless nor solved, low < mean < high."""
-    means_G = _means(scores_GN)[:, 0]
+    means_G = _means(scores_GA)[:, 0]
     return (low < means_G) & (means_G < high)
 
 
-def _means(values_GN: Tensor) -> Tensor:
+def _means(values_GA: Tensor) -> Tensor:
     """Measured from the first value: a rounded mean of equal values would leave a deviation, which a std of the same
     size turns into an advantage of 1."""
-    first_G1 = values_GN[:, :1]
-    return first_G1 + (values_GN - first_G1).mean(1, keepdim=True)
+    first_G1 = values_GA[:, :1]
+    return first_G1 + (values_GA - first_G1).mean(1, keepdim=True)

@@ -19,9 +19,9 @@ def returns(rewards_S: Tensor, kl_N: Tensor | None, coefficient: float, owners_N
     return rewards_S if kl_N is None else rewards_S - coefficient * sums(kl_N, owners_N, len(rewards_S))
 
 
-def advantages(returns_GN: Tensor, baseline: float | None = None) -> Tensor:
+def advantages(returns_GA: Tensor, baseline: float | None = None) -> Tensor:
     """A of each answer; without a `baseline` the group's other answers are it."""
-    return leave_one_out(returns_GN) if baseline is None else returns_GN - baseline
+    return leave_one_out(returns_GA) if baseline is None else returns_GA - baseline
 
 
 def loss(log_probs_N: Tensor, advantages_N: Tensor) -> Tensor:

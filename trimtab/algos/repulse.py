@@ -20,6 +20,6 @@ def kappa(alpha: float, group: int, scale: str) -> float:
     return alpha / group
 
 
-def push_down(weights_GN: Tensor, kappa: float) -> Tensor:
+def push_down(weights_GA: Tensor, kappa: float) -> Tensor:
     """Advantages of the answers, [groups, n], before the scale of their tokens."""
-    return -kappa * weights_GN.shape[1] * weights_GN
+    return -kappa * weights_GA.shape[1] * weights_GA

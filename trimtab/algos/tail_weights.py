@@ -17,15 +17,15 @@ def log_ratios(policy_N: Tensor, proposal_N: Tensor, owners_N: Tensor, answers: 
     return sums(policy_N - proposal_N, owners_N, answers)
 
 
-def tilted(rewards_GN: Tensor, beta: float, log_ratios_GN: Tensor | None = None) -> Tensor:
+def tilted(rewards_GA: Tensor, beta: float, log_ratios_GA: Tensor | None = None) -> Tensor:
     """omega [groups, n]; without ratios the answers are p's own. The rewards are raw: neither transformed nor less
     KL."""
-    log_weights_GN = beta * rewards_GN
-    if log_ratios_GN is not None:
-        log_weights_GN = log_weights_GN + log_ratios_GN
-    return log_weights_GN.softmax(1)
+    log_weights_GA = beta * rewards_GA
+    if log_ratios_GA is not None:
+        log_weights_GA = log_weights_GA + log_ratios_GA
+    return log_weights_GA.softmax(1)
 
 
-def effective_samples(weights_GN: Tensor) -> Tensor:
+def effective_samples(weights_GA: Tensor) -> Tensor:
     """Of each group: [groups]."""
-    return 1 / weights_GN.square().sum(1)
+    return 1 / weights_GA.square().sum(1)

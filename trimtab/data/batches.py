@@ -107,7 +107,7 @@ class TokenBatch:
         tensors = (self.ids_T, self.positions_T, self.trained_T, self.previous_T, self.owners_T)
         extra = {name: value.to(device) for name, value in self.extra.items()}
         beside = None if self.beside is None else self.beside.to(device)
-        return TokenBatch(*(x.to(device, non_blocking=True) for x in tensors), self.spans, extra, beside, self.weight)
+        return type(self)(*(x.to(device, non_blocking=True) for x in tensors), self.spans, extra, beside, self.weight)
 
 
 def _lender(before: Span, borrowed: int) -> int:

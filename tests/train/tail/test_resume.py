@@ -46,10 +46,14 @@ def assert_same(first, second):
 
 
 # Where the run ends: (iteration, what it is about to do, how often it has done that in this iteration).
-KILLED = [("repulse", (3, "update", 0)), ("lora", (3, "update", 0)), ("repulse", (3, "teach", 0))]
-KILLED += [("rounds", (1, "teach", 1)), ("repulse", (5, "conclude", 0)), ("base_proposal", (3, "update", 0))]
-KILLED += [("linear_head", (3, "teach", 0))]
-STOPPED = [("rounds", (3, "teach", 1)), ("rounds", (1, "score_proposed", 0)), ("repulse", (3, "score_proposed", 0))]
+KILLED = [("repulse", (3, "update", 0)), ("lora", (3, "update", 0)), ("repulse", (3, "update_proposal", 0))]
+KILLED += [("rounds", (1, "update_proposal", 1)), ("repulse", (5, "conclude", 0)), ("base_proposal", (3, "update", 0))]
+KILLED += [("linear_head", (3, "update_proposal", 0))]
+STOPPED = [
+    ("rounds", (3, "update_proposal", 1)),
+    ("rounds", (1, "score_proposed", 0)),
+    ("repulse", (3, "score_proposed", 0)),
+]
 STOPPED += [("repulse", (3, "sample_proposal", 0)), ("repulse", (5, "conclude", 0))]
 
 
@@ -86,8 +90,8 @@ def test_what_the_proposal_has_learnt_and_said_is_in_the_checkpoint(folder, tmp_
     saved = tmp_path / "checkpoints" / "global_step1"
     assert (saved / "proposal").is_dir()
     assert "proposed/rewards_S" in load_file(saved / "experience" / "tensors.safetensors")
-    taught = partial(at, (1, "teach", 0), signal.SIGKILL, TailRun)
-    assert warm.run([*words, "--load_checkpoint"], prepare=taught) == 0, "it must not be taught again"
+    updated = partial(at, (1, "update_proposal", 0), signal.SIGKILL, TailRun)
+    assert warm.run([*words, "--load_checkpoint"], prepare=updated) == 0, "it must not be updated again"
 
 
 @pytest.fixture(scope="module")

@@ -32,30 +32,30 @@ class Evaluation:
         if experience is None:
             return None
         n = self.sampling.n
-        scores_PN = experience.scores_S.view(-1, n).double().numpy()
+        scores_GA = experience.scores_S.view(-1, n).double().numpy()
         figures = {"eval_length": float(experience.lengths_S.float().mean())}
-        figures["eval_binary"] = bool(np.isin(scores_PN, (0.0, 1.0)).all())
+        figures["eval_binary"] = bool(np.isin(scores_GA, (0.0, 1.0)).all())
         figures |= with_interval("eval_reward", experience.answer_rewards_S.view(-1, n).double().numpy())
         for name, values_S in experience.logs.items():
             figures |= with_interval(f"eval_reward/{name}", values_S.view(-1, n).double().numpy())
-        figures |= with_interval("eval_pass_1", scores_PN)
+        figures |= with_interval("eval_pass_1", scores_GA)
         if n > 1:
-            figures |= with_interval(f"eval_pass_{n}", scores_PN.max(axis=1, keepdims=True))
+            figures |= with_interval(f"eval_pass_{n}", scores_GA.max(axis=1, keepdims=True))
         sources = np.array([self.store.source(row) for row in range(len(self.store))])
         for source in dict.fromkeys(sources.tolist()) if len(set(sources)) > 1 else ():
-            chosen_PN = scores_PN[sources == source]
-            figures[f"eval_{source}_pass_1"] = float(chosen_PN.mean())
+            chosen_GA = scores_GA[sources == source]
+            figures[f"eval_{source}_pass_1"] = float(chosen_GA.mean())
             if n > 1:
-                figures[f"eval_{source}_pass_{n}"] = float(chosen_PN.max(axis=1).mean())
+                figures[f"eval_{source}_pass_{n}"] = float(chosen_GA.max(axis=1).mean())
         return figures
 
 
-def with_interval(name: str, values_PN: np.ndarray) -> dict[str, float]:
+def with_interval(name: str, values_GA: np.ndarray) -> dict[str, float]:
     """The mean over answers and its 95 % interval for new prompts; a part that does not apply to an answer is NaN."""
-    known_PN = ~np.isnan(values_PN)
-    if not known_PN.any():
+    known_GA = ~np.isnan(values_GA)
+    if not known_GA.any():
         return {}
-    values, prompts = values_PN[known_PN], np.nonzero(known_PN)[0]
+    values, prompts = values_GA[known_GA], np.nonzero(known_GA)[0]
     found = rate(values == 1, prompts) if np.isin(values, (0.0, 1.0)).all() else mean(values, prompts)
     bounds = {f"{name}_low": found.low, f"{name}_high": found.high}
     return {name: found.value} | (bounds if math.isfinite(found.low) else {})

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.data.batches import TokenBatch
 from trimtab.rollout.types import Rollout
+from trimtab.train.rl.batches import AnswerBatch
 
 FINISHES = ("stop", "length", "abort")
 # The columns that hold a list for each sample, and what is in the lists.
@@ -135,7 +135,7 @@ class Experience:
         spans = zip(self.starts_S[list(samples)].tolist(), self.lengths_S[list(samples)].tolist())
         return torch.cat([torch.arange(start, start + length) for start, length in spans])
 
-    def batch(self, samples: Sequence[int], *columns: str) -> TokenBatch:
+    def batch(self, samples: Sequence[int], *columns: str) -> AnswerBatch:
         """A micro-batch with these columns of tokens beside it. Answers to one prompt share its tokens."""
         examples, shared = [], []
         for place, i in enumerate(samples):
@@ -146,7 +146,7 @@ class Experience:
             same = place > 0 and self.prompt_ids[samples[place - 1]] == prompt
             shared.append(len(prompt) if same else 0)
         tokens = self.tokens_of(samples)
-        return TokenBatch.of(examples, shared, **{name: getattr(self, name)[tokens] for name in columns})
+        return AnswerBatch.of(examples, shared, **{name: getattr(self, name)[tokens] for name in columns})
 
     def put(self, column: str, pieces: Sequence[tuple[Sequence[int], Tensor]]) -> None:
         """Fill a column of tokens from (samples, their tokens' values)."""

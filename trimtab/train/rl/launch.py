@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from trimtab.data.batches import Span, TokenBatch
+from trimtab.data.batches import Span
 from trimtab.data.order import SampleOrder
 from trimtab.data.prompts import PromptStore, load_prompt_stores
 from trimtab.data.tokenizer import load_tokenizer
@@ -40,6 +40,7 @@ from trimtab.train.manifest import make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.plan.fit import fitted, for_manifest, work_of_prompts
 from trimtab.train.reference import Reference
+from trimtab.train.rl.batches import AnswerBatch, TextBatch
 from trimtab.train.rl.cut import updates_per_iteration
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
@@ -52,7 +53,7 @@ from trimtab.train.rl.text import TextMixture, load_text
 from trimtab.train.sharded import shard_trained
 
 # What goes to the roles and comes back; nothing else may.
-RECORDS = (TokenBatch, Span, Sampling, Experience, RewardFailed, BadSample)
+RECORDS = (AnswerBatch, TextBatch, Span, Sampling, Experience, RewardFailed, BadSample)
 
 
 def train_rl(options: Any, builder_class: type["Builder"] | None = None) -> None:

@@ -21,6 +21,7 @@ from trimtab.models.save import save_model
 from trimtab.train.average import WeightAverage
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.pass_limit import memory_guard
+from trimtab.train.rl.batches import TextBatch
 from trimtab.train.rl.objective import policy_share, text_share, value_share
 from trimtab.train.task import Share, Totals
 from trimtab.train.tensor_parts import TensorParts, all_finite, write_parts
@@ -100,7 +101,7 @@ class Actor(Learner):
         self._shown = contextlib.ExitStack()
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
-        if "advantages_N" not in batch.extra:
+        if isinstance(batch, TextBatch):
             return text_share(self.model, batch, totals, self.options)
         return policy_share(self.model, batch, totals, self.options, **settings)
 

@@ -35,7 +35,7 @@ from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.passes import Passes
 from trimtab.train.rl.recording import Recording, Sampled
-from trimtab.train.rl.shaping import loud, shape
+from trimtab.train.rl.shaping import shape, with_advantage
 from trimtab.train.rl.text import TextMixture
 
 MANY_BAD_STEPS = 5  # in a row: the run stops
@@ -265,8 +265,9 @@ class RLRun:
         kl_loss = options.use_kl_loss and self.roles.reference is not None
         learnt = samples
         if not kl_loss and options.entropy_loss_coef is None and options.aux_loss_coef <= 0:
-            # Without an advantage there is no gradient. One sample stays, so that a step without any is a step.
-            learnt = loud(experience, samples) or samples[:1]
+            # Samples without an advantage have no gradient and are left out. One stays even where no sample has an
+            # advantage: an optimiser step needs a backward pass in every process.
+            learnt = with_advantage(experience, samples) or samples[:1]
         columns = ["advantages_N", "sampled_N"]
         if updates_per_iteration(options) > 1:  # else the policy that is updated is the old one
             columns.append("old_N")

@@ -19,10 +19,11 @@ from trimtab.algos.moe_balance import load_balancing_loss
 from trimtab.data.batches import TokenBatch
 from trimtab.models.critic import Critic
 from trimtab.models.policy import Policy
+from trimtab.train.rl.batches import AnswerBatch, TextBatch
 from trimtab.train.task import Share, Totals, counts_by_sequence
 
 
-def policy_share(policy: Policy, batch: TokenBatch, totals: Totals, options: Any, *, kl_coefficient: float) -> Share:
+def policy_share(policy: Policy, batch: AnswerBatch, totals: Totals, options: Any, *, kl_coefficient: float) -> Share:
     """`batch.extra`: advantages_N and sampled_N; old_N if the policy has moved since; reference_N for a KL loss."""
     extra = batch.extra
     out = policy(
@@ -93,14 +94,14 @@ def agreement(log_probs_N: Tensor, old_N: Tensor, sampled_N: Tensor, tokens: flo
     }
 
 
-def text_share(policy: Policy, batch: TokenBatch, totals: Totals, options: Any) -> Share:
+def text_share(policy: Policy, batch: TextBatch, totals: Totals, options: Any) -> Share:
     """--pretrain_data: the mean NLL of text that is learnt beside the answers (PTX), times its weight."""
     nll = -policy(batch).log_probs_N.sum() / totals["text_tokens"]
     loss = options.ptx_coef * nll
     return Share(loss, {"ptx_loss": nll.detach(), "loss": loss.detach()})
 
 
-def value_share(critic: Critic, batch: TokenBatch, totals: Totals, options: Any) -> Share:
+def value_share(critic: Critic, batch: AnswerBatch, totals: Totals, options: Any) -> Share:
     """`batch.extra`: values_N as they were, and returns_N."""
     values_N = critic(batch)
     extra = batch.extra

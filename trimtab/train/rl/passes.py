@@ -13,6 +13,7 @@ from trimtab.distributed.device import Device
 from trimtab.distributed.roles import Group
 from trimtab.distributed.world import deal
 from trimtab.train.pass_limit import FLAGS, NoRoom, PassLimit, Result, until_it_fits
+from trimtab.train.rl.batches import AnswerBatch
 from trimtab.train.rl.cut import cost, halves, micro_batches
 from trimtab.train.rl.experience import Experience
 
@@ -85,7 +86,7 @@ class Passes:
         return self.limit.of_tokens(self.options.train_max_tokens_per_gpu)
 
 
-def _micro_batch(experience: Experience, samples: list[int] | None, *columns: str) -> TokenBatch:
+def _micro_batch(experience: Experience, samples: list[int] | None, *columns: str) -> AnswerBatch:
     """With fewer samples than processes, one takes part with a sample that counts for nothing."""
     batch = experience.batch(samples or [0], *columns)
     batch.weight = 1.0 if samples else 0.0

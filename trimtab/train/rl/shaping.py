@@ -34,8 +34,8 @@ def shape(experience: Experience, options: Any, kl_coefficient: float) -> dict[s
             options.overlong_buffer_len,
             options.overlong_penalty_factor,
         )
-    rewards_GN = (experience.rewards_S - penalty_S).view(-1, options.n_samples_per_prompt)
-    shaped_S = SHAPED_BY[estimator](rewards_GN).flatten()
+    rewards_GA = (experience.rewards_S - penalty_S).view(-1, options.n_samples_per_prompt)
+    shaped_S = SHAPED_BY[estimator](rewards_GA).flatten()
     kl_N = None
     if experience.reference_N is not None:
         kl_N = kl.estimate(experience.old_N, experience.reference_N, options.kl_estimator)
@@ -63,9 +63,9 @@ def shape(experience: Experience, options: Any, kl_coefficient: float) -> dict[s
     if estimator in WHITENED:
         advantages_N = whiten(advantages_N, scale=not options.no_advantage_std_norm)
     experience.advantages_N = advantages_N
-    figures = described(experience, rewards_GN, sums(rewards_N, experience.owners_N, len(experience)), kl_N)
+    figures = described(experience, rewards_GA, sums(rewards_N, experience.owners_N, len(experience)), kl_N)
     if experience.step_scores is not None and options.n_samples_per_prompt > 1:
-        figures["equal_groups"] = (equal_groups(rewards_GN) & equal_steps(experience, options)).float().mean()
+        figures["equal_groups"] = (equal_groups(rewards_GA) & equal_steps(experience, options)).float().mean()
     if options.overlong_buffer_len is not None:
         figures["overlong_penalty"] = penalty_S.mean()
     if experience.teacher_N is not None:
@@ -75,8 +75,8 @@ def shape(experience: Experience, options: Any, kl_coefficient: float) -> dict[s
     return {name: float(value) for name, value in figures.items()}
 
 
-def described(experience: Experience, rewards_GN: Tensor, returns_S: Tensor, kl_N: Tensor | None) -> dict[str, Tensor]:
-    """What there is to say of answers whatever is learnt from them; `rewards_GN` are those that groups are seen by."""
+def described(experience: Experience, rewards_GA: Tensor, returns_S: Tensor, kl_N: Tensor | None) -> dict[str, Tensor]:
+    """What there is to say of answers whatever is learnt from them; `rewards_GA` are those that groups are seen by."""
     figures = {
         "reward": experience.answer_rewards_S.mean(),
         "reward_std": experience.answer_rewards_S.std(correction=0),
@@ -84,7 +84,7 @@ def described(experience: Experience, rewards_GN: Tensor, returns_S: Tensor, kl_
         "reward_max": experience.answer_rewards_S.max(),
         "score": experience.scores_S.mean(),
         "return": returns_S.mean(),
-        "equal_groups": equal_groups(rewards_GN).float().mean() if rewards_GN.shape[1] > 1 else 0.0,
+        "equal_groups": equal_groups(rewards_GA).float().mean() if rewards_GA.shape[1] > 1 else 0.0,
         "length": experience.lengths_S.float().mean(),
         "length_max": experience.lengths_S.max(),
         "truncated": (experience.finishes_S == FINISHES.index("length")).float().mean(),
@@ -105,7 +105,7 @@ def equal_steps(experience: Experience, options: Any) -> Tensor:
     return torch.tensor(found)
 
 
-def loud(experience: Experience, samples: list[int]) -> list[int]:
+def with_advantage(experience: Experience, samples: list[int]) -> list[int]:
     """The samples that have an advantage at some token; the others have no gradient from the policy loss."""
     found = torch.zeros(len(experience), dtype=torch.bool)
     found[experience.owners_N[experience.advantages_N != 0]] = True

@@ -3,15 +3,15 @@
 import dataclasses
 from typing import Any
 
-from trimtab.data.batches import TokenBatch
 from trimtab.data.order import SampleOrder
 from trimtab.data.packing import chunk, pack
 from trimtab.data.sources import load_rows
 from trimtab.data.token_store import TokenStore
 from trimtab.data.tokens import build_sft_store
 from trimtab.distributed.world import deal
+from trimtab.train.rl.batches import TextBatch
 from trimtab.train.rl.cut import halves
-from trimtab.train.rl.passes import Parts, Passes
+from trimtab.train.rl.passes import Passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TextMixture:
         self.store, self.options = store, options
         self._order = SampleOrder(len(store), options.train_batch_size, 1, options.seed)
 
-    def parts(self, step: int, processes: int, passes: Passes) -> Parts:
+    def parts(self, step: int, processes: int, passes: Passes) -> list[list[TextBatch]]:
         """The micro-batches of text of an update for every process, as many for each."""
         epoch, index = divmod(step, self._order.steps_per_epoch)
         order = dataclasses.replace(self._order, seed=self._order.seed + epoch)
@@ -59,7 +59,7 @@ class TextMixture:
         shares = deal(cut_samples, processes, lambda part: int(self.store.lengths[part].sum()), halves)
         return [[self._batch(part) for part in share] for share in shares]
 
-    def _batch(self, samples: list[int] | None) -> TokenBatch:
-        batch = TokenBatch.of([self.store.example(i) for i in samples or [0]])
+    def _batch(self, samples: list[int] | None) -> TextBatch:
+        batch = TextBatch.of([self.store.example(i) for i in samples or [0]])
         batch.weight = 1.0 if samples else 0.0
         return batch

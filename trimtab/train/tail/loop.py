@@ -19,7 +19,7 @@ from trimtab.rollout.builtin.sampler import request_seed
 from trimtab.train.rl.asking import ask_for_samples
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.loop import Iteration, RLRun, Roles, timed
-from trimtab.train.rl.shaping import loud
+from trimtab.train.rl.shaping import with_advantage
 from trimtab.train.tail.measures import Measures
 from trimtab.train.tail.shaping import badness, pushing, shape_own, shape_proposed
 
@@ -30,7 +30,7 @@ PREFIX = "proposed/"
 @dataclass
 class TailIteration(Iteration):
     proposed: Experience | None = None  # the proposal's last answers
-    lessons: list[dict[str, float]] = field(default_factory=list)  # figures of the proposal's updates
+    proposal_reports: list[dict[str, float]] = field(default_factory=list)  # figures of the proposal's updates
     bad_texts: list[str] = field(default_factory=list)
 
     def on_disk(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -88,11 +88,11 @@ class TailRun(RLRun):
             self.iteration = self.begin(stop)
         work = self.iteration
         rounds = 0 if work is None or self.roles.proposal is None else self.options.proposal_updates
-        while work is not None and len(work.lessons) < rounds:
-            self.teach(work, stop)
+        while work is not None and len(work.proposal_reports) < rounds:
+            self.update_proposal(work, stop)
         return None if work is None else super().iterate(stop)
 
-    def teach(self, work: TailIteration, stop: StopRequest) -> None:
+    def update_proposal(self, work: TailIteration, stop: StopRequest) -> None:
         """One update of the proposal, on answers of its own to the same prompts."""
         if stop.signal:
             self.leave(stop)
@@ -116,7 +116,7 @@ class TailRun(RLRun):
         self.count(bool(report.pop("applied")))
         proposed.advantages_N = pushed_N
         work.proposed = proposed
-        work.lessons.append(figures | report)
+        work.proposal_reports.append(figures | report)
         work.bad_texts += self.files.bad_texts(proposed)
 
     def sample_proposal(self, work: TailIteration) -> Experience | None:
@@ -143,11 +143,13 @@ class TailRun(RLRun):
         if self.is_ppo:
             return super().update_actor(experience, samples)
         role, proposed = self.roles.actor, self.iteration.proposed
-        # Without an advantage there is no gradient. One sample stays, so that a step without any is a step.
-        learnt = loud(experience, samples) or samples[:1]
+        # As in RLRun.update_actor: samples without an advantage have no gradient, but one must stay.
+        learnt = with_advantage(experience, samples) or samples[:1]
         parts = self.passes.parts(role, experience, learnt, "advantages_N", "sampled_N")
         if proposed is not None:
-            more = self.passes.parts(role, proposed, loud(proposed, list(range(len(proposed)))), "advantages_N")
+            more = self.passes.parts(
+                role, proposed, with_advantage(proposed, list(range(len(proposed)))), "advantages_N"
+            )
             parts = [[*own, *others] for own, others in zip(parts, more)]
         totals = {"answers": float(len(samples)), "seen_tokens": float(experience.lengths_S[learnt].sum())}
         return self.passes.send(role, "update", parts, totals=totals, step=self.counters.actor_steps)[0]
@@ -161,9 +163,10 @@ class TailRun(RLRun):
         row = super().finish(work, measured)
         if self.options.method in PUSHING:
             row |= {"alpha": self.options.alpha, "kappa": pushing(self.options)}
-        for name in work.lessons[0] if work.lessons else ():
-            row[f"proposal_{name}"] = math.fsum(lesson[name] for lesson in work.lessons) / len(work.lessons)
-        row["sampled_answers"] = len(work.experience) * (1 + len(work.lessons))
+        reports = work.proposal_reports
+        for name in reports[0] if reports else ():
+            row[f"proposal_{name}"] = math.fsum(report[name] for report in reports) / len(reports)
+        row["sampled_answers"] = len(work.experience) * (1 + len(reports))
         self.files.keep_bad_texts(row["step"], work.bad_texts)
         return row
 

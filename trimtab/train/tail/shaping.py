@@ -36,9 +36,9 @@ def shape_own(experience: Experience, options: Any, kl_coefficient: float) -> Fi
     raw_S = reinforce.returns(experience.rewards_S, kl_N, kl_coefficient, owners_N)
     figures = described(experience, rewards_S.view(-1, group), raw_S, kl_N)
     if options.method == "base_proposal":
-        weights_GN = tilted(experience.rewards_S.view(-1, group), options.target_dist_beta)
-        advantages_S = advantages_S + repulse.push_down(weights_GN, pushing(options)).flatten()
-        figures |= weighing(weights_GN, experience.old_N, owners_N)
+        weights_GA = tilted(experience.rewards_S.view(-1, group), options.target_dist_beta)
+        advantages_S = advantages_S + repulse.push_down(weights_GA, pushing(options)).flatten()
+        figures |= weighing(weights_GA, experience.old_N, owners_N)
     experience.advantages_N = scaled(advantages_S[owners_N], experience, options)
     return numbers(figures) | badness(experience, options)
 
@@ -55,15 +55,15 @@ def shape_proposed(experience: Experience, options: Any) -> tuple[Figures, Tenso
     """Give the proposal's answers its advantages; those for the policy come back, to be used after its update."""
     owners_N, group, answers = experience.owners_N, options.n_samples_per_prompt, len(experience)
     ratio_N = experience.policy_N - experience.old_N
-    ratios_GN = log_ratios(experience.policy_N, experience.old_N, owners_N, answers).view(-1, group)
-    weights_GN = tilted(experience.rewards_S.view(-1, group), options.target_dist_beta, ratios_GN)
+    ratios_GA = log_ratios(experience.policy_N, experience.old_N, owners_N, answers).view(-1, group)
+    weights_GA = tilted(experience.rewards_S.view(-1, group), options.target_dist_beta, ratios_GA)
     steps_N = None
     if options.proposal_loss == "ctl":
         steps_N = ctl.step_weights(ratio_N, experience.twist_N, owners_N, answers, group)
-    experience.advantages_N = scaled(ctl.advantages(weights_GN, steps_N, owners_N), experience, options)
-    pushed_S = repulse.push_down(weights_GN, pushing(options)).flatten()
+    experience.advantages_N = scaled(ctl.advantages(weights_GA, steps_N, owners_N), experience, options)
+    pushed_S = repulse.push_down(weights_GA, pushing(options)).flatten()
     figures = {"reward": experience.rewards_S.mean(), "length": experience.lengths_S.float().mean()}
-    figures |= weighing(weights_GN, experience.policy_N, owners_N)
+    figures |= weighing(weights_GA, experience.policy_N, owners_N)
     return numbers(figures) | badness(experience, options), scaled(pushed_S[owners_N], experience, options)
 
 
@@ -75,12 +75,12 @@ def scaled(advantages_N: Tensor, experience: Experience, options: Any) -> Tensor
     return advantages_N * token_scale(experience.owners_N, len(experience), options.token_reduction)
 
 
-def weighing(weights_GN: Tensor, policy_N: Tensor | None, owners_N: Tensor) -> dict[str, Tensor]:
+def weighing(weights_GA: Tensor, policy_N: Tensor | None, owners_N: Tensor) -> dict[str, Tensor]:
     """How evenly a group's weights lie, and the mean log-prob under the target that they stand for."""
-    figures = {"effective_samples": effective_samples(weights_GN).mean(), "largest_weight": weights_GN.amax(1).mean()}
+    figures = {"effective_samples": effective_samples(weights_GA).mean(), "largest_weight": weights_GA.amax(1).mean()}
     if policy_N is not None:
-        log_probs_GN = sums(policy_N, owners_N, weights_GN.numel()).view_as(weights_GN)
-        figures["target_log_prob"] = (weights_GN * log_probs_GN).sum(1).mean()
+        log_probs_GA = sums(policy_N, owners_N, weights_GA.numel()).view_as(weights_GA)
+        figures["target_log_prob"] = (weights_GA * log_probs_GA).sum(1).mean()
     return figures
 
 
