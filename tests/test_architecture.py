@@ -12,7 +12,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # What each part may know of the rest of the project; a dotted name is one module. Every part may know itself.
 MAY_IMPORT = {
-    "cli": {"config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded", "errors", "files"} | {"data.hub"},
+    "cli": {"config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded", "errors", "files"}
+    | {"data.hub"},
     "train": {
         *("data", "models", "algos", "rollout", "rewards", "distributed", "config", "progress", "interrupts"),
         *("errors", "files"),
