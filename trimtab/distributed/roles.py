@@ -22,12 +22,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from trimtab.distributed.calling_off import meet_again, reason_to_call_off
 from trimtab.distributed.wire import Wire
 from trimtab.distributed.world import World
-from trimtab.errors import RunFailed, UserError
+from trimtab.errors import OutOfMemory, RunFailed, UserError
 
 PATIENCE = timedelta(days=30)  # an idle process waits for its next call as long as a slow reward takes
 FAILURE = "trimtab_failure"
+DONE, AGAIN = "done", "again"  # the run is over, or is to be built and begun anew
 
 
 class Group(Protocol):
@@ -35,6 +37,10 @@ class Group(Protocol):
 
     def call(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> list[Any]:
         """Run a method in every process: with its own part, if there are parts, and what all are told alike."""
+
+    def meet_again(self) -> bool:
+        """After OutOfMemory. True: there are several processes, which can be called again, but what they hold together
+        (a split model) can only be saved: it must be built anew."""
 
 
 class Alone:
@@ -47,6 +53,9 @@ class Alone:
         own = () if parts is None else (parts[0],)
         return [getattr(self.role, method)(*own, **shared)]
 
+    def meet_again(self) -> bool:
+        return False
+
 
 class Switchboard:
     """The wires between the first process and the others: one for all groups of a run."""
@@ -55,8 +64,16 @@ class Switchboard:
         """`records`: the dataclasses and exceptions that go to the roles or come back."""
         self.world, self.roles = world, roles
         self._wire = Wire(*records)
+        self._connect()
+
+    def _connect(self) -> None:
         self._channel = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._store = dist.distributed_c10d._get_default_store()
+
+    def meet_again(self) -> None:
+        """After what the processes were in the middle of was called off."""
+        meet_again(self.world)
+        self._connect()
 
     def group(self, name: str) -> "Everywhere":
         return Everywhere(self, name)
@@ -70,20 +87,30 @@ class Switchboard:
             result = self._perform(role, method, own[0], shared)
             return [result, *(self._receive(rank) for rank in range(1, self.world.size))]
         except RuntimeError as error:  # what sending or a collective raises when a process has gone
+            if (why := reason_to_call_off()) is not None:
+                raise OutOfMemory(why) from error
             raise self._reported() or error from error
 
-    def serve(self) -> None:
-        """What the other processes do until the first one hangs up."""
-        while (asked := self._receive(0)) is not None:
+    def serve(self) -> str:
+        """What the other processes do until the first one hangs up; the word with which it does."""
+        while True:
             try:
+                asked = self._receive(0)
+                if isinstance(asked, str):
+                    return asked
                 self._send(self._perform(*asked), 0)
+            except OutOfMemory:
+                self.meet_again()
             except BaseException as error:
+                if isinstance(error, RuntimeError) and reason_to_call_off() is not None:
+                    self.meet_again()
+                    continue
                 self._report(error)
                 raise
 
-    def hang_up(self) -> None:
+    def hang_up(self, word: str = DONE) -> None:
         for rank in range(1, self.world.size):
-            self._send(None, rank)
+            self._send(word, rank)
 
     def _perform(self, role: str, method: str, own: tuple | None, shared: dict[str, Any]) -> Any:
         assert not method.startswith("_"), "a role's own business"
@@ -127,3 +154,7 @@ class Everywhere:
     def call(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> list[Any]:
         assert parts is None or len(parts) == self.size
         return self._switchboard.call(self._name, method, parts, shared)
+
+    def meet_again(self) -> bool:
+        self._switchboard.meet_again()
+        return True

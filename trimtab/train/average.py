@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trimtab.train.optimiser import Optimiser
-from trimtab.train.tensor_parts import TensorParts
+from trimtab.train.tensor_parts import HeldParts, TensorParts
 
 
 class WeightAverage:
@@ -23,7 +23,7 @@ class WeightAverage:
     def state(self) -> dict[str, Tensor]:
         return {f"average/{name}": tensor for name, tensor in self.averages.items()}
 
-    def restore(self, saved: TensorParts) -> None:
+    def restore(self, saved: TensorParts | HeldParts) -> None:
         for name, tensor in self.averages.items():
             saved.read_into(f"average/{name}", tensor)
 

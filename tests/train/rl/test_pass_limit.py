@@ -1,10 +1,13 @@
 """RL where memory is short: smaller passes and the same numbers, or one line and a checkpoint to go on from."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from tests import warm
 from tests.train.rl.rl_run import arguments, assert_identical, result, rows, without, write_task
-from tests.train.test_pass_limit import with_room_for
+from tests.train.test_pass_limit import short_of_room, with_room_for
 from trimtab.cli.main import main
 from trimtab.rollout.builtin.memory import KVMemory
 
@@ -86,3 +89,23 @@ def test_a_rollout_without_room_ends_the_run_with_a_checkpoint_to_go_on_from(tas
     assert "the rollout does not fit into memory" in said and "--rollout_slots" in said and "checkpoint saved" in said
     assert main([*of(task, "out", "grpo"), "--load_checkpoint"]) == 0
     assert_identical(result(task / "whole"), result(task / "out"))
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "ppo"])
+def test_one_process_without_room_and_all_begin_anew_where_they_were(task, estimator):
+    def run(place: str, prepare: dict) -> list[dict]:
+        log = task / f"{place}.log"
+        assert warm.run_world(of(task, place, estimator), 2, prepare=prepare, log=log) == [0, 0], log_of(log)
+        return rows(task / place)
+
+    def log_of(log) -> str:
+        return "".join(path.read_text()[-3000:] for path in sorted(log.parent.glob(f"{log.name}*")))
+
+    whole = run("whole", {})
+    cut = run("cut", {1: partial(short_of_room, ROOM)})
+    assert "begun anew in passes of at most" in log_of(task / "cut.log")
+    assert [row["step"] for row in cut] == [row["step"] for row in whole] and "pass_samples" in cut[-1]
+    for before, after in zip(whole, cut):
+        for name in NUMBERS:
+            if name in before:
+                assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-5), (name, before["step"])

@@ -13,8 +13,8 @@ from trimtab.data.batches import Span
 from trimtab.data.order import SampleOrder
 from trimtab.data.prompts import PromptStore, load_prompt_stores
 from trimtab.data.tokenizer import load_tokenizer
-from trimtab.distributed.device import Device, find_device, seed_everything
-from trimtab.distributed.roles import Alone, Switchboard
+from trimtab.distributed.device import Device, find_device, random_state, restore_random_state, seed_everything
+from trimtab.distributed.roles import AGAIN, Alone, Switchboard
 from trimtab.distributed.sharding import GRADIENT_DTYPES
 from trimtab.distributed.stopping import heard_by_all, was_told
 from trimtab.distributed.world import World, find_world, leave_world
@@ -38,6 +38,7 @@ from trimtab.rollout.types import Sampling
 from trimtab.train.launch import check_undivided, load_job_tokenizer, notes, of_few_rows
 from trimtab.train.manifest import make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser
+from trimtab.train.pass_limit import BeginAnew, NoRoom, PassLimit
 from trimtab.train.plan.fit import fitted, for_manifest, work_of_prompts
 from trimtab.train.reference import Reference
 from trimtab.train.rl.batches import AnswerBatch, TextBatch
@@ -45,53 +46,81 @@ from trimtab.train.rl.cut import updates_per_iteration
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import RunFiles
-from trimtab.train.rl.learner import Actor, CriticLearner, ReferenceRole
-from trimtab.train.rl.loop import RLRun, Roles
+from trimtab.train.rl.learner import Actor, CriticLearner, Learner, ReferenceRole
+from trimtab.train.rl.loop import Counters, Iteration, RLRun, Roles
 from trimtab.train.rl.recording import Recording
 from trimtab.train.rl.rollouts import Rollouts
 from trimtab.train.rl.text import TextMixture, load_text
 from trimtab.train.sharded import shard_trained
+from trimtab.train.tensor_parts import HeldParts
 
 # What goes to the roles and comes back; nothing else may.
-RECORDS = (AnswerBatch, TextBatch, Span, Sampling, Experience, RewardFailed, BadSample)
+RECORDS = (AnswerBatch, TextBatch, Span, Sampling, Experience, RewardFailed, BadSample, NoRoom)
+
+
+@dataclasses.dataclass
+class Carried:
+    """What a process keeps of a run that is begun anew because memory was short: its own parts of what was learnt;
+    the first process also where the loop was."""
+
+    learners: dict[str, HeldParts]
+    random: dict
+    counters: Counters | None = None
+    iteration: Iteration | None = None
+    limit: PassLimit | None = None
 
 
 def train_rl(options: Any, builder_class: type["Builder"] | None = None) -> None:
     device = find_device()
     try:
-        world = find_world(device)
+        world, carried = find_world(device), None
         with StopRequest() as stop, heard_by_all(stop, world):
-            try:
-                builder = (builder_class or Builder)(options, device, world, stop)
-            except (GivenUp, RuntimeError) as error:  # the latter: another process has left a collective
-                if isinstance(error, RuntimeError) and not was_told(stop, world):
-                    raise
-                raise Interrupted(stop.number, "stopped before the first step; nothing is lost") from None
-            try:
-                _run(builder, stop)
-            finally:
-                builder.reward.close()
+            while True:
+                try:
+                    builder = (builder_class or Builder)(options, device, world, stop)
+                except (GivenUp, RuntimeError) as error:  # the latter: another process has left a collective
+                    if isinstance(error, RuntimeError) and not was_told(stop, world):
+                        raise
+                    raise Interrupted(stop.number, "stopped before the first step; nothing is lost") from None
+                try:
+                    carried = _run(builder, stop, carried)
+                finally:
+                    builder.reward.close()
+                if carried is None:
+                    return
+                del builder
+                device.release_memory()
     finally:
         leave_world()
 
 
-def _run(builder: "Builder", stop: StopRequest) -> None:
-    """The loop, in the first process; the others serve it."""
+def _run(builder: "Builder", stop: StopRequest, carried: Carried | None) -> Carried | None:
+    """The loop, in the first process; the others serve it. What it returns is for a run that begins anew."""
+    if carried is not None:
+        builder.take_over(carried)
     if builder.world.size == 1:
         groups = {name: Alone(role) for name, role in builder.roles.items()}
         builder.run(groups).train(stop)
-        return
+        return None
     switchboard = Switchboard(builder.world, builder.roles, RECORDS)
     if not builder.world.leads:
-        switchboard.serve()
-        return
+        return builder.carry() if switchboard.serve() == AGAIN else None
+    run = builder.run({name: switchboard.group(name) for name in builder.roles})
+    if carried is not None:
+        run.counters, run.iteration, run.passes.limit = carried.counters, carried.iteration, carried.limit
     try:
-        builder.run({name: switchboard.group(name) for name in builder.roles}).train(stop)
+        run.train(stop, taken_over=carried is not None)
+    except BeginAnew:
+        switchboard.hang_up(AGAIN)
+        return dataclasses.replace(
+            builder.carry(), counters=run.counters, iteration=run.iteration, limit=run.passes.limit
+        )
     except (Interrupted, RunFailed, UserError):
         with contextlib.suppress(RuntimeError):  # the others may be gone already
             switchboard.hang_up()
         raise
     switchboard.hang_up()
+    return None
 
 
 class Builder:
@@ -205,6 +234,15 @@ class Builder:
             gradient_dtype=GRADIENT_DTYPES[options.grad_accum_dtype],
             offload=options.adam_offload,
         )
+
+    def carry(self) -> Carried:
+        learners = {name: role for name, role in self.roles.items() if isinstance(role, Learner)}
+        return Carried({name: role.carry() for name, role in learners.items()}, random_state())
+
+    def take_over(self, carried: Carried) -> None:
+        for name, held in carried.learners.items():
+            self.roles[name].restore(held)
+        restore_random_state(carried.random)
 
     def run(self, groups: dict[str, Any]) -> RLRun:
         options = self.options

@@ -24,7 +24,7 @@ from trimtab.train.pass_limit import memory_guard
 from trimtab.train.rl.batches import TextBatch
 from trimtab.train.rl.objective import policy_share, text_share, value_share
 from trimtab.train.task import Share, Totals
-from trimtab.train.tensor_parts import TensorParts, all_finite, write_parts
+from trimtab.train.tensor_parts import HeldParts, TensorParts, all_finite, write_parts
 
 
 class Learner:
@@ -81,10 +81,14 @@ class Learner:
         """Whether there is something to go on from, in this process's part of it."""
         return all_finite(self.tensors().values())
 
+    def carry(self) -> HeldParts:
+        """This process's part of everything, for the same role built anew."""
+        return HeldParts(self.tensors())
+
     def tensors(self) -> dict[str, Tensor]:
         return self.optimiser.state()
 
-    def restore(self, saved: TensorParts) -> None:
+    def restore(self, saved: TensorParts | HeldParts) -> None:
         self.optimiser.restore(saved)
 
     def save(self, *, folder: Path) -> None:
@@ -114,7 +118,7 @@ class Actor(Learner):
     def tensors(self) -> dict[str, Tensor]:
         return super().tensors() | (self.average.state() if self.average is not None else {})
 
-    def restore(self, saved: TensorParts) -> None:
+    def restore(self, saved: TensorParts | HeldParts) -> None:
         super().restore(saved)
         if self.average is not None:
             self.average.restore(saved)

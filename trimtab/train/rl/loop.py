@@ -65,6 +65,7 @@ class Iteration:
     prompts: int  # how many were taken from the data
     figures: dict[str, float]
     reports: list[dict[str, dict[str, float]]] = field(default_factory=list)  # of every update: role -> figures
+    unfinished: dict[str, dict[str, float]] = field(default_factory=dict)  # the same of the update in hand
     seconds: dict[str, float] = field(default_factory=dict)
 
     def on_disk(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -109,8 +110,9 @@ class RLRun:
 
     # ---- the loop
 
-    def train(self, stop: StopRequest) -> None:
-        resumed = self.resume() if self.options.load_checkpoint else False
+    def train(self, stop: StopRequest, *, taken_over: bool = False) -> None:
+        """`taken_over`: this run goes on with the counters and the iteration of one that was begun anew."""
+        resumed = taken_over or (self.resume() if self.options.load_checkpoint else False)
         self.files.open(self.counters.iteration, resumed=resumed)
         try:
             self.start(stop)
@@ -157,7 +159,7 @@ class RLRun:
             if stop.signal:
                 self.leave(stop)
             with timed(work.seconds, "update"):
-                work.reports.append(self.update(work.experience, samples))
+                self.update(work, samples)
         return self.finish(work, self.measure(work, stop))
 
     def begin(self, stop: StopRequest) -> Iteration | None:
@@ -240,10 +242,10 @@ class RLRun:
             )
         ]
 
-    def update(self, experience: Experience, samples: list[int]) -> dict[str, dict[str, float]]:
+    def update(self, work: Iteration, samples: list[int]) -> None:
         """One optimiser step of the critic and of the actor."""
-        reports = {}
-        if self.roles.critic is not None:
+        experience, reports = work.experience, work.unfinished
+        if self.roles.critic is not None and "critic" not in reports:
             reports["critic"] = self.passes.until_they_fit(lambda: self.update_critic(experience, samples))
             self.counters.critic_steps += 1
         if self.counters.iteration >= self.options.freezing_actor_steps:
@@ -251,7 +253,8 @@ class RLRun:
             self.counters.actor_steps += 1
         for report in reports.values():
             self.count(bool(report.pop("applied")))
-        return reports
+        work.reports.append(reports)
+        work.unfinished = {}
 
     def update_critic(self, experience: Experience, samples: list[int]) -> dict[str, float]:
         critic = self.roles.critic

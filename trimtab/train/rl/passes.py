@@ -12,7 +12,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
 from trimtab.distributed.roles import Group
 from trimtab.distributed.world import deal
-from trimtab.train.pass_limit import FLAGS, NoRoom, PassLimit, Result, until_it_fits
+from trimtab.train.pass_limit import FLAGS, BeginAnew, NoRoom, PassLimit, Result, until_it_fits
 from trimtab.train.rl.batches import AnswerBatch
 from trimtab.train.rl.cut import cost, halves, micro_batches
 from trimtab.train.rl.experience import Experience
@@ -24,7 +24,8 @@ class Passes:
     def __init__(self, options: RLOptions, device: Device):
         self.options, self.device = options, device
         self.limit = PassLimit()
-        self._sent: list[tuple[int, int]] = []  # (tokens, samples) of the passes of the last call
+        self._role: Group | None = None  # of the last call
+        self._sent: list[tuple[int, int]] = []  # (tokens, samples) of its passes
 
     # ---- what a role is asked
 
@@ -44,7 +45,7 @@ class Passes:
         self.until_they_fit(ask, by_tokens=by_tokens)
 
     def send(self, role: Group, method: str, parts: Parts, **shared: Any) -> list[Any]:
-        self._sent = [(batch.tokens, len(batch.spans)) for part in parts for batch in part]
+        self._role, self._sent = role, [(batch.tokens, len(batch.spans)) for part in parts for batch in part]
         return role.call(method, parts, **shared)
 
     def until_they_fit(self, attempt: Callable[[], Result], *, by_tokens: bool | None = None) -> Result:
@@ -54,6 +55,8 @@ class Passes:
         return until_it_fits(attempt, lambda why: self._shrink(why, by_tokens))
 
     def _shrink(self, why: str, by_tokens: bool) -> None:
+        assert self._role is not None
+        several = self._role.meet_again()
         self.device.release_memory()
         if not self.limit.halve(self._sent, by_tokens=by_tokens):
             longest = max(tokens for tokens, _ in self._sent)
@@ -62,6 +65,8 @@ class Passes:
                 f"--generate_max_len or --prompt_max_len; {FLAGS}"
             )
         print(f"out of memory: begun anew in passes of at most {self.limit}", flush=True)
+        if several:
+            raise BeginAnew
 
     # ---- how it is cut
 
