@@ -90,7 +90,7 @@ def _words() -> Words:
 
 def _seeds(text: str) -> list[int]:
     try:
-        seeds = []
+        seeds: list[int] = []
         for part in text.split(","):
             first, _, last = part.partition("-")
             if int(last or first) < int(first):
@@ -128,7 +128,7 @@ def _apart(jobs: list[Job], verbs: dict[str, str], told_apart_by: list[str]) -> 
         places = [getattr(options, name, None) for options in parsed]
         if None in places or len(set(places)) == len(places):
             continue
-        if parsed[0].changed(name):
+        if parsed[0] and parsed[0].changed(name):
             holes = ", ".join(f"{{{hole}}}" for hole in told_apart_by)
             raise UserError(
                 f"--{name} {places[0]}: several of the {len(jobs)} jobs would write there; use {holes} in it"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from trimtab.cli.run import guarded
 from trimtab.cli.words import Words
 from trimtab.config.checks import settle
-from trimtab.config.groups import CheckpointOptions
-from trimtab.config.jobs import JOBS
+from trimtab.config.groups import PretrainOptions
+from trimtab.config.jobs import TRAINED
 from trimtab.config.parse import parse
 from trimtab.data.hub import trusting
 from trimtab.errors import UserError
@@ -19,14 +19,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan(argv: list[str]) -> None:
     words = Words("trimtab plan", "What memory and time a training job needs: trimtab plan VERB [its options].")
-    words.add_argument("verb", help=f"the job: {', '.join(trained_jobs())}")
+    words.add_argument("verb", help=f"the job: {', '.join(TRAINED)}")
     words.add_argument("--on", default="here", metavar="DEVICE", help="here, CPU or a name such as H200 or A100-80G")
     words.add_argument("--device_memory", type=float, metavar="GIB", help="instead of what the device has")
     own, job_words = words.parse_known_args(argv)
-    job = trained_jobs().get(own.verb)
+    job = TRAINED.get(own.verb)
     if job is None:
-        raise UserError(f"{own.verb!r} is no training job; the jobs are {', '.join(trained_jobs())}")
+        raise UserError(f"{own.verb!r} is no training job; the jobs are {', '.join(TRAINED)}")
     options, _ = settle(parse(job, job_words))
+    assert isinstance(options, PretrainOptions), "every training job has a model"
     if not options.pretrain:
         raise UserError("--pretrain is missing: give a hub name or a model folder (its config.json is enough)")
     if options.nproc > 1:
@@ -43,10 +44,6 @@ def plan(argv: list[str]) -> None:
     with trusting(options.trust_remote_code):
         made = make_plan(options, hardware, supposed(options), propose=options.fit_memory is not False)
     print("\n".join(made.lines()))
-
-
-def trained_jobs() -> dict[str, type]:
-    return {verb: job for verb, job in JOBS.items() if issubclass(job, CheckpointOptions)}
 
 
 if __name__ == "__main__":

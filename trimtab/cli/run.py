@@ -3,22 +3,25 @@
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 from trimtab.config.checks import settled_and_checked
 from trimtab.config.dump import redact, secrets_of, to_yaml
-from trimtab.config.groups import PrecisionOptions
+from trimtab.config.groups import CallOptions, PrecisionOptions
+from trimtab.config.option import Options
 from trimtab.config.parse import parse
 from trimtab.config.support import hardware_problems
 from trimtab.data.hub import trusting
 from trimtab.errors import Interrupted, RunFailed, UserError
 
+Job = TypeVar("Job", bound=CallOptions)
+
 
 def run_job(
-    job_class: type,
+    job_class: type[Job],
     argv: Sequence[str] | None,
-    start: Callable[[Any], int | None],
-    rehearse: Callable[[Any], list[str]] | None = None,
+    start: Callable[[Job], int | None],
+    rehearse: Callable[[Job], list[str]] | None = None,
 ) -> int:
     """Run one job and return its exit code.
 
@@ -26,7 +29,7 @@ def run_job(
     config that `--config` reads: what `rehearse` has to say follows it as comments.
     """
     name = f"trimtab {job_class.verb}"
-    options = None
+    options: Job | None = None
     try:
         options = parse(job_class, sys.argv[1:] if argv is None else argv)
         if argv is None:
@@ -73,7 +76,7 @@ def guarded(name: str, action: Callable[[], int | None]) -> int:
         return 130
 
 
-def _exit_code(name: str, error: Exception, options: Any = None) -> int:
+def _exit_code(name: str, error: Exception, options: Options | None = None) -> int:
     if isinstance(error, UserError):
         say(f"{name}: error: {' '.join(str(error).splitlines())}", options)
         return 2
@@ -89,6 +92,6 @@ def _exit_code(name: str, error: Exception, options: Any = None) -> int:
     return 1
 
 
-def say(text: str, options: Any = None) -> None:
+def say(text: str, options: Options | None = None) -> None:
     """A line for the user on standard error, without keys."""
     print(redact(text, options), file=sys.stderr, flush=True)

@@ -10,15 +10,19 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TypeVar
 
 from trimtab.cli.run import run_job, say
-from trimtab.config.jobs import JOBS
+from trimtab.config.groups import AnswerOptions
+from trimtab.config.jobs import TRAINED, TrainedOptions
 from trimtab.distributed.launch import launch
 from trimtab.errors import Interrupted, RunFailed
 
+Made = TypeVar("Made")
 
-def main_of(verb: str) -> Callable[[Sequence[str] | None], int]:
+
+def main_of(verb: str) -> Callable[..., int]:
     """The `main` of the command `trimtab VERB`."""
 
     def main(argv: Sequence[str] | None = None) -> int:
@@ -31,18 +35,22 @@ def training_main(verb: str, argv: Sequence[str] | None) -> int:
     """Run a training job and return its exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
 
-    def start(options: Any) -> int:
+    def start(options: TrainedOptions) -> int:
         if options.nproc > 1 and "WORLD_SIZE" not in os.environ:
             return launch(f"trimtab.cli.train_{options.verb}", words, options.nproc)
         _train(options)
         return 0
 
-    return run_job(JOBS[verb], argv, start, lambda options: _function("rehearse", options)(options))
+    return run_job(TRAINED[verb], argv, start, _rehearse)
 
 
-def _train(options: Any) -> None:
+def _rehearse(options: TrainedOptions) -> list[str]:
+    return getattr(_trainer(options), f"rehearse_{options.trainer}")(options)
+
+
+def _train(options: TrainedOptions) -> None:
     try:
-        _function("train", options)(options)
+        getattr(_trainer(options), f"train_{options.trainer}")(options)
     except (Interrupted, RunFailed):
         # The page is wanted most where something went wrong; there is no model to point to.
         _show_what_is_left(options, finished=False)
@@ -50,18 +58,18 @@ def _train(options: Any) -> None:
     _show_what_is_left(options, finished=True)
 
 
-def _function(action: str, options: Any) -> Callable[[Any], Any]:
-    return getattr(importlib.import_module(f"trimtab.train.{options.trainer}"), f"{action}_{options.trainer}")
+def _trainer(options: TrainedOptions) -> ModuleType:
+    return importlib.import_module(f"trimtab.train.{options.trainer}")
 
 
-def _show_what_is_left(options: Any, finished: bool) -> None:
+def _show_what_is_left(options: TrainedOptions, finished: bool) -> None:
     """Write the run's page and say where everything is. No fault of the page may spoil a run that is done."""
     if os.environ.get("RANK", "0") != "0":
         return
     folder = Path(options.save_path)
-    places = {"metrics": folder / "metrics.jsonl"}
+    places: dict[str, Path | str] = {"metrics": folder / "metrics.jsonl"}
     if finished:
-        places = {"adapter" if options.lora_rank else "model": f"{folder}/"} | places
+        places = {"adapter" if options.lora_rank else "model": f"{folder}/", **places}
         _attempt("samples were", lambda: _write_samples(options), options)
     written = _attempt("report was", lambda: _write_report(folder), options)
     if written is not None:
@@ -72,10 +80,10 @@ def _show_what_is_left(options: Any, finished: bool) -> None:
         print(f"{name:9}{place}", flush=True)
 
 
-def _write_samples(options: Any) -> Path | None:
+def _write_samples(options: TrainedOptions) -> Path | None:
     # Answers of an earlier run in this folder are not this run's.
     (Path(options.save_path) / "samples.json").unlink(missing_ok=True)
-    if not getattr(options, "report_samples", 0):
+    if not isinstance(options, AnswerOptions) or not options.report_samples:
         return None
     from trimtab.evaluate.before_and_after import write_samples
 
@@ -100,7 +108,7 @@ def _memory_line(folder: Path) -> str | None:
     return f"{planned:.2f} GiB planned, {measured:.2f} GiB measured at the peak"
 
 
-def _attempt(what: str, action: Callable[[], Any], options: Any) -> Any:
+def _attempt(what: str, action: Callable[[], Made], options: TrainedOptions) -> Made | None:
     try:
         return action()
     except Exception as error:

@@ -41,7 +41,7 @@ class AttackedOptions(Options):
 class TargetFileOptions(Options):
     """Targets"""
 
-    file_path: str | None = required("FILE", "a file with the columns goal and target", place=True)
+    file_path: str = required("FILE", "a file with the columns goal and target", place=True)
     """Goals and wanted answers: columns goal and target."""
     scenario: str = option("behaviors", choices=("behaviors", "strings"))
     """behaviors: the suffix follows the goal; strings: there is no goal, only the target."""

@@ -49,9 +49,13 @@ class Option:
         return f"--{self.name}"
 
 
-@functools.cache
 def options_of(job_class: type) -> dict[str, Option]:
     """The options of a job by name, in the order in which help shows them."""
+    return _described(job_class)
+
+
+@functools.cache
+def _described(job_class: type) -> dict[str, Option]:
     declared = {known.name: known for known in fields(job_class) if "no_option" not in known.metadata}
     options: dict[str, Option] = {}
     for group in job_class.__mro__:
@@ -71,7 +75,7 @@ def _option(declared: Field, text: str, section: str, aliases: tuple[str, ...]) 
         name=declared.name,
         kind=kind,
         count=count,
-        optional=optional,
+        optional=optional or "required" in declared.metadata,  # None until it is set
         bare=declared.metadata.get("bare"),
         default=declared.default,
         help=text,
@@ -104,11 +108,13 @@ def _help_texts(group: type) -> dict[str, str]:
     """The string under each field of a class."""
     if group is object:
         return {}
-    body = ast.parse(textwrap.dedent(inspect.getsource(group))).body[0].body
+    (defined,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
+    assert isinstance(defined, ast.ClassDef), group
     texts = {}
-    for statement, following in itertools.pairwise(body):
+    for statement, following in itertools.pairwise(defined.body):
         if (
             isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
             and isinstance(following, ast.Expr)
             and isinstance(following.value, ast.Constant)
         ):

@@ -53,7 +53,7 @@ class PromptLengthOptions(Options):
 class SourceOptions(Options):
     """Data"""
 
-    dataset: str | None = required("DATA", "a file, a folder or a hub name")
+    dataset: str = required("DATA", "a file, a folder or a hub name")
     """Hub names, files (json, jsonl, csv, parquet, arrow, .py) or folders, separated by commas; type@folder for the
     files of one type in a folder."""
     dataset_probs: str | None = None
@@ -62,7 +62,6 @@ class SourceOptions(Options):
     """Split to use."""
 
     def check(self) -> Iterable[str]:
-        assert self.dataset is not None, "it is required"
         return check_mixture(self.dataset, self.dataset_probs, "--dataset")
 
 

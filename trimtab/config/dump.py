@@ -7,6 +7,8 @@ from typing import Any
 import yaml
 
 from trimtab.config.catalogue import options_of
+from trimtab.config.groups import CallOptions
+from trimtab.config.option import Options
 from trimtab.config.values import REDACTED
 
 MARK = "# trimtab "
@@ -17,7 +19,7 @@ _SECRET_VARIABLES = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "TRI
 _SHORTEST_KEY = 6
 
 
-def to_dict(options: Any) -> dict[str, Any]:
+def to_dict(options: Options) -> dict[str, Any]:
     """The resolved options of a run by name, in plain types and without keys or what concerns this call only."""
     return {
         name: _plain(REDACTED if option.secret and _is_key(getattr(options, name)) else getattr(options, name))
@@ -26,7 +28,7 @@ def to_dict(options: Any) -> dict[str, Any]:
     }
 
 
-def to_yaml(options: Any) -> str:
+def to_yaml(options: CallOptions) -> str:
     """The same under the headings of `--help`."""
     described = options_of(type(options))
     values = to_dict(options)
@@ -39,14 +41,14 @@ def to_yaml(options: Any) -> str:
     return text
 
 
-def redact(text: str, options: Any = None) -> str:
+def redact(text: str, options: Options | None = None) -> str:
     """The text without the keys that the options or the environment hold."""
     for key in secrets_of(options):
         text = text.replace(key, REDACTED)
     return text
 
 
-def secrets_of(options: Any = None) -> list[str]:
+def secrets_of(options: Options | None = None) -> list[str]:
     """Values that must not be shown, longest first."""
     found = {os.environ.get(name, "") for name in _SECRET_VARIABLES}
     if options is not None:

@@ -20,7 +20,7 @@ class TaskOptions(Options):
     """generate: answer the prompts of --dataset (and score the answers, if a reward is named). rm: score the answers in
     --dataset with the reward model --pretrain. generate_vllm is generate."""
     # Unlike --output_path of lora-combine, which is a folder.
-    output_path: str | None = required("FILE", "a file for the rows, for example answers.jsonl")
+    output_path: str = required("FILE", "a file for the rows, for example answers.jsonl")
     """JSONL file of the rows. While they are made they stand in FILE.partial, and the same command goes on there."""
     best_of_n: int = option(1, at_least=1)
     """Answers to each prompt."""
@@ -33,7 +33,6 @@ class TaskOptions(Options):
     """Answers in one pass of a reward model; it changes memory and speed, not the result."""
 
     def check(self) -> Iterable[str]:
-        assert self.output_path is not None, "it is required"
         if os.path.isdir(self.output_path):
             raise UserError(f"--output_path {self.output_path} is a folder: give a file, for example answers.jsonl")
         return self.idle(["rollout_batch_size"], "without --iter") if self.iter is None else ()

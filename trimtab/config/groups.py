@@ -87,7 +87,7 @@ class LoadOptions(PrecisionOptions):
 class PretrainOptions(LoadOptions):
     """Model"""
 
-    pretrain: str | None = required("MODEL", "a hub name or a model folder", place=True)
+    pretrain: str = required("MODEL", "a hub name or a model folder", place=True)
     """Model to start from: a hub name or a local folder."""
 
 

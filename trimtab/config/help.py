@@ -5,12 +5,13 @@ import textwrap
 from itertools import groupby
 
 from trimtab.config.catalogue import Option, options_of
+from trimtab.config.groups import CallOptions
 
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 _COLUMN = 34
 
 
-def help_text(job_class: type, width: int | None = None) -> str:
+def help_text(job_class: type[CallOptions], width: int | None = None) -> str:
     """Every option of the job under its heading, wrapped to the terminal."""
     width = width or max(70, min(shutil.get_terminal_size().columns, 120))
     verb = job_class.verb

@@ -4,16 +4,20 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-Class = TypeVar("Class", bound=type)
+from trimtab.config.groups import CallOptions
+from trimtab.config.option import Options
+
+Group = TypeVar("Group", bound=Options)
+Job = TypeVar("Job", bound=CallOptions)
 
 
-def with_defaults(**defaults: Any) -> Callable[[Class], Class]:
+def with_defaults(**defaults: Any) -> Callable[[type[Group]], type[Group]]:
     """Make a class of groups a group itself, with these defaults in place of the groups' own.
 
     Bounds, choices and the like stay; an option that is required elsewhere is not, where it has a default.
     """
 
-    def decorate(cls: Class) -> Class:
+    def decorate(cls: type[Group]) -> type[Group]:
         inherited = {name: known for base in cls.__mro__[1:] for name, known in _fields_of(base).items()}
         for name, default in defaults.items():
             known = inherited[name]
@@ -28,10 +32,10 @@ def with_defaults(**defaults: Any) -> Callable[[Class], Class]:
     return decorate
 
 
-def job(verb: str, **defaults: Any) -> Callable[[Class], Class]:
+def job(verb: str, **defaults: Any) -> Callable[[type[Job]], type[Job]]:
     """Make a class of groups a job called `verb`, with these defaults in place of the groups' own."""
 
-    def decorate(cls: Class) -> Class:
+    def decorate(cls: type[Job]) -> type[Job]:
         cls.verb = verb
         cls.trainer = getattr(cls, "trainer", verb)
         return with_defaults(**defaults)(cls)

@@ -8,7 +8,7 @@ very end. Where a seed or a varied option stands inside a value (a checkpoint's 
 import itertools
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trimtab.errors import UserError
@@ -101,10 +101,10 @@ class Job:
 
 
 def spread(
-    command: Command, name: str, seeds: Sequence[int], varied: dict[str, Sequence[str]], first_port: int
+    command: Command, name: str, seeds: Sequence[int], varied: Mapping[str, Sequence[str]], first_port: int
 ) -> list[Job]:
     """A job for every seed of every combination of the varied options' values."""
-    jobs = []
+    jobs: list[Job] = []
     for values in itertools.product(*varied.values()):
         chosen = dict(zip(varied, values))
         called = name + "".join(f"_{option}{value}" for option, value in chosen.items())

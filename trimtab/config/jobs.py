@@ -75,9 +75,9 @@ from trimtab.config.rl_jobs import (
     PPOOptions,
     ReinforceOptions,
     RLOOOptions,
+    RLOptions,
     TailOptions,
 )
-from trimtab.config.rl_jobs import RLOptions as RLOptions
 from trimtab.config.serving import ServerOptions, StepScoreOptions
 from trimtab.config.sources import listed, place_exists
 from trimtab.errors import UserError
@@ -364,12 +364,18 @@ class ServeRMOptions(
         return self.idle(["value_head_prefix"], "with --placeholder_token") if self.placeholder_token else ()
 
 
+TrainedOptions = Training | RLOptions
+"""The options of any training job."""
+
+TRAINED: dict[str, type[Training] | type[RLOptions]] = {
+    **{job.verb: job for job in (SFTOptions, RMOptions, PRMOptions, DPOOptions, KTOOptions, KDOptions)},
+    **{job.verb: job for job in (PPOOptions, GRPOOptions, DAPOOptions, ReinforceOptions, RLOOOptions)},
+    **{job.verb: job for job in (AnyRLOptions, TailOptions)},
+}
+"""The training jobs by their verbs."""
+
 JOBS: dict[str, type[CallOptions]] = {
-    job_class.verb: job_class
-    for job_class in (
-        *(SFTOptions, RMOptions, PRMOptions, DPOOptions, KTOOptions, KDOptions),
-        *(PPOOptions, GRPOOptions, DAPOOptions, ReinforceOptions, RLOOOptions, AnyRLOptions, TailOptions),
-        *(GenerateOptions, ChatOptions, AttackOptions, LoraCombineOptions, ServeRMOptions),
-    )
+    **TRAINED,
+    **{job.verb: job for job in (GenerateOptions, ChatOptions, AttackOptions, LoraCombineOptions, ServeRMOptions)},
 }
 """Every job by its verb."""

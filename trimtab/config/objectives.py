@@ -163,7 +163,7 @@ class UnpairedLossOptions(BetaOptions):
 class DistillationOptions(Options):
     """Teacher"""
 
-    teacher_model: str | None = required("MODEL", "a hub name or a model folder with the same vocabulary", place=True)
+    teacher_model: str = required("MODEL", "a hub name or a model folder with the same vocabulary", place=True)
     """Model to learn from: a hub name or a local folder, with the student's vocabulary."""
     teacher_offload: bool = False
     """Keep the teacher's weights in main memory and bring them to the device to score."""
@@ -187,18 +187,18 @@ class DistillationOptions(Options):
 class MergeOptions(Options):
     """Merge"""
 
-    model_path: str | None = required("MODEL", "the model the adapter was trained on", place=True)
+    model_path: str = required("MODEL", "the model the adapter was trained on", place=True)
     """Model the adapter was trained on: a hub name or a local folder."""
-    lora_path: str | None = required("ADAPTER", "the folder of the adapter", place=True)
+    lora_path: str = required("ADAPTER", "the folder of the adapter", place=True)
     """The adapter: --save_path of a run with --lora_rank."""
-    output_path: str | None = required("FOLDER", "a folder for the merged model")
+    output_path: str = required("FOLDER", "a folder for the merged model")
     """Folder for the merged model, in Hugging Face form."""
     is_rm: bool = False
     """The model is a reward model: a sequence classifier with one score."""
 
     def check(self) -> Iterable[str]:
         places = {"model_path": self.model_path, "lora_path": self.lora_path, "output_path": self.output_path}
-        real = {name: os.path.realpath(os.path.expanduser(place or "")) for name, place in places.items()}
+        real = {name: os.path.realpath(os.path.expanduser(place)) for name, place in places.items()}
         adapter, output = real["lora_path"], real.pop("output_path")
         if os.path.isdir(adapter) and not os.path.isfile(os.path.join(adapter, "adapter_config.json")):
             raise UserError(

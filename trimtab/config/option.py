@@ -95,7 +95,7 @@ def secret(default: Any, bare: str | None = None) -> Any:
 
 def required(shown: str, what: str, place: bool = False) -> Any:
     """An option without which its job cannot start: `shown` stands for its value in the usage line, `what` says in
-    words what to give. In Python it is None until it is set."""
+    words what to give. Whatever its type says, it is None until it is set, which check refuses."""
     return field(default=None, metadata={"required": (shown, what), "place": place})
 
 

@@ -46,7 +46,7 @@ def take_negative_numbers(parser: argparse.ArgumentParser) -> None:
     parser._negative_number_matcher = re.compile(r"-\.?\d")
 
 
-def _from_command_line(job_class: type, argv: Sequence[str]) -> dict[str, Any]:
+def _from_command_line(job_class: type[CallOptions], argv: Sequence[str]) -> dict[str, Any]:
     """Only the options that were given."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     take_negative_numbers(parser)
@@ -60,7 +60,8 @@ def _from_command_line(job_class: type, argv: Sequence[str]) -> dict[str, Any]:
         raise UserError(f"{(error.argument_name or '').split('/')[0]}: {error.message}") from None
     if rest:
         raise UserError(_not_understood(job_class, rest[0]))
-    return {name: _whole(find(job_class, name), value) for name, value in vars(namespace).items()}
+    known = options_of(job_class)
+    return {name: _whole(known[name], value) for name, value in vars(namespace).items()}
 
 
 def _whole(option: Option, value: Any) -> Any:
@@ -92,21 +93,21 @@ def _underscored(word: str) -> str:
     return f"--{name.replace('-', '_')}{equals}{value}"
 
 
-def _not_understood(job_class: type, word: str) -> str:
+def _not_understood(job_class: type[CallOptions], word: str) -> str:
     if word.startswith("-") and word.strip("-"):
         # A value after = may be a key, so only the name is repeated.
         return _unknown(job_class, word.split("=")[0], word.split("=")[0].lstrip("-"), "--")
     return f"unexpected {word!r}: every value follows its option, and one with spaces needs quotes"
 
 
-def _unknown(job_class: type, shown: str, name: str, prefix: str) -> str:
+def _unknown(job_class: type[CallOptions], shown: str, name: str, prefix: str) -> str:
     nearest = suggestion(job_class, name)
     return f"unknown option {shown}; " + (
         f"did you mean {prefix}{nearest}?" if nearest else f"trimtab {job_class.verb} --help lists them all"
     )
 
 
-def _from_file(job_class: type, path: str) -> dict[str, Any]:
+def _from_file(job_class: type[CallOptions], path: str) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
     for line, key, value in _entries(path):
         where = f"{path} line {line}"

@@ -87,7 +87,7 @@ def run_name(options: TailOptions) -> str:
     name = RunName(
         rm_type="rlhf",
         pretrain=options.pretrain,
-        reward_pretrain=_reward(options),
+        reward_pretrain=_reward(options) or "",
         prompt_data=options.prompt_data,
         generate_max_len=options.generate_max_len,
         init_kl_coef=options.init_kl_coef,
@@ -145,7 +145,7 @@ def _method(flags: Flags) -> str:
         raise UserError(f"--parameterization {parameterization}: it must be policy or one of {', '.join(_PROPOSALS)}")
     if actor_loss not in _LOSSES:
         raise UserError(f"--actor_loss_type {actor_loss}: it must be ppo or one of {', '.join(_LOSSES)}")
-    method = _METHODS.get((loss, transformed, own_answers))
+    method = _METHODS.get((loss or "", transformed, own_answers))
     if method is None:
         raise UserError(
             f"--harmlessness_training_loss_type {loss}{' with --reward_transform' * transformed}"

@@ -22,7 +22,7 @@ WHITENED = ("gae", "reinforce", "reinforce_baseline")
 class PromptOptions(RowOptions, PromptLengthOptions):
     """Data"""
 
-    prompt_data: str | None = required("DATA", "a file, a folder or a hub name")
+    prompt_data: str = required("DATA", "a file, a folder or a hub name")
     """Prompts: hub names, files or folders, separated by commas, as --dataset of the other jobs."""
     prompt_data_probs: str | None = None
     """Share of each source, separated by commas; unset: the sources are concatenated."""
@@ -33,7 +33,6 @@ class PromptOptions(RowOptions, PromptLengthOptions):
     """At most this many tokens in prompt and answer together; unset: prompt_max_len + generate_max_len. Deprecated."""
 
     def check(self) -> Iterable[str]:
-        assert self.prompt_data is not None, "it is required"
         return check_mixture(self.prompt_data, self.prompt_data_probs, "--prompt_data")
 
 

@@ -57,6 +57,7 @@ class RunName:
         if self.push_down_loss is not None:
             parts += ["harml", self.push_down_loss]
             parts += [] if self.start_alpha is None else [f"start{float(self.start_alpha)}"]
+            assert self.alpha is not None, "what pushes down has a weight"
             parts += [f"a{float(self.alpha)}"]
         if self.transform is not None:
             a, b = map(float, self.transform)
