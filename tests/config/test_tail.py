@@ -85,6 +85,10 @@ def test_what_cannot_be_meant_is_refused_in_one_line(changes, complaint):
         ({"bad_token_ids": (3,)}, "--bad_token_ids has no effect without --analytic_bad_word_calc"),
         ({"heldout_prompt_data": "a/b"}, "--heldout_prompt_data has no effect without --evaluate_heldout_sampling"),
         ({"save_negdata_threshold": -7.0}, "--save_negdata_threshold has no effect without --save_negdata"),
+        ({"method": "reinforce", "push_down_scale": "per_group"}, "--push_down_scale has no effect with --method rein"),
+        ({"reward_transform": "minus_alpha_ind"}, "--reward_transform has no effect with --method repulse"),
+        ({"method": "ppo", "alpha": 0.5}, "--alpha has no effect with --method ppo"),
+        ({"method": "ppo", "proposal_learning_rate": 1.0}, "--proposal_learning_rate has no effect with --method ppo"),
     ],
 )
 def test_what_has_no_effect_is_said(changes, warning):

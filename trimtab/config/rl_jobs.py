@@ -328,7 +328,7 @@ class TailOptions(RLOptions, RewardInputOptions, TailMethodOptions, ProposalOpti
         if self.placeholder_token is not None and self.step_reward == "steps":
             raise UserError("--step_reward steps: a tail method judges whole answers; use min or last")
         if method == "ppo":
-            return ()
+            return self.idle(("proposal", "proposal_loss", "proposal_learning_rate"), "with --method ppo")
         if group < 2:
             raise UserError(
                 f"--n_samples_per_prompt {group}: --method {method} weighs answers to one prompt against each "

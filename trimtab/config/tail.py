@@ -14,6 +14,12 @@ from trimtab.errors import UserError
 METHODS = ("ppo", "reinforce", "reinforce_transform", "base_proposal", "repulse")
 PUSHING = ("base_proposal", "repulse")
 """Methods that lower the probability of a target's answers, beside raising the reward."""
+OF_METHODS = {
+    "push_down_scale": PUSHING,
+    "reward_transform": ("reinforce_transform",),
+    **dict.fromkeys(("target_dist_beta", "alpha", "token_reduction", "reinforce_baseline_type"), METHODS[1:]),
+}
+"""Options and the methods that use them; with the others target_dist_beta and alpha are part of the run's name."""
 MODULATIONS = ("modulation_model", "modulation_linear_head", "modulation_nn_head")
 
 # Swear words in several spellings, in GPT-2's vocabulary.
@@ -61,8 +67,10 @@ class TailMethodOptions(Options):
                 "--reward_transform minus_alpha_ind needs --bad_threshold: the reward below which one is bad"
             )
         if self.method in ("reinforce_transform", *PUSHING) and self.alpha == 0:
-            return [f"--alpha 0 makes --method {self.method} the same as reinforce"]
-        return ()
+            yield f"--alpha 0 makes --method {self.method} the same as reinforce"
+        for name, methods in OF_METHODS.items():
+            if self.method not in methods:
+                yield from self.idle([name], f"with --method {self.method}")
 
 
 @dataclass(frozen=True, kw_only=True)
