@@ -24,8 +24,8 @@ from trimtab.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "trimtab" / "config"
-OF_OPTIONS = {"options", "settings", "chosen", "its_options", "self"}
-"""Names under which code holds options, or a part of them. A read of `self.x` counts in config/ alone."""
+OF_OPTIONS = {"options", "settings", "chosen", "its_options"}
+"""Names under which code holds options, or a part of them."""
 
 OF_THE_CALL = {"config", "local_rank"}
 """Read by the parser, and written by launchers."""
@@ -91,8 +91,12 @@ def read_by(job_class: type) -> frozenset[str]:
     if issubclass(job_class, CheckpointOptions):
         modules.append(f"trimtab.train.{job_class.trainer}")  # which the command imports by name
     files = {path for module in modules for path in reached(module)}
-    found = {name for path in files for name in reads(syntax(path), OF_OPTIONS - {"self"})}
-    return frozenset(found | {name for group in job_class.__mro__ for name in settled_by(group)})
+    return frozenset().union(*map(read_in, files), *map(settled_by, job_class.__mro__))
+
+
+@functools.cache
+def read_in(path: Path) -> frozenset[str]:
+    return frozenset(reads(syntax(path), OF_OPTIONS))
 
 
 @functools.cache
