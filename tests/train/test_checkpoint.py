@@ -123,7 +123,7 @@ def test_a_missing_part_is_noticed(tmp_path):
     store = make(tmp_path)
     folder = save(store, 1)
     (folder / "tensors.safetensors").rename(folder / "tensors-00000-of-00002.safetensors")
-    with pytest.raises(UserError, match="tensors.safetensors is missing"):
+    with pytest.raises(UserError, match=r"tensors\.safetensors is missing"):
         store.load()
     with pytest.raises(UserError, match="1 of 2 parts"), reading(folder):
         TensorParts(folder)

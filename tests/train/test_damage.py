@@ -67,7 +67,7 @@ def nan_moment(checkpoint):
 
 
 def tensors_of_another_step(checkpoint):
-    before = [p for p in checkpoint.parent.glob("global_step*") if p != checkpoint][0]
+    before = next(p for p in checkpoint.parent.glob("global_step*") if p != checkpoint)
     shutil.copy(tensors_of(before), tensors_of(checkpoint))
 
 

@@ -7,10 +7,10 @@ hold nothing, and are lent the gathered weights while the model works.
 import contextlib
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
+from trimtab.config.groups import LoraOptions
 from trimtab.distributed.sharding import gathered
 from trimtab.models.lora import add_adapters
 from trimtab.models.policy import Policy
@@ -19,8 +19,8 @@ from trimtab.models.policy import Policy
 class BorrowingPolicy(Policy):
     """The policy's frozen or current weights, without its adapters if it has any, and adapters of its own."""
 
-    def __init__(self, owner: Policy, options: Any, *, split: bool):
-        """`options`: LoraOptions of the adapters; `split`: the owner will be split over processes."""
+    def __init__(self, owner: Policy, options: LoraOptions, *, split: bool):
+        """`options`: of the adapters; `split`: the owner will be split over processes."""
         borrowed = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in owner.model.parameters()}
         memo = borrowed | {id(buffer): buffer for buffer in owner.model.buffers()}
         model = copy.deepcopy(owner.model, memo)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from trimtab.config.jobs import RLOptions
 from trimtab.data.packing import pack
 from trimtab.train.rl.experience import Experience
 
@@ -64,7 +65,7 @@ def halves(samples: list[int]) -> list[list[int]]:
     return [samples[:middle], samples[middle:]] if middle else [samples]
 
 
-def updates_per_iteration(options) -> int:
+def updates_per_iteration(options: RLOptions) -> int:
     """Optimiser steps that one rollout of full size gives."""
     at_once = max(1, options.train_batch_size // options.n_samples_per_prompt)
     return options.max_epochs * -(-options.rollout_batch_size // at_once)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from trimtab.config.dump import to_yaml
+from trimtab.config.jobs import RLOptions
 from trimtab.distributed.device import Device
 from trimtab.errors import RunFailed, UserError
 from trimtab.files import write_json, write_text, writing
@@ -28,7 +29,7 @@ SHOWN_CHARACTERS = 4000  # of a prompt or an answer in rollouts.jsonl
 
 
 class RunFiles:
-    def __init__(self, options: Any, manifest: dict, tokenizer: Any, device: Device, total: int):
+    def __init__(self, options: RLOptions, manifest: dict, tokenizer: Any, device: Device, total: int):
         self.options, self.manifest, self.tokenizer = options, manifest, tokenizer
         self.device, self.total = device, total
         self.folder = Path(options.save_path)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from trimtab.config.jobs import RLOptions, TailOptions
 from trimtab.data.batches import Span
 from trimtab.data.order import SampleOrder
 from trimtab.data.prompts import PromptStore, load_prompt_stores
@@ -70,7 +71,7 @@ class Carried:
     limit: PassLimit | None = None
 
 
-def train_rl(options: Any, builder_class: type["Builder"] | None = None) -> None:
+def train_rl(options: RLOptions, builder_class: type["Builder"] | None = None) -> None:
     device = find_device()
     try:
         world, carried = find_world(device), None
@@ -128,7 +129,7 @@ class Builder:
 
     actor_class = Actor
 
-    def __init__(self, options: Any, device: Device, world: World, stop: StopRequest):
+    def __init__(self, options: RLOptions, device: Device, world: World, stop: StopRequest):
         self.options, self.device, self.world = options, device, world
         check_undivided(options, world)
         _check_places(options)
@@ -291,7 +292,7 @@ class Builder:
 
 
 def rehearse_rl(
-    options: Any, load_stores: Callable[[Any, Any], tuple] = load_prompt_stores, episodes: int | None = None
+    options: RLOptions, load_stores: Callable[[Any, Any], tuple] = load_prompt_stores, episodes: int | None = None
 ) -> list[str]:
     """Everything that can go wrong before the first step, on a few rows and without the weights."""
     device = find_device()
@@ -324,7 +325,7 @@ def rehearse_rl(
     ]
 
 
-def check_model(model: PackedModel, options: Any, stores: dict[str, PromptStore]) -> None:
+def check_model(model: PackedModel, options: RLOptions, stores: dict[str, PromptStore]) -> None:
     """Refuse a model this job cannot train, in one line."""
     config, name = model.config.get_text_config(), type(model.inner).__name__
     longest = max(int(store.lengths.max()) for store in stores.values()) + options.generate_max_len
@@ -344,13 +345,13 @@ def check_model(model: PackedModel, options: Any, stores: dict[str, PromptStore]
         raise UserError(f"--aux_loss_coef {options.aux_loss_coef}: {name} has no experts; drop it")
 
 
-def check_teacher(options: Any, tokenizer: Any) -> None:
+def check_teacher(options: RLOptions, tokenizer: Any) -> None:
     """A teacher judges the policy's tokens, so they must mean the same to it."""
     if not _reads_tokens(options.teacher_model, "--teacher_model", options, tokenizer):
         raise UserError(f"--teacher_model {options.teacher_model}: its tokenizer is not --pretrain's; use one that is")
 
 
-def critic_start(options: Any, tokenizer: Any) -> tuple[str, str | None]:
+def critic_start(options: RLOptions, tokenizer: Any) -> tuple[str, str | None]:
     """The model that the critic starts from, and what there is to say of the choice. It reads the policy's tokens."""
     if name := options.critic_pretrain:
         if not _reads_tokens(name, "--critic_pretrain", options, tokenizer):
@@ -362,29 +363,32 @@ def critic_start(options: Any, tokenizer: Any) -> tuple[str, str | None]:
     return options.pretrain, f"the critic starts from the policy: {reward} has another tokenizer"
 
 
-def first_reward(options: Any) -> str | None:
+def first_reward(options: RLOptions) -> str | None:
     """The first reward model."""
     return options.reward_pretrain.split(",")[0].strip() if options.reward_pretrain else None
 
 
-def _reads_tokens(name: str, flag: str, options: Any, tokenizer: Any) -> bool:
+def _reads_tokens(name: str, flag: str, options: RLOptions, tokenizer: Any) -> bool:
     """Whether the policy's tokens mean the same to this model."""
     theirs = load_tokenizer(name, disable_fast=options.disable_fast_tokenizer, flag=flag)
     return name == options.pretrain or same_tokenizer(tokenizer, theirs)
 
 
-def _check_places(options: Any) -> None:
+def _check_places(options: RLOptions) -> None:
     """Before anything slow: are the models there, and can their successors be written?"""
     check_model_folder(options.pretrain, "--pretrain")
-    for flag in ("critic_pretrain", "teacher_model"):
-        if name := getattr(options, flag):
+    for flag, name in (("critic_pretrain", options.critic_pretrain), ("teacher_model", options.teacher_model)):
+        if name:
             check_model_folder(name, f"--{flag}")
     for name in (options.reward_pretrain or "").split(","):
         if name.strip():
             check_model_folder(name.strip(), "--reward_pretrain")
-    of_tail = ("save_info_path", "negdata_path")
-    for flag in ("save_path", "ckpt_path", "record", "use_tensorboard", "use_visualdl", *of_tail):
-        if place := getattr(options, flag, None):
+    places = {"save_path": options.save_path, "ckpt_path": options.ckpt_path, "record": options.record}
+    places |= {"use_tensorboard": options.use_tensorboard, "use_visualdl": options.use_visualdl}
+    if isinstance(options, TailOptions):
+        places |= {"save_info_path": options.save_info_path, "negdata_path": options.negdata_path}
+    for flag, place in places.items():
+        if place:
             check_folder(flag, Path(place))
     if options.record and not options.load_checkpoint:
         Recording.of(options).check_empty()

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trimtab.config.jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device, random_state, restore_random_state
 from trimtab.distributed.sharding import sync_gradients
@@ -29,7 +30,7 @@ from trimtab.train.tensor_parts import HeldParts, TensorParts, all_finite, write
 
 class Learner:
     def __init__(
-        self, options: Any, model: PackedModel, optimiser: Optimiser, tokenizer: Any, device: Device, world: World
+        self, options: RLOptions, model: PackedModel, optimiser: Optimiser, tokenizer: Any, device: Device, world: World
     ):
         self.options, self.model, self.optimiser = options, model, optimiser
         self.tokenizer, self.device, self.world = tokenizer, device, world
@@ -99,7 +100,7 @@ class Learner:
 class Actor(Learner):
     model: Policy
 
-    def __init__(self, options: Any, *parts: Any):
+    def __init__(self, options: RLOptions, *parts: Any):
         super().__init__(options, *parts)
         self.average = WeightAverage(self.optimiser, options.ema_beta) if options.enable_ema else None
         self._shown = contextlib.ExitStack()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trimtab.algos.group_rewards import within
 from trimtab.algos.kl import adapted
+from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
 from trimtab.distributed.roles import Group
 from trimtab.errors import Interrupted, RunFailed
@@ -91,7 +92,7 @@ class RLRun:
 
     def __init__(
         self,
-        options: Any,
+        options: RLOptions,
         roles: Roles,
         order: SampleOrder,
         sampling: Sampling,

@@ -9,13 +9,12 @@ The means are over the whole step: how it is cut, packed or dealt out changes no
 here. To change what is learnt, change it here.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from trimtab.algos import cispo, gspo, kl, mismatch, policy_loss, value_loss
 from trimtab.algos.moe_balance import load_balancing_loss
+from trimtab.config.jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.models.critic import Critic
 from trimtab.models.policy import Policy
@@ -23,7 +22,9 @@ from trimtab.train.rl.batches import AnswerBatch, TextBatch
 from trimtab.train.task import Share, Totals, counts_by_sequence
 
 
-def policy_share(policy: Policy, batch: AnswerBatch, totals: Totals, options: Any, *, kl_coefficient: float) -> Share:
+def policy_share(
+    policy: Policy, batch: AnswerBatch, totals: Totals, options: RLOptions, *, kl_coefficient: float
+) -> Share:
     """`batch.extra`: advantages_N and sampled_N; old_N if the policy has moved since; reference_N for a KL loss."""
     extra = batch.extra
     out = policy(
@@ -60,7 +61,7 @@ def policy_share(policy: Policy, batch: AnswerBatch, totals: Totals, options: An
     return Share(loss, {name: value.detach() for name, value in figures.items()})
 
 
-def surrogate(log_probs_N: Tensor, old_N: Tensor, batch: TokenBatch, options: Any) -> tuple[Tensor, Tensor]:
+def surrogate(log_probs_N: Tensor, old_N: Tensor, batch: TokenBatch, options: RLOptions) -> tuple[Tensor, Tensor]:
     """--policy_loss_type: the loss of each token, and which tokens are clipped."""
     advantages_N = batch.extra["advantages_N"]
     low, high = options.eps_clip_low_high or (options.eps_clip, options.eps_clip)
@@ -71,7 +72,7 @@ def surrogate(log_probs_N: Tensor, old_N: Tensor, batch: TokenBatch, options: An
     return policy_loss.clipped(log_probs_N, old_N, advantages_N, low, high, options.dual_clip)
 
 
-def token_weights(batch: TokenBatch, totals: Totals, options: Any) -> Tensor:
+def token_weights(batch: TokenBatch, totals: Totals, options: RLOptions) -> Tensor:
     """--loss_reduction: what each token's loss counts in the step's. The weights of all tokens add up to 1, or less."""
     reduction = options.loss_reduction or ("answer" if options.policy_loss_type == "gspo" else "token")
     ones_N = torch.ones(len(batch.owners_N), device=batch.ids_T.device)
@@ -94,14 +95,14 @@ def agreement(log_probs_N: Tensor, old_N: Tensor, sampled_N: Tensor, tokens: flo
     }
 
 
-def text_share(policy: Policy, batch: TextBatch, totals: Totals, options: Any) -> Share:
+def text_share(policy: Policy, batch: TextBatch, totals: Totals, options: RLOptions) -> Share:
     """--pretrain_data: the mean NLL of text that is learnt beside the answers (PTX), times its weight."""
     nll = -policy(batch).log_probs_N.sum() / totals["text_tokens"]
     loss = options.ptx_coef * nll
     return Share(loss, {"ptx_loss": nll.detach(), "loss": loss.detach()})
 
 
-def value_share(critic: Critic, batch: AnswerBatch, totals: Totals, options: Any) -> Share:
+def value_share(critic: Critic, batch: AnswerBatch, totals: Totals, options: RLOptions) -> Share:
     """`batch.extra`: values_N as they were, and returns_N."""
     values_N = critic(batch)
     extra = batch.extra

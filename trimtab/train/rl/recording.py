@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.errors import UserError
 from trimtab.files import replacing
@@ -21,21 +22,20 @@ from trimtab.train.rl.experience import Experience
 # What was sampled (None: no group was useful any more), from how many prompts, and its figures.
 Sampled = tuple[Experience | None, int, dict[str, float]]
 
-CUT_BY = ("n_samples_per_prompt", "rollout_batch_size")
-
 
 class Recording:
     def __init__(self, folder: Path, cut: dict[str, int], data: str | None):
-        """`cut`: the options of CUT_BY; `data`: the prompts' fingerprint, None: not known, so any will do."""
+        """`cut`: the options that say how many answers an iteration has; `data`: the prompts' fingerprint, None: not
+        known, so any will do."""
         self.folder, self.cut, self.data = folder, cut, data
 
     @classmethod
-    def of(cls, options: Any, prompts: PromptStore | None = None) -> "Recording | None":
+    def of(cls, options: RLOptions, prompts: PromptStore | None = None) -> "Recording | None":
         """What a run writes or reads, if it does."""
         folder = options.record or options.replay
         if not folder:
             return None
-        cut = {name: getattr(options, name) for name in CUT_BY}
+        cut = {"n_samples_per_prompt": options.n_samples_per_prompt, "rollout_batch_size": options.rollout_batch_size}
         return cls(Path(folder), cut, None if prompts is None else prompts.fingerprint)
 
     # ---- before the run

@@ -6,8 +6,6 @@ seen against the group's steps (step_rewards); a teacher adds log teacher - log 
 A of each token: GAE with a critic, the discounted sum of r without (advantages); whitened, where that belongs
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,12 +16,13 @@ from trimtab.algos.group_rewards import SHAPED_BY, WHITENED, equal_groups
 from trimtab.algos.step_rewards import STEPS_SHAPED_BY
 from trimtab.algos.token_rewards import overlong_penalty, per_token
 from trimtab.algos.value_loss import explained_variance
+from trimtab.config.jobs import RLOptions
 from trimtab.train.rl.experience import FINISHES, Experience
 
 GROUPED = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 
 
-def shape(experience: Experience, options: Any, kl_coefficient: float) -> dict[str, float]:
+def shape(experience: Experience, options: RLOptions, kl_coefficient: float) -> dict[str, float]:
     """Give the experience its advantages (and returns); the figures of rewards, KL and lengths."""
     estimator = options.advantage_estimator
     penalty_S = torch.zeros_like(experience.rewards_S)
@@ -94,7 +93,7 @@ def described(experience: Experience, rewards_GA: Tensor, returns_S: Tensor, kl_
     return figures | {f"reward/{name}": values.nanmean() for name, values in experience.logs.items()}
 
 
-def equal_steps(experience: Experience, options: Any) -> Tensor:
+def equal_steps(experience: Experience, options: RLOptions) -> Tensor:
     """Which groups' steps say nothing of which answer is better: all are scored alike and, where rewards are added up
     as they are, there are as many in each answer."""
     scores = experience.step_scores

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
 from trimtab.data.packing import chunk, pack
 from trimtab.data.sources import load_rows
@@ -27,7 +28,7 @@ class _TextOptions:
     pretrain_mode: bool = True
 
 
-def load_text(options: Any, tokenizer: Any) -> tuple[TokenStore, Any]:
+def load_text(options: RLOptions, tokenizer: Any) -> tuple[TokenStore, Any]:
     """The rows as tokens, and the report of what became of them."""
     rows = load_rows(
         options.pretrain_data,
@@ -42,7 +43,7 @@ def load_text(options: Any, tokenizer: Any) -> tuple[TokenStore, Any]:
 
 
 class TextMixture:
-    def __init__(self, store: TokenStore, options: Any):
+    def __init__(self, store: TokenStore, options: RLOptions):
         self.store, self.options = store, options
         self._order = SampleOrder(len(store), options.train_batch_size, 1, options.seed)
 

@@ -7,6 +7,7 @@ save_info_path/    the files that evaluate/tail_files.py describes, under the ru
 from pathlib import Path
 from typing import Any
 
+from trimtab.config.jobs import TailOptions
 from trimtab.config.repulse_spelling import run_name
 from trimtab.evaluate import tail_files
 from trimtab.files import writing
@@ -18,7 +19,7 @@ BAD_TEXTS = "bad_texts.jsonl"
 
 
 class TailFiles(RunFiles):
-    def __init__(self, options: Any, *parts: Any):
+    def __init__(self, options: TailOptions, *parts: Any):
         super().__init__(options, *parts)
         self.name = run_name(options)
         self.info = Path(options.save_info_path or options.save_path)

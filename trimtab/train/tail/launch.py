@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from trimtab.config.jobs import TailOptions
 from trimtab.config.repulse_spelling import run_name
 from trimtab.data.prompts import Stores
 from trimtab.errors import UserError
@@ -36,11 +37,11 @@ from trimtab.train.tail.proposal import (
 HEAD_LAYERS = {"modulation_linear_head": 1, "modulation_nn_head": 3}
 
 
-def train_tail(options: Any) -> None:
+def train_tail(options: TailOptions) -> None:
     train_rl(options, TailBuilder)
 
 
-def rehearse_tail(options: Any) -> list[str]:
+def rehearse_tail(options: TailOptions) -> list[str]:
     lines = rehearse_rl(options, load_tail_stores, options.num_episodes * options.fit_steps)
     if options.analytic_bad_word_calc:
         try:

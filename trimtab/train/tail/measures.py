@@ -15,6 +15,7 @@ from trimtab.algos import reinforce
 from trimtab.algos.answers import sums
 from trimtab.algos.kl import estimate
 from trimtab.algos.tail_weights import log_ratios
+from trimtab.config.jobs import TailOptions
 from trimtab.config.tail import GPT2_BAD_TOKENS
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.roles import Group
@@ -45,7 +46,7 @@ class BadWords:
             return log_bad_probability(self.policy, *self.arguments)
 
 
-def bad_tokens(options: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def bad_tokens(options: TailOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     if options.bad_token_ids:
         return tuple(options.bad_token_ids)
     if len(tokenizer) > 50256 and tokenizer.convert_ids_to_tokens([262, 50256]) == ["Ġthe", "<|endoftext|>"]:
@@ -57,7 +58,7 @@ def bad_tokens(options: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
 
 
 class Measures:
-    def __init__(self, options: Any, samples: int, held_out: PromptStore | None):
+    def __init__(self, options: TailOptions, samples: int, held_out: PromptStore | None):
         """`samples`: the prompts of an episode."""
         self.options, self.held_out = options, held_out
         self.fit = samples * options.num_episodes

@@ -1,11 +1,11 @@
 """The prompts of a tail run: those of an RL run, one text in place of all of them if asked for, and held-out ones."""
 
 import dataclasses
-from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from trimtab.config.jobs import TailOptions
 from trimtab.data.formats import require_columns
 from trimtab.data.prompts import Stores, build_prompt_store, build_prompt_stores, input_column, load_prompt_rows
 from trimtab.data.sources import load_rows
@@ -13,7 +13,7 @@ from trimtab.data.sources import load_rows
 HELD_OUT = "heldout"
 
 
-def load_tail_stores(options: Any, tokenizer: PreTrainedTokenizerBase) -> Stores:
+def load_tail_stores(options: TailOptions, tokenizer: PreTrainedTokenizerBase) -> Stores:
     rows = {what: replaced(found, options.input_key, options) for what, found in load_prompt_rows(options).items()}
     stores, reports = build_prompt_stores(rows, tokenizer, options)
     if options.evaluate_heldout_sampling:
@@ -34,7 +34,7 @@ def load_tail_stores(options: Any, tokenizer: PreTrainedTokenizerBase) -> Stores
     return stores, reports
 
 
-def replaced(rows: Dataset, key: str, options: Any) -> Dataset:
+def replaced(rows: Dataset, key: str, options: TailOptions) -> Dataset:
     """The rows with --single_prompt as their prompt."""
     if options.single_prompt is None:
         return rows

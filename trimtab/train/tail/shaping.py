@@ -7,21 +7,20 @@ proposal's answers    for the proposal omega - nu (ctl); for the policy -kappa n
 All times the scale of the answer's tokens (answers). What is weighed and measured is the raw reward.
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from trimtab.algos import ctl, kl, reinforce, repulse
 from trimtab.algos.answers import sums, token_scale
 from trimtab.algos.reward_transforms import minus_exponential, minus_indicator
 from trimtab.algos.tail_weights import effective_samples, log_ratios, tilted
+from trimtab.config.jobs import TailOptions
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.shaping import described
 
 Figures = dict[str, float]
 
 
-def shape_own(experience: Experience, options: Any, kl_coefficient: float) -> Figures:
+def shape_own(experience: Experience, options: TailOptions, kl_coefficient: float) -> Figures:
     """Give the policy's answers their advantages."""
     owners_N, group = experience.owners_N, options.n_samples_per_prompt
     kl_N = None
@@ -43,7 +42,7 @@ def shape_own(experience: Experience, options: Any, kl_coefficient: float) -> Fi
     return numbers(figures) | badness(experience, options)
 
 
-def transformed(rewards_S: Tensor, options: Any) -> Tensor:
+def transformed(rewards_S: Tensor, options: TailOptions) -> Tensor:
     if options.method != "reinforce_transform":
         return rewards_S
     if options.reward_transform == "minus_alpha_ind":
@@ -51,7 +50,7 @@ def transformed(rewards_S: Tensor, options: Any) -> Tensor:
     return minus_exponential(rewards_S, options.alpha, options.target_dist_beta)
 
 
-def shape_proposed(experience: Experience, options: Any) -> tuple[Figures, Tensor]:
+def shape_proposed(experience: Experience, options: TailOptions) -> tuple[Figures, Tensor]:
     """Give the proposal's answers its advantages; those for the policy come back, to be used after its update."""
     owners_N, group, answers = experience.owners_N, options.n_samples_per_prompt, len(experience)
     ratio_N = experience.policy_N - experience.old_N
@@ -67,11 +66,11 @@ def shape_proposed(experience: Experience, options: Any) -> tuple[Figures, Tenso
     return numbers(figures) | badness(experience, options), scaled(pushed_S[owners_N], experience, options)
 
 
-def pushing(options: Any) -> float:
+def pushing(options: TailOptions) -> float:
     return repulse.kappa(options.alpha, options.n_samples_per_prompt, options.push_down_scale)
 
 
-def scaled(advantages_N: Tensor, experience: Experience, options: Any) -> Tensor:
+def scaled(advantages_N: Tensor, experience: Experience, options: TailOptions) -> Tensor:
     return advantages_N * token_scale(experience.owners_N, len(experience), options.token_reduction)
 
 
@@ -84,7 +83,7 @@ def weighing(weights_GA: Tensor, policy_N: Tensor | None, owners_N: Tensor) -> d
     return figures
 
 
-def badness(experience: Experience, options: Any) -> Figures:
+def badness(experience: Experience, options: TailOptions) -> Figures:
     found = {"worst_reward": float(experience.rewards_S.min())}
     if options.bad_threshold is not None:
         found["bad_share"] = float((experience.rewards_S < options.bad_threshold).float().mean())
