@@ -81,7 +81,7 @@ def test_code_that_comes_with_a_model_is_not_run(folder, capfd, job, kind):
     assert main(JOBS[job].format(folder, bad=folder / kind).split()) == 2
     assert not (folder / "marker").exists()
     lines = [line for line in capfd.readouterr().err.splitlines() if "warning:" not in line]
-    assert len(lines) == 1 and str(folder / kind) in lines[0] and "add --trust_remote_code" in lines[0]
+    assert len(lines) == 1 and str(folder / kind) in lines[0] and "and add --trust_remote_code" in lines[0]
 
 
 def test_code_runs_where_the_user_says_so_and_a_line_says_it_too(folder, capfd):

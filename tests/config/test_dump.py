@@ -5,7 +5,6 @@ from tests.config.every_job import EVERY_JOB
 from trimtab.config.dump import redact, to_dict, to_yaml
 from trimtab.config.jobs import PRMOptions, SFTOptions
 from trimtab.config.parse import parse
-from trimtab.errors import UserError
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -75,9 +74,27 @@ def test_columns_named_key_and_token_options_are_not_hidden():
     assert to_dict(SFTOptions(input_key="question"))["input_key"] == "question"
 
 
-def test_a_redacted_key_read_back_is_asked_for_unless_the_command_line_has_it(tmp_path):
+def test_a_config_whose_key_was_not_written_takes_it_from_the_environment_or_the_command_line(tmp_path):
     text = to_yaml(SFTOptions(use_wandb=KEY))
-    with pytest.raises(UserError, match="--use_wandb is <redacted>"):
-        read_back(tmp_path, text)
+    assert read_back(tmp_path, text) == SFTOptions(use_wandb="True")
     assert read_back(tmp_path, text, "--use_wandb", KEY) == SFTOptions(use_wandb=KEY)
     assert read_back(tmp_path, text, "--use_wandb", "None") == SFTOptions()
+
+
+ADDRESSES = {
+    "http://user:hunter2@host:5000/get_reward": "http://host:5000/get_reward",
+    "http://token-of-mine@host/": "http://host/",
+    "https://host/score?api_key=abcdefg&model=small": "https://host/score?model=small",
+    "https://host/score?x=0123456789abcdef0123456789": "https://host/score",
+    "http://host/score?model=small": "http://host/score?model=small",
+    "reward.py": "reward.py",
+    "reward.py,http://user:hunter2@host/a": "reward.py,http://host/a",
+}
+
+
+@pytest.mark.parametrize("address, expected", ADDRESSES.items())
+def test_an_address_is_written_without_its_credentials(address, expected):
+    options = PPOOptions(remote_rm_url=address)
+    assert to_dict(options)["remote_rm_url"] == expected
+    for word in ("hunter2", "token-of-mine", "abcdefg", "0123456789abcdef0123456789"):
+        assert word not in to_yaml(options) + repr(options) + redact(f"cannot reach {address}", options)

@@ -32,9 +32,8 @@ def run_job(
     options: Job | None = None
     try:
         options = parse(job_class, sys.argv[1:] if argv is None else argv)
-        if argv is None:
-            # Loggers copy the command line of the process.
-            sys.argv[1:] = [redact(word, options) for word in sys.argv[1:]]
+        # Loggers copy the command line of the process, however it got here.
+        sys.argv[1:] = [redact(word, options) for word in sys.argv[1:]]
         options, warnings = settled_and_checked(options)
         problems = hardware_problems(options, _accelerators)
         if problems and not options.dry_run:

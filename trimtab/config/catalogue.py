@@ -43,6 +43,8 @@ class Option:
     """Why no value but the default is taken."""
     always: bool
     """A switch for what is always done here."""
+    addresses: bool
+    """Addresses of servers may be in it, with credentials."""
 
     @property
     def flag(self) -> str:
@@ -89,6 +91,7 @@ def _option(declared: Field, text: str, section: str, aliases: tuple[str, ...]) 
         needs=(needs, None) if isinstance(needs, str) else needs,
         refused=declared.metadata.get("refused"),
         always=declared.metadata.get("always", False),
+        addresses=declared.metadata.get("addresses", False),
     )
 
 

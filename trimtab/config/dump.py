@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from trimtab.config.catalogue import options_of
+from trimtab.config.credentials import credentials, without_credentials
 from trimtab.config.groups import CallOptions
 from trimtab.config.option import Options
 from trimtab.config.values import REDACTED
@@ -22,10 +23,20 @@ _SHORTEST_KEY = 6
 def to_dict(options: Options) -> dict[str, Any]:
     """The resolved options of a run by name, in plain types and without keys or what concerns this call only."""
     return {
-        name: _plain(REDACTED if option.secret and _is_key(getattr(options, name)) else getattr(options, name))
+        name: _plain(shown(options, name))
         for name, option in options_of(type(options)).items()
         if not option.of_this_call
     }
+
+
+def shown(options: Options, name: str) -> Any:
+    """An option's value as it may be written and read again: what a key stood for is then in the environment."""
+    value, option = getattr(options, name), options_of(type(options))[name]
+    if option.secret and _is_key(value):
+        return option.bare
+    if option.addresses and value:
+        return ",".join(map(without_credentials, value.split(",")))
+    return value
 
 
 def to_yaml(options: CallOptions) -> str:
@@ -52,8 +63,12 @@ def secrets_of(options: Options | None = None) -> list[str]:
     """Values that must not be shown, longest first."""
     found = {os.environ.get(name, "") for name in _SECRET_VARIABLES}
     if options is not None:
-        held = (getattr(options, name) for name, option in options_of(type(options)).items() if option.secret)
-        found |= {value for value in held if _is_key(value)}
+        for name, option in options_of(type(options)).items():
+            value = getattr(options, name)
+            if option.secret and _is_key(value):
+                found.add(value)
+            if option.addresses and value:
+                found |= credentials(value)
     return sorted((key for key in found if len(key) >= _SHORTEST_KEY), key=len, reverse=True)
 
 

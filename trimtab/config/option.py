@@ -66,16 +66,18 @@ def option(
     needs: str | tuple[str, Any] | None = None,
     refused: str | None = None,
     always: bool = False,
+    addresses: bool = False,
 ) -> Any:
     """An option with its bounds or choices; of a tuple, those of each value. Options without any are plain defaults.
 
     `place`: a hub name, or a local path that must exist. `needs`: the option without which, or the option and the value
     without which, this one has no effect. `refused`: why every value but the default is. `always`: a switch for what is
-    always done here.
+    always done here. `addresses`: addresses of servers, separated by commas, may be among its values; their credentials
+    are shown nowhere.
     """
     limits = Limits(at_least, above, at_most, below, tuple(choices))
     metadata = {"limits": limits, "place": place, "needs": needs, "refused": refused, "always": always}
-    return field(default=default, metadata=metadata)
+    return field(default=default, repr=not addresses, metadata=metadata | {"addresses": addresses})
 
 
 def every(default: int) -> Any:
@@ -89,7 +91,8 @@ def of_this_call(default: Any) -> Any:
 
 
 def secret(default: Any, bare: str | None = None) -> Any:
-    """An option whose value may be a key, shown nowhere; standing alone, or true in YAML, it has the value `bare`."""
+    """An option whose value may be a key, shown nowhere; standing alone, or true in YAML, it has the value `bare`: then
+    the key comes from the environment."""
     return field(default=default, repr=False, metadata={"secret": True, "bare": bare})
 
 

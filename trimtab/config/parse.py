@@ -12,7 +12,7 @@ from trimtab.config.catalogue import Option, find, options_of, suggestion
 from trimtab.config.dump import MARK
 from trimtab.config.groups import CallOptions
 from trimtab.config.help import help_text
-from trimtab.config.values import REDACTED, from_text, from_yaml
+from trimtab.config.values import from_text, from_yaml
 from trimtab.errors import UserError
 
 Job = TypeVar("Job", bound=CallOptions)
@@ -30,9 +30,6 @@ def parse(job_class: type[Job], argv: Sequence[str]) -> Job:
     path = on_the_line.get("config")
     in_the_file = _from_file(job_class, path) if path else {}
     chosen = {**in_the_file, **on_the_line}
-    for name, value in chosen.items():
-        if value == REDACTED:
-            raise UserError(f"--{name} is {REDACTED} in this config, because it was a key: give it on the command line")
     given = {*on_the_line, *in_the_file}
     if path and _text(path).startswith(MARK):
         # A resolved config names every option: those at their defaults are nobody's wish.

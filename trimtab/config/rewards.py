@@ -35,9 +35,9 @@ class JudgeOptions(Options):
 class RewardSourceOptions(JudgeOptions):
     """Rewards"""
 
-    remote_rm_url: str | None = None
+    remote_rm_url: str | None = option(None, addresses=True)
     """Python files with reward_func(queries, prompts, labels), or addresses of reward servers, which share the
-    samples; separated by commas."""
+    samples; separated by commas. Servers are sent the token in TRIMTAB_BEARER_TOKEN."""
     reward_func: str | None = None
     """Reward functions as FILE.py or FILE.py:FUNCTION, separated by commas; OpenRLHF's, TRL's and verl's signatures are
     known."""

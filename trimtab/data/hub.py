@@ -38,9 +38,7 @@ def needs_code(error: Exception) -> str | None:
     """What to say if loading failed because code was not trusted."""
     if "trust_remote_code" not in str(error):
         return None
-    return (
-        "comes with Python code of its own, which is not run unless you say so; read it, then add --trust_remote_code"
-    )
+    return "comes with Python code of its own, which is not run unless you say so: read it, and add --trust_remote_code"
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from trimtab.config.dump import shown
 from trimtab.data.chat import in_template
 from trimtab.data.formats import Message
 from trimtab.data.prompts import PromptReport, PromptStore, build_prompt_store
@@ -207,7 +208,7 @@ class Generation:
             "rows": [self.rows.start, self.rows.stop],
             "seed": options.seed,
             "sampling": dataclasses.asdict(self.sampling),
-            "reward": [getattr(options, name) for name in names],
+            "reward": [shown(options, name) for name in names],
             REWARD_CONTENTS: None if self.reward is None else contents(self.reward),
         }
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import httpx
 
+from trimtab.config.credentials import without_credentials
 from trimtab.config.serving import TOKEN_VARIABLE
 from trimtab.errors import UserError
 from trimtab.rewards.protocols import PROTOCOLS, NotUnderstood, Protocol, encode
@@ -32,8 +33,10 @@ class Address:
     def __init__(self, url: str, protocol: str | None):
         parsed = httpx.URL(url)
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise UserError(f"--remote_rm_url {url}: give an address such as http://localhost:5000/get_reward")
-        self.url = url
+            raise UserError(
+                f"--remote_rm_url {without_credentials(url)}: give an address such as http://localhost:5000/get_reward"
+            )
+        self.url, self.shown = url, without_credentials(url)
         self.first = "paddlenlp" if parsed.path in ("", "/") else "openrlhf"
         self.spoken = PROTOCOLS[protocol] if protocol else None
 
@@ -88,7 +91,7 @@ class HttpReward:
         self._thread.start()
 
     def __str__(self) -> str:
-        return f"what {', '.join(address.url for address in self.addresses)} answers"
+        return f"what {', '.join(address.shown for address in self.addresses)} answers"
 
     def __call__(self, request: RewardRequest) -> RewardResult:
         if not len(request):
@@ -138,9 +141,9 @@ class HttpReward:
                     async with asyncio.timeout(self.timeout):
                         return await self._ask(address, part)
                 except TimeoutError:
-                    failures.append(f"{address.url}: timed out, no whole reply in {self.timeout:g} s")
+                    failures.append(f"{address.shown}: timed out, no whole reply in {self.timeout:g} s")
                 except (httpx.HTTPError, RewardFailed, NotUnderstood) as error:
-                    failures.append(f"{address.url}: {_reason(error)}")
+                    failures.append(f"{address.shown}: {_reason(error)}")
                     if isinstance(error, NotUnderstood) and len(self.addresses) == 1:
                         break
         raise RewardFailed(f"no reward for {named(rows)} after {len(failures)} attempts; the last: {failures[-1]}")
