@@ -41,8 +41,10 @@ class StopRequest:
         self.signal = self.signal or number
 
     def _remember(self, number: int, _frame) -> None:
-        if self._received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._received, self.signal = True, number
+        if self._received:  # the first is what we leave with
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        self._received, self.signal = True, self.signal or number
         if self.at_once:
             raise Interrupted(number, "stopped")

@@ -3,7 +3,7 @@ import yaml
 
 from tests.config.every_job import EVERY_JOB
 from trimtab.config.dump import redact, to_dict, to_yaml
-from trimtab.config.jobs import PRMOptions, SFTOptions
+from trimtab.config.jobs import PPOOptions, PRMOptions, SFTOptions
 from trimtab.config.parse import parse
 
 KEY = "0123456789abcdef0123456789abcdef01234567"

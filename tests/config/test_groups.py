@@ -157,7 +157,7 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
     assert {name: getattr(PPOOptions(), name) for name in expected} == expected
     own = {"config", "dry_run", "nproc", "num_workers", "use_visualdl", "attn_implementation"}
     own |= {"tokenizer_chat_template", "wandb_run_name", "train_max_tokens_per_gpu", "loss_reduction"}
-    own |= {"report_samples", "fit_memory", "eval_max_samples", "trust_remote_code", "keep_dropout"}
+    own |= {"report_samples", "fit_memory", "eval_max_samples", "trust_remote_code", "keep_dropout", "hang_timeout"}
     own |= {"mismatch_correction", "mismatch_range", "teacher_model", "teacher_coef", "record", "replay"}
     own |= {"placeholder_token", "reward_tokens", "step_reward", "step_separator", "reward_func", "reward_timeout"}
     assert options_of(PPOOptions).keys() == expected.keys() | own
@@ -171,7 +171,7 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
             GENERATE_DEFAULTS,
             {"dataset_split", "label_key", "reward_pretrain", "remote_rm_url", "reward_verifier", "reward_weights"}
             | {"reward_func", "reward_timeout"}
-            | {"nproc", "load_in_4bit"},
+            | {"nproc", "load_in_4bit", "hang_timeout"},
         ),
         (ChatOptions, CHAT_DEFAULTS, {"seed", "full_determinism"}),
     ],

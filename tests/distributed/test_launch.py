@@ -1,8 +1,12 @@
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.distributed.crash import is_alive
 from trimtab.distributed.launch import launch
 
 CRASH = "tests.distributed.crash"
@@ -19,8 +23,56 @@ def test_one_that_fails_takes_the_others_down_at_once(capfd, rank, what, code):
         assert "the worker's own words" in shown
     if what == "refuse":
         assert "error: a mistake" in shown
-    if what == "kill" and rank == "1":
-        assert "process 1 was ended by signal 9" in shown
+    if what == "kill":
+        assert f"process {rank} was ended by signal 9" in shown
+
+
+def test_the_first_process_is_named_even_if_others_die_of_its_death(tmp_path, capfd):
+    assert launch(CRASH, ["0", "kill", "60", str(tmp_path)], 3) == 137
+    shown = capfd.readouterr().err
+    assert "process 0 was ended by signal 9" in shown and "closed by peer" not in shown
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("hang", "hangs: starting has not moved for 1 s"), ("stop", "has given no sign of life for 1 s")],
+)
+def test_one_that_hangs_is_named_and_ended(tmp_path, capfd, rank, what, words):
+    began = time.monotonic()
+    assert launch(CRASH, [rank, what, "1", str(tmp_path)], 2, hang_timeout=1) == 1
+    assert time.monotonic() - began < 25
+    shown = capfd.readouterr().err
+    assert f"process {rank} {words}" in shown and "--hang_timeout" in shown
+    if what == "hang":
+        assert "in hang_here" in shown  # where it stands
+
+
+def test_processes_that_wait_for_a_slow_one_are_left_alone(tmp_path):
+    assert launch(CRASH, ["1", "finish late", "1", str(tmp_path)], 3, hang_timeout=1) == 0
+
+
+LAUNCH = "import sys; from trimtab.distributed.launch import launch; sys.exit(launch(sys.argv[1], sys.argv[2:], 2))"
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+)
+def test_a_signal_to_the_launcher_reaches_every_process_and_none_outlives_it(tmp_path, number, code):
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, CRASH, "9", "wait", "60", str(tmp_path)])
+    notes = [tmp_path / f"began{rank}" for rank in (0, 1)]
+    wait_for(lambda: all(note.exists() and note.read_text() for note in notes))
+    launcher.send_signal(number)
+    assert launcher.wait(20) == code
+    wait_for(lambda: (tmp_path / "asked0").exists() and (tmp_path / "asked1").exists())
+    wait_for(lambda: not any(is_alive(note) for note in notes))
+
+
+def wait_for(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
 
 
 def test_all_that_finish_are_a_success():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from trimtab.cli.run import run_job
 from trimtab.config.jobs import GenerateOptions
 from trimtab.distributed.launch import launch
+from trimtab.distributed.watch import watch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,7 +15,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def start(options: GenerateOptions) -> int:
         if options.nproc > 1 and "WORLD_SIZE" not in os.environ:
-            return launch("trimtab.cli.batch_inference", words, options.nproc)
+            return launch("trimtab.cli.batch_inference", words, options.nproc, options.hang_timeout)
+        watch(options.hang_timeout)
         work(options)
         return 0
 

@@ -17,6 +17,7 @@ from trimtab.cli.run import run_job, say
 from trimtab.config.groups import AnswerOptions
 from trimtab.config.jobs import TRAINED, TrainedOptions
 from trimtab.distributed.launch import launch
+from trimtab.distributed.watch import watch
 from trimtab.errors import Interrupted, RunFailed
 
 Made = TypeVar("Made")
@@ -37,7 +38,8 @@ def training_main(verb: str, argv: Sequence[str] | None) -> int:
 
     def start(options: TrainedOptions) -> int:
         if options.nproc > 1 and "WORLD_SIZE" not in os.environ:
-            return launch(f"trimtab.cli.train_{options.verb}", words, options.nproc)
+            return launch(f"trimtab.cli.train_{options.verb}", words, options.nproc, options.hang_timeout)
+        watch(options.hang_timeout)
         _train(options)
         return 0
 

@@ -1,4 +1,4 @@
-"""Credentials in addresses: `http://user:password@host/path?token=...`. They are used, and shown and written nowhere."""
+"""Credentials in addresses (`http://user:password@host/path?token=...`): used, but shown and written nowhere."""
 
 import re
 

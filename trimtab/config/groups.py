@@ -342,6 +342,9 @@ class ProcessOptions(Options):
     """Start this many processes on this machine, which work together. (torchrun and deepspeed work too.)"""
     local_rank: int = of_this_call(-1)
     """Set by launchers."""
+    hang_timeout: float = of_this_call(1800.0, above=0)
+    """Seconds after which one of several processes that gives no sign of life, or whose work does not move, is named
+    and ended."""
     zero_stage: int = option(2, choices=range(4))
     """What is split over processes in training: 0 nothing, 1 and 2 optimiser and gradients, 3 weights too."""
 

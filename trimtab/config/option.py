@@ -85,9 +85,9 @@ def every(default: int) -> Any:
     return field(default=default, metadata={"limits": Limits(steps=True)})
 
 
-def of_this_call(default: Any) -> Any:
+def of_this_call(default: Any, *, above: float | None = None) -> Any:
     """An option about this call, not about the run: not in the resolved config, and equal runs may differ in it."""
-    return field(default=default, compare=False, metadata={"of_this_call": True})
+    return field(default=default, compare=False, metadata={"of_this_call": True, "limits": Limits(above=above)})
 
 
 def secret(default: Any, bare: str | None = None) -> Any:

@@ -1,9 +1,10 @@
 """Start several processes of one command on this machine, and end them together.
 
 The first process has the terminal. What another one says is shown only if it is the first to fail: its own exception,
-not the others' complaints about a closed connection.
+not the others' complaints about a closed connection. One that gives no sign of life is named and ended (watch.py).
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -11,100 +12,158 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
+from trimtab.distributed.watch import LINE
+
 STORE_SOCKET = "TRIMTAB_STORE_SOCKET"  # descriptor of the socket at which the first process meets the others
+HANG_TIMEOUT = 1800.0
 PATIENCE = 10.0  # seconds that the others get to end by themselves
+FIRST_SIGN = 300.0  # seconds more until the first sign of life, while everything is imported
 SHOWN_LINES = 30
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def launch(module: str, argv: Sequence[str], processes: int) -> int:
+def launch(module: str, argv: Sequence[str], processes: int, hang_timeout: float = HANG_TIMEOUT) -> int:
     """Run `python -m module argv` as that many processes; the exit code of the first to fail, or 0."""
-    errors = [None, *(tempfile.TemporaryFile("w+") for _ in range(processes - 1))]  # noqa: SIM115 (lives as long)
-    with _meeting_place() as place:
-        workers = [_start(module, argv, rank, processes, place, errors[rank]) for rank in range(processes)]
-    before = signal.signal(signal.SIGTERM, lambda number, _: _signal_all(workers, number))
-    try:
-        code = _wait(workers, errors)
-    except KeyboardInterrupt:
-        # The terminal has told every process; they save and leave.
-        for worker in workers:
-            worker.wait()
-        code = workers[0].returncode
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        _end(workers)
+    ranks: list[_Rank] = []
+    with _meeting_place() as place, _passing_on(ranks) as asked:
+        try:
+            ranks += [_Rank(module, argv, rank, processes, place) for rank in range(processes)]
+            place.close()
+            code = _wait(ranks, asked, hang_timeout)
+        finally:
+            _end(ranks)
     return code if code >= 0 else 128 - code
 
 
-def _start(
-    module: str, argv: Sequence[str], rank: int, processes: int, place: socket.socket, errors: TextIO | None
-) -> subprocess.Popen:
-    environment = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(place.getsockname()[1]),
-        STORE_SOCKET: str(place.fileno()),
-        **_loopback(),
-    }
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    quiet = {} if errors is None else {"stdout": subprocess.DEVNULL, "stderr": errors}
-    handed_over = (place.fileno(),) if rank == 0 else ()
-    return subprocess.Popen([sys.executable, "-m", module, *argv], env=environment, pass_fds=handed_over, **quiet)
+class _Rank:
+    """One of the processes, and the line to it: it sends its signs of life, and notices when the launcher is gone."""
+
+    def __init__(self, module: str, argv: Sequence[str], rank: int, processes: int, place: socket.socket):
+        self.rank = rank
+        self.errors: TextIO | None = tempfile.TemporaryFile("w+") if rank else None  # noqa: SIM115 (lives as long)
+        self.line, theirs = socket.socketpair()
+        self.line.setblocking(False)
+        self.seen = time.monotonic() + FIRST_SIGN
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(place.getsockname()[1]),
+            STORE_SOCKET: str(place.fileno()),
+            LINE: str(theirs.fileno()),
+            **_loopback(),
+        }
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+        quiet = {} if self.errors is None else {"stdout": subprocess.DEVNULL, "stderr": self.errors}
+        handed_over = (theirs.fileno(), *([] if rank else [place.fileno()]))
+        command = [sys.executable, "-m", module, *argv]
+        self.process = subprocess.Popen(command, env=environment, pass_fds=handed_over, **quiet)
+        theirs.close()
+
+    def silence(self) -> float:
+        """Seconds since its last sign of life."""
+        with contextlib.suppress(OSError):
+            if self.line.recv(4096):
+                self.seen = time.monotonic()
+        return time.monotonic() - self.seen
+
+    def show(self, why: str) -> None:
+        print(f"process {self.rank} {why}", file=sys.stderr, flush=True)
+        if self.errors is not None:
+            self.errors.seek(0)
+            for line in self.errors.read().splitlines()[-SHOWN_LINES:]:
+                print(f"  {line}", file=sys.stderr)
 
 
-def _wait(workers: list[subprocess.Popen], errors: list) -> int:
+@contextlib.contextmanager
+def _passing_on(ranks: list[_Rank]) -> Iterator[list[int]]:
+    """Signals go to all processes, and into the list that is yielded.
+
+    A terminal has told every process of a Ctrl-C, `kill` only this one. So the first is passed on as SIGTERM, which
+    makes no second Ctrl-C of it; a second Ctrl-C means at once, and is passed on as it is.
+    """
+    asked: list[int] = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        asked.append(number)
+        again = number == signal.SIGINT and len(asked) > 1
+        _signal_all(ranks, signal.SIGINT if again else signal.SIGTERM)
+
+    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(ranks: list[_Rank], asked: list[int], hang_timeout: float) -> int:
     while True:
-        codes = [worker.poll() for worker in workers]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        # Another process's own error is worth more than the first one's broken connection.
-        for rank in sorted(failed, reverse=True):
-            asked = codes[rank] in (128 + signal.SIGTERM, 128 + signal.SIGINT)
-            if rank and not asked and not (codes[rank] == 2 and _also_fails(workers[0])):
-                _show(rank, codes[rank], errors[rank])
-                return codes[rank]
-        if failed:
-            return codes[failed[0]]
-        if all(code == 0 for code in codes):
-            return 0
+        if any(rank.process.poll() for rank in ranks):
+            # Asked once more: who died of another's death died after it.
+            codes = [rank.process.poll() for rank in ranks]
+            killed_first = sorted(ranks, key=lambda rank: (codes[rank.rank] or 0) >= 0)
+            for rank in killed_first:
+                if (code := codes[rank.rank]) and not _was_asked(code, asked):
+                    return _failed(ranks, codes, rank, code)
+        codes = [rank.process.poll() for rank in ranks]
+        if None not in codes:
+            first = next((code for code in codes if code), 0)
+            return 128 + asked[0] if first and asked else first
+        for rank in ranks:
+            if rank.process.poll() is None and rank.silence() > hang_timeout:
+                rank.process.kill()
+                rank.show(f"has given no sign of life for {hang_timeout:g} s (--hang_timeout), and was ended:")
+                return 1
         time.sleep(0.1)
 
 
-def _also_fails(first: subprocess.Popen) -> bool:
+def _was_asked(code: int, asked: list[int]) -> bool:
+    """Whether a process left because a signal asked it to; one that was killed by it has, if we passed it on."""
+    return code in (128 + signal.SIGTERM, 128 + signal.SIGINT) or (bool(asked) and -code in SIGNALS)
+
+
+def _failed(ranks: list[_Rank], codes: list[int | None], first: _Rank, code: int) -> int:
+    if code < 0:
+        first.show(f"was ended by signal {-code}:" if first.rank else f"was ended by signal {-code}")
+        return code
+    # Another process's own error is worth more than the first one's broken connection.
+    for rank in reversed(ranks[1:]):
+        other = codes[rank.rank]
+        if other and other > 0 and not _was_asked(other, []) and not (other == 2 and _also_fails(ranks[0])):
+            rank.show(f"ended with exit code {other}:")
+            return other
+    return code
+
+
+def _also_fails(first: _Rank) -> bool:
     """A mistake in the command is every process's; the first one tells it, in a moment if not already."""
     try:
-        return first.wait(2.0) == 2
+        return first.process.wait(2.0) == 2
     except subprocess.TimeoutExpired:
         return False
 
 
-def _show(rank: int, code: int, errors) -> None:
-    why = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    print(f"process {rank} {why}:", file=sys.stderr)
-    errors.seek(0)
-    for line in errors.read().splitlines()[-SHOWN_LINES:]:
-        print(f"  {line}", file=sys.stderr)
+def _signal_all(ranks: list[_Rank], number: int) -> None:
+    for rank in ranks:
+        if rank.process.poll() is None:
+            rank.process.send_signal(number)
 
 
-def _signal_all(workers: list[subprocess.Popen], number: int) -> None:
-    for worker in workers:
-        if worker.poll() is None:
-            worker.send_signal(number)
-
-
-def _end(workers: list[subprocess.Popen]) -> None:
-    _signal_all(workers, signal.SIGTERM)
+def _end(ranks: list[_Rank]) -> None:
+    _signal_all(ranks, signal.SIGTERM)
     deadline = time.monotonic() + PATIENCE
-    for worker in workers:
+    for rank in ranks:
         try:
-            worker.wait(max(0.0, deadline - time.monotonic()))
+            rank.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            worker.kill()
-            worker.wait()
+            rank.process.kill()
+            rank.process.wait()
 
 
 def _meeting_place() -> socket.socket:

@@ -16,18 +16,17 @@ is writing, so nothing that comes from them is unpickled.
 
 import json
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from trimtab.distributed.calling_off import meet_again, reason_to_call_off
+from trimtab.distributed.watch import pulse
 from trimtab.distributed.wire import Wire
-from trimtab.distributed.world import World
+from trimtab.distributed.world import PATIENCE, World
 from trimtab.errors import OutOfMemory, RunFailed, UserError
 
-PATIENCE = timedelta(days=30)  # an idle process waits for its next call as long as a slow reward takes
 FAILURE = "trimtab_failure"
 DONE, AGAIN = "done", "again"  # the run is over, or is to be built and begun anew
 
@@ -114,18 +113,21 @@ class Switchboard:
 
     def _perform(self, role: str, method: str, own: tuple | None, shared: dict[str, Any]) -> Any:
         assert not method.startswith("_"), "a role's own business"
+        pulse.move(f"{role}.{method}")
         return getattr(self.roles[role], method)(*(own or ()), **shared)
 
     def _send(self, value: Any, rank: int) -> None:
         message = self._wire.pack(value)
-        dist.send(torch.tensor([len(message)]), rank, group=self._channel)
-        dist.send(message, rank, group=self._channel)
+        with pulse.waiting():
+            dist.send(torch.tensor([len(message)]), rank, group=self._channel)
+            dist.send(message, rank, group=self._channel)
 
     def _receive(self, rank: int) -> Any:
         size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, rank, group=self._channel)
-        message = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(message, rank, group=self._channel)
+        with pulse.waiting():
+            dist.recv(size, rank, group=self._channel)
+            message = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(message, rank, group=self._channel)
         return self._wire.unpack(message)
 
     def _report(self, error: BaseException) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trimtab.distributed.watch import pulse
 from trimtab.distributed.world import World
 
 GRADIENT_DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -60,6 +61,7 @@ def shard(
 
 def sync_gradients(module: nn.Module, now: bool) -> None:
     """Sum gradients over processes in the coming backward pass, or keep adding them up locally."""
+    pulse.move()
     if hasattr(module, "set_requires_gradient_sync"):
         module.set_requires_gradient_sync(now)
 

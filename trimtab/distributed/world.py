@@ -12,11 +12,14 @@ from torch import Tensor
 
 from trimtab.distributed.device import Device
 from trimtab.distributed.launch import STORE_SOCKET
+from trimtab.distributed.watch import pulse, watch_others
 from trimtab.distributed.wire import Wire
 
 Item = TypeVar("Item")
 
-TIMEOUT = timedelta(minutes=30)  # of one collective; a slow save on one rank must fit in
+# Of one message or collective: processes wait for each other as long as a slow reward takes, and watch.py finds out
+# which of them hangs.
+PATIENCE = timedelta(days=30)
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,17 @@ class World:
     def sum(self, tensor: Tensor) -> Tensor:
         if self.size > 1:
             tensor = tensor.clone()
-            dist.all_reduce(tensor)
+            with pulse.waiting():
+                dist.all_reduce(tensor)
         return tensor
 
     def maximum(self, value: int) -> int:
         if self.size == 1:
             return value
         tensor = torch.tensor(value, device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        return int(tensor)
+        with pulse.waiting():
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+            return int(tensor)
 
     def gather(self, value: Any) -> list[Any]:
         """The plain values of all processes, in rank order, known to all."""
@@ -62,12 +67,14 @@ class World:
         message = wire.pack(value)
         longest = self.maximum(len(message))
         messages = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(messages, torch.nn.functional.pad(message, (0, longest - len(message))))
+        with pulse.waiting():
+            dist.all_gather(messages, torch.nn.functional.pad(message, (0, longest - len(message))))
         return [wire.unpack(message) for message in messages]
 
     def wait(self) -> None:
         if self.size > 1:
-            dist.barrier()
+            with pulse.waiting():
+                dist.barrier()
 
 
 def find_world(device: Device) -> World:
@@ -77,6 +84,7 @@ def find_world(device: Device) -> World:
         return World(device=device.torch)
     if not dist.is_initialized():
         join(device.torch, **_meeting_place(size))
+        watch_others(dist.distributed_c10d._get_default_store(), dist.get_rank(), size)
     return World(dist.get_rank(), size, device.torch)
 
 
@@ -85,7 +93,7 @@ def join(device: torch.device, **place: Any) -> None:
     # What is kept in main memory is summed there.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     options = {} if device.type == "cpu" else {"device_id": device}
-    dist.init_process_group(backend, timeout=TIMEOUT, **place, **options)
+    dist.init_process_group(backend, timeout=PATIENCE, **place, **options)
 
 
 def _meeting_place(size: int) -> dict[str, Any]:
@@ -100,6 +108,7 @@ def _meeting_place(size: int) -> dict[str, Any]:
 
 
 def leave_world() -> None:
+    pulse.left = True
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 

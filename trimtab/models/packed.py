@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
+from trimtab.distributed.watch import pulse
 from trimtab.models.attention import PackedRow, set_row
 
 Path = Literal["packed", "padded", "logits"]
@@ -45,6 +46,7 @@ class PackedModel(nn.Module):
 
     def hidden(self, batch: TokenBatch, *, router: bool = False) -> tuple[Tensor, Routers]:
         """Last hidden state of every token [T, D], and each layer's router logits [T, experts] when asked for."""
+        pulse.move()
         arguments = {"output_router_logits": True} if router else {}
         backbone = self.inner.base_model
         if self.path == "packed":

@@ -8,6 +8,7 @@ results are asked for.
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from trimtab.distributed.watch import pulse
 from trimtab.rewards.types import Reward, RewardRequest, RewardResult
 
 
@@ -50,7 +51,10 @@ class Overlapped:
         if self._thread is None:
             yield from map(self.reward, self._parts)
         else:
-            yield from (part.result() for part in self._parts)
+            for part in self._parts:
+                with pulse.waiting():  # a reward has a limit of its own
+                    result = part.result()
+                yield result
 
     def joined(self) -> RewardResult:
         """All results as one."""

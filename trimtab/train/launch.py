@@ -10,6 +10,7 @@ import torch
 from trimtab.config.groups import LoadOptions, LoggingOptions
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device, seed_everything
+from trimtab.distributed.watch import pulse
 from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import UserError
 from trimtab.files import check_folder
@@ -47,7 +48,8 @@ def build_run(options: Any, make_task: MakeTask, device: Device, world: World) -
     tokenizer = load_job_tokenizer(options)
     if not world.leads:
         world.wait()  # the first process fills the token cache for all
-    task = make_task(options, tokenizer)
+    with pulse.waiting():  # reading the data takes as long as there are data
+        task = make_task(options, tokenizer)
     if world.leads:
         world.wait()
     task.world = world

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 import torch
 
+from trimtab.distributed.watch import pulse
 from trimtab.errors import UserError
 from trimtab.rollout.builtin.graphs import CannotRecord, DecodeGraphs
 from trimtab.rollout.builtin.pages import PagePool
@@ -52,6 +53,7 @@ class Call:
         vocabulary = self.engine.policy.head.out_features
         self.sampler = Sampler(self.sampling, vocabulary, self.device)
         while self.scheduler.busy:
+            pulse.move()
             if self.aborted:
                 for sample in self.scheduler.abort(lambda s: s.prompt.index in self.aborted):
                     yield self.rollout(sample, "abort")

@@ -18,6 +18,7 @@ from trimtab.distributed.device import Device, find_device, random_state, restor
 from trimtab.distributed.roles import AGAIN, Alone, Switchboard
 from trimtab.distributed.sharding import GRADIENT_DTYPES
 from trimtab.distributed.stopping import heard_by_all, was_told
+from trimtab.distributed.watch import pulse
 from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.files import check_folder
@@ -164,7 +165,8 @@ class Builder:
     def _prompts(self) -> tuple[dict[str, PromptStore], dict[str, Any]]:
         if not self.world.leads:
             self.world.wait()  # the first process fills the caches for all
-        stores, reports = self._load_stores()
+        with pulse.waiting():  # reading the data takes as long as there are data
+            stores, reports = self._load_stores()
         self.text = None
         if self.options.pretrain_data:
             self.text, reports["text"] = load_text(self.options, self.tokenizer)
