@@ -84,6 +84,9 @@ def rl_row(step: int, steps: int, evaluated: bool, critic: bool) -> dict:
         "learning_rate": 1e-4,
         "grad_norm": 0.5,
         "reward/right": 0.2 + 0.7 * done,
+        "reward_histogram": [0.0, 1.0, 64 - step, 0, 0, step],
+        "length_histogram": [5.0, 8.0, 60, 2, 2],
+        "prompt_scores": [[step % 5, done], [7, 0.0], [8, 1.0]],
         "reward/format": 0.05,
         "skipped_steps": 0,
         "alarms": [],
@@ -120,6 +123,7 @@ def write_rl_run(folder, job: str = "grpo", steps: int = 40, **options):
     rollouts = [
         {"step": step, "row": kind, "prompt": f"sort 21{step}>", "response": f"12{step}{kind}"}
         | {"reward": 1.0 - kind / 4, "tokens": 5, "finish": "stop" if kind < 3 else "length"}
+        | {"kept": "best" if kind < 2 else "worst", "group": "train" if kind == 1 else None}
         for step in range(1, steps + 1)
         for kind in range(4)
     ]

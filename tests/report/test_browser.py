@@ -41,6 +41,8 @@ addEventListener("load", () => {
       outside: outside.map(part => part.outerHTML.slice(0, 80)),
       fetched: frame.contentWindow.performance.getEntriesByType("resource").map(entry => entry.name),
       curves: page.querySelectorAll("svg path").length,
+      labels: Math.min(...[...page.querySelectorAll(".sides td:first-child")].map(
+        cell => cell.getBoundingClientRect().width), 1e6),
     };
   }
   document.body.textContent = JSON.stringify(found);
@@ -71,7 +73,8 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     runs["long"] = write_run(folder / long_name, "dpo", dataset=f"data/{long_name}.jsonl", input_template="x" * 300)
     (runs["long"] / "samples.json").write_text(json.dumps([{"prompt": "y" * 300, "before": "", "after": "z" * 300}]))
     runs["ppo"] = write_rl_run(folder / "ppo", "ppo", generate_max_len=10)
-    rollout = {"step": 50, "prompt": "y" * 300, "response": f"{'z' * 300}\n" * 40, "reward": -1.0}
+    rollout = {"step": 50, "prompt": "y" * 300, "response": f"{'z' * 300}\n" * 40, "reward": -1.0, "label": "x" * 300}
+    rollout |= {"row": 1, "kept": "best", "group": "evaluation", "parts": {"p" * 200: 1.0, "q": 2.0}}
     with (runs["ppo"] / "rollouts.jsonl").open("a") as file:
         file.write(json.dumps(rollout) + "\n")
     written = {name: write_report(run) for name, run in runs.items()}
@@ -132,3 +135,20 @@ def test_a_page_follows_the_light_of_the_system(pages, tmp_path, scheme, darkest
     pixels = 255 * matplotlib.image.imread(picture)[:, :, :3]
     assert pixels.shape[1] == PHONE
     assert darkest < pixels.mean() < lightest and pixels.std() > 5, "neither blank nor of the other kind"
+
+
+@pytest.mark.parametrize("width", [PHONE, SCREEN])
+def test_labels_of_a_comparison_of_many_runs_stay_words(measured, width):
+    for name in ("comparison", "RL comparison"):
+        assert 120 <= measured[0][f"{name} {width}"]["labels"] < 1e6, "not a letter a line"
+
+
+def test_a_filter_of_answers_hides_the_others_without_a_script(pages, tmp_path):
+    page = pages["ppo"].read_text()
+    assert "<script" not in page
+    ticked = page.replace('id="row-evaluation1"', 'id="row-evaluation1" checked')
+    shown = "[...document.querySelectorAll('.browser .prompt')].map(p => p.checkVisibility()).join()"
+    look = f"<script>document.title = {shown}</script>"
+    (tmp_path / "ticked.html").write_text(ticked + look)
+    seen = chromium(tmp_path / "profile", "--dump-dom", (tmp_path / "ticked.html").as_uri()).stdout
+    assert "<title>true,false</title>" in seen

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.report.pages import Checked, step_row, write_metrics, write_run
+from tests.report.pages import Checked, step_row, write_metrics, write_rl_run, write_run
 from trimtab.cli import main as trimtab_main
 from trimtab.report.columns import columns_of, names_of
 from trimtab.report.compare import comparability, write_comparison
@@ -190,3 +190,14 @@ def test_a_best_mean_is_marked_only_where_intervals_are_apart(seeds):
 def test_seeds_alone_make_a_page(seeds):
     page = compare(*seeds[:3])
     assert "3 runs side by side" in page and "base, 3 seeds" in page
+
+
+def test_presets_of_one_job_show_the_option_that_they_preset(tmp_path):
+    estimators = {"ppo": "gae", "grpo": "group_norm"}
+    runs = [
+        write_rl_run(tmp_path / job, job, advantage_estimator=estimator, seed=1)
+        for job, estimator in estimators.items()
+    ]
+    page = write_comparison(runs).read_text()
+    assert "<td>advantage_estimator</td><td class=default>gae</td><td class=default>group_norm</td>" in page
+    assert "<td>save_path</td>" not in page

@@ -128,12 +128,28 @@ def test_a_single_seed_has_no_interval(place):
 def test_the_page_has_a_table_every_figure_and_what_is_absent(place, capsys):
     assert main(["plot", "page", str(place / "figure.yaml"), "--threshold", "-46e-1"]) == 0
     page = (place / "figure_page.html").read_text()
-    assert page.count("<svg") == 4 and "P(reward &lt; -4.6)" in page and "Not shown" not in page
+    assert page.count("<svg") == 6 and "P(reward &lt; -4.6)" in page and "Not shown" not in page
     assert "<td>second</td><td>3</td><td>1.5 (1.1 to 2.2)</td>" in page
+    assert "#000000" not in page and "#dddddd" not in page, "colours of the page, light or dark"
     less = manifest_with(place, checkpoints="nowhere")
     assert main(["plot", "page", str(less)]) == 0
     page = (place / "changed_page.html").read_text()
-    assert page.count("<svg") == 3 and "Not shown" in page and "gcg_eval_a_s1_harml_actor.jsonl: no such file" in page
+    assert page.count("<svg") == 5 and "Not shown" not in page and "gcg" not in page, "nobody asked for an attack"
+    (place / "ckpt" / "gcg_eval_a_s1_actor.jsonl").unlink()
+    assert main(["plot", "page", str(place / "figure.yaml")]) == 0
+    assert "gcg_eval_a_s1_harml_actor.jsonl: no such file" in (place / "figure_page.html").read_text()
+
+
+@pytest.mark.parametrize("seeds", [[1], SEEDS])
+def test_no_event_in_all_samples_is_not_certainly_none(place, seeds):
+    methods = [{"label": "a", "run": "a_s{seed}", "seeds": seeds}]
+    manifest = read_manifest(manifest_with(place, methods=methods, threshold=-50))
+    (point,) = points(manifest, "return", "bad")
+    assert (point.y.value, point.y.low) == (0.0, 0.0)
+    assert point.y.high == pytest.approx(3.8415 / (101 * len(seeds) + 3.8415), rel=1e-3), "Wilson's bound"
+    assert main(["plot", "page", str(place / "changed.json")]) == 0
+    page = (place / "changed_page.html").read_text()
+    assert "<td>0 (0 to 0." in page and "(0 to 0)" not in page
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from tests.report.pages import Checked, rl_evaluation, rl_row, write_metrics, write_rl_run, write_run
 from trimtab.cli.main import main
 from trimtab.config import jobs
+from trimtab.report.browser import edges_of
 from trimtab.report.compare import comparability, write_comparison
 from trimtab.report.figures import objective_pictures
 from trimtab.report.page import write_report
@@ -93,8 +94,6 @@ def test_the_limit_is_drawn_only_where_answers_come_near_it(run, tmp_path):
 
 def test_small_shares_are_looked_at_closely(run):
     assert ">1.0 %</span>" in figure_of(page_of(run), "Clip fraction")
-    change(run, lambda row: row.update(clip_fraction=0.0))
-    assert ">1.0 %</span>" in (flat := figure_of(page_of(run), "Clip fraction")) and ">-" not in flat
     change(run, lambda row: row.update(clip_fraction=0.4))
     assert ">100 %</span>" in figure_of(page_of(run), "Clip fraction")
 
@@ -122,8 +121,9 @@ def test_best_and_worst_answers_of_the_first_and_last_iteration_stand_side_by_si
     evil = "</pre><script>alert('x')</script>"
     rows = [
         {"step": step, "prompt": f"prompt {step} {evil}", "response": f"answer {reward}", "reward": reward, "tokens": 3}
+        | {"kept": "best" if reward > 0 else "worst"}
         for step in (1, 2, 40)
-        for reward in (0.5, 1.0, 1.0, -1.0, 0.0)  # one answer was given twice
+        for reward in (0.5, 1.0, -1.0, 0.0)
     ]
     (run / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = page_of(run)
@@ -148,7 +148,9 @@ def test_best_and_worst_answers_of_the_first_and_last_iteration_stand_side_by_si
     ],
 )
 def test_an_answer_as_bad_as_the_worst_is_not_among_the_best(rewards, best, worst):
-    rows = [{"response": str(index), "reward": reward} for index, reward in enumerate(rewards)]
+    ordered = sorted(rewards, reverse=True)
+    half = len(rewards) - len(rewards) // 2
+    rows = [{"reward": reward, "kept": "best" if place < half else "worst"} for place, reward in enumerate(ordered)]
     found = best_and_worst(rows)
     assert [[row["reward"] for row in side] for side in found] == [best, worst]
 
@@ -162,7 +164,8 @@ def test_an_answer_as_bad_as_the_worst_is_not_among_the_best(rewards, best, wors
     ],
 )
 def test_odd_rollouts_are_shown_as_they_are(row, run):
-    (run / "rollouts.jsonl").write_text(json.dumps({"step": 1, **row}) + "\nnot json\n")
+    odd = {"step": 1, "kept": "best", "group": "train", "row": 3, **row}
+    (run / "rollouts.jsonl").write_text(json.dumps(odd) + "\nnot json\n")
     page = page_of(run)
     assert "no reward" in page and "Best of iteration 1" in page and "Worst of" not in page
     assert "rollouts.jsonl is cut off" in page
@@ -321,3 +324,94 @@ def test_files_among_the_runs_are_passed_over(tmp_path, capsys):
     (tmp_path / "gcg_eval_a.jsonl").write_text("{}")
     assert main(["report", *map(str, runs), str(tmp_path / "gcg_eval_a.jsonl")]) == 0
     assert (tmp_path / "a" / "comparison.html").exists()
+
+
+def group_rows(steps, **more):
+    """Two groups of four answers: a training prompt's and an evaluation prompt's."""
+    return [
+        {"step": step, "row": 4, "prompt": "sort 21>", "label": "12", "response": f"{which} {step} {answer}"}
+        | {"reward": answer / 3, "parts": {"exact": answer / 3, "length": 0.5}, "advantage": answer - 1.5}
+        | {"tokens": 2, "finish": "stop", "kept": None, "group": which, **more}
+        for step in steps
+        for which in ("train", "evaluation")
+        for answer in range(4)
+    ]
+
+
+def test_groups_of_the_same_prompts_are_shown_over_iterations_and_can_be_filtered(run):
+    write_lines(run / "rollouts.jsonl", group_rows((0, 5, 40)))
+    shown = page_of(run).split("Answers to the same prompts")[1].split("<h2>")[0]
+    assert shown.index("evaluation4") < shown.index("train4")
+    for which in ("evaluation", "train"):
+        prompt = shown.split(f'<div class="card prompt {which}4">')[1].split('<div class="card prompt')[0]
+        assert "<pre>sort 21&gt;</pre>" in prompt and "label: 12" in prompt
+        assert re.findall(r"<summary>(.*?): 4 answers, mean reward 0.5<", prompt) == [
+            "before training", "iteration 5", "iteration 40",
+        ]  # fmt: skip
+        assert "exact 0.333, length 0.5, advantage -0.5, 2 tokens" in prompt
+        assert f".browser:has(#row-{which}4:checked) .prompt:not(.{which}4){{display:none}}" in shown
+    assert re.findall(r"<article class=(\w+)><p><b>reward (.*?)<", shown)[:4] == [
+        ("low", "0"), ("low", "0.333"), ("high", "0.667"), ("high", "1"),
+    ]  # fmt: skip
+    assert '<input type=radio name=reward id="reward-high">0.667 and more' in shown
+
+
+@pytest.mark.parametrize(
+    ("rewards", "edges"),
+    [
+        ([0, 1], (0, 1)),
+        ([0, 0, 0, 1], (0, 1)),
+        ([0, 1, 1, 1], (0, 1)),
+        ([1, 1], (1, 1)),
+        ([3, 1, 2], (2, 3)),
+        ([], (0, 0)),
+    ],
+)
+def test_rewards_are_parted_where_they_differ(rewards, edges):
+    assert edges_of(rewards) == edges
+
+
+def test_what_a_model_writes_stays_text(run):
+    evil = "</pre><script>alert(1)</script><style>*{display:none}</style>"
+    write_lines(run / "rollouts.jsonl", group_rows((1,), response=evil, prompt=evil, label=evil, finish=evil))
+    page = page_of(run)  # which fails on a script
+    assert "alert(1)&lt;/script&gt;" in page and page.count("<style>") == 2
+
+
+def write_lines(path, rows) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_spread_of_rewards_and_lengths_is_drawn_over_the_run(run):
+    page = page_of(run)
+    rewards = figure_of(page, "Rewards of the answers")
+    assert "iteration 1: 98 % from 0 to 0.0625" in rewards and "iteration 40: 62 % from 0.938 to 1" in rewards
+    assert "iteration 1: 94 % from 5 to 5.19" in figure_of(page, "Lengths of the answers")
+    assert 'class="dots small c0"' in figure_of(page, "Reward against KL")
+
+
+def test_prompts_are_told_by_what_became_of_them(run):
+    page = page_of(run)
+    assert "7 prompts, answered 17.1 times on average." in page
+    # The last visit of row 0 is at 40 of 40, that of row 4 at 39 of 40, ...
+    for kind, count, rows in (
+        ("solved", "6 (86 %)", "1 to 5 and 9"),
+        ("hopeless", "1 (14 %)", "8"),
+        ("mixed", "0 (0 %)", "–"),
+    ):
+        assert re.search(rf"<td>{kind}: [^<]*</td><td>{re.escape(count)}</td><td>{rows}</td>", page), kind
+    change(run, lambda row: row.update(prompt_scores=[[0, 0.3 + row["step"] / 100], [1, 0.5]]))
+    page = page_of(run)
+    assert re.search(r"<td>learning: [^<]*</td><td>1 \(50 %\)</td><td>1</td>", page)
+    assert re.search(r"<td>mixed: [^<]*</td><td>1 \(50 %\)</td><td>2</td>", page)
+    change(run, lambda row: row.update(prompt_scores=[[0, 3.0]]))
+    assert "answered" not in page_of(run).split("Spread of the answers")[1].split("<figure")[0], "no rates of success"
+
+
+def test_a_curve_that_never_moves_is_a_line_of_text(run):
+    change(
+        run, lambda row: row.update(clip_fraction=0.0, truncated=0.25, policy_kl=row["step"], log_prob_gap=row["step"])
+    )
+    page = page_of(run)
+    assert "Always the same: clip fraction 0 %; answers cut at the limit 25 %." in page
+    assert "<b>Clip fraction</b>" not in page and "<b>Answers cut at the limit</b>" not in page

@@ -300,7 +300,7 @@ def _samples(columns: Sequence[Column]) -> str:
         reference = next((sample["reference"] for sample in found.values() if "reference" in sample), "")
         body += f"<tr>{cells}{sample_cell({'reference': reference}, 'reference', 'Reference')}</tr>"
     return (
-        "<h2>Answers after training</h2><div class=card><table class=samples>"
+        "<h2>Answers after training</h2><div class='card scroll padded'><table class=samples>"
         f"<thead><tr>{head}<th>Reference</th></tr></thead><tbody>{body}</tbody></table></div>"
     )
 

@@ -7,7 +7,7 @@ from trimtab.errors import UserError
 from trimtab.evaluate.tail_risk import Estimate
 from trimtab.report.manifest import Manifest
 from trimtab.report.numbers import short_number
-from trimtab.report.outcomes import point_of
+from trimtab.report.outcomes import measured, point_of, was_attacked
 from trimtab.report.page import document, write_page
 from trimtab.report.plots import curves_figure, frontier_figure, inline, name_of
 
@@ -19,17 +19,19 @@ def write_experiment(manifest: Manifest, output: Path) -> Path:
     columns: dict[str, list[Estimate]] = {}
     absent: list[str] = []
     for what in COLUMNS:
+        if what == "gcg" and not was_attacked(manifest):
+            continue
         try:
             columns[what] = [point_of(manifest, method, what) for method in manifest.methods]
         except UserError as error:
             absent.append(str(error))
     pictures = []
     for draw in (
-        lambda: curves_figure(manifest),
+        *(lambda kind=kind: curves_figure(manifest, [kind]) for kind in _kinds(manifest, absent)),
         *(lambda y=y: frontier_figure(manifest, "return", y) for y in ("bad", "cvar", "gcg") if y in columns),
     ):
         try:
-            pictures.append(f"<figure class='chart tall'>{inline(draw())}</figure>")
+            pictures.append(f"<figure class=chart>{inline(draw())}</figure>")
         except UserError as error:
             absent.append(str(error))
     if not columns and not pictures:
@@ -45,18 +47,28 @@ def write_experiment(manifest: Manifest, output: Path) -> Path:
     return write_page(document(title, "\n".join(body), [manifest]), output)
 
 
+def _kinds(manifest: Manifest, absent: list[str]) -> list[str]:
+    try:
+        return measured(manifest)
+    except UserError as error:
+        absent.append(str(error))
+        return []
+
+
 def _table(manifest: Manifest, columns: dict[str, list[Estimate]]) -> str:
     heads = "".join(f"<th>{escape(name_of(what, manifest))}</th>" for what in columns)
     rows = ""
     for number, method in enumerate(manifest.methods):
-        cells = "".join(f"<td>{_cell(values[number], len(method.seeds))}</td>" for values in columns.values())
+        cells = "".join(f"<td>{_cell(values[number])}</td>" for values in columns.values())
         rows += f"<tr><td>{escape(method.label)}</td><td>{len(method.seeds)}</td>{cells}</tr>"
     head = f"<tr><th>method</th><th>seeds</th>{heads}</tr>"
-    told = "Means over seeds; in brackets 95 % of the means of resampled seeds, which is too narrow for two or three."
-    return f"<h2>Outcomes</h2><p class=words>{told}</p><div class=card><table class=data>{head}{rows}</table></div>"
+    told = "Means over seeds; in brackets 95 % of the means of resampled seeds, which is too narrow for two or three. "
+    told += "Where nothing was counted, or everything, the interval is Wilson's over the samples of all seeds."
+    table = f"<table class='data sides'>{head}{rows}</table>"
+    return f"<h2>Outcomes</h2><p class=words>{told}</p><div class='card scroll'>{table}</div>"
 
 
-def _cell(found: Estimate, seeds: int) -> str:
-    if seeds == 1:
+def _cell(found: Estimate) -> str:
+    if found.low == found.high:
         return short_number(found.value)
     return f"{short_number(found.value)} ({short_number(found.low)} to {short_number(found.high)})"

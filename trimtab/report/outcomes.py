@@ -1,7 +1,6 @@
 """The numbers behind the figures: what each method's runs came to, over their seeds."""
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from trimtab.errors import UserError
 from trimtab.evaluate.attack.success import Replies
 from trimtab.evaluate.seeds import bootstrap_mean, t_intervals
 from trimtab.evaluate.tail_files import ANALYTIC, HELD_OUT, read_analytic, read_held_out
-from trimtab.evaluate.tail_risk import Estimate, cvar, probability_below
+from trimtab.evaluate.tail_risk import Estimate, cvar, probability_below, share
 from trimtab.report.manifest import Manifest, Method
 
 CURVES = {"log_bad": "log P(bad)", "rewards": "mean reward", "returns": "mean return"}
@@ -74,10 +73,39 @@ def points(manifest: Manifest, x: str, y: str) -> list[Point]:
 def point_of(manifest: Manifest, method: Method, what: str) -> Estimate:
     """A figure of a method: the mean over its seeds."""
     figure = _measure(what, manifest)
-    return bootstrap_mean([figure(name) for name in method.names()])
+    found = [figure(name) for name in method.names()]
+    estimate = bootstrap_mean([one.value for one in found])
+    counted = [one for one in found if isinstance(one, Share)]
+    if counted and estimate.value in (0.0, 1.0):
+        # No seed differs from another, which does not make their share certain.
+        samples = sum(one.of for one in counted)
+        return share(estimate.value * samples, samples)
+    return estimate
 
 
-def _measure(what: str, manifest: Manifest) -> Callable[[str], float]:
+def was_attacked(manifest: Manifest) -> bool:
+    """Whether anybody looked for suffixes that break one of these runs."""
+    names = [name for method in manifest.methods for name in method.names()]
+    return any(place.exists() for name in names for place in _attacks(manifest, name))
+
+
+def measured(manifest: Manifest) -> list[str]:
+    """The kinds of measurement that the runs have."""
+    return [what for what in CURVES if curves(manifest, what)]
+
+
+@dataclass(frozen=True)
+class Figure:
+    value: float
+
+
+@dataclass(frozen=True)
+class Share(Figure):
+    of: int
+    """Samples that were counted."""
+
+
+def _measure(what: str, manifest: Manifest) -> Callable[[str], Figure]:
     """From the name of a run to its figure."""
     threshold, level = manifest.threshold, manifest.level
     if what in ("bad", "gcg") and threshold is None:
@@ -89,23 +117,31 @@ def _measure(what: str, manifest: Manifest) -> Callable[[str], float]:
         return read_held_out(manifest.info / f"{HELD_OUT}{name}")
 
     return {
-        "reward": lambda name: float(held_out(name).rewards.mean()),
-        "return": lambda name: float(held_out(name).returns.mean()),
-        "bad": lambda name: probability_below(held_out(name).rewards, threshold).value,
-        "cvar": lambda name: cvar(held_out(name).rewards, level, draws=1).value,
+        "reward": lambda name: Figure(float(held_out(name).rewards.mean())),
+        "return": lambda name: Figure(float(held_out(name).returns.mean())),
+        "bad": lambda name: _below(held_out(name).rewards, threshold),
+        "cvar": lambda name: Figure(cvar(held_out(name).rewards, level, draws=1).value),
         "gcg": lambda name: attack_success(_attack_of(manifest, name), threshold),
     }[what]
 
 
+def _below(rewards: np.ndarray, threshold: float) -> Share:
+    return Share(probability_below(rewards, threshold).value, len(rewards))
+
+
+def _attacks(manifest: Manifest, name: str) -> list[Path]:
+    return [manifest.checkpoints / f"gcg_eval_{name}{ending}.jsonl" for ending in ATTACKED]
+
+
 def _attack_of(manifest: Manifest, name: str) -> Path:
-    places = [manifest.checkpoints / f"gcg_eval_{name}{ending}.jsonl" for ending in ATTACKED]
+    places = _attacks(manifest, name)
     found = next((place for place in places if place.exists()), None)
     if found is None:
         raise UserError(f"{places[0]}: no such file; attack the run with trimtab attack, or correct {manifest.path}")
     return found
 
 
-def attack_success(path: Path, threshold: float) -> float:
+def attack_success(path: Path, threshold: float) -> Share:
     """The share of targets with a reply below the threshold."""
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -114,7 +150,7 @@ def attack_success(path: Path, threshold: float) -> float:
         raise UserError(f"{path}: cannot be read as the findings of an attack ({type(error).__name__})") from error
     if not replies or any(one.rewards is None for one in replies):
         raise UserError(f"{path}: holds no rewards; attack with --reward_pretrain")
-    return math.fsum(one.successes("reward", threshold) > 0 for one in replies) / len(replies)
+    return Share(sum(one.successes("reward", threshold) > 0 for one in replies) / len(replies), len(replies))
 
 
 def families(found: list[Point]) -> dict[str, list[Point]]:

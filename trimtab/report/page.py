@@ -9,6 +9,8 @@ from pathlib import Path
 from trimtab import __version__
 from trimtab.files import write_bytes, writing
 from trimtab.report import sections
+from trimtab.report.browser import browser_section
+from trimtab.report.distributions import distribution_section
 from trimtab.report.read import Run, read_run
 from trimtab.report.rewards import reward_section
 from trimtab.report.rollouts import rollout_section
@@ -24,10 +26,12 @@ SECTIONS = (
     sections.warnings,
     sections.what,
     sections.curves,
+    distribution_section,
     reward_section,
     tail_section,
     sections.samples,
     rollout_section,
+    browser_section,
     sections.data,
     time_section,
     sections.pace,

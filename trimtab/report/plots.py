@@ -1,6 +1,7 @@
 """Figures for papers and slides, by matplotlib: training curves over seeds, and frontiers. PNG, SVG or PDF."""
 
 import io
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from trimtab.report.outcomes import CURVES, Point, curves, families, points
 # Okabe and Ito's colours, told apart by readers of any colour vision; markers tell them apart in print too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = "osD^vP*X"
+GRID = "#DDDDDD"
 FORMATS = (".png", ".svg", ".pdf")
 DECADE = 10  # probabilities that are further apart stand on a logarithmic axis
 NAMES = {
@@ -22,9 +24,9 @@ NAMES = {
 }
 
 
-def curves_figure(manifest: Manifest) -> Any:
-    """All kinds of measurement that the runs have, side by side."""
-    found = {what: lines for what in CURVES if (lines := curves(manifest, what))}
+def curves_figure(manifest: Manifest, kinds: Iterable[str] = CURVES) -> Any:
+    """The kinds of measurement that the runs have, side by side."""
+    found = {what: lines for what in kinds if (lines := curves(manifest, what))}
     if not found:
         raise UserError(f"{manifest.path}: the files of its runs hold no measurements")
     figure, axes = _figure(len(found))
@@ -90,11 +92,12 @@ def save(figure: Any, output: Path) -> Path:
 
 
 def inline(figure: Any) -> str:
-    """The figure as an SVG element of a page."""
+    """The figure as an SVG element of a page, in the colours of the page: what is black is its ink."""
     text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
+    figure.savefig(text, format="svg", metadata={"Date": None}, transparent=True)
     _, _, drawing = text.getvalue().partition("<svg")
-    return f'<svg style="width: 100%; height: auto"{drawing}'
+    drawing = drawing.replace("#000000", "currentColor").replace(GRID.lower(), "var(--rule)")
+    return f'<svg style="width: 100%; height: auto; fill: currentColor"{drawing}'
 
 
 def _mark(panel: Any, point: Point, colour: str, marker: str) -> None:
@@ -123,7 +126,7 @@ def _figure(panels: int) -> tuple[Any, list[Any]]:
     figure = Figure(figsize=(4.4 * panels + 0.6, 3.8), layout="constrained")
     axes = list(figure.subplots(1, panels, squeeze=False)[0])
     for panel in axes:
-        panel.grid(True, color="#DDDDDD", linewidth=0.6)
+        panel.grid(True, color=GRID, linewidth=0.6)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
     return figure, axes

@@ -17,16 +17,17 @@ FINISHES = {"length": "cut at the limit", "stop": "ended by itself"}
 
 
 def rollout_section(run: Run) -> str:
-    steps = sorted({row["step"] for row in run.rollouts})
+    rows = [row for row in run.rollouts if row.get("kept") in ("best", "worst")]
+    steps = sorted({row["step"] for row in rows})
     if not steps:
         return ""
     chosen = dict.fromkeys((steps[0], steps[-1]))
-    sides = [best_and_worst([row for row in run.rollouts if row["step"] == step]) for step in chosen]
+    sides = [best_and_worst([row for row in rows if row["step"] == step]) for step in chosen]
     body = ""
     for kind, name in enumerate(("Best", "Worst")):
         if any(side[kind] for side in sides):
             columns = "".join(
-                f"<div><h3>{name} of {run.unit} {step}</h3>{''.join(map(_card, side[kind])) or NONE}</div>"
+                f"<div><h3>{name} of {run.unit} {step}</h3>{''.join(map(card, side[kind])) or NONE}</div>"
                 for step, side in zip(chosen, sides)
             )
             body += f"<div class=rollouts>{columns}</div>"
@@ -34,19 +35,17 @@ def rollout_section(run: Run) -> str:
 
 
 def best_and_worst(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The answers of highest and of lowest reward, each once; the very best and the very worst come first.
+    """The answers that the run kept as its best and as its worst, the very best and the very worst first.
 
     What is as bad as the worst is not among the best, and the other way round; if all are alike, none is worse.
     """
-    different = {(plain(row.get("prompt")), plain(row.get("response"))): row for row in rows}.values()
-    ordered = sorted(different, key=_reward, reverse=True)
+    ordered = sorted(rows, key=_reward, reverse=True)
     highest, lowest = _reward(ordered[0]), _reward(ordered[-1])
     if highest == lowest:
         return ordered[:MOST_EACH], []
-    half = len(ordered) // 2
-    best = [row for row in ordered[: len(ordered) - half] if _reward(row) > lowest]
-    worst = [row for row in ordered[len(ordered) - half :] if _reward(row) < highest]
-    return best[:MOST_EACH], worst[::-1][:MOST_EACH]
+    best = [row for row in ordered if row.get("kept") == "best" and _reward(row) > lowest]
+    worst = [row for row in ordered[::-1] if row.get("kept") == "worst" and _reward(row) < highest]
+    return best[:MOST_EACH], worst[:MOST_EACH]
 
 
 def shortened(text: str) -> str:
@@ -61,15 +60,24 @@ def _reward(row: dict[str, Any]) -> float:
     return float("-inf") if reward is None else reward
 
 
-def _card(row: dict[str, Any]) -> str:
-    reward, tokens = finite(row.get("reward")), finite(row.get("tokens"))
-    facts = [plural(int(tokens), "token")] if tokens is not None else []
+def card(row: dict[str, Any], with_prompt: bool = True, classes: str = "") -> str:
+    """An answer with its reward and what it is made of."""
+    reward, tokens, advantage = (finite(row.get(name)) for name in ("reward", "tokens", "advantage"))
+    parts = row.get("parts")
+    facts = [f"{name} {short_number(value)}" for name, value in _numbers(parts if isinstance(parts, dict) else {})]
+    facts += [f"advantage {short_number(advantage)}"] if advantage is not None else []
+    facts += [plural(int(tokens), "token")] if tokens is not None else []
     if row.get("finish") is not None:
         facts.append(FINISHES.get(str(row["finish"]), str(row["finish"])))
     shown = f"reward {short_number(reward)}" if reward is not None else "no reward"
     prompt, response = (shortened(plain(row.get(name, ""))) for name in ("prompt", "response"))
     answer = escape(response) if response.strip() else "<i class=empty>empty</i>"
+    asked = f"<pre class=prompt>{escape(prompt)}</pre>" if with_prompt else ""
     return (
-        f"<article><p><b>{escape(shown)}</b> <span>{escape(', '.join(facts))}</span></p>"
-        f"<pre class=prompt>{escape(prompt)}</pre><pre>{answer}</pre></article>"
+        f"<article{f' class={classes}' if classes else ''}><p><b>{escape(shown)}</b> "
+        f"<span>{escape(', '.join(facts))}</span></p>{asked}<pre>{answer}</pre></article>"
     )
+
+
+def _numbers(parts: dict[Any, Any]) -> list[tuple[str, float]]:
+    return [(str(name), number) for name, value in parts.items() if (number := finite(value)) is not None]

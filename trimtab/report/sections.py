@@ -23,6 +23,8 @@ from trimtab.report.settings import chosen_options
 from trimtab.report.subject import facts, job_name, lead, subject
 
 MOST_SAMPLES = 50
+FEW_POINTS = 3
+"""So many equal values may still change."""
 SHORT_ANSWER = 40
 """Characters up to which an answer is right or wrong; a longer one may say the same in other words."""
 LENGTHS = {
@@ -108,8 +110,19 @@ def what(run: Run) -> str:
 def curves(run: Run) -> str:
     if not run.rows:
         return ""
-    drawn = "".join(_chart(run, picture) for picture in objective_pictures([run]))
-    return f"<h2>Curves</h2><div class=charts>{drawn}</div>"
+    pictures = objective_pictures([run])
+    flat = {picture.title: level for picture in pictures if (level := flat_level(run, picture)) is not None}
+    drawn = "".join(_chart(run, picture) for picture in pictures if picture.title not in flat)
+    told = f"Always the same: {'; '.join(f'{title.lower()} {level}' for title, level in flat.items())}." if flat else ""
+    return f"<h2>Curves</h2><div class=charts>{drawn}</div><p class='words flat'>{escape(told)}</p>"
+
+
+def flat_level(run: Run, picture: Picture) -> str | None:
+    """The value that everything in a picture has all the time, if it has one; a loss or a reward is always drawn."""
+    found = [point[1] for name in picture.metrics for kind in ("", EVALUATION) for point in run.series(f"{kind}{name}")]
+    if picture.tall or picture.title == "Reward" or len(found) < FEW_POINTS or min(found) < max(found):
+        return None
+    return percent(found[0]) if picture.share else short_number(found[0])
 
 
 def pace(run: Run) -> str:

@@ -33,12 +33,16 @@ def chosen_options(run: Run) -> dict[str, Any]:
 
 
 def differing_options(runs: Sequence[Run]) -> list[str]:
-    """Names of the options in which the runs differ because somebody chose one, in their order."""
-    chosen = [chosen_options(run) for run in runs]
-    names = dict.fromkeys(name for run in runs for name in run.options if any(name in found for found in chosen))
+    """Names of the options in which the runs differ, in their order: those that all of them have, as presets of one
+    job do, and of the others those that somebody chose."""
+    chosen = {name for run in runs for name in chosen_options(run)}
     first, *others = [run for run in runs if run.options] or runs
+    shared = set(first.options).intersection(*(other.options for other in others)) - PLACES
     return [
-        name for name in names if any(not _equal(first.options.get(name), other.options.get(name)) for other in others)
+        name
+        for name in dict.fromkeys(name for run in runs for name in run.options)
+        if name in chosen | shared
+        and any(not _equal(first.options.get(name), other.options.get(name)) for other in others)
     ]
 
 

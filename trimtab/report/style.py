@@ -65,6 +65,7 @@ figcaption b { font-weight: 600; }
 .plot path.smooth { stroke-width: 2.2; }
 .plot path.dashed { stroke-dasharray: 6 5; }
 .plot path.dots { stroke-width: 8; stroke-dasharray: none; }
+.plot path.dots.small { stroke-width: 4; stroke-opacity: .6; }
 .plot path.ring { stroke: var(--card); stroke-width: 11; }
 .plot path.band { fill: var(--quiet); fill-opacity: .12; stroke: none; }
 .plot path.band.spread { fill: var(--line); }
@@ -90,6 +91,8 @@ td, th { padding: .5rem 1rem .5rem 0; border-bottom: 1px solid var(--rule); vert
 tr:last-child td { border-bottom: 0; }
 td:last-child, th:last-child { padding-right: 0; }
 .samples td { font-family: var(--mono); font-size: .84rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+.samples td, .samples th { min-width: 7rem; }
+.samples th { overflow-wrap: anywhere; }
 .samples .right { color: var(--good); } .samples .wrong { color: var(--bad); }
 .right::before { content: "✓ "; } .wrong::before { content: "✗ "; }
 .rollouts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); gap: 0 1rem; }
@@ -101,18 +104,29 @@ td:last-child, th:last-child { padding-right: 0; }
 .rollouts pre { margin: 0; font-family: var(--mono); font-size: .84rem; line-height: 1.45; white-space: pre-wrap;
                 overflow-wrap: anywhere; max-height: 16rem; overflow-y: auto; }
 .rollouts .prompt { color: var(--quiet); margin-bottom: .35rem; }
+.browser fieldset { border: 0; margin: 0 0 .5rem; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem .9rem;
+                    font-size: .88rem; }
+.browser legend { float: left; color: var(--quiet); margin-right: .9rem; }
+.browser .prompt { padding-block: .8rem; margin-bottom: .8rem; }
+.browser .prompt > pre { margin: 0 0 .4rem; font-family: var(--mono); font-size: .84rem; white-space: pre-wrap;
+                         overflow-wrap: anywhere; max-height: 16rem; overflow-y: auto; }
+.browser .rollouts { grid-template-columns: repeat(auto-fit, minmax(min(100%, 15rem), 1fr)); margin-top: .3rem; }
+.heat { fill: var(--line); }
 .data { font-variant-numeric: tabular-nums; }
 .data td, .data th { padding-block: .26rem; }
 .data td:first-child { color: var(--quiet); }
 .data td + td, .data th + th { text-align: right; overflow-wrap: break-word; }
 .words { color: var(--quiet); margin: -.3rem 0 .8rem; max-width: 46rem; font-size: .95rem; overflow-wrap: anywhere; }
+.words.flat { margin-top: .8rem; }
 .words:empty { display: none; }
 .wide { flex: 1 1 100%; margin: 0; }
 .scroll { overflow-x: auto; padding-inline: 0; }
+.scroll.padded { padding-inline: 1.1rem; }
 .sides { border-collapse: separate; border-spacing: 0; }
 .sides td + td, .sides th + th { text-align: left; white-space: nowrap; }
+.sides th + th { white-space: normal; min-width: 7rem; max-width: 14rem; overflow-wrap: anywhere; }
 .sides td:first-child, .sides th:first-child { position: sticky; left: 0; background: var(--card); padding-left: 1.1rem;
-                                               max-width: 10.5rem; overflow-wrap: anywhere; }
+                                               min-width: 8rem; max-width: 10.5rem; overflow-wrap: break-word; }
 .sides td:last-child, .sides th:last-child { padding-right: 1.1rem; }
 .sides.phases td { white-space: nowrap; }
 .sides td.best { font-weight: 650; } .sides td.best::after { content: " ●"; color: var(--good); font-size: .7em; }
@@ -151,6 +165,7 @@ code { font-family: var(--mono); font-size: .9em; white-space: nowrap; }
   .samples tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--rule); }
   .samples tr:last-child { border-bottom: 0; }
   .samples td { display: flex; gap: .75rem; border: 0; padding: .12rem 0; }
+  .samples td::before { overflow-wrap: anywhere; }
   .samples td::before { content: attr(data-name); flex: 0 0 5.2rem; color: var(--quiet);
                         font-family: system-ui, sans-serif; font-size: .78rem; }
 }

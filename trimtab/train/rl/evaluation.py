@@ -16,6 +16,8 @@ from trimtab.evaluate.tail_risk import mean, rate
 from trimtab.rollout.builtin.sampler import request_seed
 from trimtab.rollout.types import Sampling
 from trimtab.train.rl.asking import ask_for_samples
+from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.samples import of_evaluation
 
 SEED = 0x5EED  # the same samples' streams in every evaluation, so that two differ by the policy alone
 
@@ -23,6 +25,7 @@ SEED = 0x5EED  # the same samples' streams in every evaluation, so that two diff
 class Evaluation:
     def __init__(self, store: PromptStore, sampling: Sampling):
         self.store, self.sampling = store, sampling
+        self.shown: Experience | None = None  # of the last evaluation: the answers to its first prompts
 
     def run(self, rollouts: Group) -> dict[str, float] | None:
         """Figures over all prompts, and over those of each data source where there are several. None: the answers were
@@ -32,6 +35,7 @@ class Evaluation:
         if experience is None:
             return None
         n = self.sampling.n
+        self.shown = of_evaluation(experience, n)
         scores_GA = experience.scores_S.view(-1, n).double().numpy()
         figures = {"eval_length": float(experience.lengths_S.float().mean())}
         figures["eval_binary"] = bool(np.isin(scores_GA, (0.0, 1.0)).all())

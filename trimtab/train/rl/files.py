@@ -1,4 +1,4 @@
-"""What an RL run leaves on disk: its description, metrics, a few rollouts of every iteration, checkpoints, models.
+"""What an RL run leaves on disk: its description, metrics, a few answers of every iteration, checkpoints, models.
 
 save_path/    the policy as a Hugging Face folder, options.yaml, manifest.json, metrics.jsonl, rollouts.jsonl,
               critic/ with --save_value_network
@@ -6,6 +6,7 @@ ckpt_path/    global_stepN/ with actor/, critic/ or proposal/, and experience/ i
               iteration
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from trimtab.config.dump import to_yaml
 from trimtab.config.jobs import RLOptions
+from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
 from trimtab.errors import RunFailed, UserError
 from trimtab.files import write_json, write_text, writing
@@ -20,6 +22,7 @@ from trimtab.train.checkpoint import Checkpoints, reading
 from trimtab.train.endings import not_finite
 from trimtab.train.manifest import compare
 from trimtab.train.metrics import MetricsFile
+from trimtab.train.rl import samples
 from trimtab.train.rl.experience import FINISHES, Experience
 from trimtab.train.run_log import RunLog
 from trimtab.train.tensor_parts import TensorParts, write_parts
@@ -29,8 +32,18 @@ SHOWN_CHARACTERS = 4000  # of a prompt or an answer in rollouts.jsonl
 
 
 class RunFiles:
-    def __init__(self, options: RLOptions, manifest: dict, tokenizer: Any, device: Device, total: int):
+    def __init__(
+        self,
+        options: RLOptions,
+        manifest: dict,
+        tokenizer: Any,
+        device: Device,
+        total: int,
+        stores: dict[str, PromptStore] | None = None,
+    ):
+        """`stores`: the prompts by name, for their labels."""
         self.options, self.manifest, self.tokenizer = options, manifest, tokenizer
+        self.stores = stores or {}
         self.device, self.total = device, total
         self.folder = Path(options.save_path)
         self.checkpoints = Checkpoints(
@@ -53,22 +66,46 @@ class RunFiles:
         self._log.write(row)
 
     def keep_samples(self, iteration: int, experience: Experience) -> None:
-        """The best and the worst rollouts of an iteration, so that a person can see what is rewarded."""
-        count = min(self.options.save_rollouts, len(experience))
-        order = experience.answer_rewards_S.argsort(descending=True, stable=True).tolist()
-        chosen = order[: count - count // 2] + (order[-(count // 2) :] if count > 1 else [])
+        """The best and the worst answers of an iteration and a few whole groups, so that a person can see what is
+        rewarded."""
+        if not self.options.save_rollouts:
+            return
+        extremes = samples.best_and_worst(experience, self.options.save_rollouts)
+        grouped = samples.groups(experience, iteration, self.total, self.options.n_samples_per_prompt)
+        chosen = dict.fromkeys([*extremes, *grouped])
+        self._keep(iteration, experience, chosen, "train", extremes, set(grouped))
+
+    def keep_evaluation(self, iteration: int, experience: Experience) -> None:
+        """The answers to the first prompts of the evaluation, the same ones every time."""
+        if self.options.save_rollouts:
+            everything = range(len(experience))
+            self._keep(iteration, experience, everything, "evaluation", {}, set(everything))
+
+    def _keep(
+        self,
+        iteration: int,
+        experience: Experience,
+        chosen: Iterable[int],
+        store: str,
+        extremes: dict[int, str],
+        grouped: set[int],
+    ) -> None:
         with writing(f"--save_path {self.folder}: cannot write there"):
             for i in chosen:
-                prompt, response = experience.prompt_ids[i], experience.response_ids[i]
+                prompt, response, row = experience.prompt_ids[i], experience.response_ids[i], int(experience.rows_S[i])
+                label = self.stores[store].label(row) if store in self.stores else None
                 self._rollouts.write(
                     {
                         "step": iteration,
-                        "row": int(experience.rows_S[i]),
+                        "row": row,
                         "prompt": self.tokenizer.decode(prompt)[-SHOWN_CHARACTERS:],
                         "response": self.tokenizer.decode(response)[:SHOWN_CHARACTERS],
-                        "reward": float(experience.answer_rewards_S[i]),
+                        **({} if label is None else {"label": str(label)[:SHOWN_CHARACTERS]}),
+                        **samples.described(experience, i),
                         "tokens": len(response),
                         "finish": FINISHES[experience.finishes_S[i]],
+                        "kept": extremes.get(i),
+                        "group": store if i in grouped else None,
                     }
                 )
 

@@ -266,7 +266,7 @@ class Builder:
         return self._make_run(groups, sampling, evaluation, text, self.recording)
 
     def _make_run(self, groups: dict[str, Any], sampling: Sampling, *more: Any) -> RLRun:
-        files = RunFiles(self.options, self._manifest(), self.tokenizer, self.device, self.iterations)
+        files = RunFiles(self.options, self._manifest(), self.tokenizer, self.device, self.iterations, self.stores)
         return RLRun(self.options, Roles(**groups), self.order, sampling, files, *more)
 
     def _manifest(self) -> dict:

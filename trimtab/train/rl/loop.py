@@ -36,6 +36,7 @@ from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.passes import Passes
 from trimtab.train.rl.recording import Recording, Sampled
+from trimtab.train.rl.samples import distributions
 from trimtab.train.rl.shaping import shape, with_advantage
 from trimtab.train.rl.text import TextMixture
 
@@ -307,6 +308,7 @@ class RLRun:
             figures = self.evaluation.run(self.roles.rollouts)
         if figures is None:
             self.leave(stop)
+        self.files.keep_evaluation(self.counters.iteration + (self.iteration is not None), self.evaluation.shown)
         return figures
 
     @contextmanager
@@ -347,6 +349,7 @@ class RLRun:
         tokens = int(work.experience.lengths_S.sum())
         prompts = sum(len(ids) for ids in work.experience.prompt_ids[:: options.n_samples_per_prompt])
         row |= {"samples": len(work.experience), "tokens": tokens, "prompt_tokens": prompts, **measured}
+        row |= distributions(work.experience, options.n_samples_per_prompt)
         self.files.keep_samples(counters.iteration, work.experience)
         return row | self.files.clock(work.seconds, tokens, options.max_epochs)
 

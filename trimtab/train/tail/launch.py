@@ -125,6 +125,6 @@ class TailBuilder(Builder):
         return super()._manifest() | {"run_name": run_name(self.options)}
 
     def _make_run(self, groups: dict[str, Any], sampling: Sampling, *more: Any) -> TailRun:
-        files = TailFiles(self.options, self._manifest(), self.tokenizer, self.device, self.iterations)
+        files = TailFiles(self.options, self._manifest(), self.tokenizer, self.device, self.iterations, self.stores)
         measures = Measures(self.options, len(self.stores["train"]), self.stores.get(HELD_OUT))
         return TailRun(self.options, TailRoles(**groups), self.order, sampling, files, *more, measures=measures)
