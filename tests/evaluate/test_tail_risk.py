@@ -163,3 +163,13 @@ def test_one_prompt_tells_nothing_of_new_ones():
     same = np.zeros(30, dtype=int)
     assert mean(normal(30), same).high == math.inf and cvar(normal(30), 0.1, same).low == -math.inf
     assert rate(normal(30) < 0, same) == Estimate((normal(30) < 0).mean(), 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("right", "number", "low", "high"),
+    # By hand: (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n), z = 1.96
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662)],
+)
+def test_wilson_interval_has_the_published_values(right, number, low, high):
+    found = share(right, number)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=2e-4)

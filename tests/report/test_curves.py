@@ -4,7 +4,7 @@ import pytest
 
 from trimtab.report.axes import axis_labels, nice_ticks
 from trimtab.report.curves import Line, chart, smooth, thin
-from trimtab.report.numbers import percent, short_number, wilson
+from trimtab.report.numbers import percent, short_number
 
 
 def test_smoothing_keeps_a_straight_line_and_averages_noise():
@@ -76,15 +76,6 @@ def test_a_percent_says_all_only_of_all():
         "50\u00a0%",
         "85.3\u00a0%",
     ]
-
-
-@pytest.mark.parametrize(
-    ("right", "number", "low", "high"),
-    # By hand: (p + z²/2n ± z sqrt(p(1-p)/n + z²/4n²)) / (1 + z²/n), z = 1.96
-    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662)],
-)
-def test_wilson_interval_has_the_published_values(right, number, low, high):
-    assert wilson(right, number) == pytest.approx((low, high), abs=2e-4)
 
 
 def test_a_band_lies_between_its_curves_and_a_level_where_it_belongs():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.report.findings import findings, loss_ends
+from trimtab.report.findings import findings
 from trimtab.report.read import Run
 
 
@@ -68,7 +68,7 @@ def test_a_run_without_model_or_steps_is_called_unfinished(tmp_path):
     assert findings(Run(tmp_path)) == ["No optimiser step is recorded yet."]
 
 
-def test_loss_ends_are_means_of_the_first_and_last_tenth(tmp_path):
-    assert loss_ends(run_of([5.0, 3.0] + [1.0] * 16 + [0.2, 0.4], tmp_path)) == (4.0, pytest.approx(0.3))
-    assert loss_ends(run_of([5.0], tmp_path)) == (5.0, 5.0)
-    assert loss_ends(Run(tmp_path)) is None
+def test_the_ends_of_a_curve_are_means_of_its_first_and_last_tenth(tmp_path):
+    assert run_of([5.0, 3.0] + [1.0] * 16 + [0.2, 0.4], tmp_path).ends("loss") == (4.0, pytest.approx(0.3))
+    assert run_of([5.0], tmp_path).ends("loss") == (5.0, 5.0)
+    assert Run(tmp_path).ends("loss") is None

@@ -14,7 +14,7 @@ from trimtab.errors import UserError
 from trimtab.report.columns import Column, columns_of
 from trimtab.report.curves import COLOURS, Line, chart, smooth, window_of
 from trimtab.report.figures import LOSS, objective_pictures, pace_pictures
-from trimtab.report.findings import findings, loss_ends
+from trimtab.report.findings import findings
 from trimtab.report.numbers import duration, percent, plain, short_number
 from trimtab.report.page import document, place, write_page
 from trimtab.report.picture import EVALUATION, Picture
@@ -175,7 +175,7 @@ def _rows_of(runs: Sequence[Run]) -> Iterator[Row]:
     pictures = objective_pictures(runs)
     yield Row("iterations" if all(run.is_rl for run in runs) else "steps", 0, lambda run: float(run.steps))
     if LOSS in pictures:
-        yield Row("loss", less_is_better, lambda run: (loss_ends(run) or (None, None))[1])
+        yield Row("loss", less_is_better, final("loss"))
         yield Row("evaluation loss", less_is_better, lambda run: run.last("eval_loss"))
     for picture in pictures:
         if picture is LOSS:

@@ -25,11 +25,6 @@ def findings(run: Run) -> list[str]:
     return [sentence for rule in rules for sentence in rule(run)] + run.problems
 
 
-def loss_ends(run: Run) -> tuple[float, float] | None:
-    """Mean loss over the first and over the last tenth of the steps."""
-    return run.ends("loss")
-
-
 def _progress(run: Run) -> Iterator[str]:
     planned = finite(run.manifest.get("steps"))
     # Filtering uses up prompts, so such a run may come to its end sooner than planned.
@@ -77,7 +72,7 @@ def _alarms(run: Run) -> Iterator[str]:
 
 
 def _loss_trend(run: Run) -> Iterator[str]:
-    ends = loss_ends(run)
+    ends = run.ends("loss")
     # A policy loss is about zero by construction, whatever is learnt.
     if ends is None or len(run.series("loss")) < ENOUGH_STEPS or run.is_rl:
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,14 +91,3 @@ def short_name(path: Any, otherwise: str) -> str:
     """The end of a path or hub name: enough to recognise it, short enough for a headline."""
     parts = [part for part in str(path or "").strip().replace("\\", "/").split("/") if part not in ("", ".", "..")]
     return "/".join(parts[-2:]) or otherwise
-
-
-def wilson(successes: float, number: float) -> tuple[float, float]:
-    """The 95 % interval of a share by Wilson's score, which holds for few trials and near 0 and 1 too."""
-    z = 1.959964
-    share = successes / number
-    centre = share + z * z / (2 * number)
-    reach = z * math.sqrt(share * (1 - share) / number + z * z / (4 * number * number))
-    scale = 1 + z * z / number
-    # At the ends rounding may leave the bounds a hair outside the share itself.
-    return min(share, (centre - reach) / scale), max(share, (centre + reach) / scale)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from html import escape
 from statistics import fmean
 
+from trimtab.evaluate.tail_risk import share
 from trimtab.report.axes import HEIGHT, Area, figure, key, linear, shares, values
-from trimtab.report.numbers import percent, plural, short_number, wilson
+from trimtab.report.numbers import percent, plural, short_number
 from trimtab.report.read import Run
 
 Pair = tuple[float, float]
@@ -28,7 +29,8 @@ class Accuracy:
 
     @property
     def interval(self) -> tuple[float, float]:
-        return wilson(self.right, self.number)
+        found = share(self.right, self.number)
+        return found.low, found.high
 
     def in_words(self) -> str:
         low, high = self.interval
@@ -136,26 +138,26 @@ def calibration(pairs: Sequence[Pair]) -> str:
     bins = [members for members in calibration_bins(pairs) if members.number]
     most = max(members.number for members in bins)
     for members in bins:
-        low, high = wilson(members.right, members.number)
-        share, mean = members.right / members.number, members.confidence / members.number
+        low, high = Accuracy(members.right, members.number).interval
+        right, mean = members.right / members.number, members.confidence / members.number
         x, tall = area.x(mean), 0.16 * HEIGHT * members.number / most
         text = (
             f"{members.number:,} pairs, {percent(members.low, 0)} to {percent(members.high, 0)} sure: right on "
-            f"{percent(share)}, 95 % interval {percent(low)} to {percent(high)}"
+            f"{percent(right)}, 95 % interval {percent(low)} to {percent(high)}"
         )
         edge = area.x(members.low)
         drawing += (
             f'<rect class="bar weight" x="{edge + 3:.1f}" y="{HEIGHT - tall:.1f}" '
             f'width="{area.x(members.high) - edge - 6:.1f}" height="{tall:.1f}"/>'
             f'<path class="whisker c0" d="M{x:.1f} {area.y(low):.1f}V{area.y(high):.1f}"/>'
-            f'<path class=ring d="M{x:.1f} {area.y(share):.1f}h0"/>'
-            f'<path class="dots c0" d="M{x:.1f} {area.y(share):.1f}h0"/>'
+            f'<path class=ring d="M{x:.1f} {area.y(right):.1f}h0"/>'
+            f'<path class="dots c0" d="M{x:.1f} {area.y(right):.1f}h0"/>'
             f'<g class=strips><rect x="{edge:.1f}" y=0 width="{area.x(members.high) - edge:.1f}" height={HEIGHT}>'
             f"<title>{escape(text)}</title></rect></g>"
         )
         table += (
             f"<tr><td>{percent(members.low, 0)} to {percent(members.high, 0)}</td><td>{members.number:,}</td>"
-            f"<td>{percent(share)}</td><td>{percent(low)} to {percent(high)}</td></tr>"
+            f"<td>{percent(right)}</td><td>{percent(low)} to {percent(high)}</td></tr>"
         )
     picture = figure(
         "Calibration",
