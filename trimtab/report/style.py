@@ -99,7 +99,8 @@ td:last-child, th:last-child { padding-right: 0; }
 .rollouts div { min-width: 0; }
 .rollouts h3 { font-size: .88rem; font-weight: 600; margin: .9rem 0 .5rem; }
 .rollouts article { background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
-                    padding: .6rem 1rem .7rem; margin-bottom: .6rem; break-inside: avoid; }
+                    padding: .6rem 1rem .7rem; margin-bottom: .6rem; break-inside: avoid; overflow-wrap: anywhere;
+                    min-width: 0; }
 .rollouts article p { margin: 0 0 .3rem; font-size: .9rem; } .rollouts span { color: var(--quiet); font-size: .78rem; }
 .rollouts pre { margin: 0; font-family: var(--mono); font-size: .84rem; line-height: 1.45; white-space: pre-wrap;
                 overflow-wrap: anywhere; max-height: 16rem; overflow-y: auto; }
