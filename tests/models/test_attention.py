@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.samples import spans_of
-from trimtab.models.attention import PackedRow, UnsupportedAttention, packed_attention, set_row
+from trimtab.models.attention import PackedPass, PackedRow, UnsupportedAttention, packed_attention
 
 
 def naive(query, key, value, lengths, scale, window=None, softcap=None):
@@ -25,6 +25,13 @@ def naive(query, key, value, lengths, scale, window=None, softcap=None):
     return torch.cat(outputs, 1).transpose(0, 1)[None]
 
 
+def module_in(lengths):
+    """A module in a pass over samples of these lengths."""
+    module = torch.nn.Linear(1, 1)
+    PackedPass().begin(module, PackedRow.of(spans_of(lengths), torch.device("cpu")))
+    return module
+
+
 def tensors(tokens, heads=4, kv_heads=2, width=8):
     torch.manual_seed(0)
     shapes = ((heads, width), (kv_heads, width), (kv_heads, width))
@@ -35,9 +42,8 @@ def tensors(tokens, heads=4, kv_heads=2, width=8):
 @pytest.mark.parametrize("options", [{}, {"window": 4}, {"softcap": 2.0}, {"window": 4, "softcap": 2.0}])
 def test_packed_samples_attend_as_if_each_were_alone(lengths, options):
     inputs = tensors(sum(lengths))
-    set_row(PackedRow.of(spans_of(lengths), torch.device("cpu")))
     arguments = {"sliding_window": options.get("window"), "softcap": options.get("softcap")}
-    ours, _ = packed_attention(None, *inputs, None, scaling=0.3, **arguments)
+    ours, _ = packed_attention(module_in(lengths), *inputs, None, scaling=0.3, **arguments)
     expected = naive(*inputs, lengths, 0.3, **options)
     torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-5)
     upstream = torch.randn_like(ours)
@@ -50,19 +56,18 @@ def test_packed_samples_attend_as_if_each_were_alone(lengths, options):
 def test_changing_one_sample_leaves_the_others_untouched():
     lengths = [6, 5, 6]
     query, key, value = (x.detach() for x in tensors(sum(lengths)))
-    set_row(PackedRow.of(spans_of(lengths), torch.device("cpu")))
-    before, _ = packed_attention(None, query, key, value, None, scaling=1.0)
+    module = module_in(lengths)
+    before, _ = packed_attention(module, query, key, value, None, scaling=1.0)
     key = key.clone()
     key[:, :, 6:11] += 1
-    after, _ = packed_attention(None, query, key, value, None, scaling=1.0)
+    after, _ = packed_attention(module, query, key, value, None, scaling=1.0)
     changed = (before != after).flatten(2).any(2)[0]
     assert changed[6:11].any() and not changed[:6].any() and not changed[11:].any()
 
 
 def test_an_argument_we_would_drop_is_refused():
     query, key, value = tensors(4)
-    set_row(PackedRow.of(spans_of([4]), torch.device("cpu")))
     with pytest.raises(UnsupportedAttention, match="s_aux"):
-        packed_attention(torch.nn.Linear(1, 1), query, key, value, None, s_aux=torch.zeros(4))
+        packed_attention(module_in([4]), query, key, value, None, s_aux=torch.zeros(4))
     with pytest.raises(UnsupportedAttention, match="mask"):
-        packed_attention(torch.nn.Linear(1, 1), query, key, value, torch.zeros(1, 1, 4, 4))
+        packed_attention(module_in([4]), query, key, value, torch.zeros(1, 1, 4, 4))

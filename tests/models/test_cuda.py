@@ -22,8 +22,7 @@ def test_varlen_attention_equals_dense_blocks(window, kv_heads):
     make = lambda heads: torch.randn(1, sum(lengths), heads, 32, device="cuda", dtype=torch.bfloat16)  # noqa: E731
     inputs = [make(h).transpose(1, 2).requires_grad_() for h in (4, kv_heads, kv_heads)]
     row = attention.PackedRow.of(spans_of(lengths), torch.device("cuda"))
-    attention.set_row(row)
-    ours, _ = attention.packed_attention(None, *inputs, None, scaling=0.2, sliding_window=window)
+    ours = attention.attend_packed(row, *inputs, {"scaling": 0.2, "sliding_window": window})
     tokens = [x.float().transpose(1, 2)[0] for x in inputs]
     expected = attention._dense_blocks(*tokens, row, 0.2, window, None, 0.0)[None]
     torch.testing.assert_close(ours.float(), expected, atol=2e-2, rtol=2e-2)

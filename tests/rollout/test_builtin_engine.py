@@ -110,6 +110,7 @@ def test_frequencies_of_many_samples_match_the_models_distribution(setting, coun
     ids = [3, 7, 5]
     engine = BuiltinEngine(policy, slots=count, page_size=4)
     answers = engine.generate([ids], Sampling(max_new_tokens=1, n=count, seed=5, **setting))
+    policy.inner.set_attn_implementation("eager")
     logits = policy.inner(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double()
     shares = torch.softmax(logits / setting.get("temperature", 1.0), -1).detach().numpy()
     order = np.argsort(-shares)

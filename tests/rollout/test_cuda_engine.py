@@ -14,7 +14,7 @@ from tests.tiny import tiny_model
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
-from trimtab.rollout.builtin import attention, fused_layers, graphs, recordings, sampler
+from trimtab.rollout.builtin import attention, captured, fused_layers, graphs, sampler
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.kernels import attention as kernels
 from trimtab.rollout.types import Sampling
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.long if DEVICE == "cpu" else []
 TIGHT = {"kv_tokens": 160 if DEVICE == "cuda" else 40, "slots": 3, "page_size": 8}
 # The interpreter takes a second for a step.
 SHORT, NEW = (prompts((5, 17, 33, 1)), 20) if DEVICE == "cuda" else (prompts((3, 9)), 6)
-USERS_OF_KERNELS = (attention, fused_layers, recordings, sampler)
+USERS_OF_KERNELS = (attention, captured, fused_layers, sampler)
 
 
 class DoneAgain:
@@ -38,7 +38,7 @@ class DoneAgain:
 def _kernels(monkeypatch):
     if DEVICE == "cpu":
         use_kernels(monkeypatch, True)
-        monkeypatch.setattr(graphs, "record", DoneAgain)
+        monkeypatch.setattr(graphs, "capture", DoneAgain)
         monkeypatch.setattr(kernels, "PROGRAMS_TO_FILL_A_DEVICE", 1)
 
 
@@ -118,18 +118,18 @@ def test_recordings_follow_the_weights_and_survive_a_nap():
     used = BuiltinEngine(policy)
     sampling = Sampling(max_new_tokens=NEW, temperature=0)
     used.generate(SHORT, sampling)
-    kept = used.recordings.decodes
+    kept = used.captured.decodes
     others = [p.data for p in tiny_model("llama", seed=9).to(DEVICE).parameters()]
     fresh = answers(policy_of(seed=9), sampling)
     with torch.no_grad():
         for parameter, other in zip(policy.parameters(), others):
             parameter.copy_(other)
-    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh and used.recordings.decodes is kept
+    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh and used.captured.decodes is kept
     for parameter, other in zip(policy.parameters(), others):
         parameter.data = other.clone()  # elsewhere now
-    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh and used.recordings.decodes is not kept
+    assert [a.ids for a in used.generate(SHORT, sampling)] == fresh and used.captured.decodes is not kept
     used.sleep()
-    assert used.recordings.decodes is None
+    assert used.captured.decodes is None
     assert [a.ids for a in used.generate(SHORT, sampling)] == fresh
 
 
@@ -163,8 +163,8 @@ def test_recorded_reading_leaves_what_reading_launch_by_launch_leaves():
     given, sampling = prompts((5, 130, 33, 1, 64)), Sampling(max_new_tokens=1, n=3, temperature=0.9)
     used = BuiltinEngine(policy)
     recorded = used.generate(given, sampling)
-    assert used.recordings.reads.passes
-    used.recordings.follow = lambda cache, fused: setattr(used.recordings, "reads", None)
+    assert used.captured.reads.passes
+    used.captured.follow = lambda cache, fused: setattr(used.captured, "reads", None)
     plain = used.generate(given, sampling)
     assert [a.ids for a in recorded] == [a.ids for a in plain]
     np.testing.assert_allclose([a.log_probs for a in recorded], [a.log_probs for a in plain], atol=1e-6)
@@ -187,8 +187,8 @@ def test_a_model_that_cannot_be_recorded_decodes_step_by_step(monkeypatch):
 
     policy, sampling = policy_of(), Sampling(max_new_tokens=NEW, temperature=0)
     expected = answers(policy, sampling)
-    monkeypatch.setattr(graphs, "record", refuse)
+    monkeypatch.setattr(graphs, "capture", refuse)
     used = BuiltinEngine(policy)
     assert [a.ids for a in used.generate(SHORT, sampling)] == expected
-    assert not used.recordings.possible
-    assert [a.ids for a in used.generate(SHORT, sampling)] == expected and used.recordings.decodes is None
+    assert not used.captured.possible
+    assert [a.ids for a in used.generate(SHORT, sampling)] == expected and used.captured.decodes is None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -94,7 +95,7 @@ def total_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else free_memory(device)
 
 
-Recording = torch.cuda.CUDAGraph
+Graph: TypeAlias = torch.cuda.CUDAGraph
 
 
 @functools.cache
@@ -103,10 +104,10 @@ def has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-def record(work: Callable[[], None], pool: tuple[int, int] | None) -> Recording:
+def capture(work: Callable[[], None], pool: tuple[int, int] | None) -> Graph:
     """What `work` asks of the device, to be replayed: on the same tensors, whatever they hold then. Runs it once.
 
-    `pool`: another recording's pool(), to share what lies between; then they must be replayed one after another.
+    `pool`: another graph's pool(), to share what lies between; then they must be replayed one after another.
     """
     here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
     aside.wait_stream(here)

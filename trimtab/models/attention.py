@@ -9,18 +9,20 @@ Two kernels give the same numbers:
 - dense blocks: sequences of similar length are gathered into a right-padded block and go through SDPA with the causal
   flag. A padded position lies after every real one, so causality alone keeps it out; no mask is built.
 
-The current row is module state rather than an argument, because not every architecture hands keyword
-arguments down to its attention, and because gradient checkpointing calls attention again in the backward pass:
-the state stays until the next forward pass sets it.
+The current row is carried by the model's own modules rather than by an argument, because not every architecture hands
+keyword arguments down to its attention, and rather than by the thread, because gradient checkpointing calls attention
+again in the backward pass, which has threads of its own. So models in other threads do not meet; of one model, the row
+stays until its next forward pass.
 """
 
 import inspect
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.data.batches import Span
 
@@ -118,43 +120,62 @@ def _cumulative(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-_row: PackedRow | None = None
-_calls = 0
+@dataclass
+class PackedPass:
+    """What the attention of one model is told of the forward pass it is in."""
+
+    row: PackedRow | None = None
+    calls: int = 0
+
+    def begin(self, model: nn.Module, row: PackedRow) -> None:
+        """Attention calls of this model belong to this row from now on."""
+        carry(model, self)
+        self.row, self.calls = row, 0
 
 
-def set_row(row: PackedRow | None) -> None:
-    """The row that attention calls from now on belong to."""
-    global _row, _calls
-    _row, _calls = row, 0
+_CARRIED = "_trimtab_pass"
 
 
-def calls_since_set() -> int:
-    return _calls
+def carry(model: nn.Module, current: object) -> None:
+    """All modules of the model know this of the pass they are in."""
+    if vars(model).get(_CARRIED) is not current:
+        for module in model.modules():
+            vars(module)[_CARRIED] = current  # not by setattr, which looks for parameters and submodules
+
+
+def carried(module: nn.Module) -> Any:
+    return vars(module)[_CARRIED]
 
 
 def packed_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments
 ) -> tuple[Tensor, None]:
     """Hugging Face's attention signature: query [1, heads, T, D] in, [1, T, heads, D] out."""
-    global _calls
-    _calls += 1
+    current: PackedPass = carried(module)
+    current.calls += 1
     unknown = [n for n, v in arguments.items() if n not in HONOURED | HARMLESS and v is not None]
     if arguments.get("is_causal") is False:
         unknown.append("is_causal=False")
     if unknown or attention_mask is not None:
         raise UnsupportedAttention(f"{type(module).__name__} passes {', '.join(unknown) or 'a mask'} to its attention")
-    assert _row is not None and query.shape[2] == _row.tokens, "set_row() before the forward pass"
+    assert current.row is not None, "begin() before the forward pass"
+    return attend_packed(current.row, query, key, value, arguments), None
+
+
+def attend_packed(row: PackedRow, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """Attention among the sequences of a row: query [1, heads, T, D] in, [1, T, heads, D] out."""
+    assert query.shape[2] == row.tokens
     scale = arguments.get("scaling") or query.shape[-1] ** -0.5
     window, softcap = arguments.get("sliding_window"), arguments.get("softcap")
     dropout = arguments.get("dropout") or 0.0
-    if window is not None and window >= _row.longest:
+    if window is not None and window >= row.longest:
         window = None
-    tokens = [x.transpose(1, 2)[0] for x in (query, key, value)]  # [T, heads, D]
+    q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))  # [T, heads, D]
     if _varlen_applies(query, value, softcap, dropout):
-        out = _varlen(*tokens, _row, scale, window)
+        out = _varlen(q, k, v, row, scale, window)
     else:
-        out = _dense_blocks(*tokens, _row, scale, window, softcap, dropout)
-    return out[None], None
+        out = _dense_blocks(q, k, v, row, scale, window, softcap, dropout)
+    return out[None]
 
 
 # ---- dense blocks

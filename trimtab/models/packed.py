@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.watch import pulse
-from trimtab.models.attention import PackedRow, set_row
+from trimtab.models.attention import PackedPass, PackedRow
 
 Path = Literal["packed", "padded", "logits"]
 Routers = tuple[Tensor, ...] | None
@@ -30,6 +30,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self.path = path
+        self.attention = PackedPass()
 
     @property
     def inner(self) -> nn.Module:
@@ -50,7 +51,7 @@ class PackedModel(nn.Module):
         arguments = {"output_router_logits": True} if router else {}
         backbone = self.inner.base_model
         if self.path == "packed":
-            set_row(PackedRow.of(batch.spans, batch.ids_T.device))
+            self.attention.begin(self.inner, PackedRow.of(batch.spans, batch.ids_T.device))
             out = backbone(
                 input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False, **arguments
             )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trimtab.data.batches import TokenBatch
 from trimtab.errors import UserError
-from trimtab.models.attention import NAME, UnsupportedAttention, calls_since_set, register
+from trimtab.models.attention import NAME, UnsupportedAttention, register
 from trimtab.models.packed import PackedModel, Path
 
 
@@ -42,7 +42,7 @@ def _choose(root: PackedModel, packed_allowed: bool) -> Verdict:
     native = causal.config._attn_implementation
     # Eager attention is each model's definition; SDPA silently drops Gemma-2's soft cap, for one.
     by_definition = "eager" if packed_allowed and causal._can_set_attn_implementation() else native
-    candidates = [("padded", native), ("padded", by_definition), ("logits", by_definition)]
+    candidates: list[tuple[Path, str]] = [("padded", native), ("padded", by_definition), ("logits", by_definition)]
     if packed_allowed:
         register()
         candidates.insert(0, ("packed", NAME))
@@ -73,7 +73,7 @@ def _try(root: PackedModel, probe: TokenBatch, reference: Tensor, tolerance: flo
         values = root.check_values(probe)
     except (UnsupportedAttention, AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
         return " ".join(str(error).split())[:120], float("inf")
-    calls, layers = calls_since_set(), root.config.get_text_config().num_hidden_layers
+    calls, layers = root.attention.calls, root.config.get_text_config().num_hidden_layers
     if root.path == "packed" and calls != layers:
         return f"our attention was called {calls} times in {layers} layers", float("inf")
     difference = _difference(values, reference)

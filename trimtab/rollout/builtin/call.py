@@ -12,12 +12,13 @@ import torch
 
 from trimtab.distributed.watch import pulse
 from trimtab.errors import UserError
-from trimtab.rollout.builtin.graphs import CannotRecord, DecodeGraphs
+from trimtab.rollout.builtin.graphs import CannotCapture, DecodeGraphs
 from trimtab.rollout.builtin.pages import PagePool
 from trimtab.rollout.builtin.read_graphs import ReadGraphs
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.builtin.sampler import Drawn, Sampler, request_seeds
 from trimtab.rollout.builtin.scheduler import Admission, Prompt, Sample, Scheduler
+from trimtab.rollout.stopping import stop_string_end
 from trimtab.rollout.types import Finish, Rollout
 
 STEPS_BETWEEN_LOOKS = 8
@@ -98,8 +99,8 @@ class Call:
         if self.reads is not None:
             try:
                 return self.reads.read(runner, [(p.ids, p.pages) for p in prompts])
-            except CannotRecord as error:
-                self.cannot_record(error)
+            except CannotCapture as error:
+                self.cannot_capture(error)
         return runner.read([(p.ids, 0, p.pages) for p in prompts])
 
     def read_in_chunks(self, runner: Runner, prompt: Prompt) -> torch.Tensor:
@@ -125,15 +126,15 @@ class Call:
         if self.graphs is not None:
             try:
                 running, drawn = self.graphs.run(runner, running, steps)
-            except CannotRecord as error:
-                self.cannot_record(error)
+            except CannotCapture as error:
+                self.cannot_capture(error)
         if self.graphs is None:
             drawn = self.step_by_step(runner, running, steps)
         yield from self.take(running, drawn)
 
-    def cannot_record(self, error: CannotRecord) -> None:
-        logger.warning("the model cannot be recorded and generates more slowly: %s", error)
-        self.engine.recordings.give_up()
+    def cannot_capture(self, error: CannotCapture) -> None:
+        logger.warning("the model cannot be captured as a graph and generates more slowly: %s", error)
+        self.engine.captured.give_up()
         self.reads = self.graphs = None
 
     def step_by_step(self, runner: Runner, running: list[Sample], steps: int) -> Drawn:
@@ -201,18 +202,16 @@ class Call:
                 yield self.let_go(sample, "stop" if stopped[row] else "length")
 
     def cut_at_stop_string(self, sample: Sample, before: int) -> bool:
-        """Drop what follows a stop string among the tokens after `before`; whether there is one."""
-        sampling, decode = self.sampling, self.engine.tokenizer.decode
-        whole = decode(sample.ids)
-        if not any(stop in whole for stop in sampling.stop_strings):
+        """Drop what follows a stop string that ends after the first `before` tokens; whether there is one."""
+        sampling = self.sampling
+        end = stop_string_end(
+            sample.ids, before, sampling.min_new_tokens, sampling.stop_strings, self.engine.tokenizer.decode
+        )
+        if end is None:
             return False
-        for end in range(max(before + 1, sampling.min_new_tokens), len(sample.ids) + 1):
-            text = decode(sample.ids[:end])
-            if any(stop in text for stop in sampling.stop_strings):
-                for values in (sample.ids, sample.log_probs, sample.plain_log_probs):
-                    del values[end:]
-                return True
-        return False
+        for values in (sample.ids, sample.log_probs, sample.plain_log_probs):
+            del values[end:]
+        return True
 
     def let_go(self, sample: Sample, finish: Finish) -> Rollout:
         self.scheduler.finish(sample)

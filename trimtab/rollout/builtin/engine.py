@@ -1,7 +1,7 @@
 """The built-in rollout engine: generates with the trainer's own weights, in place.
 
-What it keeps between calls is memory and recordings; what a call does is in call.py. On an accelerator the steps
-between two looks are recorded (graphs.py), and so is the reading of prompts (read_graphs.py), with kernels of their own
+What it keeps between calls is memory and captured graphs; what a call does is in call.py. On an accelerator the steps
+between two looks are captured (graphs.py), and so is the reading of prompts (read_graphs.py), with kernels of their own
 (kernels/). Where that cannot be, and on a CPU, the same passes run as they come.
 """
 
@@ -15,10 +15,10 @@ from trimtab.distributed.sharding import gathered
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.call import Call
+from trimtab.rollout.builtin.captured import CapturedGraphs
 from trimtab.rollout.builtin.fused_layers import recognised
 from trimtab.rollout.builtin.int8 import Int8Layers
 from trimtab.rollout.builtin.memory import KVMemory
-from trimtab.rollout.builtin.recordings import Recordings
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.types import Rollout, Sampling
 
@@ -46,7 +46,7 @@ class BuiltinEngine:
             self._fused = recognised(policy, shape, arguments)
         self._memory = KVMemory(shape, page_size, kv_tokens)
         self._int8 = Int8Layers(policy) if weight_only_int8 else None
-        self.recordings = Recordings(policy, slots)
+        self.captured = CapturedGraphs(policy, slots)
         self._call: Call | None = None
 
     def generate(self, prompts: Sequence[list[int]], sampling: Sampling, **options) -> list[Rollout]:
@@ -77,10 +77,10 @@ class BuiltinEngine:
             with gathered(self.policy), self._int8 or contextlib.nullcontext():
                 call = self._call = Call(self, prompts, sampling, seeds, limits, logit_hook)
                 cache = self._memory.cache(min(self.slots, len(call.samples)), call.longest, call.device)
-                self.recordings.follow(cache, fused=self._fused is not None)
-                call.reads = self.recordings.reads
+                self.captured.follow(cache, fused=self._fused is not None)
+                call.reads = self.captured.reads
                 if logit_hook is None:
-                    call.graphs = self.recordings.decoding(cache, sampling, call.longest)
+                    call.graphs = self.captured.decoding(cache, sampling, call.longest)
                 with Runner(self.policy, cache, self._fused) as runner:
                     yield from call.run(runner)
         finally:
@@ -95,7 +95,7 @@ class BuiltinEngine:
         """Give the engine's memory back; the next call takes what it needs again."""
         if self._call is not None:
             raise UserError("the engine is at work and cannot sleep; take all its answers first, or close their stream")
-        self.recordings.release()
+        self.captured.release()
         self._memory.release()
         if self._int8 is not None:
             self._int8.release()

@@ -1,8 +1,8 @@
-"""Decode steps recorded once for each number of rows, and replayed: between two looks the host does nothing.
+"""Decode steps captured once for each number of rows, and replayed: between two looks the host does nothing.
 
 A row of the table holds what the host says of a sample (newest token, position, tokens drawn, seed, limit, pages). A
 step reads it, draws the sample's next token and moves the row on; a row at its limit, or after a stop token, works on
-page 0 alone, and so do the rows that fill a bucket up. Weights may change in place between calls; recordings.py knows
+page 0 alone, and so do the rows that fill a bucket up. Weights may change in place between calls; captured.py knows
 when that is not enough.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from trimtab.distributed.device import Recording, record
+from trimtab.distributed.device import Graph, capture
 from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.builtin.sampler import Drawn, Sampler
@@ -19,7 +19,7 @@ from trimtab.rollout.builtin.scheduler import Sample
 COLUMNS = 5  # before the pages
 
 
-class CannotRecord(Exception):
+class CannotCapture(Exception):
     """The model does something on the way that only the host can do."""
 
 
@@ -38,7 +38,7 @@ class DecodeGraphs:
         results = self.steps_at_ease, shape[0]
         self.tokens = torch.zeros(results, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(2 if sampler.sampling.plain_log_probs else 1, *results, device=device)
-        self.recorded: dict[int, Recording] = {}
+        self.graphs: dict[int, Graph] = {}
         self.rows: list[Sample] = []
         self.written: list[tuple[list[int], int]] = []  # of each row: whose pages are in the table, and how many
 
@@ -47,13 +47,13 @@ class DecodeGraphs:
         self._arrange(samples)
         count = len(self.rows)
         bucket = _bucket(count)
-        if bucket not in self.recorded:
-            self.recorded[bucket] = self._record(runner, bucket)
+        if bucket not in self.graphs:
+            self.graphs[bucket] = self._capture(runner, bucket)
         self._fill(bucket)
         self.table[:bucket].copy_(self.host[:bucket])
         self.step.zero_()
         for _ in range(steps):
-            self.recorded[bucket].replay()
+            self.graphs[bucket].replay()
         tokens = self.tokens[:steps, :count].cpu().t()
         log_probs = self.log_probs[:, :steps, :count].cpu().transpose(1, 2)
         return self.rows, Drawn(tokens, log_probs[0], log_probs[1] if len(log_probs) > 1 else None)
@@ -61,12 +61,12 @@ class DecodeGraphs:
     def holds(self, longest: int) -> bool:
         return longest <= self.pages * self.size
 
-    def _record(self, runner: Runner, rows: int) -> Recording:
-        # The rehearsal before a recording must touch nobody's pages.
+    def _capture(self, runner: Runner, rows: int) -> Graph:
+        # The rehearsal before a capture must touch nobody's pages.
         self.table.zero_()
         self.step.zero_()
-        pool = next(iter(self.recorded.values())).pool() if self.recorded else None
-        return record_or_explain(lambda: self._advance(runner, rows), pool)
+        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+        return capture_or_explain(lambda: self._advance(runner, rows), pool)
 
     def _advance(self, runner: Runner, rows: int) -> None:
         table = self.table[:rows]
@@ -92,10 +92,8 @@ class DecodeGraphs:
         fresh = [sample for sample in samples if sample not in placed]
         fresh += [sample for sample, row in placed.items() if row >= len(samples)]
         taken = {row for row in placed.values() if row < len(samples)}
-        rows = self.rows[: len(samples)] + [None] * (len(samples) - len(self.rows))
-        for row, sample in zip((r for r in range(len(samples)) if r not in taken), fresh):
-            rows[row] = sample
-        self.rows = rows
+        free = iter(fresh)
+        self.rows = [self.rows[row] if row in taken else next(free) for row in range(len(samples))]
 
     def _fill(self, bucket: int) -> None:
         table = self.host.numpy()
@@ -123,15 +121,15 @@ class DecodeGraphs:
                 self.written[row] = sample.pages, len(sample.pages)
 
 
-def record_or_explain(work: Callable[[], None], pool: tuple[int, int] | None) -> Recording:
+def capture_or_explain(work: Callable[[], None], pool: tuple[int, int] | None) -> Graph:
     try:
-        return record(work, pool)
+        return capture(work, pool)
     except RuntimeError as error:
-        raise CannotRecord(str(error).splitlines()[0]) from error
+        raise CannotCapture(str(error).splitlines()[0]) from error
 
 
 def _bucket(rows: int) -> int:
-    """The number of rows that is recorded for so many."""
+    """The number of rows that is captured for so many."""
     if rows <= 32:
         return 1 << (rows - 1).bit_length()
     step = 32 if rows <= 256 else 64

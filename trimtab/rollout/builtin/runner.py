@@ -1,55 +1,84 @@
 """Forward passes of the trainer's own model while it generates: reading prompts, decoding one token a sequence."""
 
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from trimtab.data.batches import Span
 from trimtab.errors import UserError
-from trimtab.models.attention import PackedRow
+from trimtab.models.attention import PackedRow, carry
 from trimtab.models.lm_head import raw_logits, shaped_logits
 from trimtab.models.policy import Policy
-from trimtab.rollout.builtin.attention import NAME, Decoding, Measuring, Reading, attend, register, set_pass
+from trimtab.rollout.builtin.attention import (
+    NAME,
+    Arguments,
+    CachedAttention,
+    Decoding,
+    MeasuringAttention,
+    Reading,
+    register,
+)
 from trimtab.rollout.builtin.cache import KVCache, KVShape
+
+if TYPE_CHECKING:
+    from trimtab.rollout.builtin.fused_layers import FusedLayers
+
+
+@contextlib.contextmanager
+def generating(policy: Policy, attention: CachedAttention | MeasuringAttention) -> Iterator[None]:
+    """The policy's layers attend by this, in evaluation mode."""
+    register()
+    before, training = policy.inner.config._attn_implementation, policy.training
+    policy.inner.set_attn_implementation(NAME)
+    policy.eval()
+    carry(policy.inner, attention)
+    try:
+        yield
+    finally:
+        carry(policy.inner, None)  # nothing holds the memory any longer
+        policy.inner.set_attn_implementation(before)
+        policy.train(training)
 
 
 class Runner:
-    def __init__(self, policy: Policy, cache: KVCache | None, fused=None):
-        """`fused`: the model's FusedLayers, if it has any."""
-        register()
+    """To be entered: then the policy generates, until it is left."""
+
+    def __init__(self, policy: Policy, cache: KVCache, fused: "FusedLayers | None" = None):
+        """`fused`: the policy's layers, where that can be done."""
         self.policy, self.cache, self.fused = policy, cache, fused
         self.device = policy.device
 
-    @classmethod
+    @staticmethod
     @torch.no_grad()
-    def measure(cls, policy: Policy) -> tuple[KVShape, list[dict]]:
+    def measure(policy: Policy) -> tuple[KVShape, list[Arguments]]:
         """What the model's layers keep of a token, and what each asks of its attention.
 
         Asked of them, since configurations name it differently."""
-        with cls(policy, None) as runner:
-            found = Measuring([])
-            set_pass(None, found)
-            one = torch.zeros((1, 1), dtype=torch.long, device=runner.device)
-            runner._hidden(one, one, None)
-        shapes = [shape for shape, _ in found.calls]
+        attention = MeasuringAttention()
+        with generating(policy, attention):
+            one = torch.zeros((1, 1), dtype=torch.long, device=policy.device)
+            policy.inner.base_model(input_ids=one, position_ids=one, use_cache=False)
+        shapes = [shape for shape, _ in attention.calls]
         if len(set(shapes)) != 1:
             raise UserError(
                 f"the layers of {type(policy.inner).__name__} keep different keys; the engine needs equal ones"
             )
         heads, width, dtype = shapes[0]
-        return KVShape(len(shapes), heads, width, dtype), [arguments for _, arguments in found.calls]
+        return KVShape(len(shapes), heads, width, dtype), [arguments for _, arguments in attention.calls]
 
     def __enter__(self) -> "Runner":
-        self._before = self.policy.inner.config._attn_implementation, self.policy.training
-        self.policy.inner.set_attn_implementation(NAME)
-        self.policy.eval()
+        self.attention = CachedAttention(self.cache)
+        self._generating = generating(self.policy, self.attention)
+        self._generating.__enter__()
         return self
 
-    def __exit__(self, *_) -> None:
-        set_pass(None, None)  # nothing holds the memory any longer
-        implementation, training = self._before
-        self.policy.inner.set_attn_implementation(implementation)
-        self.policy.train(training)
+    def __exit__(self, *exception: Any) -> None:
+        del self.attention
+        self._generating.__exit__(*exception)
 
     def read(self, sequences: list[tuple[list[int], int, list[int]]]) -> Tensor:
         """Read (ids, how many are cached already, pages) and return each one's last hidden state [S, D]."""
@@ -70,7 +99,7 @@ class Runner:
         return hidden[[span.start + span.length - 1 for span in spans]]
 
     def hidden_of_row(self, row: PackedRow, ids_T: Tensor, positions_T: Tensor, places_T: Tensor, cached) -> Tensor:
-        set_pass(self.cache, Reading(row, places_T, cached))
+        self.attention.begin(Reading(row, places_T, cached))
         return self._hidden(ids_T[None], positions_T[None], places_T)[0]
 
     def decode(self, tokens_B: Tensor, positions_B: Tensor, tables_BP: Tensor, idle_B: Tensor | None = None) -> Tensor:
@@ -80,7 +109,7 @@ class Runner:
         if idle_B is not None:
             page = page.masked_fill(idle_B, 0)
         places = page * size + positions_B % size
-        set_pass(self.cache, Decoding(places, tables_BP, positions_B + 1))
+        self.attention.begin(Decoding(places, tables_BP, positions_B + 1))
         return self._hidden(tokens_B[:, None], positions_B[:, None], places)[:, 0]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
@@ -89,9 +118,9 @@ class Runner:
         raw = raw_logits(hidden_ND, head.weight, head.bias) if plain else head(hidden_ND)
         return shaped_logits(raw, self.policy.logit_shape, 1.0)
 
-    def _hidden(self, ids: Tensor, positions: Tensor, places_T: Tensor | None) -> Tensor:
+    def _hidden(self, ids: Tensor, positions: Tensor, places_T: Tensor) -> Tensor:
         if self.fused is not None:
-            hidden = self.fused.hidden(ids.flatten(), positions.flatten(), self.cache, places_T, attend)
+            hidden = self.fused.hidden(ids.flatten(), positions.flatten(), self.cache, places_T, self.attention.attend)
             return hidden.view(*ids.shape, -1)
         backbone = self.policy.inner.base_model
         return backbone(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state

@@ -58,8 +58,11 @@ class Drawn:
 
     def on_host(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Tokens, log-probs and plain log-probs as [rows, steps]."""
-        tensors = self.tokens_B, self.log_probs_B, self.plain_B
-        return tuple(None if t is None else t.cpu().numpy().reshape(rows, -1) for t in tensors)
+
+        def host(values_B: Tensor) -> np.ndarray:
+            return values_B.cpu().numpy().reshape(rows, -1)
+
+        return host(self.tokens_B), host(self.log_probs_B), None if self.plain_B is None else host(self.plain_B)
 
 
 class Sampler:

@@ -1,4 +1,4 @@
-"""What was recorded for a policy, kept between calls while it still does what the policy does."""
+"""The graphs captured for a policy, kept between calls while it still does what the policy does."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from trimtab.rollout.builtin.sampler import Sampler
 from trimtab.rollout.types import Sampling
 
 
-class Recordings:
+class CapturedGraphs:
     def __init__(self, policy: Policy, slots: int):
         self.policy, self.slots = policy, slots
         self.possible = has_kernels(policy.device)
@@ -38,7 +38,7 @@ class Recordings:
             self.reads = ReadGraphs()
 
     def give_up(self) -> None:
-        """The model cannot be recorded; do not try again."""
+        """The model cannot be captured as a graph; do not try again."""
         self.release()
         self.possible = False
 
@@ -55,7 +55,7 @@ class Recordings:
 
 
 def fingerprint(policy: Policy, cache: KVCache) -> tuple:
-    """Changes when a recording no longer does what the policy does: tensors lie elsewhere, adapters are switched."""
+    """Changes when a graph no longer does what the policy does: tensors lie elsewhere, adapters are switched."""
     addresses = tuple(t.data_ptr() for t in (*policy.parameters(), *policy.buffers(), cache.keys, cache.values))
     switches = tuple(
         (module._disable_adapters, tuple(module.active_adapters), tuple(module.scaling.items()))
