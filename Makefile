@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 INSTALLED_FOR_TESTS := $(VENV)/installed-for-tests
 INPUTS := pyproject.toml constraints.txt
+# A file's tests stay together: they share what was slow to make.
+ON_BOTH_CORES := -n 2 --dist loadfile
 
-.PHONY: quickstart tour test test-long lint bench
+.PHONY: quickstart tour test test-quick test-long lint bench
 .DELETE_ON_ERROR:
 
 quickstart: $(INSTALLED)
@@ -16,7 +18,11 @@ tour: $(INSTALLED)
 	@$(BIN)/trimtab tour
 
 test: $(INSTALLED_FOR_TESTS)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(ON_BOTH_CORES)
+
+# For every edit: the mathematics, options and data, and a tiny run of every verb.
+test-quick: $(INSTALLED_FOR_TESTS)
+	$(BIN)/python -m pytest $(ON_BOTH_CORES) tests/algos tests/config tests/data tests/test_*.py tests/cli/test_every_verb.py
 
 test-long: $(INSTALLED_FOR_TESTS)
 	$(BIN)/python -m pytest -m long
