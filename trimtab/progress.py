@@ -16,9 +16,11 @@ class RunProgress:
         self._began, self._start = time.monotonic(), start
         self._bar = None
         if self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-            columns += (TextColumn("{task.fields[figures]}"), TimeElapsedColumn(), TextColumn("ETA"))
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=self.console)
+            self._bar = Progress(
+                *(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")),
+                *(TextColumn("{task.fields[figures]}"), TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn()),
+                console=self.console,
+            )
             self._task = self._bar.add_task(what, total=total, completed=start, figures="")
             self._bar.start()
         self.what = what

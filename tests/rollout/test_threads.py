@@ -77,7 +77,7 @@ def in_turns(works, monkeypatch):
     monkeypatch.undo()
     packed.register()
     cached.register()
-    assert turns.taken >= 16 and None not in results
+    assert turns.taken >= 12 and None not in results
     return results
 
 

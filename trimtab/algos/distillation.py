@@ -38,5 +38,6 @@ def jensen_shannon(student_NV: Tensor, teacher_NV: Tensor, beta: float) -> Tenso
 
 
 def divergence(name: str, jsd_beta: float = 0.5) -> Divergence:
-    kinds = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": partial(jensen_shannon, beta=jsd_beta)}
+    jsd = partial(jensen_shannon, beta=jsd_beta)
+    kinds: dict[str, Divergence] = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": jsd}
     return kinds[name]

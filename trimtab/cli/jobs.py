@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trimtab.cli.command_parser import CommandParser
 from trimtab.cli.run import guarded
-from trimtab.cli.words import Words
 from trimtab.config.groups import CallOptions
 from trimtab.config.job_files import Command, Job, Machines, read_command, shell_file, slurm_file, spread
 from trimtab.config.jobs import JOBS
@@ -30,7 +30,7 @@ def jobs(argv: list[str]) -> None:
         raise UserError(
             "there is no command: write it after --, for example trimtab jobs --seeds 1-5 -- trimtab sft ..."
         )
-    options = _words().parse_args(own)
+    options = _parser().parse_args(own)
 
     from trimtab.cli.main import VERBS
 
@@ -62,30 +62,34 @@ def jobs(argv: list[str]) -> None:
         print(path)
 
 
-def _words() -> Words:
-    words = Words("trimtab jobs", "Write a Slurm file, or a shell file, for each seed of the command after --.")
-    words.add_argument("--seeds", default="1", help="seeds, for example 1-5 or 1,2,7; {seed} in a value is each")
-    words.add_argument(
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "trimtab jobs", "Write a Slurm file, or a shell file, for each seed of the command after --."
+    )
+    parser.add_argument("--seeds", default="1", help="seeds, for example 1-5 or 1,2,7; {seed} in a value is each")
+    parser.add_argument(
         "--vary",
         action="append",
         default=[],
         metavar="NAME=A,B",
         help="an option and its values; {NAME} in a value is each",
     )
-    words.add_argument("--shell", action="store_true", help="shell files instead of Slurm files")
-    words.add_argument("--output", default="jobs", metavar="FOLDER", help="folder of the files")
-    words.add_argument("--name", help="how the files begin; unset: as the module")
-    words.add_argument("--port", type=int, default=30_000, help="port of the first file's processes; others count on")
-    words.add_argument("--nodes", type=int, default=1, help="machines of a job")
-    words.add_argument("--gpus", type=int, default=1, help="accelerators on each machine")
-    words.add_argument("--cpus", type=int, default=4, help="cores on each machine")
-    words.add_argument("--mem", help="memory on each machine, for example 48G")
-    words.add_argument("--time", help="longest time, for example 05:00:00")
-    words.add_argument("--partition", help="Slurm partition")
-    words.add_argument("--account", help="Slurm account")
-    words.add_argument("--sbatch", action="append", default=[], metavar="NAME=VALUE", help="another line of the header")
-    words.add_argument("--setup", action="append", default=[], metavar="LINE", help="shell line before the command")
-    return words
+    parser.add_argument("--shell", action="store_true", help="shell files instead of Slurm files")
+    parser.add_argument("--output", default="jobs", metavar="FOLDER", help="folder of the files")
+    parser.add_argument("--name", help="how the files begin; unset: as the module")
+    parser.add_argument("--port", type=int, default=30_000, help="port of the first file's processes; others count on")
+    parser.add_argument("--nodes", type=int, default=1, help="machines of a job")
+    parser.add_argument("--gpus", type=int, default=1, help="accelerators on each machine")
+    parser.add_argument("--cpus", type=int, default=4, help="cores on each machine")
+    parser.add_argument("--mem", help="memory on each machine, for example 48G")
+    parser.add_argument("--time", help="longest time, for example 05:00:00")
+    parser.add_argument("--partition", help="Slurm partition")
+    parser.add_argument("--account", help="Slurm account")
+    parser.add_argument(
+        "--sbatch", action="append", default=[], metavar="NAME=VALUE", help="another line of the header"
+    )
+    parser.add_argument("--setup", action="append", default=[], metavar="LINE", help="shell line before the command")
+    return parser
 
 
 def _seeds(text: str) -> list[int]:

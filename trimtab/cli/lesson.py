@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trimtab.cli.command_parser import CommandParser
 from trimtab.cli.run import guarded
-from trimtab.cli.words import Words
 from trimtab.errors import UserError
 from trimtab.files import write_json
 
@@ -70,14 +70,14 @@ def lesson_main(verb: str, description: str, argv: Sequence[str] | None, course:
 
 
 def _parsed(verb: str, description: str, argv: Sequence[str]) -> Namespace:
-    words = Words(f"trimtab {verb}", description)
-    words.add_argument("--folder", type=Path, default=Path(verb), help="where everything is written")
-    words.add_argument("--seed", type=int, default=0, help="seed of the model, the data and the training")
-    words.add_argument("--steps", type=int, default=STEPS, help=f"steps of SFT, of {ROWS_A_STEP} examples each")
-    words.add_argument(
+    parser = CommandParser(f"trimtab {verb}", description)
+    parser.add_argument("--folder", type=Path, default=Path(verb), help="where everything is written")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the model, the data and the training")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps of SFT, of {ROWS_A_STEP} examples each")
+    parser.add_argument(
         "--iterations", type=int, default=ITERATIONS, help=f"iterations of RL, of {PROMPTS_AN_ITERATION} prompts each"
     )
-    options = words.parse_args(argv)
+    options = parser.parse_args(argv)
     for name in ("steps", "iterations"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} must be at least 1, not {getattr(options, name)}")

@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Sequence
 
+from trimtab.cli.command_parser import CommandParser
 from trimtab.cli.run import guarded
-from trimtab.cli.words import Words
 from trimtab.config.checks import settle
 from trimtab.config.groups import PretrainOptions
 from trimtab.config.jobs import TRAINED
@@ -18,11 +18,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan(argv: list[str]) -> None:
-    words = Words("trimtab plan", "What memory and time a training job needs: trimtab plan VERB [its options].")
-    words.add_argument("verb", help=f"the job: {', '.join(TRAINED)}")
-    words.add_argument("--on", default="here", metavar="DEVICE", help="here, CPU or a name such as H200 or A100-80G")
-    words.add_argument("--device_memory", type=float, metavar="GIB", help="instead of what the device has")
-    own, job_words = words.parse_known_args(argv)
+    parser = CommandParser(
+        "trimtab plan", "What memory and time a training job needs: trimtab plan VERB [its options]."
+    )
+    parser.add_argument("verb", help=f"the job: {', '.join(TRAINED)}")
+    parser.add_argument("--on", default="here", metavar="DEVICE", help="here, CPU or a name such as H200 or A100-80G")
+    parser.add_argument("--device_memory", type=float, metavar="GIB", help="instead of what the device has")
+    own, job_words = parser.parse_known_args(argv)
     job = TRAINED.get(own.verb)
     if job is None:
         raise UserError(f"{own.verb!r} is no training job; the jobs are {', '.join(TRAINED)}")

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trimtab.cli.command_parser import CommandParser
 from trimtab.cli.run import guarded
-from trimtab.cli.words import Words
 from trimtab.errors import UserError
 
 
@@ -15,20 +15,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plot(argv: Sequence[str]) -> None:
-    words = Words(
+    parser = CommandParser(
         "trimtab plot", "Draw training curves over seeds, or the frontier between reward and risk, of several methods."
     )
     kinds = ("curves", "frontier", "page")
-    words.add_argument(
+    parser.add_argument(
         "figure", metavar="|".join(kinds), choices=kinds, help="what to draw; page: an HTML page with a table and all"
     )
-    words.add_argument("manifest", metavar="MANIFEST", help="YAML or JSON file that lists the runs of each method")
-    words.add_argument("--x", choices=("reward", "return"), default="return", help="frontier: what is good")
-    words.add_argument("--y", choices=("bad", "cvar", "gcg"), default="bad", help="frontier: what is bad")
-    words.add_argument("--threshold", type=float, help="rewards below this are bad; unset: as the manifest says")
-    words.add_argument("--level", type=float, help="share of the rewards in CVaR; unset: as the manifest says")
-    words.add_argument("--output", metavar="FILE", help="a .png, .svg or .pdf; unset: beside the manifest, a PNG")
-    options = words.parse_args(argv)
+    parser.add_argument("manifest", metavar="MANIFEST", help="YAML or JSON file that lists the runs of each method")
+    parser.add_argument("--x", choices=("reward", "return"), default="return", help="frontier: what is good")
+    parser.add_argument("--y", choices=("bad", "cvar", "gcg"), default="bad", help="frontier: what is bad")
+    parser.add_argument("--threshold", type=float, help="rewards below this are bad; unset: as the manifest says")
+    parser.add_argument("--level", type=float, help="share of the rewards in CVaR; unset: as the manifest says")
+    parser.add_argument("--output", metavar="FILE", help="a .png, .svg or .pdf; unset: beside the manifest, a PNG")
+    options = parser.parse_args(argv)
 
     from trimtab.report.experiment import write_experiment
     from trimtab.report.manifest import read_manifest

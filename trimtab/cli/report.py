@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trimtab.cli.command_parser import CommandParser
 from trimtab.cli.run import guarded
-from trimtab.cli.words import Words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -13,17 +13,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(argv: Sequence[str]) -> None:
-    words = Words(
+    parser = CommandParser(
         "trimtab report", "Write the HTML report of a run, or of several side by side, from what they left behind."
     )
-    words.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run: what --save_path was")
-    words.add_argument(
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run: what --save_path was")
+    parser.add_argument(
         "--output",
         metavar="PATH",
         help="file or folder to write to; unset: report.html in the run's folder, or for several runs "
         "comparison.html in the first one's",
     )
-    options = words.parse_args(argv)
+    options = parser.parse_args(argv)
 
     from trimtab.report.compare import write_comparison
     from trimtab.report.page import write_report

@@ -2,6 +2,7 @@
 
 import shutil
 import textwrap
+from collections.abc import Callable
 from itertools import groupby
 
 from trimtab.config.catalogue import Option, options_of
@@ -35,7 +36,7 @@ def help_text(job_class: type[CallOptions], width: int | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section_order(job_class: type):
+def _section_order(job_class: type) -> Callable[[Option], int]:
     order = list(dict.fromkeys(option.section for option in options_of(job_class).values()))
     return lambda option: order.index(option.section)
 

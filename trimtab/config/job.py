@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 from trimtab.config.groups import CallOptions
 from trimtab.config.option import Options
@@ -11,6 +11,7 @@ Group = TypeVar("Group", bound=Options)
 Job = TypeVar("Job", bound=CallOptions)
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 def with_defaults(**defaults: Any) -> Callable[[type[Group]], type[Group]]:
     """Make a class of groups a group itself, with these defaults in place of the groups' own.
 
@@ -32,6 +33,7 @@ def with_defaults(**defaults: Any) -> Callable[[type[Group]], type[Group]]:
     return decorate
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 def job(verb: str, **defaults: Any) -> Callable[[type[Job]], type[Job]]:
     """Make a class of groups a job called `verb`, with these defaults in place of the groups' own."""
 

@@ -221,6 +221,9 @@ class KDOptions(Subject, ConversationOptions, TargetOptions, DistillationOptions
     """Distillation"""
 
 
+SupervisedOptions = SFTOptions | RMOptions | PRMOptions | DPOOptions | KTOOptions | KDOptions
+
+
 @job(
     "generate",
     seed=1234,

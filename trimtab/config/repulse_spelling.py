@@ -23,7 +23,7 @@ _MARKS = {
 _PROPOSALS = {"policy_psi_q_p_s_t": "model", **{name: name for name in MODULATIONS}}
 _LOSSES = ("ctl", "ctl_nosecondterm")
 # (--harmlessness_training_loss_type, whether the reward is transformed, whether the policy is the proposal) -> method
-_METHODS = {
+_METHODS: dict[tuple[str | None, bool, bool], str] = {
     ("reinforce", False, False): "reinforce",
     ("reinforce", True, False): "reinforce_transform",
     ("neg_training", False, True): "base_proposal",

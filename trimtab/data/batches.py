@@ -5,7 +5,7 @@ in the row once, and the later sequences own only what comes after them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -69,8 +69,9 @@ class TokenBatch:
             previous.append(before)
             start += length
         owners = np.repeat(np.arange(len(spans)), [s.length for s in spans])
-        columns = (np.concatenate(c) for c in (ids, positions, trained, previous))
-        return cls(*map(torch.from_numpy, (*columns, owners)), spans, extra)
+        columns = (*(np.concatenate(c) for c in (ids, positions, trained, previous)), owners)
+        ids_T, positions_T, trained_T, previous_T, owners_T = (torch.from_numpy(column) for column in columns)
+        return cls(ids_T, positions_T, trained_T, previous_T, owners_T, spans, extra)
 
     @property
     def targets_N(self) -> Tensor:
@@ -104,10 +105,14 @@ class TokenBatch:
         return self.ids_T[torch.from_numpy(self.spans[index].rows()).to(self.ids_T.device)]
 
     def to(self, device: torch.device) -> "TokenBatch":
-        tensors = (self.ids_T, self.positions_T, self.trained_T, self.previous_T, self.owners_T)
+        tensors = {
+            field.name: getattr(self, field.name).to(device, non_blocking=True)
+            for field in fields(self)
+            if isinstance(getattr(self, field.name), Tensor)
+        }
         extra = {name: value.to(device) for name, value in self.extra.items()}
         beside = None if self.beside is None else self.beside.to(device)
-        return type(self)(*(x.to(device, non_blocking=True) for x in tensors), self.spans, extra, beside, self.weight)
+        return replace(self, extra=extra, beside=beside, **tensors)
 
 
 def _lender(before: Span, borrowed: int) -> int:

@@ -5,7 +5,7 @@ A job brings a renderer (a row becomes text), a collector (text becomes kept seq
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from datasets import Dataset
@@ -18,24 +18,40 @@ from trimtab.data.progress import progress
 from trimtab.data.rendering import CHUNK_ROWS, RowRenderer, render_all
 from trimtab.errors import UserError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 Arrays = dict[str, np.ndarray]
-Settings = TypeVar("Settings")
+AnyReport = TypeVar("AnyReport", bound=DataReport)
+Settings = TypeVar("Settings", bound="DataclassInstance")
 
 
 class Store(Protocol):
-    fingerprint: str
+    @property
+    def fingerprint(self) -> str: ...
+
+
+class Rows(Protocol[AnyReport]):
+    """Takes what became of the rows, chunk by chunk, and says what is kept of them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    report: AnyReport
+
+    def add(self, renderings: list[Any]) -> None: ...
+
+    def finish(self) -> Arrays: ...
 
 
 AnyStore = TypeVar("AnyStore", bound=Store)
 
 
-def settings_of(kind: type[Settings], options: Any) -> Settings:
+def settings_of(kind: type[Settings], options: object) -> Settings:
     """The fields of a job's options that its tokens depend on; those a job does not have keep their default."""
     names = [field.name for field in dataclasses.fields(kind) if hasattr(options, field.name)]
     return kind(**{name: getattr(options, name) for name in names})
 
 
-def workers_of(options: Any, workers: int | None) -> dict[str, int | None]:
+def workers_of(options: object, workers: int | None) -> dict[str, int | None]:
     """How many processes may render: exactly `workers`, or `--num_workers` at most where it is worth their start."""
     return {"workers": workers, "most_workers": getattr(options, "num_workers", None)}
 
@@ -46,10 +62,10 @@ def first_row(rows: Dataset, what: str) -> dict[str, Any]:
     return rows[0]
 
 
-class Collector:
+class Collector(Generic[AnyReport]):
     """Takes renderings, chunk by chunk, and keeps the token sequences there is something to learn from."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_len: int, report: DataReport):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_len: int, report: AnyReport):
         self.tokenizer = tokenizer
         self.max_len = max_len
         self.report = report
@@ -107,13 +123,13 @@ def build_store(
     job: str,
     rows: Dataset,
     renderer: RowRenderer,
-    collector: Collector,
+    collector: Rows[AnyReport],
     store_of: Callable[[Arrays], AnyStore],
     settings: Any,
     *,
     workers: int | None = None,
     most_workers: int | None = None,
-) -> tuple[AnyStore, DataReport]:
+) -> tuple[AnyStore, AnyReport]:
     """Renders, tokenises and truncates the rows, or finds the result of the same work in the cache."""
     report = collector.report
     renderer.places = places_of(rows, f"the {report.what} data")
@@ -133,8 +149,8 @@ def build_store(
 
 
 def _from_cache(
-    key: str, store_of: Callable[[Arrays], AnyStore], report: DataReport
-) -> tuple[AnyStore, DataReport] | None:
+    key: str, store_of: Callable[[Arrays], AnyStore], report: AnyReport
+) -> tuple[AnyStore, AnyReport] | None:
     found = token_cache.load(key)
     if found is None:
         return None

@@ -105,7 +105,7 @@ class ChatRenderer:
             marked = self._marked(messages, turns, tools, text, keep_extras)
             for whole_opening in (True, False):
                 spans = marked and self._align(text, messages, turns, *marked, tools, whole_opening)
-                if spans and self._is_plausible(text, messages, turns, spans, wanted):
+                if marked and spans and self._is_plausible(text, messages, turns, spans, wanted):
                     return self._close(text, spans, marked, wanted)
         raise UserError(
             f"{where}: cannot tell where the chat template puts the assistant's words; use a template that marks them "

@@ -5,7 +5,7 @@ Key options name columns. Without them the layouts that other tools write are re
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,9 +19,14 @@ Message = dict[str, Any]
 
 
 class FormatOptions(Protocol):
-    input_key: str
-    output_key: str | None
-    pretrain_mode: bool
+    @property
+    def input_key(self) -> str: ...
+
+    @property
+    def output_key(self) -> str | None: ...
+
+    @property
+    def pretrain_mode(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ def recognise_supervised(
     )
 
 
-def require_columns(columns: Sequence[str], keys: dict[str, str | None]) -> None:
+def require_columns(columns: Sequence[str], keys: Mapping[str, str | None]) -> None:
     """`keys` are the columns that options name, by flag."""
     for flag, name in keys.items():
         if name is not None and name not in columns:
@@ -169,4 +174,5 @@ def kind_of(value: Any) -> str:
         return f"a truth value ({value})"
     if isinstance(value, (int, float)):
         return f"a number ({value})"
-    return {str: "a string", list: "a list", dict: "an object"}.get(type(value), f"a {type(value).__name__}")
+    known: dict[type, str] = {str: "a string", list: "a list", dict: "an object"}
+    return known.get(type(value), f"a {type(value).__name__}")

@@ -39,12 +39,23 @@ TRUTHS = {"1": True, "true": True, "0": False, "false": False}
 class LabelledOptions(Protocol):
     """`num_workers` may be there too."""
 
-    input_key: str
-    output_key: str | None
-    label_key: str
-    input_template: str | None
-    apply_chat_template: bool
-    max_len: int
+    @property
+    def input_key(self) -> str: ...
+
+    @property
+    def output_key(self) -> str | None: ...
+
+    @property
+    def label_key(self) -> str: ...
+
+    @property
+    def input_template(self) -> str | None: ...
+
+    @property
+    def apply_chat_template(self) -> bool: ...
+
+    @property
+    def max_len(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -175,9 +186,7 @@ def _desirable(value: Any, column: str, where: str) -> bool:
     raise UserError(f"{where}: column '{column}' holds {kind_of(value)}, true or false (or 1 or 0) is needed")
 
 
-class LabelledCollector(Collector):
-    report: LabelledReport
-
+class LabelledCollector(Collector[LabelledReport]):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_len: int, report: LabelledReport):
         super().__init__(tokenizer, max_len, report)
         self._labels: list[bool] = []

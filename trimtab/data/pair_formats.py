@@ -21,9 +21,14 @@ ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 class PairFormatOptions(Protocol):
-    prompt_key: str | None
-    chosen_key: str
-    rejected_key: str
+    @property
+    def prompt_key(self) -> str | None: ...
+
+    @property
+    def chosen_key(self) -> str: ...
+
+    @property
+    def rejected_key(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ def _without_repetition(
     """Some data sets have a prompt column and repeat the prompt in both sides."""
     if not prompt:
         return prompt, chosen, rejected
-    if isinstance(prompt, str) and isinstance(chosen, list):
+    if isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list):
         if chosen[0]["role"] != "assistant" and rejected[0]["role"] != "assistant":
             return None, chosen, rejected
         return prompt, chosen, rejected
@@ -115,6 +120,7 @@ def _without_repetition(
         if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
             return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
         return prompt, chosen, rejected
+    assert isinstance(chosen, str) and isinstance(rejected, str), "read_pair has checked that they are alike"
     if recognised and isinstance(prompt, str) and chosen.startswith(prompt) and rejected.startswith(prompt):
         return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
     return prompt, chosen, rejected

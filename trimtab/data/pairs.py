@@ -23,7 +23,6 @@ from trimtab.data.data_report import PairReport
 from trimtab.data.pair_formats import (
     PairColumns,
     PairFormatOptions,
-    PairRecord,
     answer_starts,
     common_length,
     dialogue_messages,
@@ -39,9 +38,14 @@ from trimtab.errors import UserError
 class PairOptions(PairFormatOptions, Protocol):
     """`num_workers` may be there too."""
 
-    input_template: str | None
-    apply_chat_template: bool
-    max_len: int
+    @property
+    def input_template(self) -> str | None: ...
+
+    @property
+    def apply_chat_template(self) -> bool: ...
+
+    @property
+    def max_len(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -138,41 +142,40 @@ class PairRenderer(AnswerRenderer):
     def render(self, row: dict[str, Any], where: str) -> PairRendering:
         record = read_pair(row, self.columns, where)
         if record.prompt is None and isinstance(record.chosen, str):
-            return self._render_texts(record, where)
-        sides = []
-        for side in (record.chosen, record.rejected):
-            whole = record.prompt is None
-            prompt, response = (side, None) if whole else (record.prompt, side)
-            sides.append(self.render_answer(prompt, response, record.tools, where))
-        return PairRendering(*sides, record.margin)
+            assert isinstance(record.rejected, str)
+            return self._render_texts(record.chosen, record.rejected, record.margin, where)
+        chosen, rejected = (
+            self.render_answer(side, None, record.tools, where)
+            if record.prompt is None
+            else self.render_answer(record.prompt, side, record.tools, where)
+            for side in (record.chosen, record.rejected)
+        )
+        return PairRendering(chosen, rejected, record.margin)
 
-    def _render_texts(self, record: PairRecord, where: str) -> PairRendering:
+    def _render_texts(self, chosen: str, rejected: str, margin: float, where: str) -> PairRendering:
         """Two whole texts, each with its prompt."""
         if self.as_chat:
-            talks = [dialogue_messages(text) for text in (record.chosen, record.rejected)]
-            if None in talks:
+            good, bad = dialogue_messages(chosen), dialogue_messages(rejected)
+            if good is None or bad is None:
                 raise UserError(
                     f"{where}: --apply_chat_template needs to know the turns, and these texts do not begin with "
                     "'Human:': name the prompt's column with --prompt_key, or leave the template out"
                 )
-            return PairRendering(*(self.chat.render(talk, where=where) for talk in talks), record.margin)
+            return PairRendering(self.chat.render(good, where=where), self.chat.render(bad, where=where), margin)
         if self.input_template is not None:
             raise UserError(
                 "--input_template goes around a prompt, and the data have whole texts in "
                 f"'{self.columns.chosen}' and '{self.columns.rejected}': name the prompt's column with --prompt_key, "
                 "or set it to None"
             )
-        texts = [with_end(text, self.tokenizer) for text in (record.chosen, record.rejected)]
-        starts = answer_starts(record.chosen, record.rejected)
-        unmarked = starts is None
-        starts = starts or (common_length(*texts),) * 2
-        sides = [Rendering(text, [(start, len(text))]) for text, start in zip(texts, starts)]
-        return PairRendering(*sides, record.margin, unmarked)
+        texts = with_end(chosen, self.tokenizer), with_end(rejected, self.tokenizer)
+        starts = answer_starts(chosen, rejected)
+        first, second = starts or (common_length(*texts),) * 2
+        sides = Rendering(texts[0], [(first, len(texts[0]))]), Rendering(texts[1], [(second, len(texts[1]))])
+        return PairRendering(*sides, margin, unmarked=starts is None)
 
 
-class PairCollector(Collector):
-    report: PairReport
-
+class PairCollector(Collector[PairReport]):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, max_len: int, report: PairReport, *, with_margins: bool = False
     ):

@@ -14,7 +14,7 @@ Of equal rewards the first counts. Normalised rewards of csft are (r - mean) / d
 import json
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, overload
 
 from trimtab.data.formats import Message
 
@@ -83,6 +83,10 @@ def with_reward(prompt: Prompt, template: str, reward: str) -> Prompt:
     return [*prompt[:-1], {**last, words: with_reward(last[words], template, reward)}]
 
 
+@overload
+def conditioned(prompt: str, condition: str | None) -> str: ...
+@overload
+def conditioned(prompt: list[Message], condition: str | None) -> list[Message]: ...
 def conditioned(prompt: Prompt, condition: str | None) -> Prompt:
     """The prompt of a model that was trained on csft rows, asking for the reward that `condition` spells."""
     return prompt if condition is None else with_reward(prompt, "{input} " + condition.strip() + " ", "")

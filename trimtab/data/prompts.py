@@ -29,22 +29,51 @@ from trimtab.errors import UserError
 SOURCE_COLUMNS = ("datasource", "data_source", SOURCE_COLUMN)  # the first that says something
 
 
-class PromptOptions(Protocol):
-    """`num_workers` may be there too."""
+class PromptTextOptions(Protocol):
+    """What a prompt's text depends on. `num_workers` may be there too."""
 
-    prompt_data: str
-    prompt_data_probs: str | None
-    prompt_split: str
-    eval_dataset: str | None
-    eval_split: str
-    max_samples: int
-    eval_max_samples: int | None
-    seed: int
-    input_key: str
-    label_key: str | None
-    input_template: str | None
-    apply_chat_template: bool
-    prompt_max_len: int
+    @property
+    def input_key(self) -> str: ...
+
+    @property
+    def label_key(self) -> str | None: ...
+
+    @property
+    def input_template(self) -> str | None: ...
+
+    @property
+    def apply_chat_template(self) -> bool: ...
+
+    @property
+    def prompt_max_len(self) -> int: ...
+
+
+class PromptOptions(PromptTextOptions, Protocol):
+    """And where prompts come from."""
+
+    @property
+    def prompt_data(self) -> str: ...
+
+    @property
+    def prompt_data_probs(self) -> str | None: ...
+
+    @property
+    def prompt_split(self) -> str: ...
+
+    @property
+    def eval_dataset(self) -> str | None: ...
+
+    @property
+    def eval_split(self) -> str: ...
+
+    @property
+    def max_samples(self) -> int: ...
+
+    @property
+    def eval_max_samples(self) -> int | None: ...
+
+    @property
+    def seed(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -149,7 +178,7 @@ class PromptStore:
 
     def unlabelled(self) -> list[int]:
         """The prompts without a label, neither in that column nor, as in verl's data, in `reward_model`."""
-        known = [name for name in (self._label_key, "reward_model") if name in self._rows.column_names]
+        known = [name for name in (self._label_key, "reward_model") if name and name in self._rows.column_names]
         return [i for i, row in enumerate(self._rows.select_columns(known)) if _truth(row, known) is None]
 
     def place(self, index: int) -> str:
@@ -188,7 +217,6 @@ def load_prompt_stores(options: PromptOptions, tokenizer: PreTrainedTokenizerBas
 
 
 def load_prompt_rows(options: PromptOptions) -> dict[str, Dataset]:
-    common = {"seed": options.seed, "name_sources": True}
     found = {
         "train": load_rows(
             options.prompt_data,
@@ -196,7 +224,8 @@ def load_prompt_rows(options: PromptOptions) -> dict[str, Dataset]:
             split=options.prompt_split,
             max_samples=options.max_samples,
             flag="--prompt_data",
-            **common,
+            seed=options.seed,
+            name_sources=True,
         )
     }
     if options.eval_dataset:
@@ -206,7 +235,8 @@ def load_prompt_rows(options: PromptOptions) -> dict[str, Dataset]:
             split=options.eval_split,
             max_samples=options.eval_max_samples,
             flag="--eval_dataset",
-            **common,
+            seed=options.seed,
+            name_sources=True,
         )
     return found
 
@@ -226,7 +256,7 @@ def build_prompt_stores(
 def build_prompt_store(
     rows: Dataset,
     tokenizer: PreTrainedTokenizerBase,
-    options: PromptOptions,
+    options: PromptTextOptions,
     *,
     what: str = "train",
     workers: int | None = None,
@@ -303,15 +333,15 @@ class PromptCollector:
         self._texts: list[bytes] = []
 
     def add(self, renderings: list[Rendering | None]) -> None:
-        present = [place for place, rendering in enumerate(renderings) if rendering is not None]
-        tokenised = tokenise([renderings[place] for place in present], self.tokenizer)
-        for place, (ids, _) in zip(present, tokenised):
+        present = [(place, rendering) for place, rendering in enumerate(renderings) if rendering is not None]
+        tokenised = tokenise([rendering for _, rendering in present], self.tokenizer)
+        for (place, rendering), (ids, _) in zip(present, tokenised):
             if len(ids) > self.max_len:
                 self.report.rows_over_long += 1
             elif len(ids):
                 self._rows.append(self._seen + place)
                 self._ids.append(ids)
-                self._texts.append(renderings[place].text.encode())
+                self._texts.append(rendering.text.encode())
         self._seen += len(renderings)
 
     def finish(self) -> Arrays:

@@ -135,6 +135,7 @@ def _load_python(path: Path, split: str) -> dict[str, Dataset]:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     name = f"trimtab_loader_{re.sub(r'[^A-Za-z0-9]', '_', path.stem)}_{digest}"
     specification = importlib.util.spec_from_file_location(name, path)
+    assert specification is not None and specification.loader is not None, "only files that end with .py come here"
     module = importlib.util.module_from_spec(specification)
     sys.modules[name] = module  # the builder's class is looked up there
     with explained(f"the data loader {path} failed"):

@@ -29,9 +29,14 @@ DEFAULT_INPUT_TEMPLATES = ("User: {}\nAssistant: ", "User: {}\\nAssistant: ")
 
 
 class RenderOptions(Protocol):
-    input_template: str | None
-    apply_chat_template: bool
-    multiturn: bool
+    @property
+    def input_template(self) -> str | None: ...
+
+    @property
+    def apply_chat_template(self) -> bool: ...
+
+    @property
+    def multiturn(self) -> bool: ...
 
 
 class RowRenderer:
@@ -117,7 +122,8 @@ class SupervisedRenderer(AnswerRenderer):
         )
         self.columns = columns
 
-    def render(self, row: dict[str, Any], where: str) -> Rendering | None:
+    def render(self, row: dict[str, Any], where: str) -> Any:
+        """A Rendering, or None."""
         record = read_supervised(row, self.columns, where)
         if self.columns.whole_text:
             return self._render_whole(record, where)
@@ -190,6 +196,7 @@ def _start_worker(renderer: RowRenderer) -> None:
 
 
 def _work(rows: list[dict[str, Any]], first: int) -> list[Any]:
+    assert _worker_renderer is not None
     return _worker_renderer.render_rows(rows, first)
 
 

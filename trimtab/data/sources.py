@@ -33,12 +33,23 @@ PROBABILITY_SLACK = 0.01  # "0.33,0.33,0.33" is meant as thirds
 
 
 class EvaluationOptions(Protocol):
-    dataset: str
-    dataset_split: str
-    eval_dataset: str | None
-    eval_split: str
-    eval_max_samples: int | None
-    seed: int
+    @property
+    def dataset(self) -> str: ...
+
+    @property
+    def dataset_split(self) -> str: ...
+
+    @property
+    def eval_dataset(self) -> str | None: ...
+
+    @property
+    def eval_split(self) -> str: ...
+
+    @property
+    def eval_max_samples(self) -> int | None: ...
+
+    @property
+    def seed(self) -> int: ...
 
 
 def load_rows(

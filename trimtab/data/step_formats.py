@@ -19,8 +19,11 @@ SIGNS = {"+": 1.0, "-": 0.0}
 
 
 class StepFormatOptions(Protocol):
-    input_key: str
-    label_key: str
+    @property
+    def input_key(self) -> str: ...
+
+    @property
+    def label_key(self) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,14 @@ from trimtab.errors import UserError
 class StepOptions(StepFormatOptions, Protocol):
     """`num_workers` may be there too."""
 
-    placeholder_token: str | None
-    reward_tokens: Sequence[str] | None
-    max_len: int
+    @property
+    def placeholder_token(self) -> str | None: ...
+
+    @property
+    def reward_tokens(self) -> Sequence[str] | None: ...
+
+    @property
+    def max_len(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class StepSettings:
 
     input_key: str
     label_key: str
-    placeholder_token: str | None
+    placeholder_token: str
     reward_tokens: Sequence[str] | None
     max_len: int
 
@@ -153,9 +158,7 @@ class StepRenderer(RowRenderer):
             )
 
 
-class StepCollector(Collector):
-    report: StepReport
-
+class StepCollector(Collector[StepReport]):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: StepSettings, report: StepReport):
         super().__init__(tokenizer, settings.max_len, report)
         self.placeholder = settings.placeholder_token

@@ -23,7 +23,8 @@ __all__ = ["DataReport", "SupervisedOptions", "TokenStore", "build_sft_store", "
 class SupervisedOptions(FormatOptions, RenderOptions, Protocol):
     """A job may lack `multiturn` and `pretrain_mode`: they are then off. `num_workers` may be there too."""
 
-    max_len: int
+    @property
+    def max_len(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def build_sft_store(
     )
 
 
-class SupervisedCollector(Collector):
+class SupervisedCollector(Collector[DataReport]):
     def add_present(self, renderings: list[Rendering]) -> None:
         for ids, trained in tokenise(renderings, self.tokenizer):
             self.keep((ids, without_first(trained)))

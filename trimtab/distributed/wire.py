@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -96,7 +96,7 @@ class Wire:
             if numbers is not None:
                 return {"ragged": [raw.add(numbers), self._plain_list([len(value) for value in values], raw)]}
         elif self._records.get(kind.__name__) is kind and not issubclass(kind, Exception):
-            names = [f.name for f in fields(kind)]
+            names = [f.name for f in fields(cast(Any, kind))]
             columns = {name: self._plain_list([getattr(v, name) for v in values], raw) for name in names}
             return {"rows": [kind.__name__, columns]}
         return self._plain_items(values, raw)

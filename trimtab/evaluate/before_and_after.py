@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from trimtab.config.groups import PrecisionOptions
+from trimtab.config.jobs import DPOOptions, KDOptions, KTOOptions, SFTOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.labelled import build_labelled_store
 from trimtab.data.pairs import build_pair_store
 from trimtab.data.prompts import load_prompt_stores
@@ -30,19 +33,21 @@ SAMPLES = "samples.json"
 MOST_NEW_TOKENS = 256
 SPARE_ROWS = 8  # looked at for each sample that is wanted: some rows are left out, or are no good answers
 
+SupervisedSampled = SFTOptions | DPOOptions | KTOOptions | KDOptions
 Example = tuple[np.ndarray, np.ndarray]  # ids, which of them are trained
 Asked = tuple[list[list[int]], list[str], int]  # prompts, what a right answer is, how long an answer may be
 
 
-def write_samples(options: Any) -> Path:
+def write_samples(options: SupervisedSampled | RLOptions) -> Path:
     """Ask both models `options.report_samples` prompts and write their answers into `options.save_path`."""
     quiet_transformers()
     tokenizer = load_tokenizer(
         options.pretrain, disable_fast=options.disable_fast_tokenizer, chat_template=options.tokenizer_chat_template
     )
-    prompts, references, length = (_labelled_prompts if hasattr(options, "prompt_data") else _taught_answers)(
-        options, tokenizer
-    )
+    if isinstance(options, RLOptions):
+        prompts, references, length = _labelled_prompts(options, tokenizer)
+    else:
+        prompts, references, length = _taught_answers(options, tokenizer)
     before = _answers(options, options.pretrain, tokenizer, prompts, length)
     after = _answers(options, options.save_path, tokenizer, prompts, length)
     shown = tokenizer.batch_decode(prompts, skip_special_tokens=True)
@@ -55,7 +60,7 @@ def write_samples(options: Any) -> Path:
     return path
 
 
-def _labelled_prompts(options: Any, tokenizer: Any) -> Asked:
+def _labelled_prompts(options: RLOptions, tokenizer: Any) -> Asked:
     """Prompts of the evaluation data, or without any of the training data, and their labels."""
     stores, _ = load_prompt_stores(options, tokenizer)
     store = stores.get("evaluation", stores["train"])
@@ -65,7 +70,7 @@ def _labelled_prompts(options: Any, tokenizer: Any) -> Asked:
     return [store.ids(row) for row in rows], references, min(MOST_NEW_TOKENS, options.generate_max_len)
 
 
-def _taught_answers(options: Any, tokenizer: Any) -> Asked:
+def _taught_answers(options: SupervisedSampled, tokenizer: Any) -> Asked:
     examples = _examples(options, tokenizer)
     if not examples:
         raise UserError("--report_samples: the data hold no answer worth asking for")
@@ -86,7 +91,7 @@ def prompt_and_answer(ids: np.ndarray, trained: np.ndarray) -> tuple[list[int], 
     return ids[:start].tolist(), ids[start:end].tolist()
 
 
-def _examples(options: Any, tokenizer: Any) -> list[Example]:
+def _examples(options: SupervisedSampled, tokenizer: Any) -> list[Example]:
     """Of the evaluation data, or without any of the training data; only answers worth giving."""
     rows = load_evaluation_rows(options)
     if rows is None:
@@ -102,11 +107,11 @@ def _examples(options: Any, tokenizer: Any) -> list[Example]:
     return [example for _, example in zip(range(options.report_samples), found)]
 
 
-def _good_answers(options: Any, rows: Any, tokenizer: Any) -> Iterator[Example]:
-    if options.verb == "dpo":
+def _good_answers(options: SupervisedSampled, rows: Any, tokenizer: Any) -> Iterator[Example]:
+    if isinstance(options, DPOOptions):
         pairs, _ = build_pair_store(rows, tokenizer, options, what="sample", workers=1)
         yield from (pairs.pair(index)[0] for index in range(len(pairs)))
-    elif options.verb == "kto":
+    elif isinstance(options, KTOOptions):
         labelled, _ = build_labelled_store(rows, tokenizer, options, what="sample", workers=1)
         yield from (labelled.example(index) for index in range(len(labelled)) if labelled.labels[index])
     else:
@@ -114,7 +119,7 @@ def _good_answers(options: Any, rows: Any, tokenizer: Any) -> Iterator[Example]:
         yield from (store.example(index) for index in range(len(store)))
 
 
-def _answers(options: Any, place: str, tokenizer: Any, prompts: list[list[int]], length: int) -> list[str]:
+def _answers(options: PrecisionOptions, place: str, tokenizer: Any, prompts: list[list[int]], length: int) -> list[str]:
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if options.bf16 else torch.float32

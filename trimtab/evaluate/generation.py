@@ -8,10 +8,10 @@ the text that the model read, or the conversation), the answer (`output`) and it
 import dataclasses
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 from trimtab.config.dump import shown
+from trimtab.config.jobs import ChatOptions, GenerateOptions
 from trimtab.data.chat import in_template
 from trimtab.data.formats import Message
 from trimtab.data.prompts import PromptReport, PromptStore, build_prompt_store
@@ -42,7 +42,7 @@ REWARD_CONTENTS = "content of the reward"  # among the settings of the work
 Group = list[Rollout]  # the answers to one prompt
 
 
-def generate(options: Any) -> None:
+def generate(options: GenerateOptions) -> None:
     device = find_device()
     try:
         world = find_world(device)
@@ -52,7 +52,7 @@ def generate(options: Any) -> None:
         leave_world()
 
 
-def rehearse_generation(options: Any) -> list[str]:
+def rehearse_generation(options: GenerateOptions) -> list[str]:
     """What can be said without the model's weights."""
     tokenizer = load_job_tokenizer(options)
     store, report = load_prompts(options, tokenizer)
@@ -61,7 +61,7 @@ def rehearse_generation(options: Any) -> list[str]:
 
 
 class Generation:
-    def __init__(self, options: Any, device: Device, world: World, stop: StopRequest):
+    def __init__(self, options: GenerateOptions, device: Device, world: World, stop: StopRequest):
         self.options, self.world, self.stop = options, world, stop
         self.tokenizer = load_job_tokenizer(options)
         self.store = self._prompts()
@@ -79,7 +79,8 @@ class Generation:
             stop_token_ids=stop_tokens(self.policy, self.tokenizer),
         )
         self.reward = self._reward(device)
-        self._tokens, self._rewards, self._began = 0, [], time.monotonic()
+        self._tokens, self._began = 0, time.monotonic()
+        self._rewards: list[float] = []
 
     def run(self) -> None:
         """Answer what is not answered yet, and write the rows of all."""
@@ -154,7 +155,9 @@ class Generation:
     def _room(self, tokens: int) -> int:
         """New tokens that may follow a prompt of this many."""
         context = getattr(self.policy.config.get_text_config(), "max_position_embeddings", None)
-        room = self.options.max_new_tokens if context is None else min(self.options.max_new_tokens, context - tokens)
+        if context is None:
+            return self.options.max_new_tokens
+        room = min(self.options.max_new_tokens, context - tokens)
         if room < 1:
             raise UserError(
                 f"a prompt of {tokens} tokens fills the model's context of {context}: leave such prompts out with "
@@ -166,14 +169,12 @@ class Generation:
         options = self.options
         if not any((options.reward_pretrain, options.reward_func, options.remote_rm_url, options.reward_verifier)):
             return None
-        # The names under which RL has the same options. What is compared within a prompt needs no normalising.
-        as_in_rl = {"micro_rollout_batch_size": options.micro_batch_size, "use_dynamic_batch": False}
-        options = SimpleNamespace(**vars(options) | as_in_rl | {"normalize_reward": False})
         return build_reward(options, device, self.tokenizer, self.stop.requested)
 
     def _request(self, rollouts: list[tuple[int, Rollout]], texts: list[str]) -> RewardRequest:
         rows = [self.rows[item] for item, _ in rollouts]
         prompts, given = [self.store.text(row) for row in rows], [self.store.prompt(row) for row in rows]
+        conversations = [prompt for prompt in given if isinstance(prompt, list)]
         # A reward model with another chat template renders the conversation anew.
         columns = [{**self.store.columns(row), self.options.input_key: self._input(row)} for row in rows]
         names = dict.fromkeys(name for row in columns for name in row)
@@ -185,7 +186,7 @@ class Generation:
             columns={name: [row.get(name) for row in columns] for name in names},
             prompt_ids=[r.prompt_ids for _, r in rollouts],
             response_ids=[r.ids for _, r in rollouts],
-            conversations=given if all(isinstance(prompt, list) for prompt in given) else [],
+            conversations=conversations if len(conversations) == len(given) else [],
         )
 
     def _input(self, row: int) -> str | list[Message]:
@@ -213,7 +214,7 @@ class Generation:
         }
 
 
-def load_job_tokenizer(options: Any) -> Any:
+def load_job_tokenizer(options: GenerateOptions | ChatOptions) -> Any:
     quiet_transformers()
     check_model_folder(options.pretrain)
     return load_tokenizer(
@@ -221,7 +222,7 @@ def load_job_tokenizer(options: Any) -> Any:
     )
 
 
-def load_prompts(options: Any, tokenizer: Any) -> tuple[PromptStore, PromptReport]:
+def load_prompts(options: GenerateOptions, tokenizer: Any) -> tuple[PromptStore, PromptReport]:
     rows = load_rows(
         options.dataset,
         probabilities=options.dataset_probs,
@@ -232,7 +233,7 @@ def load_prompts(options: Any, tokenizer: Any) -> tuple[PromptStore, PromptRepor
     return build_prompt_store(rows, tokenizer, options, what="prompt")
 
 
-def prompts_of_iteration(store: PromptStore, options: Any) -> range:
+def prompts_of_iteration(store: PromptStore, options: GenerateOptions) -> range:
     """All prompts, or those of --iter."""
     if options.iter is None:
         return range(len(store))
@@ -245,7 +246,7 @@ def prompts_of_iteration(store: PromptStore, options: Any) -> range:
     return range(start, min(start + options.rollout_batch_size, len(store)))
 
 
-def sampling_of(options: Any, **others: Any) -> Sampling:
+def sampling_of(options: GenerateOptions | ChatOptions, **others: Any) -> Sampling:
     return Sampling(
         temperature=0.0 if options.greedy_sampling else options.temperature,
         top_p=1.0 if options.greedy_sampling else options.top_p,
@@ -254,7 +255,7 @@ def sampling_of(options: Any, **others: Any) -> Sampling:
     )
 
 
-def trainable(prompt: str | list[Message], options: Any) -> str | list[Message]:
+def trainable(prompt: str | list[Message], options: GenerateOptions) -> str | list[Message]:
     """A row's prompt as a trainer takes it that is given no template."""
     if isinstance(prompt, str) and not options.apply_chat_template:
         return in_template(prompt, options.input_template)

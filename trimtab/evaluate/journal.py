@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trimtab.errors import UserError
 from trimtab.files import replacing, write_json, writing
@@ -31,7 +31,7 @@ class Journal:
         with self._writing():
             self.done: dict[int, Any] = dict(self._items())
             self._check_settings(() if self.done else correctable)
-        self._lines = None
+        self._lines: TextIO | None = None
 
     def open(self, rank: int) -> None:
         """Be ready to write. Every process must have read what is done before any of them does this."""
@@ -47,6 +47,7 @@ class Journal:
 
     def write(self, item: int, value: Any) -> None:
         """An item is finished, and outlives this process."""
+        assert self._lines is not None
         with self._writing():
             self._lines.write(json.dumps([item, value], ensure_ascii=False) + "\n")
             self._lines.flush()

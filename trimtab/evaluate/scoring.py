@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from trimtab.config.jobs import GenerateOptions
 from trimtab.data.building import settings_of, up_to_answer
 from trimtab.data.formats import SupervisedRecord, read_supervised, recognise_supervised
 from trimtab.data.places import located, places_of
@@ -34,7 +35,7 @@ from trimtab.rewards.model import ModelReward
 SCORED_AT_ONCE = 256  # rows; within them passes are made of rows of like length
 
 
-def score(options: Any) -> None:
+def score(options: GenerateOptions) -> None:
     device = find_device()
     try:
         world = find_world(device)
@@ -44,7 +45,7 @@ def score(options: Any) -> None:
         leave_world()
 
 
-def rehearse_scoring(options: Any) -> list[str]:
+def rehearse_scoring(options: GenerateOptions) -> list[str]:
     """What can be said without the model's weights."""
     load_job_tokenizer(options)
     rows = Answers(options)
@@ -64,7 +65,7 @@ class Keys:
 class Answers:
     """The rows to score."""
 
-    def __init__(self, options: Any):
+    def __init__(self, options: GenerateOptions):
         self.rows: Dataset = load_rows(
             options.dataset,
             probabilities=options.dataset_probs,
@@ -87,7 +88,7 @@ class Answers:
 
 
 class Scoring:
-    def __init__(self, options: Any, device: Device, world: World, stop: StopRequest):
+    def __init__(self, options: GenerateOptions, device: Device, world: World, stop: StopRequest):
         self.options, self.world, self.stop = options, world, stop
         tokenizer = load_job_tokenizer(options)
         self.rows = Answers(options)

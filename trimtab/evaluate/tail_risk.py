@@ -67,8 +67,8 @@ def rate(events: Sequence[bool], prompts: Sequence[int] | None = None) -> Estima
     For new prompts Wilson's interval is that of as many independent samples as would be known equally well. Where
     nothing or everything is an event, nothing is known of how events cluster: each prompt counts once.
     """
-    events = np.asarray(events, dtype=bool)
-    count, of = int(events.sum()), len(events)
+    happened = np.asarray(events, dtype=bool)
+    count, of = int(happened.sum()), len(happened)
     if prompts is None:
         return share(count, of)
     value, several = count / of, len(np.unique(prompts))
@@ -76,7 +76,7 @@ def rate(events: Sequence[bool], prompts: Sequence[int] | None = None) -> Estima
         return share(count and several, several)
     if several == 1:
         return Estimate(value, 0.0, 1.0)
-    error = _margin((events - value) / of, prompts) / Z
+    error = _margin((happened - value) / of, prompts) / Z
     return share(value * (known := min(of, max(1.0, value * (1 - value) / max(error**2, 1e-30)))), known)
 
 
@@ -166,16 +166,16 @@ def rare_event(log_weights: Sequence[float], bad: Sequence[bool], prompts: Seque
     The interval is that of a log-normal estimate: the relative error of the mean weight of bad samples is an additive
     error of its logarithm. It can only know of regions the proposal reaches: look at the effective samples too.
     """
-    log_weights, bad = _numbers(log_weights), np.asarray(bad, dtype=bool)
-    assert len(log_weights) == len(bad)
-    effective = _effective(log_weights)
-    chosen = log_weights[bad]
+    weights, is_bad = _numbers(log_weights), np.asarray(bad, dtype=bool)
+    assert len(weights) == len(is_bad)
+    effective = _effective(weights)
+    chosen = weights[is_bad]
     if not len(chosen):
         return RareEvent(-math.inf, -math.inf, 0.0, effective, 0.0)
     total = _log_sum(chosen)
     log_probability = total - math.log(len(bad))
     # Shares of the sum of bad weights stay in range at any scale of the weights.
-    shares = np.where(bad, np.exp(np.minimum(log_weights - total, 0.0)), 0.0)
+    shares = np.where(is_bad, np.exp(np.minimum(weights - total, 0.0)), 0.0)
     margin = _margin(shares - 1 / len(bad), prompts)
     return RareEvent(
         log_probability, log_probability - margin, min(0.0, log_probability + margin), effective, _effective(chosen)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from trimtab.config.jobs import GenerateOptions
 from trimtab.data.post_processing import post_process
 from trimtab.distributed.world import World
 from trimtab.errors import Interrupted
@@ -57,7 +58,7 @@ def work_through(
         journal.gather()
 
 
-def write_rows(rows: list[dict[str, Any]], journal: Journal, options: Any) -> None:
+def write_rows(rows: list[dict[str, Any]], journal: Journal, options: GenerateOptions) -> None:
     """The rows, or what the post-processor makes of them, become the output."""
     scored = [row["reward"] for row in rows if "reward" in row]
     made = rows

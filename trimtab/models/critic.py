@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from trimtab.data.batches import TokenBatch
-from trimtab.models.reward import HEAD, RewardModel
+from trimtab.models.packed import PackedModel
+from trimtab.models.reward import HEAD
 
 
-class Critic(RewardModel):
-    """A reward model read at every position. `mean` and `deviation` are those its rewards are normalised with."""
+class Critic(PackedModel):
+    """A classifier read at every position. `mean` and `deviation` are those its rewards are normalised with."""
 
     mean = 0.0
     deviation = 1.0

@@ -139,12 +139,12 @@ class _ChunkedLogProbs(torch.autograd.Function):
             logits = shaped_logits(raw_logits(hidden[part], weight, bias), shape, temperature)
             normalisers[part] = torch.logsumexp(logits, -1)
             log_probs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalisers[part]
-            if entropy:
+            if means is not None:
                 p = torch.exp(logits - normalisers[part, None])
                 means[part] = (p * logits).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, means)
         ctx.settings = shape, temperature, chunk
-        return log_probs, normalisers - means if entropy else normalisers
+        return log_probs, normalisers if means is None else normalisers - means
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
@@ -171,18 +171,18 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad.mul_(shape.scale / temperature)
             if slope is not None:
                 grad.mul_(slope)
-            if needs_bias:
+            if grad_bias is not None:
                 grad_bias += grad.sum(0)
             grad = grad.to(weight.dtype)
-            if needs_hidden:
+            if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
-            if needs_weight:
+            if grad_weight is not None:
                 if grad_weight.dtype == grad.dtype:
                     grad_weight.addmm_(grad.t(), hidden[part])
                 else:
                     grad_weight += grad.t() @ hidden[part]
-        if needs_weight:
+        if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
-        if needs_bias:
+        if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None

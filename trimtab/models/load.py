@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trimtab.config.groups import DropoutOptions, LoraOptions, ModelOptions
+from trimtab.config.groups import DropoutOptions, LoadOptions
+from trimtab.config.jobs import AttackOptions, GenerateOptions, RMOptions, ServeRMOptions, SupervisedOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
 from trimtab.models.dropout import has_dropout, switch_off_dropout
@@ -26,9 +28,9 @@ from trimtab.models.policy import Policy
 from trimtab.models.reward import HEAD, RewardModel, initialise_head, separate_padding
 from trimtab.models.selfcheck import Verdict, choose_path
 
-
-class TrainedModelOptions(ModelOptions, LoraOptions):
-    """What loading reads; every training job has these two groups."""
+TrainedModelOptions = SupervisedOptions | RLOptions
+RewardLoadOptions = RMOptions | RLOptions | GenerateOptions | AttackOptions | ServeRMOptions
+"""What has LoadOptions and RewardHeadOptions."""
 
 
 @dataclass
@@ -53,7 +55,7 @@ def policy_skeleton(options: TrainedModelOptions) -> Policy:
     return Policy(add_adapters(model, options) if options.lora_rank > 0 else model)
 
 
-def load_frozen_policy(pretrain: str, options: ModelOptions, device: Device, flag: str = "--ref_pretrain") -> Loaded:
+def load_frozen_policy(pretrain: str, options: LoadOptions, device: Device, flag: str = "--ref_pretrain") -> Loaded:
     """A causal LM that only scores: a reference or a teacher, in the trained model's precision."""
     model = _causal_lm(pretrain, options, device, flag=flag)
     weights = weights_fingerprint(model)
@@ -70,7 +72,12 @@ def frozen_skeleton(pretrain: str, flag: str) -> Policy:
 
 
 def load_reward_model(
-    options: Any, device: Device, tokenizer: Any, *, cast: bool = True, root: type[PackedModel] = RewardModel
+    options: RMOptions | RLOptions,
+    device: Device,
+    tokenizer: Any,
+    *,
+    cast: bool = True,
+    root: type[PackedModel] = RewardModel,
 ) -> Loaded:
     """A reward model or critic to be trained, from one that has a head already or from a causal LM."""
     model, found = _classifier(options.pretrain, options, device)
@@ -84,7 +91,7 @@ def load_reward_model(
 
 
 def load_frozen_reward_model(
-    pretrain: str, options: Any, device: Device, tokenizer: Any, flag: str = "--reward_pretrain"
+    pretrain: str, options: RewardLoadOptions, device: Device, tokenizer: Any, flag: str = "--reward_pretrain"
 ) -> Loaded:
     """A reward model that only scores: ours, or any sequence classifier with one score."""
     model, found = _classifier(pretrain, options, device, flag)
@@ -105,7 +112,9 @@ def load_frozen_reward_model(
     return Loaded(root, Verdict("logits", f"{type(model).__name__} is not a decoder", 0.0), weights)
 
 
-def _classifier(pretrain: str, options: Any, device: Device, flag: str = "--pretrain") -> tuple[nn.Module, dict]:
+def _classifier(
+    pretrain: str, options: RewardLoadOptions, device: Device, flag: str = "--pretrain"
+) -> tuple[nn.Module, dict]:
     """A sequence classifier with one score, whatever its head is called in the files, and what loading found."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -138,7 +147,7 @@ def _require_head(model: nn.Module, pretrain: str, flag: str = "--pretrain") -> 
         raise UserError(f"{flag} {pretrain}: {type(model).__name__} is not a decoder with a score head")
 
 
-def _causal_lm(pretrain: str, options: ModelOptions, device: Device, flag: str = "--pretrain") -> nn.Module:
+def _causal_lm(pretrain: str, options: LoadOptions, device: Device, flag: str = "--pretrain") -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     check_model_folder(pretrain, flag)
@@ -148,7 +157,7 @@ def _causal_lm(pretrain: str, options: ModelOptions, device: Device, flag: str =
     return model
 
 
-def _arguments(options: ModelOptions, device: Device) -> dict[str, Any]:
+def _arguments(options: LoadOptions, device: Device) -> dict[str, Any]:
     # A size that does not fit is reported by us, by name.
     arguments = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     if options.attn_implementation is not None:
@@ -186,7 +195,7 @@ def _settle_dropout(model: nn.Module, options: DropoutOptions) -> tuple[str, ...
     return ("the model's own dropout is off, as it is in what updates are compared with; --keep_dropout keeps it",)
 
 
-def _placed(module: PackedModel, options: ModelOptions, device: Device, *, cast: bool) -> Verdict:
+def _placed(module: PackedModel, options: LoadOptions, device: Device, *, cast: bool) -> Verdict:
     """Choose the path, cast and move to the device, in this order: rounding would blur the comparison."""
     ours = options.attn_implementation is None
     verdict = choose_path(module) if ours else None

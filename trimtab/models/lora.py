@@ -13,15 +13,13 @@ def add_adapters(model: nn.Module, options: LoraOptions, task_type: str = "CAUSA
     """The model with fresh adapters; everything else is frozen, but for a reward head (`SEQ_CLS`)."""
     from peft import LoraConfig, get_peft_model
 
-    targets = options.target_modules
-    if isinstance(targets, (list, tuple)):
-        targets = "all-linear" if list(targets) == ["all-linear"] else list(targets)
+    targets = list(options.target_modules)
     config = LoraConfig(
         task_type=task_type,
         r=options.lora_rank,
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
-        target_modules=targets,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
     )
     try:
         # Adapters keep the working weights' dtype; their fp32 copies belong to the optimiser.

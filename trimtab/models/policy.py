@@ -1,5 +1,6 @@
 """A causal LM seen as log-probabilities: the root module of every job that trains a policy."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ class Teacher:
     hidden_ND: Tensor
     head: nn.Module
     shape: LogitShape
-    divergence: object  # (student logits, teacher logits) -> divergence of each token
+    divergence: Callable[[Tensor, Tensor], Tensor]  # (student logits, teacher logits) -> divergence of each token
 
 
 class Policy(PackedModel):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import PurePath
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ class Column:
         centre, width = t_intervals(np.array(known)[:, None])
         return float(centre[0]), float(width[0])
 
-    def curve(self, points: Callable[[Run], Sequence[Point]], kind: str, series: int, **more: bool) -> Line:
+    def curve(self, points: Callable[[Run], Sequence[Point]], kind: str, series: int, **more: Any) -> Line:
         """Of one run its points; of several their mean at the steps that all of them have, and its interval."""
         if not self.several:
             return Line(self.label, points(self.first), kind, series, **more)

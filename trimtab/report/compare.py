@@ -205,7 +205,9 @@ def _stored_accuracy(run: Run) -> float | None:
 
 
 def _stored_interval(run: Run) -> str:
-    low, high = accuracy_of(run.pairs).interval
+    accuracy = accuracy_of(run.pairs)
+    assert accuracy is not None
+    low, high = accuracy.interval
     return f" ({percent(low)} to {percent(high)})"
 
 

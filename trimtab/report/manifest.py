@@ -70,8 +70,8 @@ def read_manifest(path: str | Path) -> Manifest:
     labels = [method.label for method in methods]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise UserError(f"{path}: two methods are called {twice!r}; give each its own label")
-    folders = [path.parent / Path(content.get(name, ".")).expanduser() for name in ("info", "checkpoints")]
-    return Manifest(path, methods, *folders, content.get("threshold"), content.get("level"))
+    info, checkpoints = (path.parent / Path(content.get(name, ".")).expanduser() for name in ("info", "checkpoints"))
+    return Manifest(path, methods, info, checkpoints, content.get("threshold"), content.get("level"))
 
 
 def _content(path: Path) -> Any:

@@ -34,8 +34,9 @@ def _accuracy(run: Run) -> tuple[Accuracy | None, str]:
     stored = accuracy_of(run.pairs)
     if stored is not None and are_held_out(run):
         return stored, f"{run.held_out} pairs"
-    evaluation = run.data.get("evaluation")
-    kept = finite(evaluation.get("rows_kept")) if isinstance(evaluation, dict) else None
+    found = run.data.get("evaluation")
+    evaluation = found if isinstance(found, dict) else {}
+    kept = finite(evaluation.get("rows_kept"))
     last = run.last("eval_accuracy")
     if kept and kept >= 1 and last is not None and 0 <= last <= 1 + 1e-6:
         # Recorded accuracy counts a pair of equal answers as wrong; nobody could get it right.

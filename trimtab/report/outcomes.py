@@ -10,7 +10,7 @@ import numpy as np
 from trimtab.errors import UserError
 from trimtab.evaluate.attack.success import Replies
 from trimtab.evaluate.seeds import bootstrap_mean, t_intervals
-from trimtab.evaluate.tail_files import ANALYTIC, HELD_OUT, read_analytic, read_held_out
+from trimtab.evaluate.tail_files import ANALYTIC, HELD_OUT, HeldOut, read_analytic, read_held_out
 from trimtab.evaluate.tail_risk import Estimate, cvar, probability_below, share
 from trimtab.report.manifest import Manifest, Method
 
@@ -107,13 +107,14 @@ class Share(Figure):
 
 def _measure(what: str, manifest: Manifest) -> Callable[[str], Figure]:
     """From the name of a run to its figure."""
-    threshold, level = manifest.threshold, manifest.level
-    if what in ("bad", "gcg") and threshold is None:
+    if what in ("bad", "gcg") and manifest.threshold is None:
         raise UserError(f"--y {what} needs --threshold, or threshold in {manifest.path}: the reward below which is bad")
-    if what == "cvar" and level is None:
+    if what == "cvar" and manifest.level is None:
         raise UserError(f"--y cvar needs --level, or level in {manifest.path}: a share above 0 and at most 1")
 
-    def held_out(name: str):
+    threshold, level = manifest.threshold or 0.0, manifest.level or 0.0  # unset: of figures that are not asked for
+
+    def held_out(name: str) -> HeldOut:
         return read_held_out(manifest.info / f"{HELD_OUT}{name}")
 
     return {

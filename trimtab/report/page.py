@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from trimtab.files import write_bytes, writing
 from trimtab.report import sections
 from trimtab.report.browser import browser_section
 from trimtab.report.distributions import distribution_section
+from trimtab.report.manifest import Manifest
 from trimtab.report.read import Run, read_run
 from trimtab.report.rewards import reward_section
 from trimtab.report.rollouts import rollout_section
@@ -51,7 +53,7 @@ def render(run: Run) -> str:
     return document(subject(run), "\n".join(section(run) for section in SECTIONS), [run])
 
 
-def document(title: str, body: str, runs: list[Run]) -> str:
+def document(title: str, body: str, runs: Sequence[Run | Manifest]) -> str:
     folders = ", ".join(str(run.folder.resolve()) for run in runs)
     return (
         "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"

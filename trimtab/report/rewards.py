@@ -119,15 +119,15 @@ def calibration_bins(pairs: Sequence[Pair]) -> list[Bin]:
     """
     number = 10 if len(pairs) >= 200 else 5
     edges = [0.5 + 0.5 * index / number for index in range(number + 1)]
-    sums = [[0, 0.0, 0.0] for _ in range(number)]
+    counts, right, sure = [0] * number, [0.0] * number, [0.0] * number
     for chosen, rejected in pairs:
         difference = chosen - rejected
         confidence = sigmoid(abs(difference))
-        members = sums[min(number - 1, int((confidence - 0.5) * 2 * number))]
-        members[0] += 1
-        members[1] += 1.0 if difference > 0 else 0.5 if difference == 0 else 0.0
-        members[2] += confidence
-    return [Bin(low, high, *members) for low, high, members in zip(edges, edges[1:], sums)]
+        index = min(number - 1, int((confidence - 0.5) * 2 * number))
+        counts[index] += 1
+        right[index] += 1.0 if difference > 0 else 0.5 if difference == 0 else 0.0
+        sure[index] += confidence
+    return [Bin(*figures) for figures in zip(edges, edges[1:], counts, right, sure)]
 
 
 def calibration(pairs: Sequence[Pair]) -> str:

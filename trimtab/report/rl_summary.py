@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -72,11 +73,11 @@ def summary(run: Run) -> str:
         told.append(f"{success.name} is {success.shown(success.after)}")
     teacher = run.ends("teacher_kl")
     if teacher is not None:
-        told.append(f"the KL to the teacher {in_words(*map(short_number, teacher), teacher[1] - teacher[0])}")
+        told.append(f"the KL to the teacher {change_in_words(short_number, *teacher)}")
     if reward is not None and not run.options.get("replay") and (teacher is None or any(reward)):
         window = run.tenth("reward")
         over = f" (mean of the last {window})" if window > 1 else ""
-        told.append(f"the mean reward {in_words(*map(short_number, reward), reward[1] - reward[0])}{over}")
+        told.append(f"the mean reward {change_in_words(short_number, *reward)}{over}")
     first = " and ".join(told) or "training went on"
     first = f"{first[0].upper()}{first[1:]} in {plural(run.steps, run.unit)}"
     seconds = run.total("seconds")
@@ -106,6 +107,10 @@ def achieved(run: Run) -> list[tuple[str, str, str]]:
     if reward is not None:
         figures.append(("mean reward", short_number(reward[1]), f"from {short_number(reward[0])} at first"))
     return figures
+
+
+def change_in_words(shown: Callable[[float], str], before: float, after: float) -> str:
+    return in_words(shown(before), shown(after), after - before)
 
 
 def in_words(before: str, after: str, change: float) -> str:

@@ -266,7 +266,7 @@ def _counted(values: dict[str, Any], key: str) -> str:
         "prompts_shared": "rows_kept",
     }
     wholes |= {"rows_kept": "rows_read", "rows_over_long": "rows_read", "rows_empty": "rows_read"}
-    part, whole = finite(values.get(key)), finite(values.get(wholes.get(key)))
+    part, whole = finite(values.get(key)), finite(values.get(wholes.get(key, "")))
     share = f" ({percent(part / whole)})" if part and whole and 0 < part < whole else ""
     return f"{count(values.get(key))}{share}"
 

@@ -12,7 +12,7 @@ from trimtab.report.axes import HEIGHT, Area, Axis, figure, key, linear, steps
 from trimtab.report.curves import COLOURS, Line, tooltips
 from trimtab.report.numbers import duration, percent
 from trimtab.report.read import Run, finite
-from trimtab.report.rl_summary import in_words
+from trimtab.report.rl_summary import change_in_words
 
 PREFIX = "seconds_"
 MEANINGS = {
@@ -37,7 +37,7 @@ def time_section(run: Run) -> str:
     working = [sum(spent for name, spent in zip(phases, seconds) if name != "evaluation") for _, seconds in times]
     window = max(1, min(10, len(working) // 10))
     ends = fmean(working[:window]), fmean(working[-window:])
-    change = in_words(*map(duration, ends), ends[1] - ends[0])
+    change = change_in_words(duration, *ends)
     words = (
         f"Without evaluation, a typical {run.unit} takes {duration(median(working))}; "
         f"from the beginning to the end of the run it {change}."

@@ -6,7 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.config.attack import RewardInputOptions
+from trimtab.config.jobs import GenerateOptions
+from trimtab.config.rl_jobs import RLOptions, TailOptions
+from trimtab.config.serving import StepScoreOptions
 from trimtab.config.sources import listed
 from trimtab.distributed.device import Device
 from trimtab.models.fingerprint import weights_fingerprint
@@ -21,13 +23,16 @@ from trimtab.rewards.waiting import Waiting
 
 
 def build_reward(
-    options: Any, device: Device, tokenizer: PreTrainedTokenizerBase, stopped: Callable[[], bool] = lambda: False
+    options: RLOptions | GenerateOptions,
+    device: Device,
+    tokenizer: PreTrainedTokenizerBase,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Weighted:
     """`tokenizer`: the policy's. `stopped`: whether the run has been told to stop, which ends every wait (GivenUp)."""
     waiting = Waiting(stopped)
     rewards: list[Reward] = [_model(name, options, device, tokenizer) for name in listed(options.reward_pretrain)]
     files, addresses = _places(options)
-    limits = {} if options.reward_timeout is None else {"seconds": options.reward_timeout}
+    limits: dict[str, Any] = {} if options.reward_timeout is None else {"seconds": options.reward_timeout}
     rewards += [FunctionReward(place, waiting=waiting, **limits) for place in [*listed(options.reward_func), *files]]
     if addresses:
         limits = {} if options.reward_timeout is None else {"timeout": options.reward_timeout}
@@ -39,7 +44,7 @@ def build_reward(
     return Weighted(parts)
 
 
-def in_words(reward: Reward, options: Any) -> str:
+def in_words(reward: Reward, options: RLOptions) -> str:
     """Everything that rewards the answers of an RL run."""
     text = str(reward)
     if options.replay:
@@ -64,16 +69,23 @@ def _contents(reward: Reward) -> str | None:
     return None
 
 
-def _places(options: Any) -> tuple[list[str], list[str]]:
+def _places(options: RLOptions | GenerateOptions) -> tuple[list[str], list[str]]:
     """Files of functions, and addresses of servers, which share one batch."""
     places = listed(options.remote_rm_url)
     files = [place for place in places if not place.startswith(("http://", "https://"))]
     return files, [place for place in places if place not in files]
 
 
-def _model(name: str, options: Any, device: Device, tokenizer: PreTrainedTokenizerBase) -> Reward:
-    passes = {"max_samples": None if options.use_dynamic_batch else options.micro_rollout_batch_size}
-    if getattr(options, "placeholder_token", None):
+def _model(
+    name: str, options: RLOptions | GenerateOptions, device: Device, tokenizer: PreTrainedTokenizerBase
+) -> Reward:
+    if isinstance(options, GenerateOptions):
+        passes: dict[str, Any] = {"max_samples": options.micro_batch_size}
+        normalize = False  # what is compared within a prompt needs none
+    else:
+        passes = {"max_samples": None if options.use_dynamic_batch else options.micro_rollout_batch_size}
+        normalize = options.normalize_reward
+    if isinstance(options, StepScoreOptions) and options.placeholder_token:
         place, separator = options.step_reward, options.step_separator
         return ProcessReward(
             name, options, device, place=place, separator=separator, policy_tokenizer=tokenizer, **passes
@@ -81,8 +93,8 @@ def _model(name: str, options: Any, device: Device, tokenizer: PreTrainedTokeniz
     settings = passes | {
         "policy_tokenizer": tokenizer,
         "messages_key": options.input_key if options.apply_chat_template else None,
-        "normalize": options.normalize_reward,
+        "normalize": normalize,
     }
-    if isinstance(options, RewardInputOptions):
+    if isinstance(options, TailOptions):
         return load_judge(name, options, device, **settings)
     return ModelReward(name, options, device, **settings)

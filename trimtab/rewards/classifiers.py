@@ -8,14 +8,18 @@ An input that is too long loses the beginning of its question; the answer is cut
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from trimtab.config.jobs import AttackOptions
+from trimtab.config.rl_jobs import TailOptions
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import skeleton
+from trimtab.models.load import RewardLoadOptions
 from trimtab.models.packed import scoring
 from trimtab.models.reward import HEAD
 from trimtab.rewards.model import ModelReward, without_end
@@ -36,7 +40,7 @@ Encoded = dict[str, list[int]]
 
 def load_judge(
     pretrain: str,
-    options: Any,
+    options: TailOptions | AttackOptions,
     device: Device,
     *,
     messages_key: str | None = QUESTION,
@@ -68,7 +72,7 @@ class ClassifierReward(ModelReward):
     def __init__(
         self,
         pretrain: str,
-        options: Any,
+        options: RewardLoadOptions,
         device: Device,
         *,
         reads: str,
@@ -103,7 +107,7 @@ class ClassifierReward(ModelReward):
             found.append({name: [values[row][i] for i in kept] for name, values in encoded.items()})
         return found
 
-    def scores(self, sequences: list[Encoded]) -> list[float]:
+    def scores(self, sequences: Sequence[Any]) -> list[float]:
         scores = [0.0] * len(sequences)
         order = sorted(range(len(sequences)), key=lambda row: len(sequences[row]["input_ids"]))
         with scoring(self.model):

@@ -160,6 +160,7 @@ class HttpReward:
                 continue
             address.spoken = protocol
             return result
+        assert failure is not None, "an address has at least one protocol"
         raise failure
 
     async def _exchange(self, url: str, protocol: Protocol, part: RewardRequest) -> RewardResult:
@@ -190,8 +191,9 @@ class HttpReward:
 
 def _reason(error: Exception) -> str:
     """httpx names some failures by their class alone, and keeps what the system said behind its own words."""
-    told, cause = str(error) or type(error).__name__, error
-    while (cause := cause.__cause__ or cause.__context__) is not None:
+    told = str(error) or type(error).__name__
+    cause: BaseException | None = error
+    while cause is not None and (cause := cause.__cause__ or cause.__context__) is not None:
         if isinstance(cause, OSError) and cause.errno:
             return f"{told} ({os.strerror(cause.errno)})"
     return told

@@ -18,7 +18,7 @@ from trimtab.data.packing import chunk, pack
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
-from trimtab.models.load import load_frozen_reward_model
+from trimtab.models.load import RewardLoadOptions, load_frozen_reward_model
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.reward import HEAD
 from trimtab.rewards.types import RewardRequest, RewardResult, checked
@@ -32,7 +32,7 @@ class ModelReward:
     def __init__(
         self,
         pretrain: str,
-        options: Any,
+        options: RewardLoadOptions,
         device: Device,
         *,
         policy_tokenizer: PreTrainedTokenizerBase | None = None,
@@ -138,6 +138,7 @@ class TextReader:
     def _rendered(self, conversation: Any, response: str) -> str:
         turns = [{"role": "user", "content": conversation}] if isinstance(conversation, str) else list(conversation)
         answer = {"role": "assistant", "content": without_end(response, *self._known)}
+        assert self._chat is not None, "conversations are asked for only where there is a template"
         rendering = self._chat.render([*turns, answer], where="the reward model's view of a sample")
         return rendering.text[: rendering.trained[-1][1]]
 

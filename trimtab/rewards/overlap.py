@@ -24,7 +24,8 @@ class Overlapped:
     def __init__(self, reward: Reward):
         self.reward = reward
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards") if reward.concurrent else None
-        self._parts: list[RewardRequest | Future[RewardResult]] = []
+        self._parts: list[RewardRequest] = []
+        self._running: list[Future[RewardResult]] = []
         self._failed: BaseException | None = None
 
     def __enter__(self) -> "Overlapped":
@@ -44,14 +45,14 @@ class Overlapped:
             raise self._failed
         part = self._thread.submit(self.reward, request)
         part.add_done_callback(self._look_at)
-        self._parts.append(part)
+        self._running.append(part)
 
     def results(self) -> Iterator[RewardResult]:
         """The result of every part, in the order of submission; the first failure is raised in its place."""
         if self._thread is None:
             yield from map(self.reward, self._parts)
         else:
-            for part in self._parts:
+            for part in self._running:
                 with pulse.waiting():  # a reward has a limit of its own
                     result = part.result()
                 yield result

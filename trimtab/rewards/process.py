@@ -11,12 +11,13 @@ which the placeholder is then put. What follows the last of them is a step too.
 import re
 from bisect import bisect_left
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from trimtab.config.jobs import ServeRMOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.chat import Rendering
 from trimtab.data.step_formats import one_token, reward_token_ids
 from trimtab.data.tokenising import tokenise, tokenise_in_pieces
@@ -29,6 +30,7 @@ from trimtab.rewards.model import MAX_TOKENS, Passes, without_end
 from trimtab.rewards.types import BadSample, RewardRequest, RewardResult
 
 PLACES = ("steps", "min", "last")
+StepLoadOptions = RLOptions | ServeRMOptions
 
 
 class ProcessReward:
@@ -37,7 +39,7 @@ class ProcessReward:
     def __init__(
         self,
         pretrain: str,
-        options: Any,
+        options: StepLoadOptions,
         device: Device,
         *,
         place: str = "min",
@@ -56,6 +58,7 @@ class ProcessReward:
             raise UserError(f"step rewards are placed by {', '.join(PLACES)}, not {place}")
         if not options.reward_tokens:
             raise UserError("a process reward model needs --reward_tokens, positive first, as in its training")
+        assert options.placeholder_token is not None
         self.name, self.pretrain = Path(pretrain).name, pretrain
         self.device, self.place, self.placeholder = device, place, options.placeholder_token
         self.separator = separator or self.placeholder
@@ -108,6 +111,7 @@ class ProcessReward:
 
     def _response(self, request: RewardRequest, row: int) -> str:
         if self.place == "steps":
+            assert self.policy_tokenizer is not None
             # The text whose characters are counted must be that of the tokens.
             text = self.policy_tokenizer.decode(request.response_ids[row], skip_special_tokens=False)
         else:
@@ -130,11 +134,13 @@ class ProcessReward:
 
     def _on_tokens(self, ids: list[int], spans: list[tuple[int, int]], scores: list[float]) -> list[tuple[int, float]]:
         """(index of the response token that ends the step, score); steps that end in one token share it."""
+        tokenizer = self.policy_tokenizer
+        assert tokenizer is not None
 
         def characters(index: int) -> int:
-            return len(self.policy_tokenizer.decode(ids[: index + 1], skip_special_tokens=False))
+            return len(tokenizer.decode(ids[: index + 1], skip_special_tokens=False))
 
-        text = self.policy_tokenizer.decode(ids, skip_special_tokens=False)
+        text = tokenizer.decode(ids, skip_special_tokens=False)
         placed = []
         for (_, end), score in zip(spans, scores):
             if text.startswith(self.placeholder, end):

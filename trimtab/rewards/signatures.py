@@ -80,7 +80,8 @@ class Signature:
         return {"queries": request.queries, "prompts": request.prompts, "labels": request.labels}
 
     def _trl(self, request: RewardRequest) -> dict[str, Any]:
-        prompts, completions = request.prompts, request.responses
+        prompts: list[Any] = request.prompts
+        completions: list[Any] = request.responses
         if request.conversations:
             prompts = request.conversations
             completions = [[{"role": "assistant", "content": response}] for response in request.responses]

@@ -5,7 +5,7 @@ Imports nothing heavy: the worker processes of reward functions read these too.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from trimtab.errors import RunFailed
@@ -65,8 +65,8 @@ class RewardRequest:
             return [value for request in requests for value in getattr(request, name)]
 
         columns = {name: [x for request in requests for x in request.columns[name]] for name in requests[0].columns}
-        plain = (all_of(name) for name in ("queries", "prompts", "responses", "labels"))
-        return cls(*plain, columns, all_of("prompt_ids"), all_of("response_ids"), all_of("conversations"))
+        plain = {field.name: all_of(field.name) for field in fields(cls) if field.name != "columns"}
+        return cls(columns=columns, **plain)
 
     def take(self, rows: Sequence[int]) -> "RewardRequest":
         """These samples of it, in this order."""

@@ -102,7 +102,8 @@ WEIGHT = re.compile(r"\s*(?::\s*([^,]*?)\s*)?(?:,|$)")
 def read_spelling(text: str) -> list[tuple[str, str | None, float]]:
     """(name, argument, weight) of each part of NAME[(ARGUMENT)][:WEIGHT],... A bracket of an argument that has no
     partner is written with a backslash."""
-    parts, position = [], 0
+    parts: list[tuple[str, str | None, float]] = []
+    position = 0
     while position < len(text) or not parts:
         found = NAME.match(text, position)
         if found is None:

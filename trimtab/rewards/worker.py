@@ -115,6 +115,7 @@ def _encoded(message: dict[str, Any]) -> bytes:
 def _load(file: Path) -> ModuleType:
     sys.path.insert(0, str(file.parent))  # the file may import its neighbours
     specification = importlib.util.spec_from_file_location("reward_file", file)
+    assert specification is not None and specification.loader is not None, "the parent has seen that it is Python"
     module = importlib.util.module_from_spec(specification)
     sys.modules[specification.name] = module
     specification.loader.exec_module(module)

@@ -19,6 +19,7 @@ WITHOUT_REFERENCE = ("orpo", "simpo")
 
 
 class DPOTask(PairTask):
+    options: DPOOptions
     verb = "dpo"
     reference: Reference | None = None
     tables: dict | None = None  # precomputed reference log-probs, by store

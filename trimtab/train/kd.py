@@ -16,6 +16,7 @@ from trimtab.train.task import Share, Totals
 
 
 class KDTask(SFTTask):
+    options: KDOptions
     verb = "kd"
 
     def attach(self, loaded: Loaded, device: Device) -> None:

@@ -21,6 +21,7 @@ from trimtab.train.task import Share, Task, Totals, sums_by_sequence
 class KTOTask(Task):
     """Every batch carries its answers and, besides, the mismatched pairs that the step's KL is estimated from."""
 
+    options: KTOOptions
     verb = "kto"
 
     def build_store(self, rows, what):
@@ -52,7 +53,7 @@ class KTOTask(Task):
         )
 
     def prepare(self, model: Policy, batches: list[TokenBatch]) -> None:
-        mismatched = [b.beside for b in batches]
+        mismatched = [b.beside for b in batches if b.beside is not None]
         self.reference.score([*batches, *mismatched])
         with scoring(model):
             ratios = [sequence_log_probs(model, b) - b.extra["reference_S"] for b in mismatched]

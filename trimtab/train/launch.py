@@ -3,11 +3,15 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from trimtab.config.data import TemplateOptions
 from trimtab.config.groups import LoadOptions, LoggingOptions
+from trimtab.config.jobs import SupervisedOptions
+from trimtab.config.objectives import DistillationOptions, ReferenceOptions
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device, seed_everything
 from trimtab.distributed.watch import pulse
@@ -15,18 +19,20 @@ from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
+from trimtab.models.load import TrainedModelOptions
 from trimtab.train.pass_limit import BeginAnew
-from trimtab.train.plan.fit import fitted, for_manifest, supervised_work
+from trimtab.train.plan.passes import for_manifest, supervised_work, with_planned_passes
 from trimtab.train.sharded import shard_trained
 from trimtab.train.supervised import SupervisedRun
 from trimtab.train.task import Task
 
 REHEARSED_ROWS = 256
+Job = TypeVar("Job", bound=TrainedModelOptions)
 
 MakeTask = Callable[[Any, Any], Task]  # (options, tokenizer)
 
 
-def train(options: Any, make_task: MakeTask) -> None:
+def train(options: SupervisedOptions, make_task: MakeTask) -> None:
     device = find_device()
     try:
         world, carried = find_world(device), None
@@ -42,7 +48,7 @@ def train(options: Any, make_task: MakeTask) -> None:
         leave_world()
 
 
-def build_run(options: Any, make_task: MakeTask, device: Device, world: World) -> SupervisedRun:
+def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, world: World) -> SupervisedRun:
     """Everything up to the first step."""
     _check_places(options)
     tokenizer = load_job_tokenizer(options)
@@ -56,7 +62,7 @@ def build_run(options: Any, make_task: MakeTask, device: Device, world: World) -
     check_undivided(options, world)
     for line in [*task.data_lines(), *without_evaluation(options, task)]:
         world.say(line)
-    options, plan = fitted(options, device, world, lambda: supervised_work(task))
+    options, memory_plan = with_planned_passes(options, device, world, lambda: supervised_work(task))
     task.options = options
     seed_everything(options.seed, deterministic=options.full_determinism)
     loaded = task.load_model(device)
@@ -70,11 +76,11 @@ def build_run(options: Any, make_task: MakeTask, device: Device, world: World) -
     task.attach(loaded, device)
     # Dropout differs between processes, everything else does not.
     seed_everything(options.seed + 1_000_003 * world.rank, deterministic=options.full_determinism)
-    planned = {} if task.padded else for_manifest(plan)
+    planned = {} if task.padded else for_manifest(memory_plan)
     return SupervisedRun(options, task, loaded.model, tokenizer, device, loaded.weights, world, described=planned)
 
 
-def rehearse(options: Any, make_task: MakeTask) -> list[str]:
+def rehearse(options: SupervisedOptions, make_task: MakeTask) -> list[str]:
     """Everything that can go wrong before the first step, on a few rows and without the weights."""
     device = find_device()
     _check_places(options)
@@ -91,31 +97,42 @@ def rehearse(options: Any, make_task: MakeTask) -> list[str]:
     return lines
 
 
-def of_few_rows(options: Any) -> Any:
+def of_few_rows(options: Job) -> Job:
     """The same job on the first rows of its data."""
-    return dataclasses.replace(
-        options,
-        max_samples=min(options.max_samples, REHEARSED_ROWS),
-        eval_max_samples=min(options.eval_max_samples or REHEARSED_ROWS, REHEARSED_ROWS),
-    )
+    few: dict[str, Any] = {
+        "max_samples": min(options.max_samples, REHEARSED_ROWS),
+        "eval_max_samples": min(options.eval_max_samples or REHEARSED_ROWS, REHEARSED_ROWS),
+    }
+    return dataclasses.replace(options, **few)
 
 
-def _check_places(options: Any) -> None:
+def _check_places(options: SupervisedOptions) -> None:
     """Before anything slow: is the model there, and can its successor be written?"""
-    for flag in ("pretrain", "ref_pretrain", "teacher_model"):
-        if name := getattr(options, flag, None):
+    models: dict[str, str | None] = {"pretrain": options.pretrain}
+    if isinstance(options, ReferenceOptions):
+        models["ref_pretrain"] = options.ref_pretrain
+    if isinstance(options, DistillationOptions):
+        models["teacher_model"] = options.teacher_model
+    for flag, name in models.items():
+        if name:
             check_model_folder(name, f"--{flag}")
-    for flag in ("save_path", "ckpt_path", "use_tensorboard", "use_visualdl"):
-        if place := getattr(options, flag):
+    check_output_folders(options)
+
+
+def check_output_folders(options: TrainedModelOptions) -> None:
+    folders: dict[str, str | None] = {"save_path": options.save_path, "ckpt_path": options.ckpt_path}
+    folders |= {"use_tensorboard": options.use_tensorboard, "use_visualdl": options.use_visualdl}
+    for flag, place in folders.items():
+        if place:
             check_folder(flag, Path(place))
 
 
-def load_job_tokenizer(options: Any):
+def load_job_tokenizer(options: TrainedModelOptions) -> PreTrainedTokenizerBase:
     quiet_transformers()
     return load_tokenizer(
         options.pretrain,
         disable_fast=options.disable_fast_tokenizer,
-        chat_template=getattr(options, "tokenizer_chat_template", None),
+        chat_template=options.tokenizer_chat_template if isinstance(options, TemplateOptions) else None,
     )
 
 
@@ -133,7 +150,7 @@ def without_evaluation(options: LoggingOptions, task: Task) -> list[str]:
     return [f"warning: {line}" for line in options.idle(names, "without --eval_dataset, or a test split in the data")]
 
 
-def notes(options: Any, device: Device) -> list[str]:
+def notes(options: TrainedModelOptions, device: Device) -> list[str]:
     notes = []
     if options.bf16 and not device.has_fast_bf16():
         notes.append("note: this CPU has no fast bfloat16; fp32 (without --bf16) is about twice as fast here")

@@ -16,6 +16,7 @@ from trimtab.config.dump import to_dict
 from trimtab.config.groups import CheckpointOptions, LoggingOptions, RunOptions, ShardingOptions
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
+from trimtab.models.load import TrainedModelOptions
 
 
 def names_fingerprint(tensors: dict[str, Tensor]) -> str:
@@ -71,7 +72,7 @@ MEANING = ("lora_alpha", "proposal", "proposal_lora_rank")
 """Without these the numbers in a checkpoint cannot be read."""
 
 
-def settings(options: Any) -> dict[str, Any]:
+def settings(options: TrainedModelOptions) -> dict[str, Any]:
     """The options that change what is learnt, as plain values."""
     return {name: value for name, value in to_dict(options).items() if name not in WITHOUT_EFFECT}
 

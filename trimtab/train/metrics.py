@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -107,7 +108,8 @@ class WandbLog:
         )
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # wandb's reports about itself
         ambient = wandb.setup(wandb.Settings(silent=True)).settings  # the environment's and wandb's own files
-        mode, server = ambient.mode, ambient.base_url
+        mode: Any = ambient.mode
+        server = ambient.base_url
         if options.use_wandb in ("offline", "online"):
             mode = options.use_wandb
         if mode == "online":
@@ -149,8 +151,8 @@ class SteadyLog:
         self._attempt(lambda: setattr(self, "_log", make()))
 
     def write(self, row: dict) -> None:
-        if self._log is not None:
-            self._attempt(lambda: self._log.write(row))
+        if (log := self._log) is not None:
+            self._attempt(lambda: log.write(row))
 
     def close(self) -> None:
         if self._log is not None:
@@ -179,8 +181,8 @@ def open_logs(options: LoggingOptions, config: dict, folder: Path) -> list[Stead
     if options.use_wandb:
         logs.append(SteadyLog("wandb", lambda: WandbLog(options, config, folder)))
     name = options.wandb_run_name or "run"
-    if options.use_tensorboard:
-        logs.append(SteadyLog("TensorBoard", lambda: TensorBoardLog(Path(options.use_tensorboard) / name)))
-    if options.use_visualdl:
-        logs.append(SteadyLog("VisualDL", lambda: VisualDLLog(Path(options.use_visualdl) / name)))
+    if board := options.use_tensorboard:
+        logs.append(SteadyLog("TensorBoard", lambda: TensorBoardLog(Path(board) / name)))
+    if visual := options.use_visualdl:
+        logs.append(SteadyLog("VisualDL", lambda: VisualDLLog(Path(visual) / name)))
     return logs

@@ -3,12 +3,15 @@
 import numpy as np
 import torch
 
+from trimtab.config.jobs import DPOOptions, RMOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.pairs import PairStore, build_pair_store
 from trimtab.train.task import Task, Totals
 
 
 class PairTask(Task):
+    options: RMOptions | DPOOptions
+
     def build_store(self, rows, what):
         return build_pair_store(rows, self.tokenizer, self.options, what=what)
 

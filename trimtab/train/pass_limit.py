@@ -83,7 +83,9 @@ def memory_guard(undo: Callable[[], None] = lambda: None) -> Iterator[None]:
         if is_out_of_memory(error):
             why = str(error).partition("\n")[0]
             call_off(why)
-        elif (why := reason_to_call_off()) is None:
+        elif (reason := reason_to_call_off()) is not None:
+            why = reason
+        else:
             raise
         undo()
         raise OutOfMemory(why) from error

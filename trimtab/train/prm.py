@@ -14,6 +14,7 @@ from trimtab.train.task import Share, Task, Totals
 
 
 class PRMTask(Task):
+    options: PRMOptions
     verb = "prm"
 
     def build_store(self, rows, what):

@@ -19,7 +19,7 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
-from trimtab.models.load import Loaded, load_frozen_policy
+from trimtab.models.load import Loaded, TrainedModelOptions, load_frozen_policy
 from trimtab.models.lora import adapters_off
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
@@ -44,7 +44,14 @@ def check_reference(task: Any) -> None:
 
 class Reference:
     def __init__(
-        self, options: Any, loaded: Loaded, device: Device, world: World, *, pretrain: str | None, offload: bool
+        self,
+        options: TrainedModelOptions,
+        loaded: Loaded,
+        device: Device,
+        world: World,
+        *,
+        pretrain: str | None,
+        offload: bool,
     ):
         """`loaded`: the policy; `pretrain`: another model in place of what the policy was at the start."""
         self.device = device

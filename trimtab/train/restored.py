@@ -1,10 +1,10 @@
 """A policy as training left it: from a model folder, or from the newest resumable checkpoint in a folder of them."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from trimtab.config.groups import LoadOptions
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
 from trimtab.models.load import load_frozen_policy
@@ -15,7 +15,7 @@ from trimtab.train.tensor_parts import PATTERN, TensorParts
 WEIGHT = "weight/"  # what the optimiser puts before the name of a parameter
 
 
-def restored_policy(pretrain: str, checkpoint: str | None, options: Any, device: Device) -> Policy:
+def restored_policy(pretrain: str, checkpoint: str | None, options: LoadOptions, device: Device) -> Policy:
     """`pretrain`: where the architecture comes from, and the weights too without a `checkpoint`. Only to score with."""
     folder = Path(checkpoint).expanduser() if checkpoint else None
     if folder is not None and (folder / "config.json").exists():

@@ -21,6 +21,7 @@ MANY_PAIRS = 2000  # enough to know the mean and spread of rewards when there is
 
 
 class RMTask(PairTask):
+    options: RMOptions
     verb = "rm"
 
     def build_store(self, rows, what):

@@ -1,7 +1,7 @@
 """Supervised fine-tuning as a task of the supervised loop."""
 
 from trimtab.algos.sft import sft_loss_sum
-from trimtab.config.jobs import SFTOptions
+from trimtab.config.jobs import KDOptions, SFTOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.tokens import build_sft_store
 from trimtab.models.policy import Policy
@@ -10,6 +10,7 @@ from trimtab.train.task import Share, Task, Totals
 
 
 class SFTTask(Task):
+    options: SFTOptions | KDOptions
     verb = "sft"
 
     def build_store(self, rows, what):

@@ -1,15 +1,15 @@
 """Which parts of a model are split over processes, from the options of a job."""
 
-from typing import Any
-
 import torch
 
+from trimtab.config.groups import ShardingOptions
 from trimtab.distributed.sharding import GRADIENT_DTYPES, shard
 from trimtab.distributed.world import World
+from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel
 
 
-def shard_trained(model: PackedModel, options: Any, world: World) -> None:
+def shard_trained(model: PackedModel, options: TrainedModelOptions, world: World) -> None:
     shard(
         model,
         decoder_layers(model),
@@ -21,7 +21,7 @@ def shard_trained(model: PackedModel, options: Any, world: World) -> None:
     )
 
 
-def shard_frozen(model: PackedModel, options: Any, world: World, *, offload: bool) -> None:
+def shard_frozen(model: PackedModel, options: ShardingOptions, world: World, *, offload: bool) -> None:
     """A model without gradients is worth splitting where the trained one is, or where it is kept off the device."""
     if options.zero_stage == 3 or offload:
         shard(model, decoder_layers(model), world, zero_stage=3, offload=offload)

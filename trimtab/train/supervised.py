@@ -15,8 +15,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from trimtab.config.dump import to_yaml
+from trimtab.config.jobs import SupervisedOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.calling_off import meet_again
 from trimtab.distributed.device import Device, random_state, restore_random_state
@@ -66,10 +68,10 @@ class Carried:
 
 @dataclass
 class SupervisedRun:
-    options: object
+    options: SupervisedOptions
     task: Task
     model: PackedModel
-    tokenizer: object
+    tokenizer: PreTrainedTokenizerBase
     device: Device
     weights: str  # fingerprint of the model as it was loaded
     world: World = field(default_factory=World)
@@ -243,7 +245,7 @@ class SupervisedRun:
         if self.world.size > 1:
             lengths = self.task.lengths(store)
             shares = deal(cut, self.world.size, lambda part: int(lengths[part].sum()), _halves)
-            cut_here = shares[self.world.rank]
+            cut_here = [part or [] for part in shares[self.world.rank]]
         else:
             cut_here = cut
         batches = []
@@ -311,8 +313,15 @@ class SupervisedRun:
     # ---- what is on disk
 
     def open_log(self, resumed: bool) -> RunLog:
-        places = {"verb": self.task.verb, "total": self.order.steps, "start": self.counters.step}
-        return RunLog(self.options, self.manifest, self.folder, resumed=resumed, **places)
+        return RunLog(
+            self.options,
+            self.manifest,
+            self.folder,
+            verb=self.task.verb,
+            total=self.order.steps,
+            start=self.counters.step,
+            resumed=resumed,
+        )
 
     def write_description(self) -> None:
         with writing(f"--save_path {self.folder}: cannot write there"):

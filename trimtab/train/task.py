@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from trimtab.algos.moe_balance import load_balancing_loss
+from trimtab.config.jobs import SupervisedOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.order import SampleOrder
 from trimtab.data.overlap import beginnings, count_shared
@@ -47,7 +49,7 @@ class Task:
     world = World()  # the processes that share a step; set before training
     padded = False  # the model takes padded rows, where filling a token budget would not bound memory
 
-    def __init__(self, options: Any, tokenizer: Any):
+    def __init__(self, options: SupervisedOptions, tokenizer: PreTrainedTokenizerBase):
         self.pass_limit = PassLimit()
         self.options, self.tokenizer = options, tokenizer
         rows = load_rows(
@@ -59,7 +61,8 @@ class Task:
         )
         self._places = places_of(rows, "the train data")
         self.store, self.report = self.build_store(rows, "train")
-        self.evaluation = self.evaluation_report = None
+        self.evaluation: Any = None
+        self.evaluation_report: Any = None
         evaluation_rows = load_evaluation_rows(options)
         if evaluation_rows is not None:
             self.evaluation, self.evaluation_report = self.build_store(evaluation_rows, "evaluation")

@@ -12,14 +12,15 @@ import dataclasses
 import json
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
+from trimtab.config.jobs import AttackOptions
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
 from trimtab.evaluate.attack.losses import SuffixLoss, target_log_probs
 from trimtab.evaluate.attack.search import Search, SearchSettings, SearchState, Vocabulary
-from trimtab.evaluate.attack.success import Replies
+from trimtab.evaluate.attack.success import Criterion, Replies
 from trimtab.evaluate.attack.targets import Prompts, Target, read_targets
 from trimtab.evaluate.journal import Journal
 from trimtab.evaluate.tail_risk import share
@@ -39,7 +40,7 @@ OF_SPEED = {"gcg_batch_size", "gcg_use_prefix_cache", "output_path"}
 """Options that a resumed attack may change: they alter no result but for rounding."""
 
 
-def attack(options: Any, policy: Policy, device: Device) -> Path:
+def attack(options: AttackOptions, policy: Policy, device: Device) -> Path:
     """Attack a model as the options say, and return the file that holds what was found."""
     tokenizer = load_tokenizer(options.pretrain, disable_fast=options.disable_fast_tokenizer)
     targets, mended = read_targets(options.file_path, options.scenario, options.max_targets)
@@ -52,7 +53,7 @@ def attack(options: Any, policy: Policy, device: Device) -> Path:
         )
     run = AttackRun(options, policy, tokenizer, judge)
     rows = run.work_through(targets)
-    figures = summary(rows, options.atk_success_criteria, options.reward_threshold)
+    figures = summary(rows, cast(Criterion, options.atk_success_criteria), options.reward_threshold)
     path = output_of(options)
     write_json(path.with_name(f"{path.name.removesuffix('.jsonl')}.summary.json"), figures, indent=1)
     for line in told(figures):
@@ -60,12 +61,12 @@ def attack(options: Any, policy: Policy, device: Device) -> Path:
     return path
 
 
-def output_of(options: Any) -> Path:
+def output_of(options: AttackOptions) -> Path:
     """`gcg_eval_NAME.jsonl` beside the model that is attacked, unless another file is named. A tail run's folder is
     called by the name of its metric files, so that figures find it."""
     if options.output_path:
         return Path(options.output_path).expanduser()
-    attacked = Path(options.ckpt_path or options.pretrain).expanduser()
+    attacked = Path(options.ckpt_path or options.pretrain or "").expanduser()
     folder = attacked.parent if attacked.exists() else Path()
     run = run_name_in(attacked)
     return folder / f"gcg_eval_{run if run and not attacked.name.startswith(run) else attacked.name}.jsonl"
@@ -79,7 +80,7 @@ def run_name_in(folder: Path) -> str | None:
         return None
 
 
-def check_output(options: Any) -> Path:
+def check_output(options: AttackOptions) -> Path:
     """Where the findings will be; what is there already is not overwritten."""
     output = output_of(options)
     if output.exists():
@@ -88,7 +89,7 @@ def check_output(options: Any) -> Path:
 
 
 class AttackRun:
-    def __init__(self, options: Any, policy: Policy, tokenizer: Any, judge: Reward | None):
+    def __init__(self, options: AttackOptions, policy: Policy, tokenizer: Any, judge: Reward | None):
         self.options, self.policy, self.tokenizer, self.judge = options, policy, tokenizer, judge
         self.prompts = Prompts(tokenizer)
         size = policy.inner.get_input_embeddings().weight.shape[0]
@@ -228,7 +229,7 @@ def _stored(path: Path, index: int) -> dict[str, Any] | None:
 # ---- what came out
 
 
-def summary(rows: list[dict[str, Any]], criterion: str, threshold: float | None) -> dict[str, Any]:
+def summary(rows: list[dict[str, Any]], criterion: Criterion, threshold: float | None) -> dict[str, Any]:
     """The share of targets with at least one successful reply before and after the search, and figures beside it."""
     found: dict[str, Any] = {"targets": len(rows), "criterion": criterion, "threshold": threshold}
     for when in ("before", "after"):
@@ -240,7 +241,7 @@ def summary(rows: list[dict[str, Any]], criterion: str, threshold: float | None)
             "target_log_prob": {k: fmean(r.target_log_prob[k] for r in replies) for k in ("first", "mean", "sum")},
         }
         if all(one.rewards for one in replies):
-            every = [reward for one in replies for reward in one.rewards]
+            every = [reward for one in replies for reward in one.rewards or ()]
             found[when] |= {"mean_reward": fmean(every), "worst_reward": min(every)}
     return found
 

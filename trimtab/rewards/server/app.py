@@ -52,6 +52,8 @@ def make_app(
         batcher.close()
 
     async def score(request: Request) -> Response:
+        assert batcher is not None
+        response: Response
         protocol = next(known for known in PROTOCOLS.values() if known.path == request.url.path)
         try:
             with gate.entered():

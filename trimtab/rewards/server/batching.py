@@ -86,10 +86,11 @@ class Batcher:
     @staticmethod
     def _tell(future: asyncio.Future[RewardResult], settle: Callable[[Any], None], outcome: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the server did not wait for it
-            future.get_loop().call_soon_threadsafe(lambda: future.done() or settle(outcome))
+            future.get_loop().call_soon_threadsafe(lambda: None if future.done() else settle(outcome))
 
     def _next_batch(self) -> list[tuple[RewardRequest, asyncio.Future[RewardResult]]]:
-        batch, samples = [], 0
+        batch: list[tuple[RewardRequest, asyncio.Future[RewardResult]]] = []
+        samples = 0
         while self._waiting:
             size = len(self._waiting[0][0])
             if batch and self.max_samples is not None and samples + size > self.max_samples:

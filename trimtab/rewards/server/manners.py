@@ -29,7 +29,7 @@ def most_connections() -> int:
 def protocol_with_limits(connections: int) -> type[asyncio.Protocol]:
     """uvicorn's own protocol, which ends connections beyond `connections` and those whose headers take too long."""
 
-    class Limited(AutoHTTPProtocol):
+    class Limited(AutoHTTPProtocol):  # type: ignore[valid-type, misc]  # whichever uvicorn found
         _deadline: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:

@@ -1,5 +1,7 @@
 """The reward that a server's options name: reward models, a process reward model, or verifiers."""
 
+from typing import Any
+
 from trimtab.config.jobs import ServeRMOptions
 from trimtab.rewards.types import Reward, Weighted
 from trimtab.rewards.verify import make_verifier
@@ -14,7 +16,8 @@ def served_reward(options: ServeRMOptions) -> Reward:
     from trimtab.rewards.process import ProcessReward
 
     device = find_device()
-    limits = {"max_len": options.max_len, "max_samples": options.batch_size}
+    limits: dict[str, Any] = {"max_len": options.max_len, "max_samples": options.batch_size}
+    assert options.reward_pretrain is not None, "one or the other is given"
     if options.placeholder_token is not None:
         place, separator = options.step_reward, options.step_separator
         return ProcessReward(options.reward_pretrain, options, device, place=place, separator=separator, **limits)

@@ -5,13 +5,13 @@ scoring   the same without the pass over prompts, and one without gradients
 update    the same, with gradient sums, activations, and what the backward pass needs beside them
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from trimtab.config.jobs import RLOptions
 from trimtab.models.lm_head import chunk_tokens
+from trimtab.models.load import TrainedModelOptions
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.cache import KVShape
 from trimtab.rollout.builtin.memory import SHARE_OF_FREE, KVMemory
@@ -53,7 +53,7 @@ class Memory:
 class MemoryModel:
     """One job on one device: everything that does not depend on the size of its passes is measured once."""
 
-    def __init__(self, options: Any, hardware: Hardware, work: Work):
+    def __init__(self, options: TrainedModelOptions, hardware: Hardware, work: Work):
         self.options, self.hardware, self.work = options, hardware, work
         accelerator = hardware.accelerator
         self.trained = {
@@ -76,7 +76,7 @@ class MemoryModel:
         if not (options.adam_offload and self.hardware.accelerator):
             parts += [Part(f"{name}: fp32 masters", model.masters())]
             parts += [Part(f"{name}: Adam's moments", 8 * model.trained())]
-            if getattr(options, "enable_ema", False) and name == "actor":
+            if isinstance(options, RLOptions) and options.enable_ema and name == "actor":
                 parts.append(Part(f"{name}: average (EMA)", 4 * model.trained()))
         return parts
 
@@ -93,7 +93,8 @@ class MemoryModel:
         if scored:
             memory.parts.append(Part("a pass of scoring", max(scored), ("scoring",)))
         # Actor and critic take turns: the one that needs more decides.
-        memory.parts += max((self._update(name, model, tokens) for name, model in self.trained.items()), key=_sum)
+        updates = [self._update(name, model, tokens) for name, model in self.trained.items()]
+        memory.parts += max(updates, key=_sum)
         return memory
 
     def _update(self, name: str, model: Pretended, tokens: int) -> list[Part]:
@@ -117,6 +118,7 @@ class MemoryModel:
     @cached_property
     def _rollout(self) -> list[Part]:
         options, actor = self.options, self.trained["actor"]
+        assert isinstance(options, RLOptions)
         at_once = options.vllm_generate_batch_size if options.dynamic_filtering else None
         samples = (at_once or options.rollout_batch_size) * options.n_samples_per_prompt
         slots = min(options.rollout_slots, samples)
@@ -167,5 +169,5 @@ def largest(at: Callable[[int], Memory], room: int, least: int, most: int) -> Me
     return low
 
 
-def _sum(parts: list[Part]) -> int:
+def _sum(parts: Iterable[Part]) -> int:
     return sum(part.size for part in parts)

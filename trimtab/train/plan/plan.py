@@ -6,6 +6,7 @@ from typing import Any
 from trimtab.config.jobs import RLOptions
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import first_line
+from trimtab.models.load import TrainedModelOptions
 from trimtab.train.plan.hardware import GIB, Hardware
 from trimtab.train.plan.memory import FILL, PHASES, Memory, MemoryModel
 from trimtab.train.plan.speed import StepTime, assumptions, step_time
@@ -14,7 +15,7 @@ from trimtab.train.plan.work import Work, given_budget
 
 @dataclass
 class Plan:
-    options: Any
+    options: TrainedModelOptions
     hardware: Hardware
     work: Work
     memory: Memory
@@ -79,6 +80,7 @@ class Plan:
         return f"try {', '.join(ways)}" if ways else "use a larger device or several"
 
     def _times(self) -> list[str]:
+        assert self.time is not None
         step = "an iteration" if isinstance(self.options, RLOptions) else "a step"
         lines = [f"time of {step} of {self.time.tokens:,} tokens, about"]
         lines += [f"  {phase:<46}{seconds:9.3g} s" for phase, seconds in self.time.seconds.items()]
@@ -90,7 +92,7 @@ def _when(phases: tuple[str, ...]) -> str:
     return "" if phases == PHASES else f"   in the {' and '.join(phases)}"
 
 
-def make_plan(options: Any, hardware: Hardware, work: Work, *, propose: bool) -> Plan:
+def make_plan(options: TrainedModelOptions, hardware: Hardware, work: Work, *, propose: bool) -> Plan:
     """`propose`: the plan chooses the size of passes, not the options."""
     refuse_unplannable(options)
     try:
@@ -101,7 +103,7 @@ def make_plan(options: Any, hardware: Hardware, work: Work, *, propose: bool) ->
     return Plan(options, hardware, work, memory, step_time(model), model.head_logits(), propose)
 
 
-def refuse_unplannable(options: Any) -> None:
+def refuse_unplannable(options: TrainedModelOptions) -> None:
     if options.trainer == "tail":
         raise UserError("the models of a tail run are not planned; plan the grpo or ppo of the same sizes")
     if options.load_in_4bit:
@@ -110,13 +112,13 @@ def refuse_unplannable(options: Any) -> None:
         raise UserError("--attn_implementation: only the attention that is used by default is planned")
 
 
-def budget_changes(options: Any, tokens: int) -> dict[str, Any]:
+def budget_changes(options: TrainedModelOptions, tokens: int) -> dict[str, Any]:
     """The options that make passes of at most so many tokens."""
     how = "use_dynamic_batch" if isinstance(options, RLOptions) else "packing_samples"
     return {how: True, "train_max_tokens_per_gpu": tokens}
 
 
-def budget_words(options: Any, tokens: int) -> list[str]:
+def budget_words(options: TrainedModelOptions, tokens: int) -> list[str]:
     return [
         f"--{name}" if value is True else f"--{name} {value}" for name, value in budget_changes(options, tokens).items()
     ]

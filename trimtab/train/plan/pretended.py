@@ -7,7 +7,6 @@ accelerator. A pretended CPU is torch's fake mode, in which they go the CPU's wa
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from trimtab.config.groups import UpdateOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.sharding import GRADIENT_DTYPES
 from trimtab.models.attention import NAME, register
-from trimtab.models.load import cast_parameters, enable_gradient_checkpointing
+from trimtab.models.load import TrainedModelOptions, cast_parameters, enable_gradient_checkpointing
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.plan.live import LiveBytes
@@ -54,7 +53,7 @@ class PassBytes:
 
 
 class Pretended:
-    def __init__(self, model: PackedModel, options: Any, *, accelerator: bool, frozen: bool = False):
+    def __init__(self, model: PackedModel, options: TrainedModelOptions, *, accelerator: bool, frozen: bool = False):
         """`model`: a skeleton, which becomes this one's own; `frozen`: it only scores."""
         self.mode = contextlib.nullcontext() if accelerator else FakeTensorMode()
         self.device = torch.device("meta" if accelerator else "cpu")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.config.jobs import RLOptions
+from trimtab.models.load import TrainedModelOptions
 from trimtab.train.plan.hardware import Hardware
 from trimtab.train.plan.memory import MemoryModel
 from trimtab.train.plan.pretended import Pretended
@@ -42,9 +43,11 @@ class StepTime:
 
 
 def assumptions(hardware: Hardware, bf16: bool) -> str:
+    flops, bandwidth = hardware.flops(bf16), hardware.bandwidth
+    assert flops is not None and bandwidth is not None
     return (
-        f"{hardware.flops(bf16) / 1e12:,.3g} TFLOP/s in {'bf16' if bf16 else 'fp32'}, {TRAINING_SHARE:.0%} of it used "
-        f"in training and {SCORING_SHARE:.0%} in scoring; {hardware.bandwidth / 1e12:,.3g} TB/s of memory traffic, "
+        f"{flops / 1e12:,.3g} TFLOP/s in {'bf16' if bf16 else 'fp32'}, {TRAINING_SHARE:.0%} of it used "
+        f"in training and {SCORING_SHARE:.0%} in scoring; {bandwidth / 1e12:,.3g} TB/s of memory traffic, "
         f"{BANDWIDTH_SHARE:.0%} of it used, activations {READS_FORWARD} times written or read in a forward pass and "
         f"{READS_FORWARD + READS_BACKWARD} times in an update; every sample as long as it may be"
     )
@@ -53,9 +56,10 @@ def assumptions(hardware: Hardware, bf16: bool) -> str:
 def step_time(model: MemoryModel) -> StepTime | None:
     """None: nothing is known of how fast the device is."""
     options, hardware, work = model.options, model.hardware, model.work
-    if hardware.flops(options.bf16) is None:
+    flops, bandwidth = hardware.flops(options.bf16), hardware.bandwidth
+    if flops is None or bandwidth is None:
         return None
-    clock = _Clock(hardware, options, work, next(iter(model.trained.values())))
+    clock = _Clock(hardware, flops, bandwidth, options, work, next(iter(model.trained.values())))
     if not isinstance(options, RLOptions):
         seconds = {"update": sum(clock.update(trained, work.tokens, 1) for trained in model.trained.values())}
         if model.frozen:
@@ -74,10 +78,17 @@ def step_time(model: MemoryModel) -> StepTime | None:
 
 
 class _Clock:
-    def __init__(self, hardware: Hardware, options: Any, work: Work, trained: Pretended):
+    def __init__(
+        self,
+        hardware: Hardware,
+        flops: float,
+        bandwidth: float,
+        options: TrainedModelOptions,
+        work: Work,
+        trained: Pretended,
+    ):
         self.options, self.work, self.accelerator = options, work, hardware.accelerator
-        self.flops = hardware.flops(options.bf16)
-        self.bandwidth = hardware.bandwidth * BANDWIDTH_SHARE
+        self.flops, self.bandwidth = flops, bandwidth * BANDWIDTH_SHARE
         counted = min(COUNTED_TOKENS, work.tokens)
         self.activation_bytes = trained.training_pass(work.rows, counted).kept / counted / size(trained)
 
@@ -100,6 +111,7 @@ class _Clock:
 
     def rollout(self, model: Pretended, samples: int, kv_token_bytes: int) -> float:
         options, rows = self.options, self.work.rows
+        assert isinstance(options, RLOptions)
         slots = min(options.rollout_slots, samples)
         read = options.rollout_batch_size * rows.prompt * self.forward(model)
         traffic = model.weights() + slots * (rows.prompt + rows.answer / 2) * kv_token_bytes

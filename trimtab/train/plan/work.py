@@ -2,15 +2,21 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from trimtab.config.data import PreferenceColumns
 from trimtab.config.jobs import RLOptions
+from trimtab.config.objectives import (
+    CachedReferenceOptions,
+    DistillationOptions,
+    PreferenceLossOptions,
+    ReferenceOptions,
+)
 from trimtab.config.sources import listed
 from trimtab.data.batches import Example
 from trimtab.models.critic import Critic
-from trimtab.models.load import frozen_skeleton, policy_skeleton, reward_skeleton
+from trimtab.models.load import TrainedModelOptions, frozen_skeleton, policy_skeleton, reward_skeleton
 from trimtab.models.packed import PackedModel
 from trimtab.models.reward import RewardModel
 from trimtab.rewards.model import MAX_TOKENS
@@ -32,7 +38,9 @@ class Rows:
 
     def examples(self, tokens: int) -> tuple[list[Example], list[int]]:
         """A row of exactly so many tokens, and what each sequence borrows; the last one may be shorter."""
-        examples, shared, left = [], [], tokens
+        examples: list[Example] = []
+        shared: list[int] = []
+        left = tokens
         while left > 0:
             borrowed = self.prompt if len(examples) % self.group else 0
             own = min(self.longest - borrowed, left)
@@ -65,11 +73,11 @@ class Frozen:
     """Of its passes, if they are not as large as those of training."""
 
 
-def supposed(options: Any) -> Work:
+def supposed(options: TrainedModelOptions) -> Work:
     """What the options allow, without a look at the data: every sample as long as it may be."""
     if isinstance(options, RLOptions):
         return rl_work(options, options.prompt_max_len)
-    answers = 2 if hasattr(options, "chosen_key") else 1
+    answers = 2 if isinstance(options, PreferenceColumns) else 1
     sample = answers * options.max_len
     return Work(Rows(0, options.max_len), options.train_batch_size * sample, sample)
 
@@ -81,7 +89,7 @@ def rl_work(options: RLOptions, longest_prompt: int) -> Work:
     return Work(rows, groups * (rows.prompt + group * rows.answer), rows.longest)
 
 
-def given_budget(options: Any, work: Work) -> int:
+def given_budget(options: TrainedModelOptions, work: Work) -> int:
     """Tokens of a pass as the options have it."""
     by_tokens = options.use_dynamic_batch if isinstance(options, RLOptions) else options.packing_samples
     if by_tokens and options.train_max_tokens_per_gpu:
@@ -89,7 +97,7 @@ def given_budget(options: Any, work: Work) -> int:
     return options.micro_train_batch_size * work.least
 
 
-def trained_models(options: Any) -> dict[str, PackedModel]:
+def trained_models(options: TrainedModelOptions) -> dict[str, PackedModel]:
     if not isinstance(options, RLOptions):
         return {"model": reward_skeleton(options) if options.verb == "rm" else policy_skeleton(options)}
     models: dict[str, PackedModel] = {"actor": policy_skeleton(options)}
@@ -98,16 +106,20 @@ def trained_models(options: Any) -> dict[str, PackedModel]:
     return models
 
 
-def frozen_models(options: Any) -> list[Frozen]:
-    offload = getattr(options, "ref_reward_offload", False) or getattr(options, "ref_offload", False)
+def frozen_models(options: TrainedModelOptions) -> list[Frozen]:
     found = []
     if _has_reference(options):
-        name = getattr(options, "ref_pretrain", None) or options.pretrain
+        if isinstance(options, ReferenceOptions):
+            name, offload = options.ref_pretrain or options.pretrain, options.ref_offload
+        else:
+            name, offload = options.pretrain, isinstance(options, RLOptions) and options.ref_reward_offload
         found.append(Frozen("reference", frozen_skeleton(name, "--ref_pretrain"), offload))
-    if teacher := getattr(options, "teacher_model", None):
-        offload = getattr(options, "teacher_offload", offload)
-        found.append(Frozen("teacher", frozen_skeleton(teacher, "--teacher_model"), offload))
-    for name in listed(getattr(options, "reward_pretrain", None)):
+    if isinstance(options, RLOptions | DistillationOptions) and options.teacher_model:
+        offload = options.ref_reward_offload if isinstance(options, RLOptions) else options.teacher_offload
+        found.append(Frozen("teacher", frozen_skeleton(options.teacher_model, "--teacher_model"), offload))
+    if not isinstance(options, RLOptions):
+        return found
+    for name in listed(options.reward_pretrain):
         judge = _judge(dataclasses.replace(options, lora_rank=0), name, "--reward_pretrain")
         found.append(Frozen(f"reward model {name}", judge, pass_tokens=MAX_TOKENS))
     return found
@@ -122,16 +134,18 @@ def _origin_of_critic(options: RLOptions) -> tuple[str, str]:
     return options.pretrain, "--pretrain"
 
 
-def _judge(options: Any, name: str, flag: str) -> RewardModel:
+def _judge(options: RLOptions, name: str, flag: str) -> RewardModel:
     """The model `name` with a score head."""
     return reward_skeleton(dataclasses.replace(options, pretrain=name), flag)
 
 
-def _has_reference(options: Any) -> bool:
+def _has_reference(options: TrainedModelOptions) -> bool:
     if isinstance(options, RLOptions):
         return options.init_kl_coef > 0 and options.lora_rank == 0
-    if not hasattr(options, "ref_pretrain") or getattr(options, "preference_loss", None) in WITHOUT_REFERENCE:
+    if not isinstance(options, ReferenceOptions):
         return False
-    if getattr(options, "precompute_ref_log_probs", False):
+    if isinstance(options, PreferenceLossOptions) and options.preference_loss in WITHOUT_REFERENCE:
+        return False
+    if isinstance(options, CachedReferenceOptions) and options.precompute_ref_log_probs:
         return False
     return options.lora_rank == 0 or options.ref_pretrain is not None

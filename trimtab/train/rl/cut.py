@@ -40,8 +40,8 @@ def _pieces(experience: Experience, samples: Sequence[int], *, count: int, budge
     """Runs of answers to one prompt, as long as a pass can hold."""
     pieces: list[list[int]] = []
     for i in samples:
-        last = pieces[-1] if pieces else None
-        same = last is not None and experience.prompt_ids[last[-1]] == experience.prompt_ids[i]
+        last = pieces[-1] if pieces else []
+        same = bool(last) and experience.prompt_ids[last[-1]] == experience.prompt_ids[i]
         fits = same and (len(last) < count if budget is None else cost(experience, [*last, i]) <= budget)
         if fits:
             last.append(i)

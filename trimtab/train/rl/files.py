@@ -63,6 +63,7 @@ class RunFiles:
         self._log = RunLog(self.options, self.manifest, self.folder, shown=shown, **places)
 
     def write(self, row: dict) -> None:
+        assert self._log is not None
         self._log.write(row)
 
     def keep_samples(self, iteration: int, experience: Experience) -> None:

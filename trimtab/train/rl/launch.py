@@ -41,7 +41,7 @@ from trimtab.train.launch import check_undivided, load_job_tokenizer, notes, of_
 from trimtab.train.manifest import make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.pass_limit import BeginAnew, NoRoom, PassLimit
-from trimtab.train.plan.fit import fitted, for_manifest, work_of_prompts
+from trimtab.train.plan.passes import for_manifest, with_planned_passes, work_of_prompts
 from trimtab.train.reference import Reference
 from trimtab.train.rl.batches import AnswerBatch, TextBatch
 from trimtab.train.rl.cut import updates_per_iteration
@@ -143,7 +143,9 @@ class Builder:
         self.recording = Recording.of(options, store)
         if options.replay:
             self.recording.check_holds(self.order.steps)
-        options, self.plan = fitted(options, device, world, lambda: work_of_prompts(options, self.stores))
+        options, self.memory_plan = with_planned_passes(
+            options, device, world, lambda: work_of_prompts(options, self.stores)
+        )
         self.options = options
         seed_everything(options.seed, deterministic=options.full_determinism)
         self.loaded = load_policy(options, device, cast=world.size == 1)
@@ -289,7 +291,7 @@ class Builder:
             zero_stage=options.zero_stage,
             reward=self.reward.name,
             data={name: report.as_dict() for name, report in self.reports.items()},
-            **for_manifest(self.plan),
+            **for_manifest(self.memory_plan),
         )
 
 

@@ -157,7 +157,7 @@ class RLRun:
         work = self.iteration
         if work is None:
             return None
-        for samples in self.plan(work)[len(work.reports) :]:
+        for samples in self.updates_of(work)[len(work.reports) :]:
             if stop.signal:
                 self.leave(stop)
             with timed(work.seconds, "update"):
@@ -230,7 +230,7 @@ class RLRun:
         """Rewards become advantages; what there is to say of them."""
         return shape(experience, self.options, self.counters.kl_coefficient)
 
-    def plan(self, work: Iteration) -> list[list[int]]:
+    def updates_of(self, work: Iteration) -> list[list[int]]:
         """The samples of every update of an iteration: a pure function of its number."""
         options = self.options
         return [

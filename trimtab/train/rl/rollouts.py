@@ -86,6 +86,7 @@ class Rollouts:
         responses = self.tokenizer.batch_decode([r.ids for r in rollouts], skip_special_tokens=True)
         asked = [rows[r.prompt] for r in rollouts]
         prompts, given = [store.text(row) for row in asked], [store.prompt(row) for row in asked]
+        conversations = [prompt for prompt in given if isinstance(prompt, list)]
         columns = [store.columns(row) for row in asked]
         names = dict.fromkeys(name for row in columns for name in row)
         request = RewardRequest(
@@ -96,7 +97,7 @@ class Rollouts:
             columns={name: [row.get(name) for row in columns] for name in names} | {store.input_key: given},
             prompt_ids=[r.prompt_ids for r in rollouts],
             response_ids=[r.ids for r in rollouts],
-            conversations=given if all(isinstance(prompt, list) for prompt in given) else [],
+            conversations=conversations if len(conversations) == len(given) else [],
         )
         return request, asked
 

@@ -46,6 +46,7 @@ class TailFiles(RunFiles):
 
     def keep_bad_texts(self, step: int, texts: list[str]) -> None:
         if texts:
+            assert self._bad is not None
             with writing(f"--save_path {self.folder}: cannot write there"):
                 self._bad.write({"step": step, "texts": sorted(set(texts))})
 

@@ -61,7 +61,7 @@ class Measures:
     def __init__(self, options: TailOptions, samples: int, held_out: PromptStore | None):
         """`samples`: the prompts of an episode."""
         self.options, self.held_out = options, held_out
-        self.fit = samples * options.num_episodes
+        self.prompts_a_fit_step = samples * options.num_episodes
 
     def before(self, run: Any) -> dict[str, float]:
         if run.roles.bad_words is None:
@@ -71,7 +71,7 @@ class Measures:
     def during(self, run: Any, prompts: int) -> dict[str, float]:
         """At the end of an iteration over `prompts`: the same, where a fit step ends with it."""
         used = run.counters.prompts_used
-        return self.before(run) if (used + prompts) // self.fit > used // self.fit else {}
+        return self.before(run) if (used + prompts) // self.prompts_a_fit_step > used // self.prompts_a_fit_step else {}
 
     def after(self, run: Any) -> bool:
         """Whether everything could be measured: a signal may have come between."""
@@ -99,6 +99,7 @@ class Measures:
         return THRESHOLDS if self.options.bad_threshold is None else (self.options.bad_threshold,)
 
     def answers(self, run: Any, rollouts: Group, stream: int) -> Experience | None:
+        assert self.held_out is not None
         rows = range(len(self.held_out))
         requests = [
             (row, request_seed(request_seed(SEED + stream, turn), row))

@@ -15,7 +15,8 @@ from trimtab.data.batches import TokenBatch
 from trimtab.distributed.sharding import whole
 from trimtab.models.modulated import ModulatedPolicy, TwistModel
 from trimtab.models.packed import scoring
-from trimtab.train.pass_limit import memory_guard
+from trimtab.rewards.types import RewardFailed
+from trimtab.train.pass_limit import NoRoom, memory_guard
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.learner import Actor
 from trimtab.train.rl.rollouts import Rollouts
@@ -112,6 +113,6 @@ class ModulationModel(ProposalModel):
 class BorrowingRollouts(Rollouts):
     """Answers of a proposal that works on the policy's weights."""
 
-    def sample(self, requests: list, **settings: Any) -> Experience | None:
+    def sample(self, requests: list, **settings: Any) -> Experience | RewardFailed | NoRoom | None:
         with self.engine.policy.at_work():
             return super().sample(requests, **settings)

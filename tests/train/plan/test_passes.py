@@ -12,7 +12,7 @@ from trimtab.config.jobs import GRPOOptions, SFTOptions, TailOptions
 from trimtab.config.parse import parse
 from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
-from trimtab.train.plan.fit import _wanted, fitted
+from trimtab.train.plan.passes import _wanted, with_planned_passes
 
 CPU, ACCELERATOR = Device(torch.device("cpu"), "CPU"), Device(torch.device("meta"), "an accelerator")
 
@@ -43,7 +43,8 @@ def test_neither_several_processes_nor_a_tail_run_are_planned():
 
 def test_asking_for_planned_passes_over_several_processes_is_answered(capsys):
     options = SFTOptions(fit_memory=True)
-    assert fitted(options, ACCELERATOR, World(0, 2), lambda: pytest.fail("nothing is planned")) == (options, None)
+    planned = with_planned_passes(options, ACCELERATOR, World(0, 2), lambda: pytest.fail("nothing is planned"))
+    assert planned == (options, None)
     assert "--fit_memory has no effect over several processes" in capsys.readouterr().out
 
 
@@ -85,6 +86,6 @@ def test_a_model_that_cannot_be_planned_is_refused_only_where_a_plan_was_asked_f
     monkeypatch.setattr("trimtab.train.plan.memory.MemoryModel.at", broken)
     assert run("--fit_memory") == 2
     assert "--pretrain model cannot be planned: it looks at contents\n" in capsys.readouterr().err
-    monkeypatch.setattr("trimtab.train.plan.fit._wanted", lambda *_: True)
+    monkeypatch.setattr("trimtab.train.plan.passes._wanted", lambda *_: True)
     assert run("--save_path", "plain") == 0
     assert "it looks at contents); passes of 8 samples" in capsys.readouterr().out

@@ -2,13 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from trimtab.config.groups import PASS_SIZES
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
 from trimtab.models.hugging_face import first_line
+from trimtab.models.load import TrainedModelOptions
 from trimtab.train.plan.hardware import GIB, of_device
 from trimtab.train.plan.work import Rows, Work, rl_work
 from trimtab.train.task import Task
@@ -16,8 +18,12 @@ from trimtab.train.task import Task
 if TYPE_CHECKING:
     from trimtab.train.plan.plan import Plan
 
+Job = TypeVar("Job", bound=TrainedModelOptions)
 
-def fitted(options: Any, device: Device, world: World, work: Callable[[], Work]) -> tuple[Any, "Plan | None"]:
+
+def with_planned_passes(
+    options: Job, device: Device, world: World, work: Callable[[], Work]
+) -> tuple[Job, "Plan | None"]:
     """The options with the plan's token budget and the plan; or as they are and None."""
     if not _wanted(options, device, world):
         if options.fit_memory:
@@ -35,10 +41,10 @@ def fitted(options: Any, device: Device, world: World, work: Callable[[], Work])
     tokens, room = plan.memory.tokens, f"{plan.memory_gib:.1f} of {plan.hardware.memory / GIB:.1f} GiB"
     warning = "" if plan.fits else "warning: little memory is left, or none; trimtab plan says what it is for; "
     world.say(f"{warning}passes of up to {tokens:,} tokens, by plan: {room} at the peak")
-    return dataclasses.replace(options, **budget_changes(options, tokens), fit_memory=False), plan
+    return dataclasses.replace(options, **budget_changes(options, tokens) | {"fit_memory": False}), plan
 
 
-def _wanted(options: Any, device: Device, world: World) -> bool:
+def _wanted(options: TrainedModelOptions, device: Device, world: World) -> bool:
     if options.fit_memory is not None or world.size > 1 or options.trainer == "tail":
         return bool(options.fit_memory) and world.size == 1
     return device.is_accelerator and not options.given & PASS_SIZES
@@ -51,7 +57,7 @@ def supervised_work(task: Task) -> Work:
     return Work(Rows(0, task.longest()), step, int(lengths.max()))
 
 
-def work_of_prompts(options: Any, stores: dict[str, PromptStore]) -> Work:
+def work_of_prompts(options: RLOptions, stores: dict[str, PromptStore]) -> Work:
     return rl_work(options, max(int(store.lengths.max()) for store in stores.values()))
 
 

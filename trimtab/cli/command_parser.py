@@ -1,4 +1,4 @@
-"""A parser for the verbs that have a handful of words of their own; jobs with real options use trimtab.config."""
+"""The parser of verbs with a few arguments of their own; those of jobs are trimtab.config's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trimtab.config.parse import take_negative_numbers
 from trimtab.errors import UserError
 
 
-class Words(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """argparse, except that a mistake is a UserError of one line instead of a usage text."""
 
     def __init__(self, program: str, description: str):
