@@ -321,7 +321,7 @@ class AttackOptions(
 
     idle_here = MappingProxyType(
         dict.fromkeys(BackwardOptions.__annotations__, "in an attack: nothing is trained")
-        | {"zero_stage": "in an attack: it runs in one process"}
+        | dict.fromkeys(("zero_stage", "hang_timeout"), "in an attack: it runs in one process")
     )
 
     def check(self) -> Iterable[str]:
