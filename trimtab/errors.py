@@ -5,6 +5,10 @@ class UserError(Exception):
     """A mistake its author can mend: shown as one line (what, where, what to do), exit code 2."""
 
 
+class CannotWrite(UserError):
+    """The disk is full, gone or not ours: what is in memory may still be saved elsewhere."""
+
+
 class Interrupted(Exception):
     """The user or the scheduler asked us to stop; everything needed to go on is on disk."""
 

@@ -3,10 +3,13 @@
 Whatever must not be found half-written goes through `replacing`: written beside its place, flushed to disk, renamed.
 """
 
+import fcntl
 import itertools
 import json
 import os
 import shutil
+import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from trimtab.errors import UserError
+from trimtab.errors import CannotWrite, UserError
 
 UNFINISHED = ".writing-"
 """How everything begins that is still being written: a process that was killed may leave one behind."""
@@ -88,6 +91,60 @@ def flush(path: Path, *, contents: bool = True) -> None:
         os.close(descriptor)
 
 
+# ---- folders that a run is at work in
+
+MARK, LOCK = "unfinished", ".lock"
+
+
+def mark_unfinished(folder: Path) -> None:
+    """Say that the model in a folder is not whole, or not what the rest of the folder tells of."""
+    write_text(
+        folder / MARK, "A run has not finished here: what looks like its model is an earlier one, or not whole.\n"
+    )
+
+
+def mark_finished(folder: Path) -> None:
+    (folder / MARK).unlink(missing_ok=True)
+
+
+def is_unfinished(folder: Path) -> bool:
+    return (folder / MARK).exists()
+
+
+@contextmanager
+def locked(flag: str, folder: Path) -> Iterator[None]:
+    """Inside, no other process may enter for the same folder. The end of this process, however it comes, unlocks it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+") as file:
+        try:
+            # Not flock: a child that outlives a killed parent would inherit it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            file.seek(0)
+            holder = file.read(200).strip() or "it does not say which"
+            raise UserError(
+                f"--{flag} {folder}: another run is at work there ({holder}); wait for it or give another folder"
+            ) from error
+        except OSError as error:
+            print(f"warning: {folder}: no lock can be had here ({reason(error)}), so start no second run there")
+        with suppress(OSError):  # a full disk: the lock holds all the same
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+        yield
+
+
+def remove_leftovers(folder: Path) -> None:
+    """What killed processes were writing in a folder; to be called by the one that has it locked."""
+    for path in folder.glob(f"{UNFINISHED}*"):
+        remove(path)
+
+
+def new_temporary_folder(name: str) -> Path:
+    """A folder of our own among the system's temporary ones, to stay."""
+    return Path(tempfile.mkdtemp(prefix=f"{name}-"))
+
+
 # ---- where writing fails
 
 
@@ -106,7 +163,7 @@ def writing(what: str, advice: str = "") -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{what} ({reason(error)}){advice and f'; {advice}'}") from error
+        raise CannotWrite(f"{what} ({reason(error)}){advice and f'; {advice}'}") from error
 
 
 def reason(error: Exception) -> str:

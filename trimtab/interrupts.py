@@ -1,11 +1,12 @@
-"""Ctrl-C and SIGTERM: finish the micro-batch, save, leave. A second Ctrl-C leaves at once."""
+"""Ctrl-C, SIGTERM and SIGHUP (the terminal went away): finish the micro-batch, save, leave. A second Ctrl-C leaves at
+once."""
 
 import signal
 import threading
 
 from trimtab.errors import Interrupted
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
@@ -21,6 +22,8 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue  # started with nohup
                 self._previous[number] = signal.signal(number, self._remember)
         return self
 

@@ -215,3 +215,5 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     assert "directory" in refusal("--config", str(tmp_path))
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x80")
     assert "UTF-8" in refusal("--config", str(tmp_path / "bytes.yaml"))
+    (tmp_path / "deep.yaml").write_text("seed: " + "[" * 1000 + "]" * 1000 + "\n")
+    assert "nested too deeply" in refusal("--config", str(tmp_path / "deep.yaml"))

@@ -79,3 +79,23 @@ def test_a_place_that_cannot_be_written_to_is_told_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--output_path .*file/out.jsonl: cannot write there"):
         begun(tmp_path / "file")
+
+
+@pytest.mark.parametrize("line", [b"garbage", b"\xff\xfe\x00", b"5", b"[1]", b'["x", 2]', b"[" * 100_000])
+def test_a_line_that_is_no_item_is_named_and_nothing_is_thrown_away(tmp_path, line):
+    first = begun(tmp_path)
+    first.write(0, "a")
+    first.close()
+    path = first.folder / "0.jsonl"
+    path.write_bytes(content := path.read_bytes() + line + b"\n")
+    with pytest.raises(UserError, match=r"--output_path .*line 2 of .*0\.jsonl is no finished item"):
+        begun(tmp_path)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("content", [b"garbage", b"\xff", b"[]"])
+def test_settings_that_cannot_be_read_are_named(tmp_path, content):
+    first = begun(tmp_path)
+    (first.folder / "settings.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"settings\.json does not tell what work it is"):
+        begun(tmp_path)

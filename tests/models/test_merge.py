@@ -1,6 +1,9 @@
 """A merged model answers and scores like its base with the adapter on."""
 
 import json
+import os
+import pickle
+import shutil
 
 import pytest
 import torch
@@ -128,3 +131,21 @@ def test_places_that_hold_something_else_are_named(causal, tmp_path):
     assert "no adapter_config.json there" in mistake(causal / "model", causal / "model", tmp_path / "out")
     (tmp_path / "adapter_config.json").write_text("{broken")
     assert "not readable as JSON" in mistake(causal / "model", tmp_path, tmp_path / "out")
+
+
+def test_a_pickled_adapter_is_refused_in_one_line_and_runs_nothing(causal, tmp_path):
+    shutil.copytree(causal / "adapter", tmp_path / "adapter")
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    with (tmp_path / "adapter" / "adapter_model.bin").open("wb") as file:
+        pickle.dump(Hostile(str(tmp_path / "ran")), file)
+    with pytest.raises(UserError, match="--lora_path") as error:
+        merge_adapter(str(causal / "model"), str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    assert "\n" not in str(error.value) and not (tmp_path / "ran").exists()
+
+
+class Hostile:
+    def __init__(self, place):
+        self.place = place
+
+    def __reduce__(self):
+        return os.mkdir, (self.place,)

@@ -1,5 +1,6 @@
 """A small run of each of the three loops: over fixed data, of RL, and of the tail methods."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -11,6 +12,9 @@ from tests.train.sft_run import write_task
 from tests.train.tail import tail_run
 from trimtab.embedded.sort_task import make_rows
 from trimtab.train.checkpoint import Checkpoints
+from trimtab.train.rl.loop import RLRun
+from trimtab.train.supervised import SupervisedRun
+from trimtab.train.tail.loop import TailRun
 
 LOOPS = ["sft", "ppo", "tail"]
 STEPS = 12  # of sft: 24 samples, 4 a step, two epochs
@@ -50,3 +54,18 @@ def step(checkpoint: Path) -> int:
 
 def newest_two(place: Path) -> list[Path]:
     return sorted(place.glob("global_step*"), key=step, reverse=True)[:2]
+
+
+def signal_in_step(loop: str, number: int, sent: int) -> None:
+    """Send this process a signal when it is about to learn in the step, or iteration, after so many."""
+    run_class, method = {"sft": (SupervisedRun, "train_step"), "ppo": (RLRun, "update"), "tail": (TailRun, "update")}[
+        loop
+    ]
+    plain = getattr(run_class, method)
+
+    def interrupted(run, *given):
+        if getattr(run.counters, "step" if loop == "sft" else "iteration") == number:
+            os.kill(os.getpid(), sent)
+        return plain(run, *given)
+
+    setattr(run_class, method, interrupted)

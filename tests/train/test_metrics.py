@@ -3,6 +3,7 @@ import sys
 import pytest
 
 from trimtab.config.groups import LoggingOptions
+from trimtab.errors import UserError
 from trimtab.train.metrics import MetricsFile, open_logs, read_rows
 
 
@@ -52,3 +53,25 @@ def test_a_logger_that_cannot_start_is_one_line_and_the_others_go_on(tmp_path, m
     printed = capsys.readouterr().out
     assert printed.startswith("warning: VisualDL is left out from here on: ") and printed.count("\n") == 1
     assert list((tmp_path / "tensorboard" / "run").iterdir())
+
+
+@pytest.mark.parametrize(
+    "line", [b"garbage", b"\xff\xfe\x00", b"[1]", b'{"loss": 1}', b'{"step": "x"}', b"[" * 100_000]
+)
+def test_a_line_that_is_no_row_is_named_and_nothing_is_thrown_away(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 4))
+    content = path.read_bytes()
+    path.write_bytes(content + line + b"\n" + content)
+    with pytest.raises(UserError, match=r"metrics.jsonl: line 4 is no row of metrics"):
+        MetricsFile(path, resume_from=2)
+    assert path.read_bytes() == content + line + b"\n" + content
+
+
+def test_closing_a_file_on_a_full_disk_does_not_hide_what_was_told(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl", resume_from=None)
+    file._file.close()
+    file._file = open("/dev/full", "w")  # noqa: SIM115 (closed below)
+    with pytest.raises(OSError, match="No space left"):
+        file.write({"step": 1})
+    file.close()

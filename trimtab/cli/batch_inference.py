@@ -8,6 +8,7 @@ from trimtab.cli.run import run_job
 from trimtab.config.jobs import GenerateOptions
 from trimtab.distributed.launch import launch
 from trimtab.distributed.watch import watch
+from trimtab.output import steady_output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         work(options)
         return 0
 
-    return run_job(GenerateOptions, argv, start, rehearse)
+    with steady_output():
+        return run_job(GenerateOptions, argv, start, rehearse)
 
 
 def work(options: GenerateOptions) -> None:

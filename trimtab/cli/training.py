@@ -19,6 +19,7 @@ from trimtab.config.jobs import TRAINED, TrainedOptions
 from trimtab.distributed.launch import launch
 from trimtab.distributed.watch import watch
 from trimtab.errors import Interrupted, RunFailed
+from trimtab.output import steady_output
 
 Made = TypeVar("Made")
 
@@ -43,7 +44,8 @@ def training_main(verb: str, argv: Sequence[str] | None) -> int:
         _train(options)
         return 0
 
-    return run_job(TRAINED[verb], argv, start, _rehearse)
+    with steady_output():
+        return run_job(TRAINED[verb], argv, start, _rehearse)
 
 
 def _rehearse(options: TrainedOptions) -> list[str]:

@@ -152,5 +152,7 @@ def _entries(path: str) -> list[tuple[int, str, Any]]:
         mark = error.problem_mark or error.context_mark
         where = f" line {mark.line + 1}" if mark else ""
         raise UserError(f"{path}{where}: not valid YAML: {error.problem}") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deeply; a config holds lines of the form `name: value`") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -55,7 +55,8 @@ class Journal:
 
     def close(self) -> None:
         if self._lines is not None:
-            self._lines.close()
+            with suppress(OSError):  # items are flushed one by one: a failure has been told, and must not be hidden
+                self._lines.close()
 
     def gather(self) -> None:
         """Know what the other processes have finished."""
@@ -73,7 +74,12 @@ class Journal:
         path = self.folder / SETTINGS
         if not path.exists():
             return
-        found = json.loads(path.read_text())
+        try:
+            found = json.loads(path.read_bytes())
+            if not isinstance(found, dict):
+                raise ValueError
+        except (ValueError, RecursionError) as error:
+            raise self._damaged(f"{path} does not tell what work it is") from error
         binding = [name for name in {**found, **self.settings} if name not in free]
         differing = [name for name in binding if found.get(name) != self.settings.get(name)]
         if differing:
@@ -84,8 +90,19 @@ class Journal:
 
     def _items(self) -> Iterator[tuple[int, Any]]:
         for path in sorted(self.folder.glob("*.jsonl")):
-            for line in path.read_bytes().rpartition(b"\n")[0].splitlines():
-                yield json.loads(line)
+            for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+                try:
+                    item, value = json.loads(line)
+                    if type(item) is not int:
+                        raise ValueError
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise self._damaged(f"line {number} of {path} is no finished item") from error
+                yield item, value
+
+    def _damaged(self, what: str) -> UserError:
+        return UserError(
+            f"--output_path {self.output}: {what}; remove that line, or the folder {self.folder} to begin anew"
+        )
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing(f"--output_path {self.output}: cannot write there")

@@ -11,6 +11,7 @@ from torch import nn
 
 from trimtab.data.hub import hub_or_cache, looks_like_hub_name, needs_code, trust_remote_code
 from trimtab.errors import UserError
+from trimtab.files import MARK, is_unfinished
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
 
@@ -81,6 +82,11 @@ def check_model_folder(pretrain: str, flag: str = "--pretrain") -> None:
         return
     if not folder.is_dir():
         raise UserError(f"{flag} {pretrain}: is a file; give the folder that holds config.json and the weights")
+    if is_unfinished(folder):
+        raise UserError(
+            f"{flag} {pretrain}: the run in this folder has not finished, so the model there is an earlier one or not "
+            f"whole; finish the run (--load_checkpoint), or remove the file {MARK} there to use it as it is"
+        )
     if not (folder / "config.json").exists():
         hint = " (an adapter: merge it into its base first)" if (folder / "adapter_config.json").exists() else ""
         raise UserError(f"{flag} {pretrain}: no config.json in this folder{hint}; is it a Hugging Face model?")

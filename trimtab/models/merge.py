@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 
 from trimtab.errors import UserError
+from trimtab.files import is_unfinished, locked, remove_leftovers, writing
 from trimtab.models.hugging_face import check_model_folder, first_line, from_pretrained, quiet_transformers
 from trimtab.models.load import cast_parameters
 from trimtab.models.reward import REWARDS
@@ -21,6 +23,8 @@ def merge_adapter(
 
     check_model_folder(model_path, "--model_path")
     folder = Path(lora_path).expanduser()
+    if is_unfinished(folder):
+        raise UserError(f"--lora_path {lora_path}: the run in this folder has not finished; finish it first")
     if not (folder / "adapter_config.json").exists():
         raise UserError(f"--lora_path {lora_path}: no adapter_config.json there; give the --save_path of a LoRA run")
     _check_kind(folder / "adapter_config.json", is_rm)
@@ -32,6 +36,8 @@ def merge_adapter(
     try:
         adapted = PeftModel.from_pretrained(base, str(folder))
         left_over = load_peft_weights(str(folder), device="cpu").keys() - get_peft_model_state_dict(adapted).keys()
+    except UnpicklingError as error:
+        raise UserError(f"--lora_path {lora_path}: pickled weights, which may run code; give safetensors") from error
     except (ValueError, RuntimeError, KeyError, OSError) as error:
         raise UserError(
             f"--lora_path {lora_path}: does not fit --model_path {model_path}: {first_line(error)}"
@@ -49,7 +55,10 @@ def merge_adapter(
             model.config.mean, model.config.std = facts["mean"], facts["std"]
     if bf16:
         cast_parameters(model, torch.bfloat16)
-    write_folder(Path(output_path), model.save_pretrained, tokenizer.save_pretrained)
+    place = Path(output_path).expanduser()
+    with writing(f"--output_path {output_path}: cannot write the model"), locked("output_path", place):
+        remove_leftovers(place)
+        write_folder(place, model.save_pretrained, tokenizer.save_pretrained)
 
 
 def _check_kind(path: Path, is_rm: bool) -> None:

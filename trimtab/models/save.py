@@ -8,10 +8,11 @@ from torch import Tensor, nn
 
 from trimtab.distributed.sharding import whole
 from trimtab.distributed.world import World
-from trimtab.files import flush, move, remove, unfinished
+from trimtab.files import flush, is_unfinished, mark_finished, mark_unfinished, move, remove, unfinished
 from trimtab.models.packed import PackedModel
 from trimtab.models.reward import HEAD, rename_head
 
+MAIN = ("config.json", "adapter_config.json")  # what makes a folder look like a model
 WEIGHTS = ("adapter_*", "model*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.bin.index.json")
 
 
@@ -43,18 +44,24 @@ def _gathered(model: nn.Module, world: World, bf16: bool) -> dict[str, Tensor]:
 
 
 def write_folder(folder: Path, *writers: Callable[[Path], object]) -> None:
-    """Each file appears whole or not at all: written beside, then moved in, the descriptions last."""
+    """A model's files appear together: written beside, then moved in, config.json last. Until then the folder is marked
+    as unfinished; a run that marked it before takes the mark away itself."""
     folder.mkdir(parents=True, exist_ok=True)
     with unfinished(folder) as beside:
         for write in writers:
             write(beside)
         flush(beside)
-        written = sorted(beside.iterdir(), key=lambda p: (p.name.endswith("config.json"), p.name))
-        for path in written:
-            if path.is_dir():
-                remove(folder / path.name)
-            move(path, folder / path.name)
+        written = sorted(beside.iterdir(), key=lambda p: (p.name in MAIN, p.name))
+        marked = is_unfinished(folder)
+        if not marked:
+            mark_unfinished(folder)
         # Another run's adapter or shards beside these weights would be loaded with them.
         for old in {old for pattern in WEIGHTS for old in folder.glob(pattern)}:
             if old.name not in {path.name for path in written}:
                 old.unlink()
+        for path in written:
+            if path.is_dir():
+                remove(folder / path.name)
+            move(path, folder / path.name)
+        if not marked:
+            mark_finished(folder)

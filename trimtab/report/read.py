@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from trimtab.errors import UserError
+from trimtab.files import is_unfinished
 
 METRICS, OPTIONS, MANIFEST = "metrics.jsonl", "options.yaml", "manifest.json"
 SAMPLES, REWARDS, ROLLOUTS = "samples.json", "rewards.json", "rollouts.jsonl"
@@ -137,6 +138,8 @@ class Run:
 
     @property
     def has_saved_model(self) -> bool:
+        if is_unfinished(self.folder):
+            return False
         return any((self.folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 

@@ -12,24 +12,28 @@ one that is not what was written is named and passed over for the one before.
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from trimtab.distributed.world import World
-from trimtab.errors import UserError
-from trimtab.files import UNFINISHED, flush, move, reason, remove, write_text, writing
+from trimtab.errors import CannotWrite, UserError
+from trimtab.files import UNFINISHED, flush, move, new_temporary_folder, reason, remove, write_text, writing
 from trimtab.train.integrity import PARTS, damage, is_sealed, sealed, take_sums, unsealed
 from trimtab.train.tensor_parts import TensorParts
 
 PREFIX = "global_step"
 STATE, LATEST, OLD = "state.json", "latest", ".old-"
+FAILURES = (OSError, SafetensorError, ValueError)  # of writing: ValueError where not all parts are there
 
 
 class Checkpoints:
-    def __init__(self, folder: Path, *, keep: int, keep_gib: float, world: World | None = None):
-        self.folder = folder
+    def __init__(
+        self, folder: Path, *, keep: int, keep_gib: float, world: World | None = None, run: Path | None = None
+    ):
+        """`run`: the run's own folder, beside which a checkpoint may be kept if there is no room in `folder`."""
+        self.folder, self.run = folder, run
         self.keep = max(1, keep)
         self.keep_bytes = keep_gib * 2**30
         self.world = world or World()
@@ -43,27 +47,53 @@ class Checkpoints:
         self, step: int, write: Callable[[Path], None], state: dict, export: Callable[[Path], None] | None = None
     ) -> Path:
         """Write the checkpoint of `step`, all processes together: `write` its tensors, flushed to disk, `export` the
-        Hugging Face folder beside it."""
-        final = self.folder / f"{PREFIX}{step}"
-        beside = self.folder / f"{UNFINISHED}{PREFIX}{step}"
+        Hugging Face folder beside it. Where that fails, it is kept where there is room, and the run ends."""
+        try:
+            self._write(step, write, state, export)
+        except FAILURES as error:
+            previous = self.latest()
+            kept = f"the previous one ({previous.name}) is intact" if previous else "there is no earlier one"
+            raise CannotWrite(
+                f"--ckpt_path {self.folder}: cannot write the checkpoint of step {step} ({reason(error)}); {kept}"
+            ) from error
+        self._saved = self.folder / f"{PREFIX}{step}"
+        return self._saved
+
+    def rescue(self, step: int, write: Callable[[Path], None], state: dict) -> str:
+        """Keep the checkpoint of `step` wherever there is room, and say where that is and how to go on."""
+        if self.saved(step):
+            return f"step {step} is in {self.saved(step)}: make room and add --load_checkpoint to go on"
+        for folder in (self.folder, *self._refuges()):
+            place = Checkpoints(folder, keep=self.keep, keep_gib=self.keep_bytes / 2**30, world=self.world)
+            with suppress(*FAILURES):
+                place._write(step, write, state, None)
+                return (
+                    f"step {step} is kept in {folder}: make room and go on with --load_checkpoint --ckpt_path {folder}"
+                )
+        return f"there is no room for a checkpoint of step {step} anywhere: make some and go on with --load_checkpoint"
+
+    def _refuges(self) -> Iterator[Path]:
+        if self.run is not None:
+            run = self.run.resolve()
+            yield run.with_name(f"{run.name}-rescued")
+            yield self.world.gather(new_temporary_folder(f"trimtab-{run.name}") if self.world.leads else None)[0]
+
+    def _write(
+        self, step: int, write: Callable[[Path], None], state: dict, export: Callable[[Path], None] | None
+    ) -> None:
+        final, beside = (self.folder / f"{start}{PREFIX}{step}" for start in ("", UNFINISHED))
+        exported = self.folder / f"{UNFINISHED}{PREFIX}{step}_hf"
         try:
             self._together(lambda: self._make_room(beside), leader_only=True)
             self._together(lambda: write(beside))
-            self._together(lambda: self._publish(beside, final, step, state), leader_only=True)
             if export is not None:
-                self._together(lambda: export(self.folder / f"{PREFIX}{step}_hf"))
+                self._together(lambda: export(exported))
+            self._together(lambda: self._publish(beside, final, step, state, exported), leader_only=True)
             self._together(lambda: self._prune(final), leader_only=True)
-        except (OSError, SafetensorError) as error:
+        finally:
             if self.world.leads:
-                shutil.rmtree(beside, ignore_errors=True)
-            previous = self.latest()
-            kept = f"the previous one ({previous.name}) is intact" if previous else "there is no earlier one"
-            raise UserError(
-                f"--ckpt_path {self.folder}: cannot write the checkpoint of step {step} ({reason(error)}); {kept}; "
-                "free some space and continue with --load_checkpoint"
-            ) from error
-        self._saved = final
-        return final
+                remove(beside)
+                remove(exported)
 
     def export_only(self, step: int, export: Callable[[Path], None]) -> Path:
         """Only the Hugging Face folder of `step`; older ones beyond the number to keep go."""
@@ -81,7 +111,7 @@ class Checkpoints:
         if self.world.leads or not leader_only:
             try:
                 action()
-            except (OSError, SafetensorError) as problem:
+            except FAILURES as problem:
                 error = problem
         failures = [failure for failure in self.world.gather(error and reason(error)) if failure]
         if failures:
@@ -92,9 +122,15 @@ class Checkpoints:
         self.clean()
         beside.mkdir()
 
-    def _publish(self, beside: Path, final: Path, step: int, state: dict) -> None:
-        (beside / STATE).write_text(sealed(state, step, take_sums(beside)))
+    def _publish(self, beside: Path, final: Path, step: int, state: dict, exported: Path) -> None:
+        parts = take_sums(beside)
+        for folder in {(beside / name).parent for name in parts}:
+            TensorParts(folder)  # of processes that see another disk here, no part would be found
+        (beside / STATE).write_text(sealed(state, step, parts))
         flush(beside)
+        if exported.exists():  # before the checkpoint: a run that goes on from that will not write it again
+            remove(place := final.with_name(f"{final.name}_hf"))
+            move(exported, place)
         if final.exists():  # an earlier run's checkpoint of the same step
             move(final, final.with_name(f"{OLD}{final.name}"))
         move(beside, final)

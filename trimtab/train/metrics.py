@@ -1,5 +1,6 @@
 """metrics.jsonl: one row an optimiser step, always. TensorBoard, VisualDL and wandb read the same rows."""
 
+import contextlib
 import json
 import logging
 import math
@@ -12,6 +13,7 @@ import httpx
 from trimtab.config.dump import to_dict
 from trimtab.config.groups import LoggingOptions
 from trimtab.data.hub import PROBE_SECONDS, answered
+from trimtab.errors import UserError
 from trimtab.files import move, write_text
 
 # What two equal runs may differ in.
@@ -37,22 +39,36 @@ class MetricsFile:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        # Rows are flushed one by one: what fails now is a row whose failure was told, and must not hide it.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def read_rows(path: Path) -> list[dict]:
-    """The whole rows of a metrics file; a last line cut short by a crash is left out."""
+    """The rows of a metrics file; a last line cut short by a crash is left out."""
+    *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
+    for number, line in enumerate(lines, start=1):
+        row = _row(line)
+        if row is None:
+            raise UserError(
+                f"{path}: line {number} is no row of metrics ({line[:40].decode(errors='replace')!r}); remove that "
+                "line, or give another --save_path"
+            )
+        rows.append(row)
+    return rows if (row := _row(last)) is None else [*rows, row]
+
+
+def _row(line: bytes) -> dict | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
 
 
 def _keep_until(path: Path, step: int) -> None:
-    kept = [row for row in read_rows(path) if row.get("step", 0) <= step]
+    kept = [row for row in read_rows(path) if row["step"] <= step]
     write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 

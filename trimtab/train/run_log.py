@@ -10,6 +10,7 @@ from trimtab.files import writing
 from trimtab.progress import RunProgress
 from trimtab.train.alarms import Watch
 from trimtab.train.metrics import MetricsFile, open_logs, read_rows
+from trimtab.train.space import SpaceWatch
 
 FIGURE = re.compile(r"-?\d[\d.,]*(e[-+]?\d+)?")
 
@@ -25,6 +26,7 @@ class RunLog:
         total: int,
         start: int,
         resumed: bool,
+        space: SpaceWatch,
         shown: Callable[[dict], dict[str, str]] | None = None,
     ):
         """`start`: the step the run begins after; `resumed`: its earlier rows are kept; `shown`: what the progress bar
@@ -39,6 +41,8 @@ class RunLog:
                 self._watch.see(row)
         self._logs = open_logs(options, manifest, folder)
         self._progress = RunProgress(verb, total, start, every=self.every)
+        self._space = space
+        self._tell_of_space()
 
     def write(self, row: dict) -> None:
         if alarms := [*row.get("alarms", []), *self._watch.see(row)]:
@@ -53,6 +57,11 @@ class RunLog:
             if (kind := _kind(alarm)) not in self._told:  # when it begins, not in every step
                 self._told.add(kind)
                 self._progress.say(f"step {row['step']}: {alarm}")
+        self._tell_of_space()
+
+    def _tell_of_space(self) -> None:
+        if warning := self._space.warning():
+            self._progress.say(warning)
 
     def close(self) -> None:
         self._progress.close()

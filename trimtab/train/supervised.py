@@ -8,7 +8,7 @@ was killed and resumed is the run that was not. Which loss is learnt is the task
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.config.dump import to_yaml
 from trimtab.config.jobs import SupervisedOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.calling_off import meet_again
 from trimtab.distributed.device import Device, random_state, restore_random_state
 from trimtab.distributed.sharding import GRADIENT_DTYPES, sync_gradients
 from trimtab.distributed.world import World, deal
-from trimtab.errors import Interrupted, RunFailed
-from trimtab.files import write_json, write_text, writing
+from trimtab.errors import CannotWrite, Interrupted, RunFailed, UserError
+from trimtab.files import write_json, writing
 from trimtab.interrupts import StopRequest
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.save import save_model
@@ -34,11 +33,14 @@ from trimtab.train.endings import ended_badly, not_finite
 from trimtab.train.manifest import compare, make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser, StepReport
 from trimtab.train.pass_limit import FLAGS, BeginAnew, PassLimit, memory_guard, until_it_fits
+from trimtab.train.run_folder import RunFolder
 from trimtab.train.run_log import RunLog
+from trimtab.train.space import SpaceWatch, adam_bytes
 from trimtab.train.task import Task, Totals
 from trimtab.train.tensor_parts import HeldParts, TensorParts, all_finite, write_parts
 
 MANY_BAD_STEPS = 5  # in a row: the run stops
+NO_ROOM = 256  # among the numbers of signals: a process could not write
 
 
 @dataclass
@@ -93,7 +95,11 @@ class SupervisedRun:
             offload=options.adam_offload,
         )
         self.checkpoints = Checkpoints(
-            Path(options.ckpt_path), keep=options.max_ckpt_num, keep_gib=options.max_ckpt_mem, world=self.world
+            Path(options.ckpt_path),
+            keep=options.max_ckpt_num,
+            keep_gib=options.max_ckpt_mem,
+            world=self.world,
+            run=self.folder,
         )
         self.manifest = make_manifest(
             job=task.verb,
@@ -114,41 +120,69 @@ class SupervisedRun:
             data=task.describe_data(),
             **self.described,
         )
+        self.run_folder = RunFolder(options, self.manifest, self.world)
 
     # ---- the loop
 
     def train(self, carried: "Carried | None" = None) -> None:
         """`carried`: what this process held of the same run, before it was begun anew."""
-        if carried is not None:
-            resumed = self.take_over(carried)
-        else:
-            resumed = self.resume() if self.options.load_checkpoint else False
-        if self.world.leads:
-            self.write_description()
-        log = self.open_log(resumed) if self.world.leads else None
+        with self.run_folder.locked():
+            if carried is not None:
+                resumed = self.take_over(carried)
+            else:
+                resumed = self.resume() if self.options.load_checkpoint else False
+            if self.world.leads:
+                self.run_folder.describe()
+            log = self.open_log(resumed) if self.world.leads else None
+            try:
+                with StopRequest() as stop:
+                    self.run_steps(log, stop)
+                    # Inside, so that a signal now waits: the work is done and only has to be written.
+                    self.conclude()
+            finally:
+                if log is not None:
+                    log.close()
+
+    def run_steps(self, log: RunLog | None, stop: StopRequest) -> None:
+        while self.counters.step < self.order.steps or self.pending is not None:
+            row = self.train_step(stop)
+            problem = None if log is None else self.attempt(partial(log.write, row))
+            if self.counters.skipped_in_a_row >= MANY_BAD_STEPS:
+                self.give_up()
+            signal = self.world.maximum(NO_ROOM if problem else stop.signal or 0)
+            if signal == NO_ROOM:
+                self.cannot_write(problem)
+            if self.options.save_steps > 0 and row["step"] % self.options.save_steps == 0:
+                self.cannot_write(self.attempt(self.save))
+            if signal and self.counters.step < self.order.steps:
+                self.leave(signal)
+
+    def conclude(self) -> None:
+        self.check_finite(self.optimiser.masters.values())
+        self.cannot_write(self.attempt(self.write_results))
+        self.run_folder.finish()
+        if self.counters.skipped_in_a_row:
+            raise RunFailed(ended_badly(self.counters.skipped_in_a_row, "steps", self.folder))
+
+    def write_results(self) -> None:
+        with writing(f"--save_path {self.folder}: cannot write the model"):
+            self.task.finish(self.model, self.folder)
+            self.save_model(self.folder)
+
+    @staticmethod
+    def attempt(write: Callable[[], object]) -> str | None:
+        """What went wrong with the disk, if something did."""
         try:
-            with StopRequest() as stop:
-                while self.counters.step < self.order.steps or self.pending is not None:
-                    row = self.train_step(stop)
-                    if log is not None:
-                        log.write(row)
-                    if self.counters.skipped_in_a_row >= MANY_BAD_STEPS:
-                        self.give_up()
-                    if self.options.save_steps > 0 and row["step"] % self.options.save_steps == 0:
-                        self.save()
-                    signal = self.world.maximum(stop.signal or 0)
-                    if signal and self.counters.step < self.order.steps:
-                        self.leave(signal)
-                # Inside, so that a signal now waits: the work is done and only has to be written.
-                self.check_finite(self.optimiser.masters.values())
-                with writing(f"--save_path {self.folder}: cannot write the model"):
-                    self.task.finish(self.model, self.folder)
-                    self.save_model(self.folder)
-                if self.counters.skipped_in_a_row:
-                    raise RunFailed(ended_badly(self.counters.skipped_in_a_row, "steps", self.folder))
-        finally:
-            if log is not None:
-                log.close()
+            write()
+        except CannotWrite as error:
+            return str(error)
+        return None
+
+    def cannot_write(self, problem: str | None) -> None:
+        """End the run if one of its processes could not write, but keep what was learnt, wherever there is room."""
+        told = next((found for found in self.world.gather(problem) if found), None)
+        if told is not None:
+            raise UserError(f"{told}; {self.checkpoints.rescue(*self.checkpoint())}")
 
     def train_step(self, stop: StopRequest) -> dict:
         """One optimiser step, its evaluation where one is due, and its row of metrics."""
@@ -313,6 +347,8 @@ class SupervisedRun:
     # ---- what is on disk
 
     def open_log(self, resumed: bool) -> RunLog:
+        trained = self.manifest["trainable_parameters"]
+        model = trained * (2 if self.options.bf16 else 4)
         return RunLog(
             self.options,
             self.manifest,
@@ -321,32 +357,32 @@ class SupervisedRun:
             total=self.order.steps,
             start=self.counters.step,
             resumed=resumed,
+            space=SpaceWatch(self.options, model=model, checkpoint=adam_bytes(trained)),
         )
-
-    def write_description(self) -> None:
-        with writing(f"--save_path {self.folder}: cannot write there"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(self.folder / "options.yaml", to_yaml(self.options))
-            write_json(self.folder / "manifest.json", self.manifest)
 
     def save_model(self, folder: Path) -> None:
         save_model(self.model, self.tokenizer, folder, world=self.world, bf16=self.options.bf16)
 
-    def save(self) -> Path | None:
+    def checkpoint(self) -> tuple[int, Callable[[Path], None], dict]:
+        """Its step, what writes its tensors, and the rest of it."""
         step, tensors = self.counters.step, self.optimiser.state()
         self.check_finite(tensors.values())
-        if self.options.disable_ds_ckpt:
-            if self.options.save_hf_ckpt:
-                self.checkpoints.export_only(step, self.save_model)
-            return None
         state = {
             "counters": vars(self.counters),
             "pass_limit": vars(self.task.pass_limit),
             "random": self.world.gather(random_state()),
             "manifest": self.manifest,
         }
+        return step, lambda folder: write_parts(folder, tensors, self.world, step), state
+
+    def save(self) -> Path | None:
+        step, write, state = self.checkpoint()
         export = self.save_model if self.options.save_hf_ckpt else None
-        return self.checkpoints.save(step, lambda folder: write_parts(folder, tensors, self.world, step), state, export)
+        if not self.options.disable_ds_ckpt:
+            return self.checkpoints.save(step, write, state, export)
+        if export is not None:
+            self.checkpoints.export_only(step, export)
+        return None
 
     def resume(self) -> bool:
         """Go on from the newest checkpoint, if there is one and it is this run's."""
@@ -377,7 +413,9 @@ class SupervisedRun:
         return True
 
     def leave(self, signal_number: int) -> None:
-        saved = self.checkpoints.saved(self.counters.step) or self.save()
+        if not self.checkpoints.saved(self.counters.step):
+            self.cannot_write(self.attempt(self.save))
+        saved = self.checkpoints.saved(self.counters.step)
         where = f"checkpoint saved in {saved}; add --load_checkpoint to go on"
         if saved is None:
             where = "no checkpoint was written, as --disable_ds_ckpt asks"

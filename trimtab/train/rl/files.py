@@ -6,25 +6,27 @@ ckpt_path/    global_stepN/ with actor/, critic/ or proposal/, and experience/ i
               iteration
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from trimtab.config.dump import to_yaml
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
+from trimtab.distributed.roles import Group
 from trimtab.errors import RunFailed, UserError
-from trimtab.files import write_json, write_text, writing
+from trimtab.files import writing
 from trimtab.train.checkpoint import Checkpoints, reading
 from trimtab.train.endings import not_finite
 from trimtab.train.manifest import compare
 from trimtab.train.metrics import MetricsFile
 from trimtab.train.rl import samples
 from trimtab.train.rl.experience import FINISHES, Experience
+from trimtab.train.run_folder import RunFolder
 from trimtab.train.run_log import RunLog
+from trimtab.train.space import SpaceWatch, adam_bytes
 from trimtab.train.tensor_parts import TensorParts, write_parts
 
 LEARNERS = ("actor", "critic", "proposal")
@@ -46,21 +48,28 @@ class RunFiles:
         self.stores = stores or {}
         self.device, self.total = device, total
         self.folder = Path(options.save_path)
+        self.run_folder = RunFolder(options, manifest)
         self.checkpoints = Checkpoints(
-            Path(options.ckpt_path), keep=options.max_ckpt_num, keep_gib=options.max_ckpt_mem
+            Path(options.ckpt_path), keep=options.max_ckpt_num, keep_gib=options.max_ckpt_mem, run=self.folder
         )
         self._log: RunLog | None = None
 
     # ---- while the run works
 
-    def open(self, start: int, *, resumed: bool) -> None:
+    def open(self, start: int, roles: Any, *, resumed: bool) -> None:
+        self.run_folder.describe()
         with writing(f"--save_path {self.folder}: cannot write there"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(self.folder / "options.yaml", to_yaml(self.options))
-            write_json(self.folder / "manifest.json", self.manifest)
             self._rollouts = MetricsFile(self.folder / "rollouts.jsonl", resume_from=start if resumed else None)
         places = {"verb": self.options.verb, "total": self.total, "start": start, "resumed": resumed}
-        self._log = RunLog(self.options, self.manifest, self.folder, shown=shown, **places)
+        self._log = RunLog(self.options, self.manifest, self.folder, shown=shown, space=self._space(roles), **places)
+
+    def _space(self, roles: Any) -> SpaceWatch:
+        options = self.options
+        sizes = {name: role.call("trained_parameters")[0] for name, role in _learners(roles).items()}
+        written = sum(size for name, size in sizes.items() if name != "critic" or options.save_value_network)
+        averaged = sizes["actor"] if options.enable_ema else 0
+        checkpoint = adam_bytes(sum(sizes.values()), averaged=averaged)
+        return SpaceWatch(options, model=written * (2 if options.bf16 else 4), checkpoint=checkpoint)
 
     def write(self, row: dict) -> None:
         assert self._log is not None
@@ -131,23 +140,31 @@ class RunFiles:
 
     def save(self, step: int, roles: Any, tensors: dict[str, Tensor], state: dict) -> Path | None:
         """`tensors`: the experience of an iteration in hand."""
-        options, learners = self.options, _learners(roles)
         self.check_finite(roles)
-        if options.disable_ds_ckpt:
-            if options.save_hf_ckpt:
-                self.checkpoints.export_only(step, lambda folder: self._export(roles, folder))
-            return None
-        random: list[dict] = []
+        export = (lambda folder: self._export(roles, folder)) if self.options.save_hf_ckpt else None
+        if not self.options.disable_ds_ckpt:
+            return self.checkpoints.save(step, *self._checkpoint(step, roles, tensors, state), export)
+        if export is not None:
+            self.checkpoints.export_only(step, export)
+        return None
+
+    def rescue(self, step: int, roles: Any, tensors: dict[str, Tensor], state: dict) -> str:
+        """The same after a disk failed: wherever there is room; where that is, in words."""
+        self.check_finite(roles)
+        return self.checkpoints.rescue(step, *self._checkpoint(step, roles, tensors, state))
+
+    def _checkpoint(self, step: int, roles: Any, tensors: dict, state: dict) -> tuple[Callable[[Path], None], dict]:
+        """What writes its tensors, and the rest of it."""
+        learners = _learners(roles)
+        random = [found.call("random_state") for found in learners.values()][-1]
 
         def write(folder: Path) -> None:
             for name, role in learners.items():
-                random[:] = role.call("write_state", folder=folder / name, step=step)
+                raise_told(role.call("write_state", folder=folder / name, step=step))
             if tensors:
                 write_parts(folder / "experience", tensors, self.checkpoints.world, step)
-            state.update(manifest=self.manifest, random=random)
 
-        export = (lambda folder: self._export(roles, folder)) if options.save_hf_ckpt else None
-        return self.checkpoints.save(step, write, state, export)
+        return write, {**state, "manifest": self.manifest, "random": random}
 
     def load(self, roles: Any) -> tuple[dict[str, Tensor], dict] | None:
         """Give the roles the newest checkpoint's state; the loop's own comes back."""
@@ -187,11 +204,21 @@ class RunFiles:
         self.check_finite(roles)
         with writing(f"--save_path {self.folder}: cannot write the model"):
             self._export(roles, self.folder)
+        self.run_folder.finish()
 
     def _export(self, roles: Any, folder: Path) -> None:
-        roles.actor.call("save", folder=folder)
+        self._save(roles.actor, folder)
         if roles.critic is not None and self.options.save_value_network:
-            roles.critic.call("save", folder=folder / "critic")
+            self._save(roles.critic, folder / "critic")
+
+    def _save(self, role: Group, folder: Path) -> None:
+        raise_told(role.call("save", folder=folder))
+
+
+def raise_told(problems: list[str | None]) -> None:
+    """What one of a role's processes could not write."""
+    if problem := next((found for found in problems if found), None):
+        raise OSError(problem)
 
 
 def _learners(roles: Any) -> dict[str, Any]:

@@ -5,9 +5,11 @@ Every process of a group runs the same method with its own micro-batches; figure
 
 import contextlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from trimtab.config.jobs import RLOptions
@@ -15,6 +17,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device, random_state, restore_random_state
 from trimtab.distributed.sharding import sync_gradients
 from trimtab.distributed.world import World
+from trimtab.files import reason
 from trimtab.models.critic import Critic
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.policy import Policy
@@ -68,10 +71,15 @@ class Learner:
 
     # ---- on disk
 
-    def write_state(self, *, folder: Path, step: int) -> dict:
-        """Everything needed to go on, in parts; the random state comes back for the controller to keep."""
-        write_parts(folder, self.tensors(), self.world, step)
+    def write_state(self, *, folder: Path, step: int) -> str | None:
+        """Everything needed to go on, in parts. A disk that fails is told, not raised: other processes wait."""
+        return _told(lambda: write_parts(folder, self.tensors(), self.world, step))
+
+    def random_state(self) -> dict:
         return random_state()
+
+    def trained_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.optimiser.working.values())
 
     def read_state(self, random: dict | None, *, folder: Path) -> None:
         self.restore(TensorParts(folder))
@@ -92,8 +100,11 @@ class Learner:
     def restore(self, saved: TensorParts | HeldParts) -> None:
         self.optimiser.restore(saved)
 
-    def save(self, *, folder: Path) -> None:
-        """The model as a Hugging Face folder."""
+    def save(self, *, folder: Path) -> str | None:
+        """The model as others load it. A disk that fails is told, not raised."""
+        return _told(lambda: self.write_model(folder))
+
+    def write_model(self, folder: Path) -> None:
         save_model(self.model, self.tokenizer, folder, world=self.world, bf16=self.options.bf16)
 
 
@@ -124,10 +135,10 @@ class Actor(Learner):
         if self.average is not None:
             self.average.restore(saved)
 
-    def save(self, *, folder: Path) -> None:
+    def write_model(self, folder: Path) -> None:
         """With --enable_ema the average, which is what was asked for."""
         with contextlib.nullcontext() if self.average is None else self.average.in_place():
-            super().save(folder=folder)
+            super().write_model(folder)
 
     def show_average(self) -> None:
         """Until `hide_average`, the model's weights are the average."""
@@ -161,3 +172,11 @@ class ReferenceRole:
         with memory_guard():
             moved = [batch.to(self.reference.device.torch) for batch in batches]
             return [values.cpu() for values in self.reference.log_probs(moved, self.temperature)]
+
+
+def _told(write: Callable[[], None]) -> str | None:
+    try:
+        write()
+    except (OSError, SafetensorError) as error:
+        return reason(error)
+    return None

@@ -20,7 +20,7 @@ from trimtab.algos.kl import adapted
 from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
 from trimtab.distributed.roles import Group
-from trimtab.errors import Interrupted, RunFailed
+from trimtab.errors import CannotWrite, Interrupted, RunFailed, UserError
 from trimtab.files import writing
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
@@ -114,8 +114,12 @@ class RLRun:
 
     def train(self, stop: StopRequest, *, taken_over: bool = False) -> None:
         """`taken_over`: this run goes on with the counters and the iteration of one that was begun anew."""
-        resumed = taken_over or (self.resume() if self.options.load_checkpoint else False)
-        self.files.open(self.counters.iteration, resumed=resumed)
+        with self.files.run_folder.locked():
+            resumed = taken_over or (self.resume() if self.options.load_checkpoint else False)
+            self.files.open(self.counters.iteration, self.roles, resumed=resumed)
+            self.run_iterations(stop)
+
+    def run_iterations(self, stop: StopRequest) -> None:
         try:
             self.start(stop)
             while self.counters.prompts_used < self.order.steps:
@@ -130,6 +134,8 @@ class RLRun:
             self.conclude(stop)
             if self.counters.skipped_in_a_row:
                 raise RunFailed(ended_badly(self.counters.skipped_in_a_row, "updates", self.files.folder))
+        except CannotWrite as error:
+            raise UserError(f"{error}; {self.files.rescue(*self.checkpoint())}") from error
         except (RewardFailed, NoRoom) as error:
             saved = self.save()
             raise RunFailed(f"{error}; checkpoint saved in {saved}; add --load_checkpoint to go on") from error
@@ -373,11 +379,15 @@ class RLRun:
     # ---- what is on disk
 
     def save(self) -> Path | None:
+        return self.files.save(*self.checkpoint())
+
+    def checkpoint(self) -> tuple[int, Roles, dict[str, Tensor], dict[str, Any]]:
+        """Its iteration, whose state belongs to it, the tensors of the work in hand, and the rest of it."""
         tensors: dict[str, Tensor] = {}
         state: dict[str, Any] = {"counters": vars(self.counters), "pass_limit": vars(self.passes.limit)}
         if self.iteration is not None:
             tensors, state["iteration"] = self.iteration.on_disk()
-        return self.files.save(self.counters.iteration, self.roles, tensors, state)
+        return self.counters.iteration, self.roles, tensors, state
 
     def resume(self) -> bool:
         found = self.files.load(self.roles)

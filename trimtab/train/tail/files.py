@@ -25,8 +25,8 @@ class TailFiles(RunFiles):
         self.info = Path(options.save_info_path or options.save_path)
         self._bad: MetricsFile | None = None
 
-    def open(self, start: int, *, resumed: bool) -> None:
-        super().open(start, resumed=resumed)
+    def open(self, start: int, roles: Any, *, resumed: bool) -> None:
+        super().open(start, roles, resumed=resumed)
         if self.options.save_negdata:
             with writing(f"--save_path {self.folder}: cannot write there"):
                 self._bad = MetricsFile(self.folder / BAD_TEXTS, resume_from=start if resumed else None)
@@ -73,4 +73,4 @@ class TailFiles(RunFiles):
     def _export(self, roles: Any, folder: Path) -> None:
         super()._export(roles, folder)
         if roles.proposal is not None:
-            roles.proposal.call("save", folder=folder / "proposal")
+            self._save(roles.proposal, folder / "proposal")

@@ -59,7 +59,7 @@ class BorrowingProposal(ProposalModel):
         with self.model.at_work():
             return super().log_probs(batches)
 
-    def save(self, *, folder: Path) -> None:
+    def write_model(self, folder: Path) -> None:
         """The adapters; their base is the policy, which lies in the folder above, or what it began with."""
         if self.world.leads:
             if self.options.lora_rank == 0:
@@ -77,7 +77,7 @@ class Modulation(BorrowingProposal):
         with memory_guard(), self.model.at_work(), scoring(self.model):
             return [self.model.log_twists(batch.to(self.device.torch)).cpu() for batch in batches]
 
-    def save(self, *, folder: Path) -> None:
+    def write_model(self, folder: Path) -> None:
         if self.world.leads:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(self.model.twist.state_dict(), folder / TWIST)
@@ -103,9 +103,9 @@ class ModulationModel(ProposalModel):
         with memory_guard(), self.modulated.at_work(), scoring(self.modulated):
             return [self.modulated(batch.to(self.device.torch)).log_probs_N.cpu() for batch in batches]
 
-    def save(self, *, folder: Path) -> None:
-        super().save(folder=folder)
+    def write_model(self, folder: Path) -> None:
         weights = {name: whole(value) for name, value in self.model.twist.state_dict().items()}
+        super().write_model(folder)
         if self.world.leads:
             save_file(weights, folder / TWIST)
 
