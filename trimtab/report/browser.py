@@ -14,7 +14,6 @@ from trimtab.report.read import Run, finite
 from trimtab.report.rollouts import card, shortened
 
 MOST_PROMPTS, MOST_STEPS = 8, 12
-LEVELS = ("low", "middle", "high")
 SETS = {"evaluation": "evaluation", "train": "training"}
 
 Group = list[dict[str, Any]]
@@ -27,11 +26,14 @@ def browser_section(run: Run) -> str:
     if not found:
         return ""
     prompts = most_followed(found)
-    edges = edges_of([reward for prompt in prompts for group in found[prompt].values() for reward in _rewards(group)])
+    rewards = [reward for prompt in prompts for group in found[prompt].values() for reward in _rewards(group)]
+    edges = edges_of(rewards)
     names = {f"{which}{row}": f"{SETS[which]} row {row + 1}" for which, row in prompts}
     body = "".join(_prompt(run, prompt, found[prompt], edges) for prompt in prompts)
     low, high = map(short_number, edges)
     levels = {"low": f"up to {low}", "middle": "between", "high": f"{high} and more"} if edges[0] < edges[1] else {}
+    if not any(edges[0] < reward < edges[1] for reward in rewards):
+        levels.pop("middle", None)
     rules = "".join(f".browser:has(#row-{name}:checked) .prompt:not(.{name}){{display:none}}" for name in names)
     rules += "".join(f".browser:has(#reward-{name}:checked) article:not(.{name}){{display:none}}" for name in levels)
     return (

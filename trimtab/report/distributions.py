@@ -30,7 +30,7 @@ def distribution_section(run: Run) -> str:
 
 
 def heat_map(run: Run, name: str, title: str, unit: str = "") -> str:
-    """A histogram of every stretch of the run, upright: the darker, the more answers."""
+    """A histogram of every stretch of the run, upright: the stronger the colour, the more answers."""
     found = [histogram for row in run.rows if (histogram := _read(row, row.get(name))) is not None]
     if len(found) < 2:
         return ""
@@ -61,7 +61,7 @@ def heat_map(run: Run, name: str, title: str, unit: str = "") -> str:
                     f'y="{area.y(bottom + height):.1f}" width="{width:.1f}" height="{HEIGHT / ROWS:.1f}">'
                     f"<title>{escape(text)}</title></rect>"
                 )
-    return figure(title, area, drawing, note="; ".join(filter(None, (unit, "darker: more of them"))))
+    return figure(title, area, drawing, note="; ".join(filter(None, (unit, "the stronger, the more"))))
 
 
 def _read(row: dict[str, Any], listed: Any) -> Histogram | None:

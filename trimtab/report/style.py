@@ -107,6 +107,7 @@ td:last-child, th:last-child { padding-right: 0; }
 .rollouts .prompt { color: var(--quiet); margin-bottom: .35rem; }
 .browser fieldset { border: 0; margin: 0 0 .5rem; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem .9rem;
                     font-size: .88rem; }
+.browser details { margin-top: 0; }
 .browser legend { float: left; color: var(--quiet); margin-right: .9rem; }
 .browser .prompt { padding-block: .8rem; margin-bottom: .8rem; }
 .browser .prompt > pre { margin: 0 0 .4rem; font-family: var(--mono); font-size: .84rem; white-space: pre-wrap;
@@ -131,6 +132,7 @@ td:last-child, th:last-child { padding-right: 0; }
 .sides td:last-child, .sides th:last-child { padding-right: 1.1rem; }
 .sides.phases td { white-space: nowrap; }
 .sides td.best { font-weight: 650; } .sides td.best::after { content: " ●"; color: var(--good); font-size: .7em; }
+.sides td.chosen, .sides td.default { white-space: normal; min-width: 7rem; max-width: 16rem; overflow-wrap: anywhere; }
 .sides td.chosen { font-weight: 650; } .sides td.default { color: var(--quiet); }
 .runs { list-style: none; margin: 0; padding: 0; }
 .runs li { padding: .2rem 0; overflow-wrap: anywhere; } .runs span { color: var(--quiet); font-size: .88rem; }
