@@ -30,6 +30,7 @@ test-long: $(INSTALLED_FOR_TESTS)
 lint: $(INSTALLED_FOR_TESTS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 bench: $(INSTALLED_FOR_TESTS)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done

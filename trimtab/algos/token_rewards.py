@@ -26,6 +26,6 @@ def per_token(
     return rewards_N if kl_N is None else rewards_N - coefficient * kl_N
 
 
-def overlong_penalty(lengths_S: Tensor, max_new_tokens: int, buffer: int, factor: float) -> Tensor:
+def overlong_penalty(lengths_S: Tensor, max_new_tokens: int, buffer: float, factor: float) -> Tensor:
     """What is subtracted from each sequence's reward: 0 up to the buffer, `factor` at its end."""
     return factor * (lengths_S - (max_new_tokens - buffer)).clamp(0, buffer) / buffer

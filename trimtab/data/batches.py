@@ -6,6 +6,7 @@ in the row once, and the later sequences own only what comes after them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ class TokenBatch:
     weight: float = 1.0  # 0: takes part where all processes must, and counts for nothing
 
     @classmethod
-    def of(cls, examples: Sequence[Example], shared: Sequence[int] | None = None, **extra: Tensor) -> "TokenBatch":
+    def of(cls, examples: Sequence[Example], shared: Sequence[int] | None = None, **extra: Tensor) -> Self:
         """`shared[i]`: how many first tokens sequence i borrows, which i - 1 has too; none of them is trained."""
         spans: list[Span] = []
         ids, positions, trained, previous = [], [], [], []
@@ -104,7 +105,7 @@ class TokenBatch:
         """All ids of one sequence, borrowed ones included."""
         return self.ids_T[torch.from_numpy(self.spans[index].rows()).to(self.ids_T.device)]
 
-    def to(self, device: torch.device) -> "TokenBatch":
+    def to(self, device: torch.device) -> Self:
         tensors = {
             field.name: getattr(self, field.name).to(device, non_blocking=True)
             for field in fields(self)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 from trimtab.distributed.watch import LINE
 
@@ -59,7 +59,7 @@ class _Rank:
             **_loopback(),
         }
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-        quiet = {} if self.errors is None else {"stdout": subprocess.DEVNULL, "stderr": self.errors}
+        quiet: dict[str, Any] = {} if self.errors is None else {"stdout": subprocess.DEVNULL, "stderr": self.errors}
         handed_over = (theirs.fileno(), *([] if rank else [place.fileno()]))
         command = [sys.executable, "-m", module, *argv]
         self.process = subprocess.Popen(command, env=environment, pass_fds=handed_over, **quiet)

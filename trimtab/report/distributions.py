@@ -65,8 +65,9 @@ def heat_map(run: Run, name: str, title: str, unit: str = "") -> str:
 
 
 def _read(row: dict[str, Any], listed: Any) -> Histogram | None:
-    numbers = [finite(value) for value in listed] if isinstance(listed, list) else []
-    if len(numbers) < 3 or None in numbers or min(numbers[2:]) < 0 or sum(numbers[2:]) <= 0:
+    read = [finite(value) for value in listed] if isinstance(listed, list) else []
+    numbers = [number for number in read if number is not None]
+    if len(numbers) < max(3, len(read)) or min(numbers[2:]) < 0 or sum(numbers[2:]) <= 0:
         return None
     return row["step"], numbers[0], max(numbers[0], numbers[1]), numbers[2:]
 
@@ -97,9 +98,9 @@ def prompt_scores(run: Run) -> dict[int, list[float]]:
     for row in run.rows:
         listed = row.get("prompt_scores")
         for pair in listed if isinstance(listed, list) else ():
-            numbers = [finite(value) for value in pair] if isinstance(pair, list) and len(pair) == 2 else [None]
-            if None not in numbers:
-                found.setdefault(int(numbers[0]), []).append(numbers[1])
+            number, score = map(finite, pair) if isinstance(pair, list) and len(pair) == 2 else (None, None)
+            if number is not None and score is not None:
+                found.setdefault(int(number), []).append(score)
     return found
 
 
@@ -124,8 +125,8 @@ def prompts_in_words(run: Run) -> str:
         f"<td>{escape(_named(members))}</td></tr>"
         for kind, members in kinds.items()
     )
-    visits = sum(map(len, scores.values())) / len(scores)
-    told = f"{plural(len(scores), 'prompt')}, answered {short_number(visits)} times on average."
+    times = sum(map(len, scores.values())) / len(scores)
+    told = f"{plural(len(scores), 'prompt')}, answered {short_number(times)} times on average."
     head = "<tr><th>prompts</th><th>number</th><th>rows</th></tr>"
     return f"<p class=words>{told}</p><div class='card scroll'><table class='data sides'>{head}{rows}</table></div>"
 

@@ -5,7 +5,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from trimtab.config.dump import to_yaml
-from trimtab.config.groups import CheckpointOptions
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
 from trimtab.files import (
@@ -17,12 +16,13 @@ from trimtab.files import (
     write_text,
     writing,
 )
+from trimtab.models.load import TrainedModelOptions
 
 MODELS = ("critic", "proposal")  # folders of other models inside
 
 
 class RunFolder:
-    def __init__(self, options: CheckpointOptions, manifest: dict, world: World | None = None):
+    def __init__(self, options: TrainedModelOptions, manifest: dict, world: World | None = None):
         self.options, self.manifest = options, manifest
         self.path = Path(options.save_path)
         self.world = world or World()

@@ -104,6 +104,7 @@ class Experience:
 
     def steps(self) -> tuple[Tensor, Tensor]:
         """Of all K steps, sample after sample: their scores, and where their last tokens lie among all tokens."""
+        assert self.step_tokens is not None and self.step_scores is not None
         starts = self.starts_S.tolist()
         tokens = [start + token for start, found in zip(starts, self.step_tokens) for token in found]
         scores = [score for found in self.step_scores for score in found]

@@ -60,8 +60,17 @@ class RunFiles:
         self.run_folder.describe()
         with writing(f"--save_path {self.folder}: cannot write there"):
             self._rollouts = MetricsFile(self.folder / "rollouts.jsonl", resume_from=start if resumed else None)
-        places = {"verb": self.options.verb, "total": self.total, "start": start, "resumed": resumed}
-        self._log = RunLog(self.options, self.manifest, self.folder, shown=shown, space=self._space(roles), **places)
+        self._log = RunLog(
+            self.options,
+            self.manifest,
+            self.folder,
+            verb=self.options.verb,
+            total=self.total,
+            start=start,
+            resumed=resumed,
+            shown=shown,
+            space=self._space(roles),
+        )
 
     def _space(self, roles: Any) -> SpaceWatch:
         options = self.options

@@ -109,6 +109,7 @@ def _run(builder: "Builder", stop: StopRequest, carried: Carried | None) -> Carr
         return builder.carry() if switchboard.serve() == AGAIN else None
     run = builder.run({name: switchboard.group(name) for name in builder.roles})
     if carried is not None:
+        assert carried.counters is not None and carried.limit is not None, "the first process knows where the loop was"
         run.counters, run.iteration, run.passes.limit = carried.counters, carried.iteration, carried.limit
     try:
         run.train(stop, taken_over=carried is not None)
@@ -128,8 +129,6 @@ def _run(builder: "Builder", stop: StopRequest, carried: Carried | None) -> Carr
 class Builder:
     """Everything one process holds: every process builds the same, and the first one runs the loop over it."""
 
-    actor_class = Actor
-
     def __init__(self, options: RLOptions, device: Device, world: World, stop: StopRequest):
         self.options, self.device, self.world = options, device, world
         check_undivided(options, world)
@@ -142,6 +141,7 @@ class Builder:
         self.iterations = -(-self.order.steps // options.rollout_batch_size)
         self.recording = Recording.of(options, store)
         if options.replay:
+            assert self.recording is not None
             self.recording.check_holds(self.order.steps)
         options, self.memory_plan = with_planned_passes(
             options, device, world, lambda: work_of_prompts(options, self.stores)
@@ -157,6 +157,9 @@ class Builder:
         self.roles = self._roles(stop)
         # Dropout differs between processes, everything else does not.
         seed_everything(options.seed + 1_000_003 * world.rank, deterministic=options.full_determinism)
+
+    def _actor_class(self) -> type[Actor]:
+        return Actor
 
     def _episodes(self) -> int:
         return self.options.num_episodes
@@ -190,7 +193,7 @@ class Builder:
             check_teacher(options, self.tokenizer)
             roles["teacher"] = self._scorer(options.teacher_model)
         optimiser = self._optimiser(policy.model, options.actor_learning_rate)
-        roles["actor"] = self.actor_class(options, policy, optimiser, self.tokenizer, device, world)
+        roles["actor"] = self._actor_class()(options, policy, optimiser, self.tokenizer, device, world)
         if options.advantage_estimator == "gae":
             roles["critic"] = self._critic()
         roles["rollouts"] = self._rollouts(policy, stop)
@@ -315,8 +318,8 @@ def rehearse_rl(
     if options.reward_verifier:
         make_verifier(options.reward_verifier).close()
     order = SampleOrder(len(stores["train"]), 1, episodes or options.num_episodes, options.seed)
-    if options.replay:
-        Recording.of(options).check_holds(order.steps)  # the run itself knows all prompts, and asks for more
+    if options.replay and (recording := Recording.of(options)):
+        recording.check_holds(order.steps)  # the run itself knows all prompts, and asks for more
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return [
@@ -351,6 +354,7 @@ def check_model(model: PackedModel, options: RLOptions, stores: dict[str, Prompt
 
 def check_teacher(options: RLOptions, tokenizer: Any) -> None:
     """A teacher judges the policy's tokens, so they must mean the same to it."""
+    assert options.teacher_model is not None
     if not _reads_tokens(options.teacher_model, "--teacher_model", options, tokenizer):
         raise UserError(f"--teacher_model {options.teacher_model}: its tokenizer is not --pretrain's; use one that is")
 
@@ -394,5 +398,5 @@ def _check_places(options: RLOptions) -> None:
     for flag, place in places.items():
         if place:
             check_folder(flag, Path(place))
-    if options.record and not options.load_checkpoint:
-        Recording.of(options).check_empty()
+    if options.record and not options.load_checkpoint and (recording := Recording.of(options)):
+        recording.check_empty()

@@ -25,7 +25,7 @@ from trimtab.models.save import save_model
 from trimtab.train.average import WeightAverage
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.pass_limit import memory_guard
-from trimtab.train.rl.batches import TextBatch
+from trimtab.train.rl.batches import AnswerBatch, TextBatch
 from trimtab.train.rl.objective import policy_share, text_share, value_share
 from trimtab.train.task import Share, Totals
 from trimtab.train.tensor_parts import HeldParts, TensorParts, all_finite, write_parts
@@ -119,6 +119,7 @@ class Actor(Learner):
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
         if isinstance(batch, TextBatch):
             return text_share(self.model, batch, totals, self.options)
+        assert isinstance(batch, AnswerBatch)
         return policy_share(self.model, batch, totals, self.options, **settings)
 
     def update(self, batches: list[TokenBatch], **settings: Any) -> dict[str, float]:
@@ -142,6 +143,7 @@ class Actor(Learner):
 
     def show_average(self) -> None:
         """Until `hide_average`, the model's weights are the average."""
+        assert self.average is not None
         self._shown.enter_context(self.average.in_place())
 
     def hide_average(self) -> None:
@@ -156,7 +158,8 @@ class Actor(Learner):
 class CriticLearner(Learner):
     model: Critic
 
-    def share(self, batch: TokenBatch, totals: Totals) -> Share:
+    def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
+        assert isinstance(batch, AnswerBatch)
         return value_share(self.model, batch, totals, self.options)
 
     def values(self, batches: list[TokenBatch]) -> list[Tensor]:

@@ -174,10 +174,15 @@ class RLRun:
         """Sample, score and shape."""
         seconds: dict[str, float] = {}
         with timed(seconds, "rollout"):
-            sampled = self.recording.read(self.counters.iteration) if self.options.replay else self.sample(stop)
+            if self.options.replay:
+                assert self.recording is not None
+                sampled = self.recording.read(self.counters.iteration)
+            else:
+                sampled = self.sample(stop)
         if stop.signal:
             self.leave(stop)
         if self.options.record:
+            assert self.recording is not None
             with writing(f"--record {self.options.record}: cannot write there"):
                 self.recording.write(self.counters.iteration, sampled)
         experience, prompts, figures = sampled
@@ -210,7 +215,7 @@ class RLRun:
                 part = part.take(useful.nonzero()[:, 0].tolist())
             kept.append(part)
             groups += len(part) // n
-        figures = {"filtered_groups": tried - groups} if options.dynamic_filtering else {}
+        figures = {"filtered_groups": float(tried - groups)} if options.dynamic_filtering else {}
         if not kept:
             return None, taken, figures
         experience = Experience.joined(kept)
@@ -266,6 +271,7 @@ class RLRun:
 
     def update_critic(self, experience: Experience, samples: list[int]) -> dict[str, float]:
         critic = self.roles.critic
+        assert critic is not None
         parts = self.passes.parts(critic, experience, samples, "values_N", "returns_N")
         return self.passes.send(
             critic, "update", parts, totals=totals_of(experience, samples), step=self.counters.critic_steps
@@ -310,10 +316,12 @@ class RLRun:
             return self.evaluate(stop)
 
     def evaluate(self, stop: StopRequest) -> dict[str, float]:
+        assert self.evaluation is not None
         with self.weights_to_save():
             figures = self.evaluation.run(self.roles.rollouts)
         if figures is None:
             self.leave(stop)
+        assert self.evaluation.shown is not None
         self.files.keep_evaluation(self.counters.iteration + (self.iteration is not None), self.evaluation.shown)
         return figures
 
@@ -337,7 +345,7 @@ class RLRun:
         self.iteration = None
         entropy = float(-work.experience.sampled_N.mean())
         counters.first_entropy = counters.first_entropy or entropy
-        row = {
+        row: dict[str, Any] = {
             "step": counters.iteration,
             "epoch": round(counters.prompts_used / self.order.samples, 6),
             **work.figures,

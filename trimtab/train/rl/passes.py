@@ -17,7 +17,7 @@ from trimtab.train.rl.batches import AnswerBatch
 from trimtab.train.rl.cut import cost, halves, micro_batches
 from trimtab.train.rl.experience import Experience
 
-Parts = list[list[TokenBatch]]  # the micro-batches of every process, as many for each
+Parts = Sequence[Sequence[TokenBatch]]  # the micro-batches of every process, as many for each
 
 
 class Passes:

@@ -44,7 +44,7 @@ def shape(experience: Experience, options: RLOptions, kl_coefficient: float) -> 
         kl_coefficient,
         experience.remaining_N,
         experience.owners_N,
-        tuple(options.reward_clip_range),
+        options.reward_clip_range,
     )
     if experience.step_scores is not None and any(experience.step_scores):
         scores_K, tokens_K = experience.steps()
@@ -97,6 +97,7 @@ def equal_steps(experience: Experience, options: RLOptions) -> Tensor:
     """Which groups' steps say nothing of which answer is better: all are scored alike and, where rewards are added up
     as they are, there are as many in each answer."""
     scores = experience.step_scores
+    assert scores is not None
     n, found = options.n_samples_per_prompt, []
     for group in (scores[i : i + n] for i in range(0, len(scores), n)):
         alike = len({score for steps in group for score in steps}) <= 1

@@ -30,6 +30,7 @@ class _TextOptions:
 
 def load_text(options: RLOptions, tokenizer: Any) -> tuple[TokenStore, Any]:
     """The rows as tokens, and the report of what became of them."""
+    assert options.pretrain_data is not None
     rows = load_rows(
         options.pretrain_data,
         probabilities=options.pretrain_data_probs if "," in options.pretrain_data else None,

@@ -19,6 +19,8 @@ BAD_TEXTS = "bad_texts.jsonl"
 
 
 class TailFiles(RunFiles):
+    options: TailOptions
+
     def __init__(self, options: TailOptions, *parts: Any):
         super().__init__(options, *parts)
         self.name = run_name(options)

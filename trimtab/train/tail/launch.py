@@ -57,8 +57,9 @@ def vocabulary_of(policy: Policy) -> int:
 
 
 class TailBuilder(Builder):
-    @property
-    def actor_class(self) -> type[Actor]:
+    options: TailOptions
+
+    def _actor_class(self) -> type[Actor]:
         return Actor if self.options.method == "ppo" else TailActor
 
     def _episodes(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trimtab.config.rl_jobs import TailOptions
 from trimtab.config.tail import PUSHING
 from trimtab.distributed.roles import Group
 from trimtab.interrupts import StopRequest
@@ -20,6 +21,7 @@ from trimtab.train.rl.asking import ask_for_samples
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.loop import Iteration, RLRun, Roles, timed
 from trimtab.train.rl.shaping import with_advantage
+from trimtab.train.tail.files import TailFiles
 from trimtab.train.tail.measures import Measures
 from trimtab.train.tail.shaping import badness, pushing, shape_own, shape_proposed
 
@@ -58,7 +60,9 @@ class TailRoles(Roles):
 
 class TailRun(RLRun):
     iteration_class = TailIteration
+    options: TailOptions
     roles: TailRoles
+    files: TailFiles
 
     def __init__(self, *parts: Any, measures: Measures):
         super().__init__(*parts)
@@ -72,8 +76,10 @@ class TailRun(RLRun):
 
     def begin(self, stop: StopRequest) -> TailIteration | None:
         work = super().begin(stop)
-        if work is not None:
-            work.bad_texts += self.files.bad_texts(work.experience)
+        if work is None:
+            return None
+        assert isinstance(work, TailIteration)
+        work.bad_texts += self.files.bad_texts(work.experience)
         return work
 
     def shape(self, experience: Experience) -> dict[str, float]:
@@ -87,10 +93,13 @@ class TailRun(RLRun):
         if self.iteration is None:
             self.iteration = self.begin(stop)
         work = self.iteration
-        rounds = 0 if work is None or self.roles.proposal is None else self.options.proposal_updates
-        while work is not None and len(work.proposal_reports) < rounds:
+        if work is None:
+            return None
+        assert isinstance(work, TailIteration)
+        rounds = 0 if self.roles.proposal is None else self.options.proposal_updates
+        while len(work.proposal_reports) < rounds:
             self.update_proposal(work, stop)
-        return None if work is None else super().iterate(stop)
+        return super().iterate(stop)
 
     def update_proposal(self, work: TailIteration, stop: StopRequest) -> None:
         """One update of the proposal, on answers of its own to the same prompts."""
@@ -104,6 +113,7 @@ class TailRun(RLRun):
             self.score_proposed(proposed)
         figures, pushed_N = shape_proposed(proposed, self.options)
         role, counters = self.roles.proposal, self.counters
+        assert role is not None
         everything, totals = range(len(proposed)), {"answers": float(len(proposed))}
 
         def attempt() -> dict[str, float]:
@@ -123,25 +133,30 @@ class TailRun(RLRun):
         rows = work.experience.rows_S[:: self.options.n_samples_per_prompt].tolist()
         stream = request_seed(request_seed(self.options.seed, PROPOSAL), self.counters.proposal_steps)
         requests = [(row, request_seed(stream, place)) for place, row in enumerate(rows)]
+        assert self.roles.proposal_rollouts is not None
         return ask_for_samples(self.roles.proposal_rollouts, requests, "train", self.sampling)
 
     def score_proposed(self, proposed: Experience) -> None:
         """What the policy and the proposal say of these answers, both before their updates."""
+        proposal = self.roles.proposal
+        assert proposal is not None
         if self.options.bf16:  # as in RLRun.score
-            self.passes.fill(proposed, "old_N", self.roles.proposal, "log_probs")
+            self.passes.fill(proposed, "old_N", proposal, "log_probs")
         else:
             proposed.old_N = proposed.sampled_N
         self.passes.fill(proposed, "policy_N", self.roles.actor, "log_probs")
         if self.options.proposal == "model":
+            assert proposed.old_N is not None and proposed.policy_N is not None
             proposed.twist_N = proposed.old_N - proposed.policy_N
         else:
-            self.passes.fill(proposed, "twist_N", self.roles.proposal, "log_twists")
+            self.passes.fill(proposed, "twist_N", proposal, "log_twists")
 
     # ---- the update of the policy, on both
 
     def update_actor(self, experience: Experience, samples: list[int]) -> dict[str, float]:
         if self.is_ppo:
             return super().update_actor(experience, samples)
+        assert isinstance(self.iteration, TailIteration)
         role, proposed = self.roles.actor, self.iteration.proposed
         # As in RLRun.update_actor: samples without an advantage have no gradient, but one must stay.
         learnt = with_advantage(experience, samples) or samples[:1]
@@ -156,10 +171,11 @@ class TailRun(RLRun):
 
     # ---- what is told and kept
 
-    def measure(self, work: TailIteration, stop: StopRequest) -> dict[str, float]:
+    def measure(self, work: Iteration, stop: StopRequest) -> dict[str, float]:
         return super().measure(work, stop) | self.measures.during(self, work.prompts)
 
-    def finish(self, work: TailIteration, measured: dict[str, float]) -> dict:
+    def finish(self, work: Iteration, measured: dict[str, float]) -> dict:
+        assert isinstance(work, TailIteration)
         row = super().finish(work, measured)
         if self.options.method in PUSHING:
             row |= {"alpha": self.options.alpha, "kappa": pushing(self.options)}

@@ -18,6 +18,7 @@ def load_tail_stores(options: TailOptions, tokenizer: PreTrainedTokenizerBase) -
     stores, reports = build_prompt_stores(rows, tokenizer, options)
     if options.evaluate_heldout_sampling:
         key = options.heldout_input_key or options.input_key
+        assert options.heldout_prompt_data is not None
         found = load_rows(
             options.heldout_prompt_data,
             probabilities=None,

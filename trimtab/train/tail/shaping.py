@@ -46,6 +46,7 @@ def transformed(rewards_S: Tensor, options: TailOptions) -> Tensor:
     if options.method != "reinforce_transform":
         return rewards_S
     if options.reward_transform == "minus_alpha_ind":
+        assert options.bad_threshold is not None
         return minus_indicator(rewards_S, options.alpha, options.bad_threshold)
     return minus_exponential(rewards_S, options.alpha, options.target_dist_beta)
 
@@ -53,6 +54,7 @@ def transformed(rewards_S: Tensor, options: TailOptions) -> Tensor:
 def shape_proposed(experience: Experience, options: TailOptions) -> tuple[Figures, Tensor]:
     """Give the proposal's answers its advantages; those for the policy come back, to be used after its update."""
     owners_N, group, answers = experience.owners_N, options.n_samples_per_prompt, len(experience)
+    assert experience.policy_N is not None and experience.old_N is not None
     ratio_N = experience.policy_N - experience.old_N
     ratios_GA = log_ratios(experience.policy_N, experience.old_N, owners_N, answers).view(-1, group)
     weights_GA = tilted(experience.rewards_S.view(-1, group), options.target_dist_beta, ratios_GA)
