@@ -5,7 +5,7 @@ A job brings a renderer (a row becomes text), a collector (text becomes kept seq
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 from datasets import Dataset
@@ -18,12 +18,15 @@ from trimtab.data.progress import progress
 from trimtab.data.rendering import CHUNK_ROWS, RowRenderer, render_all
 from trimtab.errors import UserError
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 Arrays = dict[str, np.ndarray]
 AnyReport = TypeVar("AnyReport", bound=DataReport)
-Settings = TypeVar("Settings", bound="DataclassInstance")
+
+
+class IsDataclass(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+Settings = TypeVar("Settings", bound=IsDataclass)
 
 
 class Store(Protocol):
