@@ -9,10 +9,10 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> di
     """`queries` are prompts and responses together; `labels` come from the column that --label_key names."""
     responses = [query.removeprefix(prompt).strip() for query, prompt in zip(queries, prompts)]
     right = [float(response.endswith(label)) for response, label in zip(responses, labels)]
-    # A little for being brief, so that two right answers are not worth the same.
+    # A right answer gets a little more for being brief; a wrong one must not, or saying nothing is learnt first.
     brief = [max(0.0, 1 - len(response) / 1000) for response in responses]
     return {
-        "rewards": [a + 0.1 * b for a, b in zip(right, brief)],
+        "rewards": [a * (1 + 0.1 * b) for a, b in zip(right, brief)],
         "scores": right,
         "extra_logs": {"brief": brief},
     }

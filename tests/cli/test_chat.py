@@ -138,3 +138,8 @@ def test_an_answer_that_ends_at_the_limit_says_so(chat):
 def test_mistakes_are_one_line(chat):
     assert "--ta_prompt: nowhere is not a file" in chat("--ta_prompt", "nowhere", lines=[]).mistake
     assert "--top_p is 0: it must be above 0" in chat("--top_p", 0, lines=[]).mistake
+
+
+def test_help_is_answered_and_not_said_to_the_model(chat, answers):
+    done = chat(*GREEDY, lines=["/help", "/quit"])
+    assert answers(done) == [] and "/clear begins anew, /quit or Ctrl-D leaves" in done.err

@@ -439,3 +439,23 @@ def reward_func(queries, prompts, labels):
         time.sleep(1000)
     return [0.5] * len(queries)
 """
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sft --pretrain adapter --dataset train.jsonl",
+        "dpo --pretrain model --ref_pretrain adapter --dataset pairs.jsonl",
+        "rm --pretrain adapter --dataset pairs.jsonl",
+        "grpo --pretrain model --reward_pretrain adapter --prompt_data train.jsonl",
+        "generate --pretrain adapter --dataset train.jsonl --output_path answers.jsonl",
+        "chat --pretrain adapter",
+        "serve-rm --reward_pretrain adapter",
+    ],
+)
+def test_an_adapter_in_place_of_a_model_is_answered_with_the_command_that_merges_it(job, tmp_path, words):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "model"}')
+    verb, *rest = words.split()
+    merge = "trimtab lora-combine --model_path model --lora_path adapter --output_path adapter-merged"
+    assert job(verb)(*rest).mistake.endswith(f"adapter: an adapter, not a model; merge it first: {merge}")

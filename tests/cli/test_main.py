@@ -73,3 +73,17 @@ def test_help_and_mistakes_answer_at_once_and_import_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "[0, 2, 2, 2, 2, 0, 0] []", done.stderr
     assert time.perf_counter() - started < 2
+
+
+def test_ctrl_c_while_modules_are_imported_leaves_without_a_traceback():
+    script = (
+        "import sys, builtins\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'trimtab.config.catalogue':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "from trimtab.cli.main import main\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "trimtab: interrupted\n")

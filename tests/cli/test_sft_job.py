@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.cli.sft_job import conversation, write_model, write_rows
 from tests.samples import random_examples
 from trimtab.data.batches import TokenBatch
+from trimtab.distributed import device
 from trimtab.distributed.device import find_device
 from trimtab.embedded.sort_task import make_rows
 from trimtab.models.load import load_policy
 from trimtab.train.sft import SFTTask
-from trimtab.train.supervised import MANY_BAD_STEPS
+from trimtab.train.supervised import MANY_BAD_STEPS, SupervisedRun
 
 MODEL = ("--pretrain", "model", "--max_len", "60", "--train_batch_size", "4", "--max_epochs", "1")
 SHORT = (*MODEL, "--micro_train_batch_size", "2", "--learning_rate", "1e-2", "--lr_warmup_ratio", "0")
@@ -292,3 +293,49 @@ def test_a_four_bit_base_trains_and_passes_gradients_on(sft, tmp_path):
     layer(x).sum().backward()
     expected = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float().sum(0)
     assert (x.grad[0] - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+# ---- two Ctrl-C
+
+
+def test_a_second_ctrl_c_leaves_at_once_and_names_the_checkpoint_that_there_is(sft, monkeypatch):
+    plain = SupervisedRun.train_step
+
+    def train_step(run, stop):
+        if run.counters.step == 2:
+            raise KeyboardInterrupt
+        return plain(run, stop)
+
+    monkeypatch.setattr(SupervisedRun, "train_step", train_step)
+    ran = sft(*SHORT, *PLACES, "--dataset", "train.jsonl", "--save_steps", "1")
+    line = "interrupted; the last checkpoint is checkpoints/global_step2; add --load_checkpoint to go on"
+    assert ran.code == 130 and ran.err.splitlines()[-1] == f"trimtab sft: {line}"
+    monkeypatch.setattr(SupervisedRun, "train_step", lambda run, stop: (_ for _ in ()).throw(KeyboardInterrupt))
+    ran = sft(*SHORT, *PLACES, "--dataset", "train.jsonl")
+    assert ran.code == 130 and "this run has no checkpoint to go on from" in ran.err
+
+
+# ---- precision
+
+
+def test_a_cpu_on_which_bf16_fails_trains_in_fp32_and_says_so(sft, tmp_path, monkeypatch):
+    def fail():
+        raise RuntimeError("could not create a primitive\nstack trace: ...")
+
+    monkeypatch.setattr(device, "_try_bf16", fail)
+    device._bf16_fault.cache_clear()
+    try:
+        ran = sft(*SHORT, *PLACES, "--dataset", "train.jsonl", "--bf16")
+    finally:
+        device._bf16_fault.cache_clear()
+    assert ran.code == 0
+    assert "--bf16 does not work on this CPU (could not create a primitive): fp32 is used instead\n" in ran.err
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert (manifest["dtype"], manifest["bf16_fault"]) == ("float32", "could not create a primitive")
+
+
+def test_bf16_that_works_stays_bf16_however_slow(sft, tmp_path, monkeypatch):
+    monkeypatch.setattr(device.Device, "has_fast_bf16", lambda self: False)
+    ran = sft(*SHORT, *PLACES, "--dataset", "train.jsonl", "--bf16")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert ran.code == 0 and manifest["dtype"] == "bfloat16" and "bf16_fault" not in manifest

@@ -6,6 +6,7 @@ import pytest
 from trimtab.config.checks import check, settle
 from trimtab.config.groups import SCHEDULERS
 from trimtab.config.jobs import SFTOptions, TailOptions
+from trimtab.config.parse import parse
 from trimtab.errors import UserError
 
 
@@ -140,10 +141,11 @@ def test_a_template_without_a_place_for_the_prompt_is_left_out_with_a_warning():
     assert len(warnings) == 1 and "{}" in warnings[0]
 
 
-def test_settling_fills_the_run_name_and_nothing_else():
+def test_settling_fills_the_run_name_and_the_place_of_checkpoints_and_nothing_else():
     settled, warnings = settle(options())
     assert settled.wandb_run_name.startswith("sft_20") and warnings == []
-    assert dataclasses.replace(settled, wandb_run_name=None) == options()
+    assert settled.ckpt_path == "./ckpt/checkpoints"
+    assert dataclasses.replace(settled, wandb_run_name=None, ckpt_path=None) == options()
     assert settle(settled)[0] == settled
 
 
@@ -180,3 +182,26 @@ def test_checkpoints_that_would_save_nothing_are_a_warning():
     (warning,) = check(options(save_steps=5, disable_ds_ckpt=True))
     assert "saves nothing" in warning
     assert check(options(save_steps=5, disable_ds_ckpt=True, save_hf_ckpt=True)) == []
+
+
+@pytest.mark.parametrize(
+    "words, step, told",
+    [
+        ("--per_device_train_batch_size 4", 4, "a step is 4 samples: 4 in a pass x 1 passes x 1 processes"),
+        (
+            "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --nproc 3",
+            24,
+            "a step is 24 samples: 4 in a pass x 2 passes x 3 processes",
+        ),
+        (
+            "--per_device_train_batch_size 4 --train_batch_size 128",
+            128,
+            "a step stays 128 samples, as --train_batch_size says; a pass takes 4",
+        ),
+        ("--micro_train_batch_size 4", 128, None),
+    ],
+)
+def test_a_step_in_words_per_device_is_as_large_as_its_parts(words, step, told):
+    options, lines = settle(parse(SFTOptions, words.split()))
+    assert (options.train_batch_size, options.micro_train_batch_size) == (step, 4)
+    assert lines == ([told] if told else [])

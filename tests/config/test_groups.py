@@ -45,38 +45,38 @@ PAIRS = {**CHAT, "input_template": None, "prompt_key": None, "chosen_key": "chos
 OWN_DEFAULTS = {
     SFTOptions: {
         **CHAT,
-        **{"ckpt_path": "./ckpt/checkpoints_sft", "micro_train_batch_size": 8, "max_epochs": 2, "learning_rate": 5e-6},
+        **{"ckpt_path": None, "micro_train_batch_size": 8, "max_epochs": 2, "learning_rate": 5e-6},
         **{"max_len": 2048, "eval_split": "train", "input_key": "input", "output_key": None},
         **{"input_template": TEMPLATE, "multiturn": False, "pretrain_mode": False},
         **{"wandb_project": "trimtab_train_sft"},
     },
     RMOptions: {
         **PAIRS,
-        **{"ckpt_path": "./ckpt/checkpoints_rm", "micro_train_batch_size": 1, "max_epochs": 1, "learning_rate": 9e-6},
+        **{"ckpt_path": None, "micro_train_batch_size": 1, "max_epochs": 1, "learning_rate": 9e-6},
         **{"max_len": 512, "eval_split": "train", "value_head_prefix": "score", "loss": "sigmoid"},
         **{"compute_fp32_loss": False, "margin_loss": False, "wandb_project": "trimtab_train_rm"},
     },
     PRMOptions: {
-        **{"ckpt_path": "./ckpt/checkpoints_prm", "micro_train_batch_size": 1, "max_epochs": 1, "learning_rate": 1e-6},
+        **{"ckpt_path": None, "micro_train_batch_size": 1, "max_epochs": 1, "learning_rate": 1e-6},
         **{"max_len": 2048, "eval_split": "test", "input_key": "input", "label_key": "label"},
         **{"placeholder_token": None, "reward_tokens": None, "wandb_project": "trimtab_train_prm"},
     },
     DPOOptions: {
         **PAIRS,
-        **{"ckpt_path": "./ckpt/checkpoints_dpo", "micro_train_batch_size": 8, "max_epochs": 1, "learning_rate": 1e-5},
+        **{"ckpt_path": None, "micro_train_batch_size": 8, "max_epochs": 1, "learning_rate": 1e-5},
         **{"max_len": 512, "eval_split": "test", "beta": 0.1, "ipo": False, "label_smoothing": 0.0},
         **{"nll_loss_coef": 0.0, "ref_pretrain": None, "ref_offload": False, "wandb_project": "trimtab_train_dpo"},
     },
     KTOOptions: {
         **CHAT,
-        **{"ckpt_path": "./ckpt/checkpoints_kto", "micro_train_batch_size": 8, "max_epochs": 1, "learning_rate": 1e-5},
+        **{"ckpt_path": None, "micro_train_batch_size": 8, "max_epochs": 1, "learning_rate": 1e-5},
         **{"max_len": 2048, "eval_split": "test", "beta": 0.01, "ref_offload": False, "input_template": TEMPLATE},
         **{"desirable_loss_weight": 1.0, "undesirable_loss_weight": 1.0, "wandb_project": "trimtab_train_kto"},
         **{"input_key": "input", "output_key": None, "label_key": "label"},
     },
     KDOptions: {
         **CHAT,
-        **{"ckpt_path": "./ckpt/checkpoints_kd", "micro_train_batch_size": 8, "max_epochs": 1, "learning_rate": 5e-6},
+        **{"ckpt_path": None, "micro_train_batch_size": 8, "max_epochs": 1, "learning_rate": 5e-6},
         **{"max_len": 2048, "eval_split": "test", "teacher_model": None, "teacher_offload": False, "kd_coef": 0.4},
         **{"input_key": "input", "output_key": "output", "input_template": TEMPLATE, "pretrain_mode": False},
         **{"wandb_project": "trimtab_train_kd"},
@@ -84,7 +84,7 @@ OWN_DEFAULTS = {
 }
 
 PPO_DEFAULTS = {
-    **{"ckpt_path": "./ckpt/checkpoints_ppo_ray", "micro_train_batch_size": 4, "max_epochs": 1, "num_episodes": 1},
+    **{"ckpt_path": None, "micro_train_batch_size": 4, "max_epochs": 1, "num_episodes": 1},
     **{"rollout_batch_size": 1024, "micro_rollout_batch_size": 8, "n_samples_per_prompt": 1, "max_samples": 10**8},
     **{"prompt_data": None, "prompt_data_probs": None, "prompt_split": "train", "eval_split": "train"},
     **{"prompt_max_len": 1024, "generate_max_len": 1024, "max_len": None, "input_key": "input", "label_key": None},
@@ -158,6 +158,7 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
     own = {"config", "dry_run", "nproc", "num_workers", "use_visualdl", "attn_implementation"}
     own |= {"tokenizer_chat_template", "wandb_run_name", "train_max_tokens_per_gpu", "loss_reduction"}
     own |= {"report_samples", "fit_memory", "eval_max_samples", "trust_remote_code", "keep_dropout", "hang_timeout"}
+    own |= {"max_steps", "gradient_accumulation_steps", "overwrite"}
     own |= {"mismatch_correction", "mismatch_range", "teacher_model", "teacher_coef", "record", "replay"}
     own |= {"placeholder_token", "reward_tokens", "step_reward", "step_separator", "reward_func", "reward_timeout"}
     assert options_of(PPOOptions).keys() == expected.keys() | own
@@ -188,7 +189,7 @@ def test_the_other_rl_jobs_are_ppo_with_other_defaults(job_class):
     ppo, preset = options_of(PPOOptions), options_of(job_class)
     differing = {name: option.default for name, option in preset.items() if option.default != ppo[name].default}
     assert preset.keys() == ppo.keys()
-    names = {"ckpt_path": f"./ckpt/checkpoints_{job_class.verb}", "wandb_project": f"trimtab_train_{job_class.verb}"}
+    names = {"wandb_project": f"trimtab_train_{job_class.verb}"}
     assert differing == PRESETS[job_class] | names
     assert job_class.trainer == PPOOptions.trainer == "rl" and SFTOptions.trainer == "sft"
 

@@ -2,7 +2,8 @@ import shlex
 
 import pytest
 
-from trimtab.config.jobs import SFTOptions, TailOptions
+from trimtab.config.dump import to_yaml
+from trimtab.config.jobs import JOBS, SFTOptions, TailOptions
 from trimtab.config.parse import parse
 from trimtab.errors import UserError
 
@@ -128,7 +129,7 @@ def test_a_prefix_is_not_an_option():
 
 
 def test_an_unknown_option_like_no_other_points_to_help():
-    assert refusal("--xyzzy") == "unknown option --xyzzy; trimtab sft --help lists them all"
+    assert refusal("--xyzzy") == "unknown option --xyzzy; trimtab sft --help all lists them"
 
 
 def test_a_key_behind_a_misspelt_option_is_not_repeated():
@@ -217,3 +218,23 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     assert "UTF-8" in refusal("--config", str(tmp_path / "bytes.yaml"))
     (tmp_path / "deep.yaml").write_text("seed: " + "[" * 1000 + "]" * 1000 + "\n")
     assert "nested too deeply" in refusal("--config", str(tmp_path / "deep.yaml"))
+
+
+def test_a_config_of_another_verb_is_refused(tmp_path):
+    path = tmp_path / "options.yaml"
+    path.write_text(to_yaml(parse(JOBS["grpo"], ["--pretrain", "m", "--prompt_data", "d"])))
+    with pytest.raises(UserError, match="is of trimtab grpo, not of trimtab ppo: use that verb, or trimtab rl"):
+        parse(JOBS["ppo"], ["--config", str(path)])
+    assert parse(JOBS["rl"], ["--config", str(path)]).advantage_estimator == "group_norm"
+    assert parse(JOBS["grpo"], ["--config", str(path)]).advantage_estimator == "group_norm"
+
+
+def test_a_config_whose_estimator_is_not_the_verbs_is_refused(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("advantage_estimator: group_norm\n")
+    with pytest.raises(UserError, match="says advantage_estimator: group_norm, and trimtab ppo is gae"):
+        parse(JOBS["ppo"], ["--config", str(path)])
+    words = ["--config", str(path), "--advantage_estimator", "group_norm"]
+    assert parse(JOBS["ppo"], words).advantage_estimator == "group_norm"
+    path.write_text("advantage_estimator: dr_grpo\n")
+    assert parse(JOBS["grpo"], ["--config", str(path)]).advantage_estimator == "dr_grpo"

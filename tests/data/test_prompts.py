@@ -233,3 +233,16 @@ def test_the_limit_of_training_rows_leaves_evaluation_alone(tmp_path, make_token
     stores, reports = load(make_tokenizer(), train, eval_dataset=str(test), eval_max_samples=3)
     assert (len(stores["train"]), len(stores["evaluation"])) == (9, 3)
     assert "6 prompts left out: beyond --eval_max_samples 3" in reports["evaluation"].lines()
+
+
+def test_text_prompts_that_pass_by_a_chat_template_are_told(tmp_path, make_tokenizer):
+    texts, talks = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    write_jsonl(texts, {"input": "hello"})
+    write_jsonl(talks, {"input": [{"role": "user", "content": "hello"}]})
+
+    def told(path, template=CHATML, **changes):
+        return "--apply_chat_template" in "".join(load(make_tokenizer(template), path, **changes)[1]["train"].lines())
+
+    assert told(texts) and told(texts)  # made, and from the cache
+    assert not told(texts, apply_chat_template=True) and not told(texts, input_template="Q: {}")
+    assert not told(texts, template=None) and not told(talks)

@@ -189,3 +189,10 @@ def test_the_readme_names_every_recipe():
 def test_several_processes_are_started_by_torchrun(tmp_path):
     words = words_given_to("torchrun", tmp_path, "train_sft", PROCESSES="2")
     assert words[:5] == ["--standalone", "--nproc_per_node", "2", "-m", "trimtab.cli.train_sft"]
+
+
+def test_the_reward_to_start_from_is_nothing_for_a_wrong_answer_however_brief():
+    known = runpy.run_path(str(EXAMPLES / "reward_func.py"))
+    answers = ["no", "no " * 50, "so it is 4", "4"]
+    rewards = known["reward_func"]([f"2+2={answer}" for answer in answers], ["2+2="] * 4, ["4"] * 4)["rewards"]
+    assert rewards[0] == rewards[1] == 0 and 1 < rewards[2] < rewards[3]

@@ -1,6 +1,7 @@
 """A conversation with a model: `trimtab chat`, or `python -m trimtab.cli.interactive_chat`.
 
-At a terminal or from a pipe, a line a turn. /clear begins a new conversation, /quit or the end of the input leaves.
+At a terminal or from a pipe, a line a turn. /clear begins a new conversation, /quit or the end of the input leaves, and
+/help says so.
 Ctrl-C stops the answer that is being written, not the program.
 """
 
@@ -13,6 +14,7 @@ from trimtab.config.jobs import ChatOptions
 from trimtab.errors import UserError
 
 PROMPT = "> "
+HELP = "/clear begins anew, /quit or Ctrl-D leaves, Ctrl-C stops an answer; everything else is said to the model"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +29,7 @@ def talk(options: ChatOptions) -> None:
     if at_a_terminal:
         _enable_line_editing()
         form = "its chat template" if conversation.as_chat else "--input_template"
-        say(f"{options.pretrain}, with {form}. /clear begins anew, /quit leaves, Ctrl-C stops an answer.")
+        say(f"{options.pretrain}, with {form}. {HELP}.")
     while True:
         try:
             words = input(PROMPT if at_a_terminal else "").strip()
@@ -38,7 +40,9 @@ def talk(options: ChatOptions) -> None:
             continue
         if words == "/quit":
             return
-        if words == "/clear":
+        if words == "/help":
+            say(HELP)
+        elif words == "/clear":
             conversation.clear()
         elif words:
             _answer(conversation, words)

@@ -166,8 +166,7 @@ class Lesson:
     def place_words(self, run: str) -> list[str]:
         return [
             *("--seed", str(self.seed)),
-            *("--save_path", str(self.folder / run)),
-            *("--ckpt_path", str(self.folder / "checkpoints" / run)),
+            *("--save_path", str(self.folder / run), "--overwrite"),
         ]
 
     # ---- what was learnt

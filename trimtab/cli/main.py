@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import trimtab
 from trimtab.cli.run import guarded
+from trimtab.config import words
 
 VERBS: dict[str, tuple[str, str]] = {
     "quickstart": ("trimtab.cli.quickstart", "train a tiny model on this machine and look at what it learnt"),
@@ -37,29 +38,31 @@ VERBS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
+    typed = list(sys.argv[1:] if argv is None else argv)
+    if not typed or typed[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
-    if words[0] == "--version":
+    if typed[0] == "--version":
         print(f"trimtab {trimtab.__version__}")
         return 0
-    verb = words[0]
+    verb = typed[0]
     if verb not in VERBS:
         print(f"trimtab: error: {_unknown(verb)}", file=sys.stderr)
         return 2
-    return guarded(f"trimtab {verb}", lambda: importlib.import_module(VERBS[verb][0]).main(words[1:]))
+    return guarded(f"trimtab {verb}", lambda: importlib.import_module(VERBS[verb][0]).main(typed[1:]))
 
 
 def _help() -> str:
     verbs = "\n".join(f"  {verb:<14}{line}" for verb, (_, line) in VERBS.items())
     return (
         f"{trimtab.__doc__}\n\nusage: trimtab VERB [option ...]\n       trimtab --version\n\n{verbs}\n\n"
-        "trimtab VERB --help lists a verb's options."
+        "trimtab VERB --help lists a verb's options most used, trimtab VERB --help all every one."
     )
 
 
 def _unknown(verb: str) -> str:
+    if verb in words.VERBS:
+        return f"unknown verb {verb!r}; {words.VERBS[verb]} is what does this here"
     close = difflib.get_close_matches(verb.removeprefix("train_"), VERBS, n=1, cutoff=0.5)
     hint = f"did you mean trimtab {close[0]}?" if close else f"the verbs are {', '.join(VERBS)}"
     return f"unknown verb {verb!r}; {hint}"

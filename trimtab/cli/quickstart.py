@@ -91,7 +91,7 @@ def _say_where(lesson: Lesson, report: Path) -> None:
     for words, meaning in (
         (f"quickstart --iterations {ITERATIONS // 6}", "fewer rewards: how much is left to learn?"),
         ("tour", "reward model, PPO, DPO and KTO on the same task"),
-        ("grpo --help", "every option; docs/rl.md explains them"),
+        ("grpo --help", "the options most used; docs/rl.md explains them"),
     ):
         lesson.say(f"  {program()} {words:29}{meaning}", markup=False)
 

@@ -1,5 +1,7 @@
 """From a job's words to its run: parse, check, then rehearse or start. Mistakes become one line and exit code 2."""
 
+import dataclasses
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -7,7 +9,7 @@ from typing import TypeVar
 
 from trimtab.config.checks import settled_and_checked
 from trimtab.config.dump import redact, secrets_of, to_yaml
-from trimtab.config.groups import CallOptions, PrecisionOptions
+from trimtab.config.groups import CallOptions, PrecisionOptions, ProcessOptions
 from trimtab.config.option import Options
 from trimtab.config.parse import parse
 from trimtab.config.support import hardware_problems
@@ -40,6 +42,8 @@ def run_job(
             raise UserError("; ".join(problems))
         for warning in warnings + problems:
             say(f"{name}: warning: {warning}", options)
+        if isinstance(options, PrecisionOptions) and options.bf16 and not _only_launches(options):
+            options = _in_working_precision(options)
         with trusting(isinstance(options, PrecisionOptions) and options.trust_remote_code):
             if not options.dry_run:
                 return start(options) or 0
@@ -56,6 +60,22 @@ def run_job(
     except KeyboardInterrupt:
         say(f"{name}: interrupted", options)
         return 130
+
+
+def _only_launches(options: CallOptions) -> bool:
+    """Whether this process starts others that do the work."""
+    return isinstance(options, ProcessOptions) and options.nproc > 1 and "WORLD_SIZE" not in os.environ
+
+
+def _in_working_precision(options: Job) -> Job:
+    """Single precision where bfloat16 fails, with a line that says so."""
+    from trimtab.distributed.device import find_device
+
+    fault = find_device().bf16_fault()
+    if fault is None:
+        return options
+    say(f"trimtab {options.verb}: warning: --bf16 does not work on this CPU ({fault}): fp32 is used instead", options)
+    return dataclasses.replace(options, bf16=False)
 
 
 def _accelerators() -> int:

@@ -7,14 +7,16 @@ trimtab.train is its trainer: VERB's own, or one that several jobs share. That h
 
 import importlib
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
 from trimtab.cli.run import run_job, say
-from trimtab.config.groups import AnswerOptions
+from trimtab.config.groups import AnswerOptions, CheckpointOptions
 from trimtab.config.jobs import TRAINED, TrainedOptions
 from trimtab.distributed.launch import launch
 from trimtab.distributed.watch import watch
@@ -53,13 +55,28 @@ def _rehearse(options: TrainedOptions) -> list[str]:
 
 
 def _train(options: TrainedOptions) -> None:
+    began = time.time()
     try:
         getattr(_trainer(options), f"train_{options.trainer}")(options)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") != "0":
+            raise
+        raise Interrupted(signal.SIGINT, f"interrupted; {_where_to_go_on(options, began)}") from None
     except (Interrupted, RunFailed):
         # The page is wanted most where something went wrong; there is no model to point to.
         _show_what_is_left(options, finished=False)
         raise
     _show_what_is_left(options, finished=True)
+
+
+def _where_to_go_on(options: CheckpointOptions, began: float) -> str:
+    """For who leaves at once, with a second Ctrl-C: the checkpoint that there is."""
+    from trimtab.train.checkpoint import Checkpoints
+
+    last = Checkpoints(Path(options.ckpt_path), keep=1, keep_gib=0).latest()
+    if last is None or not (options.load_checkpoint or last.stat().st_mtime >= began):
+        return "this run has no checkpoint to go on from"
+    return f"the last checkpoint is {last}; add --load_checkpoint to go on"
 
 
 def _trainer(options: TrainedOptions) -> ModuleType:

@@ -34,7 +34,8 @@ class CallOptions(Options):
     config: str | None = of_this_call(None)
     """YAML file of options under these same names; what the command line says wins."""
     dry_run: bool = of_this_call(False)
-    """Check everything that needs no training, print the resolved config and stop."""
+    """Try everything that needs no training (the reward too), print the resolved config, a sample with its loss mask,
+    the steps and the memory of the run, and stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +190,10 @@ class PackingOptions(Options):
     """Pack samples into rows of a token budget instead of padding them; samples never see each other."""
 
 
+PER_DEVICE = frozenset({"per_device_train_batch_size", "gradient_accumulation_steps"})
+"""Words of tools in which a step is as large as its parts together."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(PackingOptions):
     """Batches"""
@@ -199,6 +204,12 @@ class BatchOptions(PackingOptions):
     """Samples in one forward and backward pass; it changes memory and speed, not the result."""
     max_epochs: int = option(1, at_least=1)
     """Passes over the data; in RL over the rollouts of each iteration."""
+    max_steps: int = every(-1)
+    """Stop after so many optimiser steps (RL: iterations) if the data give more, with a schedule that fits them; -1: no
+    limit."""
+    gradient_accumulation_steps: int | None = of_this_call(None)
+    """Passes of a process in a step, where --train_batch_size is not given: the step is then the samples of a pass
+    times these times the processes, as in transformers."""
     train_max_tokens_per_gpu: int | None = None
     """Token budget of a packed pass; unset: micro_train_batch_size samples of full length."""
     fit_memory: bool | None = None
@@ -208,7 +219,15 @@ class BatchOptions(PackingOptions):
     def settle(self, changes: dict[str, Any]) -> Iterable[str]:
         if self.fit_memory is None and self.given & PASS_SIZES:
             changes["fit_memory"] = False
-        return ()
+        if not self.given & PER_DEVICE:
+            return ()
+        micro, passes = self.micro_train_batch_size, self.gradient_accumulation_steps or 1
+        if "train_batch_size" in self.given:
+            return [f"a step stays {self.train_batch_size} samples, as --train_batch_size says; a pass takes {micro}"]
+        alone = self.nproc if isinstance(self, ProcessOptions) else 1
+        processes = int(os.environ.get("WORLD_SIZE", alone))
+        step = changes["train_batch_size"] = micro * passes * processes
+        return [f"a step is {step} samples: {micro} in a pass x {passes} passes x {processes} processes"]
 
     @property
     def token_budget_option(self) -> str | None:
@@ -250,6 +269,11 @@ class PrefixOptions(Options):
     """Read a prompt once for all its answers; that is how it is always done here."""
 
 
+def checkpoints_in(save_path: str) -> str:
+    """Where the checkpoints of a run lie if nobody says where."""
+    return os.path.join(save_path, "checkpoints")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(Options):
     """Checkpoints"""
@@ -258,8 +282,10 @@ class CheckpointOptions(Options):
     """Folder of the final model, in Hugging Face form."""
     save_steps: int = every(-1)
     """Checkpoint every so many optimiser steps (RL: iterations); -1: never."""
-    ckpt_path: str = "./ckpt/checkpoints"
-    """Folder of the checkpoints a run resumes from."""
+    overwrite: bool = of_this_call(False)
+    """Replace a finished run in --save_path; without this it is set aside, as NAME.old-1."""
+    ckpt_path: str | None = None
+    """Folder of the checkpoints a run resumes from; unset: checkpoints in --save_path."""
     load_checkpoint: bool = False
     """Go on from the newest checkpoint in --ckpt_path, if there is one."""
     max_ckpt_num: int = option(3, at_least=1)
@@ -275,7 +301,14 @@ class CheckpointOptions(Options):
     )
     """DeepSpeed's universal checkpoints. Refused: ours need no conversion."""
 
+    def settle(self, changes: dict[str, Any]) -> Iterable[str]:
+        if self.ckpt_path is None:
+            changes["ckpt_path"] = checkpoints_in(self.save_path)
+        return ()
+
     def check(self) -> Iterable[str]:
+        if not self.save_path.strip():
+            raise UserError("--save_path is empty: give a folder for the run and its model")
         source = self.pretrain if isinstance(self, PretrainOptions) else None
         if source and os.path.realpath(os.path.expanduser(source)) == os.path.realpath(self.save_path):
             raise UserError(f"--save_path {self.save_path} is --pretrain: the model it starts from would be lost")

@@ -12,8 +12,37 @@ _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 _COLUMN = 34
 
 
-def help_text(job_class: type[CallOptions], width: int | None = None) -> str:
-    """Every option of the job under its heading, wrapped to the terminal."""
+COMMON = {
+    *("config", "dry_run", "nproc", "pretrain", "bf16", "lora_rank", "max_len", "generate_max_len", "max_samples"),
+    *("dataset", "prompt_data", "eval_dataset", "apply_chat_template", "input_key", "output_key", "label_key"),
+    *("prompt_key", "chosen_key", "rejected_key", "train_batch_size", "max_epochs", "max_steps", "learning_rate"),
+    *("actor_learning_rate", "critic_learning_rate", "save_path", "save_steps", "load_checkpoint", "init_kl_coef"),
+    *("n_samples_per_prompt", "rollout_batch_size", "reward_verifier", "reward_pretrain", "reward_func", "beta"),
+    *("preference_loss", "teacher_model", "kd_coef", "placeholder_token", "reward_tokens"),
+}
+"""The options that people use, of all jobs."""
+RARE_IN_RL = {
+    *("max_epochs", "max_steps", "max_len", "max_samples", "nproc", "placeholder_token", "reward_tokens"),
+    *("teacher_model", "save_steps", "load_checkpoint"),
+}
+FEW = 60
+"""A job with no more options than this shows them all."""
+
+
+def common_options(job_class: type[CallOptions]) -> dict[str, Option]:
+    """The options that people use, in the order of all."""
+    options = options_of(job_class)
+    if len(options) <= FEW:
+        return options
+    names = COMMON - RARE_IN_RL if "rollout_batch_size" in options and "prompt_data" in options else COMMON
+    method = options["advantage_estimator"].default if "advantage_estimator" in options else "gae"
+    if method != "gae":
+        names = names - {"critic_learning_rate"}
+    return {name: option for name, option in options.items() if name in names or option.required}
+
+
+def help_text(job_class: type[CallOptions], width: int | None = None, *, everything: bool = False) -> str:
+    """The options that people use, or every option, each under its heading, wrapped to the terminal."""
     width = width or max(70, min(shutil.get_terminal_size().columns, 120))
     verb = job_class.verb
     needed = [f"{option.flag} {option.required[0]}" for option in options_of(job_class).values() if option.required]
@@ -27,12 +56,15 @@ def help_text(job_class: type[CallOptions], width: int | None = None) -> str:
             width,
         ),
     ]
-    by_section = sorted(options_of(job_class).values(), key=_section_order(job_class))
+    chosen = options_of(job_class) if everything else common_options(job_class)
+    by_section = sorted(chosen.values(), key=_section_order(job_class))
     for section, members in groupby(by_section, key=lambda option: option.section):
         lines += ["", f"{section}:"]
         for option in members:
             lines += _entry(option, width)
     lines += ["", "  -h, --help".ljust(_COLUMN) + "Show this and stop."]
+    if len(chosen) < (total := len(options_of(job_class))):
+        lines += ["  --help all".ljust(_COLUMN) + f"Show all {total} options; these are the {len(chosen)} most used."]
     return "\n".join(lines) + "\n"
 
 

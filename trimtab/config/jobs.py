@@ -133,7 +133,6 @@ class Training(
 @job(
     "sft",
     max_epochs=2,
-    ckpt_path="./ckpt/checkpoints_sft",
     input_template="User: {}\nAssistant: ",
     wandb_project="trimtab_train_sft",
 )
@@ -146,7 +145,6 @@ class SFTOptions(Subject, ConversationOptions, TargetOptions, Training, AnswerOp
     learning_rate=9e-6,
     micro_train_batch_size=1,
     max_len=512,
-    ckpt_path="./ckpt/checkpoints_rm",
     wandb_project="trimtab_train_rm",
 )
 class RMOptions(Subject, PreferenceColumns, TemplateOptions, RewardHeadOptions, RewardLossOptions, Training):
@@ -158,7 +156,6 @@ class RMOptions(Subject, PreferenceColumns, TemplateOptions, RewardHeadOptions, 
     learning_rate=1e-6,
     micro_train_batch_size=1,
     eval_split="test",
-    ckpt_path="./ckpt/checkpoints_prm",
     wandb_project="trimtab_train_prm",
 )
 class PRMOptions(Subject, InputColumn, LabelColumn, StepRewardOptions, Training):
@@ -170,7 +167,6 @@ class PRMOptions(Subject, InputColumn, LabelColumn, StepRewardOptions, Training)
     learning_rate=1e-5,
     max_len=512,
     eval_split="test",
-    ckpt_path="./ckpt/checkpoints_dpo",
     wandb_project="trimtab_train_dpo",
 )
 class DPOOptions(
@@ -193,7 +189,6 @@ class DPOOptions(
     beta=0.01,
     eval_split="test",
     input_template="User: {}\nAssistant: ",
-    ckpt_path="./ckpt/checkpoints_kto",
     wandb_project="trimtab_train_kto",
 )
 class KTOOptions(
@@ -214,7 +209,6 @@ class KTOOptions(
     eval_split="test",
     output_key="output",
     input_template="User: {}\nAssistant: ",
-    ckpt_path="./ckpt/checkpoints_kd",
     wandb_project="trimtab_train_kd",
 )
 class KDOptions(Subject, ConversationOptions, TargetOptions, DistillationOptions, Training, AnswerOptions):

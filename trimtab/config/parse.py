@@ -10,10 +10,14 @@ import yaml
 
 from trimtab.config.catalogue import Option, find, options_of, suggestion
 from trimtab.config.dump import MARK
-from trimtab.config.groups import CallOptions
+from trimtab.config.groups import PER_DEVICE, CallOptions, checkpoints_in
 from trimtab.config.help import help_text
 from trimtab.config.values import from_text, from_yaml
+from trimtab.config.words import advice
 from trimtab.errors import UserError
+
+OWN_ESTIMATORS = {"group_norm": ("group_norm", "dr_grpo"), "reinforce": ("reinforce", "reinforce_baseline")}
+"""What is still the method that a verb is named after, by the verb's own estimator."""
 
 Job = TypeVar("Job", bound=CallOptions)
 
@@ -21,21 +25,54 @@ Job = TypeVar("Job", bound=CallOptions)
 def parse(job_class: type[Job], argv: Sequence[str]) -> Job:
     """The options that `argv` (and the file its --config names) asks for; a mistake is a UserError of one line.
 
-    `-h` and `--help` print the help and leave through SystemExit(0).
+    `-h` and `--help` print the help (`--help all`: of every option) and leave through SystemExit(0).
     """
     if "-h" in argv or "--help" in argv:
-        print(help_text(job_class), end="")
+        print(help_text(job_class, everything="all" in argv), end="")
         raise SystemExit(0)
     on_the_line = _from_command_line(job_class, argv)
     path = on_the_line.get("config")
     in_the_file = _from_file(job_class, path) if path else {}
     chosen = {**in_the_file, **on_the_line}
     given = {*on_the_line, *in_the_file}
+    if path:
+        _check_verb(job_class, path, in_the_file, on_the_line)
     if path and _text(path).startswith(MARK):
         # A resolved config names every option: those at their defaults are nobody's wish.
         defaults = options_of(job_class)
         given = {*on_the_line, *(name for name, value in in_the_file.items() if value != defaults[name].default)}
+        if "save_path" in in_the_file and in_the_file.get("ckpt_path") == checkpoints_in(in_the_file["save_path"]):
+            # Nobody's wish either: another --save_path has its own.
+            given -= {"ckpt_path"} - on_the_line.keys()
+            chosen["ckpt_path"] = on_the_line.get("ckpt_path")
+    # Which word was used matters where two mean the same option but not the same step (see BatchOptions).
+    given |= {name for name in map(_name, argv) if name in PER_DEVICE}
     return job_class(**chosen, given=frozenset(given))
+
+
+def _check_verb(job_class: type[Job], path: str, in_the_file: dict[str, Any], on_the_line: dict[str, Any]) -> None:
+    """A config of another method would silently make another method of this verb; `trimtab rl` takes any."""
+    first = _text(path).partition("\n")[0]
+    written_by = first.removeprefix(MARK) if first.startswith(MARK) else job_class.verb
+    if job_class.verb == "rl" or written_by == "rl":
+        return
+    if written_by != job_class.verb:
+        raise UserError(
+            f"--config {path} is of trimtab {written_by}, not of trimtab {job_class.verb}: use that verb"
+            + (", or trimtab rl, which does what a file says" if "advantage_estimator" in in_the_file else "")
+        )
+    name = "advantage_estimator"
+    if (
+        name in in_the_file
+        and name not in on_the_line
+        and job_class.verb in ("ppo", "grpo", "dapo", "reinforce", "rloo")
+    ):
+        own, found = options_of(job_class)[name].default, in_the_file[name]
+        if found not in OWN_ESTIMATORS.get(own, (own,)):
+            raise UserError(
+                f"--config {path} says {name}: {found}, and trimtab {job_class.verb} is {own}: use trimtab rl, which "
+                f"does what a file says, or put --{name} {found} on the command line"
+            )
 
 
 def take_negative_numbers(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +127,13 @@ def _underscored(word: str) -> str:
     return f"--{name.replace('-', '_')}{equals}{value}"
 
 
+def _name(word: str) -> str:
+    return _underscored(word).removeprefix("--").partition("=")[0]
+
+
 def _not_understood(job_class: type[CallOptions], word: str) -> str:
+    if "=" in word and (told := advice(word.partition("=")[0].lstrip("+"), options_of(job_class))):
+        return f"{word.partition('=')[0]} is not understood; {told}"
     if word.startswith("-") and word.strip("-"):
         # A value after = may be a key, so only the name is repeated.
         return _unknown(job_class, word.split("=")[0], word.split("=")[0].lstrip("-"), "--")
@@ -98,9 +141,11 @@ def _not_understood(job_class: type[CallOptions], word: str) -> str:
 
 
 def _unknown(job_class: type[CallOptions], shown: str, name: str, prefix: str) -> str:
+    if told := advice(name, options_of(job_class)):
+        return f"unknown option {shown}; {told}"
     nearest = suggestion(job_class, name)
     return f"unknown option {shown}; " + (
-        f"did you mean {prefix}{nearest}?" if nearest else f"trimtab {job_class.verb} --help lists them all"
+        f"did you mean {prefix}{nearest}?" if nearest else f"trimtab {job_class.verb} --help all lists them"
     )
 
 

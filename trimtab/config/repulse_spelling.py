@@ -206,7 +206,7 @@ def _under_the_run_s_name(flags: Flags) -> Flags:
     if not (options.pretrain and options.prompt_data and _reward(options)):
         return flags  # checks will say so
     suffix = "_actor" if options.method == "ppo" else "_harml_actor"
-    folder = os.path.join(options.ckpt_path, run_name(options) + suffix)
+    folder = os.path.join(options.ckpt_path or "./ckpt/checkpoints_tail", run_name(options) + suffix)
     places = {"negdata_path": options.save_path, "save_path": folder, "ckpt_path": os.path.join(folder, "checkpoints")}
     return flags | {name: [place] for name, place in places.items()}
 

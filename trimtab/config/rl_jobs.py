@@ -208,12 +208,12 @@ class RLOptions(
             yield f"the last step of an iteration has {samples % step} samples, not --train_batch_size {wanted}"
 
 
-@job("ppo", ckpt_path="./ckpt/checkpoints_ppo_ray", wandb_project="trimtab_train_ppo")
+@job("ppo", wandb_project="trimtab_train_ppo")
 class PPOOptions(RLOptions):
     """Proximal policy optimisation"""
 
 
-@job("rl", ckpt_path="./ckpt/checkpoints_rl", wandb_project="trimtab_train_rl")
+@job("rl", wandb_project="trimtab_train_rl")
 class AnyRLOptions(RLOptions):
     """RL as a config file says"""
 
@@ -226,7 +226,6 @@ class AnyRLOptions(RLOptions):
     use_kl_loss=True,
     kl_estimator="k3",
     init_kl_coef=1e-3,
-    ckpt_path="./ckpt/checkpoints_grpo",
     wandb_project="trimtab_train_grpo",
 )
 class GRPOOptions(RLOptions):
@@ -241,7 +240,6 @@ class GRPOOptions(RLOptions):
     eps_clip_low_high=(0.2, 0.28),
     init_kl_coef=0.0,
     dynamic_filtering=True,
-    ckpt_path="./ckpt/checkpoints_dapo",
     wandb_project="trimtab_train_dapo",
 )
 class DAPOOptions(RLOptions):
@@ -251,7 +249,6 @@ class DAPOOptions(RLOptions):
 @job(
     "reinforce",
     advantage_estimator="reinforce",
-    ckpt_path="./ckpt/checkpoints_reinforce",
     wandb_project="trimtab_train_reinforce",
 )
 class ReinforceOptions(RLOptions):
@@ -262,7 +259,6 @@ class ReinforceOptions(RLOptions):
     "rloo",
     advantage_estimator="rloo",
     n_samples_per_prompt=8,
-    ckpt_path="./ckpt/checkpoints_rloo",
     wandb_project="trimtab_train_rloo",
 )
 class RLOOOptions(RLOptions):
@@ -287,7 +283,6 @@ class RLOOOptions(RLOptions):
     critic_learning_rate=3e-5,
     lr_scheduler="constant",
     adam_betas=(0.9, 0.999),
-    ckpt_path="./ckpt/checkpoints_tail",
     wandb_project="trimtab_train_tail",
 )
 class TailOptions(RLOptions, RewardInputOptions, TailMethodOptions, ProposalOptions, TailMeasureOptions):

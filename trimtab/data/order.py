@@ -15,6 +15,8 @@ class SampleOrder:
     batch_size: int
     epochs: int
     seed: int
+    most: int | None = None
+    """Stop after this many steps."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -22,7 +24,8 @@ class SampleOrder:
 
     @property
     def steps(self) -> int:
-        return self.steps_per_epoch * self.epochs
+        every = self.steps_per_epoch * self.epochs
+        return every if self.most is None else min(every, self.most)
 
     def epoch(self, step: int) -> int:
         return step // self.steps_per_epoch

@@ -94,6 +94,8 @@ class PromptReport(DataReport):
     """Kept prompts whose column of --label_key holds nothing."""
     first_unlabelled: str = ""
     """Where the first of them stands."""
+    template_unused: bool = False
+    """The prompts are text and reach a model that has a chat template without it, and nobody asked for that."""
 
     noun: ClassVar[str] = "prompts"
 
@@ -112,6 +114,11 @@ class PromptReport(DataReport):
             text.append(f"{self.rows_empty:,} {self.noun} left out: empty")
         if self.rows_unlabelled:
             text.append(f"{self.rows_unlabelled:,} {self.noun} have no label (the first: {self.first_unlabelled})")
+        if self.template_unused:
+            text.append(
+                "note: the prompts are text and the model reads them as they stand; it has a chat template, which "
+                "--apply_chat_template would put around them"
+            )
         return text
 
 
@@ -263,7 +270,7 @@ def build_prompt_store(
 ) -> tuple[PromptStore, PromptReport]:
     """Renders and tokenises the rows, or finds the result of the same work in the cache."""
     settings = settings_of(PromptSettings, options)
-    first_row(rows, what)
+    first = first_row(rows, what)
     input_key = input_column(rows.column_names, settings.input_key)
     require_columns(rows.column_names, {"--label_key": options.label_key})
     renderer = PromptRenderer(input_key, rows.column_names, tokenizer, settings, what)
@@ -277,6 +284,8 @@ def build_prompt_store(
         settings,
         **workers_of(options, workers),
     )
+    plain = isinstance(first[input_key], str) and not settings.apply_chat_template
+    report.template_unused = plain and settings.input_template is None and tokenizer.chat_template is not None
     store = PromptStore(tokens, rows, input_key, options.label_key)
     if options.label_key is not None and (missing := store.unlabelled()):
         report.rows_unlabelled, report.first_unlabelled = len(missing), store.place(missing[0])

@@ -46,7 +46,11 @@ class Device:
             flags = Path("/proc/cpuinfo").read_text()
         except OSError:
             return True  # unknown: no warning rather than a wrong one
-        return "amx_bf16" in flags or "avx512_bf16" in flags
+        return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(flags.split())  # the last is aarch64's
+
+    def bf16_fault(self) -> str | None:
+        """Why bfloat16 does not work here at all, found by trying; None: it does, if slowly."""
+        return _bf16_fault(self.torch.type)
 
     def fused_adam(self) -> bool:
         return self.torch.type in ("cpu", "cuda")
@@ -76,6 +80,27 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     said = str(error)
     return isinstance(error, RuntimeError) and any(words in said for words in OUT_OF_MEMORY)
+
+
+@functools.cache
+def _bf16_fault(device_type: str) -> str | None:
+    """On some CPUs a kernel of the library behind PyTorch is missing, and a run would end in its stack trace."""
+    if device_type != "cpu":
+        return None
+    try:
+        _try_bf16()
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[0]
+    return None
+
+
+def _try_bf16() -> None:
+    """What training does with bfloat16 weights, on a few numbers: layers, attention, a norm, and back."""
+    x = torch.ones(1, 2, 4, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(16, 16, dtype=torch.bfloat16, requires_grad=True)
+    attended = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    hidden = torch.nn.functional.rms_norm(torch.nn.functional.linear(attended, weight), (16,))
+    torch.nn.functional.silu(hidden).float().logsumexp(-1).sum().backward()
 
 
 def count_accelerators() -> int:

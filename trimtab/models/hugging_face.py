@@ -15,6 +15,8 @@ from trimtab.files import MARK, is_unfinished
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
 
+ADAPTER = "adapter_config.json"
+
 
 def from_pretrained(loader: Any, pretrain: str, *, flag: str = "--pretrain", **arguments: Any) -> Any:
     """What one of Hugging Face's auto classes loads from a folder or the hub; a failure is told in one line."""
@@ -87,9 +89,10 @@ def check_model_folder(pretrain: str, flag: str = "--pretrain") -> None:
             f"{flag} {pretrain}: the run in this folder has not finished, so the model there is an earlier one or not "
             f"whole; finish the run (--load_checkpoint), or remove the file {MARK} there to use it as it is"
         )
+    if (folder / ADAPTER).exists() and not (folder / "config.json").exists():
+        raise UserError(f"{flag} {pretrain}: an adapter, not a model; merge it first: {merging(folder, flag)}")
     if not (folder / "config.json").exists():
-        hint = " (an adapter: merge it into its base first)" if (folder / "adapter_config.json").exists() else ""
-        raise UserError(f"{flag} {pretrain}: no config.json in this folder{hint}; is it a Hugging Face model?")
+        raise UserError(f"{flag} {pretrain}: no config.json in this folder; is it a Hugging Face model?")
     if not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
         raise UserError(f"{flag} {pretrain}: config.json is there but no weights (*.safetensors); copy them there")
     _read_json(folder / "config.json", flag)
@@ -100,6 +103,15 @@ def check_model_folder(pretrain: str, flag: str = "--pretrain") -> None:
         except (OSError, SafetensorError) as error:
             reason = "no such file" if isinstance(error, FileNotFoundError) else first_line(error)
             raise UserError(f"{flag} {path}: damaged or missing weights ({reason}); copy the file again") from error
+
+
+def merging(adapter: Path, flag: str) -> str:
+    """The command that makes a model of an adapter."""
+    described = _read_json(adapter / ADAPTER, flag)
+    base = described.get("base_model_name_or_path") or "MODEL"
+    kind = " --is_rm" if described.get("task_type") == "SEQ_CLS" else ""
+    words = f"--model_path {base} --lora_path {adapter} --output_path {adapter}-merged{kind}"
+    return f"trimtab lora-combine {words}"
 
 
 def _safetensors_files(folder: Path, flag: str) -> list[Path]:

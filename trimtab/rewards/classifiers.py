@@ -18,7 +18,7 @@ from trimtab.config.jobs import AttackOptions
 from trimtab.config.rl_jobs import TailOptions
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
-from trimtab.models.hugging_face import skeleton
+from trimtab.models.hugging_face import check_model_folder, skeleton
 from trimtab.models.load import RewardLoadOptions
 from trimtab.models.packed import scoring
 from trimtab.models.reward import HEAD
@@ -62,6 +62,7 @@ def reading_of(pretrain: str, asked: str | None) -> str:
     """How a reward model reads samples: as asked, as it is known to, or by its kind."""
     if asked or pretrain in KNOWN:
         return asked or KNOWN[pretrain]
+    check_model_folder(pretrain, "--reward_pretrain")
     from transformers import AutoModelForSequenceClassification
 
     model = skeleton(pretrain, AutoModelForSequenceClassification, "--reward_pretrain", num_labels=1)

@@ -18,6 +18,7 @@ from trimtab.data.packing import chunk, pack
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
+from trimtab.models.hugging_face import check_model_folder
 from trimtab.models.load import RewardLoadOptions, load_frozen_reward_model
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.reward import HEAD
@@ -51,6 +52,7 @@ class ModelReward:
         """
         self.name, self.pretrain = Path(pretrain).name, pretrain
         self.device = device
+        check_model_folder(pretrain, flag)
         self.tokenizer = load_tokenizer(pretrain, disable_fast=options.disable_fast_tokenizer, flag=flag)
         self.model = load_frozen_reward_model(pretrain, options, device, self.tokenizer, flag).model
         self.reads_ids = policy_tokenizer is not None and same_tokenizer(self.tokenizer, policy_tokenizer)

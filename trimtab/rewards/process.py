@@ -24,6 +24,7 @@ from trimtab.data.tokenising import tokenise, tokenise_in_pieces
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
+from trimtab.models.hugging_face import check_model_folder
 from trimtab.models.load import load_frozen_policy
 from trimtab.models.packed import scoring
 from trimtab.rewards.model import MAX_TOKENS, Passes, without_end
@@ -63,6 +64,7 @@ class ProcessReward:
         self.device, self.place, self.placeholder = device, place, options.placeholder_token
         self.separator = separator or self.placeholder
         self.policy_tokenizer = policy_tokenizer
+        check_model_folder(pretrain, "--reward_pretrain")
         self.tokenizer = load_tokenizer(pretrain, disable_fast=options.disable_fast_tokenizer, flag="--reward_pretrain")
         self._placeholder_id = one_token(self.placeholder, self.tokenizer, "--placeholder_token")
         self.model = load_frozen_policy(pretrain, options, device, flag="--reward_pretrain").model

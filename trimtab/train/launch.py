@@ -22,6 +22,7 @@ from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import TrainedModelOptions
 from trimtab.train.pass_limit import BeginAnew
 from trimtab.train.plan.passes import for_manifest, supervised_work, with_planned_passes
+from trimtab.train.rehearsal import memory_line, samples_with_masks, usable_rows
 from trimtab.train.sharded import shard_trained
 from trimtab.train.supervised import SupervisedRun
 from trimtab.train.task import Task
@@ -93,7 +94,11 @@ def rehearse(options: SupervisedOptions, make_task: MakeTask) -> list[str]:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     lines = [f"device: {device.name}", *notes(options, device)]
     lines.append(f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained")
-    lines.append(f"data: the first {task.samples} usable samples give {task.order().steps} steps")
+    samples, about = usable_rows(task.report, options.max_samples, task.samples)
+    steps = dataclasses.replace(task.order(), samples=samples).steps
+    lines.append(f"data: {task.report.in_files:,} rows give {'about ' if about else ''}{steps:,} steps")
+    lines += samples_with_masks(task.make_batch(task.store, [0]), tokenizer)
+    lines.append(memory_line(options, device, lambda: supervised_work(task)))
     return lines
 
 

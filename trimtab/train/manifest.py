@@ -51,6 +51,7 @@ def make_manifest(
         "threads": torch.get_num_threads(),
         "fused_optimiser": device.fused_adam(),
         "attention_path": path,
+        **({"bf16_fault": fault} if (fault := device.bf16_fault()) else {}),
         "versions": versions(),
         **more,
     }

@@ -7,6 +7,7 @@ import torch
 from trimtab.config.groups import LoadOptions
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
+from trimtab.models.hugging_face import merging
 from trimtab.models.load import load_frozen_policy
 from trimtab.models.policy import Policy
 from trimtab.train.checkpoint import Checkpoints, reading
@@ -32,7 +33,7 @@ def _tensors_of(folder: Path) -> Path:
     """The folder with the policy's tensors, of the newest checkpoint."""
     if (folder / "adapter_config.json").exists():
         raise UserError(
-            f"--ckpt_path {folder}: this is an adapter; merge it into its model with trimtab lora-combine first"
+            f"--ckpt_path {folder}: an adapter, not a model; merge it first: {merging(folder, '--ckpt_path')}"
         )
     loaded = Checkpoints(folder, keep=1, keep_gib=0).load()
     if loaded is None:

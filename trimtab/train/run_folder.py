@@ -17,6 +17,7 @@ from trimtab.files import (
     writing,
 )
 from trimtab.models.load import TrainedModelOptions
+from trimtab.train.earlier_runs import make_way
 
 MODELS = ("critic", "proposal")  # folders of other models inside
 
@@ -34,6 +35,7 @@ class RunFolder:
             problem = None
             if self.world.leads:
                 try:
+                    make_way(self.options, self.world.say)
                     for flag, folder in self._places():
                         with writing(f"--{flag} {folder}: cannot write there"):
                             locks.enter_context(locked(flag, folder))

@@ -29,6 +29,7 @@ from trimtab.interrupts import StopRequest
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.save import save_model
 from trimtab.train.checkpoint import Checkpoints, reading
+from trimtab.train.earlier_runs import earlier_checkpoint
 from trimtab.train.endings import ended_badly, not_finite
 from trimtab.train.manifest import compare, make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser, StepReport
@@ -301,7 +302,7 @@ class SupervisedRun:
         last = step + 1 == self.order.steps
         if self.options.eval_steps > 0:
             return last or (step + 1) % self.options.eval_steps == 0
-        return self.order.ends_epoch(step)
+        return last or self.order.ends_epoch(step)
 
     def evaluate(self) -> dict[str, float]:
         """Every figure of the task over its evaluation set, prepared a step's worth of samples at a time."""
@@ -386,7 +387,7 @@ class SupervisedRun:
 
     def resume(self) -> bool:
         """Go on from the newest checkpoint, if there is one and it is this run's."""
-        loaded = self.checkpoints.load()
+        loaded = self.checkpoints.load() or earlier_checkpoint(self.options, self.manifest, self.world)
         if loaded is None:
             self.world.say(f"no checkpoint in {self.checkpoints.folder}: starting from the beginning")
             return False

@@ -116,7 +116,8 @@ class Task:
 
     def order(self) -> SampleOrder:
         options = self.options
-        return SampleOrder(self.samples, options.train_batch_size, options.max_epochs, options.seed)
+        most = options.max_steps if options.max_steps > 0 else None
+        return SampleOrder(self.samples, options.train_batch_size, options.max_epochs, options.seed, most)
 
     @property
     def evaluation_samples(self) -> int:

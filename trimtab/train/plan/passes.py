@@ -25,7 +25,7 @@ def with_planned_passes(
     options: Job, device: Device, world: World, work: Callable[[], Work]
 ) -> tuple[Job, "Plan | None"]:
     """The options with the plan's token budget and the plan; or as they are and None."""
-    if not _wanted(options, device, world):
+    if not is_wanted(options, device, world):
         if options.fit_memory:
             world.say("warning: --fit_memory has no effect over several processes: one device is planned for")
         return options, None
@@ -44,7 +44,8 @@ def with_planned_passes(
     return dataclasses.replace(options, **budget_changes(options, tokens) | {"fit_memory": False}), plan
 
 
-def _wanted(options: TrainedModelOptions, device: Device, world: World) -> bool:
+def is_wanted(options: TrainedModelOptions, device: Device, world: World) -> bool:
+    """Whether the plan, and not the options, says how large a pass is."""
     if options.fit_memory is not None or world.size > 1 or options.trainer == "tail":
         return bool(options.fit_memory) and world.size == 1
     return device.is_accelerator and not options.given & PASS_SIZES

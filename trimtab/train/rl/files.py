@@ -19,6 +19,7 @@ from trimtab.distributed.roles import Group
 from trimtab.errors import RunFailed, UserError
 from trimtab.files import writing
 from trimtab.train.checkpoint import Checkpoints, reading
+from trimtab.train.earlier_runs import earlier_checkpoint
 from trimtab.train.endings import not_finite
 from trimtab.train.manifest import compare
 from trimtab.train.metrics import MetricsFile
@@ -177,7 +178,7 @@ class RunFiles:
 
     def load(self, roles: Any) -> tuple[dict[str, Tensor], dict] | None:
         """Give the roles the newest checkpoint's state; the loop's own comes back."""
-        loaded = self.checkpoints.load()
+        loaded = self.checkpoints.load() or earlier_checkpoint(self.options, self.manifest, self.checkpoints.world)
         if loaded is None:
             print(f"no checkpoint in {self.checkpoints.folder}: starting from the beginning", flush=True)
             return None

@@ -32,7 +32,6 @@ from trimtab.rewards.build import build_reward, in_words
 from trimtab.rewards.labels import check_labels
 from trimtab.rewards.model import same_tokenizer
 from trimtab.rewards.types import BadSample, RewardFailed
-from trimtab.rewards.verify import make_verifier
 from trimtab.rewards.waiting import GivenUp
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.stopping import stop_tokens
@@ -43,6 +42,7 @@ from trimtab.train.optimiser import Optimiser
 from trimtab.train.pass_limit import BeginAnew, NoRoom, PassLimit
 from trimtab.train.plan.passes import for_manifest, with_planned_passes, work_of_prompts
 from trimtab.train.reference import Reference
+from trimtab.train.rehearsal import memory_line, one_line, usable_rows
 from trimtab.train.rl.batches import AnswerBatch, TextBatch
 from trimtab.train.rl.cut import updates_per_iteration
 from trimtab.train.rl.evaluation import Evaluation
@@ -51,6 +51,7 @@ from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.learner import Actor, CriticLearner, Learner, ReferenceRole
 from trimtab.train.rl.loop import Counters, Iteration, RLRun, Roles
 from trimtab.train.rl.recording import Recording
+from trimtab.train.rl.reward_trial import try_reward
 from trimtab.train.rl.rollouts import Rollouts
 from trimtab.train.rl.text import TextMixture, load_text
 from trimtab.train.sharded import shard_trained
@@ -138,7 +139,7 @@ class Builder:
         check_labels(self.stores, options.reward_verifier, options.label_key)
         store = self.stores["train"]
         self.order = SampleOrder(len(store), 1, self._episodes(), options.seed)
-        self.iterations = -(-self.order.steps // options.rollout_batch_size)
+        self.iterations = iterations_of(self.order, options)
         self.recording = Recording.of(options, store)
         if options.replay:
             assert self.recording is not None
@@ -298,6 +299,11 @@ class Builder:
         )
 
 
+def iterations_of(prompts: SampleOrder, options: RLOptions) -> int:
+    whole = -(-prompts.steps // options.rollout_batch_size)
+    return min(whole, options.max_steps) if options.max_steps > 0 else whole
+
+
 def rehearse_rl(
     options: RLOptions, load_stores: Callable[[Any, Any], tuple] = load_prompt_stores, episodes: int | None = None
 ) -> list[str]:
@@ -306,7 +312,7 @@ def rehearse_rl(
     _check_places(options)
     tokenizer = load_job_tokenizer(options)
     few = of_few_rows(options)
-    stores, _ = load_stores(few, tokenizer)
+    stores, reports = load_stores(few, tokenizer)
     if options.pretrain_data:
         load_text(few, tokenizer)
     check_labels(stores, options.reward_verifier, options.label_key)
@@ -315,11 +321,12 @@ def rehearse_rl(
     if options.teacher_model:
         check_teacher(options, tokenizer)
     note = critic_start(options, tokenizer)[1] if options.advantage_estimator == "gae" else None
-    if options.reward_verifier:
-        make_verifier(options.reward_verifier).close()
+    rewarded = try_reward(options, device, tokenizer, stores)
     order = SampleOrder(len(stores["train"]), 1, episodes or options.num_episodes, options.seed)
     if options.replay and (recording := Recording.of(options)):
         recording.check_holds(order.steps)  # the run itself knows all prompts, and asks for more
+    prompts, about = usable_rows(reports["train"], options.max_samples, len(stores["train"]))
+    whole = dataclasses.replace(order, samples=prompts)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return [
@@ -327,8 +334,11 @@ def rehearse_rl(
         *notes(options, device),
         *([note] if note else []),
         f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained",
-        f"data: the first {len(stores['train'])} usable prompts give "
-        f"{-(-order.steps // options.rollout_batch_size)} iterations of {updates_per_iteration(options)} updates",
+        f"data: {reports['train'].in_files:,} prompts give {'about ' if about else ''}"
+        f"{iterations_of(whole, options):,} iterations of {updates_per_iteration(options)} updates",
+        f"first prompt, as the policy reads it: {one_line(stores['train'].text(0))}",
+        *rewarded,
+        memory_line(options, device, lambda: work_of_prompts(options, stores)),
     ]
 
 

@@ -122,14 +122,14 @@ class RLRun:
     def run_iterations(self, stop: StopRequest) -> None:
         try:
             self.start(stop)
-            while self.counters.prompts_used < self.order.steps:
+            while not self.is_done():
                 row = self.iterate(stop)
                 if row is None:
                     break
                 self.files.write(row)
                 if self.options.save_steps > 0 and self.counters.iteration % self.options.save_steps == 0:
                     self.save()
-                if stop.signal and self.counters.prompts_used < self.order.steps:
+                if stop.signal and not self.is_done():
                     self.leave(stop)
             self.conclude(stop)
             if self.counters.skipped_in_a_row:
@@ -367,10 +367,16 @@ class RLRun:
         self.files.keep_samples(counters.iteration, work.experience)
         return row | self.files.clock(work.seconds, tokens, options.max_epochs)
 
+    def is_done(self, after: Iteration | None = None) -> bool:
+        """Whether nothing is left to do, or nothing will be after the work in hand."""
+        prompts, iterations = (after.prompts, 1) if after else (0, 0)
+        spent = self.counters.prompts_used + prompts >= self.order.steps
+        return spent or 0 < self.options.max_steps <= self.counters.iteration + iterations
+
     def evaluation_is_due(self, work: Iteration) -> bool:
         if self.evaluation is None:
             return False
-        last = self.counters.prompts_used + work.prompts >= self.order.steps
+        last = self.is_done(after=work)
         every = self.options.eval_steps
         return last or (every > 0 and (self.counters.iteration + 1) % every == 0)
 

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from trimtab.data.prompts import PromptStore
 from trimtab.errors import OutOfMemory
 from trimtab.rewards.overlap import Overlapped
@@ -67,39 +69,17 @@ class Rollouts:
             for rollout in stream:
                 waiting.append(rollout)
                 if self.reward.concurrent and len(waiting) >= SCORED_AT_ONCE:
-                    scored.submit(reward.noted(*self._request(prompts, rows, waiting)))
+                    scored.submit(reward.noted(*as_request(prompts, rows, waiting, self.tokenizer)))
                     found, waiting = found + waiting, []
                 if self.stopped():
                     return None
             if waiting:
-                scored.submit(reward.noted(*self._request(prompts, rows, waiting)))
+                scored.submit(reward.noted(*as_request(prompts, rows, waiting, self.tokenizer)))
                 found += waiting
             if not found:
                 return None
             experience = Experience.of([rows[r.prompt] for r in found], found, scored.joined())
         return experience.take(sorted(range(len(found)), key=lambda i: (found[i].prompt, found[i].sample)))
-
-    def _request(
-        self, store: PromptStore, rows: Sequence[int], rollouts: Sequence[Rollout]
-    ) -> tuple[RewardRequest, list[int]]:
-        """What a reward sees of finished samples: their text without the token that ended it. And their rows."""
-        responses = self.tokenizer.batch_decode([r.ids for r in rollouts], skip_special_tokens=True)
-        asked = [rows[r.prompt] for r in rollouts]
-        prompts, given = [store.text(row) for row in asked], [store.prompt(row) for row in asked]
-        conversations = [prompt for prompt in given if isinstance(prompt, list)]
-        columns = [store.columns(row) for row in asked]
-        names = dict.fromkeys(name for row in columns for name in row)
-        request = RewardRequest(
-            queries=[prompt + response for prompt, response in zip(prompts, responses)],
-            prompts=prompts,
-            responses=responses,
-            labels=[store.label(row) for row in asked],
-            columns={name: [row.get(name) for row in columns] for name in names} | {store.input_key: given},
-            prompt_ids=[r.prompt_ids for r in rollouts],
-            response_ids=[r.ids for r in rollouts],
-            conversations=conversations if len(conversations) == len(given) else [],
-        )
-        return request, asked
 
 
 class Located:
@@ -126,3 +106,26 @@ class Located:
 
     def close(self) -> None:
         self.reward.close()
+
+
+def as_request(
+    store: PromptStore, rows: Sequence[int], rollouts: Sequence[Rollout], tokenizer: PreTrainedTokenizerBase
+) -> tuple[RewardRequest, list[int]]:
+    """What a reward sees of finished samples: their text without the token that ended it. And their rows."""
+    responses = tokenizer.batch_decode([r.ids for r in rollouts], skip_special_tokens=True)
+    asked = [rows[r.prompt] for r in rollouts]
+    prompts, given = [store.text(row) for row in asked], [store.prompt(row) for row in asked]
+    conversations = [prompt for prompt in given if isinstance(prompt, list)]
+    columns = [store.columns(row) for row in asked]
+    names = dict.fromkeys(name for row in columns for name in row)
+    request = RewardRequest(
+        queries=[prompt + response for prompt, response in zip(prompts, responses)],
+        prompts=prompts,
+        responses=responses,
+        labels=[store.label(row) for row in asked],
+        columns={name: [row.get(name) for row in columns] for name in names} | {store.input_key: given},
+        prompt_ids=[r.prompt_ids for r in rollouts],
+        response_ids=[r.ids for r in rollouts],
+        conversations=conversations if len(conversations) == len(given) else [],
+    )
+    return request, asked

@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import pytest
+
+from tests.config.every_job import EVERY_JOB
+from trimtab.cli.main import VERBS as OUR_VERBS
+from trimtab.cli.main import main
+from trimtab.config import words
+from trimtab.config.catalogue import find, options_of
+from trimtab.config.jobs import JOBS
+
+
+def test_every_word_leads_to_options_that_exist_together_in_a_job():
+    for entry in words.WORDS:
+        jobs = [job for job in EVERY_JOB if all(name in options_of(job) for name in entry.options)]
+        assert entry.options and jobs, entry
+        if "." not in entry.word:  # else a word of another kind, which no option can be called
+            assert any(find(job, entry.word) is None for job in jobs), f"{entry.word} is an option already"
+
+
+def test_every_word_for_a_verb_leads_to_verbs_that_exist():
+    for word, meant in words.VERBS.items():
+        assert word not in OUR_VERBS
+        for command in meant.split("trimtab ")[1:]:
+            assert command.split()[0].rstrip(",:") in {*OUR_VERBS, "--help"}, command
+
+
+@pytest.mark.parametrize(
+    "argv, told",
+    [
+        ("grpo --beta 0.04", "unknown option --beta; TRL's beta is --init_kl_coef here"),
+        ("grpo --reward_funcs x", "TRL's reward_funcs becomes --reward_func FILE.py or --reward_verifier NAME here"),
+        ("sft --use_peft", "TRL's use_peft becomes --lora_rank 16 here"),
+        ("sft --per_device_eval_batch_size 4", "becomes --micro_train_batch_size here"),
+        ("ppo algorithm.adv_estimator=grpo", "verl's algorithm.adv_estimator becomes --advantage_estimator here"),
+        ("sft --beta 1", "TRL's beta has no counterpart in this job"),
+        ("orpo --dataset x", "unknown verb 'orpo'; trimtab dpo --preference_loss orpo is what does this here"),
+        ("train", "trimtab sft, dpo, grpo"),
+    ],
+)
+def test_other_tools_words_lead_to_the_right_place(argv, told, capsys):
+    assert main(argv.split()) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_page_shows_the_table():
+    page = Path(__file__).parents[2] / "docs" / "words.md"
+    assert page.read_text() == words.page(), "write it anew: page() of trimtab/config/words.py"
+
+
+def test_what_trl_calls_the_same_is_accepted_or_answered():
+    for name in ("max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"):
+        assert find(JOBS["grpo"], name) is not None

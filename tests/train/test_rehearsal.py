@@ -1,0 +1,83 @@
+"""--dry_run tries everything that a run would fail on, and shows what a run would do."""
+
+import json
+
+import pytest
+
+from tests.tiny import tiny_model
+from trimtab.cli.main import main
+from trimtab.embedded.sort_task import make_prompts, make_rows, make_tokenizer
+from trimtab.train import launch
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("task")
+    tokenizer = make_tokenizer()
+    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    for name, rows in (("train", make_rows(300, seed=1)), ("prompts", make_prompts(300, 1))):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def dry(task, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def run(verb, *words):
+        data = "--dataset train.jsonl" if verb == "sft" else "--prompt_data prompts.jsonl --label_key label"
+        fixed = f"{verb} --dry_run --pretrain model --apply_chat_template {data}".split()
+        places = [str(task / word) if word in ("model", "train.jsonl", "prompts.jsonl") else word for word in fixed]
+        code = main([*places, *words])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+GRPO = ("--rollout_batch_size", "30", "--train_batch_size", "240", "--micro_train_batch_size", "4")
+GRPO += ("--generate_max_len", "20", "--prompt_max_len", "40")
+
+
+def test_a_sample_is_shown_with_its_loss_mask_and_the_whole_runs_steps_and_memory_are_told(dry, task):
+    code, told, _ = dry("sft", "--train_batch_size", "10", "--micro_train_batch_size", "5", "--max_epochs", "3")
+    row = json.loads((task / "train.jsonl").read_text().splitlines()[0])["messages"]
+    shown = f"# first sample, [[what is learnt]]: <user>{row[0]['content']}<assistant>[[{row[1]['content']}<eos>]]\n"
+    assert code == 0 and shown in told
+    assert launch.REHEARSED_ROWS < 300 and "# data: 300 rows give 90 steps\n" in told
+    assert "# memory: about 0." in told and "GiB here: it fits" in told
+
+
+def test_the_steps_are_those_of_the_limit(dry):
+    _, told, _ = dry("sft", "--train_batch_size", "10", "--micro_train_batch_size", "5", "--max_steps", "7")
+    assert "# data: 300 rows give 7 steps\n" in told
+    _, told, _ = dry("grpo", *GRPO, "--reward_verifier", "exact")
+    assert "# data: 300 prompts give 10 iterations of 1 updates\n" in told
+
+
+def test_the_reward_is_tried(dry, task):
+    code, told, _ = dry("grpo", *GRPO, "--reward_verifier", "exact")
+    label = json.loads((task / "prompts.jsonl").read_text().splitlines()[0])["label"]
+    assert code == 0 and f"# reward, tried on the first prompt: 1 for {label!r}, 0 for " in told
+    assert "# first prompt, as the policy reads it: <user>sort " in told
+
+
+@pytest.mark.parametrize(
+    "code, words",
+    [
+        ("def reward_func(queries, prompts, labels)\n    return 1", "SyntaxError"),
+        ("def reward_func(queries, prompts, labels):\n    return nonsense", "nonsense"),
+        ("def reward_func(queries, prompts, labels):\n    return [1.0]", "1 for 2 samples"),
+    ],
+)
+def test_a_broken_reward_function_is_found(dry, tmp_path, code, words):
+    (tmp_path / "reward.py").write_text(code)
+    exit_code, _, told = dry("grpo", *GRPO, "--reward_func", str(tmp_path / "reward.py"))
+    assert exit_code == 2 and words in told
+
+
+def test_a_dead_server_and_a_missing_reward_model_are_found(dry):
+    exit_code, _, told = dry("grpo", *GRPO, "--remote_rm_url", "http://127.0.0.1:9/get_reward")
+    assert exit_code == 2 and "the reward was tried and failed: no reward" in told
+    exit_code, _, told = dry("grpo", *GRPO, "--reward_pretrain", "./nowhere")
+    assert exit_code == 2 and "./nowhere" in told

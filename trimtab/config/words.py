@@ -1,0 +1,145 @@
+"""What other tools call things, and what leads to the same here: read by error messages and shown in docs/words.md.
+
+Only words that are no option here, or mean another one, stand in this table; exact synonyms that are simply accepted
+are in spellings.py.
+"""
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Word:
+    tool: str
+    word: str
+    ours: str
+    """The options that lead to the same, with values where they matter."""
+    exact: bool = False
+    """Ours means the same, value by value."""
+
+    @property
+    def options(self) -> list[str]:
+        return [part.removeprefix("--") for part in self.ours.split() if part.startswith("--")]
+
+
+WORDS = (
+    # TRL and transformers
+    Word("TRL", "beta", "--init_kl_coef", exact=True),  # its GRPO's; DPO and KTO have --beta themselves
+    Word("TRL", "kl_coef", "--init_kl_coef", exact=True),
+    Word("TRL", "reward_funcs", "--reward_func FILE.py or --reward_verifier NAME"),
+    Word("TRL", "use_peft", "--lora_rank 16"),
+    Word("TRL", "load_in_8bit", "--load_in_4bit --bf16"),
+    Word("TRL", "per_device_eval_batch_size", "--micro_train_batch_size"),
+    Word("TRL", "generation_batch_size", "--rollout_batch_size"),
+    Word("TRL", "num_iterations", "--max_epochs", exact=True),
+    Word("TRL", "num_ppo_epochs", "--max_epochs", exact=True),
+    Word("TRL", "epsilon_high", "--eps_clip_low_high 0.2 0.28"),
+    Word("TRL", "cliprange", "--eps_clip", exact=True),
+    Word("TRL", "cliprange_value", "--value_clip", exact=True),
+    Word("TRL", "lam", "--lambd", exact=True),
+    Word("TRL", "scale_rewards", "--advantage_estimator dr_grpo"),
+    Word("TRL", "importance_sampling_level", "--policy_loss_type gspo"),
+    Word("TRL", "sft_model_path", "--pretrain", exact=True),
+    Word("TRL", "loss_type", "--preference_loss"),
+    Word("TRL", "rpo_alpha", "--nll_loss_coef", exact=True),
+    Word("TRL", "ref_model", "--ref_pretrain", exact=True),
+    Word("TRL", "completion_only_loss", "--pretrain_mode False"),
+    Word("TRL", "assistant_only_loss", "--multiturn"),
+    Word("TRL", "dataset_text_field", "--input_key TEXT --pretrain_mode"),
+    Word("TRL", "chat_template_path", "--tokenizer_chat_template", exact=True),
+    Word("TRL", "dataset_test_split", "--eval_split", exact=True),
+    Word("TRL", "resume_from_checkpoint", "--load_checkpoint"),
+    Word("TRL", "save_total_limit", "--max_ckpt_num", exact=True),
+    Word("TRL", "eval_strategy", "--eval_steps"),
+    Word("TRL", "save_strategy", "--save_steps"),
+    Word("TRL", "report_to", "--use_wandb or --use_tensorboard FOLDER"),
+    Word("TRL", "warmup_steps", "--lr_warmup_ratio"),
+    Word("TRL", "adam_beta1", "--adam_betas 0.9 0.95"),
+    Word("TRL", "fp16", "--bf16"),
+    Word("TRL", "torch_dtype", "--bf16"),
+    Word("TRL", "dtype", "--bf16"),
+    # verl
+    Word("verl", "algorithm.adv_estimator", "--advantage_estimator"),
+    Word("verl", "algorithm.kl_ctrl.kl_coef", "--init_kl_coef", exact=True),
+    Word("verl", "data.train_files", "--prompt_data", exact=True),
+    Word("verl", "data.val_files", "--eval_dataset", exact=True),
+    Word("verl", "data.train_batch_size", "--rollout_batch_size", exact=True),
+    Word("verl", "data.max_prompt_length", "--prompt_max_len", exact=True),
+    Word("verl", "data.max_response_length", "--generate_max_len", exact=True),
+    Word("verl", "data.prompt_key", "--input_key", exact=True),
+    Word("verl", "actor_rollout_ref.model.path", "--pretrain", exact=True),
+    Word("verl", "actor_rollout_ref.actor.optim.lr", "--actor_learning_rate", exact=True),
+    Word("verl", "actor_rollout_ref.actor.ppo_mini_batch_size", "--train_batch_size"),
+    Word("verl", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "--micro_train_batch_size", exact=True),
+    Word("verl", "actor_rollout_ref.actor.ppo_epochs", "--max_epochs", exact=True),
+    Word("verl", "actor_rollout_ref.actor.clip_ratio", "--eps_clip", exact=True),
+    Word("verl", "actor_rollout_ref.actor.use_kl_loss", "--use_kl_loss", exact=True),
+    Word("verl", "actor_rollout_ref.actor.kl_loss_coef", "--init_kl_coef", exact=True),
+    Word("verl", "actor_rollout_ref.rollout.n", "--n_samples_per_prompt", exact=True),
+    Word("verl", "actor_rollout_ref.rollout.temperature", "--temperature", exact=True),
+    Word("verl", "critic.optim.lr", "--critic_learning_rate", exact=True),
+    Word("verl", "reward_model.model.path", "--reward_pretrain", exact=True),
+    Word("verl", "custom_reward_function.path", "--reward_func FILE.py"),
+    Word("verl", "trainer.total_epochs", "--num_episodes", exact=True),
+    Word("verl", "trainer.total_training_steps", "--max_steps", exact=True),
+    Word("verl", "trainer.save_freq", "--save_steps", exact=True),
+    Word("verl", "trainer.test_freq", "--eval_steps", exact=True),
+    Word("verl", "trainer.default_local_dir", "--ckpt_path", exact=True),
+    Word("verl", "trainer.n_gpus_per_node", "--nproc", exact=True),
+)
+
+VERBS = {
+    "train": "trimtab sft, dpo, grpo or another verb of trimtab --help",
+    "finetune": "trimtab sft",
+    "fine-tune": "trimtab sft",
+    "reward": "trimtab rm",
+    "orpo": "trimtab dpo --preference_loss orpo",
+    "simpo": "trimtab dpo --preference_loss simpo",
+    "ipo": "trimtab dpo --preference_loss ipo",
+    "gkd": "trimtab kd, or trimtab grpo --teacher_model MODEL for the student's own answers",
+    "dr_grpo": "trimtab grpo --advantage_estimator dr_grpo",
+    "gspo": "trimtab grpo --policy_loss_type gspo",
+    "cispo": "trimtab grpo --policy_loss_type cispo",
+    "reinforce++": "trimtab reinforce",
+    "online_dpo": "trimtab generate, then trimtab dpo: docs/generate.md shows the loop",
+    "train_ppo_ray": "trimtab ppo",
+    "merge": "trimtab lora-combine",
+    "serve": "trimtab serve-rm",
+    "vllm-serve": "trimtab generate: answers are drawn by the built-in engine, without a server",
+    "eval": "trimtab generate",
+    "evaluate": "trimtab generate",
+    "inference": "trimtab generate",
+}
+"""Words in the place of a verb, and what is meant."""
+
+
+def advice(word: str, known: Container[str]) -> str | None:
+    """One clause about another tool's word, in a job that has the options `known`; None: no tool calls anything so."""
+    found = [entry for entry in WORDS if entry.word == word]
+    fitting = next((entry for entry in found if all(name in known for name in entry.options)), None)
+    if fitting is not None:
+        relation = "is" if fitting.exact else "becomes"
+        return f"{fitting.tool}'s {word} {relation} {fitting.ours} here"
+    if found:
+        return f"{found[0].tool}'s {word} has no counterpart in this job ({found[0].ours} is an option of others)"
+    return None
+
+
+def page() -> str:
+    """docs/words.md."""
+    lines = [
+        "# Other tools' words",
+        "",
+        "What TRL and verl call things, and what leads to the same here. Error messages know this table too: it is",
+        "that of `trimtab/config/words.py`. OpenRLHF's names (v0.7 to v0.8) are ours, and many of TRL's are accepted",
+        "as they are: `--help all` shows them as `also --NAME`.",
+        "",
+        "| tool | word | here | |",
+        "|---|---|---|---|",
+        *(f"| {w.tool} | `{w.word}` | `{w.ours}` | {'the same' if w.exact else 'leads there'} |" for w in WORDS),
+        "",
+        "| in place of a verb | is meant |",
+        "|---|---|",
+        *(f"| `{word}` | {meant} |" for word, meant in VERBS.items()),
+    ]
+    return "\n".join(lines) + "\n"

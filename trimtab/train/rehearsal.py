@@ -1,0 +1,66 @@
+"""What a dry run shows of a job besides its mistakes: a sample with its loss mask, the whole run's steps, memory."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from trimtab.data.batches import TokenBatch
+from trimtab.data.data_report import DataReport
+from trimtab.distributed.device import Device
+from trimtab.distributed.world import World
+from trimtab.errors import UserError
+from trimtab.train.plan.hardware import GIB, of_device
+from trimtab.train.plan.passes import is_wanted
+from trimtab.train.plan.work import Work
+
+SHOWN = 600  # characters of a sample
+
+
+def with_mask(ids: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text in one line, with what carries loss in double brackets."""
+    cuts = [0, *(np.flatnonzero(np.diff(trained.astype(np.int8))) + 1).tolist(), len(ids)]
+    text = ""
+    for start, end in itertools.pairwise(cuts):
+        piece = one_line(tokenizer.decode(ids[start:end]))
+        text += f"[[{piece}]]" if trained[start] else piece
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
+
+
+def one_line(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n")
+
+
+def samples_with_masks(batch: TokenBatch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A line for each sequence of the first sample."""
+    lines = []
+    for span in batch.spans:
+        rows = torch.from_numpy(span.rows())
+        shown = with_mask(batch.ids_T[rows].numpy(), batch.trained_T[rows].numpy(), tokenizer)
+        lines.append(f"first sample, [[what is learnt]]: {shown}")
+    return lines
+
+
+def usable_rows(report: DataReport, most: int, kept: int) -> tuple[int, bool]:
+    """How many samples the whole data give, going by the share of the rehearsed rows that can be used; and whether
+    that is only about right."""
+    rows = min(report.in_files, most)
+    if rows <= report.rows_read:
+        return kept, False
+    return round(rows * kept / report.rows_read), kept < report.rows_read
+
+
+def memory_line(options: Any, device: Device, work: Callable[[], Work]) -> str:
+    """What `trimtab plan` says of memory, in a line."""
+    from trimtab.train.plan.plan import make_plan  # a second of imports
+
+    try:
+        plan = make_plan(options, of_device(device), work(), propose=is_wanted(options, device, World()))
+    except UserError as error:
+        return f"memory: not planned ({error})"
+    verdict = "it fits" if plan.fits else "it does not fit: trimtab plan says what takes it"
+    room = plan.hardware.memory / GIB
+    return f"memory: about {plan.memory_gib:.2f} GiB at the peak, of {room:.1f} GiB here: {verdict}"

@@ -1,0 +1,51 @@
+"""Before a run: does the reward answer at all? It is built as in the run and asked for two answers that are made up."""
+
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from trimtab.config.rl_jobs import RLOptions
+from trimtab.data.prompts import PromptStore
+from trimtab.distributed.device import Device
+from trimtab.errors import UserError
+from trimtab.rewards.build import build_reward
+from trimtab.rewards.client import HttpReward
+from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest
+from trimtab.rollout.types import Rollout
+from trimtab.train.rl.rollouts import as_request
+
+MADE_UP = "I do not know."
+
+
+def try_reward(
+    options: RLOptions, device: Device, tokenizer: PreTrainedTokenizerBase, stores: dict[str, PromptStore]
+) -> list[str]:
+    """What the reward gives for the first prompt's label, or a made-up answer, and for another made-up one."""
+    reward = build_reward(options, device, tokenizer)
+    try:
+        if not reward.parts:
+            return []
+        for part, _ in reward.parts:
+            if isinstance(part, HttpReward):
+                part.attempts = 1  # in the run a server may be late; here somebody waits
+        request = _request(stores["train"], tokenizer)
+        rewards = reward(request).rewards
+    except BadSample as error:  # the answers are made up, and perhaps not of the kind that is judged
+        return [f"reward, tried on the first prompt: {error}"]
+    except RewardFailed as error:
+        raise UserError(f"the reward was tried and failed: {error}") from error
+    finally:
+        reward.close()
+    told = [f"{value:g} for {answer!r}" for value, answer in zip(rewards, request.responses)]
+    return [f"reward, tried on the first prompt: {', '.join(told)}"]
+
+
+def _request(store: PromptStore, tokenizer: PreTrainedTokenizerBase) -> RewardRequest:
+    known: Any = store.label(0)
+    answers = [str(known) if known is not None else "Yes.", MADE_UP]
+    rollouts = []
+    for sample, answer in enumerate(answers):
+        ids = tokenizer(answer, add_special_tokens=False)["input_ids"] or store.ids(0)[-1:]
+        rollouts.append(Rollout(0, sample, store.ids(0), ids, np.zeros(len(ids), dtype=np.float32), "stop"))
+    return as_request(store, [0], rollouts, tokenizer)[0]
