@@ -46,11 +46,8 @@ def make_way(options: CheckpointOptions, say: Callable[[str], None]) -> None:
 
 def is_finished(folder: Path) -> bool:
     """Whether a run ended well there: it left its description and a whole model."""
-    return (
-        not is_unfinished(folder)
-        and (folder / "manifest.json").is_file()
-        and any((folder / name).is_file() for name in MODEL_FILES)
-    )
+    described = (folder / "manifest.json").is_file() and not is_unfinished(folder)
+    return described and any((folder / name).is_file() for name in MODEL_FILES)
 
 
 def earlier_checkpoint(options: TrainedOptions, manifest: dict, world: World) -> tuple[Path, dict] | None:
