@@ -227,6 +227,8 @@ def test_a_config_of_another_verb_is_refused(tmp_path):
         parse(JOBS["ppo"], ["--config", str(path)])
     assert parse(JOBS["rl"], ["--config", str(path)]).advantage_estimator == "group_norm"
     assert parse(JOBS["grpo"], ["--config", str(path)]).advantage_estimator == "group_norm"
+    meant = ["--config", str(path), "--advantage_estimator", "reinforce"]
+    assert parse(JOBS["reinforce"], meant).advantage_estimator == "reinforce"
 
 
 def test_a_config_whose_estimator_is_not_the_verbs_is_refused(tmp_path):

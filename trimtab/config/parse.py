@@ -54,7 +54,7 @@ def _check_verb(job_class: type[Job], path: str, in_the_file: dict[str, Any], on
     """A config of another method would silently make another method of this verb; `trimtab rl` takes any."""
     first = _text(path).partition("\n")[0]
     written_by = first.removeprefix(MARK) if first.startswith(MARK) else job_class.verb
-    if job_class.verb == "rl" or written_by == "rl":
+    if "rl" in (job_class.verb, written_by) or "advantage_estimator" in on_the_line:
         return
     if written_by != job_class.verb:
         raise UserError(
@@ -62,11 +62,7 @@ def _check_verb(job_class: type[Job], path: str, in_the_file: dict[str, Any], on
             + (", or trimtab rl, which does what a file says" if "advantage_estimator" in in_the_file else "")
         )
     name = "advantage_estimator"
-    if (
-        name in in_the_file
-        and name not in on_the_line
-        and job_class.verb in ("ppo", "grpo", "dapo", "reinforce", "rloo")
-    ):
+    if name in in_the_file and job_class.verb != "tail":
         own, found = options_of(job_class)[name].default, in_the_file[name]
         if found not in OWN_ESTIMATORS.get(own, (own,)):
             raise UserError(
