@@ -5,7 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trimtab.config.checks import settled_and_checked
 from trimtab.config.dump import redact, secrets_of, to_yaml
@@ -75,7 +75,8 @@ def _in_working_precision(options: Job) -> Job:
     if fault is None:
         return options
     say(f"trimtab {options.verb}: warning: --bf16 does not work on this CPU ({fault}): fp32 is used instead", options)
-    return dataclasses.replace(options, bf16=False)
+    changes: dict[str, Any] = {"bf16": False}
+    return dataclasses.replace(options, **changes)
 
 
 def _accelerators() -> int:

@@ -301,9 +301,12 @@ class CheckpointOptions(Options):
     )
     """DeepSpeed's universal checkpoints. Refused: ours need no conversion."""
 
+    @property
+    def checkpoint_folder(self) -> str:
+        return self.ckpt_path or checkpoints_in(self.save_path)
+
     def settle(self, changes: dict[str, Any]) -> Iterable[str]:
-        if self.ckpt_path is None:
-            changes["ckpt_path"] = checkpoints_in(self.save_path)
+        changes["ckpt_path"] = self.checkpoint_folder
         return ()
 
     def check(self) -> Iterable[str]:

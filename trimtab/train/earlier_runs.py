@@ -23,7 +23,10 @@ def make_way(options: CheckpointOptions, say: Callable[[str], None]) -> None:
     folder = Path(os.path.normpath(Path(options.save_path).expanduser()))
     if not is_finished(folder):
         return
-    if options.load_checkpoint and Checkpoints(Path(options.ckpt_path), keep=1, keep_gib=0).latest() is not None:
+    if (
+        options.load_checkpoint
+        and Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).latest() is not None
+    ):
         return  # the run goes on
     if options.overwrite:
         remove(Path(checkpoints_in(str(folder))))

@@ -49,7 +49,7 @@ class RunFolder:
         yield "save_path", self.path
         options = self.options
         if options.load_checkpoint or (options.save_steps > 0 and not options.disable_ds_ckpt):
-            yield "ckpt_path", Path(options.ckpt_path)
+            yield "ckpt_path", Path(options.checkpoint_folder)
 
     def describe(self) -> None:
         """From here on the folder is this run's, and whatever model is in it an earlier one's."""

@@ -16,7 +16,7 @@ class SpaceWatch:
         """Bytes of the model that is written at the end, and of a checkpoint; both are written beside what is there."""
         self._needs = [("save_path", Path(options.save_path), "the model at the end", model + BESIDE)]
         if options.save_steps > 0 and not options.disable_ds_ckpt:
-            self._needs.append(("ckpt_path", Path(options.ckpt_path), "the next checkpoint", checkpoint))
+            self._needs.append(("ckpt_path", Path(options.checkpoint_folder), "the next checkpoint", checkpoint))
         self._last = -EVERY
         self._told = False
 

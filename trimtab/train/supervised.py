@@ -96,7 +96,7 @@ class SupervisedRun:
             offload=options.adam_offload,
         )
         self.checkpoints = Checkpoints(
-            Path(options.ckpt_path),
+            Path(options.checkpoint_folder),
             keep=options.max_ckpt_num,
             keep_gib=options.max_ckpt_mem,
             world=self.world,

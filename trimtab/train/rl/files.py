@@ -51,7 +51,7 @@ class RunFiles:
         self.folder = Path(options.save_path)
         self.run_folder = RunFolder(options, manifest)
         self.checkpoints = Checkpoints(
-            Path(options.ckpt_path), keep=options.max_ckpt_num, keep_gib=options.max_ckpt_mem, run=self.folder
+            Path(options.checkpoint_folder), keep=options.max_ckpt_num, keep_gib=options.max_ckpt_mem, run=self.folder
         )
         self._log: RunLog | None = None
 
