@@ -116,7 +116,7 @@ def old(finished, tmp_path_factory):
 def test_a_new_run_that_was_killed_leaves_no_old_model_to_be_taken_for_its_own(tasks, old, loop, capsys):
     folder = old(loop)
     assert read_run(folder).has_saved_model and not is_unfinished(folder)
-    again = [*words(tasks, loop, folder), "--seed", "7"]
+    again = [*words(tasks, loop, folder), "--seed", "7", "--overwrite"]
     assert warm.run(again, prepare=partial(signal_in_step, loop, 0, signal.SIGKILL)) == -signal.SIGKILL
     assert (folder / "model.safetensors").exists() and not read_run(folder).has_saved_model
     with pytest.raises(UserError, match="has not finished, so the model there is an earlier one"):
