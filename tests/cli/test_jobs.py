@@ -72,9 +72,9 @@ def test_a_key_that_names_no_column(refused, verb, key):
     "row, said",
     [
         ({"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c"}]}, "one holds text and the"),
-        ({"prompt": "a", "chosen": 7, "rejected": 8}, "row 1 of the train data: column 'chosen' holds"),
+        ({"prompt": "a", "chosen": 7, "rejected": 8}, "rows.jsonl, line 1: column 'chosen' holds"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "wide"}, "column 'margin' holds"),
-        ({"chosen": [{"role": "judge", "content": "b"}], "rejected": [{"role": "judge", "content": "c"}]}, "row 1"),
+        ({"chosen": [{"role": "judge", "content": "b"}], "rejected": [{"role": "judge", "content": "c"}]}, "line 1"),
     ],
 )
 def test_a_pair_that_makes_no_sense_is_named_by_its_row(refused, verb, row, said):
@@ -190,7 +190,7 @@ def test_a_missing_label_column(refused):
 @pytest.mark.parametrize("label", ["good", 0.5, 2, None])
 def test_a_label_that_is_neither_good_nor_bad(refused, label):
     line = refused("kto", rows=[{**JUDGED[0], "label": label}])
-    assert line.startswith("row 1 of the train data: column 'label' holds ") and "true or false (or 1 or 0)" in line
+    assert line.startswith("rows.jsonl, line 1: column 'label' holds ") and "true or false (or 1 or 0)" in line
 
 
 def test_labels_of_texts_without_an_answer(refused):
@@ -227,7 +227,7 @@ def test_tokens_of_a_process_reward_model_that_will_not_do(refused, words, said)
 @pytest.mark.parametrize(
     "rows, words, said",
     [
-        (steps("a# b#", ["+"]), "", f"row 1 of the train data: 1 labels for 2 placeholders '{STEP_END}'"),
+        (steps("a# b#", ["+"]), "", f"rows.jsonl, line 1: 1 labels for 2 placeholders '{STEP_END}'"),
         (steps("a b", ["+"]), "", "1 labels for 0 placeholders"),
         (steps("a#", "+"), "", "column 'label' holds"),
         (steps("a#", ["yes"]), "", "label 'yes' is none of --reward_tokens + -"),
