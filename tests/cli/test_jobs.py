@@ -285,7 +285,7 @@ def test_options_of_distillation_that_cannot_be_meant(refused, words, said):
 # ---- what is left on disk
 
 LEFT = {"metrics.jsonl", "options.yaml", "manifest.json", "report.html", "tokenizer.json", "tokenizer_config.json"}
-LEFT |= {"chat_template.jinja"}
+LEFT |= {"chat_template.jinja", ".lock"}
 FIGURES = {
     "rm": {"accuracy", "chosen_reward", "rejected_reward"},
     "prm": {"accuracy"},
