@@ -5,7 +5,7 @@ import pytest
 
 from trimtab.config.checks import check, settle
 from trimtab.config.groups import SCHEDULERS
-from trimtab.config.jobs import SFTOptions, TailOptions
+from trimtab.config.jobs import PPOOptions, SFTOptions, TailOptions
 from trimtab.config.parse import parse
 from trimtab.errors import UserError
 
@@ -38,6 +38,8 @@ def test_plain_options_pass_without_a_word():
         ({"max_norm": -1.0}, "--max_norm"),
         ({"adam_betas": (0.9, 1.0)}, "--adam_betas has 1"),
         ({"max_len": 0}, "--max_len is 0: it must be at least 1"),
+        ({"gradient_accumulation_steps": 0}, "--gradient_accumulation_steps is 0: it must be above 0"),
+        ({"nproc": 0}, "--nproc is 0: it must be above 0"),
         ({"max_samples": 0}, "--max_samples"),
         ({"max_epochs": 0}, "--max_epochs"),
         ({"num_workers": 0}, "--num_workers"),
@@ -205,3 +207,10 @@ def test_a_step_in_words_per_device_is_as_large_as_its_parts(words, step, told):
     options, lines = settle(parse(SFTOptions, words.split()))
     assert (options.train_batch_size, options.micro_train_batch_size) == (step, 4)
     assert lines == ([told] if told else [])
+
+
+def test_a_step_in_words_per_device_counts_the_gpus_that_the_policy_asks_for():
+    words = "--per_device_train_batch_size 4 --actor_num_gpus_per_node 4"
+    options, lines = settle(parse(PPOOptions, words.split()))
+    assert (options.train_batch_size, options.nproc) == (16, 4)
+    assert lines == ["a step is 16 samples: 4 in a pass x 1 passes x 4 processes"]

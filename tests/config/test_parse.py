@@ -1,4 +1,6 @@
+import os
 import shlex
+import threading
 
 import pytest
 
@@ -240,3 +242,17 @@ def test_a_config_whose_estimator_is_not_the_verbs_is_refused(tmp_path):
     assert parse(JOBS["ppo"], words).advantage_estimator == "group_norm"
     path.write_text("advantage_estimator: dr_grpo\n")
     assert parse(JOBS["grpo"], ["--config", str(path)]).advantage_estimator == "dr_grpo"
+    path.write_text(to_yaml(parse(JOBS["rl"], ["--pretrain", "m", "--advantage_estimator", "group_norm"])))
+    with pytest.raises(UserError, match="says advantage_estimator: group_norm, and trimtab ppo is gae"):
+        parse(JOBS["ppo"], ["--config", str(path)])
+    assert parse(JOBS["grpo"], ["--config", str(path)]).advantage_estimator == "group_norm"
+
+
+def test_a_config_may_come_through_a_pipe(tmp_path):
+    resolved = to_yaml(parse(JOBS["sft"], ["--pretrain", "m", "--dataset", "d", "--seed", "7"]))
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=(resolved,), daemon=True)
+    writer.start()
+    options = parse(JOBS["sft"], ["--config", str(path)])
+    assert options.given == {"config", "pretrain", "dataset", "seed"}, "what is at its default is nobody's wish"

@@ -33,6 +33,8 @@ def test_every_word_for_a_verb_leads_to_verbs_that_exist():
         ("sft --use_peft", "TRL's use_peft becomes --lora_rank 16 here"),
         ("sft --per_device_eval_batch_size 4", "becomes --micro_train_batch_size here"),
         ("ppo algorithm.adv_estimator=grpo", "verl's algorithm.adv_estimator becomes --advantage_estimator here"),
+        ("grpo --loss_type dapo", "TRL's loss_type becomes --loss_reduction here"),
+        ("dpo --loss_type ipo", "TRL's loss_type becomes --preference_loss here"),
         ("sft --beta 1", "TRL's beta has no counterpart in this job"),
         ("orpo --dataset x", "unknown verb 'orpo'; trimtab dpo --preference_loss orpo is what does this here"),
         ("train", "trimtab sft, dpo, grpo"),

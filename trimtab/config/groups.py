@@ -34,8 +34,8 @@ class CallOptions(Options):
     config: str | None = of_this_call(None)
     """YAML file of options under these same names; what the command line says wins."""
     dry_run: bool = of_this_call(False)
-    """Try everything that needs no training (the reward too), print the resolved config, a sample with its loss mask,
-    the steps and the memory of the run, and stop."""
+    """Print the resolved config and stop. Training jobs first try all that needs no training (the reward too), and
+    tell a sample with its loss mask, the steps and the memory of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ class BatchOptions(PackingOptions):
     max_steps: int = every(-1)
     """Stop after so many optimiser steps (RL: iterations) if the data give more, with a schedule that fits them; -1: no
     limit."""
-    gradient_accumulation_steps: int | None = of_this_call(None)
+    gradient_accumulation_steps: int | None = of_this_call(None, above=0)
     """Passes of a process in a step, where --train_batch_size is not given: the step is then the samples of a pass
     times these times the processes, as in transformers."""
     train_max_tokens_per_gpu: int | None = None
@@ -224,7 +224,7 @@ class BatchOptions(PackingOptions):
         micro, passes = self.micro_train_batch_size, self.gradient_accumulation_steps or 1
         if "train_batch_size" in self.given:
             return [f"a step stays {self.train_batch_size} samples, as --train_batch_size says; a pass takes {micro}"]
-        alone = self.nproc if isinstance(self, ProcessOptions) else 1
+        alone = self.processes if isinstance(self, ProcessOptions) else 1
         processes = int(os.environ.get("WORLD_SIZE", alone))
         step = changes["train_batch_size"] = micro * passes * processes
         return [f"a step is {step} samples: {micro} in a pass x {passes} passes x {processes} processes"]
@@ -374,7 +374,7 @@ class AnswerOptions(LoggingOptions):
 class ProcessOptions(Options):
     """Processes and sharding"""
 
-    nproc: int = of_this_call(1)
+    nproc: int = of_this_call(1, above=0)
     """Start this many processes on this machine, which work together. (torchrun and deepspeed work too.)"""
     local_rank: int = of_this_call(-1)
     """Set by launchers."""
@@ -383,6 +383,11 @@ class ProcessOptions(Options):
     and ended."""
     zero_stage: int = option(2, choices=range(4))
     """What is split over processes in training: 0 nothing, 1 and 2 optimiser and gradients, 3 weights too."""
+
+    @property
+    def processes(self) -> int:
+        """How many this command starts, if no launcher has."""
+        return self.nproc
 
 
 @dataclass(frozen=True, kw_only=True)

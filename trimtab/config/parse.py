@@ -32,12 +32,13 @@ def parse(job_class: type[Job], argv: Sequence[str]) -> Job:
         raise SystemExit(0)
     on_the_line = _from_command_line(job_class, argv)
     path = on_the_line.get("config")
-    in_the_file = _from_file(job_class, path) if path else {}
+    text = _text(path) if path else ""  # once: it may be a pipe
+    in_the_file = _from_file(job_class, path, text) if path else {}
     chosen = {**in_the_file, **on_the_line}
     given = {*on_the_line, *in_the_file}
     if path:
-        _check_verb(job_class, path, in_the_file, on_the_line)
-    if path and _text(path).startswith(MARK):
+        _check_verb(job_class, path, text, in_the_file, on_the_line)
+    if text.startswith(MARK):
         # A resolved config names every option: those at their defaults are nobody's wish.
         defaults = options_of(job_class)
         given = {*on_the_line, *(name for name, value in in_the_file.items() if value != defaults[name].default)}
@@ -50,13 +51,15 @@ def parse(job_class: type[Job], argv: Sequence[str]) -> Job:
     return job_class(**chosen, given=frozenset(given))
 
 
-def _check_verb(job_class: type[Job], path: str, in_the_file: dict[str, Any], on_the_line: dict[str, Any]) -> None:
+def _check_verb(
+    job_class: type[Job], path: str, text: str, in_the_file: dict[str, Any], on_the_line: dict[str, Any]
+) -> None:
     """A config of another method would silently make another method of this verb; `trimtab rl` takes any."""
-    first = _text(path).partition("\n")[0]
+    first = text.partition("\n")[0]
     written_by = first.removeprefix(MARK) if first.startswith(MARK) else job_class.verb
-    if "rl" in (job_class.verb, written_by) or "advantage_estimator" in on_the_line:
+    if job_class.verb == "rl" or "advantage_estimator" in on_the_line:
         return
-    if written_by != job_class.verb:
+    if written_by not in (job_class.verb, "rl"):
         raise UserError(
             f"--config {path} is of trimtab {written_by}, not of trimtab {job_class.verb}: use that verb"
             + (", or trimtab rl, which does what a file says" if "advantage_estimator" in in_the_file else "")
@@ -145,9 +148,9 @@ def _unknown(job_class: type[CallOptions], shown: str, name: str, prefix: str) -
     )
 
 
-def _from_file(job_class: type[CallOptions], path: str) -> dict[str, Any]:
+def _from_file(job_class: type[CallOptions], path: str, text: str) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
-    for line, key, value in _entries(path):
+    for line, key, value in _entries(path, text):
         where = f"{path} line {line}"
         option = find(job_class, key)
         if option is None:
@@ -172,10 +175,10 @@ def _text(path: str) -> str:
         raise UserError(f"--config {path}: {reason}") from None
 
 
-def _entries(path: str) -> list[tuple[int, str, Any]]:
+def _entries(path: str, text: str) -> list[tuple[int, str, Any]]:
     """The file's (line, key, value) triples, repeated keys included."""
     try:
-        loader = yaml.SafeLoader(_text(path))
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is None:
             return []

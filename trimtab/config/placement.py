@@ -105,11 +105,14 @@ class VLLMOptions(PrefixOptions):
 class ClusterOptions(ProcessOptions, PlacementOptions, VLLMOptions):
     """Placement"""
 
-    def settle(self, changes: dict[str, Any]) -> Iterable[str]:
+    @property
+    def processes(self) -> int:
         # Engines that share the policy's GPUs are as many as these are.
         gpus = self.actor_num_gpus_per_node or (self.engine_gpus if self.colocate_all_models else 0)
-        if gpus > 1 and self.nproc == 1:
-            changes["nproc"] = gpus
+        return gpus if gpus > 1 and self.nproc == 1 else self.nproc
+
+    def settle(self, changes: dict[str, Any]) -> Iterable[str]:
+        changes["nproc"] = self.processes
         return ()
 
     def check(self) -> Iterable[str]:

@@ -40,7 +40,8 @@ WORDS = (
     Word("TRL", "scale_rewards", "--advantage_estimator dr_grpo"),
     Word("TRL", "importance_sampling_level", "--policy_loss_type gspo"),
     Word("TRL", "sft_model_path", "--pretrain", exact=True),
-    Word("TRL", "loss_type", "--preference_loss"),
+    Word("TRL", "loss_type", "--preference_loss"),  # its DPO's
+    Word("TRL", "loss_type", "--loss_reduction"),  # its GRPO's
     Word("TRL", "rpo_alpha", "--nll_loss_coef", exact=True),
     Word("TRL", "ref_model", "--ref_pretrain", exact=True),
     Word("TRL", "completion_only_loss", "--pretrain_mode False"),
