@@ -58,12 +58,16 @@ def test_the_limit_can_be_set(bomb, small_limit, monkeypatch):
         load(bomb)
 
 
-def test_a_gzip_file_beyond_the_limit_is_refused_before_it_is_unpacked(small_limit, tmp_path):
-    path = tmp_path / "rows.jsonl.gz"
+@pytest.mark.parametrize(
+    "ending, head, row", [("jsonl", b"", b'{"text": "%s"}\n'), ("csv", b"number,text\n", b"1,%s\n")]
+)
+def test_a_gzip_file_beyond_the_limit_is_refused_before_it_is_unpacked(small_limit, tmp_path, ending, head, row):
+    path = tmp_path / f"rows.{ending}.gz"
     with gzip.open(path, "wb") as file:
+        file.write(head)
         for _ in range(40):
-            file.write(b'{"text": "%s"}\n' % (b"x" * 2**20))
-    with pytest.raises(UserError, match=r"rows.jsonl.gz: 0\.\d MiB on disk, but more than 16.0 MiB unpacked"):
+            file.write(row % (b"x" * 2**20))
+    with pytest.raises(UserError, match=rf"rows.{ending}.gz: 0\.\d MiB on disk, but more than 16.0 MiB unpacked"):
         load(path)
 
 

@@ -197,14 +197,8 @@ def _read_csv(path: Path) -> Dataset:
 
     columns = pandas.read_csv(path, nrows=0).columns
     text = datasets.Features({column: datasets.Value("string") for column in columns})
-    rows = datasets.load_dataset(
-        "csv",
-        data_files=glob.escape(str(path.resolve())),
-        split="train",
-        features=text,
-        keep_default_na=False,
-        na_values=[""],
-    )
+    data_files = {"train": [glob.escape(str(path.resolve()))]}
+    rows = load_within_limit("csv", data_files, [path], features=text, keep_default_na=False, na_values=[""])["train"]
     return remember(rows, InFiles("csv", (path,)))
 
 

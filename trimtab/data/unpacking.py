@@ -43,13 +43,16 @@ class Unpacked:
             )
 
 
-def load_within_limit(kind: str, data_files: dict[str, list[str]], files: list[Path]) -> dict[str, Dataset]:
-    """What `datasets.load_dataset` reads from these files."""
+def load_within_limit(
+    kind: str, data_files: dict[str, list[str]], files: list[Path], **reading: Any
+) -> dict[str, Dataset]:
+    """What `datasets.load_dataset` reads from these files; `reading` is for the reader of their kind."""
     for path in files:
         if path.suffix == ".gz":
             _check_gzip(path)
-    pieces = {"batch_size": ROWS_AT_ONCE} if kind == "parquet" else {}
-    builder = datasets.load_dataset_builder(kind, data_files=data_files, **pieces)
+    if kind == "parquet":
+        reading["batch_size"] = ROWS_AT_ONCE
+    builder = datasets.load_dataset_builder(kind, data_files=data_files, **reading)
     generate, unpacked = builder._generate_tables, Unpacked(files)
 
     def counted(*given: Any, **named: Any) -> Iterator[tuple[Any, pyarrow.Table]]:
