@@ -67,10 +67,16 @@ def test_a_finished_run_is_set_aside_or_replaced_if_asked(sft, tmp_path):
     assert len(read_rows(tmp_path / "out" / "metrics.jsonl")) == 1
 
 
-def test_a_run_does_not_set_aside_what_it_reads(sft, tmp_path):
+def test_a_run_does_not_set_aside_what_it_reads(sft, tmp_path, capsys):
     assert sft("--save_path out --save_hf_ckpt")[0] == 0
     code, _, told = sft("--pretrain out/checkpoints/global_step1_hf --save_path out")
     assert code == 2 and "lies in --save_path out, whose finished run would be set aside" in told
+    write_rows(tmp_path / "out" / "held.jsonl", make_rows(4, seed=2))
+    code, _, told = sft("--eval_dataset out/held.jsonl --save_path out")
+    assert code == 2 and "--eval_dataset out/held.jsonl lies in --save_path out" in told
+    words = "kd --pretrain model --teacher_model out --dataset train.jsonl --max_len 60 --save_path out"
+    assert main(words.split()) == 2
+    assert "--teacher_model out lies in --save_path out" in capsys.readouterr().err
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 

@@ -14,7 +14,10 @@ from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.manifest import compare
 
 MODEL_FILES = ("config.json", "adapter_config.json")
-READ = ("pretrain", "ref_pretrain", "teacher_model", "critic_pretrain", "reward_pretrain", "dataset", "prompt_data")
+READ = (
+    *("pretrain", "ref_pretrain", "teacher_model", "critic_pretrain", "reward_pretrain", "dataset", "prompt_data"),
+    *("eval_dataset", "pretrain_data", "heldout_prompt_data", "reward_func", "replay"),
+)
 """Options whose places are read; a run must not set aside what it reads."""
 
 
@@ -33,7 +36,8 @@ def make_way(options: CheckpointOptions, say: Callable[[str], None]) -> None:
         return
     for name in READ:
         for place in str(to_dict(options).get(name) or "").split(","):
-            if folder.resolve() in Path(place.strip()).expanduser().resolve().parents and place.strip():
+            found = Path(place.strip()).expanduser().resolve()
+            if place.strip() and folder.resolve() in (found, *found.parents):
                 raise UserError(
                     f"--{name} {place.strip()} lies in --save_path {folder}, whose finished run would be set aside: "
                     "give another --save_path, or --overwrite"
