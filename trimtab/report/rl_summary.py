@@ -52,7 +52,7 @@ class Success:
 
 
 def success_of(run: Run) -> Success | None:
-    """None where nothing was held out."""
+    """None where nothing was evaluated."""
     points = run.series(SUCCESS)
     if not points:
         return None
