@@ -388,6 +388,13 @@ def test_a_mistake_is_one_line(generate, place, words, line):
     )
 
 
+def test_a_dry_run_finds_labels_that_are_missing(generate, place):
+    rows = write_rows(place / "rows.jsonl", [{"input": "a", "label": "b"}, {"input": "c", "label": None}])
+    words = ("--pretrain", "model", "--dataset", rows, "--output_path", "out.jsonl", "--reward_verifier", "exact")
+    found = generate(*words, "--label_key", "label", "--dry_run")
+    assert found.code == 2 and "1 of 2 prompts of the prompt data have none (the first: " in found.err
+
+
 def test_what_has_no_effect_is_said(generate, prompts, place):
     done = generate(
         *("--pretrain", "model", "--dataset", prompts, "--output_path", "a.jsonl", "--dry_run"),

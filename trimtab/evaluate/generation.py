@@ -56,6 +56,7 @@ def rehearse_generation(options: GenerateOptions) -> list[str]:
     """What can be said without the model's weights."""
     tokenizer = load_job_tokenizer(options)
     store, report = load_prompts(options, tokenizer)
+    check_labels({"prompt": store}, options.reward_verifier, options.label_key)
     prompts = len(prompts_of_iteration(store, options))
     return [*report.lines(), f"{prompts:,} prompts, {prompts * options.best_of_n:,} answers"]
 
