@@ -9,6 +9,12 @@ from trimtab.errors import Interrupted
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def handled_signals() -> list[signal.Signals]:
+    """Those of SIGNALS that this process was not started to ignore, as nohup has SIGHUP ignored."""
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
+
+
 class StopRequest:
     """Inside `with`, the first signal is remembered instead of raised."""
 
@@ -21,9 +27,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                    continue  # started with nohup
+            for number in handled_signals():
                 self._previous[number] = signal.signal(number, self._remember)
         return self
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.crash import is_alive
-from trimtab.distributed.launch import launch
+from trimtab.distributed.launch import _was_asked, launch
 
 CRASH = "tests.distributed.crash"
 
@@ -66,6 +66,24 @@ def test_a_signal_to_the_launcher_reaches_every_process_and_none_outlives_it(tmp
     assert launcher.wait(20) == code
     wait_for(lambda: (tmp_path / "asked0").exists() and (tmp_path / "asked1").exists())
     wait_for(lambda: not any(is_alive(note) for note in notes))
+
+
+def test_a_launcher_that_was_started_to_ignore_hangups_does(tmp_path):
+    words = ["nohup", sys.executable, "-c", LAUNCH, CRASH, "9", "wait", "60", str(tmp_path)]
+    launcher = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    notes = [tmp_path / f"began{rank}" for rank in (0, 1)]
+    wait_for(lambda: all(note.exists() and note.read_text() for note in notes))
+    launcher.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert launcher.poll() is None and all(is_alive(note) for note in notes)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(20) == 143
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_process_that_left_because_of_a_signal_has_not_failed(number):
+    assert _was_asked(128 + number, [])
+    assert _was_asked(-number, [number]) and not _was_asked(-number, [])
 
 
 def wait_for(condition, seconds=20):

@@ -1,8 +1,11 @@
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
+from trimtab.train import checkpoint
 from trimtab.train.checkpoint import Checkpoints, reading
 from trimtab.train.tensor_parts import TensorParts, write_parts
 
@@ -134,3 +137,38 @@ def test_only_exports_are_pruned_too(tmp_path):
     for step in (1, 2, 10):
         store.export_only(step, lambda folder: folder.mkdir(parents=True))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step10_hf", "global_step2_hf"]
+
+
+def test_a_rescued_checkpoint_takes_the_first_place_with_room_and_makes_no_other(tmp_path, monkeypatch):
+    def no_room(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "new_temporary_folder", no_room)
+    store = Checkpoints(tmp_path / "own", keep=3, keep_gib=1e8, run=tmp_path / "run")
+    assert f"step 5 is kept in {tmp_path}/own" in store.rescue(5, writing(5), state(5))
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]
+    (tmp_path / "file").touch()  # where no folder can be made
+    lost = Checkpoints(tmp_path / "file" / "own", keep=3, keep_gib=1e8, run=tmp_path / "file" / "run")
+    assert "there is no room for a checkpoint of step 5 anywhere" in lost.rescue(5, writing(5), state(5))
+
+
+@dataclass(frozen=True)
+class SecondOfTwo(World):
+    """Hears what the first process would have said."""
+
+    rank: int = 1
+    size: int = 2
+    first: object = None
+
+    def gather(self, value):
+        return [self.first, value]
+
+
+def test_another_process_hears_of_the_checkpoints_from_the_first(tmp_path):
+    save(make(tmp_path), 1)
+    (tmp_path / "global_step1").rename(tmp_path / ".old-global_step1")  # the first one brings it back in a moment
+    found = [tmp_path / "global_step1"]
+    store = Checkpoints(tmp_path, keep=3, keep_gib=1e8, world=SecondOfTwo(first=(found, None)))
+    assert store._candidates() == found
+    with pytest.raises(UserError, match="told by the first"):
+        Checkpoints(tmp_path, keep=3, keep_gib=1e8, world=SecondOfTwo(first=([], "told by the first"))).load()

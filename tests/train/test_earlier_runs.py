@@ -49,6 +49,10 @@ def test_a_checkpoint_where_they_used_to_be_is_used_if_it_is_this_runs(sft, tmp_
     assert code == 0 and "ckpt/checkpoints_sft/global_step2, where they used to be, is of this run and is used" in told
     code, told, _ = sft("--save_path c --seed 2 --load_checkpoint")
     assert code == 0 and "no checkpoint in c/checkpoints: starting from the beginning" in told
+    (tmp_path / "ckpt" / "checkpoints_sft" / "global_step2" / "state.json").write_text("{}")  # and no business of e
+    (tmp_path / "ckpt" / "checkpoints_sft" / "global_step1" / "state.json").write_text("{}")
+    code, told, _ = sft("--save_path e --seed 2 --load_checkpoint")
+    assert code == 0 and "no checkpoint in e/checkpoints: starting from the beginning" in told
     code, told, _ = sft("--save_path d --seed 1 --load_checkpoint --ckpt_path elsewhere")
     assert "no checkpoint in elsewhere: starting from the beginning" in told
 

@@ -9,10 +9,12 @@ import contextlib
 import gc
 import os
 import socket
+import stat
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from trimtab.distributed.watch import pulse
 from trimtab.distributed.world import World, join
 
 REASON = "trimtab_called_off"
@@ -40,7 +42,8 @@ def meet_again(world: World) -> None:
         return
     store = dist.PrefixStore("again", _get_default_store())
     dist.destroy_process_group()
-    join(world.device, store=store, rank=world.rank, world_size=world.size)
+    with pulse.waiting():  # another one may be in the middle of a long call
+        join(world.device, store=store, rank=world.rank, world_size=world.size)
 
 
 def _is_world() -> bool:
@@ -52,9 +55,13 @@ def _break_connections() -> None:
     store_port = int(os.environ.get("MASTER_PORT", 0))
     ours = {thing.fileno() for thing in gc.get_objects() if isinstance(thing, socket.socket)}
     for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            inside = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
-            if inside and int(name) not in ours:
-                ports = connection.getsockname()[1], connection.getpeername()[1]
-                if store_port not in ports:
-                    connection.shutdown(socket.SHUT_RDWR)
+        descriptor = int(name)
+        with contextlib.suppress(OSError):
+            # A copy of anything else would stay open, and of a locked file it would take the lock away when closed.
+            if descriptor in ours or not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+                    ports = connection.getsockname()[1], connection.getpeername()[1]
+                    if store_port not in ports:
+                        connection.shutdown(socket.SHUT_RDWR)

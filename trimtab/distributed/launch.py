@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 from trimtab.distributed.watch import LINE
+from trimtab.interrupts import SIGNALS, handled_signals
 
 STORE_SOCKET = "TRIMTAB_STORE_SOCKET"  # descriptor of the socket at which the first process meets the others
 HANG_TIMEOUT = 1800.0
 PATIENCE = 10.0  # seconds that the others get to end by themselves
 FIRST_SIGN = 300.0  # seconds more until the first sign of life, while everything is imported
 SHOWN_LINES = 30
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def launch(module: str, argv: Sequence[str], processes: int, hang_timeout: float = HANG_TIMEOUT) -> int:
@@ -30,8 +30,11 @@ def launch(module: str, argv: Sequence[str], processes: int, hang_timeout: float
     ranks: list[_Rank] = []
     with _meeting_place() as place, _passing_on(ranks) as asked:
         try:
-            ranks += [_Rank(module, argv, rank, processes, place) for rank in range(processes)]
+            for rank in range(processes):
+                ranks.append(_Rank(module, argv, rank, processes, place))
             place.close()
+            if asked:  # while they were being started
+                _signal_all(ranks, signal.SIGTERM)
             code = _wait(ranks, asked, hang_timeout)
         finally:
             _end(ranks)
@@ -94,7 +97,7 @@ def _passing_on(ranks: list[_Rank]) -> Iterator[list[int]]:
         again = number == signal.SIGINT and len(asked) > 1
         _signal_all(ranks, signal.SIGINT if again else signal.SIGTERM)
 
-    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    before = {number: signal.signal(number, pass_on) for number in handled_signals()}
     try:
         yield asked
     finally:
@@ -125,7 +128,7 @@ def _wait(ranks: list[_Rank], asked: list[int], hang_timeout: float) -> int:
 
 def _was_asked(code: int, asked: list[int]) -> bool:
     """Whether a process left because a signal asked it to; one that was killed by it has, if we passed it on."""
-    return code in (128 + signal.SIGTERM, 128 + signal.SIGINT) or (bool(asked) and -code in SIGNALS)
+    return code - 128 in SIGNALS or (bool(asked) and -code in SIGNALS)
 
 
 def _failed(ranks: list[_Rank], codes: list[int | None], first: _Rank, code: int) -> int:

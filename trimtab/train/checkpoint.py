@@ -63,7 +63,7 @@ class Checkpoints:
         """Keep the checkpoint of `step` wherever there is room, and say where that is and how to go on."""
         if self.saved(step):
             return f"step {step} is in {self.saved(step)}: make room and add --load_checkpoint to go on"
-        for folder in (self.folder, *self._refuges()):
+        for folder in self._refuges():
             place = Checkpoints(folder, keep=self.keep, keep_gib=self.keep_bytes / 2**30, world=self.world)
             with suppress(*FAILURES):
                 place._write(step, write, state, None)
@@ -73,10 +73,17 @@ class Checkpoints:
         return f"there is no room for a checkpoint of step {step} anywhere: make some and go on with --load_checkpoint"
 
     def _refuges(self) -> Iterator[Path]:
-        if self.run is not None:
-            run = self.run.resolve()
-            yield run.with_name(f"{run.name}-rescued")
-            yield self.world.gather(new_temporary_folder(f"trimtab-{run.name}") if self.world.leads else None)[0]
+        """Where a checkpoint may be kept; each is made only when the ones before had no room."""
+        yield self.folder
+        if self.run is None:
+            return
+        run, temporary = self.run.resolve(), None
+        yield run.with_name(f"{run.name}-rescued")
+        if self.world.leads:
+            with suppress(OSError):
+                temporary = new_temporary_folder(f"trimtab-{run.name}")
+        if (place := self.world.gather(temporary)[0]) is not None:
+            yield place
 
     def _write(
         self, step: int, write: Callable[[Path], None], state: dict, export: Callable[[Path], None] | None
@@ -147,7 +154,7 @@ class Checkpoints:
         Damaged ones are named and passed over. None: there is no checkpoint, nor a sign that there was one.
         """
         damaged: list[tuple[Path, str]] = []
-        for path in self.world.gather(self._newest_first())[0]:
+        for path in self._candidates():
             state, problem = self._examine(path)
             if problem is None:
                 for broken, why in damaged:
@@ -162,6 +169,20 @@ class Checkpoints:
                 "it; bring back a copy, or start from the beginning without --load_checkpoint"
             )
         return None
+
+    def _candidates(self) -> list[Path]:
+        """As the first process finds them: the others could look while it is still bringing one back."""
+        found: list[Path] = []
+        problem = None
+        if self.world.leads:
+            try:
+                found = self._newest_first()
+            except UserError as error:
+                problem = str(error)
+        found, problem = self.world.gather((found, problem))[0]
+        if problem is not None:
+            raise UserError(problem)
+        return found
 
     def _examine(self, path: Path) -> tuple[dict, str | None]:
         """A checkpoint's state, and what is wrong with it. The processes read its files between them."""

@@ -65,12 +65,12 @@ def earlier_checkpoint(options: TrainedOptions, manifest: dict, world: World) ->
     shared = Path("./ckpt") / f"checkpoints_{'ppo_ray' if options.verb == 'ppo' else options.verb}"
     if not shared.is_dir():
         return None
-    found = Checkpoints(shared, keep=1, keep_gib=0, world=world).load()
-    if found is None:
-        return None
     try:
+        found = Checkpoints(shared, keep=1, keep_gib=0, world=world).load()
+        if found is None:
+            return None
         compare(found[1]["manifest"], manifest, found[0])
-    except UserError:
+    except UserError:  # another run's, or nobody's any more
         return None
     world.say(f"no checkpoint in {options.ckpt_path}: {found[0]}, where they used to be, is of this run and is used")
     return found

@@ -3,6 +3,13 @@
 from pathlib import Path
 
 
+def go_on_from(saved: Path | None) -> str:
+    """`saved`: the checkpoint that was written for this ending."""
+    if saved is None:
+        return "no checkpoint was written, as --disable_ds_ckpt asks"
+    return f"checkpoint saved in {saved}; add --load_checkpoint to go on"
+
+
 def not_finite(when: str, last: Path | None) -> str:
     """`last`: the newest checkpoint, all of whose numbers are finite, as all are that were written."""
     go_on = f"the last checkpoint is {last}; add --load_checkpoint to go on from there" if last else "start again"

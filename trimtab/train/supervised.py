@@ -30,7 +30,7 @@ from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.save import save_model
 from trimtab.train.checkpoint import Checkpoints, reading
 from trimtab.train.earlier_runs import earlier_checkpoint
-from trimtab.train.endings import ended_badly, not_finite
+from trimtab.train.endings import ended_badly, go_on_from, not_finite
 from trimtab.train.manifest import compare, make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser, StepReport
 from trimtab.train.pass_limit import FLAGS, BeginAnew, PassLimit, memory_guard, until_it_fits
@@ -267,7 +267,8 @@ class SupervisedRun:
                 raise BeginAnew
             return
         # In an evaluation the step is counted and its row not written yet: the checkpoint before is the one to use.
-        saved = self.checkpoints.latest() if evaluation else self.save()
+        # What several processes held together can be saved in parts, but no longer gathered.
+        saved = self.checkpoints.latest() if evaluation else self.save(export=self.world.size == 1)
         where = f"go on from {saved} with --load_checkpoint" if saved else "nothing was saved"
         raise RunFailed(
             f"a pass of one sample, at most {int(lengths[samples].max()):,} tokens, does not fit into memory ({why}); "
@@ -376,13 +377,14 @@ class SupervisedRun:
         }
         return step, lambda folder: write_parts(folder, tensors, self.world, step), state
 
-    def save(self) -> Path | None:
+    def save(self, *, export: bool = True) -> Path | None:
+        """`export`: with --save_hf_ckpt the model too."""
         step, write, state = self.checkpoint()
-        export = self.save_model if self.options.save_hf_ckpt else None
+        models = self.save_model if export and self.options.save_hf_ckpt else None
         if not self.options.disable_ds_ckpt:
-            return self.checkpoints.save(step, write, state, export)
-        if export is not None:
-            self.checkpoints.export_only(step, export)
+            return self.checkpoints.save(step, write, state, models)
+        if models is not None:
+            self.checkpoints.export_only(step, models)
         return None
 
     def resume(self) -> bool:
@@ -416,10 +418,7 @@ class SupervisedRun:
     def leave(self, signal_number: int) -> None:
         if not self.checkpoints.saved(self.counters.step):
             self.cannot_write(self.attempt(self.save))
-        saved = self.checkpoints.saved(self.counters.step)
-        where = f"checkpoint saved in {saved}; add --load_checkpoint to go on"
-        if saved is None:
-            where = "no checkpoint was written, as --disable_ds_ckpt asks"
+        where = go_on_from(self.checkpoints.saved(self.counters.step))
         raise Interrupted(signal_number, f"stopped after step {self.counters.step}: {where}")
 
 

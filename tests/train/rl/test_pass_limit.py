@@ -9,6 +9,7 @@ from tests import warm
 from tests.train.rl.rl_run import arguments, assert_identical, result, rows, without, write_task
 from tests.train.test_pass_limit import short_of_room, with_room_for
 from trimtab.cli.main import main
+from trimtab.distributed.world import World
 from trimtab.rollout.builtin.memory import KVMemory
 
 ROOM = 45  # tokens: two answers with their prompts, not four
@@ -73,6 +74,20 @@ def test_an_answer_that_does_not_fit_alone_ends_the_run_with_a_checkpoint(task, 
     assert main([*words, "--load_checkpoint"]) == 0
 
 
+def test_a_step_is_taken_back_even_if_memory_is_short_in_its_last_sum(task, monkeypatch, capsys):
+    add_up, calls = World.add_up, []
+
+    def short(self, values):
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("tried to allocate figures")
+        return add_up(self, values)
+
+    monkeypatch.setattr(World, "add_up", short)
+    assert main(of(task, "out", "grpo", "--max_steps 1")) == 0
+    assert "out of memory: begun anew in passes of at most" in capsys.readouterr().out
+
+
 def test_a_rollout_without_room_ends_the_run_with_a_checkpoint_to_go_on_from(task, monkeypatch, capsys):
     assert main(of(task, "whole", "grpo")) == 0
     cache, calls = KVMemory.cache, []
@@ -109,3 +124,19 @@ def test_one_process_without_room_and_all_begin_anew_where_they_were(task, estim
         for name in NUMBERS:
             if name in before:
                 assert after[name] == pytest.approx(before[name], rel=1e-3, abs=1e-5), (name, before["step"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rollout_without_room_in_one_of_two_processes_ends_both_with_a_checkpoint(task, rank):
+    words, log = [*of(task, "out", "grpo"), "--save_hf_ckpt"], task / "out.log"
+    codes = warm.run_world(words, 2, prepare={rank: short_of_cache}, log=log)
+    said = "".join(path.read_text() for path in sorted(log.parent.glob(f"{log.name}*")))
+    assert codes == [1, 0] and "Traceback" not in said, said[-3000:]
+    assert "the rollout does not fit into memory (tried to allocate" in said and "checkpoint saved in" in said
+
+
+def short_of_cache() -> None:
+    def short(*_):
+        raise torch.OutOfMemoryError("tried to allocate keys and values")
+
+    KVMemory.cache = short

@@ -148,14 +148,16 @@ class RunFiles:
 
     # ---- to go on from
 
-    def save(self, step: int, roles: Any, tensors: dict[str, Tensor], state: dict) -> Path | None:
-        """`tensors`: the experience of an iteration in hand."""
+    def save(
+        self, step: int, roles: Any, tensors: dict[str, Tensor], state: dict, *, export: bool = True
+    ) -> Path | None:
+        """`tensors`: the experience of an iteration in hand; `export`: with --save_hf_ckpt the models too."""
         self.check_finite(roles)
-        export = (lambda folder: self._export(roles, folder)) if self.options.save_hf_ckpt else None
+        models = (lambda folder: self._export(roles, folder)) if export and self.options.save_hf_ckpt else None
         if not self.options.disable_ds_ckpt:
-            return self.checkpoints.save(step, *self._checkpoint(step, roles, tensors, state), export)
-        if export is not None:
-            self.checkpoints.export_only(step, export)
+            return self.checkpoints.save(step, *self._checkpoint(step, roles, tensors, state), models)
+        if models is not None:
+            self.checkpoints.export_only(step, models)
         return None
 
     def rescue(self, step: int, roles: Any, tensors: dict[str, Tensor], state: dict) -> str:

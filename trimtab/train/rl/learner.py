@@ -58,7 +58,7 @@ class Learner:
                 (share.loss * (batch.weight * self.world.size)).backward()
                 share.add_to(figures, batch.weight)
             self.gather_gradients()
-        found = self.world.add_up(figures)
+            found = self.world.add_up(figures)
         found["learning_rate"] = self.optimiser.rate(step)
         if math.isfinite(found["loss"]):
             report = self.optimiser.step(step)

@@ -26,7 +26,7 @@ from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.builtin.sampler import request_seed
 from trimtab.rollout.types import Sampling
-from trimtab.train.endings import ended_badly
+from trimtab.train.endings import ended_badly, go_on_from
 from trimtab.train.pass_limit import NoRoom, PassLimit
 from trimtab.train.rl.alarms import alarms
 from trimtab.train.rl.asking import ask_for_samples
@@ -137,8 +137,9 @@ class RLRun:
         except CannotWrite as error:
             raise UserError(f"{error}; {self.files.rescue(*self.checkpoint())}") from error
         except (RewardFailed, NoRoom) as error:
-            saved = self.save()
-            raise RunFailed(f"{error}; checkpoint saved in {saved}; add --load_checkpoint to go on") from error
+            # After a lack of memory what processes hold together can be saved in parts, but not gathered.
+            saved = self.save(export=not isinstance(error, NoRoom))
+            raise RunFailed(f"{error}; {go_on_from(saved)}") from error
         finally:
             self.files.close()
 
@@ -392,8 +393,8 @@ class RLRun:
 
     # ---- what is on disk
 
-    def save(self) -> Path | None:
-        return self.files.save(*self.checkpoint())
+    def save(self, *, export: bool = True) -> Path | None:
+        return self.files.save(*self.checkpoint(), export=export)
 
     def checkpoint(self) -> tuple[int, Roles, dict[str, Tensor], dict[str, Any]]:
         """Its iteration, whose state belongs to it, the tensors of the work in hand, and the rest of it."""
@@ -415,9 +416,7 @@ class RLRun:
         return True
 
     def leave(self, stop: StopRequest) -> NoReturn:
-        where = "checkpoint saved in {}; add --load_checkpoint to go on"
-        saved = self.save()
-        where = where.format(saved) if saved else "no checkpoint was written, as --disable_ds_ckpt asks"
+        where = go_on_from(self.save())
         raise Interrupted(stop.number, f"stopped in iteration {self.counters.iteration + 1}: {where}")
 
 

@@ -51,7 +51,7 @@ class Rollouts:
         except GivenUp:
             return None
         except OutOfMemory as shortage:
-            return NoRoom(f"the rollout does not fit into memory ({shortage}); {ROLLOUT_FLAGS}")
+            return no_room(shortage)
         finally:
             self.engine.rest()
 
@@ -80,6 +80,10 @@ class Rollouts:
                 return None
             experience = Experience.of([rows[r.prompt] for r in found], found, scored.joined())
         return experience.take(sorted(range(len(found)), key=lambda i: (found[i].prompt, found[i].sample)))
+
+
+def no_room(shortage: OutOfMemory) -> NoRoom:
+    return NoRoom(f"the rollout does not fit into memory ({shortage}); {ROLLOUT_FLAGS}")
 
 
 class Located:
