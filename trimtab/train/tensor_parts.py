@@ -44,7 +44,7 @@ def write_parts(folder: Path, tensors: dict[str, Tensor], world: World, step: in
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether every number that this process holds is finite."""
     for tensor in tensors:
-        part = local(tensor)
+        part = local(tensor).detach()
         # A sum is quick, and finite only if all are; that it overflows is rare enough to look again.
         if part.is_floating_point() and not math.isfinite(part.sum()) and not bool(part.isfinite().all()):
             return False
