@@ -12,7 +12,7 @@ from trimtab.config.jobs import GRPOOptions, SFTOptions, TailOptions
 from trimtab.config.parse import parse
 from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
-from trimtab.train.plan.passes import _wanted, with_planned_passes
+from trimtab.train.plan.passes import is_wanted, with_planned_passes
 
 CPU, ACCELERATOR = Device(torch.device("cpu"), "CPU"), Device(torch.device("meta"), "an accelerator")
 
@@ -31,14 +31,14 @@ CPU, ACCELERATOR = Device(torch.device("cpu"), "CPU"), Device(torch.device("meta
     ],
 )
 def test_passes_are_planned_where_nobody_said_how_large_they_are(words, device, planned):
-    assert _wanted(parse(SFTOptions, words), device, World()) is planned
+    assert is_wanted(parse(SFTOptions, words), device, World()) is planned
 
 
 def test_neither_several_processes_nor_a_tail_run_are_planned():
-    assert not _wanted(SFTOptions(), ACCELERATOR, World(0, 2))
-    assert not _wanted(TailOptions(), ACCELERATOR, World())
-    assert not _wanted(GRPOOptions(use_dynamic_batch=True), ACCELERATOR, World())
-    assert _wanted(GRPOOptions(), ACCELERATOR, World())
+    assert not is_wanted(SFTOptions(), ACCELERATOR, World(0, 2))
+    assert not is_wanted(TailOptions(), ACCELERATOR, World())
+    assert not is_wanted(GRPOOptions(use_dynamic_batch=True), ACCELERATOR, World())
+    assert is_wanted(GRPOOptions(), ACCELERATOR, World())
 
 
 def test_asking_for_planned_passes_over_several_processes_is_answered(capsys):
@@ -86,6 +86,6 @@ def test_a_model_that_cannot_be_planned_is_refused_only_where_a_plan_was_asked_f
     monkeypatch.setattr("trimtab.train.plan.memory.MemoryModel.at", broken)
     assert run("--fit_memory") == 2
     assert "--pretrain model cannot be planned: it looks at contents\n" in capsys.readouterr().err
-    monkeypatch.setattr("trimtab.train.plan.passes._wanted", lambda *_: True)
+    monkeypatch.setattr("trimtab.train.plan.passes.is_wanted", lambda *_: True)
     assert run("--save_path", "plain") == 0
     assert "it looks at contents); passes of 8 samples" in capsys.readouterr().out

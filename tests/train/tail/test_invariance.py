@@ -43,7 +43,7 @@ def assert_same(first, second):
     assert [row["step"] for row in mine] == [1, 2, 3, 4, 5]
     for name in mine[0].keys() | theirs[0].keys():
         if not name.startswith(LOUD):
-            found, expected = ([row[name] for row in some] for some in (mine, theirs))
+            found, expected = (flat([row[name] for row in some]) for some in (mine, theirs))
             assert found == pytest.approx(expected, abs=1e-5, rel=1e-4), name
     mine, theirs = metric_files(first), metric_files(second)
     assert mine["texts"] == theirs["texts"]

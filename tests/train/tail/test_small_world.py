@@ -64,7 +64,7 @@ def test_the_push_down_term_descends_on_kappa_times_log_z(folder, model, monkeyp
     silent.advantages_N = torch.zeros(len(silent.owners_N))
     run.iteration = TailIteration(silent, 1, {}, proposed=proposed)
     found = caught_gradients(run.roles.actor.role, monkeypatch)
-    run.update(silent, list(range(len(silent))))
+    run.update(run.iteration, list(range(len(silent))))
     log_z = (all_log_probs(model) + BETA * REWARDS).logsumexp(0)
     assert_close(found, gradients_of(0.7 * log_z, model))
 
@@ -85,7 +85,7 @@ def test_reinforce_climbs_reward_less_kl_in_the_mean_over_all_groups(folder, mod
     experience.advantages_N = experience.advantages_N * weights
     run.iteration = TailIteration(experience, 1, {})
     found = caught_gradients(run.roles.actor.role, monkeypatch)
-    run.update(experience, list(range(len(experience))))
+    run.update(run.iteration, list(range(len(experience))))
     log_probs = all_log_probs(model)
     starts = torch.stack([start[i, : len(answer)].sum() for i, answer in enumerate(ANSWERS)])
     objective = (log_probs.exp() * (REWARDS - LAMBDA * (log_probs - starts))).sum()
