@@ -29,8 +29,8 @@ class RunLog:
         space: SpaceWatch,
         shown: Callable[[dict], dict[str, str]] | None = None,
     ):
-        """`start`: the step the run begins after; `resumed`: its earlier rows are kept; `shown`: what the progress bar
-        tells of a row."""
+        """`start`: the step the run begins after, -1: before what is measured at the start; `resumed`: its earlier rows
+        are kept; `shown`: what the progress bar tells of a row."""
         self.total, self.every = total, max(1, options.logging_steps)
         self._shown = shown or supervised_figures
         self._watch, self._told = Watch(), set[str]()
@@ -40,7 +40,7 @@ class RunLog:
             for row in read_rows(folder / "metrics.jsonl"):
                 self._watch.see(row)
         self._logs = open_logs(options, manifest, folder)
-        self._progress = RunProgress(verb, total, start, every=self.every)
+        self._progress = RunProgress(verb, total, max(0, start), every=self.every)
         self._space = space
         self._tell_of_space()
 

@@ -76,6 +76,16 @@ def test_stopped_by_a_signal_and_resumed_equals_uninterrupted(folder, straight, 
     assert_identical(found, expected)
 
 
+def test_what_is_measured_at_the_start_is_told_once_however_often_it_is_measured(folder, straight, tmp_path):
+    words = arguments(folder, tmp_path, "ppo")
+    stopped = partial(at, (0, "measure_start", 0), signal.SIGTERM)
+    assert warm.run(words, prepare=stopped) == 128 + signal.SIGTERM
+    killed = partial(at, (0, "update", 0), signal.SIGKILL)
+    assert warm.run([*words, "--load_checkpoint"], prepare=killed) == -signal.SIGKILL
+    assert warm.run([*words, "--load_checkpoint"]) == 0
+    assert rows(tmp_path) == straight("ppo")[0]
+
+
 def test_what_was_sampled_is_not_sampled_again_after_a_signal(folder, tmp_path):
     words = arguments(folder, tmp_path, "grpo")
     moment = (1, "update", 1)

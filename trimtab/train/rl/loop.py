@@ -116,7 +116,9 @@ class RLRun:
         """`taken_over`: this run goes on with the counters and the iteration of one that was begun anew."""
         with self.files.run_folder.locked():
             resumed = taken_over or (self.resume() if self.options.load_checkpoint else False)
-            self.files.open(self.counters.iteration, self.roles, resumed=resumed)
+            # Before the start is measured there is no row to keep, not even one of a measurement that came later.
+            begun = self.counters.iteration > 0 or self.counters.start_is_measured
+            self.files.open(self.counters.iteration if begun else -1, self.roles, resumed=resumed)
             self.run_iterations(stop)
 
     def run_iterations(self, stop: StopRequest) -> None:
