@@ -1,6 +1,7 @@
 """A checkpoint that is not what was written is named and passed over, in every kind of job; nothing goes on from it."""
 
 import json
+import random
 import shutil
 import signal
 from functools import partial
@@ -144,6 +145,24 @@ def test_the_only_checkpoint_without_a_state_is_refused_and_old_metrics_stay(tas
     shutil.rmtree(newest)
     with pytest.raises(UserError, match=r"latest names \(global_step12\) is gone"):
         store(out / "checkpoints").load()
+
+
+@pytest.mark.parametrize("size", [1, 7, 2**20, 2**20 + 8, 3 * 2**20 + 5])
+def test_any_flipped_bit_and_any_exchange_of_pieces_changes_a_checksum(tmp_path, size):
+    path, chance = tmp_path / "file", random.Random(size)
+    content = bytearray(chance.randbytes(size))
+    path.write_bytes(content)
+    first = checksum(path)
+    assert checksum(path) == first
+    for place in {0, size - 1, *(chance.randrange(size) for _ in range(20))}:
+        content[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(content)
+        assert checksum(path) != first
+        path.write_bytes(content := bytearray(chance.randbytes(size)))
+        first = checksum(path)
+    if size > 2**21:
+        path.write_bytes(content[2**20 : 2**21] + content[: 2**20] + content[2**21 :])
+        assert checksum(path) != first
 
 
 def test_parts_of_another_step_are_noticed_even_with_checksums_of_their_own(finished, tmp_path, capsys):

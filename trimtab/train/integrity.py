@@ -1,35 +1,32 @@
-"""Is a checkpoint what was written? Checksums of its files, made when they are written and compared when they are read.
+"""Is a checkpoint what was written? Checksums of its files, made when written and compared when read.
 
-A file's checksum is CRC-32 over its pieces of 16 MiB, which are read by several threads, and over their list. It finds
+A file's checksum is the sum of its 64-bit words over each of its pieces of 1 MiB, and CRC-32 over these sums and what is
+left at the end: as quick as memory is, where a CRC of everything would take longer than reading the tensors. It finds
 what disks, copies and hands do to a file; it is no defence against someone who wants to deceive.
 """
 
 import hashlib
 import json
-import os
-import struct
 import zlib
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-PIECE = 16 * 2**20  # bytes
+import numpy as np
+
+PIECE = 2**20  # bytes
 SUM = ".sum"  # after a file's name: its checksum, until the leader has taken it into the checkpoint's state
 SEAL, STEP, PARTS = "checksum", "step", "parts"
 
 
 def checksum(path: Path) -> dict[str, Any]:
     """Size and checksum of a file."""
-    size = path.stat().st_size
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            pieces = threads.map(lambda start: zlib.crc32(os.pread(descriptor, PIECE, start)), range(0, size, PIECE))
-            listing = b"".join(struct.pack("<I", piece) for piece in pieces)
-    finally:
-        os.close(descriptor)
-    return {"bytes": size, "crc32": f"{zlib.crc32(listing):08x}"}
+    if (size := path.stat().st_size) == 0:
+        return {"bytes": 0, "sums": "00000000"}
+    content = np.memmap(path, dtype=np.uint8, mode="r")
+    whole = size // PIECE * PIECE
+    sums = content[:whole].view(np.uint64).reshape(-1, PIECE // 8).sum(axis=1, dtype=np.uint64)
+    return {"bytes": size, "sums": f"{zlib.crc32(content[whole:], zlib.crc32(sums.tobytes())):08x}"}
 
 
 def write_sum(path: Path) -> None:
