@@ -53,7 +53,7 @@ def test_a_folder_without_checkpoint_and_one_of_another_model_are_one_line(base,
         restored_policy(base, str(tmp_path), AttackOptions(), find_device())
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="this is an adapter; merge it"):
+    with pytest.raises(UserError, match="an adapter, not a model; merge it"):
         restored_policy(base, str(tmp_path / "adapter"), AttackOptions(), find_device())
     trained_checkpoint(tmp_path, 1, tiny_model("gpt2"))
     with pytest.raises(UserError, match="not those of --pretrain"):

@@ -148,6 +148,10 @@ class Checkpoints:
         """The newest whole checkpoint, by its looks, whatever an interrupted write left behind."""
         return next((path for path in self._newest_first() if (path / STATE).exists()), None)
 
+    def has_sign(self) -> bool:
+        """Whether there is a checkpoint, whole or not, or was one: `load` will find it, or refuse."""
+        return bool(self._all()) or (self.folder / LATEST).exists()
+
     def load(self) -> tuple[Path, dict] | None:
         """The newest checkpoint that is what was written, and its state; its tensors are read from the folder.
 

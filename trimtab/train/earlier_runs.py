@@ -26,11 +26,8 @@ def make_way(options: CheckpointOptions, say: Callable[[str], None]) -> None:
     folder = Path(os.path.normpath(Path(options.save_path).expanduser()))
     if not is_finished(folder):
         return
-    if (
-        options.load_checkpoint
-        and Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).latest() is not None
-    ):
-        return  # the run goes on
+    if options.load_checkpoint and Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).has_sign():
+        return  # the run goes on, or is refused
     if options.overwrite:
         remove(Path(checkpoints_in(str(folder))))
         return
