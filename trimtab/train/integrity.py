@@ -1,8 +1,8 @@
 """Is a checkpoint what was written? Checksums of its files, made when written and compared when read.
 
 A file's checksum is the sum of its 64-bit words over each of its pieces of 1 MiB, and CRC-32 over these sums and what
-is left at the end: as quick as memory is, where a CRC of everything would take longer than reading the tensors. It finds
-what disks, copies and hands do to a file; it is no defence against someone who wants to deceive.
+is left at the end: as quick as memory is, where a CRC of everything would take longer than reading the tensors.
+It finds what disks, copies and hands do to a file; it is no defence against someone who wants to deceive.
 """
 
 import hashlib
