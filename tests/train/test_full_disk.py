@@ -13,6 +13,7 @@ import torch
 
 from tests import warm
 from tests.train.every_loop import LOOPS, model, words
+from tests.train.rl.rl_run import without
 from trimtab.config.groups import CheckpointOptions
 from trimtab.train import space
 from trimtab.train.metrics import MetricsFile
@@ -138,6 +139,15 @@ def test_a_model_that_cannot_be_written_leaves_a_checkpoint_where_there_is_room(
     assert warm.run([*never, "--load_checkpoint", "--ckpt_path", str(place)]) == 0
     expected = model(finished(loop))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model(out).items())
+
+
+def test_a_reward_that_fails_on_a_full_disk_leaves_a_checkpoint_beside(tasks, tmp_path):
+    out, log, reward = tmp_path / "run" / "out", tmp_path / "log", tmp_path / "reward.py"
+    reward.write_text("def reward_func(queries, prompts, labels):\n    raise ValueError('the judge is out')\n")
+    asked = [*without(words(tasks, "ppo", out), "--reward_verifier"), "--remote_rm_url", str(reward)]
+    assert warm.run(asked, prepare=partial(full, out, temporary=tmp_path), log=log) == 1
+    line = log.read_text().splitlines()[-1]
+    assert "the judge is out" in line and f"is kept in {tmp_path / 'run' / 'out-rescued'}: make room" in line
 
 
 def test_a_model_that_two_processes_cannot_write_leaves_a_checkpoint_of_both(tasks, tmp_path):

@@ -60,5 +60,5 @@ def _listen(stop: StopRequest, store: dist.Store, listening: socket.socket, ende
                 for number in listening.recv(64):
                     if number in SIGNALS:
                         store.set(KEY, str(number))
-            elif stop.signal is None and store.check([KEY]):
-                stop.hear(int(store.get(KEY)))
+            elif stop.signal is None and store.check([KEY]) and (number := int(store.get(KEY))) in SIGNALS:
+                stop.hear(number)

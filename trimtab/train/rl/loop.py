@@ -139,9 +139,12 @@ class RLRun:
         except CannotWrite as error:
             raise UserError(f"{error}; {self.files.rescue(*self.checkpoint())}") from error
         except (RewardFailed, NoRoom) as error:
-            # After a lack of memory what processes hold together can be saved in parts, but not gathered.
-            saved = self.save(export=not isinstance(error, NoRoom))
-            raise RunFailed(f"{error}; {go_on_from(saved)}") from error
+            try:
+                # After a lack of memory what processes hold together can be saved in parts, but not gathered.
+                where = go_on_from(self.save(export=not isinstance(error, NoRoom)))
+            except CannotWrite:
+                where = self.files.rescue(*self.checkpoint())
+            raise RunFailed(f"{error}; {where}") from error
         finally:
             self.files.close()
 
