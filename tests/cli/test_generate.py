@@ -395,6 +395,26 @@ def test_a_dry_run_finds_labels_that_are_missing(generate, place):
     assert found.code == 2 and "1 of 2 prompts of the prompt data have none (the first: " in found.err
 
 
+def test_a_dry_run_tries_the_reward(generate, place):
+    rows = write_rows(place / "rows.jsonl", [{"input": "a", "label": "b"}])
+    words = (
+        "--pretrain",
+        "model",
+        "--dataset",
+        rows,
+        "--output_path",
+        "out.jsonl",
+        "--label_key",
+        "label",
+        "--dry_run",
+    )
+    tried = generate(*words, "--reward_verifier", "exact")
+    assert tried.code == 0 and "# reward, tried on the first prompt: 1 for 'b', 0 for " in tried.out
+    (place / "broken.py").write_text("def judge(prompts, completions, **columns):\n    raise ValueError('no judge')\n")
+    broken = generate(*words, "--reward_func", f"{place}/broken.py:judge")
+    assert broken.code == 2 and "the reward was tried and failed" in broken.err and "no judge" in broken.err
+
+
 def test_what_has_no_effect_is_said(generate, prompts, place):
     done = generate(
         *("--pretrain", "model", "--dataset", prompts, "--output_path", "a.jsonl", "--dry_run"),

@@ -29,6 +29,7 @@ from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import load_frozen_policy
 from trimtab.rewards.build import build_reward, contents
 from trimtab.rewards.labels import check_labels
+from trimtab.rewards.trial import try_reward
 from trimtab.rewards.types import RewardRequest, Weighted
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.sampler import request_seed
@@ -58,7 +59,12 @@ def rehearse_generation(options: GenerateOptions) -> list[str]:
     store, report = load_prompts(options, tokenizer)
     check_labels({"prompt": store}, options.reward_verifier, options.label_key)
     prompts = len(prompts_of_iteration(store, options))
-    return [*report.lines(), f"{prompts:,} prompts, {prompts * options.best_of_n:,} answers"]
+    tried = try_reward(options, find_device(), tokenizer, store) if is_scored(options) else []
+    return [*report.lines(), f"{prompts:,} prompts, {prompts * options.best_of_n:,} answers", *tried]
+
+
+def is_scored(options: GenerateOptions) -> bool:
+    return any((options.reward_pretrain, options.reward_func, options.remote_rm_url, options.reward_verifier))
 
 
 class Generation:
@@ -167,10 +173,9 @@ class Generation:
         return room
 
     def _reward(self, device: Device) -> Weighted | None:
-        options = self.options
-        if not any((options.reward_pretrain, options.reward_func, options.remote_rm_url, options.reward_verifier)):
+        if not is_scored(self.options):
             return None
-        return build_reward(options, device, self.tokenizer, self.stop.requested)
+        return build_reward(self.options, device, self.tokenizer, self.stop.requested)
 
     def _request(self, rollouts: list[tuple[int, Rollout]], texts: list[str]) -> RewardRequest:
         rows = [self.rows[item] for item, _ in rollouts]

@@ -31,6 +31,7 @@ from trimtab.models.policy import Policy
 from trimtab.rewards.build import build_reward, in_words
 from trimtab.rewards.labels import check_labels
 from trimtab.rewards.model import same_tokenizer
+from trimtab.rewards.trial import try_reward
 from trimtab.rewards.types import BadSample, RewardFailed
 from trimtab.rewards.waiting import GivenUp
 from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -51,7 +52,6 @@ from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.learner import Actor, CriticLearner, Learner, ReferenceRole
 from trimtab.train.rl.loop import Counters, Iteration, RLRun, Roles
 from trimtab.train.rl.recording import Recording
-from trimtab.train.rl.reward_trial import try_reward
 from trimtab.train.rl.rollouts import Rollouts
 from trimtab.train.rl.text import TextMixture, load_text
 from trimtab.train.sharded import shard_trained
@@ -321,7 +321,7 @@ def rehearse_rl(
     if options.teacher_model:
         check_teacher(options, tokenizer)
     note = critic_start(options, tokenizer)[1] if options.advantage_estimator == "gae" else None
-    rewarded = try_reward(options, device, tokenizer, stores)
+    rewarded = try_reward(options, device, tokenizer, stores["train"])
     order = SampleOrder(len(stores["train"]), 1, episodes or options.num_episodes, options.seed)
     if options.replay and (recording := Recording.of(options)):
         recording.check_holds(order.steps)  # the run itself knows all prompts, and asks for more

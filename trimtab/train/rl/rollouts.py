@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.data.prompts import PromptStore
 from trimtab.errors import OutOfMemory
 from trimtab.rewards.overlap import Overlapped
+from trimtab.rewards.requests import request_of
 from trimtab.rewards.types import Reward, RewardFailed, RewardRequest, RewardResult
 from trimtab.rewards.waiting import GivenUp
 from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -118,18 +119,5 @@ def as_request(
     """What a reward sees of finished samples: their text without the token that ended it. And their rows."""
     responses = tokenizer.batch_decode([r.ids for r in rollouts], skip_special_tokens=True)
     asked = [rows[r.prompt] for r in rollouts]
-    prompts, given = [store.text(row) for row in asked], [store.prompt(row) for row in asked]
-    conversations = [prompt for prompt in given if isinstance(prompt, list)]
-    columns = [store.columns(row) for row in asked]
-    names = dict.fromkeys(name for row in columns for name in row)
-    request = RewardRequest(
-        queries=[prompt + response for prompt, response in zip(prompts, responses)],
-        prompts=prompts,
-        responses=responses,
-        labels=[store.label(row) for row in asked],
-        columns={name: [row.get(name) for row in columns] for name in names} | {store.input_key: given},
-        prompt_ids=[r.prompt_ids for r in rollouts],
-        response_ids=[r.ids for r in rollouts],
-        conversations=conversations if len(conversations) == len(given) else [],
-    )
-    return request, asked
+    ids = [r.prompt_ids for r in rollouts], [r.ids for r in rollouts]
+    return request_of(store, asked, responses, *ids), asked

@@ -2,24 +2,22 @@
 
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.config.rl_jobs import RLOptions
+from trimtab.config.jobs import GenerateOptions, RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
 from trimtab.rewards.build import build_reward
 from trimtab.rewards.client import HttpReward
+from trimtab.rewards.requests import request_of
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest
-from trimtab.rollout.types import Rollout
-from trimtab.train.rl.rollouts import as_request
 
 MADE_UP = "I do not know."
 
 
 def try_reward(
-    options: RLOptions, device: Device, tokenizer: PreTrainedTokenizerBase, stores: dict[str, PromptStore]
+    options: RLOptions | GenerateOptions, device: Device, tokenizer: PreTrainedTokenizerBase, store: PromptStore
 ) -> list[str]:
     """What the reward gives for the first prompt's label, or a made-up answer, and for another made-up one."""
     reward = build_reward(options, device, tokenizer)
@@ -29,7 +27,7 @@ def try_reward(
         for part, _ in reward.parts:
             if isinstance(part, HttpReward):
                 part.attempts = 1  # in the run a server may be late; here somebody waits
-        request = _request(stores["train"], tokenizer)
+        request = _request(store, tokenizer)
         rewards = reward(request).rewards
     except BadSample as error:  # the answers are made up, and perhaps not of the kind that is judged
         return [f"reward, tried on the first prompt: {error}"]
@@ -44,8 +42,6 @@ def try_reward(
 def _request(store: PromptStore, tokenizer: PreTrainedTokenizerBase) -> RewardRequest:
     known: Any = store.label(0)
     answers = [str(known) if known is not None else "Yes.", MADE_UP]
-    rollouts = []
-    for sample, answer in enumerate(answers):
-        ids = tokenizer(answer, add_special_tokens=False)["input_ids"] or store.ids(0)[-1:]
-        rollouts.append(Rollout(0, sample, store.ids(0), ids, np.zeros(len(ids), dtype=np.float32), "stop"))
-    return as_request(store, [0], rollouts, tokenizer)[0]
+    ids = [tokenizer(answer, add_special_tokens=False)["input_ids"] or store.ids(0)[-1:] for answer in answers]
+    responses = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return request_of(store, [0, 0], responses, [store.ids(0)] * 2, ids)
