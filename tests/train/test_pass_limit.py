@@ -105,7 +105,7 @@ def short_of_room(tokens: int) -> None:
     with_room_for(tokens, pytest.MonkeyPatch())
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
 def test_one_process_without_room_and_all_begin_the_step_anew(tmp_path, stage):
     write_task(tmp_path)
     words = f"sft --pretrain {tmp_path}/model --dataset {tmp_path}/train.jsonl --max_len 40 {STEP} --zero_stage {stage}"
