@@ -167,9 +167,9 @@ def test_weights_that_are_missing_are_not_drawn_at_random(refused, tmp_path):
 
 
 def test_weights_of_another_shape(refused, tmp_path):
-    path = write_model(tmp_path / "other") / "model.safetensors"
+    path = write_model(tmp_path / "misshapen") / "model.safetensors"
     save_file({**load_file(path), "model.norm.weight": torch.ones(7)}, path, metadata={"format": "pt"})
-    line = refused("--pretrain", "other", *PLACES, *DATA, dry=False)
+    line = refused("--pretrain", "misshapen", *PLACES, *DATA, dry=False)
     assert "model.norm.weight has shape [7], [32] is needed" in line
 
 

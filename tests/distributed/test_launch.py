@@ -59,7 +59,10 @@ LAUNCH = "import sys; from trimtab.distributed.launch import launch; sys.exit(la
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
 )
 def test_a_signal_to_the_launcher_reaches_every_process_and_none_outlives_it(tmp_path, number, code):
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, CRASH, "9", "wait", "60", str(tmp_path)])
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, CRASH, "9", "wait", "60", str(tmp_path)],
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests themselves may run under nohup
+    )
     notes = [tmp_path / f"began{rank}" for rank in (0, 1)]
     wait_for(lambda: all(note.exists() and note.read_text() for note in notes))
     launcher.send_signal(number)

@@ -97,7 +97,11 @@ def test_a_recipe_trains_in_its_tiny_mode(name, words, settings, folder, capsys)
     seen = metrics(settled.save_path)
     assert len(seen) == 8
     if settled.trainer == "rl":  # what is learnt here is no loss that falls
-        assert all(map(math.isfinite, seen)) and max(metrics(settled.save_path, "grad_norm")) > 0
+        assert all(map(math.isfinite, seen))
+        if "REWARD_FUNCTION" in settings:  # random weights are never right, which this reward pays nothing for
+            assert max(metrics(settled.save_path, "reward/reward_func/brief")) > 0
+        else:
+            assert max(metrics(settled.save_path, "grad_norm")) > 0
     else:
         assert min(seen[-3:]) < seen[0]
     assert (Path(settled.save_path) / "report.html").is_file()
