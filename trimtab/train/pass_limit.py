@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from trimtab.distributed.calling_off import call_off, reason_to_call_off
-from trimtab.distributed.device import is_out_of_memory
+from trimtab.distributed.device import is_out_of_memory, random_state, restore_random_state
 from trimtab.errors import OutOfMemory, RunFailed
+from trimtab.train.optimiser import Optimiser
 
 Result = TypeVar("Result")
 
@@ -71,6 +72,17 @@ def until_it_fits(attempt: Callable[[], Result], shrink: Callable[[str], None]) 
         except OutOfMemory as error:
             why = str(error)
         shrink(why)  # outside, where nothing holds the attempt's tensors any more
+
+
+def taking_back(optimiser: Optimiser) -> Callable[[], None]:
+    """What undoes a step from here on: forget its gradients and its random numbers."""
+    random_before = random_state()
+
+    def undo() -> None:
+        optimiser.clear_gradients()
+        restore_random_state(random_before)
+
+    return undo
 
 
 @contextmanager

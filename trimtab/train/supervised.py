@@ -33,7 +33,7 @@ from trimtab.train.earlier_runs import earlier_checkpoint
 from trimtab.train.endings import ended_badly, go_on_from, not_finite
 from trimtab.train.manifest import compare, make_manifest, names_fingerprint, settings
 from trimtab.train.optimiser import Optimiser, StepReport
-from trimtab.train.pass_limit import FLAGS, BeginAnew, PassLimit, memory_guard, until_it_fits
+from trimtab.train.pass_limit import FLAGS, BeginAnew, PassLimit, memory_guard, taking_back, until_it_fits
 from trimtab.train.run_folder import RunFolder
 from trimtab.train.run_log import RunLog
 from trimtab.train.space import SpaceWatch, adam_bytes
@@ -229,13 +229,7 @@ class SupervisedRun:
 
     def add_up_gradients(self, samples: list[int], stop: StopRequest) -> tuple[dict[str, float], Totals, int]:
         """Every pass of a step: its figures and counts, over all processes, and the number of passes here."""
-        random_before = random_state()
-
-        def undo() -> None:
-            """The step is given up half-way: forget its gradients and its random numbers."""
-            self.optimiser.clear_gradients()
-            restore_random_state(random_before)
-
+        undo = taking_back(self.optimiser)
         figures: dict[str, Tensor] = {}
         with memory_guard(undo):
             batches = self.deal_out(self.task.cut(self.task.store, samples))

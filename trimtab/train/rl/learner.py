@@ -24,7 +24,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.save import save_model
 from trimtab.train.average import WeightAverage
 from trimtab.train.optimiser import Optimiser
-from trimtab.train.pass_limit import memory_guard
+from trimtab.train.pass_limit import memory_guard, taking_back
 from trimtab.train.rl.batches import AnswerBatch, TextBatch
 from trimtab.train.rl.objective import policy_share, text_share, value_share
 from trimtab.train.task import Share, Totals
@@ -43,14 +43,8 @@ class Learner:
 
     def update(self, batches: list[TokenBatch], *, totals: Totals, step: int, **settings: Any) -> dict[str, float]:
         """One optimiser step over all micro-batches of all processes, and its figures."""
-        random_before = random_state()
-
-        def undo() -> None:
-            self.optimiser.clear_gradients()
-            restore_random_state(random_before)
-
         figures: dict[str, Tensor] = {}
-        with memory_guard(undo):
+        with memory_guard(taking_back(self.optimiser)):
             for batch in batches:
                 sync_gradients(self.model, now=batch is batches[-1])
                 share = self.share(batch.to(self.device.torch), totals, **settings)
