@@ -98,6 +98,18 @@ def test_no_two_parts_import_each_other():
     assert not {(low, high) for low, high in arrows if (high, low) in arrows}
 
 
+def test_only_the_place_that_chooses_engines_knows_the_built_in_one():
+    builtin = "trimtab.rollout.builtin"
+    inside = {path for path in FILES if path.is_relative_to(ROOT / "rollout" / "builtin")}
+    knowing = {
+        path.relative_to(ROOT).as_posix()
+        for path in set(FILES) - inside
+        for name, _ in imports(path)
+        if name == builtin or name.startswith(f"{builtin}.")
+    }
+    assert inside and knowing == {"rollout/choose.py"}
+
+
 def test_files_are_renamed_and_flushed_in_one_place():
     """Elsewhere a file would be half-written for a while, or written in a way of its own."""
     names = {"rename", "fsync", "mkstemp", "mkdtemp", "NamedTemporaryFile"}

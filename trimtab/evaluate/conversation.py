@@ -16,8 +16,8 @@ from trimtab.distributed.device import find_device, seed_everything
 from trimtab.errors import UserError
 from trimtab.evaluate.generation import load_job_tokenizer, sampling_of
 from trimtab.models.load import load_frozen_policy
-from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.sampler import request_seed
+from trimtab.rollout.choose import build_engine
+from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Finish
 
@@ -29,7 +29,7 @@ class Conversation:
         self.options, self.tokenizer = options, load_job_tokenizer(options)
         seed_everything(options.seed, deterministic=options.full_determinism)
         policy = load_frozen_policy(options.pretrain, options, find_device(), flag="--pretrain").model
-        self.engine = BuiltinEngine(policy, self.tokenizer, slots=1)
+        self.engine = build_engine(policy, self.tokenizer, slots=1)
         unasked = "input_template" not in options.given
         self.as_chat = options.apply_chat_template or bool(unasked and self.tokenizer.chat_template)
         self._chat = ChatRenderer(self.tokenizer) if self.as_chat else None

@@ -31,8 +31,8 @@ from trimtab.rewards.build import build_reward, contents
 from trimtab.rewards.labels import check_labels
 from trimtab.rewards.trial import try_reward
 from trimtab.rewards.types import RewardRequest, Weighted
-from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.sampler import request_seed
+from trimtab.rollout.choose import build_engine
+from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Rollout, Sampling
 
@@ -77,7 +77,7 @@ class Generation:
         seed_everything(options.seed, deterministic=options.full_determinism)
         loaded = load_frozen_policy(options.pretrain, options, device, flag="--pretrain")
         self.policy, self.weights = loaded.model, loaded.weights
-        self.engine = BuiltinEngine(self.policy, self.tokenizer, slots=options.max_num_seqs)
+        self.engine = build_engine(self.policy, self.tokenizer, slots=options.max_num_seqs)
         self.limits = [self._room(len(self.store.ids(row))) for row in self.rows]
         self.sampling = sampling_of(
             options,

@@ -1,12 +1,14 @@
 """A causal LM seen as log-probabilities: the root module of every job that trains a policy."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
+from trimtab.distributed.sharding import gathered
 from trimtab.models.lm_head import LogitShape, choice_log_probs, shaped_logits, token_divergence, token_log_probs
 from trimtab.models.packed import PackedModel, PaddedRows
 
@@ -41,6 +43,12 @@ class Policy(PackedModel):
     @property
     def logit_shape(self) -> LogitShape:
         return LogitShape.of(self.config)
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """With all weights, to run without gradients. Every process must enter."""
+        with gathered(self):
+            yield
 
     def forward(
         self,

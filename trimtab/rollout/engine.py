@@ -1,6 +1,6 @@
 """What every rollout engine can do. Loops know this and `types`; which engine is behind it is the caller's choice."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import Protocol, runtime_checkable
 
 from trimtab.rollout.types import Rollout, Sampling
@@ -28,14 +28,17 @@ class Engine(Protocol):
         *,
         seeds: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
-    ) -> Iterator[Rollout]:
-        """The same answers as they finish."""
+    ) -> Generator[Rollout]:
+        """The same answers as they finish; to close it ends them."""
 
     def abort(self, prompts: Collection[int] | None = None) -> None:
         """Stop answers to these prompts of the stream at work, or all: they come as they are, finished by "abort"."""
 
     def sleep(self) -> None:
         """Give memory back while the model trains."""
+
+    def rest(self) -> None:
+        """Between the calls of a training loop: give memory back if little else is free."""
 
     def wake(self) -> None:
         """Be ready for the next call."""

@@ -30,8 +30,8 @@ from trimtab.models.policy import Policy
 from trimtab.progress import RunProgress
 from trimtab.rewards.classifiers import QUESTION, load_judge
 from trimtab.rewards.types import Reward, RewardRequest
-from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.sampler import request_seed
+from trimtab.rollout.choose import build_engine
+from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Sampling
 
@@ -95,7 +95,7 @@ class AttackRun:
         size = policy.inner.get_input_embeddings().weight.shape[0]
         self.vocabulary = Vocabulary(tokenizer, size, ascii_only=not options.gcg_allow_non_ascii)
         self.initial = self.prompts.encode(options.gcg_optim_str_init)
-        self.engine = BuiltinEngine(policy, tokenizer)
+        self.engine = build_engine(policy, tokenizer)
         if not self.initial:
             raise UserError("--gcg_optim_str_init is empty: give the text that the suffix starts from")
         if options.gcg_filter_ids and not self.vocabulary.stable([self.initial]):

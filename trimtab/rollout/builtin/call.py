@@ -16,8 +16,9 @@ from trimtab.rollout.builtin.graphs import CannotCapture, DecodeGraphs
 from trimtab.rollout.builtin.pages import PagePool
 from trimtab.rollout.builtin.read_graphs import ReadGraphs
 from trimtab.rollout.builtin.runner import Runner
-from trimtab.rollout.builtin.sampler import Drawn, Sampler, request_seeds
+from trimtab.rollout.builtin.sampler import Drawn, Sampler
 from trimtab.rollout.builtin.scheduler import Admission, Prompt, Sample, Scheduler
+from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_string_end
 from trimtab.rollout.types import Finish, Rollout
 
@@ -35,14 +36,11 @@ class Call:
         self.longest = max((len(ids) + limit for ids, limit in zip(prompts, limits)), default=0)
         self.aborted: set[int] = set()  # prompts
         if seeds is None:
-            bases = request_seeds(torch.tensor(sampling.seed), torch.arange(len(prompts)))
-        else:
-            bases = torch.tensor(seeds, dtype=torch.long)
-        own_seeds = request_seeds(bases[:, None], torch.arange(sampling.n)).tolist()
+            seeds = [request_seed(sampling.seed, index) for index in range(len(prompts))]
         self.samples: list[Sample] = []
         for index, ids in enumerate(prompts):
             prompt = Prompt(index, list(ids), sampling.n)
-            self.samples += [Sample(prompt, k, own_seeds[index][k], limits[index]) for k in range(sampling.n)]
+            self.samples += [Sample(prompt, k, request_seed(seeds[index], k), limits[index]) for k in range(sampling.n)]
         self.reads: ReadGraphs | None = None
         self.graphs: DecodeGraphs | None = None
         self.hidden: dict[Prompt, torch.Tensor] = {}  # last hidden state of prompts whose samples still wait

@@ -6,21 +6,22 @@ between two looks are captured (graphs.py), and so is the reading of prompts (re
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 
 import torch
 
 from trimtab.distributed.device import free_memory
-from trimtab.distributed.sharding import gathered
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.call import Call
 from trimtab.rollout.builtin.captured import CapturedGraphs
 from trimtab.rollout.builtin.fused_layers import recognised
 from trimtab.rollout.builtin.int8 import Int8Layers
-from trimtab.rollout.builtin.memory import KVMemory
+from trimtab.rollout.builtin.memory import PAGE_SIZE, KVMemory
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.types import Rollout, Sampling
+
+READ_TOKENS = 8192  # prompt tokens in one pass
 
 
 class BuiltinEngine:
@@ -31,8 +32,8 @@ class BuiltinEngine:
         *,
         slots: int = 256,
         kv_tokens: int | None = None,
-        page_size: int = 16,
-        read_tokens: int = 8192,
+        page_size: int = PAGE_SIZE,
+        read_tokens: int = READ_TOKENS,
         weight_only_int8: bool = False,
     ):
         """`slots`: samples that run at once; `kv_tokens`: memory for keys and values (planned from what is free if
@@ -41,7 +42,7 @@ class BuiltinEngine:
             raise UserError(f"{type(policy.inner).__name__} does not use the attention interface; the engine needs it")
         self.policy, self.tokenizer, self.slots = policy, tokenizer, slots
         self.read_tokens = read_tokens
-        with gathered(policy):
+        with policy.at_work():
             shape, arguments = Runner.measure(policy)
             self._fused = recognised(policy, shape, arguments)
         self._memory = KVMemory(shape, page_size, kv_tokens)
@@ -63,7 +64,7 @@ class BuiltinEngine:
         seeds: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
         logit_hook=None,
-    ) -> Iterator[Rollout]:
+    ) -> Generator[Rollout]:
         """Answers as they finish. Until the last one, or until the stream is closed, the policy is the engine's.
 
         `seeds`: one for each prompt (its samples draw from streams of their own); `limits`: each prompt's own
@@ -74,7 +75,7 @@ class BuiltinEngine:
         limits = [sampling.max_new_tokens] * len(prompts) if limits is None else limits
         self._check(prompts, sampling, seeds, limits)
         try:
-            with gathered(self.policy), self._int8 or contextlib.nullcontext():
+            with self.policy.at_work(), self._int8 or contextlib.nullcontext():
                 call = self._call = Call(self, prompts, sampling, seeds, limits, logit_hook)
                 cache = self._memory.cache(min(self.slots, len(call.samples)), call.longest, call.device)
                 self.captured.follow(cache, fused=self._fused is not None)

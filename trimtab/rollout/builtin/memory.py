@@ -5,6 +5,7 @@ import torch
 from trimtab.distributed.device import free_memory
 from trimtab.rollout.builtin.cache import KVCache, KVShape
 
+PAGE_SIZE = 16  # tokens
 SHARE_OF_FREE = 0.7  # the rest is for the passes themselves
 
 
@@ -21,10 +22,7 @@ class KVMemory:
         wanted = self.wanted(samples, longest)
         if self._cache is None or self._wanted < wanted:
             self.release()
-            pages = wanted
-            if self.tokens is None:
-                page_bytes = self.shape.token_bytes * self.page_size
-                pages = min(wanted, int(free_memory(device) * SHARE_OF_FREE) // page_bytes)
+            pages = self.pages(samples, longest, free_memory(device))
             self._cache, self._wanted = KVCache(self.shape, pages, self.page_size, device), wanted
         return self._cache
 
@@ -32,6 +30,17 @@ class KVMemory:
         """Pages, if there is room for them."""
         # Besides its own pages a sample needs, for a moment, the last one of its prompt, which it copies.
         return self._pages(self.tokens) if self.tokens is not None else samples * (self._pages(longest) + 1)
+
+    def pages(self, samples: int, longest: int, free: int) -> int:
+        """Pages, where so many bytes are free: what was given is taken, what is planned leaves some."""
+        wanted = self.wanted(samples, longest)
+        if self.tokens is not None:
+            return wanted
+        return max(0, min(wanted, int(free * SHARE_OF_FREE) // self.page_bytes))
+
+    @property
+    def page_bytes(self) -> int:
+        return self.shape.token_bytes * self.page_size
 
     @property
     def held(self) -> int:

@@ -35,15 +35,6 @@ def _wrapped(constant: int) -> int:
     return constant - 2**64 if constant >= 2**63 else constant
 
 
-def request_seed(seed: int, request: int) -> int:
-    """The seed of one sample of a call, from the call's seed and the sample's number."""
-    return int(request_seeds(torch.tensor(seed), torch.tensor(request)))
-
-
-def request_seeds(seeds: Tensor, requests: Tensor) -> Tensor:
-    return _mix(seeds + _mix(requests + 1))
-
-
 @dataclass
 class Drawn:
     tokens_B: Tensor

@@ -13,16 +13,13 @@ from trimtab.config.jobs import RLOptions
 from trimtab.models.lm_head import chunk_tokens
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.policy import Policy
-from trimtab.rollout.builtin.cache import KVShape
-from trimtab.rollout.builtin.memory import SHARE_OF_FREE, KVMemory
-from trimtab.rollout.builtin.runner import Runner
+from trimtab.rollout.choose import EngineMemory
 from trimtab.train.plan.hardware import Hardware
 from trimtab.train.plan.pretended import Pretended
 from trimtab.train.plan.work import Work, frozen_models, trained_models
 
 FILL = 0.85  # of a device's memory; the rest is for what is not seen here, and for gaps between tensors
 MOST_TOKENS = 2**17  # larger passes are no faster
-PAGE, READ_TOKENS = 16, 8192  # of the built-in engine
 SAMPLED_COPIES = 3  # fp32 matrices [answers, vocabulary] while tokens are drawn
 
 PHASES = ("rollout", "scoring", "update")
@@ -106,14 +103,15 @@ class MemoryModel:
         ]
 
     @cached_property
-    def _kv_shape(self) -> KVShape:
+    def _engine(self) -> EngineMemory:
+        assert isinstance(self.options, RLOptions)
         actor = self.trained["actor"]
         with actor.mode:
-            return Runner.measure(actor.model)[0]
+            return EngineMemory(actor.model, self.options.rollout_kv_tokens)
 
     @property
     def kv_token_bytes(self) -> int:
-        return self._kv_shape.token_bytes
+        return self._engine.token_bytes
 
     @cached_property
     def _rollout(self) -> list[Part]:
@@ -122,19 +120,15 @@ class MemoryModel:
         at_once = options.vllm_generate_batch_size if options.dynamic_filtering else None
         samples = (at_once or options.rollout_batch_size) * options.n_samples_per_prompt
         slots = min(options.rollout_slots, samples)
-        token_bytes = self.kv_token_bytes
-        wanted = KVMemory(self._kv_shape, PAGE, options.rollout_kv_tokens).wanted(slots, self.work.rows.longest)
         free = self.hardware.memory - Memory(0, self.state).during("rollout")
-        size = wanted * PAGE * token_bytes
-        if options.rollout_kv_tokens is None:
-            size = max(0, min(size, int(SHARE_OF_FREE * free)))
+        size = self._engine.keys_and_values(slots, self.work.rows.longest, free)
         # The engine gives it back between rollouts if it is more than what is left.
         phases = PHASES if size <= free - size else ("rollout",)
         prompts = options.rollout_batch_size * self.work.rows.prompt
-        read = actor.scoring_pass(self.work.rows, min(READ_TOKENS, prompts))
+        read = actor.scoring_pass(self.work.rows, min(self._engine.read_tokens, prompts))
         drawn = SAMPLED_COPIES * slots * actor.model.head.out_features * 4
         return [
-            Part(f"keys and values of {size // token_bytes:,} tokens", size, phases),
+            Part(f"keys and values of {size // self.kv_token_bytes:,} tokens", size, phases),
             Part("a pass over prompts, or drawing tokens", max(read, drawn), ("rollout",)),
         ]
 

@@ -13,7 +13,7 @@ import numpy as np
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.roles import Group
 from trimtab.evaluate.tail_risk import mean, rate
-from trimtab.rollout.builtin.sampler import request_seed
+from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.types import Sampling
 from trimtab.train.rl.asking import ask_for_samples
 from trimtab.train.rl.experience import Experience

@@ -34,7 +34,7 @@ from trimtab.rewards.model import same_tokenizer
 from trimtab.rewards.trial import try_reward
 from trimtab.rewards.types import BadSample, RewardFailed
 from trimtab.rewards.waiting import GivenUp
-from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.choose import build_engine
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Sampling
 from trimtab.train.launch import check_undivided, load_job_tokenizer, notes, of_few_rows
@@ -200,16 +200,16 @@ class Builder:
         roles["rollouts"] = self._rollouts(policy, stop)
         return roles
 
-    def _rollouts(self, policy: Policy, stop: StopRequest, role: type[Rollouts] = Rollouts) -> Rollouts:
+    def _rollouts(self, policy: Policy, stop: StopRequest) -> Rollouts:
         options = self.options
-        engine = BuiltinEngine(
+        engine = build_engine(
             policy,
             self.tokenizer,
             slots=options.rollout_slots,
             kv_tokens=options.rollout_kv_tokens,
             weight_only_int8=options.weight_only_int8,
         )
-        return role(engine, self.reward, self.stores, self.tokenizer, stop.requested)
+        return Rollouts(engine, self.reward, self.stores, self.tokenizer, stop.requested)
 
     def _scorer(self, pretrain: str | None) -> ReferenceRole:
         """A frozen model that scores the policy's tokens; None: what the policy was at the start."""

@@ -24,7 +24,7 @@ from trimtab.errors import CannotWrite, Interrupted, RunFailed, UserError
 from trimtab.files import writing
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
-from trimtab.rollout.builtin.sampler import request_seed
+from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.types import Sampling
 from trimtab.train.endings import ended_badly, go_on_from
 from trimtab.train.pass_limit import NoRoom, PassLimit

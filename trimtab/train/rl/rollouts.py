@@ -15,7 +15,7 @@ from trimtab.rewards.overlap import Overlapped
 from trimtab.rewards.requests import request_of
 from trimtab.rewards.types import Reward, RewardFailed, RewardRequest, RewardResult
 from trimtab.rewards.waiting import GivenUp
-from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.engine import Engine
 from trimtab.rollout.types import Rollout, Sampling
 from trimtab.train.pass_limit import NoRoom, memory_guard
 from trimtab.train.rl.experience import Experience
@@ -28,7 +28,7 @@ SCORED_AT_ONCE = 64  # finished samples that go to a reward together while other
 class Rollouts:
     def __init__(
         self,
-        engine: BuiltinEngine,
+        engine: Engine,
         reward: Reward,
         stores: dict[str, PromptStore],
         tokenizer: Any,

@@ -27,7 +27,6 @@ from trimtab.train.tail.measures import BadWords, Measures, bad_tokens
 from trimtab.train.tail.prompts import HELD_OUT, load_tail_stores
 from trimtab.train.tail.proposal import (
     BorrowingProposal,
-    BorrowingRollouts,
     Modulation,
     ModulationModel,
     ProposalModel,
@@ -91,8 +90,7 @@ class TailBuilder(Builder):
         options, policy = self.options, self.loaded.model
         if self.borrowing is not None:
             learner = self._learner(BorrowingProposal, self.borrowing)
-            with self.borrowing.at_work():
-                rollouts = self._rollouts(self.borrowing, stop, BorrowingRollouts)
+            rollouts = self._rollouts(self.borrowing, stop)
         elif options.proposal in HEAD_LAYERS:
             model = ModulatedPolicy(policy, twist_of(policy, layers=HEAD_LAYERS[options.proposal]))
             learner, rollouts = self._learner(Modulation, model), self._rollouts(model, stop)

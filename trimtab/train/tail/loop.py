@@ -16,7 +16,7 @@ from trimtab.config.rl_jobs import TailOptions
 from trimtab.config.tail import PUSHING
 from trimtab.distributed.roles import Group
 from trimtab.interrupts import StopRequest
-from trimtab.rollout.builtin.sampler import request_seed
+from trimtab.rollout.seeds import request_seed
 from trimtab.train.rl.asking import ask_for_samples
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.loop import Iteration, RLRun, Roles, timed

@@ -15,11 +15,8 @@ from trimtab.data.batches import TokenBatch
 from trimtab.distributed.sharding import whole
 from trimtab.models.modulated import ModulatedPolicy, TwistModel
 from trimtab.models.packed import scoring
-from trimtab.rewards.types import RewardFailed
-from trimtab.train.pass_limit import NoRoom, memory_guard
-from trimtab.train.rl.experience import Experience
+from trimtab.train.pass_limit import memory_guard
 from trimtab.train.rl.learner import Actor
-from trimtab.train.rl.rollouts import Rollouts
 from trimtab.train.tail.objective import policy_share, twist_share
 from trimtab.train.task import Share, Totals
 
@@ -108,11 +105,3 @@ class ModulationModel(ProposalModel):
         super().write_model(folder)
         if self.world.leads:
             save_file(weights, folder / TWIST)
-
-
-class BorrowingRollouts(Rollouts):
-    """Answers of a proposal that works on the policy's weights."""
-
-    def sample(self, requests: list, **settings: Any) -> Experience | RewardFailed | NoRoom | None:
-        with self.engine.policy.at_work():
-            return super().sample(requests, **settings)

@@ -1,0 +1,40 @@
+"""The one place that chooses a rollout engine; everything else knows what every engine can do (engine.py)."""
+
+from typing import Any
+
+from trimtab.models.policy import Policy
+from trimtab.rollout.builtin.engine import READ_TOKENS, BuiltinEngine
+from trimtab.rollout.builtin.memory import PAGE_SIZE, KVMemory
+from trimtab.rollout.builtin.runner import Runner
+
+
+def build_engine(
+    policy: Policy,
+    tokenizer: Any = None,
+    *,
+    slots: int = 256,
+    kv_tokens: int | None = None,
+    weight_only_int8: bool = False,
+) -> BuiltinEngine:
+    """The engine that answers with this policy. `slots`: samples that run at once; `kv_tokens`: memory for keys and
+    values, planned from what is free if not given; `weight_only_int8`: linear layers multiply by int8 copies."""
+    return BuiltinEngine(policy, tokenizer, slots=slots, kv_tokens=kv_tokens, weight_only_int8=weight_only_int8)
+
+
+class EngineMemory:
+    """What that engine will take of a device, known before it is built."""
+
+    read_tokens = READ_TOKENS
+    """Prompt tokens in one pass."""
+
+    def __init__(self, policy: Policy, kv_tokens: int | None):
+        self._memory = KVMemory(Runner.measure(policy)[0], PAGE_SIZE, kv_tokens)
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token."""
+        return self._memory.shape.token_bytes
+
+    def keys_and_values(self, samples: int, longest: int, free: int) -> int:
+        """Bytes for so many samples at once of at most `longest` tokens, where so many bytes are free."""
+        return self._memory.pages(samples, longest, free) * self._memory.page_bytes
