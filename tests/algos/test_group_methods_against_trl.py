@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from tests.algos.one_step import answer_log_probs, causal_lm, step_of
 from tests.train.job_run import relative_difference, write_model
 from trimtab.algos import group_rewards, kl, policy_loss
+from trimtab.config.estimators import ESTIMATORS
 from trimtab.embedded.sort_task import make_tokenizer
 
 SAMPLES = 4
@@ -83,7 +84,7 @@ def plain_log_probs(folder, model: nn.Module) -> tuple[nn.Module, Tensor]:
 
 def shaped(estimator: str) -> Tensor:
     """Rewards of all answers after the estimator's shaping."""
-    return group_rewards.SHAPED_BY[estimator](torch.tensor(REWARDS).view(-1, SAMPLES)).flatten()
+    return group_rewards.SHAPED_BY[ESTIMATORS[estimator].group](torch.tensor(REWARDS).view(-1, SAMPLES)).flatten()
 
 
 def on_tokens(values_S: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ import statistics
 import pytest
 import torch
 
-from trimtab.algos.group_rewards import SHAPED_BY, WHITENED, equal_groups, within
+from trimtab.algos.group_rewards import SHAPED_BY, equal_groups, within
+from trimtab.config.estimators import ESTIMATORS
 
 GROUPS = [[1.0, 0.0, 0.0, 0.5], [-3.0, 7.0, 2.0, 2.5], [0.25, 0.25, 0.25, 1.0]]
 
@@ -26,15 +27,17 @@ DEFINITIONS = {
 
 
 def test_every_estimator_is_shaped_and_three_are_whitened():
-    assert SHAPED_BY.keys() == DEFINITIONS.keys()
-    assert {"gae", "reinforce", "reinforce_baseline"} == WHITENED
+    assert ESTIMATORS.keys() == DEFINITIONS.keys()
+    assert {estimator.group for estimator in ESTIMATORS.values()} == SHAPED_BY.keys()
+    whitened = {name for name, estimator in ESTIMATORS.items() if estimator.whitened}
+    assert whitened == {"gae", "reinforce", "reinforce_baseline"}
 
 
 @pytest.mark.parametrize("estimator", DEFINITIONS)
 @pytest.mark.parametrize("samples", [2, 3, 4])
 def test_shaped_rewards_equal_their_definitions(estimator, samples):
     groups = [group[-samples:] for group in GROUPS]
-    found = SHAPED_BY[estimator](torch.tensor(groups))
+    found = SHAPED_BY[ESTIMATORS[estimator].group](torch.tensor(groups))
     for row, group in zip(found, groups, strict=True):
         expected = [DEFINITIONS[estimator](group, i) for i in range(samples)]
         assert row.tolist() == pytest.approx(expected, abs=1e-6)
@@ -45,13 +48,13 @@ def test_shaped_rewards_equal_their_definitions(estimator, samples):
 @pytest.mark.parametrize("samples", [3, 5, 7])
 def test_equal_rewards_leave_exactly_nothing(estimator, reward, samples):
     """Also where the mean of n equal floats rounds to another float."""
-    assert SHAPED_BY[estimator](torch.full((1, samples), reward)).tolist() == [[0.0] * samples]
+    assert SHAPED_BY[ESTIMATORS[estimator].group](torch.full((1, samples), reward)).tolist() == [[0.0] * samples]
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "group_norm"])
 def test_one_answer_has_no_others_to_compare_with(estimator):
     with pytest.raises(AssertionError):
-        SHAPED_BY[estimator](torch.ones(4, 1))
+        SHAPED_BY[ESTIMATORS[estimator].group](torch.ones(4, 1))
 
 
 def test_groups_of_equal_rewards_are_found():

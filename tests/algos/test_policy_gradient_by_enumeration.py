@@ -15,10 +15,11 @@ from torch import Tensor
 
 from tests.algos.flat import flat
 from trimtab.algos.advantages import discounted_sums, gae, whiten
-from trimtab.algos.group_rewards import SHAPED_BY, WHITENED
+from trimtab.algos.group_rewards import SHAPED_BY
 from trimtab.algos.kl import estimate
 from trimtab.algos.policy_loss import clipped
 from trimtab.algos.token_rewards import per_token
+from trimtab.config.estimators import ESTIMATORS
 
 END = 0
 PREFIXES = [(), (1,), (2,)]
@@ -96,7 +97,7 @@ def estimated(
     def advantages(rollout: list[int]) -> Tensor:
         remaining_N, owners_N = flat([len(ANSWERS[a]) for a in rollout])
         rewards = torch.tensor([[REWARDS[a] for a in rollout]], dtype=torch.float64)
-        shaped_S = SHAPED_BY[estimator](rewards)[0]
+        shaped_S = SHAPED_BY[ESTIMATORS[estimator].group](rewards)[0]
         log_probs_N = token_log_probs(TABLE.detach().log_softmax(1), rollout)
         kl_N = estimate(log_probs_N, token_log_probs(REFERENCE, rollout), "k1") if beta else None
         rewards_N = per_token(shaped_S, kl_N, beta, remaining_N, owners_N)
@@ -224,7 +225,7 @@ def whitened_formula(estimator: str, scale: bool) -> Callable[[list[int]], list[
 
 
 @pytest.mark.parametrize("scale", [True, False], ids=["scaled", "centred"])
-@pytest.mark.parametrize("estimator", sorted(WHITENED))
+@pytest.mark.parametrize("estimator", [name for name, known in ESTIMATORS.items() if known.whitened])
 def test_whitened_estimators_give_the_mean_of_their_formulas(estimator, scale):
     samples = 2
     raw = estimated(estimator, values=exact_values if estimator == "gae" else None)

@@ -21,6 +21,7 @@ from tests.algos.test_policy_gradient_by_enumeration import (
 from trimtab.algos.advantages import discounted_sums
 from trimtab.algos.group_rewards import SHAPED_BY
 from trimtab.algos.step_rewards import STEPS_SHAPED_BY
+from trimtab.config.estimators import ESTIMATORS
 
 GROUPED = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
 # Two groups of three answers; the scores of each answer's steps.
@@ -32,7 +33,7 @@ def shaped(estimator, groups):
     answers = [steps for group in groups for steps in group]
     owners = [i for i, steps in enumerate(answers) for _ in steps]
     scores = torch.tensor([score for steps in answers for score in steps], dtype=torch.float64)
-    found = iter(STEPS_SHAPED_BY[estimator](scores, torch.tensor(owners), len(groups[0])).tolist())
+    found = iter(STEPS_SHAPED_BY[ESTIMATORS[estimator].group](scores, torch.tensor(owners), len(groups[0])).tolist())
     return [[[next(found) for _ in steps] for steps in group] for group in groups]
 
 
@@ -50,7 +51,11 @@ def defined(estimator, group, answer, step):
     }[estimator]
 
 
-@pytest.mark.parametrize("estimator", SHAPED_BY)
+def test_what_the_table_says_of_steps_is_so():
+    assert {estimator.group for estimator in ESTIMATORS.values() if estimator.steps} == STEPS_SHAPED_BY.keys()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_shaped_step_rewards_equal_their_definitions(estimator):
     for group, found in zip(GROUPS, shaped(estimator, GROUPS), strict=True):
         for i, steps in enumerate(group):
@@ -79,8 +84,8 @@ def test_where_no_other_answer_has_a_step_there_is_nothing_to_compare_with(estim
 @pytest.mark.parametrize("estimator", ["rloo", "group_norm"])
 def test_whole_answers_are_shaped_as_answers_of_one_step(estimator):
     rewards = torch.tensor([[0.3, 0.9, 0.1]], dtype=torch.float64)
-    found = STEPS_SHAPED_BY[estimator](rewards[0], torch.arange(3), 3)
-    torch.testing.assert_close(found, SHAPED_BY[estimator](rewards)[0])
+    found = STEPS_SHAPED_BY[ESTIMATORS[estimator].group](rewards[0], torch.arange(3), 3)
+    torch.testing.assert_close(found, SHAPED_BY[ESTIMATORS[estimator].group](rewards)[0])
 
 
 # Of each answer; as a process reward model's, a step's score depends on what is written up to its end alone.
@@ -93,7 +98,9 @@ def test_the_mean_gradient_is_that_of_the_sum_less_a_fixed_baseline_for_each_ste
     def advantages(rollout):
         remaining_N, owners_N = flat([len(ANSWERS[a]) for a in rollout])
         scores = torch.tensor([score for a in rollout for score in STEP_SCORES[a]], dtype=torch.float64)
-        return discounted_sums(STEPS_SHAPED_BY[estimator](scores, owners_N, samples), remaining_N, 1.0)
+        return discounted_sums(
+            STEPS_SHAPED_BY[ESTIMATORS[estimator].group](scores, owners_N, samples), remaining_N, 1.0
+        )
 
     probabilities = answer_log_probs().exp()
     chances, baseline = probabilities.tolist(), 0.0

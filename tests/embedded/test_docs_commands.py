@@ -91,14 +91,6 @@ def test_the_code_of_the_page_about_rollouts_runs(folder, capsys):
     assert [rollout.finish for rollout in known["seen"]] == ["length", "abort"]
 
 
-def test_the_line_that_the_page_about_rl_changes_is_there_and_its_replacement_is_python():
-    (change,) = blocks("rl", "diff")
-    old, new = (line[1:].strip().rstrip(",") for line in change.splitlines())
-    source = (DOCS.parent / "trimtab" / "algos" / "group_rewards.py").read_text()
-    assert source.count(old) == 1
-    compile(source.replace(old, new), "group_rewards.py", "exec")
-
-
 def test_the_pages_promise_of_what_a_run_leaves_is_kept(folder):
     page = (DOCS / "sft.md").read_text()
     promised = re.findall(r"`([\w.]+\.\w+)`", page.split("## What a run leaves")[1].split("## Data")[0])

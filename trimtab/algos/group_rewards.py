@@ -1,9 +1,9 @@
 """Rewards of the n answers to one prompt, seen against each other: [groups, n] -> [groups, n].
 
-    rloo                           R - (sum of the others) / (n - 1)  =  n / (n - 1) (R - mean)   Ahmadian et al. 2024
-    reinforce_baseline, dr_grpo    R - mean                                       Hu et al. 2025, Liu et al. 2025
-    group_norm (GRPO)              (R - mean) / (std + 1e-9), unbiased std                        Shao et al. 2024
-    gae, reinforce                 R
+    leave_one_out    R - (sum of the others) / (n - 1)  =  n / (n - 1) (R - mean)   RLOO: Ahmadian et al. 2024
+    minus_mean       R - mean              REINFORCE++ with a baseline: Hu et al. 2025; Dr. GRPO: Liu et al. 2025
+    standardised     (R - mean) / (std + 1e-9), unbiased std                        GRPO: Shao et al. 2024
+    unchanged        R
 
 Answers that are all rewarded alike get exactly 0 from the first three.
 """
@@ -34,15 +34,11 @@ def standardised(rewards_GA: Tensor) -> Tensor:
 
 
 SHAPED_BY: dict[str, Callable[[Tensor], Tensor]] = {
-    "gae": unchanged,
-    "reinforce": unchanged,
-    "rloo": leave_one_out,
-    "reinforce_baseline": minus_mean,
-    "group_norm": standardised,
-    "dr_grpo": minus_mean,
+    "unchanged": unchanged,
+    "minus_mean": minus_mean,
+    "leave_one_out": leave_one_out,
+    "standardised": standardised,
 }
-# Estimators whose advantages are whitened over the whole rollout afterwards.
-WHITENED = frozenset({"gae", "reinforce", "reinforce_baseline"})
 
 
 def equal_groups(rewards_GA: Tensor) -> Tensor:

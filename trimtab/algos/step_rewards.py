@@ -1,17 +1,17 @@
 """Rewards of the steps within answers, seen against the steps of the group: K steps of all answers -> K shaped rewards.
 
-    r_j           the score of step j, at the step's last token
-    A_t           sum over the steps j that end at token t or later of the shaped r_j
-    group_norm    (r_j - mean) / (std + 1e-9), mean and unbiased std over all steps of the group's answers
+    r_j              the score of step j, at the step's last token
+    A_t              sum over the steps j that end at token t or later of the shaped r_j
+    standardised     (r_j - mean) / (std + 1e-9), mean and unbiased std over all steps of the group's answers
                                                        Shao et al. 2024 (DeepSeekMath), process supervision
-    rloo          r_j - b,   b the mean over all steps of the group's other answers
-    reinforce_baseline, dr_grpo    (n - 1) / n (r_j - b): as for whole answers, where R - mean is (n - 1) / n of rloo's
-    gae, reinforce                 r_j
+    leave_one_out    r_j - b,   b the mean over all steps of the group's other answers
+    minus_mean       (n - 1) / n (r_j - b): as for whole answers, where R - mean is (n - 1) / n of leave_one_out's
+    unchanged        r_j
 
 A step counts by how much better it is than other steps, so an answer gains nothing by having many of them. b does not
-depend on the answer itself: where a score depends on the text up to its step alone, the mean gradient of rloo is that
-of E[sum_j r_j] - b E[number of steps] with b held fixed at its mean. Where all steps of a group are scored alike, or no
-other answer has a step, there is exactly 0.
+depend on the answer itself: where a score depends on the text up to its step alone, the mean gradient of leave_one_out
+is that of E[sum_j r_j] - b E[number of steps] with b held fixed at its mean. Where all steps of a group are scored
+alike, or no other answer has a step, there is exactly 0.
 """
 
 from collections.abc import Callable
@@ -52,12 +52,10 @@ def minus_mean(scores_K: Tensor, answers_K: Tensor, n: int) -> Tensor:
 
 
 STEPS_SHAPED_BY: dict[str, Shaping] = {
-    "gae": unchanged,
-    "reinforce": unchanged,
-    "rloo": leave_one_out,
-    "reinforce_baseline": minus_mean,
-    "group_norm": standardised,
-    "dr_grpo": minus_mean,
+    "unchanged": unchanged,
+    "minus_mean": minus_mean,
+    "leave_one_out": leave_one_out,
+    "standardised": standardised,
 }
 
 

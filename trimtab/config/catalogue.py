@@ -80,7 +80,7 @@ def _option(declared: Field, text: str, section: str, aliases: tuple[str, ...]) 
         optional=optional or "required" in declared.metadata,  # None until it is set
         bare=declared.metadata.get("bare"),
         default=declared.default,
-        help=text,
+        help=_with_names(text, declared.metadata.get("called", {})),
         section=section,
         aliases=aliases,
         secret="secret" in declared.metadata,
@@ -93,6 +93,14 @@ def _option(declared: Field, text: str, section: str, aliases: tuple[str, ...]) 
         always=declared.metadata.get("always", False),
         addresses=declared.metadata.get("addresses", False),
     )
+
+
+def _with_names(text: str, called: dict[Any, str]) -> str:
+    """The help of an option whose choices have names that people know."""
+    if not called:
+        return text
+    *others, last = (f"{choice} ({name})" for choice, name in called.items())
+    return f"{text}: {', '.join(others)} or {last}."
 
 
 def _shape(annotation: Any) -> tuple[type, int | None, bool]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import groupby
 
 from trimtab.config.catalogue import Option, options_of
+from trimtab.config.estimators import ESTIMATORS
 from trimtab.config.groups import CallOptions
 
 _METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
@@ -35,8 +36,7 @@ def common_options(job_class: type[CallOptions]) -> dict[str, Option]:
     if len(options) <= FEW:
         return options
     names = COMMON - RARE_IN_RL if "rollout_batch_size" in options and "prompt_data" in options else COMMON
-    method = options["advantage_estimator"].default if "advantage_estimator" in options else "gae"
-    if method != "gae":
+    if "advantage_estimator" in options and not ESTIMATORS[options["advantage_estimator"].default].critic:
         names = names - {"critic_learning_rate"}
     return {name: option for name, option in options.items() if name in names or option.required}
 

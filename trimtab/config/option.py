@@ -61,7 +61,7 @@ def option(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
-    choices: Iterable[Any] = (),
+    choices: Iterable[Any] | Mapping[Any, str] = (),
     place: bool = False,
     needs: str | tuple[str, Any] | None = None,
     refused: str | None = None,
@@ -70,14 +70,15 @@ def option(
 ) -> Any:
     """An option with its bounds or choices; of a tuple, those of each value. Options without any are plain defaults.
 
-    `place`: a hub name, or a local path that must exist. `needs`: the option without which, or the option and the value
-    without which, this one has no effect. `refused`: why every value but the default is. `always`: a switch for what is
-    always done here. `addresses`: addresses of servers, separated by commas, may be among its values; their credentials
-    are shown nowhere.
+    `choices` that are a mapping: to what each is called, which help says behind it. `place`: a hub name, or a local
+    path that must exist. `needs`: the option without which, or the option and the value without which, this one has no
+    effect. `refused`: why every value but the default is. `always`: a switch for what is always done here. `addresses`:
+    addresses of servers, separated by commas, may be among its values; their credentials are shown nowhere.
     """
     limits = Limits(at_least, above, at_most, below, tuple(choices))
     metadata = {"limits": limits, "place": place, "needs": needs, "refused": refused, "always": always}
-    return field(default=default, repr=not addresses, metadata=metadata | {"addresses": addresses})
+    metadata |= {"addresses": addresses, "called": dict(choices) if isinstance(choices, Mapping) else {}}
+    return field(default=default, repr=not addresses, metadata=metadata)
 
 
 def every(default: int) -> Any:

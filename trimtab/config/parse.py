@@ -10,14 +10,12 @@ import yaml
 
 from trimtab.config.catalogue import Option, find, options_of, suggestion
 from trimtab.config.dump import MARK
+from trimtab.config.estimators import ESTIMATORS
 from trimtab.config.groups import PER_DEVICE, CallOptions, checkpoints_in
 from trimtab.config.help import help_text
 from trimtab.config.values import from_text, from_yaml
 from trimtab.config.words import advice
 from trimtab.errors import UserError
-
-OWN_ESTIMATORS = {"group_norm": ("group_norm", "dr_grpo"), "reinforce": ("reinforce", "reinforce_baseline")}
-"""What is still the method that a verb is named after, by the verb's own estimator."""
 
 Job = TypeVar("Job", bound=CallOptions)
 
@@ -67,7 +65,8 @@ def _check_verb(
     name = "advantage_estimator"
     if name in in_the_file and job_class.verb != "tail":
         own, found = options_of(job_class)[name].default, in_the_file[name]
-        if found not in OWN_ESTIMATORS.get(own, (own,)):
+        known = ESTIMATORS.get(found)
+        if own not in (found, known.variant_of if known else None):
             raise UserError(
                 f"--config {path} says {name}: {found}, and trimtab {job_class.verb} is {own}: use trimtab rl, which "
                 f"does what a file says, or put --{name} {found} on the command line"

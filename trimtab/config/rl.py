@@ -6,16 +6,12 @@ Like groups.py. What RL shares with the other jobs (model, LoRA, checkpoints, sh
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from trimtab.config import estimators
 from trimtab.config.data import InputColumn, PromptLengthOptions, RowOptions
 from trimtab.config.groups import AnswerOptions, SamplingOptions, UpdateOptions
 from trimtab.config.option import Options, every, option, required
 from trimtab.config.sources import check_mixture, check_sources
 from trimtab.errors import UserError
-
-ESTIMATORS = ("gae", "reinforce", "reinforce_baseline", "rloo", "group_norm", "dr_grpo")
-OF_GROUPS = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
-"""Estimators that compare the answers to one prompt with each other."""
-WHITENED = ("gae", "reinforce", "reinforce_baseline")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +132,8 @@ class EngineOptions(Options):
 class AdvantageOptions(Options):
     """Advantages"""
 
-    advantage_estimator: str = option("gae", choices=ESTIMATORS)
-    """gae (PPO, with a critic), reinforce (REINFORCE++), reinforce_baseline, rloo, group_norm (GRPO) or dr_grpo."""
+    advantage_estimator: str = option("gae", choices=estimators.CALLED)
+    """How rewards become advantages"""
     gamma: float = option(1.0, at_least=0, at_most=1)
     """Discount of later rewards, token by token; always 1 in the estimators that compare a group's answers."""
     lambd: float = option(1.0, at_least=0, at_most=1)
@@ -145,12 +141,16 @@ class AdvantageOptions(Options):
     no_advantage_std_norm: bool = False
     """Where advantages are whitened over the iteration, centre them only."""
 
+    @property
+    def estimator(self) -> estimators.Estimator:
+        return estimators.ESTIMATORS[self.advantage_estimator]
+
     def check(self) -> Iterable[str]:
-        estimator = self.advantage_estimator
-        if estimator in OF_GROUPS and self.gamma != 1:
-            yield f"--gamma has no effect: --advantage_estimator {estimator} does not discount"
-        if self.no_advantage_std_norm and estimator not in WHITENED:
-            yield f"--no_advantage_std_norm has no effect: {estimator} does not whiten its advantages"
+        estimator = self.estimator
+        if not estimator.discounted and self.gamma != 1:
+            yield f"--gamma has no effect: --advantage_estimator {estimator.name} does not discount"
+        if self.no_advantage_std_norm and not estimator.whitened:
+            yield f"--no_advantage_std_norm has no effect: {estimator.name} does not whiten its advantages"
 
 
 @dataclass(frozen=True, kw_only=True)

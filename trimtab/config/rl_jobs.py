@@ -21,7 +21,6 @@ from trimtab.config.objectives import RewardHeadOptions
 from trimtab.config.placement import ClusterOptions
 from trimtab.config.rewards import RewardOptions, TeacherRewardOptions
 from trimtab.config.rl import (
-    OF_GROUPS,
     ActorOptions,
     AdvantageOptions,
     CriticOptions,
@@ -115,11 +114,15 @@ class RLOptions(
         return ()
 
     def check(self) -> Iterable[str]:
-        estimator = self.advantage_estimator
-        if estimator in OF_GROUPS and self.n_samples_per_prompt < 2:
+        estimator = self.estimator
+        if estimator.grouped and self.n_samples_per_prompt < 2:
             raise UserError(
-                f"--advantage_estimator {estimator} compares the answers to one prompt: set --n_samples_per_prompt "
-                "above 1"
+                f"--advantage_estimator {estimator.name} compares the answers to one prompt: set "
+                "--n_samples_per_prompt above 1"
+            )
+        if not estimator.steps and self.placeholder_token is not None and self.step_reward == "steps":
+            raise UserError(
+                f"--step_reward steps: --advantage_estimator {estimator.name} judges whole answers; use min or last"
             )
         self._check_rewarded()
         if self.max_len is not None and self.max_len < self.longest_rollout:
@@ -164,13 +167,13 @@ class RLOptions(
             )
 
     def _about_the_critic(self) -> Iterable[str]:
-        estimator = self.advantage_estimator
-        if estimator == "gae":
+        estimator = self.estimator
+        if estimator.critic:
             return
         if self.freezing_actor_steps > 0:
-            raise UserError(f"--freezing_actor_steps trains the critic alone, and {estimator} has none: drop it")
+            raise UserError(f"--freezing_actor_steps trains the critic alone, and {estimator.name} has none: drop it")
         if names := [f"--{name}" for name in OF_THE_CRITIC if self.asks(name)]:
-            yield f"{', '.join(names)} without effect: --advantage_estimator {estimator} has no critic"
+            yield f"{', '.join(names)} without effect: --advantage_estimator {estimator.name} has no critic"
 
     def _about_packing(self) -> Iterable[str]:
         return self.idle(["packing_samples"], "in RL: samples are always packed")
@@ -178,7 +181,7 @@ class RLOptions(
     def _about_what_is_not_there(self) -> Iterable[str]:
         if not self.eval_dataset:
             yield from self.idle(OF_EVALUATION, "without --eval_dataset")
-        if not self.reward_pretrain and self.advantage_estimator != "gae":
+        if not self.reward_pretrain and not self.estimator.critic:
             yield from self.idle(["value_head_prefix"], "without a reward model or a critic")
         if self.asks("ref_reward_offload"):
             yield from self._about_offload()

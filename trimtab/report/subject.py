@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trimtab.config.estimators import CALLED
 from trimtab.report.numbers import percent, plain, plural, short_name, short_number
 from trimtab.report.read import Run, finite
 
@@ -12,16 +13,6 @@ JOB_NAMES = {
     "dpo": "Preference optimisation",
     "kto": "Preference optimisation from single answers",
     "kd": "Distillation",
-}
-
-
-ESTIMATORS = {
-    "gae": "PPO",
-    "reinforce": "REINFORCE++",
-    "reinforce_baseline": "REINFORCE++ with a baseline",
-    "rloo": "RLOO",
-    "group_norm": "GRPO",
-    "dr_grpo": "Dr. GRPO",
 }
 
 
@@ -46,7 +37,7 @@ def _method(run: Run) -> str:
         method = run.options["method"]
         return TAIL_METHODS.get(str(method), plain(method))
     chosen = run.options.get("advantage_estimator")
-    return ESTIMATORS.get(str(chosen), plain(chosen)) if chosen is not None else run.job.upper()
+    return CALLED.get(str(chosen), plain(chosen)) if chosen is not None else run.job.upper()
 
 
 def subject(run: Run) -> str:

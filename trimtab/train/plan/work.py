@@ -101,7 +101,7 @@ def trained_models(options: TrainedModelOptions) -> dict[str, PackedModel]:
     if not isinstance(options, RLOptions):
         return {"model": reward_skeleton(options) if options.verb == "rm" else policy_skeleton(options)}
     models: dict[str, PackedModel] = {"actor": policy_skeleton(options)}
-    if options.advantage_estimator == "gae":
+    if options.estimator.critic:
         models["critic"] = Critic(_judge(options, *_origin_of_critic(options)).model)
     return models
 

@@ -195,7 +195,7 @@ class Builder:
             roles["teacher"] = self._scorer(options.teacher_model)
         optimiser = self._optimiser(policy.model, options.actor_learning_rate)
         roles["actor"] = self._actor_class()(options, policy, optimiser, self.tokenizer, device, world)
-        if options.advantage_estimator == "gae":
+        if options.estimator.critic:
             roles["critic"] = self._critic()
         roles["rollouts"] = self._rollouts(policy, stop)
         return roles
@@ -320,7 +320,7 @@ def rehearse_rl(
     check_model(model, options, stores)
     if options.teacher_model:
         check_teacher(options, tokenizer)
-    note = critic_start(options, tokenizer)[1] if options.advantage_estimator == "gae" else None
+    note = critic_start(options, tokenizer)[1] if options.estimator.critic else None
     rewarded = try_reward(options, device, tokenizer, stores["train"])
     order = SampleOrder(len(stores["train"]), 1, episodes or options.num_episodes, options.seed)
     if options.replay and (recording := Recording.of(options)):

@@ -12,19 +12,17 @@ from torch import Tensor
 from trimtab.algos import kl
 from trimtab.algos.advantages import discounted_sums, gae, whiten
 from trimtab.algos.answers import sums
-from trimtab.algos.group_rewards import SHAPED_BY, WHITENED, equal_groups
+from trimtab.algos.group_rewards import SHAPED_BY, equal_groups
 from trimtab.algos.step_rewards import STEPS_SHAPED_BY
 from trimtab.algos.token_rewards import overlong_penalty, per_token
 from trimtab.algos.value_loss import explained_variance
 from trimtab.config.jobs import RLOptions
 from trimtab.train.rl.experience import FINISHES, Experience
 
-GROUPED = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")
-
 
 def shape(experience: Experience, options: RLOptions, kl_coefficient: float) -> dict[str, float]:
     """Give the experience its advantages (and returns); the figures of rewards, KL and lengths."""
-    estimator = options.advantage_estimator
+    estimator = options.estimator
     penalty_S = torch.zeros_like(experience.rewards_S)
     if options.overlong_buffer_len is not None:
         penalty_S = overlong_penalty(
@@ -34,7 +32,7 @@ def shape(experience: Experience, options: RLOptions, kl_coefficient: float) -> 
             options.overlong_penalty_factor,
         )
     rewards_GA = (experience.rewards_S - penalty_S).view(-1, options.n_samples_per_prompt)
-    shaped_S = SHAPED_BY[estimator](rewards_GA).flatten()
+    shaped_S = SHAPED_BY[estimator.group](rewards_GA).flatten()
     kl_N = None
     if experience.reference_N is not None:
         kl_N = kl.estimate(experience.old_N, experience.reference_N, options.kl_estimator)
@@ -48,18 +46,20 @@ def shape(experience: Experience, options: RLOptions, kl_coefficient: float) -> 
     )
     if experience.step_scores is not None and any(experience.step_scores):
         scores_K, tokens_K = experience.steps()
-        shaped_K = STEPS_SHAPED_BY[estimator](scores_K, experience.owners_N[tokens_K], options.n_samples_per_prompt)
+        shaped_K = STEPS_SHAPED_BY[estimator.group](
+            scores_K, experience.owners_N[tokens_K], options.n_samples_per_prompt
+        )
         rewards_N = rewards_N.index_add(0, tokens_K, shaped_K)
     if experience.teacher_N is not None:
         rewards_N = rewards_N + options.teacher_coef * (experience.teacher_N - experience.old_N)
-    gamma = 1.0 if estimator in GROUPED else options.gamma
-    if estimator == "gae":
+    gamma = options.gamma if estimator.discounted else 1.0
+    if estimator.critic:
         advantages_N, experience.returns_N = gae(
             rewards_N, experience.values_N, experience.remaining_N, gamma, options.lambd
         )
     else:
         advantages_N = discounted_sums(rewards_N, experience.remaining_N, gamma)
-    if estimator in WHITENED:
+    if estimator.whitened:
         advantages_N = whiten(advantages_N, scale=not options.no_advantage_std_norm)
     experience.advantages_N = advantages_N
     figures = described(experience, rewards_GA, sums(rewards_N, experience.owners_N, len(experience)), kl_N)
@@ -69,7 +69,7 @@ def shape(experience: Experience, options: RLOptions, kl_coefficient: float) -> 
         figures["overlong_penalty"] = penalty_S.mean()
     if experience.teacher_N is not None:
         figures["teacher_kl"] = (experience.old_N - experience.teacher_N).mean()
-    if estimator == "gae":
+    if estimator.critic:
         figures["explained_variance"] = explained_variance(experience.values_N, experience.returns_N)
     return {name: float(value) for name, value in figures.items()}
 
@@ -101,7 +101,7 @@ def equal_steps(experience: Experience, options: RLOptions) -> Tensor:
     n, found = options.n_samples_per_prompt, []
     for group in (scores[i : i + n] for i in range(0, len(scores), n)):
         alike = len({score for steps in group for score in steps}) <= 1
-        found.append(alike and (options.advantage_estimator in GROUPED or len({len(steps) for steps in group}) == 1))
+        found.append(alike and (options.estimator.grouped or len({len(steps) for steps in group}) == 1))
     return torch.tensor(found)
 
 
