@@ -13,6 +13,7 @@ from tests.rollout.test_builtin_engine import policy_of, prompts
 from tests.samples import random_examples
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import find_device
+from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import shard
 from trimtab.distributed.world import find_world, leave_world
 from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -43,7 +44,8 @@ def answers_and_steps(policy, int8: bool, share=slice(None)) -> list:
 def in_one_of_two(out, stage, int8):
     world = find_world(find_device())
     policy = policy_of()
-    shard(policy, decoder_layers(policy), world, zero_stage=stage)
+    mesh = Mesh(world, replicate=2 if stage == 0 else 1)
+    shard(policy, decoder_layers(policy), mesh, zero_stage=stage)
     seen = answers_and_steps(policy, int8, SHARES[world.rank])
     (out / f"{world.rank}").write_bytes(pickle.dumps(seen))
     leave_world()

@@ -3,6 +3,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
 from trimtab.train import checkpoint
@@ -15,7 +16,7 @@ def tensors(value=0.0, size=1000):
 
 
 def writing(step, value=0.0):
-    return lambda folder: write_parts(folder, tensors(value), World(), step)
+    return lambda folder: write_parts(folder, tensors(value), Mesh(), step)
 
 
 def state(step):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trimtab.distributed.world import World
+from trimtab.distributed.mesh import Mesh
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.tensor_parts import TensorParts, write_parts
 
@@ -101,7 +101,7 @@ def test_restored_state_continues_bit_for_bit(tmp_path, dtype, fused):
     for step in range(3):
         backward(straight, step)
         first.step(step)
-    write_parts(tmp_path, first.state(), World(), 1)
+    write_parts(tmp_path, first.state(), Mesh(), 1)
     second = make(resumed, settings(), 10, fused=fused)
     second.restore(TensorParts(tmp_path))
     for step in range(3, 6):

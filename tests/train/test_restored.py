@@ -4,7 +4,7 @@ import torch
 from tests.tiny import tiny_model
 from trimtab.config.jobs import AttackOptions
 from trimtab.distributed.device import find_device
-from trimtab.distributed.world import World
+from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.train.checkpoint import Checkpoints
 from trimtab.train.restored import restored_policy
@@ -22,7 +22,7 @@ def trained_checkpoint(folder, step, model, role=""):
     weights = {f"weight/{name}": p for name, p in model.named_parameters()}
     state = {"counters": {"step": step}, "manifest": {}, "random": []}
     store = Checkpoints(folder, keep=3, keep_gib=1e8)
-    store.save(step, lambda place: write_parts(place / role, weights, World(), step), state)
+    store.save(step, lambda place: write_parts(place / role, weights, Mesh(), step), state)
 
 
 def weights(policy):

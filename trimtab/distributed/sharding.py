@@ -1,4 +1,4 @@
-"""Split a model over the processes of a world with PyTorch's FSDP2. A world of one gets no wrapper.
+"""Split a model over the processes of a mesh with PyTorch's FSDP2. A mesh of one gets no wrapper.
 
     --zero_stage 0    every process keeps everything; gradients are summed
     --zero_stage 1, 2 gradients and optimiser are split; parameters stay gathered after a forward pass
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.watch import pulse
-from trimtab.distributed.world import World
 
 GRADIENT_DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -26,34 +26,30 @@ GRADIENT_DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfl
 def shard(
     module: nn.Module,
     layers: list[nn.Module],
-    world: World,
+    mesh: Mesh,
     *,
     zero_stage: int,
     dtype: torch.dtype | None = None,
     gradient_dtype: torch.dtype | None = None,
     offload: bool = False,
+    copies: bool = True,
 ) -> None:
     """Split `module`, the root whose forward is called, and its `layers`, which are gathered one at a time.
 
-    `dtype`: of the gathered parameters; None leaves them as they are.
+    `dtype`: of the gathered parameters; None leaves them as they are. `copies=False`: split over all processes, also
+    where the mesh has copies of the trained model.
     """
-    if world.size == 1:
+    if mesh.size == 1:
         return
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    kind = world.device.type
-    if zero_stage == 0:
-        mesh = init_device_mesh(kind, (world.size, 1), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh(kind, (world.size,), mesh_dim_names=("shard",))
     arguments: dict[str, Any] = {
-        "mesh": mesh,
+        "mesh": mesh.for_sharding(copies=copies),
         "reshard_after_forward": zero_stage == 3,
         "mp_policy": MixedPrecisionPolicy(dtype, gradient_dtype, cast_forward_inputs=False),
     }
     if offload:
-        arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=kind != "cpu")
+        arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu")
     for layer in layers:
         fully_shard(layer, **arguments)
     fully_shard(module, **arguments)
@@ -122,7 +118,8 @@ def sum_over_parts(value: Tensor, tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return value
     for dimension, placement in enumerate(tensor.placements):
-        if placement.is_shard():
+        assert not placement.is_partial(), "parts that are still to be added up"
+        if not placement.is_replicate():
             value = value.clone()
             torch.distributed.all_reduce(value, group=tensor.device_mesh.get_group(dimension))
     return value

@@ -1,19 +1,18 @@
-"""The processes of a run that train one model together. One process is a world of one, without any communication."""
+"""All processes of a run. One process is a world of one, without any communication."""
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from trimtab.distributed.device import Device
 from trimtab.distributed.launch import STORE_SOCKET
+from trimtab.distributed.peers import Peers
 from trimtab.distributed.watch import pulse, watch_others
-from trimtab.distributed.wire import Wire
 
 Item = TypeVar("Item")
 
@@ -23,58 +22,12 @@ PATIENCE = timedelta(days=30)
 
 
 @dataclass(frozen=True)
-class World:
-    rank: int = 0
-    size: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    @property
-    def leads(self) -> bool:
-        """The one process that speaks and writes for all."""
-        return self.rank == 0
+class World(Peers):
+    """Who started together, or have met otherwise. Who of them hold a model together is a mesh (mesh.py)."""
 
     def say(self, line: str) -> None:
         if self.leads:
             print(line, flush=True)
-
-    def add_up(self, values: dict[str, Tensor]) -> dict[str, float]:
-        """The sum of every figure over all processes, which all then know."""
-        if not values:
-            return {}
-        stacked = torch.stack([v.detach().double().reshape(()) for v in values.values()])
-        return dict(zip(values, self.sum(stacked).tolist()))
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        if self.size > 1:
-            tensor = tensor.clone()
-            with pulse.waiting():
-                dist.all_reduce(tensor)
-        return tensor
-
-    def maximum(self, value: int) -> int:
-        if self.size == 1:
-            return value
-        tensor = torch.tensor(value, device=self.device)
-        with pulse.waiting():
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
-            return int(tensor)
-
-    def gather(self, value: Any) -> list[Any]:
-        """The plain values of all processes, in rank order, known to all."""
-        if self.size == 1:
-            return [value]
-        wire = Wire()
-        message = wire.pack(value)
-        longest = self.maximum(len(message))
-        messages = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        with pulse.waiting():
-            dist.all_gather(messages, torch.nn.functional.pad(message, (0, longest - len(message))))
-        return [wire.unpack(message) for message in messages]
-
-    def wait(self) -> None:
-        if self.size > 1:
-            with pulse.waiting():
-                dist.barrier()
 
 
 def find_world(device: Device) -> World:

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import whole
-from trimtab.distributed.world import World
 from trimtab.files import flush, is_unfinished, mark_finished, mark_unfinished, move, remove, unfinished
 from trimtab.models.packed import PackedModel
 from trimtab.models.reward import HEAD, rename_head
@@ -16,11 +16,11 @@ MAIN = ("config.json", "adapter_config.json")  # what makes a folder look like a
 WEIGHTS = ("adapter_*", "model*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.bin.index.json")
 
 
-def save_model(model: PackedModel, tokenizer, folder: Path, *, world: World | None = None, bf16: bool = False) -> None:
+def save_model(model: PackedModel, tokenizer, folder: Path, *, mesh: Mesh | None = None, bf16: bool = False) -> None:
     """Every process takes part where the model is split; the first one writes."""
-    world = world or World()
-    gathered = {"state_dict": _gathered(model.model, world, bf16)} if world.size > 1 else {}
-    if not world.leads:
+    mesh = mesh or Mesh()
+    gathered = {"state_dict": _gathered(model.model, mesh, bf16)} if mesh.size > 1 else {}
+    if not mesh.leads:
         return
     if bf16:
         model.config.dtype = torch.bfloat16
@@ -33,12 +33,12 @@ def save_model(model: PackedModel, tokenizer, folder: Path, *, world: World | No
     )
 
 
-def _gathered(model: nn.Module, world: World, bf16: bool) -> dict[str, Tensor]:
+def _gathered(model: nn.Module, mesh: Mesh, bf16: bool) -> dict[str, Tensor]:
     """All weights on the first process, one gathered at a time."""
     weights = {}
     for name, tensor in model.state_dict().items():
         tensor = whole(tensor)
-        if world.leads:
+        if mesh.leads:
             weights[name] = (tensor.bfloat16() if bf16 and tensor.is_floating_point() else tensor).cpu()
     return weights
 

@@ -33,7 +33,7 @@ class DPOTask(PairTask):
             return
         options = self.options
         self.reference = Reference(
-            options, loaded, device, self.world, pretrain=options.ref_pretrain, offload=options.ref_offload
+            options, loaded, device, self.mesh, pretrain=options.ref_pretrain, offload=options.ref_offload
         )
         if self.options.precompute_ref_log_probs:
             self.tables = {

@@ -49,7 +49,7 @@ class KTOTask(Task):
     def attach(self, loaded: Loaded, device: Device) -> None:
         options = self.options
         self.reference = Reference(
-            options, loaded, device, self.world, pretrain=options.ref_pretrain, offload=options.ref_offload
+            options, loaded, device, self.mesh, pretrain=options.ref_pretrain, offload=options.ref_offload
         )
 
     def prepare(self, model: Policy, batches: list[TokenBatch]) -> None:
@@ -59,7 +59,7 @@ class KTOTask(Task):
             ratios = [sequence_log_probs(model, b) - b.extra["reference_S"] for b in mismatched]
             local = torch.stack([r.sum() * b.weight for r, b in zip(ratios, batches)]).sum()
         counts = torch.tensor(float(sum(len(b.spans) * b.weight for b in batches)), device=local.device)
-        total, count = self.world.sum(torch.stack([local, counts]))
+        total, count = self.mesh.data.sum(torch.stack([local, counts]))
         # A step of one sample has no other answer to mismatch its prompt with.
         z = kl_baseline(total / count) if count > 1 else torch.zeros_like(total)
         for batch in batches:

@@ -23,7 +23,7 @@ from trimtab.models.load import TrainedModelOptions
 from trimtab.train.pass_limit import BeginAnew
 from trimtab.train.plan.passes import for_manifest, supervised_work, with_planned_passes
 from trimtab.train.rehearsal import memory_line, samples_with_masks, usable_rows
-from trimtab.train.sharded import shard_trained
+from trimtab.train.sharded import mesh_of, shard_trained
 from trimtab.train.supervised import SupervisedRun
 from trimtab.train.task import Task
 
@@ -59,8 +59,8 @@ def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, w
         task = make_task(options, tokenizer)
     if world.leads:
         world.wait()
-    task.world = world
     check_undivided(options, world)
+    task.mesh = mesh = mesh_of(options, world)
     for line in [*task.data_lines(), *without_evaluation(options, task)]:
         world.say(line)
     options, memory_plan = with_planned_passes(options, device, world, lambda: supervised_work(task))
@@ -73,12 +73,12 @@ def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, w
     task.padded = loaded.verdict.path != "packed"
     if task.padded:
         world.say(f"samples are padded, not packed: {loaded.verdict.reason}")
-    shard_trained(loaded.model, options, world)
+    shard_trained(loaded.model, options, mesh)
     task.attach(loaded, device)
     # Dropout differs between processes, everything else does not.
-    seed_everything(options.seed + 1_000_003 * world.rank, deterministic=options.full_determinism)
+    seed_everything(options.seed + 1_000_003 * mesh.all.rank, deterministic=options.full_determinism)
     planned = {} if task.padded else for_manifest(memory_plan)
-    return SupervisedRun(options, task, loaded.model, tokenizer, device, loaded.weights, world, described=planned)
+    return SupervisedRun(options, task, loaded.model, tokenizer, device, loaded.weights, mesh, described=planned)
 
 
 def rehearse(options: SupervisedOptions, make_task: MakeTask) -> list[str]:

@@ -17,7 +17,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.data.progress import progress
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
-from trimtab.distributed.world import World
+from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.models.load import Loaded, TrainedModelOptions, load_frozen_policy
 from trimtab.models.lora import adapters_off
@@ -48,7 +48,7 @@ class Reference:
         options: TrainedModelOptions,
         loaded: Loaded,
         device: Device,
-        world: World,
+        mesh: Mesh,
         *,
         pretrain: str | None,
         offload: bool,
@@ -59,9 +59,9 @@ class Reference:
         self.adapters_off = options.lora_rank > 0 and pretrain is None
         if not self.adapters_off:
             loaded = load_frozen_policy(pretrain or options.pretrain, options, device)
-            shard_frozen(loaded.model, options, world, offload=offload)
+            shard_frozen(loaded.model, options, mesh, offload=offload)
         self.model, self.weights = loaded.model, loaded.weights
-        self.offload = offload and not self.adapters_off and device.is_accelerator and world.size == 1
+        self.offload = offload and not self.adapters_off and device.is_accelerator and mesh.size == 1
         if self.offload:
             self.model.to("cpu")
 

@@ -31,7 +31,7 @@ class RMTask(PairTask):
         return store, report
 
     def load_model(self, device: Device) -> Loaded:
-        return load_reward_model(self.options, device, self.tokenizer, cast=self.world.size == 1)
+        return load_reward_model(self.options, device, self.tokenizer, cast=self.mesh.size == 1)
 
     def skeleton(self) -> RewardModel:
         return reward_skeleton(self.options)
@@ -57,7 +57,7 @@ class RMTask(PairTask):
         scores = []
         with scoring(model):
             for part in self.cut_all(store, samples):
-                batch = self.make_batch(store, part).to(self.world.device)
+                batch = self.make_batch(store, part).to(self.mesh.device)
                 scores.append(model(batch).scores_S.view(-1, 2).cpu())
         pairs = torch.cat(scores).double()
         facts = {
@@ -69,7 +69,7 @@ class RMTask(PairTask):
             setattr(model.config, name, value)
         # An adapter's folder has no config.json of the model, so the facts are here too.
         source = "evaluation" if evaluation else "training"
-        if self.world.leads:
+        if self.mesh.leads:
             write_json(folder / REWARDS, {**facts, "source": source, "chosen_rejected": pairs.tolist()})
 
 

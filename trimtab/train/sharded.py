@@ -1,19 +1,28 @@
-"""Which parts of a model are split over processes, from the options of a job."""
+"""Over which processes a model is split, and which parts of it, from the options of a job."""
+
+from collections.abc import Sequence
 
 import torch
 
 from trimtab.config.groups import ShardingOptions
+from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import GRADIENT_DTYPES, shard
 from trimtab.distributed.world import World
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel
 
 
-def shard_trained(model: PackedModel, options: TrainedModelOptions, world: World) -> None:
+def mesh_of(options: ShardingOptions, world: World, ranks: Sequence[int] | None = None) -> Mesh:
+    """The processes that hold a job's models, all of the world or those of these ranks. Every process must ask."""
+    size = world.size if ranks is None else len(ranks)
+    return Mesh(world, ranks, replicate=size if options.zero_stage == 0 else 1)
+
+
+def shard_trained(model: PackedModel, options: TrainedModelOptions, mesh: Mesh) -> None:
     shard(
         model,
         decoder_layers(model),
-        world,
+        mesh,
         zero_stage=options.zero_stage,
         dtype=torch.bfloat16 if options.bf16 else None,
         gradient_dtype=GRADIENT_DTYPES[options.grad_accum_dtype],
@@ -21,10 +30,10 @@ def shard_trained(model: PackedModel, options: TrainedModelOptions, world: World
     )
 
 
-def shard_frozen(model: PackedModel, options: ShardingOptions, world: World, *, offload: bool) -> None:
+def shard_frozen(model: PackedModel, options: ShardingOptions, mesh: Mesh, *, offload: bool) -> None:
     """A model without gradients is worth splitting where the trained one is, or where it is kept off the device."""
     if options.zero_stage == 3 or offload:
-        shard(model, decoder_layers(model), world, zero_stage=3, offload=offload)
+        shard(model, decoder_layers(model), mesh, zero_stage=3, offload=offload, copies=False)
 
 
 def decoder_layers(model: PackedModel) -> list[torch.nn.Module]:

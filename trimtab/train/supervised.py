@@ -21,8 +21,9 @@ from trimtab.config.jobs import SupervisedOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.calling_off import meet_again
 from trimtab.distributed.device import Device, random_state, restore_random_state
+from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import GRADIENT_DTYPES, sync_gradients
-from trimtab.distributed.world import World, deal
+from trimtab.distributed.world import deal
 from trimtab.errors import CannotWrite, Interrupted, RunFailed, UserError
 from trimtab.files import write_json, writing
 from trimtab.interrupts import StopRequest
@@ -77,7 +78,7 @@ class SupervisedRun:
     tokenizer: PreTrainedTokenizerBase
     device: Device
     weights: str  # fingerprint of the model as it was loaded
-    world: World = field(default_factory=World)
+    mesh: Mesh = field(default_factory=Mesh)  # of all processes of the run
     counters: Counters = field(default_factory=Counters)
     described: dict[str, float] = field(default_factory=dict)  # what else the manifest says
     pending: dict | None = None  # the row of a step that is done but for its evaluation
@@ -99,7 +100,7 @@ class SupervisedRun:
             Path(options.checkpoint_folder),
             keep=options.max_ckpt_num,
             keep_gib=options.max_ckpt_mem,
-            world=self.world,
+            world=self.mesh.world,
             run=self.folder,
         )
         self.manifest = make_manifest(
@@ -116,12 +117,12 @@ class SupervisedRun:
             trainable_parameters=sum(p.numel() for p in self.optimiser.working.values()),
             steps=self.order.steps,
             settings=settings(options),
-            processes=self.world.size,
+            processes=self.mesh.size,
             zero_stage=options.zero_stage,
             data=task.describe_data(),
             **self.described,
         )
-        self.run_folder = RunFolder(options, self.manifest, self.world)
+        self.run_folder = RunFolder(options, self.manifest, self.mesh.world)
 
     # ---- the loop
 
@@ -132,9 +133,9 @@ class SupervisedRun:
                 resumed = self.take_over(carried)
             else:
                 resumed = self.resume() if self.options.load_checkpoint else False
-            if self.world.leads:
+            if self.mesh.leads:
                 self.run_folder.describe()
-            log = self.open_log(resumed) if self.world.leads else None
+            log = self.open_log(resumed) if self.mesh.leads else None
             try:
                 with StopRequest() as stop:
                     self.run_steps(log, stop)
@@ -150,7 +151,7 @@ class SupervisedRun:
             problem = None if log is None else self.attempt(partial(log.write, row))
             if self.counters.skipped_in_a_row >= MANY_BAD_STEPS:
                 self.give_up()
-            signal = self.world.maximum(NO_ROOM if problem else stop.signal or 0)
+            signal = self.mesh.all.maximum(NO_ROOM if problem else stop.signal or 0)
             if signal == NO_ROOM:
                 self.cannot_write(problem)
             if self.options.save_steps > 0 and row["step"] % self.options.save_steps == 0:
@@ -181,7 +182,7 @@ class SupervisedRun:
 
     def cannot_write(self, problem: str | None) -> None:
         """End the run if one of its processes could not write, but keep what was learnt, wherever there is room."""
-        told = next((found for found in self.world.gather(problem) if found), None)
+        told = next((found for found in self.mesh.all.gather(problem) if found), None)
         if told is not None:
             raise UserError(f"{told}; {self.checkpoints.rescue(*self.checkpoint())}")
 
@@ -218,7 +219,7 @@ class SupervisedRun:
             "learning_rate": learning_rate,
             "grad_norm": report.grad_norm,
             "samples": len(samples),
-            "micro_batches": passes * self.world.size,
+            "micro_batches": passes * self.mesh.data_size,
             "tokens": int(totals["tokens"]),
             "trained_tokens": int(totals["trained_tokens"]),
             "skipped_steps": self.counters.skipped_steps,
@@ -240,29 +241,31 @@ class SupervisedRun:
                 sync_gradients(self.model, now=last)
                 share = self.task.loss(self.model, batch, totals)
                 # A split model averages gradients over its processes; shares are meant to add up.
-                (share.loss * (batch.weight * self.world.size)).backward()
+                (share.loss * (batch.weight * self.mesh.gradients.size)).backward()
                 share.add_to(figures, batch.weight)
-                if stop.signal and not last and self.world.size == 1:
+                if stop.signal and not last and self.mesh.size == 1:
                     undo()
                     self.leave(stop.signal)
-            return self.world.add_up(figures), totals, len(batches)
+            return self.mesh.data.add_up(figures), totals, len(batches)
 
     def shrink(self, samples: list[int], why: str, *, evaluation: bool = False) -> None:
         """Smaller passes, because these samples' did not fit; where they cannot be smaller, the end of the run."""
         task, limit = self.task, self.task.pass_limit
         self.device.release_memory()
-        meet_again(self.world)
+        meet_again(self.mesh.world)
         store = task.evaluation if evaluation else task.store
         lengths = task.lengths(store)
         passes = [(int(lengths[part].sum()), len(part)) for part in task.cut(store, samples)]
         if limit.halve(passes, by_tokens=task.packs):
-            self.world.say(f"out of memory in step {self.counters.step + 1}: begun anew in passes of at most {limit}")
-            if self.world.size > 1:
+            self.mesh.world.say(
+                f"out of memory in step {self.counters.step + 1}: begun anew in passes of at most {limit}"
+            )
+            if self.mesh.size > 1:
                 raise BeginAnew
             return
         # In an evaluation the step is counted and its row not written yet: the checkpoint before is the one to use.
         # What several processes held together can be saved in parts, but no longer gathered.
-        saved = self.checkpoints.latest() if evaluation else self.save(export=self.world.size == 1)
+        saved = self.checkpoints.latest() if evaluation else self.save(export=self.mesh.size == 1)
         where = f"go on from {saved} with --load_checkpoint" if saved else "nothing was saved"
         raise RunFailed(
             f"a pass of one sample, at most {int(lengths[samples].max()):,} tokens, does not fit into memory ({why}); "
@@ -272,10 +275,10 @@ class SupervisedRun:
     def deal_out(self, cut: list[list[int]], *, evaluation: bool = False) -> list[TokenBatch]:
         """This process's micro-batches of a step, as many as every other process has."""
         store = self.task.evaluation if evaluation else self.task.store
-        if self.world.size > 1:
+        if self.mesh.data_size > 1:
             lengths = self.task.lengths(store)
-            shares = deal(cut, self.world.size, lambda part: int(lengths[part].sum()), _halves)
-            cut_here = [part or [] for part in shares[self.world.rank]]
+            shares = deal(cut, self.mesh.data_size, lambda part: int(lengths[part].sum()), _halves)
+            cut_here = [part or [] for part in shares[self.mesh.data.rank]]
         else:
             cut_here = cut
         batches = []
@@ -289,7 +292,7 @@ class SupervisedRun:
     def totals(self, batches: list[TokenBatch]) -> dict[str, float]:
         """Counts over all processes, which means are taken over."""
         here = self.task.totals([batch for batch in batches if batch.weight])
-        return self.world.add_up({k: torch.tensor(float(v), device=self.device.torch) for k, v in here.items()})
+        return self.mesh.data.add_up({k: torch.tensor(float(v), device=self.device.torch) for k, v in here.items()})
 
     def evaluation_is_due(self, step: int) -> bool:
         if not self.task.evaluation_samples:
@@ -317,7 +320,7 @@ class SupervisedRun:
                 task.prepare(self.model, batches)
                 for batch in batches:
                     task.loss(self.model, batch, totals).add_to(figures, batch.weight)
-            return {f"eval_{name}": value for name, value in self.world.add_up(figures).items()}
+            return {f"eval_{name}": value for name, value in self.mesh.data.add_up(figures).items()}
 
     def give_up(self) -> None:
         """Too many bad steps in a row: keep the last one's samples for a look, and stop."""
@@ -327,7 +330,7 @@ class SupervisedRun:
         texts = [self.tokenizer.decode(batch.sequence(i)) for i in range(len(batch.spans))]
         path = self.folder / "bad_batch.json"
         places = self.task.places(samples)
-        if self.world.leads:
+        if self.mesh.leads:
             write_json(path, {"step": step, "rows": places, "texts": texts})
         raise RunFailed(
             f"loss or gradient was not finite in {MANY_BAD_STEPS} steps in a row (last: step {step}); "
@@ -337,7 +340,7 @@ class SupervisedRun:
 
     def check_finite(self, tensors: Iterable[Tensor]) -> None:
         """Stop before a model or a checkpoint that nothing can be learnt from is written over a good one."""
-        if not all(self.world.gather(all_finite(tensors))):
+        if not all(self.mesh.all.gather(all_finite(tensors))):
             raise RunFailed(not_finite(f"after step {self.counters.step}", self.checkpoints.latest()))
 
     # ---- what is on disk
@@ -357,7 +360,7 @@ class SupervisedRun:
         )
 
     def save_model(self, folder: Path) -> None:
-        save_model(self.model, self.tokenizer, folder, world=self.world, bf16=self.options.bf16)
+        save_model(self.model, self.tokenizer, folder, mesh=self.mesh, bf16=self.options.bf16)
 
     def checkpoint(self) -> tuple[int, Callable[[Path], None], dict]:
         """Its step, what writes its tensors, and the rest of it."""
@@ -366,10 +369,10 @@ class SupervisedRun:
         state = {
             "counters": vars(self.counters),
             "pass_limit": vars(self.task.pass_limit),
-            "random": self.world.gather(random_state()),
+            "random": self.mesh.all.gather(random_state()),
             "manifest": self.manifest,
         }
-        return step, lambda folder: write_parts(folder, tensors, self.world, step), state
+        return step, lambda folder: write_parts(folder, tensors, self.mesh, step), state
 
     def save(self, *, export: bool = True) -> Path | None:
         """`export`: with --save_hf_ckpt the model too."""
@@ -383,20 +386,20 @@ class SupervisedRun:
 
     def resume(self) -> bool:
         """Go on from the newest checkpoint, if there is one and it is this run's."""
-        loaded = self.checkpoints.load() or earlier_checkpoint(self.options, self.manifest, self.world)
+        loaded = self.checkpoints.load() or earlier_checkpoint(self.options, self.manifest, self.mesh.world)
         if loaded is None:
-            self.world.say(f"no checkpoint in {self.checkpoints.folder}: starting from the beginning")
+            self.mesh.world.say(f"no checkpoint in {self.checkpoints.folder}: starting from the beginning")
             return False
         path, state = loaded
         for line in compare(state["manifest"], self.manifest, path):
-            self.world.say(f"warning: {line}")
+            self.mesh.world.say(f"warning: {line}")
         with reading(path):
             self.optimiser.restore(TensorParts(path))
             self.counters = Counters(**state["counters"])
             self.task.pass_limit = PassLimit(**state.get("pass_limit", {}))
-            if self.world.rank < len(state["random"]):
-                restore_random_state(state["random"][self.world.rank])
-        self.world.say(f"resumed from {path} at step {self.counters.step}")
+            if self.mesh.all.rank < len(state["random"]):
+                restore_random_state(state["random"][self.mesh.all.rank])
+        self.mesh.world.say(f"resumed from {path} at step {self.counters.step}")
         return True
 
     def carry(self) -> "Carried":

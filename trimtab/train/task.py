@@ -22,7 +22,7 @@ from trimtab.data.packing import chunk, pack
 from trimtab.data.places import places_of
 from trimtab.data.sources import load_evaluation_rows, load_rows
 from trimtab.distributed.device import Device
-from trimtab.distributed.world import World
+from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.models.load import Loaded, load_policy, policy_skeleton
 from trimtab.models.packed import PackedModel, learned_positions
@@ -46,7 +46,7 @@ class Share:
 
 class Task:
     verb: str
-    world = World()  # the processes that share a step; set before training
+    mesh = Mesh()  # the processes that share a step; set before training
     padded = False  # the model takes padded rows, where filling a token budget would not bound memory
 
     def __init__(self, options: SupervisedOptions, tokenizer: PreTrainedTokenizerBase):
@@ -84,7 +84,7 @@ class Task:
 
     def load_model(self, device: Device) -> Loaded:
         """The model that is trained."""
-        return load_policy(self.options, device, cast=self.world.size == 1)
+        return load_policy(self.options, device, cast=self.mesh.size == 1)
 
     def skeleton(self) -> PackedModel:
         """The same without its weights."""

@@ -15,23 +15,23 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import local, part_of
-from trimtab.distributed.world import World
 from trimtab.files import flush
 from trimtab.train.integrity import write_sum
 
 PATTERN = "tensors*.safetensors"
 
 
-def write_parts(folder: Path, tensors: dict[str, Tensor], world: World, step: int) -> None:
+def write_parts(folder: Path, tensors: dict[str, Tensor], mesh: Mesh, step: int) -> None:
     """Write what this process holds (what all hold alike, the first process writes), and flush it to disk."""
     held, first_rows = {}, {}
     for name, tensor in tensors.items():
         start, mine = part_of(tensor)
-        if mine and (local(tensor) is not tensor or world.leads):
+        if mine and (local(tensor) is not tensor or mesh.leads):
             held[name] = local(tensor).detach().contiguous().cpu()
             first_rows[name] = start
-    name = "tensors" if world.size == 1 else f"tensors-{world.rank:05d}-of-{world.size:05d}"
+    name = "tensors" if mesh.size == 1 else f"tensors-{mesh.all.rank:05d}-of-{mesh.size:05d}"
     path = folder / f"{name}.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}

@@ -9,7 +9,7 @@ from tests import warm
 from tests.train.rl.rl_run import arguments, assert_identical, result, rows, without, write_task
 from tests.train.test_pass_limit import short_of_room, with_room_for
 from trimtab.cli.main import main
-from trimtab.distributed.world import World
+from trimtab.distributed.peers import Peers
 from trimtab.rollout.builtin.memory import KVMemory
 
 ROOM = 45  # tokens: two answers with their prompts, not four
@@ -75,7 +75,7 @@ def test_an_answer_that_does_not_fit_alone_ends_the_run_with_a_checkpoint(task, 
 
 
 def test_a_step_is_taken_back_even_if_memory_is_short_in_its_last_sum(task, monkeypatch, capsys):
-    add_up, calls = World.add_up, []
+    add_up, calls = Peers.add_up, []
 
     def short(self, values):
         calls.append(1)
@@ -83,7 +83,7 @@ def test_a_step_is_taken_back_even_if_memory_is_short_in_its_last_sum(task, monk
             raise torch.OutOfMemoryError("tried to allocate figures")
         return add_up(self, values)
 
-    monkeypatch.setattr(World, "add_up", short)
+    monkeypatch.setattr(Peers, "add_up", short)
     assert main(of(task, "out", "grpo", "--max_steps 1")) == 0
     assert "out of memory: begun anew in passes of at most" in capsys.readouterr().out
 

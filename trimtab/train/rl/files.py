@@ -15,6 +15,7 @@ from torch import Tensor
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
+from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.roles import Group
 from trimtab.errors import RunFailed, UserError
 from trimtab.files import writing
@@ -174,7 +175,7 @@ class RunFiles:
             for name, role in learners.items():
                 raise_told(role.call("write_state", folder=folder / name, step=step))
             if tensors:
-                write_parts(folder / "experience", tensors, self.checkpoints.world, step)
+                write_parts(folder / "experience", tensors, Mesh(), step)
 
         return write, {**state, "manifest": self.manifest, "random": random}
 

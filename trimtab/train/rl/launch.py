@@ -54,7 +54,7 @@ from trimtab.train.rl.loop import Counters, Iteration, RLRun, Roles
 from trimtab.train.rl.recording import Recording
 from trimtab.train.rl.rollouts import Rollouts
 from trimtab.train.rl.text import TextMixture, load_text
-from trimtab.train.sharded import shard_trained
+from trimtab.train.sharded import mesh_of, shard_trained
 from trimtab.train.tensor_parts import HeldParts
 
 # What goes to the roles and comes back; nothing else may.
@@ -133,6 +133,7 @@ class Builder:
     def __init__(self, options: RLOptions, device: Device, world: World, stop: StopRequest):
         self.options, self.device, self.world = options, device, world
         check_undivided(options, world)
+        self.mesh = mesh_of(options, world)
         _check_places(options)
         self.tokenizer = load_job_tokenizer(options)
         self.stores, self.reports = self._prompts()
@@ -184,9 +185,9 @@ class Builder:
         return stores, reports
 
     def _roles(self, stop: StopRequest) -> dict[str, Any]:
-        options, device, world = self.options, self.device, self.world
+        options, device, mesh = self.options, self.device, self.mesh
         policy = self.loaded.model
-        shard_trained(policy, options, world)
+        shard_trained(policy, options, mesh)
         roles: dict[str, Any] = {}
         if options.init_kl_coef > 0:
             roles["reference"] = self._scorer(None)
@@ -194,7 +195,7 @@ class Builder:
             check_teacher(options, self.tokenizer)
             roles["teacher"] = self._scorer(options.teacher_model)
         optimiser = self._optimiser(policy.model, options.actor_learning_rate)
-        roles["actor"] = self._actor_class()(options, policy, optimiser, self.tokenizer, device, world)
+        roles["actor"] = self._actor_class()(options, policy, optimiser, self.tokenizer, device, mesh)
         if options.estimator.critic:
             roles["critic"] = self._critic()
         roles["rollouts"] = self._rollouts(policy, stop)
@@ -214,7 +215,7 @@ class Builder:
     def _scorer(self, pretrain: str | None) -> ReferenceRole:
         """A frozen model that scores the policy's tokens; None: what the policy was at the start."""
         options, offload = self.options, self.options.ref_reward_offload
-        reference = Reference(options, self.loaded, self.device, self.world, pretrain=pretrain, offload=offload)
+        reference = Reference(options, self.loaded, self.device, self.mesh, pretrain=pretrain, offload=offload)
         return ReferenceRole(reference, options.temperature)
 
     def _critic(self) -> CriticLearner:
@@ -227,9 +228,9 @@ class Builder:
         loaded = load_reward_model(its_options, self.device, tokenizer, cast=self.world.size == 1, root=Critic)
         if options.normalize_reward and name == first_reward(options):
             loaded.model.mean, loaded.model.deviation = loaded.model.config.mean, loaded.model.config.std
-        shard_trained(loaded.model, options, self.world)
+        shard_trained(loaded.model, options, self.mesh)
         optimiser = self._optimiser(loaded.model.model, options.critic_learning_rate)
-        return CriticLearner(options, loaded.model, optimiser, tokenizer, self.device, self.world)
+        return CriticLearner(options, loaded.model, optimiser, tokenizer, self.device, self.mesh)
 
     def _optimiser(self, model: nn.Module, learning_rate: float, updates: int | None = None) -> Optimiser:
         """`updates`: optimiser steps of an iteration, if not the policy's."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from trimtab.config.jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device, random_state, restore_random_state
+from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import sync_gradients
-from trimtab.distributed.world import World
 from trimtab.files import reason
 from trimtab.models.critic import Critic
 from trimtab.models.packed import PackedModel, scoring
@@ -33,10 +33,10 @@ from trimtab.train.tensor_parts import HeldParts, TensorParts, all_finite, write
 
 class Learner:
     def __init__(
-        self, options: RLOptions, model: PackedModel, optimiser: Optimiser, tokenizer: Any, device: Device, world: World
+        self, options: RLOptions, model: PackedModel, optimiser: Optimiser, tokenizer: Any, device: Device, mesh: Mesh
     ):
         self.options, self.model, self.optimiser = options, model, optimiser
-        self.tokenizer, self.device, self.world = tokenizer, device, world
+        self.tokenizer, self.device, self.mesh = tokenizer, device, mesh
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
         raise NotImplementedError
@@ -49,10 +49,10 @@ class Learner:
                 sync_gradients(self.model, now=batch is batches[-1])
                 share = self.share(batch.to(self.device.torch), totals, **settings)
                 # A split model averages gradients over its processes; shares are meant to add up.
-                (share.loss * (batch.weight * self.world.size)).backward()
+                (share.loss * (batch.weight * self.mesh.gradients.size)).backward()
                 share.add_to(figures, batch.weight)
             self.gather_gradients()
-            found = self.world.add_up(figures)
+            found = self.mesh.data.add_up(figures)
         found["learning_rate"] = self.optimiser.rate(step)
         if math.isfinite(found["loss"]):
             report = self.optimiser.step(step)
@@ -67,7 +67,7 @@ class Learner:
 
     def write_state(self, *, folder: Path, step: int) -> str | None:
         """Everything needed to go on, in parts. A disk that fails is told, not raised: other processes wait."""
-        return _told(lambda: write_parts(folder, self.tensors(), self.world, step))
+        return _told(lambda: write_parts(folder, self.tensors(), self.mesh, step))
 
     def random_state(self) -> dict:
         return random_state()
@@ -99,7 +99,7 @@ class Learner:
         return _told(lambda: self.write_model(folder))
 
     def write_model(self, folder: Path) -> None:
-        save_model(self.model, self.tokenizer, folder, world=self.world, bf16=self.options.bf16)
+        save_model(self.model, self.tokenizer, folder, mesh=self.mesh, bf16=self.options.bf16)
 
 
 class Actor(Learner):

@@ -96,29 +96,29 @@ class TailBuilder(Builder):
             learner, rollouts = self._learner(Modulation, model), self._rollouts(model, stop)
         elif options.proposal == "modulation_model":
             psi = TwistModel(self._second_model())
-            shard_trained(psi, options, self.world)
+            shard_trained(psi, options, self.mesh)
             model = ModulatedPolicy(policy, psi.twist, psi)
             learner, rollouts = self._learner(partial(ModulationModel, model), psi), self._rollouts(model, stop)
         else:
             model = self._second_model()
-            shard_trained(model, options, self.world)
+            shard_trained(model, options, self.mesh)
             learner, rollouts = self._learner(ProposalModel, model), self._rollouts(model, stop)
         return {"proposal": learner, "proposal_rollouts": rollouts}
 
     def _second_model(self) -> Policy:
         """From the same weights as the policy, and trained in full."""
         options = dataclasses.replace(self.options, lora_rank=0)
-        return load_policy(options, self.device, cast=self.world.size == 1).model
+        return load_policy(options, self.device, cast=self.mesh.size == 1).model
 
     def _borrowing_policy(self) -> BorrowingPolicy:
         options = dataclasses.replace(self.options, lora_rank=self.options.proposal_lora_rank)
-        return BorrowingPolicy(self.loaded.model, options, split=self.world.size > 1)
+        return BorrowingPolicy(self.loaded.model, options, split=self.mesh.size > 1)
 
     def _learner(self, make: Callable[..., ProposalModel], model: Any) -> ProposalModel:
         options = dataclasses.replace(self.options, enable_ema=False)
         trained = model if isinstance(model, TwistModel) else model.model
         optimiser = self._optimiser(trained, options.proposal_learning_rate, options.proposal_updates)
-        return make(options, model, optimiser, self.tokenizer, self.device, self.world)
+        return make(options, model, optimiser, self.tokenizer, self.device, self.mesh)
 
     def _manifest(self) -> dict:
         return super()._manifest() | {"run_name": run_name(self.options)}

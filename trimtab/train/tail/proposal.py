@@ -48,9 +48,9 @@ class BorrowingProposal(ProposalModel):
         gradients = self.optimiser.accumulated
         for name, parameter in self.optimiser.working.items():
             if name in gradients:
-                gradients[name] = self.world.sum(gradients[name]) / self.world.size
+                gradients[name] = self.mesh.gradients.sum(gradients[name]) / self.mesh.gradients.size
             else:
-                parameter.grad = self.world.sum(parameter.grad) / self.world.size
+                parameter.grad = self.mesh.gradients.sum(parameter.grad) / self.mesh.gradients.size
 
     def log_probs(self, batches: list[TokenBatch]) -> list[Tensor]:
         with self.model.at_work():
@@ -58,7 +58,7 @@ class BorrowingProposal(ProposalModel):
 
     def write_model(self, folder: Path) -> None:
         """The adapters; their base is the policy, which lies in the folder above, or what it began with."""
-        if self.world.leads:
+        if self.mesh.leads:
             if self.options.lora_rank == 0:
                 self.model.model.active_peft_config.base_model_name_or_path = str(folder.parent)
             self.model.model.save_pretrained(folder)
@@ -75,7 +75,7 @@ class Modulation(BorrowingProposal):
             return [self.model.log_twists(batch.to(self.device.torch)).cpu() for batch in batches]
 
     def write_model(self, folder: Path) -> None:
-        if self.world.leads:
+        if self.mesh.leads:
             folder.mkdir(parents=True, exist_ok=True)
             save_file(self.model.twist.state_dict(), folder / TWIST)
 
@@ -103,5 +103,5 @@ class ModulationModel(ProposalModel):
     def write_model(self, folder: Path) -> None:
         weights = {name: whole(value) for name, value in self.model.twist.state_dict().items()}
         super().write_model(folder)
-        if self.world.leads:
+        if self.mesh.leads:
             save_file(weights, folder / TWIST)

@@ -1,0 +1,91 @@
+"""A mesh says over which of its processes something is added up."""
+
+import pytest
+import torch
+
+from tests import warm
+from trimtab.distributed.mesh import Mesh
+from trimtab.distributed.world import World, find_world, leave_world
+
+
+def test_a_mesh_of_one_communicates_with_nobody():
+    mesh = Mesh()
+    assert mesh.here and mesh.leads and mesh.size == mesh.data_size == 1
+    for peers in (mesh.all, mesh.data, mesh.gradients, mesh.context, mesh.tensor):
+        assert (peers.rank, peers.size, peers.gather("me")) == (0, 1, ["me"])
+        assert peers.add_up({"x": torch.tensor(2.0)}) == {"x": 2.0}
+
+
+def test_one_of_two_processes_alone_communicates_with_nobody_and_the_other_has_no_place():
+    alone, outside = Mesh(World(1, 2), [1]), Mesh(World(0, 2), [1])  # nobody has met: any collective would fail
+    assert alone.here and alone.leads and alone.all.gather("me") == ["me"]
+    assert not outside.here and not outside.leads and outside.size == outside.data_size == 1
+    with pytest.raises(AssertionError, match="has no place"):
+        _ = outside.data
+
+
+def test_ranks_and_sizes_that_make_no_mesh_are_refused():
+    for ranks in ([1, 0], [0, 0], [2]):
+        with pytest.raises(AssertionError):
+            Mesh(World(0, 2), ranks)
+    with pytest.raises(AssertionError, match="does not divide"):
+        Mesh(World(0, 2), tensor=4)
+
+
+def speak_over_two() -> None:
+    world = find_world_on_cpu()
+    split, copied, second = Mesh(world), Mesh(world, replicate=2), Mesh(world, [1])
+    for mesh in (split, copied):
+        assert (mesh.size, mesh.data_size, mesh.leads) == (2, 2, world.rank == 0)
+        for peers in (mesh.all, mesh.data, mesh.gradients):
+            assert (peers.rank, peers.size) == (world.rank, 2)
+            assert peers.gather(world.rank) == [0, 1] and peers.maximum(world.rank) == 1
+            assert peers.add_up({"x": torch.tensor(world.rank + 1.0)}) == {"x": 3.0}
+            peers.wait()
+        assert mesh.tensor.size == mesh.context.size == 1
+    assert second.here == second.leads == (world.rank == 1)
+    assert tuple(split.for_sharding().shape) == (2,) and split.for_sharding() is split.for_sharding()
+    assert tuple(copied.for_sharding().shape) == (2, 1)
+    assert tuple(copied.for_sharding(copies=False).shape) == (2,)
+    leave_world()
+
+
+def test_two_processes_speak_to_each_other():
+    assert warm.call_world(speak_over_two, 2) == [0, 0]
+
+
+def speak_over_four() -> None:
+    """Three of four, which have a group of their own; four, two by two, in each pair of dimensions."""
+    world = find_world_on_cpu()
+    rank = world.rank
+    three = Mesh(world, [0, 2, 3])
+    hybrid, cut, shared = Mesh(world, replicate=2), Mesh(world, tensor=2), Mesh(world, context=2)
+    if three.here:
+        assert three.all.gather(rank) == three.data.gather(rank) == [0, 2, 3]
+        assert three.data.rank == [0, 2, 3].index(rank) and three.for_sharding().size() == 3
+    else:
+        assert rank == 1 and not three.leads
+    row, column = rank // 2, rank % 2
+    for mesh in (hybrid, cut, shared):
+        assert mesh.all.gather(rank) == [0, 1, 2, 3]
+    assert hybrid.data.gather(rank) == hybrid.gradients.gather(rank) == [0, 1, 2, 3]
+    assert hybrid.for_sharding().get_coordinate() == (row, column) and hybrid.for_sharding().shape == (2, 2)
+    assert hybrid.for_sharding(copies=False).shape == (4,)
+    with_my_cut, with_my_row = [column, column + 2], [2 * row, 2 * row + 1]
+    assert cut.data.gather(rank) == cut.gradients.gather(rank) == with_my_cut and cut.tensor.gather(rank) == with_my_row
+    assert shared.data.gather(rank) == with_my_cut and shared.context.gather(rank) == with_my_row
+    assert shared.gradients.gather(rank) == [0, 1, 2, 3] and shared.data_size == cut.data_size == 2
+    assert torch.equal(shared.data.sum(torch.tensor([rank])), torch.tensor([sum(with_my_cut)]))
+    assert shared.for_sharding().shape == (4,) and cut.for_sharding().shape == (2,)
+    assert torch.distributed.get_process_group_ranks(cut.for_sharding().get_group()) == with_my_cut
+    leave_world()
+
+
+def test_four_processes_speak_along_every_dimension():
+    assert warm.call_world(speak_over_four, 4) == [0, 0, 0, 0]
+
+
+def find_world_on_cpu() -> World:
+    from trimtab.distributed.device import find_device
+
+    return find_world(find_device())

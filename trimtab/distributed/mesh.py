@@ -1,0 +1,167 @@
+"""The processes that hold one model together, as a mesh with named dimensions.
+
+    replicate  copies of the model, each with samples of its own
+    shard      parts of the model's parameters; who holds one has samples of its own too
+    context    parts of a row's tokens
+    tensor     parts of every layer's arithmetic
+
+Neighbours in the last dimension have neighbouring ranks. A process speaks to its *peers*, those that differ from it in
+the dimensions named and in no other, and so says over what it adds up:
+
+    data       replicate and shard: who has samples of its own. Counts, figures, what is dealt out
+    gradients  data and context: over whom a split model averages its gradients
+    all        every process of the mesh: what is written, and who writes it
+
+A mesh takes all processes of a world or some of them. Groups of processes are made by all together, so every process of
+the world makes the same meshes in the same order, also those in which it has no place (`here` is False). One process is
+a mesh of one, without any communication. Whoever started the processes: a world is those that have met.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from trimtab.distributed.peers import Peers
+from trimtab.distributed.world import PATIENCE, World
+
+DIMENSIONS = ("replicate", "shard", "context", "tensor")
+Over = tuple[str, ...]
+ALL: Over = DIMENSIONS
+DATA: Over = ("replicate", "shard")
+GRADIENTS: Over = ("replicate", "shard", "context")
+SPLIT: Over = ("shard", "context")  # who works on other tokens of the same row can hold another part of the parameters
+CONTEXT: Over = ("context",)
+TENSOR: Over = ("tensor",)
+COPIES: Over = ("replicate",)
+
+
+class Mesh:
+    def __init__(
+        self,
+        world: World | None = None,
+        ranks: Sequence[int] | None = None,
+        *,
+        replicate: int = 1,
+        context: int = 1,
+        tensor: int = 1,
+    ):
+        """`ranks`: which processes of the world, if not all. The shard dimension is what the others leave."""
+        self.world = world or World()
+        self.ranks = tuple(range(self.world.size) if ranks is None else ranks)
+        assert self.ranks == tuple(sorted({*self.ranks} & {*range(self.world.size)})), self.ranks
+        shard, rest = divmod(len(self.ranks), replicate * context * tensor)
+        assert shard > 0 and rest == 0, f"{replicate} x {context} x {tensor} does not divide {len(self.ranks)}"
+        self.sizes = dict(zip(DIMENSIONS, (replicate, shard, context, tensor)))
+        self.here = self.world.rank in self.ranks
+        self._grid = np.array(self.ranks).reshape(tuple(self.sizes.values()))
+        self._groups: dict[Over, dist.ProcessGroup | None] = {}
+        self._meet()
+        self._device_meshes: dict[bool, DeviceMesh] = {}
+
+    # ---- what every process of the world knows
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def data_size(self) -> int:
+        """Among how many samples are dealt out."""
+        return self._count(DATA)
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    @property
+    def leads(self) -> bool:
+        """The one process that writes for the whole mesh."""
+        return self.world.rank == self.ranks[0]
+
+    # ---- what those know that have a place in it
+
+    @property
+    def all(self) -> Peers:
+        return self._peers(ALL)
+
+    @property
+    def data(self) -> Peers:
+        return self._peers(DATA)
+
+    @property
+    def gradients(self) -> Peers:
+        return self._peers(GRADIENTS)
+
+    @property
+    def context(self) -> Peers:
+        return self._peers(CONTEXT)
+
+    @property
+    def tensor(self) -> Peers:
+        return self._peers(TENSOR)
+
+    def for_sharding(self, *, copies: bool = True) -> DeviceMesh:
+        """What the parameters of a model are split over; one for all models. `copies=False`: without copies, for a
+        model that is worth splitting where the trained one is not."""
+        assert self.here and self.size > 1
+        if copies not in self._device_meshes:
+            self._device_meshes[copies] = self._device_mesh(self._splits(copies))
+        made = self._device_meshes[copies]
+        names = made.mesh_dim_names
+        assert names is not None
+        return made[tuple(name for name in names if name != "tensor")]
+
+    # ---- groups of processes
+
+    def _splits(self, copies: bool) -> dict[str, Over]:
+        """The dimensions that torch knows of, and which of ours they are."""
+        copied = copies and self.sizes["replicate"] > 1
+        splits = {"replicate": COPIES, "shard": SPLIT} if copied else {"shard": GRADIENTS}
+        return splits | ({"tensor": TENSOR} if self.sizes["tensor"] > 1 else {})
+
+    def _meet(self) -> None:
+        """Make every group that will be needed, each once."""
+        if self.size == 1:
+            return
+        torch_needs = {over for copies in (True, False) for over in self._splits(copies).values()}
+        made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+        for over in (ALL, DATA, GRADIENTS, SPLIT, COPIES, CONTEXT, TENSOR):
+            if self._count(over) == 1 and over not in torch_needs:
+                continue
+            circles = self._circles(over)
+            if circles not in made:
+                made[circles] = self._new_group(circles)
+            self._groups[over] = made[circles]
+
+    def _new_group(self, circles: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+        """The group of the circle that this process is in. None: of all that have met."""
+        if len(circles[0]) == self.world.size:
+            return None
+        groups = [dist.new_group(list(ranks), timeout=PATIENCE) for ranks in circles]
+        return next((group for group, ranks in zip(groups, circles) if self.world.rank in ranks), None)
+
+    def _circles(self, over: Over) -> tuple[tuple[int, ...], ...]:
+        """Ranks that differ in these dimensions only, for every place in the others."""
+        others = [axis for axis, name in enumerate(DIMENSIONS) if name not in over]
+        along = [axis for axis, name in enumerate(DIMENSIONS) if name in over]
+        rows = self._grid.transpose(others + along).reshape(-1, self._count(over))
+        return tuple(tuple(row) for row in rows.tolist())
+
+    def _count(self, over: Over) -> int:
+        return int(np.prod([self.sizes[name] for name in over]))
+
+    def _peers(self, over: Over) -> Peers:
+        assert self.here, f"process {self.world.rank} has no place in a mesh of {self.ranks}"
+        circle = next(ranks for ranks in self._circles(over) if self.world.rank in ranks)
+        return Peers(circle.index(self.world.rank), len(circle), self.device, self._groups.get(over))
+
+    def _device_mesh(self, splits: dict[str, Over]) -> DeviceMesh:
+        names, kind = tuple(splits), self.device.type
+        groups = [self._groups[over] or dist.group.WORLD for over in splits.values()]
+        if len(groups) == 1:
+            return DeviceMesh.from_group(groups[0], kind, mesh_dim_names=names)
+        shape = [self._count(over) for over in splits.values()]
+        return DeviceMesh.from_group(groups, kind, self._grid.reshape(shape), mesh_dim_names=names)

@@ -1,0 +1,64 @@
+"""Processes that add up, compare and wait together. One alone does so without any communication."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimtab.distributed.watch import pulse
+from trimtab.distributed.wire import Wire
+
+
+@dataclass(frozen=True)
+class Peers:
+    rank: int = 0  # of this process among them
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    # torch's group of them. None: all processes that have met, also after they had to meet again.
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def leads(self) -> bool:
+        """The one process that speaks and writes for all."""
+        return self.rank == 0
+
+    def add_up(self, values: dict[str, Tensor]) -> dict[str, float]:
+        """The sum of every figure over all of them, which all then know."""
+        if not values:
+            return {}
+        stacked = torch.stack([v.detach().double().reshape(()) for v in values.values()])
+        return dict(zip(values, self.sum(stacked).tolist()))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        if self.size > 1:
+            tensor = tensor.clone()
+            with pulse.waiting():
+                dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def maximum(self, value: int) -> int:
+        if self.size == 1:
+            return value
+        tensor = torch.tensor(value, device=self.device)
+        with pulse.waiting():
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+            return int(tensor)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The plain values of all of them, in rank order, known to all."""
+        if self.size == 1:
+            return [value]
+        wire = Wire()
+        message = wire.pack(value)
+        longest = self.maximum(len(message))
+        messages = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        with pulse.waiting():
+            dist.all_gather(messages, torch.nn.functional.pad(message, (0, longest - len(message))), group=self.group)
+        return [wire.unpack(message) for message in messages]
+
+    def wait(self) -> None:
+        if self.size > 1:
+            with pulse.waiting():
+                dist.barrier(group=self.group)
