@@ -118,8 +118,8 @@ def proposal_loss(
     weights_GA = tilted(rewards[chosen].view(-1, group), beta, ratios_GA)
     steps_N = None
     if second_term:
-        steps_N = ctl.step_weights(policy_N - old_N, twist_N.detach(), owners_N, answers, group)
-    advantages_N = scaled(ctl.advantages(weights_GA, steps_N, owners_N), owners_N, answers, reduction)
+        steps_N = ctl.step_weights(policy_N - old_N, twist_N.detach(), owners_N, torch.arange(answers) // group)
+    advantages_N = scaled(ctl.advantages(weights_GA.flatten(), steps_N, owners_N), owners_N, answers, reduction)
     return loss(twist_N, advantages_N).sum() / answers
 
 
@@ -143,5 +143,5 @@ def push_down_loss(
         old_N = world.token_log_probs(proposal, chosen).detach()
         ratios_GA = log_ratios(policy_N.detach(), old_N, owners_N, answers).view(-1, group)
     weights_GA = tilted(rewards[chosen].view(-1, group), beta, ratios_GA)
-    advantages_N = repulse.push_down(weights_GA, kappa).flatten()[owners_N]
+    advantages_N = repulse.push_down(weights_GA.flatten(), kappa, group)[owners_N]
     return loss(policy_N, scaled(advantages_N, owners_N, answers, reduction)).sum() / answers

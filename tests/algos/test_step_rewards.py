@@ -33,7 +33,11 @@ def shaped(estimator, groups):
     answers = [steps for group in groups for steps in group]
     owners = [i for i, steps in enumerate(answers) for _ in steps]
     scores = torch.tensor([score for steps in answers for score in steps], dtype=torch.float64)
-    found = iter(STEPS_SHAPED_BY[ESTIMATORS[estimator].group](scores, torch.tensor(owners), len(groups[0])).tolist())
+    found = iter(
+        STEPS_SHAPED_BY[ESTIMATORS[estimator].group](
+            scores, torch.tensor(owners), torch.arange(len(answers)) // len(groups[0])
+        ).tolist()
+    )
     return [[[next(found) for _ in steps] for steps in group] for group in groups]
 
 
@@ -84,7 +88,7 @@ def test_where_no_other_answer_has_a_step_there_is_nothing_to_compare_with(estim
 @pytest.mark.parametrize("estimator", ["rloo", "group_norm"])
 def test_whole_answers_are_shaped_as_answers_of_one_step(estimator):
     rewards = torch.tensor([[0.3, 0.9, 0.1]], dtype=torch.float64)
-    found = STEPS_SHAPED_BY[ESTIMATORS[estimator].group](rewards[0], torch.arange(3), 3)
+    found = STEPS_SHAPED_BY[ESTIMATORS[estimator].group](rewards[0], torch.arange(3), torch.zeros(3, dtype=torch.int64))
     torch.testing.assert_close(found, SHAPED_BY[ESTIMATORS[estimator].group](rewards)[0])
 
 
@@ -98,8 +102,9 @@ def test_the_mean_gradient_is_that_of_the_sum_less_a_fixed_baseline_for_each_ste
     def advantages(rollout):
         remaining_N, owners_N = flat([len(ANSWERS[a]) for a in rollout])
         scores = torch.tensor([score for a in rollout for score in STEP_SCORES[a]], dtype=torch.float64)
+        one_group = torch.zeros(samples, dtype=torch.int64)
         return discounted_sums(
-            STEPS_SHAPED_BY[ESTIMATORS[estimator].group](scores, owners_N, samples), remaining_N, 1.0
+            STEPS_SHAPED_BY[ESTIMATORS[estimator].group](scores, owners_N, one_group), remaining_N, 1.0
         )
 
     probabilities = answer_log_probs().exp()

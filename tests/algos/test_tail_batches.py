@@ -148,9 +148,11 @@ def test_contrastive_twist_learning(batch, reduction, second_term, family):
     owners_N, policy_N, proposal_N = batch.owners, flat(policy), flat(proposal)
     twist_N = flat(twist, trained=True)
     weights_GA = found_weights(batch, policy_N, proposal_N)
-    steps_N = ctl.step_weights(policy_N - proposal_N, twist_N.detach(), owners_N, 6, GROUP) if second_term else None
+    steps_N = None
+    if second_term:
+        steps_N = ctl.step_weights(policy_N - proposal_N, twist_N.detach(), owners_N, torch.arange(6) // GROUP)
     scale_N = token_scale(owners_N, 6, reduction).double()
-    loss = reinforce.loss(twist_N, ctl.advantages(weights_GA, steps_N, owners_N) * scale_N).sum() / 6
+    loss = reinforce.loss(twist_N, ctl.advantages(weights_GA.flatten(), steps_N, owners_N) * scale_N).sum() / 6
 
     weights = expected_weights(policy, proposal)
     coefficients = []
@@ -181,7 +183,7 @@ def test_the_push_down_term_with_the_proposal_s_answers_and_with_the_policy_s_ow
     policy, proposal = batch.column(1), None if own_samples else batch.column(2)
     owners_N, policy_N = batch.owners, flat(policy, trained=True)
     weights_GA = found_weights(batch, policy_N.detach(), None if own_samples else flat(proposal))
-    advantages_N = repulse.push_down(weights_GA, repulse.kappa(ALPHA, GROUP, scale)).flatten()[owners_N]
+    advantages_N = repulse.push_down(weights_GA.flatten(), repulse.kappa(ALPHA, GROUP, scale), GROUP)[owners_N]
     loss = reinforce.loss(policy_N, advantages_N * token_scale(owners_N, 6, reduction).double()).sum() / 6
 
     groups = len(REWARDS) / GROUP

@@ -174,8 +174,8 @@ def test_ctl_on_exact_gradients_takes_p_times_a_head_to_sigma(world):
     head = torch.zeros_like(policy, requires_grad=True)
     for _ in range(1000):
         twist_N = head[rows, tokens]
-        steps_N = ctl.step_weights(ratio_N, twist_N.detach(), owners_N, answers, answers)
-        loss = reinforce.loss(twist_N, ctl.advantages(weights_GA, steps_N, owners_N)).sum()
+        steps_N = ctl.step_weights(ratio_N, twist_N.detach(), owners_N, torch.zeros(answers, dtype=torch.int64))
+        loss = reinforce.loss(twist_N, ctl.advantages(weights_GA.flatten(), steps_N, owners_N)).sum()
         with torch.no_grad():
             head -= 2 * gradient(loss, head)
     proposal = ctl.modulated(policy, head.detach())

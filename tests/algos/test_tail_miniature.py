@@ -56,7 +56,7 @@ def run(seed: int, with_proposal: bool) -> tuple[float, float]:
     lower_VV = torch.minimum(worth_V[:, None], worth_V)
     rewards_VV = torch.where(lower_VV < 0, lower_VV, (worth_V[:, None] + worth_V) / 2)
     policy, proposal = Table(*start, rate=0.1), Table(*start, rate=0.3)
-    owners_N = torch.arange(GROUP).repeat_interleave(2)
+    owners_N, one_group = torch.arange(GROUP).repeat_interleave(2), torch.zeros(GROUP, dtype=torch.int64)
     scale_N = token_scale(owners_N, GROUP, "token_mean")
 
     def reward(answers_S2: Tensor) -> Tensor:
@@ -72,10 +72,10 @@ def run(seed: int, with_proposal: bool) -> tuple[float, float]:
             fixed_N, old_N = policy_N.detach(), proposal_N.detach()
             ratios_S = log_ratios(fixed_N, old_N, owners_N, GROUP)
             weights_GA = tilted(reward(drawn)[None], BETA, ratios_S[None])
-            steps_N = ctl.step_weights(fixed_N - old_N, old_N - fixed_N, owners_N, GROUP, GROUP)
-            learnt_N = ctl.advantages(weights_GA, steps_N, owners_N) * scale_N
+            steps_N = ctl.step_weights(fixed_N - old_N, old_N - fixed_N, owners_N, one_group)
+            learnt_N = ctl.advantages(weights_GA.flatten(), steps_N, owners_N) * scale_N
             proposal.step(reinforce.loss(proposal_N - fixed_N, learnt_N).sum() / GROUP)
-            pushed_N = repulse.push_down(weights_GA, KAPPA).flatten()[owners_N] * scale_N
+            pushed_N = repulse.push_down(weights_GA.flatten(), KAPPA, GROUP)[owners_N] * scale_N
             loss = loss + reinforce.loss(policy_N, pushed_N).sum() / GROUP
         policy.step(loss)
     joint = policy.joint()

@@ -21,23 +21,25 @@ a head would have no fixed point.
 import torch
 from torch import Tensor
 
+from trimtab.algos.groups import for_answers
 
-def step_weights(log_ratio_N: Tensor, log_twist_N: Tensor, owners_N: Tensor, answers: int, group: int) -> Tensor:
-    """nu of each token. `log_ratio_N` is log p - log q of the tokens, `group` the number of answers to a prompt."""
-    lengths_S = torch.bincount(owners_N, minlength=answers)
+
+def step_weights(log_ratio_N: Tensor, log_twist_N: Tensor, owners_N: Tensor, groups_S: Tensor) -> Tensor:
+    """nu of each token. `log_ratio_N` is log p - log q of the tokens; `groups_S`: which group an answer belongs to."""
+    lengths_S = torch.bincount(owners_N, minlength=len(groups_S))
     starts_S = lengths_S.cumsum(0) - lengths_S
     positions_N = torch.arange(len(owners_N), device=owners_N.device) - starts_S[owners_N]
     steps_T = torch.arange(int(lengths_S.max()), device=owners_N.device)
     places_ST = starts_S[:, None] + torch.minimum(steps_T, lengths_S[:, None] - 1)  # past the end: the last token
     prefix_N = log_ratio_N[places_ST].cumsum(1)[owners_N, positions_N]
     scores_ST = (prefix_N + log_twist_N)[places_ST]
-    weights_ST = scores_ST.view(answers // group, group, -1).softmax(1).flatten(0, 1)
+    weights_ST = for_answers(lambda scores_GAT: scores_GAT.softmax(1), groups_S, scores_ST)
     return weights_ST[owners_N, positions_N]
 
 
-def advantages(weights_GA: Tensor, step_weights_N: Tensor | None, owners_N: Tensor) -> Tensor:
+def advantages(weights_S: Tensor, step_weights_N: Tensor | None, owners_N: Tensor) -> Tensor:
     """omega_i - nu_it of each token, before the token's scale; without `step_weights_N` the second term is left out."""
-    weights_N = weights_GA.flatten()[owners_N]
+    weights_N = weights_S[owners_N]
     return weights_N if step_weights_N is None else weights_N - step_weights_N
 
 

@@ -20,6 +20,6 @@ def kappa(alpha: float, group: int, scale: str) -> float:
     return alpha / group
 
 
-def push_down(weights_GA: Tensor, kappa: float) -> Tensor:
-    """Advantages of the answers, [groups, n], before the scale of their tokens."""
-    return -kappa * weights_GA.shape[1] * weights_GA
+def push_down(weights_S: Tensor, kappa: float, group: float) -> Tensor:
+    """Advantages of the answers before the scale of their tokens; `group`: n, or the mean of it."""
+    return -kappa * group * weights_S

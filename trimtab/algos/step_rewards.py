@@ -20,17 +20,18 @@ import torch
 from torch import Tensor
 
 from trimtab.algos.answers import sums
+from trimtab.algos.groups import for_groups, sizes
 
-Shaping = Callable[[Tensor, Tensor, int], Tensor]  # (scores_K, answers_K, n) -> shaped rewards [K]
+Shaping = Callable[[Tensor, Tensor, Tensor], Tensor]  # (scores_K, answers_K, groups_S) -> shaped rewards [K]
 
 
-def unchanged(scores_K: Tensor, answers_K: Tensor, n: int) -> Tensor:
+def unchanged(scores_K: Tensor, answers_K: Tensor, groups_S: Tensor) -> Tensor:
     return scores_K
 
 
-def standardised(scores_K: Tensor, answers_K: Tensor, n: int) -> Tensor:
-    """`answers_K`: which answer a step belongs to, in order; `n`: the answers of a group."""
-    groups_K = answers_K // n
+def standardised(scores_K: Tensor, answers_K: Tensor, groups_S: Tensor) -> Tensor:
+    """`answers_K`: which answer a step belongs to, in order; `groups_S`: which group an answer belongs to."""
+    groups_K = groups_S[answers_K]
     steps_G = torch.bincount(groups_K)
     deviations_K = _from_first(scores_K, groups_K)
     deviations_K = deviations_K - (sums(deviations_K, groups_K, len(steps_G)) / steps_G)[groups_K]
@@ -38,17 +39,19 @@ def standardised(scores_K: Tensor, answers_K: Tensor, n: int) -> Tensor:
     return deviations_K / (variance_G.sqrt() + 1e-9)[groups_K]
 
 
-def leave_one_out(scores_K: Tensor, answers_K: Tensor, n: int) -> Tensor:
-    groups_K, answers = answers_K // n, (int(answers_K.max()) // n + 1) * n
+def leave_one_out(scores_K: Tensor, answers_K: Tensor, groups_S: Tensor) -> Tensor:
+    groups_K, answers = groups_S[answers_K], len(groups_S)
     deviations_K = _from_first(scores_K, groups_K)
     totals_S, steps_S = sums(deviations_K, answers_K, answers), torch.bincount(answers_K, minlength=answers)
-    of_others_S = (_of_group(column_S, n) - column_S for column_S in (totals_S, steps_S))
+    of_others_S = (_of_group(column_S, groups_S) - column_S for column_S in (totals_S, steps_S))
     totals_K, steps_K = (column_S[answers_K] for column_S in of_others_S)
     return torch.where(steps_K > 0, deviations_K - totals_K / steps_K.clamp(min=1), 0)
 
 
-def minus_mean(scores_K: Tensor, answers_K: Tensor, n: int) -> Tensor:
-    return leave_one_out(scores_K, answers_K, n) * ((n - 1) / n)
+def minus_mean(scores_K: Tensor, answers_K: Tensor, groups_S: Tensor) -> Tensor:
+    n_G = sizes(groups_S).double()
+    scale_K = ((n_G - 1) / n_G)[groups_S[answers_K]]
+    return leave_one_out(scores_K, answers_K, groups_S) * scale_K.to(scores_K.dtype)
 
 
 STEPS_SHAPED_BY: dict[str, Shaping] = {
@@ -64,6 +67,6 @@ def _from_first(scores_K: Tensor, groups_K: Tensor) -> Tensor:
     return scores_K - scores_K[torch.searchsorted(groups_K, groups_K)]
 
 
-def _of_group(column_S: Tensor, n: int) -> Tensor:
+def _of_group(column_S: Tensor, groups_S: Tensor) -> Tensor:
     """The sum over its group, for each answer."""
-    return column_S.view(-1, n).sum(1).repeat_interleave(n)
+    return for_groups(lambda column_GA: column_GA.sum(1), groups_S, column_S)[groups_S]

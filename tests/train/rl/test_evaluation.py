@@ -12,13 +12,14 @@ from trimtab.train.rl.evaluation import with_interval
 
 
 def test_a_rate_has_the_interval_of_as_many_prompts_and_a_part_that_does_not_apply_is_left_out():
-    alike = np.repeat([[1.0], [0.0], [0.0], [0.0]], 50, axis=1)
-    found = with_interval("x", alike)
+    found = with_interval("x", np.repeat([1.0, 0.0, 0.0, 0.0], 50), np.repeat(np.arange(4), 50))
     assert found["x"] == 0.25 and found["x_low"] < 0.05 and found["x_high"] > 0.65, "four prompts, not 200 answers"
-    none = with_interval("x", np.zeros((30, 4)))
+    none = with_interval("x", np.zeros(120), np.repeat(np.arange(30), 4))
+    two = np.array([0, 0, 1, 1])
     assert (none["x"], none["x_low"], none["x_high"]) == (0.0, 0.0, share(0, 30).high)
-    assert with_interval("x", np.array([[0.5, np.nan], [np.nan, 1.5]]))["x"] == 1.0
-    assert with_interval("x", np.full((2, 2), np.nan)) == {} and with_interval("x", np.array([[0.5]])) == {"x": 0.5}
+    assert with_interval("x", np.array([0.5, np.nan, np.nan, 1.5]), two)["x"] == 1.0
+    assert with_interval("x", np.full(4, np.nan), two) == {}
+    assert with_interval("x", np.array([0.5]), np.zeros(1, int)) == {"x": 0.5}
 
 
 @pytest.fixture(scope="module")

@@ -106,11 +106,12 @@ def test_answers_to_one_prompt_are_read_together_where_they_fit():
 
 @pytest.mark.parametrize("size", [1, 4, 8, 12, 100])
 def test_optimiser_steps_hold_whole_groups_and_every_sample_once(size):
-    steps = mini_batches(24, 4, size, (0, 1, 2))
+    experience = Experience.joined([make(n=4)] * 2)
+    steps = mini_batches(experience, size // 4 or 1, (0, 1, 2))
     assert sorted(i for step in steps for i in step) == list(range(24))
     for step in steps:
         assert len(step) <= max(4, size)
         assert [i - i % 4 for i in step[::4]] == step[::4], "whole groups, in order"
-    assert steps == mini_batches(24, 4, size, (0, 1, 2))
+    assert steps == mini_batches(experience, size // 4 or 1, (0, 1, 2))
     if size < 24:
-        assert steps != mini_batches(24, 4, size, (0, 2, 2))
+        assert steps != mini_batches(experience, size // 4 or 1, (0, 2, 2))

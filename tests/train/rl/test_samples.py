@@ -18,8 +18,12 @@ def experience(rewards, answers=None, rows_=None) -> Experience:
     count = len(rewards)
     answers = answers or [[i] for i in range(count)]
     result = SimpleNamespace(rewards=list(rewards), scores=list(rewards), logs={}, steps=None)
-    found = [Rollout(0, i, [1], ids, np.zeros(len(ids), np.float32), "stop") for i, ids in enumerate(answers)]
-    return Experience.of(rows_ or [0] * count, found, result)
+    rows_ = rows_ or [0] * count
+    found = [
+        Rollout(row, i, [1], ids, np.zeros(len(ids), np.float32), "stop")
+        for i, (row, ids) in enumerate(zip(rows_, answers))
+    ]
+    return Experience.of(rows_, found, result)
 
 
 def test_an_answer_given_often_is_kept_once_and_best_are_better_than_worst():
@@ -36,7 +40,7 @@ def test_an_answer_given_often_is_kept_once_and_best_are_better_than_worst():
 
 def followed(rows_: list[int], iteration=1, total=100) -> set[int]:
     each = [row for row in rows_ for _ in range(3)]
-    kept = samples.groups(experience([0.0] * len(each), rows_=each), iteration, total, 3)
+    kept = samples.groups(experience([0.0] * len(each), rows_=each), iteration, total)
     assert all(sum(each[i] == row for i in kept) == 3 for row in {each[i] for i in kept}), "whole groups"
     return {each[i] for i in kept}
 
@@ -52,7 +56,7 @@ def test_the_same_prompts_are_followed_whatever_stands_beside_them():
 
 @pytest.mark.parametrize(("values", "filled"), [([0.0, 1.0, 1.0], {0: 1, 11: 2}), ([2.0, 2.0], None)])
 def test_histograms_count_every_answer(values, filled):
-    found = samples.distributions(experience(values), 1)["reward_histogram"]
+    found = samples.distributions(experience(values))["reward_histogram"]
     assert found[:2] == [min(values), max(values)] and sum(found[2:]) == len(values)
     if filled is not None:
         assert {i: count for i, count in enumerate(found[2:]) if count} == filled

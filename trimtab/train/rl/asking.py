@@ -25,5 +25,4 @@ def ask_for_samples(rollouts: Group, requests: list[Request], store: str, sampli
             return None
     joined = Experience.joined([part for part in parts if part is not None])
     places = [place for share in shares for place in share]
-    order = sorted(range(len(places)), key=places.__getitem__)
-    return joined.take([k * sampling.n + i for k in order for i in range(sampling.n)])
+    return joined.take(joined.samples_of(sorted(range(len(places)), key=places.__getitem__)))

@@ -12,12 +12,11 @@ from trimtab.data.packing import pack
 from trimtab.train.rl.experience import Experience
 
 
-def mini_batches(samples: int, group: int, size: int, seed: Sequence[int]) -> list[list[int]]:
-    """The samples of a rollout in optimiser steps of about `size`, whole groups in random order."""
-    groups = np.random.default_rng(seed).permutation(samples // group)
-    at_once = max(1, size // group)
+def mini_batches(experience: Experience, at_once: int, seed: Sequence[int]) -> list[list[int]]:
+    """The samples of a rollout in optimiser steps of `at_once` whole groups, in random order."""
+    groups = np.random.default_rng(seed).permutation(experience.groups)
     steps = [groups[i : i + at_once] for i in range(0, len(groups), at_once)]
-    return [[int(g) * group + k for g in sorted(step) for k in range(group)] for step in steps]
+    return [experience.samples_of(sorted(step.tolist())) for step in steps]
 
 
 def micro_batches(experience: Experience, samples: Sequence[int], *, count: int, budget: int | None) -> list[list[int]]:
@@ -65,7 +64,12 @@ def halves(samples: list[int]) -> list[list[int]]:
     return [samples[:middle], samples[middle:]] if middle else [samples]
 
 
+def groups_at_once(options: RLOptions) -> int:
+    """Of an optimiser step. Groups of other sizes than --n_samples_per_prompt change its samples, not the number of
+    steps."""
+    return max(1, options.train_batch_size // options.n_samples_per_prompt)
+
+
 def updates_per_iteration(options: RLOptions) -> int:
     """Optimiser steps that one rollout of full size gives."""
-    at_once = max(1, options.train_batch_size // options.n_samples_per_prompt)
-    return options.max_epochs * -(-options.rollout_batch_size // at_once)
+    return options.max_epochs * -(-options.rollout_batch_size // groups_at_once(options))

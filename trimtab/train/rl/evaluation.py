@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from trimtab.algos.groups import for_groups
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.roles import Group
 from trimtab.evaluate.tail_risk import mean, rate
@@ -34,32 +35,36 @@ class Evaluation:
         experience = ask_for_samples(rollouts, requests, "evaluation", self.sampling)
         if experience is None:
             return None
-        n = self.sampling.n
-        self.shown = of_evaluation(experience, n)
-        scores_GA = experience.scores_S.view(-1, n).double().numpy()
+        n, groups = self.sampling.n, experience.groups_S.numpy()
+        self.shown = of_evaluation(experience)
+        scores = experience.scores_S.double().numpy()
+        best = (
+            for_groups(lambda scores_GA: scores_GA.amax(1), experience.groups_S, experience.scores_S).double().numpy()
+        )
         figures = {"eval_length": float(experience.lengths_S.float().mean())}
-        figures["eval_binary"] = bool(np.isin(scores_GA, (0.0, 1.0)).all())
-        figures |= with_interval("eval_reward", experience.answer_rewards_S.view(-1, n).double().numpy())
+        figures["eval_binary"] = bool(np.isin(scores, (0.0, 1.0)).all())
+        figures |= with_interval("eval_reward", experience.answer_rewards_S.double().numpy(), groups)
         for name, values_S in experience.logs.items():
-            figures |= with_interval(f"eval_reward/{name}", values_S.view(-1, n).double().numpy())
-        figures |= with_interval("eval_pass_1", scores_GA)
+            figures |= with_interval(f"eval_reward/{name}", values_S.double().numpy(), groups)
+        figures |= with_interval("eval_pass_1", scores, groups)
         if n > 1:
-            figures |= with_interval(f"eval_pass_{n}", scores_GA.max(axis=1, keepdims=True))
+            figures |= with_interval(f"eval_pass_{n}", best, np.arange(len(best)))
         sources = np.array([self.store.source(row) for row in range(len(self.store))])
         for source in dict.fromkeys(sources.tolist()) if len(set(sources)) > 1 else ():
-            chosen_GA = scores_GA[sources == source]
-            figures[f"eval_{source}_pass_1"] = float(chosen_GA.mean())
+            chosen = sources == source
+            figures[f"eval_{source}_pass_1"] = float(scores[chosen[groups]].mean())
             if n > 1:
-                figures[f"eval_{source}_pass_{n}"] = float(chosen_GA.max(axis=1).mean())
+                figures[f"eval_{source}_pass_{n}"] = float(best[chosen].mean())
         return figures
 
 
-def with_interval(name: str, values_GA: np.ndarray) -> dict[str, float]:
-    """The mean over answers and its 95 % interval for new prompts; a part that does not apply to an answer is NaN."""
-    known_GA = ~np.isnan(values_GA)
-    if not known_GA.any():
+def with_interval(name: str, values: np.ndarray, prompts: np.ndarray) -> dict[str, float]:
+    """The mean over answers and its 95 % interval for new prompts; `prompts`: which one each is an answer to. A part
+    that does not apply to an answer is NaN."""
+    known = ~np.isnan(values)
+    if not known.any():
         return {}
-    values, prompts = values_GA[known_GA], np.nonzero(known_GA)[0]
+    values, prompts = values[known], prompts[known]
     found = rate(values == 1, prompts) if np.isin(values, (0.0, 1.0)).all() else mean(values, prompts)
     bounds = {f"{name}_low": found.low, f"{name}_high": found.high}
     return {name: found.value} | (bounds if math.isfinite(found.low) else {})

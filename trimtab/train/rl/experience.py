@@ -1,10 +1,11 @@
 """The record of one rollout: what was sampled, and what each stage of the loop adds to it.
 
-S samples, the n answers to a prompt one after another; N tokens of their answers, sample after sample. Nothing is
-padded, re-tokenised or derived twice: a micro-batch is cut out of these columns.
+S samples, the answers to a prompt one after another (a group, of any size); N tokens of their answers, sample after
+sample. Nothing is padded, re-tokenised or derived twice: a micro-batch is cut out of these columns.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
@@ -28,6 +29,7 @@ LISTS = {
 @dataclass
 class Experience:
     rows_S: Tensor  # which row of the prompt data
+    groups_S: Tensor  # which group: 0, 1, 2 and so on, in order
     prompt_ids: list[list[int]]
     response_ids: list[list[int]]
     finishes_S: Tensor  # index into FINISHES
@@ -51,9 +53,11 @@ class Experience:
 
     @classmethod
     def of(cls, rows: Sequence[int], rollouts: Sequence[Rollout], result) -> "Experience":
-        """`result`: the rewards of the same samples (a RewardResult)."""
+        """Samples of one call of an engine; `result`: their rewards (a RewardResult). Where they are not in the order
+        of their prompts, `take` puts them in it."""
         experience = cls(
             torch.tensor(rows),
+            torch.unique(torch.tensor([r.prompt for r in rollouts]), return_inverse=True)[1],
             [r.prompt_ids for r in rollouts],
             [r.ids for r in rollouts],
             torch.tensor([FINISHES.index(r.finish) for r in rollouts]),
@@ -69,15 +73,19 @@ class Experience:
 
     @classmethod
     def joined(cls, parts: Sequence["Experience"]) -> "Experience":
-        """Several rollouts as one, before anything was added to them."""
-        return cls(**{f.name: _joined([getattr(part, f.name) for part in parts]) for f in fields(cls)})
+        """Several rollouts as one, before anything was added to them. No group is in two of them."""
+        columns = {f.name: _joined([getattr(part, f.name) for part in parts]) for f in fields(cls)}
+        before = itertools.accumulate((part.groups for part in parts), initial=0)
+        columns["groups_S"] = torch.cat([part.groups_S + first for part, first in zip(parts, before)])
+        return cls(**columns)
 
     def take(self, samples: Sequence[int]) -> "Experience":
-        """These samples alone, before anything was added to them."""
+        """These samples alone, before anything was added to them; those of a group are beside each other."""
         tokens = self.tokens_of(samples)
         chosen = torch.tensor(samples)
         return Experience(
             self.rows_S[chosen],
+            _in_order(self.groups_S[chosen]),
             [self.prompt_ids[i] for i in samples],
             [self.response_ids[i] for i in samples],
             self.finishes_S[chosen],
@@ -91,6 +99,26 @@ class Experience:
 
     def __len__(self) -> int:
         return len(self.response_ids)
+
+    # ---- its groups
+
+    @property
+    def groups(self) -> int:
+        return int(self.groups_S[-1]) + 1 if len(self) else 0
+
+    @cached_property
+    def sizes_G(self) -> Tensor:
+        return torch.bincount(self.groups_S)
+
+    @property
+    def firsts_G(self) -> Tensor:
+        """The first sample of every group."""
+        return self.sizes_G.cumsum(0) - self.sizes_G
+
+    def samples_of(self, groups: Iterable[int]) -> list[int]:
+        """The samples of these groups, group after group."""
+        firsts, sizes = self.firsts_G.tolist(), self.sizes_G.tolist()
+        return [firsts[group] + answer for group in groups for answer in range(sizes[group])]
 
     # ---- what a sample is worth
 
@@ -184,6 +212,11 @@ class Experience:
             else:
                 arguments[name] = value
         return cls(**arguments)
+
+
+def _in_order(groups_S: Tensor) -> Tensor:
+    """The same groups, numbered as they come."""
+    return groups_S.unique_consecutive(return_inverse=True)[1]
 
 
 def _joined(values: list):

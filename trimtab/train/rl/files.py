@@ -92,7 +92,7 @@ class RunFiles:
         if not self.options.save_rollouts:
             return
         extremes = samples.best_and_worst(experience, self.options.save_rollouts)
-        grouped = samples.groups(experience, iteration, self.total, self.options.n_samples_per_prompt)
+        grouped = samples.groups(experience, iteration, self.total)
         chosen = dict.fromkeys([*extremes, *grouped])
         self._keep(iteration, experience, chosen, "train", extremes, set(grouped))
 

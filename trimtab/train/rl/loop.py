@@ -10,12 +10,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from trimtab.algos.group_rewards import within
+from trimtab.algos.groups import for_groups
 from trimtab.algos.kl import adapted
 from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
@@ -30,7 +32,7 @@ from trimtab.train.endings import ended_badly, go_on_from
 from trimtab.train.pass_limit import NoRoom, PassLimit
 from trimtab.train.rl.alarms import alarms
 from trimtab.train.rl.asking import ask_for_samples
-from trimtab.train.rl.cut import mini_batches, updates_per_iteration
+from trimtab.train.rl.cut import groups_at_once, mini_batches, updates_per_iteration
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import RunFiles
@@ -202,7 +204,7 @@ class RLRun:
     def sample(self, stop: StopRequest) -> Sampled:
         """Answers to the next prompts; with dynamic filtering, to more and more until enough groups are useful."""
         options, used = self.options, self.counters.prompts_used
-        n, wanted = options.n_samples_per_prompt, min(options.rollout_batch_size, self.order.steps - used)
+        wanted = min(options.rollout_batch_size, self.order.steps - used)
         at_once = options.vllm_generate_batch_size or options.rollout_batch_size
         taken, kept, groups, tried = 0, [], 0, 0
         while groups < wanted and used + taken < self.order.steps:
@@ -215,17 +217,18 @@ class RLRun:
             taken, tried = taken + count, tried + count
             if options.dynamic_filtering:
                 low, high = options.dynamic_filtering_reward_range
-                useful = within(part.scores_S.view(-1, n), low, high).repeat_interleave(n)
+                useful = for_groups(partial(within, low=low, high=high), part.groups_S, part.scores_S)
                 if not useful.any():
                     continue
-                part = part.take(useful.nonzero()[:, 0].tolist())
+                part = part.take(part.samples_of(useful.nonzero()[:, 0].tolist()))
             kept.append(part)
-            groups += len(part) // n
+            groups += part.groups
         figures = {"filtered_groups": float(tried - groups)} if options.dynamic_filtering else {}
         if not kept:
             return None, taken, figures
         experience = Experience.joined(kept)
-        experience = experience if len(experience) <= wanted * n else experience.take(range(wanted * n))
+        if experience.groups > wanted:
+            experience = experience.take(experience.samples_of(range(wanted)))
         return experience, taken, figures
 
     def score(self, experience: Experience) -> None:
@@ -254,10 +257,7 @@ class RLRun:
             samples
             for epoch in range(options.max_epochs)
             for samples in mini_batches(
-                len(work.experience),
-                options.n_samples_per_prompt,
-                options.train_batch_size,
-                (options.seed, self.counters.iteration, epoch),
+                work.experience, groups_at_once(options), (options.seed, self.counters.iteration, epoch)
             )
         ]
 
@@ -367,9 +367,9 @@ class RLRun:
                 counters.kl_coefficient = adapted(counters.kl_coefficient, *args)
         row["alarms"] = list(alarms(row, counters.first_entropy))
         tokens = int(work.experience.lengths_S.sum())
-        prompts = sum(len(ids) for ids in work.experience.prompt_ids[:: options.n_samples_per_prompt])
+        prompts = sum(len(work.experience.prompt_ids[i]) for i in work.experience.firsts_G.tolist())
         row |= {"samples": len(work.experience), "tokens": tokens, "prompt_tokens": prompts, **measured}
-        row |= distributions(work.experience, options.n_samples_per_prompt)
+        row |= distributions(work.experience)
         self.files.keep_samples(counters.iteration, work.experience)
         return row | self.files.clock(work.seconds, tokens, options.max_epochs)
 

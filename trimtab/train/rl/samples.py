@@ -6,10 +6,12 @@ whole groups      of a few prompts, and always of the same ones where they come 
 histograms        of rewards and lengths, and the mean score of up to MOST_PROMPTS prompts, in every row of metrics
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from trimtab.algos.groups import for_groups
 from trimtab.train.rl.experience import Experience
 
 GROUPS = 2  # of an iteration
@@ -33,19 +35,23 @@ def best_and_worst(experience: Experience, count: int) -> dict[int, str]:
     return dict.fromkeys(different[: count - count // 2], "best") | dict.fromkeys(worst, "worst")
 
 
-def groups(experience: Experience, iteration: int, total: int, size: int) -> list[int]:
+def groups(experience: Experience, iteration: int, total: int) -> list[int]:
     """The answers to a few prompts, where this iteration keeps some."""
     if iteration > 10 and iteration % max(1, total // MOST_ITERATIONS):
         return []
-    first = experience.rows_S[::size].tolist()
+    first = experience.rows_S[experience.firsts_G].tolist()
     chosen = sorted(range(len(first)), key=lambda group: _key(first[group]))[:GROUPS]
-    return [group * size + answer for group in sorted(chosen) for answer in range(min(size, MOST_ANSWERS))]
+    return _shown(experience, sorted(chosen))
 
 
-def of_evaluation(experience: Experience, size: int) -> Experience:
+def of_evaluation(experience: Experience) -> Experience:
     """The answers to the first prompts."""
-    shown = [group * size + i for group in range(EVALUATION_GROUPS) for i in range(min(size, MOST_ANSWERS))]
-    return experience.take([i for i in shown if i < len(experience)])
+    return experience.take(_shown(experience, range(min(EVALUATION_GROUPS, experience.groups))))
+
+
+def _shown(experience: Experience, groups: Iterable[int]) -> list[int]:
+    """The first answers of each group."""
+    return [i for group in groups for i in experience.samples_of([group])[:MOST_ANSWERS]]
 
 
 def described(experience: Experience, i: int) -> dict[str, Any]:
@@ -59,10 +65,11 @@ def described(experience: Experience, i: int) -> dict[str, Any]:
     return found
 
 
-def distributions(experience: Experience, size: int) -> dict[str, list]:
+def distributions(experience: Experience) -> dict[str, list]:
     """For a row of metrics: [lowest, highest, count, ...] of rewards and lengths, and [row, score] of prompts."""
+    means_G = for_groups(lambda scores_GA: scores_GA.mean(1), experience.groups_S, experience.scores_S)
     scores = {}
-    for row, score in zip(experience.rows_S[::size].tolist(), experience.scores_S.view(-1, size).mean(1).tolist()):
+    for row, score in zip(experience.rows_S[experience.firsts_G].tolist(), means_G.tolist()):
         scores[row] = round(score, 4)
     followed = sorted(scores, key=_key)[:MOST_PROMPTS]
     return {

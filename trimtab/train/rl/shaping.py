@@ -13,6 +13,7 @@ from trimtab.algos import kl
 from trimtab.algos.advantages import discounted_sums, gae, whiten
 from trimtab.algos.answers import sums
 from trimtab.algos.group_rewards import SHAPED_BY, equal_groups
+from trimtab.algos.groups import for_answers, for_groups
 from trimtab.algos.step_rewards import STEPS_SHAPED_BY
 from trimtab.algos.token_rewards import overlong_penalty, per_token
 from trimtab.algos.value_loss import explained_variance
@@ -31,8 +32,8 @@ def shape(experience: Experience, options: RLOptions, kl_coefficient: float) -> 
             options.overlong_buffer_len,
             options.overlong_penalty_factor,
         )
-    rewards_GA = (experience.rewards_S - penalty_S).view(-1, options.n_samples_per_prompt)
-    shaped_S = SHAPED_BY[estimator.group](rewards_GA).flatten()
+    rewards_S, groups_S = experience.rewards_S - penalty_S, experience.groups_S
+    shaped_S = for_answers(SHAPED_BY[estimator.group], groups_S, rewards_S)
     kl_N = None
     if experience.reference_N is not None:
         kl_N = kl.estimate(experience.old_N, experience.reference_N, options.kl_estimator)
@@ -46,9 +47,7 @@ def shape(experience: Experience, options: RLOptions, kl_coefficient: float) -> 
     )
     if experience.step_scores is not None and any(experience.step_scores):
         scores_K, tokens_K = experience.steps()
-        shaped_K = STEPS_SHAPED_BY[estimator.group](
-            scores_K, experience.owners_N[tokens_K], options.n_samples_per_prompt
-        )
+        shaped_K = STEPS_SHAPED_BY[estimator.group](scores_K, experience.owners_N[tokens_K], groups_S)
         rewards_N = rewards_N.index_add(0, tokens_K, shaped_K)
     if experience.teacher_N is not None:
         rewards_N = rewards_N + options.teacher_coef * (experience.teacher_N - experience.old_N)
@@ -62,9 +61,10 @@ def shape(experience: Experience, options: RLOptions, kl_coefficient: float) -> 
     if estimator.whitened:
         advantages_N = whiten(advantages_N, scale=not options.no_advantage_std_norm)
     experience.advantages_N = advantages_N
-    figures = described(experience, rewards_GA, sums(rewards_N, experience.owners_N, len(experience)), kl_N)
-    if experience.step_scores is not None and options.n_samples_per_prompt > 1:
-        figures["equal_groups"] = (equal_groups(rewards_GA) & equal_steps(experience, options)).float().mean()
+    figures = described(experience, rewards_S, sums(rewards_N, experience.owners_N, len(experience)), kl_N)
+    if experience.step_scores is not None:
+        equal_G = for_groups(equal_groups, groups_S, rewards_S) & equal_steps(experience, options)
+        figures["equal_groups"] = share_of_several(equal_G, experience)
     if options.overlong_buffer_len is not None:
         figures["overlong_penalty"] = penalty_S.mean()
     if experience.teacher_N is not None:
@@ -74,8 +74,8 @@ def shape(experience: Experience, options: RLOptions, kl_coefficient: float) -> 
     return {name: float(value) for name, value in figures.items()}
 
 
-def described(experience: Experience, rewards_GA: Tensor, returns_S: Tensor, kl_N: Tensor | None) -> dict[str, Tensor]:
-    """What there is to say of answers whatever is learnt from them; `rewards_GA` are those that groups are seen by."""
+def described(experience: Experience, rewards_S: Tensor, returns_S: Tensor, kl_N: Tensor | None) -> dict[str, Tensor]:
+    """What there is to say of answers whatever is learnt from them; `rewards_S` are those that groups are seen by."""
     figures = {
         "reward": experience.answer_rewards_S.mean(),
         "reward_std": experience.answer_rewards_S.std(correction=0),
@@ -83,7 +83,7 @@ def described(experience: Experience, rewards_GA: Tensor, returns_S: Tensor, kl_
         "reward_max": experience.answer_rewards_S.max(),
         "score": experience.scores_S.mean(),
         "return": returns_S.mean(),
-        "equal_groups": equal_groups(rewards_GA).float().mean() if rewards_GA.shape[1] > 1 else 0.0,
+        "equal_groups": share_of_several(for_groups(equal_groups, experience.groups_S, rewards_S), experience),
         "length": experience.lengths_S.float().mean(),
         "length_max": experience.lengths_S.max(),
         "truncated": (experience.finishes_S == FINISHES.index("length")).float().mean(),
@@ -93,13 +93,19 @@ def described(experience: Experience, rewards_GA: Tensor, returns_S: Tensor, kl_
     return figures | {f"reward/{name}": values.nanmean() for name, values in experience.logs.items()}
 
 
+def share_of_several(chosen_G: Tensor, experience: Experience) -> Tensor:
+    """Of the groups that have several answers; 0 without any."""
+    several_G = experience.sizes_G > 1
+    return (chosen_G & several_G).sum() / several_G.sum().clamp(min=1)
+
+
 def equal_steps(experience: Experience, options: RLOptions) -> Tensor:
     """Which groups' steps say nothing of which answer is better: all are scored alike and, where rewards are added up
     as they are, there are as many in each answer."""
     scores = experience.step_scores
     assert scores is not None
-    n, found = options.n_samples_per_prompt, []
-    for group in (scores[i : i + n] for i in range(0, len(scores), n)):
+    found = []
+    for group in ([scores[i] for i in experience.samples_of([number])] for number in range(experience.groups)):
         alike = len({score for steps in group for score in steps}) <= 1
         found.append(alike and (options.estimator.grouped or len({len(steps) for steps in group}) == 1))
     return torch.tensor(found)

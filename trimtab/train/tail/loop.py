@@ -130,7 +130,7 @@ class TailRun(RLRun):
         work.bad_texts += self.files.bad_texts(proposed)
 
     def sample_proposal(self, work: TailIteration) -> Experience | None:
-        rows = work.experience.rows_S[:: self.options.n_samples_per_prompt].tolist()
+        rows = work.experience.rows_S[work.experience.firsts_G].tolist()
         stream = request_seed(request_seed(self.options.seed, PROPOSAL), self.counters.proposal_steps)
         requests = [(row, request_seed(stream, place)) for place, row in enumerate(rows)]
         assert self.roles.proposal_rollouts is not None

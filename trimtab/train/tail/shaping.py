@@ -7,10 +7,13 @@ proposal's answers    for the proposal omega - nu (ctl); for the policy -kappa n
 All times the scale of the answer's tokens (answers). What is weighed and measured is the raw reward.
 """
 
+from functools import partial
+
 from torch import Tensor
 
 from trimtab.algos import ctl, kl, reinforce, repulse
 from trimtab.algos.answers import sums, token_scale
+from trimtab.algos.groups import for_answers, for_groups
 from trimtab.algos.reward_transforms import minus_exponential, minus_indicator
 from trimtab.algos.tail_weights import effective_samples, log_ratios, tilted
 from trimtab.config.jobs import TailOptions
@@ -22,7 +25,7 @@ Figures = dict[str, float]
 
 def shape_own(experience: Experience, options: TailOptions, kl_coefficient: float) -> Figures:
     """Give the policy's answers their advantages."""
-    owners_N, group = experience.owners_N, options.n_samples_per_prompt
+    owners_N, groups_S = experience.owners_N, experience.groups_S
     kl_N = None
     if experience.reference_N is not None:
         kl_N = kl.estimate(experience.old_N, experience.reference_N, "k1")
@@ -30,14 +33,14 @@ def shape_own(experience: Experience, options: TailOptions, kl_coefficient: floa
     rewards_S = transformed(experience.rewards_S, options).clamp(low, high)
     returns_S = reinforce.returns(rewards_S, kl_N, kl_coefficient, owners_N)
     baseline = {"expectation": None, "hardcoded": options.reinforce_hardcoded_baseline, "none": 0.0}
-    chosen = baseline[options.reinforce_baseline_type]
-    advantages_S = reinforce.advantages(returns_S.view(-1, group), chosen).flatten()
+    against = partial(reinforce.advantages, baseline=baseline[options.reinforce_baseline_type])
+    advantages_S = for_answers(against, groups_S, returns_S)
     raw_S = reinforce.returns(experience.rewards_S, kl_N, kl_coefficient, owners_N)
-    figures = described(experience, rewards_S.view(-1, group), raw_S, kl_N)
+    figures = described(experience, rewards_S, raw_S, kl_N)
     if options.method == "base_proposal":
-        weights_GA = tilted(experience.rewards_S.view(-1, group), options.target_dist_beta)
-        advantages_S = advantages_S + repulse.push_down(weights_GA, pushing(options)).flatten()
-        figures |= weighing(weights_GA, experience.old_N, owners_N)
+        weights_S = weights_of(experience, options)
+        advantages_S = advantages_S + pushed(weights_S, experience, options)
+        figures |= weighing(weights_S, experience.old_N, experience)
     experience.advantages_N = scaled(advantages_S[owners_N], experience, options)
     return numbers(figures) | badness(experience, options)
 
@@ -53,19 +56,32 @@ def transformed(rewards_S: Tensor, options: TailOptions) -> Tensor:
 
 def shape_proposed(experience: Experience, options: TailOptions) -> tuple[Figures, Tensor]:
     """Give the proposal's answers its advantages; those for the policy come back, to be used after its update."""
-    owners_N, group, answers = experience.owners_N, options.n_samples_per_prompt, len(experience)
+    owners_N = experience.owners_N
     assert experience.policy_N is not None and experience.old_N is not None
     ratio_N = experience.policy_N - experience.old_N
-    ratios_GA = log_ratios(experience.policy_N, experience.old_N, owners_N, answers).view(-1, group)
-    weights_GA = tilted(experience.rewards_S.view(-1, group), options.target_dist_beta, ratios_GA)
+    ratios_S = log_ratios(experience.policy_N, experience.old_N, owners_N, len(experience))
+    weights_S = weights_of(experience, options, ratios_S)
     steps_N = None
     if options.proposal_loss == "ctl":
-        steps_N = ctl.step_weights(ratio_N, experience.twist_N, owners_N, answers, group)
-    experience.advantages_N = scaled(ctl.advantages(weights_GA, steps_N, owners_N), experience, options)
-    pushed_S = repulse.push_down(weights_GA, pushing(options)).flatten()
+        steps_N = ctl.step_weights(ratio_N, experience.twist_N, owners_N, experience.groups_S)
+    experience.advantages_N = scaled(ctl.advantages(weights_S, steps_N, owners_N), experience, options)
+    pushed_S = pushed(weights_S, experience, options)
     figures = {"reward": experience.rewards_S.mean(), "length": experience.lengths_S.float().mean()}
-    figures |= weighing(weights_GA, experience.policy_N, owners_N)
+    figures |= weighing(weights_S, experience.policy_N, experience)
     return numbers(figures) | badness(experience, options), scaled(pushed_S[owners_N], experience, options)
+
+
+def weights_of(experience: Experience, options: TailOptions, *ratios_S: Tensor) -> Tensor:
+    """omega of every answer."""
+
+    def weigh(rewards_GA: Tensor, ratios_GA: Tensor | None = None) -> Tensor:
+        return tilted(rewards_GA, options.target_dist_beta, ratios_GA)
+
+    return for_answers(weigh, experience.groups_S, experience.rewards_S, *ratios_S)
+
+
+def pushed(weights_S: Tensor, experience: Experience, options: TailOptions) -> Tensor:
+    return repulse.push_down(weights_S, pushing(options), len(experience) / experience.groups)
 
 
 def pushing(options: TailOptions) -> float:
@@ -76,12 +92,16 @@ def scaled(advantages_N: Tensor, experience: Experience, options: TailOptions) -
     return advantages_N * token_scale(experience.owners_N, len(experience), options.token_reduction)
 
 
-def weighing(weights_GA: Tensor, policy_N: Tensor | None, owners_N: Tensor) -> dict[str, Tensor]:
+def weighing(weights_S: Tensor, policy_N: Tensor | None, experience: Experience) -> dict[str, Tensor]:
     """How evenly a group's weights lie, and the mean log-prob under the target that they stand for."""
-    figures = {"effective_samples": effective_samples(weights_GA).mean(), "largest_weight": weights_GA.amax(1).mean()}
+    groups_S = experience.groups_S
+    figures = {
+        "effective_samples": for_groups(effective_samples, groups_S, weights_S).mean(),
+        "largest_weight": for_groups(lambda weights_GA: weights_GA.amax(1), groups_S, weights_S).mean(),
+    }
     if policy_N is not None:
-        log_probs_GA = sums(policy_N, owners_N, weights_GA.numel()).view_as(weights_GA)
-        figures["target_log_prob"] = (weights_GA * log_probs_GA).sum(1).mean()
+        weighed_S = weights_S * sums(policy_N, experience.owners_N, len(experience))
+        figures["target_log_prob"] = for_groups(lambda weighed_GA: weighed_GA.sum(1), groups_S, weighed_S).mean()
     return figures
 
 
