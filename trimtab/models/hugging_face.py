@@ -61,14 +61,16 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def skeleton(pretrain: str, loader: Any, flag: str = "--pretrain", **arguments: Any) -> nn.Module:
-    """The model's modules without its weights, to check options against."""
+def skeleton(
+    pretrain: str, loader: Any, flag: str = "--pretrain", *, building: dict[str, Any] | None = None, **arguments: Any
+) -> nn.Module:
+    """The model's modules without its weights. `building`: what else its class is told, beside its configuration."""
     from transformers import AutoConfig
 
     config = from_pretrained(AutoConfig, pretrain, flag=flag, **arguments)
     try:
         with torch.device("meta"):
-            return loader.from_config(config, trust_remote_code=trust_remote_code())
+            return loader.from_config(config, trust_remote_code=trust_remote_code(), **building or {})
     except (OSError, ValueError, ImportError) as error:
         if (why := needs_code(error)) is not None:
             raise UserError(f"{flag} {pretrain}: {why}") from error
@@ -96,7 +98,7 @@ def check_model_folder(pretrain: str, flag: str = "--pretrain") -> None:
     if not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
         raise UserError(f"{flag} {pretrain}: config.json is there but no weights (*.safetensors); copy them there")
     _read_json(folder / "config.json", flag)
-    for path in _safetensors_files(folder, flag):
+    for path in safetensors_files(folder, flag):
         try:
             with safe_open(path, framework="pt"):
                 pass  # reads the header, which tells whether the file is whole
@@ -114,7 +116,8 @@ def merging(adapter: Path, flag: str) -> str:
     return f"trimtab lora-combine {words}"
 
 
-def _safetensors_files(folder: Path, flag: str) -> list[Path]:
+def safetensors_files(folder: Path, flag: str) -> list[Path]:
+    """Those that hold a model's weights, in a folder of it; none where they are in other files."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.exists() or not index.exists():
         return [single] if single.exists() else []

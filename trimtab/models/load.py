@@ -1,6 +1,11 @@
-"""Load models as the root modules that jobs train or score with: working weights, adapters, path, memory savers."""
+"""Load models as the root modules that jobs train or score with: working weights, adapters, path, memory savers.
+
+In one process a model is loaded whole. Of a model that is split over several, each reads its own parts (sharded_load);
+only where that cannot be done, or where --zero_stage 0 gives every process everything, it is loaded whole and split.
+"""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,11 +13,14 @@ import torch
 from torch import nn
 
 from trimtab.config.groups import DropoutOptions, LoadOptions
-from trimtab.config.jobs import AttackOptions, GenerateOptions, RMOptions, ServeRMOptions, SupervisedOptions
+from trimtab.config.jobs import AttackOptions, GenerateOptions, RMOptions, ServeRMOptions
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.distributed.device import Device
+from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
+from trimtab.models.adapter_start import fill_adapters
 from trimtab.models.dropout import has_dropout, switch_off_dropout
+from trimtab.models.filling import fill
 from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.hugging_face import (
     check_model_folder,
@@ -25,26 +33,36 @@ from trimtab.models.hugging_face import (
 from trimtab.models.lora import add_adapters
 from trimtab.models.packed import PackedModel
 from trimtab.models.policy import Policy
-from trimtab.models.reward import HEAD, RewardModel, initialise_head, separate_padding
+from trimtab.models.reward import HEAD, RewardModel, drawn_head, initialise_head, separate_padding
 from trimtab.models.selfcheck import Verdict, choose_path
+from trimtab.models.sharded import TrainedModelOptions, shard_frozen, shard_trained
+from trimtab.models.sharded_load import Unfilled, begin, cast_frozen, set_head, settle_path
+from trimtab.models.weight_files import WeightFiles
 
-TrainedModelOptions = SupervisedOptions | RLOptions
 RewardLoadOptions = RMOptions | RLOptions | GenerateOptions | AttackOptions | ServeRMOptions
 """What has LoadOptions and RewardHeadOptions."""
+Within = Callable[[PackedModel], PackedModel]
 
 
 @dataclass
 class Loaded:
     model: PackedModel
     verdict: Verdict
-    weights: str  # fingerprint of what was read, before adapters and casts
+    weights: str  # fingerprint of what was read
     notes: tuple[str, ...] = ()  # what there is to say of it
 
 
-def load_policy(options: TrainedModelOptions, device: Device, *, cast: bool = True) -> Loaded:
-    """A causal LM to be trained. `cast`: with --bf16 to the working weights; a split model casts as it gathers."""
-    model = _causal_lm(options.pretrain, options, device)
-    return _to_be_trained(Policy, model, options, device, "CAUSAL_LM", cast)
+def load_policy(
+    options: TrainedModelOptions, device: Device, mesh: Mesh | None = None, *, within: Within = lambda policy: policy
+) -> Loaded:
+    """A causal LM to be trained, split over the processes of `mesh`; `within`: the root module it is a part of."""
+    from transformers import AutoModelForCausalLM
+
+    mesh, pretrain = mesh or Mesh(), options.pretrain
+    check_model_folder(pretrain)
+    if in_parts(options, mesh) and (unfilled := begin(pretrain, AutoModelForCausalLM, options, mesh, "--pretrain")):
+        return _trained_in_parts(Policy, unfilled, options, device, mesh, within)
+    return _to_be_trained(Policy, _causal_lm(pretrain, options, device), options, device, mesh, within)
 
 
 def policy_skeleton(options: TrainedModelOptions) -> Policy:
@@ -55,13 +73,32 @@ def policy_skeleton(options: TrainedModelOptions) -> Policy:
     return Policy(add_adapters(model, options) if options.lora_rank > 0 else model)
 
 
-def load_frozen_policy(pretrain: str, options: LoadOptions, device: Device, flag: str = "--ref_pretrain") -> Loaded:
-    """A causal LM that only scores: a reference or a teacher, in the trained model's precision."""
+def load_frozen_policy(
+    pretrain: str,
+    options: LoadOptions,
+    device: Device,
+    flag: str = "--ref_pretrain",
+    *,
+    mesh: Mesh | None = None,
+    offload: bool = False,
+) -> Loaded:
+    """A causal LM that only scores: a reference or a teacher, in the trained model's precision.
+
+    `mesh`: the processes that it is split over (None: this one holds it), with `offload` in main memory.
+    """
+    from transformers import AutoModelForCausalLM
+
+    check_model_folder(pretrain, flag)
+    if mesh and (unfilled := begin(pretrain, AutoModelForCausalLM, options, mesh, flag)):
+        return _frozen_in_parts(Policy, unfilled, pretrain, options, device, mesh, flag, offload)
     model = _causal_lm(pretrain, options, device, flag=flag)
-    weights = weights_fingerprint(model)
+    weights = _fingerprint(model, pretrain, options, flag)
     model.requires_grad_(False)
     policy = Policy(model).eval()
-    return Loaded(policy, _placed(policy, options, device, cast=options.bf16), weights)
+    loaded = Loaded(policy, _placed(policy, options, device, cast=options.bf16), weights)
+    if mesh:
+        shard_frozen(policy, mesh, offload=offload)
+    return loaded
 
 
 def frozen_skeleton(pretrain: str, flag: str) -> Policy:
@@ -75,62 +112,110 @@ def load_reward_model(
     options: RMOptions | RLOptions,
     device: Device,
     tokenizer: Any,
+    mesh: Mesh | None = None,
     *,
-    cast: bool = True,
     root: type[PackedModel] = RewardModel,
 ) -> Loaded:
-    """A reward model or critic to be trained, from one that has a head already or from a causal LM."""
-    model, found = _classifier(options.pretrain, options, device)
-    _require_head(model, options.pretrain)
+    """A reward model or critic to be trained, from one that has a head already or from a causal LM; split over the
+    processes of `mesh`."""
+    mesh, pretrain = mesh or Mesh(), options.pretrain
+    head = _stored_head(pretrain, options)
+    if in_parts(options, mesh) and (unfilled := _unfilled_classifier(pretrain, options, mesh, head)):
+        _require_head(unfilled.model, pretrain)
+        separate_padding(unfilled.model, tokenizer)
+        return _trained_in_parts(root, unfilled, options, device, mesh)
+    model, found = _classifier(pretrain, options, device, head)
+    _require_head(model, pretrain)
     if _without_head(found):
         initialise_head(model)
-    found = {key: {k for k in keys if HEAD not in str(k)} for key, keys in found.items()}
-    refuse_fresh_weights(options.pretrain, found)
+    refuse_fresh_weights(pretrain, _but_for_head(found))
     separate_padding(model, tokenizer)
-    return _to_be_trained(root, model, options, device, "SEQ_CLS", cast)
+    return _to_be_trained(root, model, options, device, mesh)
 
 
 def load_frozen_reward_model(
-    pretrain: str, options: RewardLoadOptions, device: Device, tokenizer: Any, flag: str = "--reward_pretrain"
+    pretrain: str,
+    options: RewardLoadOptions,
+    device: Device,
+    tokenizer: Any,
+    flag: str = "--reward_pretrain",
+    *,
+    mesh: Mesh | None = None,
+    offload: bool = False,
 ) -> Loaded:
-    """A reward model that only scores: ours, or any sequence classifier with one score."""
-    model, found = _classifier(pretrain, options, device, flag)
+    """A reward model that only scores: ours, or any sequence classifier with one score. `mesh`, `offload`: as those of
+    a frozen policy."""
+    head = _stored_head(pretrain, options, flag)
+    if mesh and (unfilled := _unfilled_classifier(pretrain, options, mesh, head, flag)):
+        if not unfilled.has_head:
+            raise UserError(_NO_HEAD.format(flag, pretrain))
+        separate_padding(unfilled.model, tokenizer)
+        return _frozen_in_parts(RewardModel, unfilled, pretrain, options, device, mesh, flag, offload)
+    model, found = _classifier(pretrain, options, device, head, flag)
     if _without_head(found):
-        raise UserError(f"{flag} {pretrain}: a model without a trained score head; make one of it with trimtab rm")
+        raise UserError(_NO_HEAD.format(flag, pretrain))
     refuse_fresh_weights(pretrain, found, flag=flag)
     separate_padding(model, tokenizer)
-    weights = weights_fingerprint(model)
+    weights = _fingerprint(model, pretrain, options, flag)
     model.requires_grad_(False)
     if hasattr(model, HEAD):
-        root = RewardModel(model).eval()
-        return Loaded(root, _placed(root, options, device, cast=options.bf16), weights)
-    # Not a decoder, so only its own forward pass knows where its score comes from.
-    root = RewardModel(model, path="logits").eval()
-    if options.bf16:
-        cast_parameters(root, torch.bfloat16)
-    root.to(device.torch)
-    return Loaded(root, Verdict("logits", f"{type(model).__name__} is not a decoder", 0.0), weights)
+        reward = RewardModel(model).eval()
+        verdict = _placed(reward, options, device, cast=options.bf16)
+    else:
+        reward, verdict = _not_a_decoder(model)
+        if options.bf16:
+            cast_parameters(reward, torch.bfloat16)
+        reward.to(device.torch)
+    if mesh:
+        shard_frozen(reward, mesh, offload=offload)
+    return Loaded(reward, verdict, weights)
 
 
-def _classifier(
-    pretrain: str, options: RewardLoadOptions, device: Device, flag: str = "--pretrain"
-) -> tuple[nn.Module, dict]:
-    """A sequence classifier with one score, whatever its head is called in the files, and what loading found."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+_NO_HEAD = "{} {}: a model without a trained score head; make one of it with trimtab rm"
+
+
+def _not_a_decoder(model: nn.Module) -> tuple[RewardModel, Verdict]:
+    """Only its own forward pass knows where its score comes from."""
+    verdict = Verdict("logits", f"{type(model).__name__} is not a decoder", 0.0)
+    return RewardModel(model, path="logits").eval(), verdict
+
+
+def _stored_head(pretrain: str, options: RewardLoadOptions, flag: str = "--pretrain") -> str:
+    """What the score head is called in the files."""
+    from transformers import AutoConfig
 
     check_model_folder(pretrain, flag)
     quiet_transformers()
-    config = from_pretrained(AutoConfig, pretrain, flag=flag)
-    stored = getattr(config, "value_head_prefix", options.value_head_prefix)
+    return getattr(from_pretrained(AutoConfig, pretrain, flag=flag), "value_head_prefix", options.value_head_prefix)
+
+
+def _unfilled_classifier(
+    pretrain: str, options: RewardLoadOptions, mesh: Mesh, head: str, flag: str = "--pretrain"
+) -> Unfilled | None:
+    from transformers import AutoModelForSequenceClassification
+
+    return begin(pretrain, AutoModelForSequenceClassification, options, mesh, flag, head=head, num_labels=1)
+
+
+def _classifier(
+    pretrain: str, options: RewardLoadOptions, device: Device, head: str, flag: str = "--pretrain"
+) -> tuple[nn.Module, dict]:
+    """A sequence classifier with one score, and what loading found."""
+    from transformers import AutoModelForSequenceClassification
+
     arguments = _arguments(options, device) | {"num_labels": 1}
-    if stored != HEAD:
-        arguments["key_mapping"] = {rf"^{stored}\.": f"{HEAD}."}
+    if head != HEAD:
+        arguments["key_mapping"] = {rf"^{head}\.": f"{HEAD}."}
     return from_pretrained(AutoModelForSequenceClassification, pretrain, flag=flag, **arguments)
 
 
 def _without_head(found: dict) -> bool:
     weight = f"{HEAD}.weight"
     return weight in found["missing_keys"] or any(key[0] == weight for key in found["mismatched_keys"])
+
+
+def _but_for_head(found: dict) -> dict:
+    return {key: {k for k in keys if HEAD not in str(k)} for key, keys in found.items()}
 
 
 def reward_skeleton(options: TrainedModelOptions, flag: str = "--pretrain") -> RewardModel:
@@ -150,7 +235,6 @@ def _require_head(model: nn.Module, pretrain: str, flag: str = "--pretrain") -> 
 def _causal_lm(pretrain: str, options: LoadOptions, device: Device, flag: str = "--pretrain") -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    check_model_folder(pretrain, flag)
     quiet_transformers()
     model, found = from_pretrained(AutoModelForCausalLM, pretrain, flag=flag, **_arguments(options, device))
     refuse_fresh_weights(pretrain, found, flag=flag)
@@ -167,23 +251,109 @@ def _arguments(options: LoadOptions, device: Device) -> dict[str, Any]:
     return arguments
 
 
-def _to_be_trained(
-    root: type[PackedModel], model: nn.Module, options: TrainedModelOptions, device: Device, task_type: str, cast: bool
+def in_parts(options: TrainedModelOptions, mesh: Mesh) -> bool:
+    """Whether each process reads only its share: without one it needs everything."""
+    return mesh.size > 1 and options.zero_stage > 0
+
+
+def _trained_in_parts(
+    root: type[PackedModel],
+    unfilled: Unfilled,
+    options: TrainedModelOptions,
+    device: Device,
+    mesh: Mesh,
+    within: Within = lambda module: module,
 ) -> Loaded:
-    weights = weights_fingerprint(model)
+    model, filling = unfilled.model, unfilled.filling
+    scores = root is not Policy
+    head = drawn_head(model) if scores and not unfilled.has_head else None
     notes = _settle_dropout(model, options) if isinstance(options, DropoutOptions) else ()
+    random_state = torch.get_rng_state()
+    if options.lora_rank > 0:
+        model = add_adapters(model, options, _task_type(root))
+    module = root(model)
+    verdict = settle_path(module, options, device)
+    prepare_training(module, options, device)
+    module = within(module)
+    if options.bf16:
+        cast_frozen(module)
+    shard_trained(module, options, mesh)
+    found = fill(module, filling, device.torch, offload=options.adam_offload)
+    refuse_fresh_weights(options.pretrain, _but_for_head(found) if scores else found)
+    if scores:
+        set_head(module, head)
+    if options.lora_rank > 0:
+        fill_adapters(module.model, random_state)
+    return Loaded(module, verdict, unfilled.weights, notes)
+
+
+def _frozen_in_parts(
+    root: type[PackedModel],
+    unfilled: Unfilled,
+    pretrain: str,
+    options: LoadOptions,
+    device: Device,
+    mesh: Mesh,
+    flag: str,
+    offload: bool,
+) -> Loaded:
+    model = unfilled.model.requires_grad_(False)
+    if root is RewardModel and not hasattr(model, HEAD):
+        module, verdict = _not_a_decoder(model)
+    else:
+        module = root(model).eval()
+        verdict = settle_path(module, options, device)
+    if options.bf16:
+        cast_parameters(module, torch.bfloat16)
+    shard_frozen(module, mesh, offload=offload)
+    found = fill(module, unfilled.filling, device.torch, offload=offload)
+    refuse_fresh_weights(pretrain, found, flag=flag)
+    return Loaded(module, verdict, unfilled.weights)
+
+
+def _to_be_trained(
+    root: type[PackedModel],
+    model: nn.Module,
+    options: TrainedModelOptions,
+    device: Device,
+    mesh: Mesh,
+    within: Within = lambda module: module,
+) -> Loaded:
+    weights = _fingerprint(model, options.pretrain, options, "--pretrain")
+    notes = _settle_dropout(model, options) if isinstance(options, DropoutOptions) else ()
+    if in_parts(options, mesh):
+        said = "its weights cannot be read in parts (safetensors can), so every process reads them all and then splits"
+        notes += (f"note: --pretrain {options.pretrain}: {said} them",)
     if options.load_in_4bit:
         _keep_gradients_on_cpu(model)
     if options.lora_rank > 0:
-        model = add_adapters(model, options, task_type)
+        model = add_adapters(model, options, _task_type(root))
     module = root(model)
-    verdict = _placed(module, options, device, cast=options.bf16 and cast)
+    verdict = _placed(module, options, device, cast=options.bf16 and mesh.size == 1)
+    prepare_training(module, options, device)
+    module = within(module)
+    if options.bf16 and mesh.size > 1:
+        cast_frozen(module)
+    shard_trained(module, options, mesh)
+    return Loaded(module, verdict, weights, notes)
+
+
+def _task_type(root: type[PackedModel]) -> str:
+    return "CAUSAL_LM" if root is Policy else "SEQ_CLS"
+
+
+def prepare_training(module: PackedModel, options: TrainedModelOptions, device: Device) -> None:
     if options.use_liger_kernel:
-        _apply_liger(model, device)
+        _apply_liger(module.model, device)
     if options.gradient_checkpointing:
         enable_gradient_checkpointing(module, reentrant=options.gradient_checkpointing_use_reentrant)
     module.train()
-    return Loaded(module, verdict, weights, notes)
+
+
+def _fingerprint(model: nn.Module, pretrain: str, options: LoadOptions, flag: str) -> str:
+    """Of the files, which every process can look at; of the parameters where the files are of another kind."""
+    files = None if options.load_in_4bit else WeightFiles.find(pretrain, flag)
+    return weights_fingerprint(model) if files is None else files.fingerprint()
 
 
 def _settle_dropout(model: nn.Module, options: DropoutOptions) -> tuple[str, ...]:

@@ -146,5 +146,6 @@ class SideBySide(nn.Module):
 
 
 def twist_of(policy: Policy, *, layers: int) -> Twist:
-    """Fit for the policy's hidden states and vocabulary."""
-    return Twist(policy.config.get_text_config().hidden_size, policy.head.out_features, layers=layers).to(policy.device)
+    """Fit for the policy's hidden states and vocabulary; in main memory while the policy is a skeleton."""
+    twist = Twist(policy.config.get_text_config().hidden_size, policy.head.out_features, layers=layers)
+    return twist if policy.device.type == "meta" else twist.to(policy.device)

@@ -1,5 +1,6 @@
 """A sequence classifier with one output seen as a reward model: the score of every sequence at its last token."""
 
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,20 @@ class RewardModel(PackedModel):
 
 def initialise_head(model: nn.Module) -> None:
     """A fresh head starts small, so that all rewards start near zero."""
-    nn.init.normal_(getattr(model, HEAD).weight, std=1 / (model.config.get_text_config().hidden_size + 1))
+    _draw(getattr(model, HEAD), model)
+
+
+def drawn_head(model: nn.Module) -> Tensor:
+    """The weight of a fresh head for a skeleton: what a model that is loaded whole gets from the same random stream."""
+    head = copy.deepcopy(getattr(model, HEAD)).to_empty(device="cpu")
+    with torch.no_grad():
+        model._init_weights(head)  # loading draws what it finds missing, before we do
+        _draw(head, model)
+    return head.weight.detach()
+
+
+def _draw(head: nn.Module, model: nn.Module) -> None:
+    nn.init.normal_(head.weight, std=1 / (model.config.get_text_config().hidden_size + 1))
 
 
 def separate_padding(model: nn.Module, tokenizer) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
 from trimtab.errors import UserError
@@ -46,7 +46,7 @@ def _choose(root: PackedModel, packed_allowed: bool) -> Verdict:
     if packed_allowed:
         register()
         candidates.insert(0, ("packed", NAME))
-    _use(causal, by_definition)
+    use_attention(causal, by_definition)
     probe = _probe(root.config, root.device)
     reference = root.reference_values(probe)
     # Rounding grows with the values; half precision is looked at only where there is nothing better (4-bit weights).
@@ -54,7 +54,7 @@ def _choose(root: PackedModel, packed_allowed: bool) -> Verdict:
     tolerance = rounding * max(3.0, reference.abs().max().item())
     reasons = [] if packed_allowed else ["another attention implementation was asked for"]
     for root.path, implementation in candidates:
-        _use(causal, implementation)
+        use_attention(causal, implementation)
         problem, difference = _try(root, probe, reference, tolerance)
         if not problem:
             return Verdict(root.path, reasons[0] if reasons else "", difference)
@@ -62,7 +62,7 @@ def _choose(root: PackedModel, packed_allowed: bool) -> Verdict:
     raise UserError(f"--pretrain: {type(causal).__name__} cannot be run here: {reasons[-1]}; use another model")
 
 
-def _use(causal, implementation: str) -> None:
+def use_attention(causal: nn.Module, implementation: str) -> None:
     if causal.config._attn_implementation != implementation and causal._can_set_attn_implementation():
         causal.set_attn_implementation(implementation)
 

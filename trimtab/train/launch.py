@@ -20,10 +20,10 @@ from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import TrainedModelOptions
+from trimtab.models.sharded import mesh_of
 from trimtab.train.pass_limit import BeginAnew
 from trimtab.train.plan.passes import for_manifest, supervised_work, with_planned_passes
 from trimtab.train.rehearsal import memory_line, samples_with_masks, usable_rows
-from trimtab.train.sharded import mesh_of, shard_trained
 from trimtab.train.supervised import SupervisedRun
 from trimtab.train.task import Task
 
@@ -73,7 +73,6 @@ def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, w
     task.padded = loaded.verdict.path != "packed"
     if task.padded:
         world.say(f"samples are padded, not packed: {loaded.verdict.reason}")
-    shard_trained(loaded.model, options, mesh)
     task.attach(loaded, device)
     # Dropout differs between processes, everything else does not.
     seed_everything(options.seed + 1_000_003 * mesh.all.rank, deterministic=options.full_determinism)

@@ -23,7 +23,7 @@ from trimtab.models.load import Loaded, TrainedModelOptions, load_frozen_policy
 from trimtab.models.lora import adapters_off
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
-from trimtab.train.sharded import shard_frozen
+from trimtab.models.sharded import frozen_is_split
 from trimtab.train.task import sums_by_sequence
 
 
@@ -58,8 +58,8 @@ class Reference:
         self.precision = "bf16" if options.bf16 else "fp32"
         self.adapters_off = options.lora_rank > 0 and pretrain is None
         if not self.adapters_off:
-            loaded = load_frozen_policy(pretrain or options.pretrain, options, device)
-            shard_frozen(loaded.model, options, mesh, offload=offload)
+            split = mesh if frozen_is_split(options, mesh, offload=offload) else None
+            loaded = load_frozen_policy(pretrain or options.pretrain, options, device, mesh=split, offload=offload)
         self.model, self.weights = loaded.model, loaded.weights
         self.offload = offload and not self.adapters_off and device.is_accelerator and mesh.size == 1
         if self.offload:

@@ -31,7 +31,7 @@ class RMTask(PairTask):
         return store, report
 
     def load_model(self, device: Device) -> Loaded:
-        return load_reward_model(self.options, device, self.tokenizer, cast=self.mesh.size == 1)
+        return load_reward_model(self.options, device, self.tokenizer, self.mesh)
 
     def skeleton(self) -> RewardModel:
         return reward_skeleton(self.options)

@@ -84,7 +84,7 @@ class Task:
 
     def load_model(self, device: Device) -> Loaded:
         """The model that is trained."""
-        return load_policy(self.options, device, cast=self.mesh.size == 1)
+        return load_policy(self.options, device, self.mesh)
 
     def skeleton(self) -> PackedModel:
         """The same without its weights."""

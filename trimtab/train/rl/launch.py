@@ -28,6 +28,7 @@ from trimtab.models.hugging_face import check_model_folder
 from trimtab.models.load import load_policy, load_reward_model, policy_skeleton
 from trimtab.models.packed import PackedModel
 from trimtab.models.policy import Policy
+from trimtab.models.sharded import mesh_of
 from trimtab.rewards.build import build_reward, in_words
 from trimtab.rewards.labels import check_labels
 from trimtab.rewards.model import same_tokenizer
@@ -54,7 +55,6 @@ from trimtab.train.rl.loop import Counters, Iteration, RLRun, Roles
 from trimtab.train.rl.recording import Recording
 from trimtab.train.rl.rollouts import Rollouts
 from trimtab.train.rl.text import TextMixture, load_text
-from trimtab.train.sharded import mesh_of, shard_trained
 from trimtab.train.tensor_parts import HeldParts
 
 # What goes to the roles and comes back; nothing else may.
@@ -150,7 +150,7 @@ class Builder:
         )
         self.options = options
         seed_everything(options.seed, deterministic=options.full_determinism)
-        self.loaded = load_policy(options, device, cast=world.size == 1)
+        self.loaded = load_policy(options, device, self.mesh)
         check_model(self.loaded.model, options, self.stores)
         for line in (*notes(options, device), *self.loaded.notes):
             world.say(line)
@@ -187,7 +187,6 @@ class Builder:
     def _roles(self, stop: StopRequest) -> dict[str, Any]:
         options, device, mesh = self.options, self.device, self.mesh
         policy = self.loaded.model
-        shard_trained(policy, options, mesh)
         roles: dict[str, Any] = {}
         if options.init_kl_coef > 0:
             roles["reference"] = self._scorer(None)
@@ -225,10 +224,9 @@ class Builder:
             self.world.say(note)
         tokenizer = copy.deepcopy(self.tokenizer)  # a classifier may need another padding token
         its_options = dataclasses.replace(options, pretrain=name)
-        loaded = load_reward_model(its_options, self.device, tokenizer, cast=self.world.size == 1, root=Critic)
+        loaded = load_reward_model(its_options, self.device, tokenizer, self.mesh, root=Critic)
         if options.normalize_reward and name == first_reward(options):
             loaded.model.mean, loaded.model.deviation = loaded.model.config.mean, loaded.model.config.std
-        shard_trained(loaded.model, options, self.mesh)
         optimiser = self._optimiser(loaded.model.model, options.critic_learning_rate)
         return CriticLearner(options, loaded.model, optimiser, tokenizer, self.device, self.mesh)
 

@@ -20,7 +20,6 @@ from trimtab.rollout.types import Sampling
 from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.rl.launch import Builder, rehearse_rl, train_rl
 from trimtab.train.rl.learner import Actor
-from trimtab.train.sharded import shard_trained
 from trimtab.train.tail.files import TailFiles
 from trimtab.train.tail.loop import TailRoles, TailRun
 from trimtab.train.tail.measures import BadWords, Measures, bad_tokens
@@ -73,7 +72,7 @@ class TailBuilder(Builder):
         if bad is not None:
             check_countable(vocabulary_of(self.loaded.model), bad, options.generate_max_len)
         borrowing = options.method == "repulse" and options.proposal_lora_rank > 0
-        self.borrowing = self._borrowing_policy() if borrowing else None  # before the policy is split
+        self.borrowing = self._borrowing_policy() if borrowing else None
         roles = super()._roles(stop)
         if HELD_OUT in self.stores:
             roles["start"] = roles.get("reference") or self._scorer(None)
@@ -95,24 +94,22 @@ class TailBuilder(Builder):
             model = ModulatedPolicy(policy, twist_of(policy, layers=HEAD_LAYERS[options.proposal]))
             learner, rollouts = self._learner(Modulation, model), self._rollouts(model, stop)
         elif options.proposal == "modulation_model":
-            psi = TwistModel(self._second_model())
-            shard_trained(psi, options, self.mesh)
+            psi = self._second_model(TwistModel)
             model = ModulatedPolicy(policy, psi.twist, psi)
             learner, rollouts = self._learner(partial(ModulationModel, model), psi), self._rollouts(model, stop)
         else:
             model = self._second_model()
-            shard_trained(model, options, self.mesh)
             learner, rollouts = self._learner(ProposalModel, model), self._rollouts(model, stop)
         return {"proposal": learner, "proposal_rollouts": rollouts}
 
-    def _second_model(self) -> Policy:
+    def _second_model(self, within: Callable[[Policy], Any] = lambda policy: policy) -> Any:
         """From the same weights as the policy, and trained in full."""
         options = dataclasses.replace(self.options, lora_rank=0)
-        return load_policy(options, self.device, cast=self.mesh.size == 1).model
+        return load_policy(options, self.device, self.mesh, within=within).model
 
     def _borrowing_policy(self) -> BorrowingPolicy:
         options = dataclasses.replace(self.options, lora_rank=self.options.proposal_lora_rank)
-        return BorrowingPolicy(self.loaded.model, options, split=self.mesh.size > 1)
+        return BorrowingPolicy(self.loaded.model, options, self.device, split=self.mesh.size > 1)
 
     def _learner(self, make: Callable[..., ProposalModel], model: Any) -> ProposalModel:
         options = dataclasses.replace(self.options, enable_ema=False)

@@ -5,11 +5,14 @@ from collections.abc import Sequence
 import torch
 
 from trimtab.config.groups import ShardingOptions
+from trimtab.config.jobs import SupervisedOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import GRADIENT_DTYPES, shard
 from trimtab.distributed.world import World
-from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel
+
+TrainedModelOptions = SupervisedOptions | RLOptions
 
 
 def mesh_of(options: ShardingOptions, world: World, ranks: Sequence[int] | None = None) -> Mesh:
@@ -30,10 +33,13 @@ def shard_trained(model: PackedModel, options: TrainedModelOptions, mesh: Mesh) 
     )
 
 
-def shard_frozen(model: PackedModel, options: ShardingOptions, mesh: Mesh, *, offload: bool) -> None:
+def frozen_is_split(options: ShardingOptions, mesh: Mesh, *, offload: bool) -> bool:
     """A model without gradients is worth splitting where the trained one is, or where it is kept off the device."""
-    if options.zero_stage == 3 or offload:
-        shard(model, decoder_layers(model), mesh, zero_stage=3, offload=offload, copies=False)
+    return mesh.size > 1 and (options.zero_stage == 3 or offload)
+
+
+def shard_frozen(model: PackedModel, mesh: Mesh, *, offload: bool) -> None:
+    shard(model, decoder_layers(model), mesh, zero_stage=3, offload=offload, copies=False)
 
 
 def decoder_layers(model: PackedModel) -> list[torch.nn.Module]:

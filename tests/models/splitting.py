@@ -1,0 +1,86 @@
+"""What the processes of a test do that load, run and save a split model."""
+
+import numpy as np
+import torch
+
+from trimtab.config.checks import settle
+from trimtab.config.jobs import RMOptions, SFTOptions
+from trimtab.config.parse import parse
+from trimtab.data.batches import TokenBatch
+from trimtab.data.tokenizer import load_tokenizer
+from trimtab.distributed.device import find_device, seed_everything
+from trimtab.distributed.sharding import local
+from trimtab.distributed.world import find_world, leave_world
+from trimtab.models import load
+from trimtab.models.packed import scoring
+
+JOBS = {"sft": SFTOptions, "rm": RMOptions}
+
+
+def options_of(job, model, words):
+    options, _ = settle(parse(JOBS[job], ["--pretrain", model, "--dataset", "none", "--zero_stage", "3", *words.split()]))
+    return options
+
+
+def load_split(job, options, world, *, whole=False):
+    """`whole`: loaded whole by every process, then split."""
+    seed_everything(7, deterministic=False)
+    begin, loaders = load.begin, (load._causal_lm, load._classifier)
+    if whole:
+        load.begin = lambda *args, **more: None
+    else:
+        load._causal_lm = load._classifier = None  # nobody calls them
+    try:
+        if job == "rm":
+            return load.load_reward_model(options, find_device(), load_tokenizer(options.pretrain), world)
+        return load.load_policy(options, find_device(), world)
+    finally:
+        load.begin = begin
+        load._causal_lm, load._classifier = loaders
+
+
+def some_batch():
+    rng = np.random.default_rng(0)
+    examples = [(rng.integers(5, 40, length), np.arange(length) >= 3) for length in (9, 14, 6)]
+    return TokenBatch.of(examples)
+
+
+def values(model, batch):
+    out = model(batch)
+    return out.scores_S if hasattr(out, "scores_S") else out.log_probs_N
+
+
+def gradients(model, batch):
+    values(model, batch).sum().backward()
+    return {name: local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(job, model, words):
+    world = find_world(find_device())
+    options = options_of(job, model, words)
+    parts, whole = (load_split(job, options, world, whole=whole) for whole in (False, True))
+    state = torch.get_rng_state()
+    assert parts.verdict.path == whole.verdict.path == "packed"
+    assert parts.weights == whole.weights
+    first, second = (dict(loaded.model.named_parameters(remove_duplicate=False)) for loaded in (parts, whole))
+    assert first.keys() == second.keys()
+    for name in first:
+        half = options.bf16 and not first[name].requires_grad
+        assert first[name].dtype == second[name].dtype == (torch.bfloat16 if half else torch.float32), name
+        assert first[name].requires_grad == second[name].requires_grad, name
+        assert torch.equal(local(first[name]), local(second[name])), name
+    ties = [len({id(p) for p in found.values()}) for found in (first, second)]
+    assert ties[0] == ties[1]
+    for name, buffer in whole.model.named_buffers():
+        assert torch.equal(parts.model.get_buffer(name), buffer), name
+    batch = some_batch()
+    with torch.random.fork_rng(), scoring(parts.model), scoring(whole.model):
+        assert torch.equal(values(parts.model, batch), values(whole.model, batch))
+    found = []
+    for loaded in (parts, whole):
+        torch.set_rng_state(state)
+        found.append(gradients(loaded.model, batch))
+    assert found[0].keys() == found[1].keys() and found[0]
+    for name in found[0]:
+        assert torch.equal(found[0][name], found[1][name]), name
+    leave_world()
