@@ -18,7 +18,8 @@ JOBS = {"sft": SFTOptions, "rm": RMOptions}
 
 
 def options_of(job, model, words):
-    options, _ = settle(parse(JOBS[job], ["--pretrain", model, "--dataset", "none", "--zero_stage", "3", *words.split()]))
+    fixed = f"--pretrain {model} --dataset none --zero_stage 3"
+    options, _ = settle(parse(JOBS[job], f"{fixed} {words}".split()))
     return options
 
 

@@ -1,7 +1,6 @@
 """A model of which each process reads its parts is, bit for bit, the model that is loaded whole and split."""
 
 import pytest
-import torch
 
 from tests import warm
 from tests.models.splitting import compare

@@ -65,9 +65,7 @@ def settle_path(module: PackedModel, options: LoadOptions, device: Device) -> Ve
     """In fp32 on the CPU, unless an attention implementation was asked for that may know only half precision, or only
     the accelerator."""
     if options.attn_implementation is None:
-        return choose_path_without_weights(
-            module, packed_allowed=True, dtype=torch.float32, device=torch.device("cpu")
-        )
+        return choose_path_without_weights(module, packed_allowed=True, dtype=torch.float32, device=torch.device("cpu"))
     dtype = torch.bfloat16 if options.bf16 else torch.float32
     return choose_path_without_weights(module, packed_allowed=False, dtype=dtype, device=device.torch)
 
