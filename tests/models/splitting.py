@@ -13,6 +13,7 @@ from trimtab.distributed.sharding import local
 from trimtab.distributed.world import find_world, leave_world
 from trimtab.models import load
 from trimtab.models.packed import scoring
+from trimtab.models.sharded import mesh_of
 
 JOBS = {"sft": SFTOptions, "rm": RMOptions}
 
@@ -23,7 +24,7 @@ def options_of(job, model, words):
     return options
 
 
-def load_split(job, options, world, *, whole=False):
+def load_split(job, options, mesh, *, whole=False):
     """`whole`: loaded whole by every process, then split."""
     seed_everything(7, deterministic=False)
     begin, loaders = load.begin, (load._causal_lm, load._classifier)
@@ -33,8 +34,8 @@ def load_split(job, options, world, *, whole=False):
         load._causal_lm = load._classifier = None  # nobody calls them
     try:
         if job == "rm":
-            return load.load_reward_model(options, find_device(), load_tokenizer(options.pretrain), world)
-        return load.load_policy(options, find_device(), world)
+            return load.load_reward_model(options, find_device(), load_tokenizer(options.pretrain), mesh)
+        return load.load_policy(options, find_device(), mesh)
     finally:
         load.begin = begin
         load._causal_lm, load._classifier = loaders
@@ -57,9 +58,9 @@ def gradients(model, batch):
 
 
 def compare(job, model, words):
-    world = find_world(find_device())
     options = options_of(job, model, words)
-    parts, whole = (load_split(job, options, world, whole=whole) for whole in (False, True))
+    mesh = mesh_of(options, find_world(find_device()))
+    parts, whole = (load_split(job, options, mesh, whole=whole) for whole in (False, True))
     state = torch.get_rng_state()
     assert parts.verdict.path == whole.verdict.path == "packed"
     assert parts.weights == whole.weights

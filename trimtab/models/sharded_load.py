@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from trimtab.config.groups import LoadOptions
 from trimtab.data.hub import hub_or_cache
 from trimtab.distributed.device import Device
-from trimtab.distributed.sharding import keep_part
 from trimtab.distributed.mesh import Mesh
+from trimtab.distributed.sharding import keep_part
 from trimtab.models.filling import Filling, choose_filling, mismatched, untie_different
 from trimtab.models.hugging_face import quiet_transformers, refuse_fresh_weights, skeleton
 from trimtab.models.miniature import choose_path_without_weights
