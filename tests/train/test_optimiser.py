@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests import warm
 from trimtab.distributed.mesh import Mesh
-from trimtab.train.optimiser import Optimiser
+from trimtab.train.optimiser import Optimiser, total_norm
 from trimtab.train.tensor_parts import TensorParts, write_parts
 
 
@@ -116,3 +117,23 @@ def test_schedule_warms_up_then_falls_to_its_floor():
     optimiser = make(network(), settings(lr_scheduler="cosine_with_min_lr", lr_warmup_ratio=0.1), 100, fused=False)
     assert optimiser.rate(0) == 0 and optimiser.rate(5) == pytest.approx(5e-3)
     assert optimiser.rate(10) == pytest.approx(1e-2) and optimiser.rate(100) == pytest.approx(1e-3)
+
+
+def norms_in_two_processes() -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from trimtab.distributed.device import find_device
+    from trimtab.distributed.world import find_world, leave_world
+
+    mesh = Mesh(find_world(find_device())).for_sharding()
+    gradients = [torch.randn(5, 3, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    ways = [(Replicate(),), (Shard(0),), (Shard(1),), None, (Shard(0),), (Replicate(),)]
+    split = [g if way is None else distribute_tensor(g, mesh, way) for g, way in zip(gradients, ways)]
+    expected = float(torch.cat([g.flatten() for g in gradients]).norm())
+    for order in (split, split[::-1], split[3:] + split[:3]):
+        assert total_norm(order) == pytest.approx(expected, rel=1e-6)
+    leave_world()
+
+
+def test_the_norm_counts_every_part_once_however_gradients_are_split():
+    assert warm.call_world(norms_in_two_processes, 2) == [0, 0]

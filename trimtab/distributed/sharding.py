@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trimtab.distributed.blocks import blocks_of
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.watch import pulse
 
@@ -101,31 +102,10 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def box_of(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this process's part lies in the whole tensor, dimension by dimension."""
-    if not isinstance(tensor, DTensor):
-        return tuple(slice(0, length) for length in tensor.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths))
-
-
 def keep_part(whole: Tensor, tensor: Tensor) -> None:
     """Fill this process's part of `tensor` from what it is to be."""
-    local(tensor).copy_(whole[box_of(tensor)])
-
-
-def part_of(tensor: Tensor) -> tuple[int, bool]:
-    """First row of this process's part, and whether this process is the one to save it."""
-    if not isinstance(tensor, DTensor):
-        return 0, True
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    coordinates = tensor.device_mesh.get_coordinate()
-    copies = [c for c, placement in zip(coordinates, tensor.placements) if placement.is_replicate()]
-    return (offset[0] if offset else 0), all(c == 0 for c in copies)
+    for block in blocks_of(tensor):
+        local(tensor)[block.held].copy_(whole[block.slices])
 
 
 def sum_over_parts(value: Tensor, tensor: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.distributed.sharding import box_of, local
+from trimtab.distributed.blocks import blocks_of
+from trimtab.distributed.sharding import local
 from trimtab.models.packed import PackedModel
 from trimtab.models.weight_files import WeightFiles
 
@@ -204,6 +205,6 @@ def _tensor(model: nn.Module, name: str) -> Tensor:
 
 
 def _fill(tensor: Tensor, files: WeightFiles, key: str) -> None:
-    target = local(tensor)
-    if target.numel():
-        target.copy_(files.read(key, box_of(tensor)))
+    for block in blocks_of(tensor):
+        if block.size:
+            local(tensor)[block.held].copy_(files.read(key, block.slices))

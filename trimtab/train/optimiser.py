@@ -8,6 +8,7 @@ vanish in a bf16 parameter. When they are fp32 already, master and parameter are
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,13 +132,23 @@ class Optimiser:
 
 
 def total_norm(gradients: list[Tensor]) -> float:
-    """Norm of all gradients together, over all the parts they are split into."""
+    """Norm of all gradients together, over all the parts they are split into. Every process must ask."""
     if not gradients:
         return 0.0
-    if not isinstance(gradients[0], DTensor):
+    if not any(isinstance(gradient, DTensor) for gradient in gradients):
         return float(torch.nn.utils.get_total_norm(gradients))
+    split_alike: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        how = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        split_alike.setdefault(how, []).append(gradient)
+    squares = [sum_over_parts(_sum_of_squares(alike), alike[0]) for alike in split_alike.values()]
+    return float(torch.stack(squares).sum().sqrt())
+
+
+def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
+    """Of the parts that this process holds."""
     norms = torch.stack([local(g).norm() if local(g).numel() else local(g).new_zeros(()) for g in gradients])
-    return float(sum_over_parts(norms.square().sum(), gradients[0]).sqrt())
+    return norms.square().sum()
 
 
 def _master(parameter: Tensor, offload: bool) -> Tensor:

@@ -1,22 +1,25 @@
-"""Tensors on disk in parts: each process writes the rows it holds, and any number of processes reads them back.
+"""Tensors on disk in parts: each process writes the blocks it holds, and any number of processes reads them back,
+however these split their tensors.
 
-One process writes tensors.safetensors; several write tensors-00000-of-00002.safetensors and so on. Parts are along the
-first dimension. Every file notes the first row of each part it has, and the shapes of all tensors and the step they are
-of, so that parts are known to be all there and to belong together.
+One process writes tensors.safetensors; several write tensors-00000-of-00002.safetensors and so on. Every file notes
+which blocks of each tensor it has, and the shapes of all tensors and the step they are of, so that parts are known to
+be all there and to belong together.
 """
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from trimtab.distributed.blocks import Block, Slices, blocks_of, covers_once, is_first_holder, whole_block
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.sharding import local, part_of
+from trimtab.distributed.sharding import local
 from trimtab.files import flush
 from trimtab.train.integrity import write_sum
 
@@ -25,20 +28,31 @@ PATTERN = "tensors*.safetensors"
 
 def write_parts(folder: Path, tensors: dict[str, Tensor], mesh: Mesh, step: int) -> None:
     """Write what this process holds (what all hold alike, the first process writes), and flush it to disk."""
-    held, first_rows = {}, {}
-    for name, tensor in tensors.items():
-        start, mine = part_of(tensor)
-        if mine and (local(tensor) is not tensor or mesh.leads):
-            held[name] = local(tensor).detach().contiguous().cpu()
-            first_rows[name] = start
+    held = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if is_first_holder(tensor) and (local(tensor) is not tensor or mesh.leads)
+    }
     name = "tensors" if mesh.size == 1 else f"tensors-{mesh.all.rank:05d}-of-{mesh.size:05d}"
     path = folder / f"{name}.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    notes = {"first_rows": json.dumps(first_rows), "shapes": json.dumps(shapes), "step": str(step)}
-    save_file(held, path, metadata=notes)
+    write_file(
+        path,
+        {name: local(tensor).detach().contiguous().cpu() for name, tensor in held.items()},
+        {name: blocks_of(tensor) for name, tensor in held.items()},
+        {name: list(tensor.shape) for name, tensor in tensors.items()},
+        step,
+    )
     flush(path)
     write_sum(path)
+
+
+def write_file(
+    path: Path, parts: dict[str, Tensor], blocks: dict[str, list[Block]], shapes: dict[str, list[int]], step: int
+) -> None:
+    """One process's parts and where they belong; `shapes` of all tensors, also those it holds nothing of."""
+    notes = {"blocks": json.dumps(blocks), "shapes": json.dumps(shapes), "step": str(step)}
+    save_file(parts, path, metadata=notes)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
@@ -60,29 +74,28 @@ class TensorParts:
         if len(paths) != promised:
             raise ValueError(f"{len(paths)} of {promised} parts are there")
         self._files = [safe_open(path, framework="pt") for path in paths]
-        self._places: dict[str, list[tuple[int, int, int]]] = {}  # first row, end, file
-        shapes: dict[str, list[int]] = {}
+        self._places: dict[str, list[tuple[Block, int]]] = {}  # and the file that it is in
+        self._shapes: dict[str, list[int]] = {}
         steps = set()
         for index, file in enumerate(self._files):
             notes = file.metadata() or {}
-            first_rows = json.loads(notes.get("first_rows", "{}"))
-            shapes |= json.loads(notes.get("shapes", "{}"))
+            self._shapes |= json.loads(notes.get("shapes", "{}"))
             steps.add(notes.get("step"))
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                first, shape = first_rows.get(name, 0), file.get_slice(name).get_shape()
-                self._places.setdefault(name, []).append((first, first + (shape[0] if shape else 1), index))
+            for name, blocks in _blocks_in(file, notes):
+                self._places.setdefault(name, []).extend((block, index) for block in blocks)
         if len(steps) > 1:
             raise ValueError(f"its parts are of different steps ({', '.join(sorted(map(str, steps)))})")
         noted = steps.pop()
         self.step = None if noted is None else int(noted)
         for name, places in self._places.items():
-            if len(places) > 1:
-                places[:] = sorted(place for place in places if place[0] < place[1])  # a process may hold no row
-            if [first for first, _, _ in places] != [0, *(end for _, end, _ in places[:-1])]:
-                raise ValueError(f"rows of {name} are missing or there twice")
-        for name, shape in shapes.items():  # none are noted in checkpoints of earlier versions
-            if self._rows(name) != (shape[0] if shape else 1):
-                raise ValueError(f"{name} has {self._rows(name)} of {shape[0] if shape else 1} rows")
+            # Checkpoints of earlier versions do not note it.
+            self._shapes.setdefault(name, _extent([block for block, _ in places]))
+        for name, shape in self._shapes.items():
+            blocks = [block for block, _ in self._found(name)]
+            if not covers_once(blocks, shape):
+                here, needed = sum(block.size for block in blocks), math.prod(shape)
+                short = f"{name} has {here:,} of {needed:,} numbers"
+                raise ValueError(short if here != needed else f"parts of {name} overlap or lie outside of it")
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -91,32 +104,52 @@ class TensorParts:
         return list(self._places)
 
     def whole(self, name: str) -> Tensor:
-        pieces = [self._files[index].get_tensor(name) for _, _, index in self._found(name)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        (_, index), *more = self._found(name)
+        if not more:
+            return self._files[index].get_tensor(name)
+        tensor = torch.empty(self._shapes[name], dtype=self._files[index].get_slice(name)[:0].dtype)
+        self.read_into(name, tensor)
+        return tensor
 
     def read_into(self, name: str, tensor: Tensor) -> None:
         """Fill a tensor, or this process's part of it, in place."""
         places, target = self._found(name), local(tensor)
-        if target.ndim == 0:
-            target.copy_(self.whole(name))
-            return
-        if self._rows(name) != tensor.shape[0]:
-            raise ValueError(f"{name} has {self._rows(name)} of {tensor.shape[0]} rows")
-        start, _ = part_of(tensor)
-        stop = start + target.shape[0]
-        for first, last, index in places:
-            begin, end = max(start, first), min(stop, last)
-            if begin < end:
-                piece = self._files[index].get_slice(name)
-                target[begin - start : end - start].copy_(piece[begin - first : end - first])
+        if self._shapes[name] != list(tensor.shape):
+            raise ValueError(f"{name} has shape {self._shapes[name]}, not {list(tensor.shape)}")
+        for own in blocks_of(tensor):
+            for block, index in places:
+                if (both := own.common(block)) is not None:
+                    here, there = both
+                    target[here].copy_(self._read(index, name, there))
 
-    def _found(self, name: str) -> list[tuple[int, int, int]]:
+    def _read(self, index: int, name: str, where: Slices) -> Tensor:
+        return self._files[index].get_slice(name)[where] if where else self._files[index].get_tensor(name)
+
+    def _found(self, name: str) -> list[tuple[Block, int]]:
         if name not in self._places:
             raise ValueError(f"there is no {name} in it")
         return self._places[name]
 
-    def _rows(self, name: str) -> int:
-        return self._found(name)[-1][1]
+
+def _blocks_in(file: Any, notes: dict[str, str]) -> Iterator[tuple[str, list[Block]]]:
+    """What a file says of the part that it holds of each tensor."""
+    noted = json.loads(notes["blocks"]) if "blocks" in notes else None
+    first_rows = json.loads(notes.get("first_rows", "{}"))  # of earlier versions, which split by rows only
+    for name in file.keys():  # noqa: SIM118 (not a dict)
+        stored = whole_block(file.get_slice(name).get_shape())
+        if noted is None:
+            first = (first_rows.get(name, 0),) if stored.offsets else ()
+            yield name, [stored._replace(offsets=(*first, *stored.offsets[1:]))]
+            continue
+        blocks = [Block(*map(tuple, block)) for block in noted[name]]
+        if not covers_once([block._replace(offsets=block.place) for block in blocks], stored.lengths):
+            raise ValueError(f"its parts of {name} are not those that it names")
+        yield name, blocks or [stored]
+
+
+def _extent(blocks: list[Block]) -> list[int]:
+    ends = [[offset + length for offset, length in zip(block.offsets, block.lengths)] for block in blocks]
+    return [max(along) for along in zip(*ends)]
 
 
 class HeldParts:
