@@ -114,8 +114,12 @@ class TensorParts:
     def read_into(self, name: str, tensor: Tensor) -> None:
         """Fill a tensor, or this process's part of it, in place."""
         places, target = self._found(name), local(tensor)
-        if self._shapes[name] != list(tensor.shape):
-            raise ValueError(f"{name} has shape {self._shapes[name]}, not {list(tensor.shape)}")
+        found, wanted = self._shapes[name], list(tensor.shape)
+        if found != wanted:
+            few = found[1:] == wanted[1:] and found and wanted
+            raise ValueError(
+                f"{name} has {found[0]} of {wanted[0]} rows" if few else f"{name} has shape {found}, not {wanted}"
+            )
         for own in blocks_of(tensor):
             for block, index in places:
                 if (both := own.common(block)) is not None:
