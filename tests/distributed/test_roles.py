@@ -48,7 +48,7 @@ def serve(folder: Path) -> None:
     import torch.distributed as dist
 
     from trimtab.distributed.device import find_device
-    from trimtab.distributed.roles import FAILURE, Switchboard
+    from trimtab.distributed.switchboard import FAILURE, Switchboard
     from trimtab.distributed.world import find_world, leave_world
 
     world = find_world(find_device())
@@ -78,7 +78,7 @@ def watched(what: str, folder: Path) -> None:
     """A call in which the second process takes long, or is stopped, or the first lets it wait for the next call."""
     import trimtab.distributed.watch as watching
     from trimtab.distributed.device import find_device
-    from trimtab.distributed.roles import Switchboard
+    from trimtab.distributed.switchboard import Switchboard
     from trimtab.distributed.world import find_world, leave_world
 
     os.dup2(os.open(folder / f"said{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT), 2)

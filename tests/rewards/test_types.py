@@ -6,7 +6,8 @@ import torch
 
 from tests.rewards.samples import Lengths, request_of
 from trimtab.errors import RunFailed
-from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, Weighted, checked
+from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked
+from trimtab.rewards.weighing import Weighted
 
 
 class Fixed:

@@ -9,9 +9,8 @@ from trimtab.config.parse import parse
 from trimtab.distributed.device import find_device
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
-from trimtab.interrupts import StopRequest
 from trimtab.train.launch import check_undivided, without_evaluation
-from trimtab.train.rl.launch import Builder
+from trimtab.train.rl.controller import Controller
 
 QUANTISED = {"load_in_4bit": True, "bf16": True, "lora_rank": 8}
 
@@ -25,7 +24,7 @@ def test_four_bit_weights_are_refused_in_a_world_of_several_processes(job_class)
 
 def test_rl_asks_before_anything_is_loaded():
     with pytest.raises(UserError, match="4-bit weights cannot be split"):
-        Builder(PPOOptions(**QUANTISED), find_device(), World(0, 2), StopRequest())
+        Controller(PPOOptions(**QUANTISED), find_device(), World(0, 2))
 
 
 @pytest.mark.parametrize("words", ["--eval_steps 5", "--eval_max_samples 5"])

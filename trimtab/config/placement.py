@@ -46,6 +46,8 @@ class PlacementOptions(Options):
     """Critic and reward models share GPUs; here they always do."""
     colocate_all_models: bool = option(False, always=True)
     """All models and the rollout engine share GPUs; here they always do."""
+    controller_apart: bool = False
+    """Of several processes the first one runs the loop alone and holds no model."""
     ref_reward_offload: bool = False
     """Keep the weights of reference and reward models in main memory and bring them to the device to score."""
     deepspeed_enable_sleep: bool = False

@@ -55,6 +55,16 @@ class Device:
     def fused_adam(self) -> bool:
         return self.torch.type in ("cpu", "cuda")
 
+    def described(self) -> dict[str, str | int | bool]:
+        """For the manifest of a run."""
+        return {
+            "device": self.name,
+            "device_type": self.torch.type,
+            "threads": torch.get_num_threads(),
+            "fused_optimiser": self.fused_adam(),
+            **({"bf16_fault": fault} if (fault := self.bf16_fault()) else {}),
+        }
+
     def release_memory(self) -> None:
         """Give back what nothing holds any more, after an attempt that took too much."""
         gc.collect()

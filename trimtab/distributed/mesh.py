@@ -73,6 +73,11 @@ class Mesh:
         return self._count(DATA)
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """Which part of what is dealt out each of its processes gets."""
+        return tuple(place // self._count(("context", "tensor")) for place in range(self.size))
+
+    @property
     def device(self) -> torch.device:
         return self.world.device
 

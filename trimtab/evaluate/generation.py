@@ -30,7 +30,8 @@ from trimtab.models.load import load_frozen_policy
 from trimtab.rewards.build import build_reward, contents
 from trimtab.rewards.labels import check_labels
 from trimtab.rewards.trial import try_reward
-from trimtab.rewards.types import RewardRequest, Weighted
+from trimtab.rewards.types import RewardRequest
+from trimtab.rewards.weighing import Weighted
 from trimtab.rollout.choose import build_engine
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_tokens

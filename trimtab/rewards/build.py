@@ -17,9 +17,12 @@ from trimtab.rewards.client import HttpReward
 from trimtab.rewards.functions import FunctionReward
 from trimtab.rewards.model import ModelReward
 from trimtab.rewards.process import ProcessReward
-from trimtab.rewards.types import Reward, Weighted
+from trimtab.rewards.types import Reward
 from trimtab.rewards.verify import make_verifier
 from trimtab.rewards.waiting import Waiting
+from trimtab.rewards.weighing import Weighted
+
+Parts = list[tuple[Reward, float]]  # rewards and their weights
 
 
 def build_reward(
@@ -28,29 +31,41 @@ def build_reward(
     tokenizer: PreTrainedTokenizerBase,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Weighted:
-    """`tokenizer`: the policy's. `stopped`: whether the run has been told to stop, which ends every wait (GivenUp)."""
+    """All of it, in this process. `tokenizer`: the policy's; `stopped`: whether the run has been told to stop, which
+    ends every wait (GivenUp)."""
+    return Weighted([*reward_models(options, device, tokenizer), *other_rewards(options, stopped)])
+
+
+def reward_models(
+    options: RLOptions | GenerateOptions, device: Device, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[ModelReward | ProcessReward, float]]:
+    """What needs a device: the models of --reward_pretrain."""
+    models = [_model(name, options, device, tokenizer) for name in listed(options.reward_pretrain)]
+    return list(zip(models, options.reward_weights or (1.0,) * len(models)))
+
+
+def other_rewards(options: RLOptions | GenerateOptions, stopped: Callable[[], bool]) -> Parts:
+    """What is best near the answers: functions, servers and verifiers."""
     waiting = Waiting(stopped)
-    rewards: list[Reward] = [_model(name, options, device, tokenizer) for name in listed(options.reward_pretrain)]
     files, addresses = _places(options)
     limits: dict[str, Any] = {} if options.reward_timeout is None else {"seconds": options.reward_timeout}
-    rewards += [FunctionReward(place, waiting=waiting, **limits) for place in [*listed(options.reward_func), *files]]
+    places = [*listed(options.reward_func), *files]
+    rewards: list[Reward] = [FunctionReward(place, waiting=waiting, **limits) for place in places]
     if addresses:
         limits = {} if options.reward_timeout is None else {"timeout": options.reward_timeout}
         rewards.append(HttpReward(addresses, waiting=waiting, **limits))
-    weights = options.reward_weights or (1.0,) * len(rewards)
+    models = len(listed(options.reward_pretrain))
+    weights = options.reward_weights[models:] if options.reward_weights else (1.0,) * len(rewards)
     parts = list(zip(rewards, weights, strict=True))
-    if options.reward_verifier:
-        parts += make_verifier(options.reward_verifier, waiting).parts
-    return Weighted(parts)
+    return [*parts, *make_verifier(options.reward_verifier, waiting).parts] if options.reward_verifier else parts
 
 
-def in_words(reward: Reward, options: RLOptions) -> str:
-    """Everything that rewards the answers of an RL run."""
-    text = str(reward)
+def in_words(rewards: str, options: RLOptions) -> str:
+    """Everything that rewards the answers of an RL run; `rewards`: what there is besides recordings and teachers."""
     if options.replay:
-        told = [f"as recorded in {options.replay}", *([f"evaluations by {text}"] if text else [])]
+        told = [f"as recorded in {options.replay}", *([f"evaluations by {rewards}"] if rewards else [])]
     else:
-        told = [text] if text else []
+        told = [rewards] if rewards else []
     if options.teacher_model:
         told.append(f"{options.teacher_coef:g} x log-probability by the teacher {options.teacher_model}")
     return "; ".join(told)
@@ -78,7 +93,7 @@ def _places(options: RLOptions | GenerateOptions) -> tuple[list[str], list[str]]
 
 def _model(
     name: str, options: RLOptions | GenerateOptions, device: Device, tokenizer: PreTrainedTokenizerBase
-) -> Reward:
+) -> ModelReward | ProcessReward:
     if isinstance(options, GenerateOptions):
         passes: dict[str, Any] = {"max_samples": options.micro_batch_size}
         normalize = False  # what is compared within a prompt needs none

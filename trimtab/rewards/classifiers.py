@@ -87,6 +87,7 @@ class ClassifierReward(ModelReward):
         if not self.tokenizer.is_fast:
             raise UserError(f"--reward_pretrain {pretrain}: reading question and answer needs its fast tokenizer")
         self.reads, self.messages_key = reads, messages_key
+        self.columns = [messages_key] if messages_key else []
         self.tokenizers = (self.tokenizer, policy_tokenizer or self.tokenizer)
         self.samples_a_pass = max_samples or SAMPLES_A_PASS
         own = self.tokenizer.model_max_length if self.tokenizer.model_max_length < UNLIMITED else None

@@ -186,7 +186,7 @@ def _single_result(answer: Any, row: int, what: str) -> RewardResult:
 
 
 def _rewards(values: Any, count: int, what: str) -> list[float]:
-    """Checked, except that None is NaN: TRL's way to say that a reward does not apply to a sample (see Weighted)."""
+    """Checked, except that None is NaN: TRL's way to say that a reward does not apply to a sample (see Weighing)."""
     if not isinstance(values, list) or None not in values or len(values) != count:
         return checked(values, count, what)
     numbers = checked([0 if value is None else value for value in values], count, what)

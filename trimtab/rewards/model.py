@@ -52,6 +52,7 @@ class ModelReward:
         """
         self.name, self.pretrain = Path(pretrain).name, pretrain
         self.device = device
+        self.columns = [messages_key] if messages_key else []  # what it asks for of the data
         check_model_folder(pretrain, flag)
         self.tokenizer = load_tokenizer(pretrain, disable_fast=options.disable_fast_tokenizer, flag=flag)
         self.model = load_frozen_reward_model(pretrain, options, device, self.tokenizer, flag).model

@@ -7,12 +7,24 @@ results are asked for.
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, Protocol, TypeVar
 
 from trimtab.distributed.watch import pulse
-from trimtab.rewards.types import Reward, RewardRequest, RewardResult
+
+Part = TypeVar("Part", contravariant=True)
+Result = TypeVar("Result", covariant=True)
 
 
-class Overlapped:
+class Scorer(Protocol[Part, Result]):
+    """A reward, or several."""
+
+    @property
+    def concurrent(self) -> bool: ...
+
+    def __call__(self, part: Part, /) -> Result: ...
+
+
+class Overlapped(Generic[Part, Result]):
     """For one iteration of a loop: `submit` each finished group, then take `results`.
 
     with Overlapped(reward) as rewards:
@@ -21,14 +33,14 @@ class Overlapped:
         for result in rewards.results(): ...
     """
 
-    def __init__(self, reward: Reward):
+    def __init__(self, reward: Scorer[Part, Result]):
         self.reward = reward
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards") if reward.concurrent else None
-        self._parts: list[RewardRequest] = []
-        self._running: list[Future[RewardResult]] = []
+        self._parts: list[Part] = []
+        self._running: list[Future[Result]] = []
         self._failed: BaseException | None = None
 
-    def __enter__(self) -> "Overlapped":
+    def __enter__(self) -> "Overlapped[Part, Result]":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -36,7 +48,7 @@ class Overlapped:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def submit(self, request: RewardRequest) -> None:
+    def submit(self, request: Part) -> None:
         """Hand over finished samples. Raises what a part before them has failed with, so that nobody generates on."""
         if self._thread is None:
             self._parts.append(request)
@@ -47,7 +59,7 @@ class Overlapped:
         part.add_done_callback(self._look_at)
         self._running.append(part)
 
-    def results(self) -> Iterator[RewardResult]:
+    def results(self) -> Iterator[Result]:
         """The result of every part, in the order of submission; the first failure is raised in its place."""
         if self._thread is None:
             yield from map(self.reward, self._parts)
@@ -57,10 +69,6 @@ class Overlapped:
                     result = part.result()
                 yield result
 
-    def joined(self) -> RewardResult:
-        """All results as one."""
-        return RewardResult.joined(list(self.results()))
-
-    def _look_at(self, part: Future[RewardResult]) -> None:
+    def _look_at(self, part: Future[Result]) -> None:
         if not part.cancelled() and self._failed is None:
             self._failed = part.exception()

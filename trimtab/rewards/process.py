@@ -36,6 +36,7 @@ StepLoadOptions = RLOptions | ServeRMOptions
 
 class ProcessReward:
     concurrent = False
+    columns: tuple[str, ...] = ()  # what it asks for of the data
 
     def __init__(
         self,

@@ -1,13 +1,68 @@
-"""What a reward is asked of answers to prompts of a store."""
+"""What a reward is asked of answers to prompts."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from trimtab.data.prompts import PromptStore
 from trimtab.rewards.types import RewardRequest
 
 
+class Rows(Protocol):
+    """Prompts, and what their rows hold beside them."""
+
+    @property
+    def input_key(self) -> str: ...
+
+    def text(self, index: int, /) -> str: ...
+
+    def prompt(self, index: int, /) -> str | list[dict[str, Any]]: ...
+
+    def label(self, index: int, /) -> Any: ...
+
+    def columns(self, index: int, /) -> dict[str, Any]: ...
+
+
+@dataclass
+class Questions:
+    """Prompts that travel to where they are answered, with what rewards near there ask of their rows."""
+
+    rows: list[int]  # of the store
+    seeds: list[int]
+    ids: list[list[int]]
+    input_key: str
+    texts: list[str] = field(default_factory=list)  # the rest is empty where no reward asks for it
+    prompts: list[Any] = field(default_factory=list)
+    labels: list[Any] = field(default_factory=list)
+    others: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, store: PromptStore, requests: Sequence[tuple[int, int]], *, rewarded: bool) -> "Questions":
+        """`requests`: row and seed of each; `rewarded`: with what their rows hold."""
+        rows, seeds = [row for row, _ in requests], [seed for _, seed in requests]
+        questions = cls(rows, seeds, [store.ids(row) for row in rows], store.input_key)
+        if rewarded:
+            questions.texts = [store.text(row) for row in rows]
+            questions.prompts = [store.prompt(row) for row in rows]
+            questions.labels = [store.label(row) for row in rows]
+            questions.others = [store.columns(row) for row in rows]
+        return questions
+
+    def text(self, index: int, /) -> str:
+        return self.texts[index]
+
+    def prompt(self, index: int, /) -> Any:
+        return self.prompts[index]
+
+    def label(self, index: int, /) -> Any:
+        return self.labels[index]
+
+    def columns(self, index: int, /) -> dict[str, Any]:
+        return self.others[index]
+
+
 def request_of(
-    store: PromptStore,
+    store: Rows,
     rows: Sequence[int],
     responses: Sequence[str],
     prompt_ids: Sequence[list[int]],

@@ -5,7 +5,7 @@ Imports nothing heavy: the worker processes of reward functions read these too.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 from trimtab.errors import RunFailed
@@ -85,6 +85,10 @@ class RewardRequest:
             taken(self.conversations),
         )
 
+    def with_columns(self, names: Sequence[str]) -> "RewardRequest":
+        """The same with these columns alone, of those that there are."""
+        return replace(self, columns={name: values for name, values in self.columns.items() if name in names})
+
 
 @dataclass
 class RewardResult:
@@ -117,6 +121,15 @@ class RewardResult:
             [score for result in results for score in result.scores],
             {n: [x for r in results for x in r.logs.get(n, [math.nan] * len(r))] for n in names},
             steps,
+        )
+
+    def take(self, rows: Sequence[int]) -> "RewardResult":
+        """These samples of it, in this order."""
+        return RewardResult(
+            [self.rewards[row] for row in rows],
+            [self.scores[row] for row in rows],
+            {name: [values[row] for row in rows] for name, values in self.logs.items()},
+            None if self.steps is None else [self.steps[row] for row in rows],
         )
 
 
@@ -176,56 +189,3 @@ def named(rows: Sequence[int]) -> str:
 
 def _shown(value: Any) -> str:
     return f"{type(value).__name__} {repr(value)[:40]}"
-
-
-class Weighted:
-    """The weighted sum of several rewards; the part of each is logged under its name.
-
-    A part that is NaN does not apply to the sample; a sample to which none applies has no reward. Where there are no
-    parts, as with a teacher alone, every reward is 0.
-    """
-
-    def __init__(self, parts: Sequence[tuple[Reward, float]]):
-        self.parts = list(parts)
-        names = [reward.name for reward, _ in self.parts]
-        self.name = "+".join(names)
-        self.concurrent = all(reward.concurrent for reward, _ in self.parts)
-        self._labels = [name if names.count(name) == 1 else f"{name}_{i + 1}" for i, name in enumerate(names)]
-
-    def __str__(self) -> str:
-        return "; ".join(f"{weight:g} x {reward}" for reward, weight in self.parts)
-
-    def __call__(self, request: RewardRequest) -> RewardResult:
-        if not self.parts:
-            return RewardResult([0.0] * len(request))
-        results = [reward(request) for reward, _ in self.parts]
-        logs: dict[str, list[float]] = {}
-        for label, result in zip(self._labels, results):
-            logs[label] = result.rewards
-            logs |= {f"{label}/{name}": values for name, values in result.logs.items()}
-        rewards = self._sum([result.rewards for result in results])
-        scores = self._sum([result.scores for result in results])
-        return RewardResult(rewards, scores, logs, self._steps(results))
-
-    def close(self) -> None:
-        for reward, _ in self.parts:
-            reward.close()
-
-    def _sum(self, columns: list[list[float]]) -> list[float]:
-        weights = [weight for _, weight in self.parts]
-        totals = []
-        for row, parts in enumerate(zip(*columns, strict=True)):
-            applying = [weight * part for weight, part in zip(weights, parts) if not math.isnan(part)]
-            if not applying:
-                raise RewardFailed(f"row {row}: none of {', '.join(self._labels)} gives it a reward", row)
-            totals.append(math.fsum(applying))
-        return totals
-
-    def _steps(self, results: list[RewardResult]) -> list[list[tuple[int, float]]] | None:
-        if all(result.steps is None for result in results):
-            return None
-        steps: list[list[tuple[int, float]]] = [[] for _ in results[0].rewards]
-        for (_, weight), result in zip(self.parts, results):
-            for sample, found in zip(steps, result.steps or []):
-                sample += [(index, weight * score) for index, score in found]
-        return steps

@@ -8,6 +8,9 @@ from trimtab.rollout.types import Rollout, Sampling
 
 @runtime_checkable
 class Engine(Protocol):
+    exact: bool
+    """Whether the log-probs of what is drawn are exactly the trainer's."""
+
     def generate(
         self,
         prompts: Sequence[list[int]],

@@ -59,7 +59,7 @@ def unsealed(text: str, step: int) -> dict:
     seal = state.pop(SEAL, None)
     if seal is not None and seal != _digest(state):
         raise ValueError("state.json is not what was written: its checksum differs")
-    for name, kind in (("counters", dict), ("manifest", dict), ("random", list)):
+    for name, kind in (("counters", dict), ("manifest", dict), ("random", list | dict)):
         if not isinstance(state.get(name), kind):
             raise ValueError(f"state.json has no {name}")
     counters = state["counters"]

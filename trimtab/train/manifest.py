@@ -7,14 +7,12 @@ import platform
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trimtab import __version__
 from trimtab.config.data import DataOptions, RowOptions
 from trimtab.config.dump import to_dict
 from trimtab.config.groups import CheckpointOptions, LoggingOptions, RunOptions, ShardingOptions
-from trimtab.distributed.device import Device
 from trimtab.errors import UserError
 from trimtab.models.load import TrainedModelOptions
 
@@ -38,20 +36,17 @@ def versions() -> dict[str, str]:
 
 
 def make_manifest(
-    *, job: str, weights: str, data_order: str, seed: int, dtype: str, device: Device, path: str, **more
+    *, job: str, weights: str, data_order: str, seed: int, dtype: str, device: dict[str, Any], path: str, **more
 ) -> dict:
+    """`device`: Device.described()."""
     return {
         "job": job,
         "initial_weights": weights,
         "data_order": data_order,
         "seed": seed,
         "dtype": dtype,
-        "device": device.name,
-        "device_type": device.torch.type,
-        "threads": torch.get_num_threads(),
-        "fused_optimiser": device.fused_adam(),
+        **device,
         "attention_path": path,
-        **({"bf16_fault": fault} if (fault := device.bf16_fault()) else {}),
         "versions": versions(),
         **more,
     }

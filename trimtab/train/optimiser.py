@@ -30,7 +30,7 @@ class Optimiser:
         self,
         model: nn.Module,
         options: UpdateOptions,
-        total_steps: int,
+        total_steps: int = 1,
         *,
         learning_rate: float,
         fused: bool,
@@ -50,6 +50,10 @@ class Optimiser:
         self.adam = torch.optim.AdamW(
             self._groups(options.l2), lr=learning_rate, betas=tuple(options.adam_betas), fused=fused
         )
+        self.schedule(options, total_steps)
+
+    def schedule(self, options: UpdateOptions, total_steps: int) -> None:
+        """How the learning rate goes over so many steps."""
         self.factor = schedule(options, total_steps, self.adam)
 
     def rate(self, step: int) -> float:

@@ -46,20 +46,22 @@ class Reference:
     def __init__(
         self,
         options: TrainedModelOptions,
-        loaded: Loaded,
+        loaded: Loaded | None,
         device: Device,
         mesh: Mesh,
         *,
         pretrain: str | None,
         offload: bool,
     ):
-        """`loaded`: the policy; `pretrain`: another model in place of what the policy was at the start."""
+        """`loaded`: the policy, which with LoRA is the reference too; `pretrain`: another model in place of what the
+        policy was at the start."""
         self.device = device
         self.precision = "bf16" if options.bf16 else "fp32"
         self.adapters_off = options.lora_rank > 0 and pretrain is None
         if not self.adapters_off:
             split = mesh if frozen_is_split(options, mesh, offload=offload) else None
             loaded = load_frozen_policy(pretrain or options.pretrain, options, device, mesh=split, offload=offload)
+        assert loaded is not None
         self.model, self.weights = loaded.model, loaded.weights
         self.offload = offload and not self.adapters_off and device.is_accelerator and mesh.size == 1
         if self.offload:

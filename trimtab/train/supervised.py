@@ -109,7 +109,7 @@ class SupervisedRun:
             data_order=self.order.fingerprint(task.data_fingerprint),
             seed=options.seed,
             dtype="bfloat16" if options.bf16 else "float32",
-            device=self.device,
+            device=self.device.described(),
             path=self.model.path,
             model=options.pretrain,
             trainable=names_fingerprint(self.optimiser.working),

@@ -14,7 +14,7 @@ from trimtab.cli.main import main
 from trimtab.config.jobs import PPOOptions
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.train.metrics import read_rows
-from trimtab.train.rl.launch import critic_start
+from trimtab.train.rl.checks import critic_start
 from trimtab.train.rl.loop import RLRun
 from trimtab.train.rl.recording import Recording
 

@@ -18,14 +18,15 @@ from trimtab.config.checks import check, settle
 from trimtab.config.jobs import TailOptions
 from trimtab.config.parse import parse
 from trimtab.distributed.device import find_device
-from trimtab.distributed.roles import Alone
+from trimtab.distributed.staging import Host, stage_of
 from trimtab.distributed.world import World
 from trimtab.interrupts import StopRequest
+from trimtab.models.sharded import mesh_of
 from trimtab.rewards.types import RewardRequest, RewardResult
 from trimtab.rollout.types import Rollout
-from trimtab.train.rl import launch
 from trimtab.train.rl.experience import Experience
-from trimtab.train.tail.launch import TailBuilder
+from trimtab.train.tail import builders
+from trimtab.train.tail.launch import TailController
 from trimtab.train.tail.loop import TailRun
 
 WORDS = ["<pad>", "<eos>", "a", "b"]
@@ -72,7 +73,7 @@ def write_world(folder: Path, words: list[str] = WORDS, prompt: str = "a b b", *
 
 def make_run(folder: Path, monkeypatch, *words: str, reward=reward_of, **changes) -> TailRun:
     """A run in this process, before its first step; `changes` go past the checks of the options."""
-    monkeypatch.setattr(launch, "build_reward", lambda *_: TableReward(reward))
+    monkeypatch.setattr(builders, "other_rewards", lambda *_: [(TableReward(reward), 1.0)])
     typed = (
         f"--pretrain {folder}/model --prompt_data {folder}/prompts.jsonl --input_key prompt --reward_verifier exact "
         f"--rollout_batch_size 1 --generate_max_len {LENGTH} --save_path {folder}/out --ckpt_path {folder}/out/ckpt "
@@ -82,15 +83,20 @@ def make_run(folder: Path, monkeypatch, *words: str, reward=reward_of, **changes
     check(options)
     for name, value in changes.items():
         object.__setattr__(options, name, value)
-    builder = TailBuilder(options, find_device(), World(), StopRequest())
-    return builder.run({name: Alone(role) for name, role in builder.roles.items()})
+    device, world = find_device(), World()
+    stage = stage_of(Host(options, TailController.units(options, 1), mesh_of, device, world, StopRequest()))
+    return TailController(options, device, world).run(stage.groups(options))
 
 
-def experience_of(answers: list[tuple[int, ...]], log_probs: list[list[float]] | None = None) -> Experience:
-    """These answers to the prompt as if they had been sampled, with these log-probs of their tokens (unset: 0)."""
+def experience_of(
+    answers: list[tuple[int, ...]], log_probs: list[list[float]] | None = None, *, group: int | None = None
+) -> Experience:
+    """These answers to the prompt as if they had been sampled, with these log-probs of their tokens (unset: 0), in
+    groups of so many (unset: one of all)."""
+    group = group or len(answers)
     log_probs = log_probs or [[0.0] * len(answer) for answer in answers]
     rollouts = [
-        Rollout(0, i, PROMPT, list(answer), np.array(values, dtype=np.float32), "stop")
+        Rollout(i // group, i % group, PROMPT, list(answer), np.array(values, dtype=np.float32), "stop")
         for i, (answer, values) in enumerate(zip(answers, log_probs))
     ]
     return Experience.of([0] * len(answers), rollouts, RewardResult([reward_of(answer) for answer in answers]))

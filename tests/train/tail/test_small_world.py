@@ -73,7 +73,7 @@ def test_the_push_down_term_descends_on_kappa_times_log_z(folder, model, monkeyp
 def test_reinforce_climbs_reward_less_kl_in_the_mean_over_all_groups(folder, model, monkeypatch, group):
     run = make_run(folder, monkeypatch, words("reinforce", group, f"--init_kl_coef {LAMBDA}"))
     start = torch.randn(EVERYTHING, 2, generator=torch.Generator().manual_seed(3)) - 2  # any log-probs of p_0
-    experience = experience_of([answer for chosen in groups(group) for answer in chosen])
+    experience = experience_of([answer for chosen in groups(group) for answer in chosen], group=group)
     place = {answer: i for i, answer in enumerate(ANSWERS)}
     own = {answer: token_log_probs(model, answer).detach() for answer in ANSWERS}
     answers = [tuple(ids) for ids in experience.response_ids]

@@ -3,8 +3,9 @@
 from typing import Any
 
 from trimtab.config.jobs import ServeRMOptions
-from trimtab.rewards.types import Reward, Weighted
+from trimtab.rewards.types import Reward
 from trimtab.rewards.verify import make_verifier
+from trimtab.rewards.weighing import Weighted
 
 
 def served_reward(options: ServeRMOptions) -> Reward:

@@ -46,6 +46,7 @@ class BuiltinEngine:
             shape, arguments = Runner.measure(policy)
             self._fused = recognised(policy, shape, arguments)
         self._memory = KVMemory(shape, page_size, kv_tokens)
+        self.exact = shape.dtype == torch.float32 and not weight_only_int8
         self._int8 = Int8Layers(policy) if weight_only_int8 else None
         self.captured = CapturedGraphs(policy, slots)
         self._call: Call | None = None

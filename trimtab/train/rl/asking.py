@@ -1,28 +1,111 @@
-"""Prompts out to the rollout role, answers back in order, however many processes it has."""
+"""Prompts out to the rollout role, answers to the reward models, an experience back in order: wherever they work."""
 
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from trimtab.data.prompts import PromptStore
 from trimtab.distributed.roles import Group
 from trimtab.errors import OutOfMemory
-from trimtab.rewards.types import RewardFailed
+from trimtab.rewards.requests import Questions, request_of
+from trimtab.rewards.types import RewardFailed, RewardResult
+from trimtab.rewards.weighing import Weighing
 from trimtab.rollout.types import Sampling
 from trimtab.train.pass_limit import NoRoom
+from trimtab.train.rl import rewarding, rollouts
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.rollouts import Request, no_room
+from trimtab.train.rl.rollouts import Answers
+
+Request = tuple[int, int]  # row of the prompt data, seed
 
 
-def ask_for_samples(rollouts: Group, requests: list[Request], store: str, sampling: Sampling) -> Experience | None:
-    """Prompts dealt out to all processes in turn; their answers in order. None: they were given up."""
-    shares = [list(range(rank, len(requests), rollouts.size)) for rank in range(rollouts.size)]
-    asked = [[requests[place] for place in share] for share in shares]
-    try:
-        parts = rollouts.call("sample", asked, store=store, sampling=sampling)
-    except OutOfMemory as shortage:  # one of several processes has called off what all were doing
-        rollouts.meet_again()
-        raise no_room(shortage) from shortage
-    for part, share in zip(parts, shares):
-        if isinstance(part, RewardFailed | NoRoom):
-            raise part
-        if part is None and share:
-            return None
-    joined = Experience.joined([part for part in parts if part is not None])
-    places = [place for share in shares for place in share]
-    return joined.take(joined.samples_of(sorted(range(len(places)), key=places.__getitem__)))
+class Asking:
+    """Whom the loop asks for answers to prompts."""
+
+    def __init__(self, stores: dict[str, PromptStore], tokenizer: Any, rollouts: Group, reward_models: Group | None):
+        """`stores`: the prompts by name."""
+        self.stores, self.tokenizer = stores, tokenizer
+        self.speak_to(rollouts, reward_models)
+
+    def speak_to(self, rollouts: Group, reward_models: Group | None) -> None:
+        self.rollouts, self.reward_models = rollouts, reward_models
+        near = rollouts.call("describe")[0]
+        found = [near] if reward_models is None else [reward_models.call("describe")[0], near]
+        self.exact: bool = near["exact"]
+        self.in_words = "; ".join(part["rewards_in_words"] for part in found if part["rewards"])
+        self.weighing = Weighing(
+            [name for part in found for name in part["rewards"]], [w for part in found for w in part["weights"]]
+        )
+        self._near = bool(near["rewards"])
+        self._columns = [] if reward_models is None else found[0]["columns"]
+
+    def __call__(self, requests: Sequence[Request], store: str, sampling: Sampling) -> Experience | None:
+        """The answers to prompts of a store and their rewards. None: they were given up."""
+        prompts = self.stores[store]
+        try:
+            answers = self._answers(prompts, requests, sampling)
+            if answers is None:
+                return None
+            experience = answers.experience
+            scored = [*self._scored(prompts, experience), *answers.results]
+            try:
+                experience.reward(self.weighing.combined(scored, len(experience)))
+            except RewardFailed as error:
+                raise _about(error, experience.rows_S.tolist()) from error
+        except RewardFailed as error:
+            if error.row is None:
+                raise
+            where = prompts.place(error.row)
+            raise type(error)(f"{error}; its prompt stands in {where}", error.row) from error
+        return experience
+
+    def _answers(self, prompts: PromptStore, requests: Sequence[Request], sampling: Sampling) -> Answers | None:
+        """Prompts dealt out to all processes in turn."""
+        size = self.rollouts.size
+        shares = [list(range(rank, len(requests), size)) for rank in range(size)]
+        asked = [Questions.of(prompts, [requests[i] for i in share], rewarded=self._near) for share in shares]
+        try:
+            parts = self.rollouts.call("sample", asked, sampling=sampling)
+        except OutOfMemory as shortage:  # one of several processes has called off what all were doing
+            self.rollouts.meet_again()
+            raise rollouts.no_room(shortage) from shortage
+        for part, share in zip(parts, shares):
+            if isinstance(part, RewardFailed | NoRoom):
+                raise part
+            if part is None and share:
+                return None
+        found: list[Answers] = [part for part in parts if part is not None]
+        places = [place for share in shares for place in share]
+        joined = Experience.joined([part.experience for part in found])
+        samples = joined.samples_of(sorted(range(len(places)), key=places.__getitem__))
+        results = [RewardResult.joined(part).take(samples) for part in zip(*(part.results for part in found))]
+        return Answers(joined.take(samples), results)
+
+    def _scored(self, prompts: PromptStore, experience: Experience) -> list[RewardResult]:
+        """What every reward model says of the answers, dealt out in runs of equal length."""
+        if self.reward_models is None:
+            return []
+        rows, size = experience.rows_S.tolist(), self.reward_models.size
+        responses = self.tokenizer.batch_decode(experience.response_ids, skip_special_tokens=True)
+        request = request_of(prompts, rows, responses, experience.prompt_ids, experience.response_ids)
+        request = request.with_columns(self._columns)
+        bounds = [len(rows) * rank // size for rank in range(size + 1)]
+        shares = [range(start, end) for start, end in itertools.pairwise(bounds)]
+        try:
+            parts = self.reward_models.call("score", [request.take(share) for share in shares])
+        except OutOfMemory as shortage:
+            self.reward_models.meet_again()
+            raise rewarding.no_room(shortage) from shortage
+        for part, share in zip(parts, shares):
+            if isinstance(part, RewardFailed):
+                raise _about(part, rows[share.start : share.stop])
+            if isinstance(part, NoRoom):
+                raise part
+        return [RewardResult.joined(results) for results in zip(*parts)]
+
+
+def _about(error: RewardFailed, rows: Sequence[int]) -> RewardFailed:
+    """The error of a sample as one of its row of the data."""
+    if error.row is not None:
+        error.row = rows[error.row]
+    return error

@@ -12,11 +12,10 @@ import numpy as np
 
 from trimtab.algos.groups import for_groups
 from trimtab.data.prompts import PromptStore
-from trimtab.distributed.roles import Group
 from trimtab.evaluate.tail_risk import mean, rate
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.types import Sampling
-from trimtab.train.rl.asking import ask_for_samples
+from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.samples import of_evaluation
 
@@ -28,11 +27,11 @@ class Evaluation:
         self.store, self.sampling = store, sampling
         self.shown: Experience | None = None  # of the last evaluation: the answers to its first prompts
 
-    def run(self, rollouts: Group) -> dict[str, float] | None:
+    def run(self, asking: Asking) -> dict[str, float] | None:
         """Figures over all prompts, and over those of each data source where there are several. None: the answers were
         given up."""
         requests = [(row, request_seed(SEED, row)) for row in range(len(self.store))]
-        experience = ask_for_samples(rollouts, requests, "evaluation", self.sampling)
+        experience = asking(requests, "evaluation", self.sampling)
         if experience is None:
             return None
         n, groups = self.sampling.n, experience.groups_S.numpy()

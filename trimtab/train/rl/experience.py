@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimtab.rewards.types import RewardResult
 from trimtab.rollout.types import Rollout
 from trimtab.train.rl.batches import AnswerBatch
 
@@ -52,9 +53,8 @@ class Experience:
     returns_N: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[int], rollouts: Sequence[Rollout], result) -> "Experience":
-        """Samples of one call of an engine; `result`: their rewards (a RewardResult). Where they are not in the order
-        of their prompts, `take` puts them in it."""
+    def of(cls, rows: Sequence[int], rollouts: Sequence[Rollout], result: RewardResult | None = None) -> "Experience":
+        """`result`: the rewards of the same samples, if they are known."""
         experience = cls(
             torch.tensor(rows),
             torch.unique(torch.tensor([r.prompt for r in rollouts]), return_inverse=True)[1],
@@ -62,14 +62,20 @@ class Experience:
             [r.ids for r in rollouts],
             torch.tensor([FINISHES.index(r.finish) for r in rollouts]),
             torch.from_numpy(np.concatenate([r.log_probs for r in rollouts])),
-            torch.tensor(result.rewards, dtype=torch.float32),
-            torch.tensor(result.scores, dtype=torch.float32),
-            {name: torch.tensor(values, dtype=torch.float32) for name, values in result.logs.items()},
+            torch.zeros(len(rows)),
+            torch.zeros(len(rows)),
         )
-        if result.steps is not None:
-            experience.step_tokens = [[token for token, _ in steps] for steps in result.steps]
-            experience.step_scores = [[score for _, score in steps] for steps in result.steps]
+        if result is not None:
+            experience.reward(result)
         return experience
+
+    def reward(self, result: RewardResult) -> None:
+        self.rewards_S = torch.tensor(result.rewards, dtype=torch.float32)
+        self.scores_S = torch.tensor(result.scores, dtype=torch.float32)
+        self.logs = {name: torch.tensor(values, dtype=torch.float32) for name, values in result.logs.items()}
+        if result.steps is not None:
+            self.step_tokens = [[token for token, _ in steps] for steps in result.steps]
+            self.step_scores = [[score for _, score in steps] for steps in result.steps]
 
     @classmethod
     def joined(cls, parts: Sequence["Experience"]) -> "Experience":

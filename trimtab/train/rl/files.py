@@ -14,7 +14,6 @@ from torch import Tensor
 
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore
-from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.roles import Group
 from trimtab.errors import RunFailed, UserError
@@ -41,14 +40,13 @@ class RunFiles:
         options: RLOptions,
         manifest: dict,
         tokenizer: Any,
-        device: Device,
         total: int,
         stores: dict[str, PromptStore] | None = None,
     ):
         """`stores`: the prompts by name, for their labels."""
         self.options, self.manifest, self.tokenizer = options, manifest, tokenizer
         self.stores = stores or {}
-        self.device, self.total = device, total
+        self.total = total
         self.folder = Path(options.save_path)
         self.run_folder = RunFolder(options, manifest)
         self.checkpoints = Checkpoints(
@@ -130,7 +128,7 @@ class RunFiles:
                     }
                 )
 
-    def clock(self, seconds: dict[str, float], tokens: int, passes: int) -> dict[str, float]:
+    def clock(self, seconds: dict[str, float], tokens: int, passes: int, memory_gib: float) -> dict[str, float]:
         """The fields of a row that two equal runs may differ in."""
         whole = sum(seconds.values())
         return {
@@ -139,7 +137,7 @@ class RunFiles:
             "tokens_per_second": tokens / whole,
             "rollout_tokens_per_second": tokens / seconds["rollout"],
             "update_tokens_per_second": tokens * passes / seconds["update"],
-            "memory_gib": self.device.memory_gib(),
+            "memory_gib": memory_gib,
         }
 
     def close(self) -> None:
@@ -169,7 +167,7 @@ class RunFiles:
     def _checkpoint(self, step: int, roles: Any, tensors: dict, state: dict) -> tuple[Callable[[Path], None], dict]:
         """What writes its tensors, and the rest of it."""
         learners = _learners(roles)
-        random = [found.call("random_state") for found in learners.values()][-1]
+        random = {name: role.call("random_state") for name, role in _all(roles).items()}
 
         def write(folder: Path) -> None:
             for name, role in learners.items():
@@ -196,8 +194,12 @@ class RunFiles:
             )
         with reading(path):
             for name, role in learners.items():
-                random = [*state["random"], *[None] * role.size][: role.size]
-                role.call("read_state", random, folder=path / name)
+                role.call("read_state", folder=path / name)
+            random = state["random"]
+            if isinstance(random, list):  # earlier versions kept the states of the last one only
+                random = {[*learners][-1]: random}
+            for name, role in _all(roles).items():
+                role.call("restore_random_state", [*random.get(name, []), *[None] * role.size][: role.size])
             tensors = {}
             if "iteration" in state:
                 parts = TensorParts(path / "experience")
@@ -236,6 +238,10 @@ def raise_told(problems: list[str | None]) -> None:
 
 def _learners(roles: Any) -> dict[str, Any]:
     return {name: role for name in LEARNERS if (role := getattr(roles, name, None)) is not None}
+
+
+def _all(roles: Any) -> dict[str, Group]:
+    return {name: role for name, role in vars(roles).items() if role is not None}
 
 
 def shown(row: dict) -> dict[str, str]:

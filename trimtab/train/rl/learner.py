@@ -14,15 +14,19 @@ from torch import Tensor
 
 from trimtab.config.jobs import RLOptions
 from trimtab.data.batches import TokenBatch
-from trimtab.distributed.device import Device, random_state, restore_random_state
+from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
+from trimtab.distributed.roles import Role
 from trimtab.distributed.sharding import sync_gradients
 from trimtab.files import reason
 from trimtab.models.critic import Critic
+from trimtab.models.load import Loaded
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.policy import Policy
 from trimtab.models.save import save_model
+from trimtab.rollout.stopping import stop_tokens
 from trimtab.train.average import WeightAverage
+from trimtab.train.manifest import names_fingerprint
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.pass_limit import memory_guard, taking_back
 from trimtab.train.rl.batches import AnswerBatch, TextBatch
@@ -31,12 +35,20 @@ from trimtab.train.task import Share, Totals
 from trimtab.train.tensor_parts import HeldParts, TensorParts, all_finite, write_parts
 
 
-class Learner:
+class Learner(Role):
     def __init__(
         self, options: RLOptions, model: PackedModel, optimiser: Optimiser, tokenizer: Any, device: Device, mesh: Mesh
     ):
         self.options, self.model, self.optimiser = options, model, optimiser
         self.tokenizer, self.device, self.mesh = tokenizer, device, mesh
+
+    def schedule(self, *, steps: int) -> None:
+        """How many optimiser steps the run will have."""
+        self.optimiser.schedule(self.options, steps)
+
+    def memory_gib(self) -> float:
+        """Peak of this process."""
+        return self.device.memory_gib()
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
         raise NotImplementedError
@@ -69,16 +81,11 @@ class Learner:
         """Everything needed to go on, in parts. A disk that fails is told, not raised: other processes wait."""
         return _told(lambda: write_parts(folder, self.tensors(), self.mesh, step))
 
-    def random_state(self) -> dict:
-        return random_state()
-
     def trained_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.optimiser.working.values())
 
-    def read_state(self, random: dict | None, *, folder: Path) -> None:
+    def read_state(self, *, folder: Path) -> None:
         self.restore(TensorParts(folder))
-        if random is not None:
-            restore_random_state(random)
 
     def is_finite(self) -> bool:
         """Whether there is something to go on from, in this process's part of it."""
@@ -104,11 +111,26 @@ class Learner:
 
 class Actor(Learner):
     model: Policy
+    origin: Loaded | None = None  # what was read, before anything was learnt
 
     def __init__(self, options: RLOptions, *parts: Any):
         super().__init__(options, *parts)
         self.average = WeightAverage(self.optimiser, options.ema_beta) if options.enable_ema else None
         self._shown = contextlib.ExitStack()
+
+    def describe(self) -> dict[str, Any]:
+        """For the manifest and the sampling of a run."""
+        assert self.origin is not None
+        return {
+            "weights": self.origin.weights,
+            "notes": list(self.origin.notes),
+            "path": self.model.path,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "trainable": names_fingerprint(self.optimiser.working),
+            "trainable_parameters": self.trained_parameters(),
+            "stop_token_ids": stop_tokens(self.model, self.tokenizer),
+            "device": self.device.described(),
+        }
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
         if isinstance(batch, TextBatch):
@@ -161,7 +183,7 @@ class CriticLearner(Learner):
             return [self.model(batch.to(self.device.torch)).cpu() for batch in batches]
 
 
-class ReferenceRole:
+class ReferenceRole(Role):
     def __init__(self, reference: Any, temperature: float):
         self.reference, self.temperature = reference, temperature
 

@@ -10,36 +10,31 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from trimtab.algos.group_rewards import within
-from trimtab.algos.groups import for_groups
 from trimtab.algos.kl import adapted
 from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
 from trimtab.distributed.roles import Group
 from trimtab.errors import CannotWrite, Interrupted, RunFailed, UserError
-from trimtab.files import writing
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.types import Sampling
 from trimtab.train.endings import ended_badly, go_on_from
 from trimtab.train.pass_limit import NoRoom, PassLimit
 from trimtab.train.rl.alarms import alarms
-from trimtab.train.rl.asking import ask_for_samples
+from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.cut import groups_at_once, mini_batches, updates_per_iteration
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.passes import Passes
-from trimtab.train.rl.recording import Recording, Sampled
+from trimtab.train.rl.recording import Sampled
 from trimtab.train.rl.samples import distributions
 from trimtab.train.rl.shaping import shape, with_advantage
+from trimtab.train.rl.supply import Supply
 from trimtab.train.rl.text import TextMixture
 
 MANY_BAD_STEPS = 5  # in a row: the run stops
@@ -88,6 +83,7 @@ class Roles:
     reference: Group | None = None
     teacher: Group | None = None
     critic: Group | None = None
+    reward: Group | None = None  # the reward models
 
 
 class RLRun:
@@ -97,20 +93,34 @@ class RLRun:
         self,
         options: RLOptions,
         roles: Roles,
+        asking: Asking,
+        supply: Supply,
         order: SampleOrder,
-        sampling: Sampling,
         files: RunFiles,
         evaluation: Evaluation | None = None,
         text: TextMixture | None = None,
-        recording: Recording | None = None,
     ):
-        """`order`: the prompts one by one, over all episodes; `text`: what is learnt beside the answers; `recording`:
-        what --record writes or --replay reads."""
-        self.options, self.roles, self.order, self.sampling = options, roles, order, sampling
-        self.files, self.evaluation, self.text, self.recording = files, evaluation, text, recording
+        """`supply`: where experience comes from; `order`: the prompts one by one, over all episodes; `text`: what is
+        learnt beside the answers."""
+        self.options, self.roles, self.asking, self.supply = options, roles, asking, supply
+        self.order, self.files, self.evaluation, self.text = order, files, evaluation, text
         self.counters = Counters(max(options.init_kl_coef, 0.0))
         self.iteration: Iteration | None = None
-        self.passes = Passes(options, files.device)
+        self.passes = Passes(options)
+        self.schedule()
+
+    def speak_to(self, groups: dict[str, Group]) -> None:
+        """The same roles, built anew."""
+        self.roles = type(self.roles)(**groups)
+        self.asking.speak_to(self.roles.rollouts, self.roles.reward)
+        self.schedule()
+
+    def schedule(self) -> None:
+        """Tell those that learn how many steps there will be."""
+        steps = self.files.total * updates_per_iteration(self.options)
+        for role in (self.roles.actor, self.roles.critic):
+            if role is not None:
+                role.call("schedule", steps=steps)
 
     # ---- the loop
 
@@ -182,17 +192,9 @@ class RLRun:
         """Sample, score and shape."""
         seconds: dict[str, float] = {}
         with timed(seconds, "rollout"):
-            if self.options.replay:
-                assert self.recording is not None
-                sampled = self.recording.read(self.counters.iteration)
-            else:
-                sampled = self.sample(stop)
-        if stop.signal:
+            sampled = self.sample(stop)
+        if sampled is None or stop.signal:
             self.leave(stop)
-        if self.options.record:
-            assert self.recording is not None
-            with writing(f"--record {self.options.record}: cannot write there"):
-                self.recording.write(self.counters.iteration, sampled)
         experience, prompts, figures = sampled
         if experience is None:
             return None
@@ -201,45 +203,18 @@ class RLRun:
         figures |= self.shape(experience)
         return self.iteration_class(experience, prompts, figures, seconds=seconds)
 
-    def sample(self, stop: StopRequest) -> Sampled:
-        """Answers to the next prompts; with dynamic filtering, to more and more until enough groups are useful."""
-        options, used = self.options, self.counters.prompts_used
-        wanted = min(options.rollout_batch_size, self.order.steps - used)
-        at_once = options.vllm_generate_batch_size or options.rollout_batch_size
-        taken, kept, groups, tried = 0, [], 0, 0
-        while groups < wanted and used + taken < self.order.steps:
-            count = min(at_once if options.dynamic_filtering else wanted, self.order.steps - used - taken)
-            places = range(used + taken, used + taken + count)
-            requests = [(self.order.step_samples(p)[0], request_seed(options.seed, p)) for p in places]
-            part = ask_for_samples(self.roles.rollouts, requests, "train", self.sampling)
-            if part is None or stop.signal:
-                self.leave(stop)
-            taken, tried = taken + count, tried + count
-            if options.dynamic_filtering:
-                low, high = options.dynamic_filtering_reward_range
-                useful = for_groups(partial(within, low=low, high=high), part.groups_S, part.scores_S)
-                if not useful.any():
-                    continue
-                part = part.take(part.samples_of(useful.nonzero()[:, 0].tolist()))
-            kept.append(part)
-            groups += part.groups
-        figures = {"filtered_groups": float(tried - groups)} if options.dynamic_filtering else {}
-        if not kept:
-            return None, taken, figures
-        experience = Experience.joined(kept)
-        if experience.groups > wanted:
-            experience = experience.take(experience.samples_of(range(wanted)))
-        return experience, taken, figures
+    def sample(self, stop: StopRequest) -> Sampled | None:
+        """Answers and their rewards. None: they were given up."""
+        return self.supply.next(self.counters.iteration, self.counters.prompts_used, stop)
 
     def score(self, experience: Experience) -> None:
         """What the other models say of the sampled tokens."""
         roles = self.roles
-        if self.options.bf16 or self.options.weight_only_int8:
-            # Rounded weights make the engine's and the trainer's sums differ; a ratio must compare like with like.
-            if updates_per_iteration(self.options) > 1 or roles.reference is not None or roles.teacher is not None:
-                self.passes.fill(experience, "old_N", roles.actor, "log_probs")
-        else:
+        if self.asking.exact:
             experience.old_N = experience.sampled_N
+        elif updates_per_iteration(self.options) > 1 or roles.reference is not None or roles.teacher is not None:
+            # Where the engine's and the trainer's sums differ, a ratio must compare like with like.
+            self.passes.fill(experience, "old_N", roles.actor, "log_probs")
         for name in ("reference", "teacher"):
             if (role := getattr(roles, name)) is not None:
                 self.passes.fill(experience, f"{name}_N", role, "log_probs")
@@ -324,7 +299,7 @@ class RLRun:
     def evaluate(self, stop: StopRequest) -> dict[str, float]:
         assert self.evaluation is not None
         with self.weights_to_save():
-            figures = self.evaluation.run(self.roles.rollouts)
+            figures = self.evaluation.run(self.asking)
         if figures is None:
             self.leave(stop)
         assert self.evaluation.shown is not None
@@ -371,7 +346,8 @@ class RLRun:
         row |= {"samples": len(work.experience), "tokens": tokens, "prompt_tokens": prompts, **measured}
         row |= distributions(work.experience)
         self.files.keep_samples(counters.iteration, work.experience)
-        return row | self.files.clock(work.seconds, tokens, options.max_epochs)
+        memory = max(self.roles.actor.call("memory_gib"))
+        return row | self.files.clock(work.seconds, tokens, options.max_epochs, memory)
 
     def is_done(self, after: Iteration | None = None) -> bool:
         """Whether nothing is left to do, or nothing will be after the work in hand."""

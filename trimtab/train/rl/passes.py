@@ -9,7 +9,6 @@ from typing import Any
 
 from trimtab.config.jobs import RLOptions
 from trimtab.data.batches import TokenBatch
-from trimtab.distributed.device import Device
 from trimtab.distributed.roles import Group
 from trimtab.distributed.world import deal
 from trimtab.train.pass_limit import FLAGS, BeginAnew, NoRoom, PassLimit, Result, until_it_fits
@@ -21,8 +20,8 @@ Parts = Sequence[Sequence[TokenBatch]]  # the micro-batches of every process, as
 
 
 class Passes:
-    def __init__(self, options: RLOptions, device: Device):
-        self.options, self.device = options, device
+    def __init__(self, options: RLOptions):
+        self.options = options
         self.limit = PassLimit()
         self._role: Group | None = None  # of the last call
         self._sent: list[tuple[int, int]] = []  # (tokens, samples) of its passes
@@ -57,7 +56,6 @@ class Passes:
     def _shrink(self, why: str, by_tokens: bool) -> None:
         assert self._role is not None
         several = self._role.meet_again()
-        self.device.release_memory()
         if not self.limit.halve(self._sent, by_tokens=by_tokens):
             longest = max(tokens for tokens, _ in self._sent)
             raise NoRoom(

@@ -17,7 +17,8 @@ from trimtab.config.tail import PUSHING
 from trimtab.distributed.roles import Group
 from trimtab.interrupts import StopRequest
 from trimtab.rollout.seeds import request_seed
-from trimtab.train.rl.asking import ask_for_samples
+from trimtab.rollout.types import Sampling
+from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.loop import Iteration, RLRun, Roles, timed
 from trimtab.train.rl.shaping import with_advantage
@@ -52,10 +53,15 @@ class TailIteration(Iteration):
 
 @dataclass
 class TailRoles(Roles):
-    start: Group | None = None  # the policy as it was
+    start: Group | None = None  # the policy as it was, where there is no reference
     proposal: Group | None = None
     proposal_rollouts: Group | None = None
     bad_words: Group | None = None
+
+    @property
+    def initial(self) -> Group | None:
+        """The policy as it was."""
+        return self.start or self.reference
 
 
 class TailRun(RLRun):
@@ -64,9 +70,24 @@ class TailRun(RLRun):
     roles: TailRoles
     files: TailFiles
 
-    def __init__(self, *parts: Any, measures: Measures):
+    def __init__(self, *parts: Any, sampling: Sampling, measures: Measures):
         super().__init__(*parts)
-        self.measures = measures
+        self.sampling, self.measures = sampling, measures
+        self.asking_proposal = self._asking_proposal()
+
+    def _asking_proposal(self) -> Asking | None:
+        if self.roles.proposal_rollouts is None:
+            return None
+        return Asking(self.asking.stores, self.asking.tokenizer, self.roles.proposal_rollouts, self.roles.reward)
+
+    def speak_to(self, groups: dict[str, Group]) -> None:
+        super().speak_to(groups)
+        self.asking_proposal = self._asking_proposal()
+
+    def schedule(self) -> None:
+        super().schedule()
+        if self.roles.proposal is not None:
+            self.roles.proposal.call("schedule", steps=self.files.total * self.options.proposal_updates)
 
     @property
     def is_ppo(self) -> bool:
@@ -133,17 +154,18 @@ class TailRun(RLRun):
         rows = work.experience.rows_S[work.experience.firsts_G].tolist()
         stream = request_seed(request_seed(self.options.seed, PROPOSAL), self.counters.proposal_steps)
         requests = [(row, request_seed(stream, place)) for place, row in enumerate(rows)]
-        assert self.roles.proposal_rollouts is not None
-        return ask_for_samples(self.roles.proposal_rollouts, requests, "train", self.sampling)
+        assert self.asking_proposal is not None
+        return self.asking_proposal(requests, "train", self.sampling)
 
     def score_proposed(self, proposed: Experience) -> None:
         """What the policy and the proposal say of these answers, both before their updates."""
         proposal = self.roles.proposal
         assert proposal is not None
-        if self.options.bf16:  # as in RLRun.score
-            self.passes.fill(proposed, "old_N", proposal, "log_probs")
-        else:
+        assert self.asking_proposal is not None
+        if self.asking_proposal.exact:  # as in RLRun.score
             proposed.old_N = proposed.sampled_N
+        else:
+            self.passes.fill(proposed, "old_N", proposal, "log_probs")
         self.passes.fill(proposed, "policy_N", self.roles.actor, "log_probs")
         if self.options.proposal == "model":
             assert proposed.old_N is not None and proposed.policy_N is not None

@@ -18,7 +18,7 @@ from trimtab.algos.tail_weights import log_ratios
 from trimtab.config.jobs import TailOptions
 from trimtab.config.tail import GPT2_BAD_TOKENS
 from trimtab.data.prompts import PromptStore
-from trimtab.distributed.roles import Group
+from trimtab.distributed.roles import Role
 from trimtab.distributed.sharding import gathered
 from trimtab.errors import UserError
 from trimtab.evaluate import tail_files
@@ -26,7 +26,7 @@ from trimtab.evaluate.bad_words import log_bad_probability
 from trimtab.evaluate.tail_risk import mean, probability_below, rare_event
 from trimtab.models.policy import Policy
 from trimtab.rollout.seeds import request_seed
-from trimtab.train.rl.asking import ask_for_samples
+from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.experience import Experience
 from trimtab.train.tail.prompts import HELD_OUT
 
@@ -35,15 +35,15 @@ THRESHOLDS = (-5.0, -7.0)  # of the documents, where --bad_threshold says nothin
 LEVELS = (0.0001, 0.003, 0.01, 0.1)
 
 
-class BadWords:
+class BadWords(Role):
     """A role: the exact probability, where the policy's weights are."""
 
-    def __init__(self, policy: Policy, prompt: Sequence[int], tokens: Sequence[int], length: int, stops: Sequence[int]):
-        self.policy, self.arguments = policy, (prompt, tokens, length, stops)
+    def __init__(self, policy: Policy, tokens: Sequence[int], length: int, stops: Sequence[int]):
+        self.policy, self.arguments = policy, (tokens, length, stops)
 
-    def measure(self) -> float:
+    def measure(self, *, prompt: list[int]) -> float:
         with gathered(self.policy):
-            return log_bad_probability(self.policy, *self.arguments)
+            return log_bad_probability(self.policy, prompt, *self.arguments)
 
 
 def bad_tokens(options: TailOptions, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -58,15 +58,15 @@ def bad_tokens(options: TailOptions, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 
 class Measures:
-    def __init__(self, options: TailOptions, samples: int, held_out: PromptStore | None):
+    def __init__(self, options: TailOptions, samples: int, first_prompt: list[int], held_out: PromptStore | None):
         """`samples`: the prompts of an episode."""
-        self.options, self.held_out = options, held_out
+        self.options, self.first_prompt, self.held_out = options, first_prompt, held_out
         self.prompts_a_fit_step = samples * options.num_episodes
 
     def before(self, run: Any) -> dict[str, float]:
         if run.roles.bad_words is None:
             return {}
-        return {"log_bad_probability": run.roles.bad_words.call("measure")[0]}
+        return {"log_bad_probability": run.roles.bad_words.call("measure", prompt=self.first_prompt)[0]}
 
     def during(self, run: Any, prompts: int) -> dict[str, float]:
         """At the end of an iteration over `prompts`: the same, where a fit step ends with it."""
@@ -78,8 +78,8 @@ class Measures:
         run.files.write_history()
         if self.held_out is None:
             return True
-        own = self.answers(run, run.roles.rollouts, 0)
-        proposed = None if run.roles.proposal is None else self.answers(run, run.roles.proposal_rollouts, 1)
+        own = self.answers(run, run.asking, 0)
+        proposed = None if run.roles.proposal is None else self.answers(run, run.asking_proposal, 1)
         if own is None or (run.roles.proposal is not None and proposed is None):
             return False
         found = self.examined(run, own)
@@ -98,7 +98,7 @@ class Measures:
     def thresholds(self) -> tuple[float, ...]:
         return THRESHOLDS if self.options.bad_threshold is None else (self.options.bad_threshold,)
 
-    def answers(self, run: Any, rollouts: Group, stream: int) -> Experience | None:
+    def answers(self, run: Any, asking: Asking, stream: int) -> Experience | None:
         assert self.held_out is not None
         rows = range(len(self.held_out))
         requests = [
@@ -106,11 +106,11 @@ class Measures:
             for turn in range(self.options.sampling_iters)
             for row in rows
         ]
-        return ask_for_samples(rollouts, requests, HELD_OUT, run.sampling)
+        return asking(requests, HELD_OUT, run.sampling)
 
     def examined(self, run: Any, own: Experience) -> tail_files.HeldOut:
         run.passes.fill(own, "old_N", run.roles.actor, "log_probs")
-        run.passes.fill(own, "reference_N", run.roles.start, "log_probs")
+        run.passes.fill(own, "reference_N", run.roles.initial, "log_probs")
         owners_N, answers = own.owners_N, len(own)
         kl_N = estimate(own.old_N, own.reference_N, "k1")
         returns_S = reinforce.returns(own.rewards_S, kl_N, self.options.init_kl_coef, owners_N)

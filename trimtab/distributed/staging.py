@@ -1,0 +1,170 @@
+"""How the roles of a run come to their processes.
+
+A run is described by *units*: roles that hold parts of each other and therefore always share processes, and the
+function that builds them where they work. A stage brings units into processes and hands back the groups that speak to
+their roles:
+
+    LocalStage   everything in this process
+    WorldStage   in the processes of a world that a launcher started, all of them or some for each unit
+
+A builder is a module-level function of the options and a place, so that it can be named to another process.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.distributed.device import Device, random_state, restore_random_state, seed_everything
+from trimtab.distributed.mesh import Mesh
+from trimtab.distributed.roles import Group, LocalGroup
+from trimtab.distributed.switchboard import Switchboard
+from trimtab.distributed.world import World
+from trimtab.interrupts import StopRequest
+
+HOST = "host"
+STRIDE = 1_000_003  # between the seeds of two processes
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a role works."""
+
+    device: Device
+    mesh: Mesh  # the processes that work together on it
+    stop: StopRequest
+
+
+@dataclass(frozen=True)
+class Unit:
+    name: str
+    build: Callable[[Any, Place], dict[str, Any]]  # its roles by name, of this process
+    roles: tuple[str, ...]
+    ranks: Sequence[int] | None = None  # the processes of a world that have it; None: all
+
+
+class Host:
+    """Builds and holds the roles of one process. Itself a role, which a controller calls in all processes alike."""
+
+    def __init__(
+        self,
+        options: Any,
+        units: Iterable[Unit],
+        make_mesh: Callable[[Any, World, Sequence[int] | None], Mesh],
+        device: Device,
+        world: World,
+        stop: StopRequest,
+    ):
+        self.options, self.units, self.make_mesh = options, {unit.name: unit for unit in units}, make_mesh
+        self.meshes: dict[str, Mesh] = {}
+        self.device, self.world, self.stop = device, world, stop
+        self.roles: dict[str, Any] = {HOST: self}
+        self._held: dict[str, Any] = {}
+        self._random: dict | None = None
+
+    def build(self, *, unit: str) -> None:
+        """Called in every process: all make the mesh of every unit."""
+        options, described = self.options, self.units[unit]
+        mesh = self.meshes[unit] = self.make_mesh(options, self.world, described.ranks)
+        if not mesh.here:
+            return
+        seed_everything(options.seed, deterministic=options.full_determinism)
+        made = described.build(options, Place(self.device, mesh, self.stop))
+        assert tuple(made) == described.roles, f"{unit}: {tuple(made)} were built, not {described.roles}"
+        for name in made.keys() & self._held.keys():
+            made[name].restore(self._held.pop(name))
+        self.roles |= made
+
+    def settle(self) -> None:
+        """When all is built: dropout differs between processes, everything else does not."""
+        if self._random is not None:
+            restore_random_state(self._random)
+            self._random = None
+        else:
+            options = self.options
+            seed_everything(options.seed + STRIDE * self.world.rank, deterministic=options.full_determinism)
+
+    def let_go(self) -> None:
+        """Keep this process's parts of what was learnt, for roles that are built anew."""
+        self._held = {name: role.carry() for name, role in self.roles.items() if hasattr(role, "carry")}
+        self._random = random_state()
+        self.close()
+        self.device.release_memory()
+
+    def close(self) -> None:
+        for name, role in self.roles.items():
+            if name != HOST:
+                role.close()
+        # In place: who serves calls looks roles up here.
+        for name in [name for name in self.roles if name != HOST]:
+            del self.roles[name]
+
+
+class LocalStage:
+    def __init__(self, host: Host):
+        self.host = host
+
+    def groups(self, options: Any) -> dict[str, Group]:
+        """Build everything, with what the controller has made of the options."""
+        self.host.options = options
+        for unit in self.host.units:
+            self.host.build(unit=unit)
+        self.host.settle()
+        return {
+            name: LocalGroup(name, role, self.host.device) for name, role in self.host.roles.items() if name != HOST
+        }
+
+    def groups_anew(self) -> dict[str, Group]:
+        raise AssertionError("one process goes on with what it has")
+
+    def hang_up(self) -> None:
+        """Nobody else is there."""
+
+    def close(self) -> None:
+        self.host.close()
+
+
+class WorldStage:
+    """Made in every process of a world; the first one runs the loop, the others `serve`."""
+
+    def __init__(self, host: Host, records: Sequence[type]):
+        self.host = host
+        self._switchboard = Switchboard(host.world, host.roles, records)
+        self._hosts = self._switchboard.group(HOST)
+
+    def groups(self, options: Any) -> dict[str, Group]:
+        assert options == self.host.options, "the other processes know the options as they were given"
+        for unit in self.host.units:
+            self._hosts.call("build", unit=unit)
+        self._hosts.call("settle")
+        meshes = self.host.meshes
+        return {
+            name: self._switchboard.group(name, meshes[unit.name].ranks, meshes[unit.name].parts)
+            for unit in self.host.units.values()
+            for name in unit.roles
+        }
+
+    def groups_anew(self) -> dict[str, Group]:
+        """After OutOfMemory: the same roles, with what they had learnt."""
+        self._hosts.call("let_go")
+        return self.groups(self.host.options)
+
+    def serve(self) -> None:
+        try:
+            self._switchboard.serve()
+        finally:
+            self.host.close()
+
+    def hang_up(self) -> None:
+        """The other processes end."""
+        self._switchboard.hang_up()
+
+    def close(self) -> None:
+        self.host.close()
+
+
+Stage = LocalStage | WorldStage
+
+
+def stage_of(host: Host, records: Sequence[type] = ()) -> Stage:
+    """The way that fits how this process was started. `records`: what may travel to roles and back."""
+    return LocalStage(host) if host.world.size == 1 else WorldStage(host, records)

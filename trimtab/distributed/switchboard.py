@@ -1,0 +1,195 @@
+"""The wires between the first process of a world and the others, one for all groups of a run.
+
+The first process calls, the others serve; it is itself one of those that work, if the group that it calls is also
+here. Calls may be under way in several groups at once: every process answers in the order in which it was asked. A
+process that fails says why in the store that all share before it ends; the caller raises that.
+
+Calls and results travel as JSON and raw numbers (wire.py): neither the store nor the sockets between processes ask who
+is writing, so nothing that comes from them is unpickled.
+"""
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trimtab.distributed.calling_off import meet_again, reason_to_call_off
+from trimtab.distributed.roles import Group
+from trimtab.distributed.watch import pulse
+from trimtab.distributed.wire import Wire
+from trimtab.distributed.world import PATIENCE, World
+from trimtab.errors import OutOfMemory, RunFailed, UserError
+
+FAILURE = "trimtab_failure"
+
+
+class Switchboard:
+    def __init__(self, world: World, roles: dict[str, Any], records: Sequence[type] = ()):
+        """`roles`: those of this process, now or later; `records`: the dataclasses and exceptions that go to the roles
+        or come back."""
+        self.world, self.roles = world, roles
+        self._wire = Wire(*records)
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._store = dist.distributed_c10d._get_default_store()
+        self._own: deque[Call] = deque()  # what this process has been asked and has not done yet
+        self._expected: list[deque[Call]] = [deque() for _ in range(self.world.size)]
+
+    def meet_again(self) -> None:
+        """After what the processes were in the middle of was called off."""
+        meet_again(self.world)
+        self._connect()
+
+    def group(self, name: str, ranks: Sequence[int] | None = None, parts: Sequence[int] | None = None) -> "WorldGroup":
+        """`ranks`: the processes that have this role (None: all); `parts`: which part of a call each of them gets, if
+        not its own."""
+        ranks = range(self.world.size) if ranks is None else ranks
+        return WorldGroup(self, name, ranks, range(len(ranks)) if parts is None else parts)
+
+    # ---- the first process
+
+    def start(
+        self, role: str, method: str, ranks: Sequence[int], parts: Sequence[Any] | None, shared: dict[str, Any]
+    ) -> "Call":
+        own = [None] * len(ranks) if parts is None else [(part,) for part in parts]
+        call = Call(self, f"{role}.{method}", ranks)
+        try:
+            for rank, part in zip(ranks, own, strict=True):
+                if rank == self.world.rank:
+                    call.work = (role, method, part, shared)
+                    self._own.append(call)
+                else:
+                    self._send([role, method, part, shared], rank)
+                    self._expected[rank].append(call)
+        except RuntimeError as error:
+            raise self._explained(error) from error
+        return call
+
+    def finish(self, call: "Call", seconds: float | None) -> None:
+        """Work and listen until all results of a call are there."""
+        try:
+            while call in self._own:
+                mine = self._own.popleft()
+                assert mine.work is not None
+                mine.results[self.world.rank] = self._perform(*mine.work)
+            for rank in call.ranks:
+                while rank not in call.results:
+                    result = self._receive(rank, seconds, call.name)
+                    self._expected[rank].popleft().results[rank] = result
+        except RuntimeError as error:  # what sending or a collective raises when a process has gone
+            raise self._explained(error) from error
+
+    def _explained(self, error: RuntimeError) -> Exception:
+        if (why := reason_to_call_off()) is not None:
+            return OutOfMemory(why)
+        return self._reported() or error
+
+    def hang_up(self) -> None:
+        for rank in range(1, self.world.size):
+            self._send(None, rank)
+
+    # ---- the others
+
+    def serve(self) -> None:
+        """What the other processes do until the first one hangs up."""
+        while True:
+            try:
+                if (asked := self._receive(0)) is None:
+                    return
+                self._send(self._perform(*asked), 0)
+            except OutOfMemory:
+                self.meet_again()
+            except BaseException as error:
+                if isinstance(error, RuntimeError) and reason_to_call_off() is not None:
+                    self.meet_again()
+                    continue
+                self._report(error)
+                raise
+
+    def _perform(self, role: str, method: str, own: tuple | None, shared: dict[str, Any]) -> Any:
+        assert not method.startswith("_"), "a role's own business"
+        pulse.move(f"{role}.{method}")
+        return getattr(self.roles[role], method)(*(own or ()), **shared)
+
+    # ---- messages
+
+    def _send(self, value: Any, rank: int) -> None:
+        message = self._wire.pack(value)
+        with pulse.waiting():
+            dist.send(torch.tensor([len(message)]), rank, group=self._channel)
+            dist.send(message, rank, group=self._channel)
+
+    def _receive(self, rank: int, seconds: float | None = None, what: str = "") -> Any:
+        size = torch.zeros(1, dtype=torch.int64)
+        with pulse.waiting():
+            coming = dist.irecv(size, rank, group=self._channel)
+            assert coming is not None
+            if seconds is None:
+                coming.wait()
+            else:
+                self._wait(coming, seconds, f"{what}: process {rank} has not answered for {seconds:g} s")
+            message = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(message, rank, group=self._channel)
+        return self._wire.unpack(message)
+
+    def _wait(self, coming: Any, seconds: float, late: str) -> None:
+        try:
+            coming.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            if "timed out" in str(error).lower():
+                raise RunFailed(late) from error
+            raise
+
+    def _report(self, error: BaseException) -> None:
+        known = type(error) if isinstance(error, UserError | RunFailed) else RunFailed
+        message = str(error) if known is type(error) else f"{type(error).__name__}: {error}"
+        self._store.set(FAILURE, json.dumps([known.__name__, self.world.rank, message]))
+
+    def _reported(self) -> Exception | None:
+        if not self._store.check([FAILURE]):
+            return None
+        try:
+            kind, rank, message = json.loads(self._store.get(FAILURE))
+        except ValueError:  # not written by one of us
+            return None
+        return UserError(message) if kind == "UserError" else RunFailed(f"process {rank}: {message}")
+
+
+class Call:
+    """One that has been made, and the results that are there."""
+
+    def __init__(self, switchboard: Switchboard, name: str, ranks: Sequence[int]):
+        self.name, self.ranks = name, ranks
+        self.told = ranks  # whose results are handed out
+        self.work: tuple | None = None  # of this process, if it is among them
+        self.results: dict[int, Any] = {}
+        self._switchboard = switchboard
+
+    def wait(self, seconds: float | None = None) -> list[Any]:
+        self._switchboard.finish(self, seconds)
+        return [self.results[rank] for rank in self.told]
+
+
+class WorldGroup(Group):
+    def __init__(self, switchboard: Switchboard, name: str, ranks: Sequence[int], parts: Sequence[int]):
+        self._switchboard, self.name = switchboard, name
+        self.ranks, self._parts = ranks, parts
+        self.size = max(parts) + 1
+
+    def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> Call:
+        if parts is None:
+            return self._switchboard.start(self.name, method, self.ranks, None, shared)
+        assert len(parts) == self.size
+        call = self._switchboard.start(self.name, method, self.ranks, [parts[i] for i in self._parts], shared)
+        call.told = [self.ranks[self._parts.index(part)] for part in range(self.size)]
+        return call
+
+    def meet_again(self) -> bool:
+        self._switchboard.meet_again()
+        return True

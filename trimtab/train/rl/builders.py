@@ -1,0 +1,111 @@
+"""The roles of an RL run, built where they work: functions of the options and a place.
+
+actor       the policy that learns; the engine that answers from its weights, with the rewards that are best near
+            it; with LoRA also the reference, which is the policy without its adapters
+reference   the policy as it was          teacher   a model that judges the policy's tokens
+critic      what estimates returns        reward    the reward models
+"""
+
+import copy
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from trimtab.config.jobs import RLOptions
+from trimtab.distributed.sharding import GRADIENT_DTYPES
+from trimtab.distributed.staging import Place
+from trimtab.models.critic import Critic
+from trimtab.models.load import Loaded, load_policy, load_reward_model
+from trimtab.models.policy import Policy
+from trimtab.rewards.build import Parts, other_rewards, reward_models
+from trimtab.rollout.choose import build_engine
+from trimtab.train.launch import load_job_tokenizer
+from trimtab.train.optimiser import Optimiser
+from trimtab.train.reference import Reference
+from trimtab.train.rl.checks import critic_start, first_reward
+from trimtab.train.rl.learner import Actor, CriticLearner, ReferenceRole
+from trimtab.train.rl.rewarding import RewardModels
+from trimtab.train.rl.rollouts import Rollouts
+
+
+def build_actor(options: RLOptions, place: Place) -> dict[str, Any]:
+    tokenizer = load_job_tokenizer(options)
+    loaded = load_policy(options, place.device, place.mesh)
+    roles: dict[str, Any] = {"actor": actor_of(options, loaded, tokenizer, place)}
+    rewards = other_rewards(options, place.stop.requested)
+    roles["rollouts"] = rollouts_of(options, loaded.model, rewards, tokenizer, place)
+    if has_reference(options) and options.lora_rank > 0:
+        roles["reference"] = scorer(options, place, loaded)
+    return roles
+
+
+def build_reference(options: RLOptions, place: Place) -> dict[str, Any]:
+    return {"reference": scorer(options, place)}
+
+
+def build_teacher(options: RLOptions, place: Place) -> dict[str, Any]:
+    return {"teacher": scorer(options, place, pretrain=options.teacher_model)}
+
+
+def build_critic(options: RLOptions, place: Place) -> dict[str, Any]:
+    tokenizer = load_job_tokenizer(options)
+    name, _ = critic_start(options, tokenizer)
+    tokenizer = copy.deepcopy(tokenizer)  # a classifier may need another padding token
+    its_options = dataclasses.replace(options, pretrain=name)
+    loaded = load_reward_model(its_options, place.device, tokenizer, place.mesh, root=Critic)
+    if options.normalize_reward and name == first_reward(options):
+        loaded.model.mean, loaded.model.deviation = loaded.model.config.mean, loaded.model.config.std
+    optimiser = optimiser_of(options, loaded.model.model, options.critic_learning_rate, place)
+    return {"critic": CriticLearner(options, loaded.model, optimiser, tokenizer, place.device, place.mesh)}
+
+
+def build_reward_models(options: RLOptions, place: Place) -> dict[str, Any]:
+    models = reward_models(options, place.device, load_job_tokenizer(options))
+    return {"reward": RewardModels(models)}
+
+
+# ---- what they are made of
+
+
+def has_reference(options: RLOptions) -> bool:
+    return options.init_kl_coef > 0
+
+
+def actor_of(options: RLOptions, loaded: Loaded, tokenizer: Any, place: Place, kind: type[Actor] = Actor) -> Actor:
+    optimiser = optimiser_of(options, loaded.model.model, options.actor_learning_rate, place)
+    actor = kind(options, loaded.model, optimiser, tokenizer, place.device, place.mesh)
+    actor.origin = loaded
+    return actor
+
+
+def rollouts_of(options: RLOptions, policy: Policy, rewards: Parts, tokenizer: Any, place: Place) -> Rollouts:
+    engine = build_engine(
+        policy,
+        tokenizer,
+        slots=options.rollout_slots,
+        kv_tokens=options.rollout_kv_tokens,
+        weight_only_int8=options.weight_only_int8,
+    )
+    return Rollouts(engine, rewards, tokenizer, place.stop.requested)
+
+
+def scorer(
+    options: RLOptions, place: Place, policy: Loaded | None = None, pretrain: str | None = None
+) -> ReferenceRole:
+    """A frozen model that scores the policy's tokens: what the policy was at the start, unless another is named."""
+    offload = options.ref_reward_offload
+    reference = Reference(options, policy, place.device, place.mesh, pretrain=pretrain, offload=offload)
+    return ReferenceRole(reference, options.temperature)
+
+
+def optimiser_of(options: RLOptions, model: nn.Module, learning_rate: float, place: Place) -> Optimiser:
+    """How many steps it will have, its learner is told later."""
+    return Optimiser(
+        model,
+        options,
+        learning_rate=learning_rate,
+        fused=place.device.fused_adam(),
+        gradient_dtype=GRADIENT_DTYPES[options.grad_accum_dtype],
+        offload=options.adam_offload,
+    )

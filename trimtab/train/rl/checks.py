@@ -1,0 +1,84 @@
+"""What is refused of an RL run before anything slow is done, in one line each."""
+
+from pathlib import Path
+from typing import Any
+
+from trimtab.config.jobs import RLOptions, TailOptions
+from trimtab.data.prompts import PromptStore
+from trimtab.data.tokenizer import load_tokenizer
+from trimtab.errors import UserError
+from trimtab.files import check_folder
+from trimtab.models.hugging_face import check_model_folder
+from trimtab.models.packed import PackedModel
+from trimtab.rewards.model import same_tokenizer
+from trimtab.train.rl.recording import Recording
+
+
+def check_model(model: PackedModel, options: RLOptions, stores: dict[str, PromptStore]) -> None:
+    """Refuse a model this job cannot train, in one line."""
+    config, name = model.config.get_text_config(), type(model.inner).__name__
+    longest = max(int(store.lengths.max()) for store in stores.values()) + options.generate_max_len
+    room = getattr(config, "max_position_embeddings", None)
+    if room is not None and longest > room:
+        raise UserError(
+            f"--generate_max_len {options.generate_max_len}: with the longest prompt that is {longest} tokens, but "
+            f"{name} has a context of {room}; lower it, or --prompt_max_len"
+        )
+    largest = max(int(store.largest_token) for store in stores.values())
+    if largest >= config.vocab_size:
+        raise UserError(
+            f"--pretrain {options.pretrain}: its tokenizer made token {largest} of the data, but the model "
+            f"knows only {config.vocab_size} tokens; copy the model's own tokenizer there"
+        )
+    if options.aux_loss_coef > 0 and not hasattr(model.config, "num_experts_per_tok"):
+        raise UserError(f"--aux_loss_coef {options.aux_loss_coef}: {name} has no experts; drop it")
+
+
+def check_teacher(options: RLOptions, tokenizer: Any) -> None:
+    """A teacher judges the policy's tokens, so they must mean the same to it."""
+    assert options.teacher_model is not None
+    if not _reads_tokens(options.teacher_model, "--teacher_model", options, tokenizer):
+        raise UserError(f"--teacher_model {options.teacher_model}: its tokenizer is not --pretrain's; use one that is")
+
+
+def critic_start(options: RLOptions, tokenizer: Any) -> tuple[str, str | None]:
+    """The model that the critic starts from, and what there is to say of the choice. It reads the policy's tokens."""
+    if name := options.critic_pretrain:
+        if not _reads_tokens(name, "--critic_pretrain", options, tokenizer):
+            raise UserError(f"--critic_pretrain {name}: its tokenizer is not --pretrain's; use one that is")
+        return name, None
+    reward = first_reward(options)
+    if reward is None or _reads_tokens(reward, "--reward_pretrain", options, tokenizer):
+        return reward or options.pretrain, None
+    return options.pretrain, f"the critic starts from the policy: {reward} has another tokenizer"
+
+
+def first_reward(options: RLOptions) -> str | None:
+    """The first reward model."""
+    return options.reward_pretrain.split(",")[0].strip() if options.reward_pretrain else None
+
+
+def _reads_tokens(name: str, flag: str, options: RLOptions, tokenizer: Any) -> bool:
+    """Whether the policy's tokens mean the same to this model."""
+    theirs = load_tokenizer(name, disable_fast=options.disable_fast_tokenizer, flag=flag)
+    return name == options.pretrain or same_tokenizer(tokenizer, theirs)
+
+
+def check_places(options: RLOptions) -> None:
+    """Before anything slow: are the models there, and can their successors be written?"""
+    check_model_folder(options.pretrain, "--pretrain")
+    for flag, name in (("critic_pretrain", options.critic_pretrain), ("teacher_model", options.teacher_model)):
+        if name:
+            check_model_folder(name, f"--{flag}")
+    for name in (options.reward_pretrain or "").split(","):
+        if name.strip():
+            check_model_folder(name.strip(), "--reward_pretrain")
+    places = {"save_path": options.save_path, "ckpt_path": options.ckpt_path, "record": options.record}
+    places |= {"use_tensorboard": options.use_tensorboard, "use_visualdl": options.use_visualdl}
+    if isinstance(options, TailOptions):
+        places |= {"save_info_path": options.save_info_path, "negdata_path": options.negdata_path}
+    for flag, place in places.items():
+        if place:
+            check_folder(flag, Path(place))
+    if options.record and not options.load_checkpoint and (recording := Recording.of(options)):
+        recording.check_empty()

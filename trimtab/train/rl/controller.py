@@ -1,0 +1,154 @@
+"""What runs the loop: options, prompts, their order, counters and files, and no model. What it must know of the models
+it asks their roles."""
+
+import dataclasses
+from typing import Any
+
+from trimtab.config.jobs import RLOptions
+from trimtab.data.order import SampleOrder
+from trimtab.data.prompts import PromptStore, load_prompt_stores
+from trimtab.distributed.device import Device
+from trimtab.distributed.roles import Group
+from trimtab.distributed.staging import Unit
+from trimtab.distributed.watch import pulse
+from trimtab.distributed.world import World
+from trimtab.models.load import policy_skeleton
+from trimtab.rewards.build import in_words
+from trimtab.rewards.labels import check_labels
+from trimtab.rollout.types import Sampling
+from trimtab.train.launch import check_undivided, load_job_tokenizer, notes
+from trimtab.train.manifest import make_manifest, settings
+from trimtab.train.plan.passes import for_manifest, with_planned_passes, work_of_prompts
+from trimtab.train.rl.asking import Asking
+from trimtab.train.rl.checks import check_model, check_places, check_teacher, critic_start
+from trimtab.train.rl.description import units_of
+from trimtab.train.rl.evaluation import Evaluation
+from trimtab.train.rl.files import RunFiles
+from trimtab.train.rl.loop import RLRun, Roles
+from trimtab.train.rl.recording import Recording
+from trimtab.train.rl.supply import Recorded, Replayed, SampledNow, Supply
+from trimtab.train.rl.text import TextMixture, load_text
+
+
+class Controller:
+    """Everything up to the first step that needs no weights; then the run over the groups of its roles."""
+
+    def __init__(self, options: RLOptions, device: Device, world: World):
+        """`device`: of this process, which is planned for where it does everything."""
+        self.options, self.world = options, world
+        check_undivided(options, world)
+        check_places(options)
+        self.tokenizer = load_job_tokenizer(options)
+        self.stores, self.reports = self._prompts()
+        check_labels(self.stores, options.reward_verifier, options.label_key)
+        store = self.stores["train"]
+        self.order = SampleOrder(len(store), 1, self.episodes(), options.seed)
+        self.iterations = iterations_of(self.order, options)
+        self.recording = Recording.of(options, store)
+        if options.replay:
+            assert self.recording is not None
+            self.recording.check_holds(self.order.steps)
+        self.check_models()
+        self.options, self.memory_plan = with_planned_passes(
+            options, device, world, lambda: work_of_prompts(options, self.stores)
+        )
+        for line in notes(options, device):
+            world.say(line)
+
+    @staticmethod
+    def units(options: Any, processes: int) -> list[Unit]:
+        """The description of the run, the same in every process."""
+        return units_of(options, processes)
+
+    def episodes(self) -> int:
+        return self.options.num_episodes
+
+    def load_stores(self) -> tuple[dict[str, PromptStore], dict[str, Any]]:
+        return load_prompt_stores(self.options, self.tokenizer)
+
+    def check_models(self) -> None:
+        check_model(policy_skeleton(self.options), self.options, self.stores)
+        if self.options.teacher_model:
+            check_teacher(self.options, self.tokenizer)
+        if self.options.estimator.critic:
+            _, note = critic_start(self.options, self.tokenizer)
+            if note:
+                self.world.say(note)
+
+    def _prompts(self) -> tuple[dict[str, PromptStore], dict[str, Any]]:
+        with pulse.waiting():  # reading the data takes as long as there are data
+            stores, reports = self.load_stores()
+        self.text = None
+        if self.options.pretrain_data:
+            self.text, reports["text"] = load_text(self.options, self.tokenizer)
+        for report in reports.values():
+            for line in report.lines():
+                self.world.say(line)
+        return stores, reports
+
+    # ---- the run
+
+    def run(self, groups: dict[str, Group]) -> RLRun:
+        options, actor = self.options, groups["actor"].call("describe")[0]
+        for line in actor["notes"]:
+            self.world.say(line)
+        sampling = Sampling(
+            max_new_tokens=options.generate_max_len,
+            n=options.n_samples_per_prompt,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            stop_token_ids=tuple(actor["stop_token_ids"]),
+        )
+        evaluation = None
+        if "evaluation" in self.stores:
+            eval_sampling = dataclasses.replace(
+                sampling, n=options.eval_n_samples_per_prompt, temperature=options.eval_temperature, top_p=1.0
+            )
+            evaluation = Evaluation(self.stores["evaluation"], eval_sampling)
+        text = None if self.text is None else TextMixture(self.text, options)
+        asking = Asking(self.stores, self.tokenizer, groups["rollouts"], groups.get("reward"))
+        self.world.say(f"reward: {in_words(asking.in_words, options)}")
+        manifest = self.manifest(actor, asking.weighing.name)
+        return self.make_run(groups, asking, self.supply(sampling, asking), sampling, manifest, evaluation, text)
+
+    def supply(self, sampling: Sampling, asking: Asking) -> Supply:
+        if self.options.replay:
+            assert self.recording is not None
+            return Replayed(self.recording)
+        supply = SampledNow(self.options, self.order, sampling, asking)
+        return supply if self.recording is None else Recorded(supply, self.recording)
+
+    def make_run(
+        self, groups: dict[str, Group], asking: Asking, supply: Supply, sampling: Sampling, manifest: dict, *more: Any
+    ) -> RLRun:
+        files = RunFiles(self.options, manifest, self.tokenizer, self.iterations, self.stores)
+        return RLRun(self.options, Roles(**groups), asking, supply, self.order, files, *more)
+
+    def manifest(self, actor: dict[str, Any], reward: str) -> dict:
+        """`actor`: what the policy's role says of itself."""
+        options = self.options
+        return make_manifest(
+            job=options.verb,
+            weights=actor["weights"],
+            data_order=self.order.fingerprint(self.stores["train"].fingerprint),
+            seed=options.seed,
+            dtype="bfloat16" if options.bf16 else "float32",
+            device=actor["device"],
+            path=actor["path"],
+            model=options.pretrain,
+            trainable=actor["trainable"],
+            parameters=actor["parameters"],
+            trainable_parameters=actor["trainable_parameters"],
+            steps=self.iterations,
+            settings=settings(options),
+            processes=self.world.size,
+            zero_stage=options.zero_stage,
+            reward=reward,
+            data={name: report.as_dict() for name, report in self.reports.items()},
+            **for_manifest(self.memory_plan),
+        )
+
+
+def iterations_of(prompts: SampleOrder, options: RLOptions) -> int:
+    whole = -(-prompts.steps // options.rollout_batch_size)
+    return min(whole, options.max_steps) if options.max_steps > 0 else whole

@@ -1,0 +1,59 @@
+"""An RL run's rehearsal: everything that can go wrong before the first step, without the weights."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from trimtab.config.jobs import RLOptions
+from trimtab.data.order import SampleOrder
+from trimtab.data.prompts import load_prompt_stores
+from trimtab.distributed.device import find_device
+from trimtab.models.load import policy_skeleton
+from trimtab.rewards.labels import check_labels
+from trimtab.rewards.trial import try_reward
+from trimtab.train.launch import load_job_tokenizer, notes, of_few_rows
+from trimtab.train.plan.passes import work_of_prompts
+from trimtab.train.rehearsal import memory_line, one_line, usable_rows
+from trimtab.train.rl.checks import check_model, check_places, check_teacher, critic_start
+from trimtab.train.rl.controller import iterations_of
+from trimtab.train.rl.cut import updates_per_iteration
+from trimtab.train.rl.recording import Recording
+from trimtab.train.rl.text import load_text
+
+
+def rehearse_rl(
+    options: RLOptions, load_stores: Callable[[Any, Any], tuple] = load_prompt_stores, episodes: int | None = None
+) -> list[str]:
+    """Everything that can go wrong before the first step, on a few rows and without the weights."""
+    device = find_device()
+    check_places(options)
+    tokenizer = load_job_tokenizer(options)
+    few = of_few_rows(options)
+    stores, reports = load_stores(few, tokenizer)
+    if options.pretrain_data:
+        load_text(few, tokenizer)
+    check_labels(stores, options.reward_verifier, options.label_key)
+    model = policy_skeleton(options)
+    check_model(model, options, stores)
+    if options.teacher_model:
+        check_teacher(options, tokenizer)
+    note = critic_start(options, tokenizer)[1] if options.estimator.critic else None
+    rewarded = try_reward(options, device, tokenizer, stores["train"])
+    order = SampleOrder(len(stores["train"]), 1, episodes or options.num_episodes, options.seed)
+    if options.replay and (recording := Recording.of(options)):
+        recording.check_holds(order.steps)  # the run itself knows all prompts, and asks for more
+    prompts, about = usable_rows(reports["train"], options.max_samples, len(stores["train"]))
+    whole = dataclasses.replace(order, samples=prompts)
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return [
+        f"device: {device.name}",
+        *notes(options, device),
+        *([note] if note else []),
+        f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained",
+        f"data: {reports['train'].in_files:,} prompts give {'about ' if about else ''}"
+        f"{iterations_of(whole, options):,} iterations of {updates_per_iteration(options)} updates",
+        f"first prompt, as the policy reads it: {one_line(stores['train'].text(0))}",
+        *rewarded,
+        memory_line(options, device, lambda: work_of_prompts(options, stores)),
+    ]
