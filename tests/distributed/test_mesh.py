@@ -1,11 +1,18 @@
 """A mesh says over which of its processes something is added up."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 
 from tests import warm
+from trimtab.distributed import sharding
 from trimtab.distributed.mesh import Mesh
+from trimtab.distributed.sharding import shard
 from trimtab.distributed.world import World, find_world, leave_world
+from trimtab.train.optimiser import total_norm
+from trimtab.train.tensor_parts import TensorParts, write_parts
 
 
 def test_a_mesh_of_one_communicates_with_nobody():
@@ -89,3 +96,43 @@ def find_world_on_cpu() -> World:
     from trimtab.distributed.device import find_device
 
     return find_world(find_device())
+
+
+def learn_in_some(folder: Path) -> None:
+    """A model over the first and the last of three processes, and one in the second alone."""
+    world = find_world_on_cpu()
+    samples = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(1))
+    whole = gradients_of(network(), samples.flatten(0, 1))
+    for stage in (0, 3):
+        pair, single = Mesh(world, [0, 2], replicate=2 if stage == 0 else 1), Mesh(world, [1])
+        if single.here:
+            model = network()
+            shard(model, list(model), single, zero_stage=stage)
+            assert torch.equal(torch.cat(gradients_of(model, samples.flatten(0, 1))), torch.cat(whole))
+            continue
+        model = network()
+        shard(model, list(model), pair, zero_stage=stage)
+        found = gradients_of(model, samples[pair.data.rank], pair.gradients.size)
+        split = [parameter.grad for parameter in model.parameters()]
+        torch.testing.assert_close(torch.cat(found), torch.cat(whole))
+        torch.testing.assert_close(total_norm(split), float(torch.cat(whole).norm()), rtol=1e-6, atol=0)
+        write_parts(folder / str(stage), dict(model.named_parameters()), pair, 1)
+    leave_world()
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def gradients_of(model: nn.Module, samples: torch.Tensor, factor: int = 1) -> list[torch.Tensor]:
+    (model(samples).square().sum() * factor).backward()
+    return [sharding.whole(parameter.grad).flatten() for parameter in model.parameters()]
+
+
+def test_groups_of_different_sizes_learn_beside_each_other(tmp_path):
+    assert warm.call_world(learn_in_some, 3, tmp_path) == [0, 0, 0]
+    expected = dict(network().named_parameters())
+    for stage in (0, 3):
+        parts = TensorParts(tmp_path / str(stage))
+        assert all(torch.equal(parts.whole(name), parameter) for name, parameter in expected.items())
