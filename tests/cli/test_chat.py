@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from trimtab.evaluate import conversation
+from trimtab.rollout.builtin.session import BuiltinSession
 
 GREEDY = ("--greedy_sampling", "--repetition_penalty", 1)
 
@@ -24,14 +25,14 @@ def chat(job, monkeypatch):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The prompts that the engine reads, as text."""
-    prompts, plain = [], conversation.BuiltinEngine.stream
+    """The prompts that the engine gets, as text."""
+    prompts, plain = [], BuiltinSession.add
 
-    def stream(engine, ids, *arguments, **options):
-        prompts.append(engine.tokenizer.decode(ids[0]))
-        return plain(engine, ids, *arguments, **options)
+    def add(session, ids, **options):
+        prompts.append(session.engine.tokenizer.decode(ids))
+        return plain(session, ids, **options)
 
-    monkeypatch.setattr(conversation.BuiltinEngine, "stream", stream)
+    monkeypatch.setattr(BuiltinSession, "add", add)
     return prompts
 
 
@@ -65,6 +66,19 @@ def test_turns_follow_each_other_in_the_models_chat_template(chat, answers, aske
     told = answers(chat(*GREEDY, lines=["sort 21", "", "again"]))
     assert asked[0] == "<user>sort 21<assistant>"
     assert len(told) == 2 and asked[1] == f"<user>sort 21<assistant>{told[0]}<eos><user>again<assistant>"
+
+
+def test_a_turn_reads_only_what_is_new(chat, answers, short, monkeypatch):
+    read, plain = [0], BuiltinSession.close
+
+    def close(session):
+        plain(session)
+        read.append(session.engine.tokens_read)
+
+    monkeypatch.setattr(BuiltinSession, "close", close)
+    answers(chat(*GREEDY, lines=["sort 21", "again", "and again"]))
+    # Two tokens around the words, before them <eos>, and before that the answer's last token, which was only drawn.
+    assert [later - earlier for earlier, later in itertools.pairwise(read)] == [7 + 2, 5 + 4, 9 + 4]
 
 
 def test_turns_follow_each_other_in_a_template_of_text(chat, answers, asked, short):

@@ -199,7 +199,7 @@ def test_sleep_gives_the_memory_back_and_the_next_call_works():
     engine = BuiltinEngine(policy_of())
     sampling = Sampling(max_new_tokens=4, temperature=0)
     before = engine.generate(prompts(), sampling)
-    memory = weakref.ref(engine._memory.cache(1, 1, torch.device("cpu")).keys)
+    memory = weakref.ref(engine.memory.cache(1, 1, torch.device("cpu")).keys)
     assert memory() is not None
     engine.sleep()
     assert memory() is None

@@ -61,7 +61,7 @@ def answers(policy, sampling, given=SHORT, **memory):
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen2", "qwen3", "mistral"])
 def test_llama_like_models_are_recognised(family):
-    assert BuiltinEngine(policy_of(family))._fused is not None
+    assert BuiltinEngine(policy_of(family)).fused is not None
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_llama_like_models_are_recognised(family):
     [("granite", {"residual_multiplier": 0.5}), ("llama", {"hidden_act": "gelu"}), ("gpt2", {}), ("gemma2", {})],
 )
 def test_others_keep_their_own_layers(family, changes):
-    assert BuiltinEngine(policy_of(family, **changes))._fused is None
+    assert BuiltinEngine(policy_of(family, **changes)).fused is None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "mixtral"])
@@ -149,7 +149,7 @@ def test_adapters_are_part_of_what_is_recorded(monkeypatch):
             if "lora_B" in name:
                 parameter.normal_(0, 0.5)
     used = BuiltinEngine(policy)
-    assert used._fused is not None
+    assert used.fused is not None
     attached = [a.ids for a in used.generate(SHORT, sampling)]
     with adapters_off(policy.model):
         assert [a.ids for a in used.generate(SHORT, sampling)] == without != attached

@@ -21,6 +21,8 @@ from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Finish
 
+SHOWN_AT_ONCE = 8  # tokens
+
 Show = Callable[[str], None]
 
 
@@ -29,7 +31,7 @@ class Conversation:
         self.options, self.tokenizer = options, load_job_tokenizer(options)
         seed_everything(options.seed, deterministic=options.full_determinism)
         policy = load_frozen_policy(options.pretrain, options, find_device(), flag="--pretrain").model
-        self.engine = build_engine(policy, self.tokenizer, slots=1)
+        self.engine = build_engine(policy, self.tokenizer, slots=1, keep_prefixes=True)
         unasked = "input_template" not in options.given
         self.as_chat = options.apply_chat_template or bool(unasked and self.tokenizer.chat_template)
         self._chat = ChatRenderer(self.tokenizer) if self.as_chat else None
@@ -58,17 +60,17 @@ class Conversation:
             )
         answer = _Answer(self.tokenizer, show)
 
-        def watch(logits: Any, samples: list) -> Any:
-            answer.grow(samples[0].ids)
-            return logits
-
         sampling = sampling_of(self.options, max_new_tokens=room, stop_token_ids=self._stops)
         seed = request_seed(self.options.seed, self._answers)
         finish: Finish = "abort"
         try:
-            for rollout in self.engine.stream([ids], sampling, seeds=[seed], logit_hook=watch):
-                answer.grow(rollout.ids, last=True)
-                finish = rollout.finish
+            with self.engine.session(sampling) as session:
+                request = session.add(ids, seed=seed)
+                while session.busy:
+                    for rollout in session.advance(SHOWN_AT_ONCE):
+                        answer.grow(rollout.ids, last=True)
+                        finish = rollout.finish
+                    answer.grow(session.drawn(request))
         except KeyboardInterrupt:
             pass
         self._answers += 1

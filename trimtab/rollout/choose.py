@@ -6,6 +6,7 @@ from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.engine import READ_TOKENS, BuiltinEngine
 from trimtab.rollout.builtin.memory import PAGE_SIZE, KVMemory
 from trimtab.rollout.builtin.runner import Runner
+from trimtab.rollout.engine import Engine
 
 
 def build_engine(
@@ -15,10 +16,20 @@ def build_engine(
     slots: int = 256,
     kv_tokens: int | None = None,
     weight_only_int8: bool = False,
-) -> BuiltinEngine:
+    keep_prefixes: bool = False,
+) -> Engine:
     """The engine that answers with this policy. `slots`: samples that run at once; `kv_tokens`: memory for keys and
-    values, planned from what is free if not given; `weight_only_int8`: linear layers multiply by int8 copies."""
-    return BuiltinEngine(policy, tokenizer, slots=slots, kv_tokens=kv_tokens, weight_only_int8=weight_only_int8)
+    values, planned from what is free if not given; `weight_only_int8`: linear layers multiply by int8 copies;
+    `keep_prefixes`: what was read and drawn in one call is not read again in the next. A run that was resumed has kept
+    nothing, so in the last bits its numbers would be others."""
+    return BuiltinEngine(
+        policy,
+        tokenizer,
+        slots=slots,
+        kv_tokens=kv_tokens,
+        weight_only_int8=weight_only_int8,
+        keep_prefixes=keep_prefixes,
+    )
 
 
 class EngineMemory:

@@ -1,15 +1,52 @@
 """What every rollout engine can do. Loops know this and `types`; which engine is behind it is the caller's choice."""
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
+from types import TracebackType
 from typing import Protocol, runtime_checkable
 
 from trimtab.rollout.types import Rollout, Sampling
 
 
 @runtime_checkable
+class Session(Protocol):
+    """Requests that are added while others run, all with one sampling setting; to be closed, or used in a `with`."""
+
+    def add(self, prompt_ids: list[int], *, seed: int | None = None, limit: int | None = None) -> int:
+        """The number of the new request, which its rollouts carry as their `prompt`.
+
+        `seed`: from which its samples draw; `limit`: its own max_new_tokens.
+        """
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are still unanswered."""
+
+    def advance(self, steps: int | None = None) -> list[Rollout]:
+        """Work on for a moment, or for at most so many tokens a sample, and hand over what has finished."""
+
+    def __iter__(self) -> Iterator[Rollout]:
+        """Answers as they finish, until there is no request left. More may be added on the way, and later."""
+
+    def drawn(self, request: int) -> list[int]:
+        """The first sample's tokens so far, of a request at work."""
+
+    def abort(self, requests: Collection[int] | None = None) -> None:
+        """Stop the answers to these requests, or all: they come as they are, finished by "abort"."""
+
+    def close(self) -> None:
+        """Give up what is not answered."""
+
+    def __enter__(self) -> "Session": ...
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+@runtime_checkable
 class Engine(Protocol):
     exact: bool
-    """Whether the log-probs of what is drawn are exactly the trainer's."""
+    """Whether the log-probs of what it draws are the trainer's own, but for the last bits of fp32."""
+    version: int
+    """Of the weights, as whoever changed them last has told; every rollout carries the one it was drawn from."""
 
     def generate(
         self,
@@ -34,8 +71,14 @@ class Engine(Protocol):
     ) -> Generator[Rollout]:
         """The same answers as they finish; to close it ends them."""
 
+    def session(self, sampling: Sampling) -> Session:
+        """The same for requests that are not known beforehand. What an earlier request has read is not read twice."""
+
     def abort(self, prompts: Collection[int] | None = None) -> None:
         """Stop answers to these prompts of the stream at work, or all: they come as they are, finished by "abort"."""
+
+    def weights_changed(self, version: int) -> None:
+        """Answers come from other weights from now on, called by this number."""
 
     def sleep(self) -> None:
         """Give memory back while the model trains."""

@@ -61,3 +61,4 @@ class Rollout:
     log_probs: np.ndarray
     finish: Finish
     plain_log_probs: np.ndarray | None = None  # at temperature 1, where asked for
+    version: int = 0  # of the weights it was drawn from

@@ -59,7 +59,7 @@ def test_keys_and_values_are_those_that_the_engine_takes(model):
     said = next(size for name, size in sizes(options).items() if name.startswith("keys"))
     engine = BuiltinEngine(Policy(tiny_model("llama")))
     with torch.no_grad():
-        cache = engine._memory.cache(8, 32, torch.device("cpu"))
+        cache = engine.memory.cache(8, 32, torch.device("cpu"))
     assert said == cache.keys[:, 1:].nbytes + cache.values[:, 1:].nbytes
 
 

@@ -22,10 +22,21 @@ class KVCache:
     """Keys and values [pages, tokens a page, heads, width] of every layer. Page 0 is for what nobody keeps."""
 
     def __init__(self, shape: KVShape, pages: int, size: int, device: torch.device):
-        self.pages, self.size = pages, size
-        dimensions = (shape.layers, pages + 1, size, shape.heads, shape.width)
-        self.keys = torch.zeros(dimensions, dtype=shape.dtype, device=device)
-        self.values = torch.zeros(dimensions, dtype=shape.dtype, device=device)
+        self.shape, self.pages, self.size, self.device = shape, pages, size, device
+        self.keys, self.values = self._made(pages), self._made(pages)
+
+    def grow(self, pages: int) -> None:
+        """To so many, with what they hold."""
+        for name in ("keys", "values"):  # one after the other: each needs its memory twice for a moment
+            larger = self._made(pages)
+            larger[:, : self.pages + 1] = getattr(self, name)
+            setattr(self, name, larger)
+        self.pages = pages
+
+    def _made(self, pages: int) -> Tensor:
+        shape = self.shape
+        dimensions = (shape.layers, pages + 1, self.size, shape.heads, shape.width)
+        return torch.zeros(dimensions, dtype=shape.dtype, device=self.device)
 
     def store(self, layer: int, keys_THD: Tensor, values_THD: Tensor, places_T: Tensor) -> None:
         """`places_T`: page x size + offset of every token."""

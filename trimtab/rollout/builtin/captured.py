@@ -1,5 +1,6 @@
 """The graphs captured for a policy, kept between calls while it still does what the policy does."""
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -7,10 +8,13 @@ import torch
 from trimtab.distributed.device import has_kernels
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.cache import KVCache
-from trimtab.rollout.builtin.graphs import DecodeGraphs
+from trimtab.rollout.builtin.graphs import CannotCapture, DecodeGraphs
 from trimtab.rollout.builtin.read_graphs import ReadGraphs
 from trimtab.rollout.builtin.sampler import Sampler
+from trimtab.rollout.builtin.weights import switches
 from trimtab.rollout.types import Sampling
+
+logger = logging.getLogger(__name__)
 
 
 class CapturedGraphs:
@@ -37,8 +41,9 @@ class CapturedGraphs:
         if self.reads is None and fused and by_varlen:
             self.reads = ReadGraphs()
 
-    def give_up(self) -> None:
-        """The model cannot be captured as a graph; do not try again."""
+    def give_up(self, reason: CannotCapture) -> None:
+        """Do not try again."""
+        logger.warning("the model cannot be captured as a graph and generates more slowly: %s", reason)
         self.release()
         self.possible = False
 
@@ -57,10 +62,4 @@ class CapturedGraphs:
 def fingerprint(policy: Policy, cache: KVCache) -> tuple:
     """Changes when a graph no longer does what the policy does: tensors lie elsewhere, adapters are switched."""
     addresses = tuple(t.data_ptr() for t in (*policy.parameters(), *policy.buffers(), cache.keys, cache.values))
-    switches = tuple(
-        (module._disable_adapters, tuple(module.active_adapters), tuple(module.scaling.items()))
-        for module in policy.modules()
-        if hasattr(module, "_disable_adapters") and hasattr(module, "scaling")
-    )
-    replaced = sum("forward" in vars(module) for module in policy.modules())
-    return addresses, switches, replaced
+    return addresses, switches(policy)

@@ -1,12 +1,15 @@
-"""How much KV memory a call gets, and who keeps it between calls."""
+"""How much KV memory the engine has, and what of it is kept between calls."""
 
 import torch
 
-from trimtab.distributed.device import free_memory
+from trimtab.distributed.device import free_memory, has_kernels
 from trimtab.rollout.builtin.cache import KVCache, KVShape
+from trimtab.rollout.builtin.kept import KeptPages
+from trimtab.rollout.builtin.pages import PagePool
 
 PAGE_SIZE = 16  # tokens
 SHARE_OF_FREE = 0.7  # the rest is for the passes themselves
+WORTH_WHILE = 128  # kept tokens, where a pass of many prompts is captured and one that goes on from kept pages is not
 
 
 class KVMemory:
@@ -14,29 +17,58 @@ class KVMemory:
 
     def __init__(self, shape: KVShape, page_size: int, tokens: int | None):
         self.shape, self.page_size, self.tokens = shape, page_size, tokens
+        self.release()
+
+    def release(self) -> None:
         self._cache: KVCache | None = None
-        self._wanted = 0  # pages that the kept cache was made for; it has fewer where memory was short
+        self._pages: tuple[PagePool, KeptPages] | None = None
+        self._wanted = 0  # pages that the cache was made for; it has fewer where memory was short
 
     def cache(self, samples: int, longest: int, device: torch.device) -> KVCache:
-        """For that many samples at once, of at most `longest` tokens."""
+        """For that many samples at once, of at most `longest` tokens. What its pages hold stays, if there is room."""
         wanted = self.wanted(samples, longest)
-        if self._cache is None or self._wanted < wanted:
-            self.release()
+        if self._cache is not None and self._wanted < wanted:
+            self._enlarge(self._cache, wanted, free_memory(device))
+        if self._cache is None:
             pages = self.pages(samples, longest, free_memory(device))
-            self._cache, self._wanted = KVCache(self.shape, pages, self.page_size, device), wanted
+            self._cache, pool = KVCache(self.shape, pages, self.page_size, device), PagePool(pages, self.page_size)
+            self._pages = pool, KeptPages(pool, WORTH_WHILE if has_kernels(device) else 0)
+        self._wanted = max(self._wanted, wanted)
         return self._cache
+
+    def _enlarge(self, cache: KVCache, wanted: int, free: int) -> None:
+        # At least twice as many, so that requests that come one by one do not copy all of it every time.
+        pages = min(max(wanted, 2 * cache.pages), self._affordable(free))
+        if self.pool.used > 0 and pages > cache.pages:
+            cache.grow(pages)
+            self.pool.grow(pages)
+        elif self.pool.used == len(self.kept):
+            self.release()  # nobody is at work with it
+
+    @property
+    def pool(self) -> PagePool:
+        assert self._pages is not None
+        return self._pages[0]
+
+    @property
+    def kept(self) -> KeptPages:
+        assert self._pages is not None
+        return self._pages[1]
+
+    def forget(self) -> None:
+        """What was read and drawn."""
+        if self._pages is not None:
+            self.kept.forget()
 
     def wanted(self, samples: int, longest: int) -> int:
         """Pages, if there is room for them."""
         # Besides its own pages a sample needs, for a moment, the last one of its prompt, which it copies.
-        return self._pages(self.tokens) if self.tokens is not None else samples * (self._pages(longest) + 1)
+        return self._needed(self.tokens) if self.tokens is not None else samples * (self._needed(longest) + 1)
 
     def pages(self, samples: int, longest: int, free: int) -> int:
         """Pages, where so many bytes are free: what was given is taken, what is planned leaves some."""
         wanted = self.wanted(samples, longest)
-        if self.tokens is not None:
-            return wanted
-        return max(0, min(wanted, int(free * SHARE_OF_FREE) // self.page_bytes))
+        return wanted if self.tokens is not None else min(wanted, self._affordable(free))
 
     @property
     def page_bytes(self) -> int:
@@ -47,8 +79,8 @@ class KVMemory:
         """Bytes."""
         return 0 if self._cache is None else 2 * self._cache.keys.nbytes
 
-    def release(self) -> None:
-        self._cache, self._wanted = None, 0
+    def _affordable(self, free: int) -> int:
+        return max(0, int(free * SHARE_OF_FREE)) // self.page_bytes
 
-    def _pages(self, tokens: int) -> int:
+    def _needed(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

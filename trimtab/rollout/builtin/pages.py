@@ -12,6 +12,16 @@ class PagePool:
         self._free = list(range(pages, 0, -1))
         self._holders = [0] * (pages + 1)
 
+    def grow(self, pages: int) -> None:
+        """To so many."""
+        self._free = [*range(pages, self.total, -1), *self._free]
+        self._holders += [0] * (pages - self.total)
+        self.total = pages
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free
+
     @property
     def free(self) -> int:
         return len(self._free)

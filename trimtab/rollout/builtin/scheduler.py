@@ -1,7 +1,8 @@
 """Which samples run, which wait, and which make room. Knows pages and lengths, no tensors and no model.
 
 A prompt's pages are filled once and shared by its samples: whole pages as they are, a last half-filled one copied. When
-pages run out, the sample that was admitted last gives up its own and waits to be read again; nothing it drew is lost.
+pages run out, what is kept of earlier samples makes room first (kept.py); then the sample that was admitted last gives
+up its own and waits to be read again; nothing it drew is lost.
 """
 
 from collections import deque
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trimtab.errors import UserError
-from trimtab.rollout.builtin.pages import PagePool
+from trimtab.rollout.builtin.kept import Found, KeptPages
 
 
 @dataclass(eq=False)
@@ -18,6 +19,7 @@ class Prompt:
     ids: list[int]
     waiting: int  # samples not yet admitted
     pages: list[int] = field(default_factory=list)  # held while samples wait; empty: not read yet, or let go
+    kept: int = 0  # of its tokens, those whose keys and values came with the pages
 
 
 @dataclass(eq=False)
@@ -46,17 +48,18 @@ class Admission:
     """A sample that may run now, and what must be done first."""
 
     sample: Sample
-    read_from: int  # first token whose keys and values are not in its pages yet
-    copy: tuple[int, int] | None = None  # (from page, to page)
-    read_prompt: bool = False  # its prompt's own pages must be filled first
+    copy: tuple[int, int] | None  # (from page, to page)
+    read_prompt: bool = False  # its prompt's own pages must be filled first, and before that,
+    prompt_copy: tuple[int, int] | None = None
 
 
 class Scheduler:
-    def __init__(self, pool: PagePool, slots: int):
-        self.pool, self.slots = pool, slots
+    def __init__(self, kept: KeptPages, slots: int):
+        self.kept, self.pool, self.slots = kept, kept.pool, slots
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []
         self._to_release: list[Prompt] = []
+        self._to_copy: list[int] = []  # kept pages, held until they are copied
 
     def add(self, samples: list[Sample]) -> None:
         self.waiting.extend(samples)
@@ -84,36 +87,59 @@ class Scheduler:
         return admitted
 
     def _admit_one(self, sample: Sample) -> Admission | None:
-        prompt, size = sample.prompt, self.pool.size
-        length = len(prompt.ids)
-        read_prompt = not prompt.pages
-        if read_prompt:
-            pages = self._take(self.pool.needed(length), keep=prompt)
-            if pages is None:
-                return None
-            prompt.pages = pages
-        whole, rest = divmod(length, size)
+        prompt = sample.prompt
+        if prompt.pages:
+            return self._admit(sample)
+        found = self.kept.find(prompt.ids)
+        admission = self._admit_with(sample, found)
+        if admission is None and found.tail is not None:
+            # Without the page to copy there may be room.
+            admission = self._admit_with(sample, self.kept.find(prompt.ids).without_tail(self.pool.size))
+        return admission
+
+    def _admit_with(self, sample: Sample, found: Found) -> Admission | None:
+        """Admit the first sample of a prompt of which so much is kept."""
+        prompt, tail = sample.prompt, [found.tail] if found.tail is not None else []
+        self.pool.share(found.pages + tail)
+        fresh = self._take(self.pool.needed(len(prompt.ids)) - len(found.pages), keep=prompt)
+        if fresh is None:
+            self.pool.give_back(found.pages + tail)
+            return None
+        prompt.pages, prompt.kept = found.pages + fresh, found.tokens
+        admission = self._admit(sample)
+        if admission is None:
+            self.pool.give_back(prompt.pages + tail)  # nothing was read yet, so nothing is lost
+            prompt.pages = []
+            return None
+        self._to_copy += tail
+        admission.read_prompt = True
+        admission.prompt_copy = (tail[0], fresh[0]) if tail else None
+        return admission
+
+    def _admit(self, sample: Sample) -> Admission | None:
+        """Admit a sample whose prompt has its pages."""
+        prompt = sample.prompt
+        whole, rest = divmod(len(prompt.ids), self.pool.size)
         own = self._take(self.pool.needed(sample.length + 1) - whole, keep=prompt)
         if own is None:
-            if read_prompt:  # nothing was read yet, so nothing is lost
-                self.pool.give_back(prompt.pages)
-                prompt.pages = []
             return None
         self.pool.share(prompt.pages[:whole])
         sample.pages = prompt.pages[:whole] + own
-        copy = (prompt.pages[whole], own[0]) if rest else None
         prompt.waiting -= 1
-        admission = Admission(sample, length, copy, read_prompt)
         if prompt.waiting == 0:
             self._to_release.append(prompt)
-        return admission
+        return Admission(sample, (prompt.pages[whole], own[0]) if rest else None)
 
     def settled(self) -> None:
         """The admitted samples have been read and copied: prompts that nobody waits for let their pages go."""
         for prompt in self._to_release:
+            if prompt.pages:
+                self.kept.keep(prompt.ids, prompt.pages)
             self.pool.give_back(prompt.pages)
             prompt.pages = []
         self._to_release.clear()
+        self.pool.give_back(self._to_copy)
+        self._to_copy.clear()
 
     def make_room(self, steps: int) -> list[Sample]:
         """Pages for the next tokens of everything that runs; the samples that had to stop for it."""
@@ -134,7 +160,9 @@ class Scheduler:
 
     def has_room(self, steps: int) -> bool:
         """Whether everything that runs can go on for so many tokens without anybody's stopping."""
-        return sum(max(0, self._missing(sample, steps)) for sample in self.running) <= self.pool.free
+        missing = sum(max(0, self._missing(sample, steps)) for sample in self.running)
+        self.kept.evict(missing)
+        return missing <= self.pool.free
 
     def _missing(self, sample: Sample, steps: int) -> int:
         """Pages for the next tokens of a running sample that it does not hold yet."""
@@ -143,9 +171,26 @@ class Scheduler:
         return -(-(len(sample.prompt.ids) + drawn - 1 + ahead) // self.pool.size) - len(sample.pages)
 
     def finish(self, sample: Sample) -> None:
+        self.kept.keep((sample.prompt.ids + sample.ids)[: sample.length], sample.pages)
+        self._let_go(sample)
+
+    def _let_go(self, sample: Sample) -> None:
         self.running.remove(sample)
         self.pool.give_back(sample.pages)
         sample.pages = []
+
+    def close(self) -> None:
+        """Whatever is still at work gives its pages back."""
+        prompts = [sample.prompt for sample in (*self.running, *self.waiting)]
+        for prompt in dict.fromkeys(prompts + self._to_release):
+            self.pool.give_back(prompt.pages)
+            prompt.pages = []
+        for sample in list(self.running):
+            self._let_go(sample)
+        self.pool.give_back(self._to_copy)
+        self.waiting.clear()
+        self._to_release.clear()
+        self._to_copy.clear()
 
     def abort(self, unwanted: Callable[[Sample], bool]) -> list[Sample]:
         """Take samples out for good, whether they run or wait."""
@@ -162,11 +207,12 @@ class Scheduler:
         return running + waiting
 
     def _stop(self, sample: Sample) -> None:
-        self.finish(sample)
+        self._let_go(sample)
         sample.prompt.waiting += 1
         self.waiting.appendleft(sample)
 
     def _take(self, count: int, keep: Prompt | None) -> list[int] | None:
+        self.kept.evict(count)
         pages = self.pool.take(count)
         if pages is None:
             self._release_prompts(keep)

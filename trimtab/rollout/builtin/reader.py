@@ -1,0 +1,74 @@
+"""Reading: the pages of new samples are filled, each prompt's once for all its samples."""
+
+import torch
+
+from trimtab.rollout.builtin.captured import CapturedGraphs
+from trimtab.rollout.builtin.graphs import CannotCapture
+from trimtab.rollout.builtin.runner import Runner
+from trimtab.rollout.builtin.scheduler import Admission, Prompt
+
+
+class Reader:
+    def __init__(self, runner: Runner, captured: CapturedGraphs, most: int):
+        """`most`: tokens in one pass."""
+        self.runner, self.captured, self.most = runner, captured, most
+        self.hidden: dict[Prompt, torch.Tensor] = {}  # the last hidden state of prompts whose samples still wait
+        self.tokens = 0  # read since the last look
+
+    def read(self, admissions: list[Admission]) -> None:
+        """Everything that is not in the pages yet. What was drawn before a sample had to stop is read back."""
+        cache = self.runner.cache
+        cache.copy_pages([a.prompt_copy for a in admissions if a.prompt_copy])
+        self._read_prompts([a.sample.prompt for a in admissions if a.read_prompt])
+        cache.copy_pages([a.copy for a in admissions if a.copy])
+        again = [a.sample for a in admissions if len(a.sample.ids) > 1]
+        for group in _groups(again, lambda s: len(s.ids), self.most):
+            self.runner.read([(s.prompt.ids + s.ids[:-1], len(s.prompt.ids), s.pages) for s in group])
+            self.tokens += sum(len(s.ids) - 1 for s in group)
+
+    def forget(self) -> None:
+        """The hidden states of prompts that nobody waits for."""
+        for prompt in [p for p in self.hidden if p.waiting == 0]:
+            del self.hidden[prompt]
+
+    def _read_prompts(self, prompts: list[Prompt]) -> None:
+        self.tokens += sum(_unread(p) for p in prompts)
+        for group in _groups([p for p in prompts if p.kept == 0], _unread, self.most):
+            self.hidden.update(zip(group, self._read_group(group)))
+        # Those go on from their kept pages, which no captured graph does.
+        for group in _groups([p for p in prompts if p.kept > 0], _unread, self.most):
+            self.hidden.update(zip(group, self._read_on(group)))
+
+    def _read_group(self, prompts: list[Prompt]) -> torch.Tensor:
+        if self.captured.reads is not None and len(prompts[0].ids) <= self.most:
+            try:
+                return self.captured.reads.read(self.runner, [(p.ids, p.pages) for p in prompts])
+            except CannotCapture as error:
+                self.captured.give_up(error)
+        return self._read_on(prompts)
+
+    def _read_on(self, prompts: list[Prompt]) -> torch.Tensor:
+        """One that is longer than a pass is alone, and read piece by piece."""
+        first = prompts[0]
+        for done in range(first.kept, len(first.ids) - self.most, self.most):
+            self.runner.read([(first.ids[: done + self.most], done, first.pages)])
+            first.kept = done + self.most
+        return self.runner.read([(p.ids, p.kept, p.pages) for p in prompts])
+
+
+def _unread(prompt: Prompt) -> int:
+    return len(prompt.ids) - prompt.kept
+
+
+def _groups(items: list, cost, budget: int) -> list[list]:
+    """Consecutive items of at most `budget` together (one that is larger is alone)."""
+    groups: list[list] = []
+    total = 0
+    for item in items:
+        if groups and total + cost(item) <= budget:
+            groups[-1].append(item)
+            total += cost(item)
+        else:
+            groups.append([item])
+            total = cost(item)
+    return groups

@@ -1,0 +1,262 @@
+"""Requests at work in the engine: their way through reading, decoding and finishing.
+
+admit what fits, read new prompts once, draw first tokens; then decode a few steps for all that run, look at what
+was drawn, let finished samples go, refill their places; repeat
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from trimtab.distributed.watch import pulse
+from trimtab.errors import UserError
+from trimtab.rollout.builtin.graphs import CannotCapture, DecodeGraphs
+from trimtab.rollout.builtin.reader import Reader
+from trimtab.rollout.builtin.requests import check_request
+from trimtab.rollout.builtin.runner import Runner
+from trimtab.rollout.builtin.sampler import Drawn, Sampler
+from trimtab.rollout.builtin.scheduler import Admission, Prompt, Sample, Scheduler
+from trimtab.rollout.seeds import request_seed
+from trimtab.rollout.stopping import stop_string_end
+from trimtab.rollout.types import Finish, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from trimtab.rollout.builtin.engine import BuiltinEngine
+
+STEPS_BETWEEN_LOOKS = 8
+
+LogitHook = Callable[[torch.Tensor, list[Sample]], torch.Tensor]
+
+
+class BuiltinSession:
+    """Until it is closed, the policy is the engine's."""
+
+    def __init__(self, engine: "BuiltinEngine", sampling: Sampling, keeping: bool, logit_hook: LogitHook | None):
+        """`keeping`: what was read and drawn may be read again by later requests."""
+        self.engine, self.sampling, self.keeping, self.hook = engine, sampling, keeping, logit_hook
+        self.device = engine.policy.device
+        self.requests = 0
+        self._longest = 0
+        self._new: list[Sample] = []
+        self._aborted: set[int] = set()  # requests
+        self._scheduler: Scheduler | None = None
+        self._open = contextlib.ExitStack()
+
+    # ---- what callers do
+
+    def add(self, prompt_ids: list[int], *, seed: int | None = None, limit: int | None = None) -> int:
+        number, limit = self.requests, self.sampling.max_new_tokens if limit is None else limit
+        check_request(self.engine.policy, number, prompt_ids, limit)
+        seed = request_seed(self.sampling.seed, number) if seed is None else seed
+        prompt = Prompt(number, list(prompt_ids), self.sampling.n)
+        self._new += [Sample(prompt, k, request_seed(seed, k), limit) for k in range(self.sampling.n)]
+        self._longest = max(self._longest, len(prompt_ids) + limit)
+        self.requests += 1
+        return number
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._new) or (self._scheduler is not None and self._scheduler.busy)
+
+    def __iter__(self) -> Iterator[Rollout]:
+        while self.busy:
+            yield from self.advance()
+
+    @torch.no_grad()
+    def advance(self, steps: int | None = None) -> list[Rollout]:
+        pulse.move()
+        if self._new:
+            self._admit_new()
+        scheduler = self._scheduler
+        if scheduler is None:
+            return []
+        finished: list[Rollout] = []
+        if self._aborted:
+            finished += [self._rollout(s, "abort") for s in scheduler.abort(lambda s: s.prompt.index in self._aborted)]
+            self._aborted.clear()
+        finished += self._begin(scheduler, scheduler.admit())
+        if scheduler.running and not finished:
+            look = self._look(scheduler) if steps is None else min(steps, self._look(scheduler))
+            scheduler.make_room(look)
+            finished += self._decode(scheduler, look)
+        return finished
+
+    def drawn(self, request: int) -> list[int]:
+        at_work = self._at_work()
+        return next((list(s.ids) for s in at_work if (s.prompt.index, s.number) == (request, 0)), [])
+
+    def abort(self, requests: Collection[int] | None = None) -> None:
+        self._aborted.update(range(self.requests) if requests is None else requests)
+
+    def close(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+            self._scheduler = None
+        self._new.clear()
+        self._open.close()
+
+    def __enter__(self) -> "BuiltinSession":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # ---- memory
+
+    def enter(self, context: contextlib.AbstractContextManager) -> None:
+        """Be inside a context until the session is closed."""
+        self._open.enter_context(context)
+
+    def finally_do(self, work: Callable[[], None]) -> None:
+        """When everything else is closed."""
+        self._open.callback(work)
+
+    def _admit_new(self) -> None:
+        """Memory for the requests that have come, and what goes with its size."""
+        engine, memory = self.engine, self.engine.memory
+        cache = memory.cache(min(engine.slots, len(self._at_work()) + len(self._new)), self._longest, self.device)
+        engine.captured.follow(cache, fused=engine.fused is not None)
+        self._graphs: DecodeGraphs | None = None
+        if self.hook is None:
+            self._graphs = engine.captured.decoding(cache, self.sampling, self._longest)
+        if self._scheduler is None:
+            memory.kept.keeping = self.keeping
+            self._scheduler = Scheduler(memory.kept, engine.slots)
+            self._runner = Runner(engine.policy, cache, engine.fused)
+            self.enter(self._runner)
+            self._reader = Reader(self._runner, engine.captured, engine.read_tokens)
+            self._sampler = Sampler(self.sampling, engine.policy.head.out_features, self.device)
+        self._scheduler.add(self._new)
+        self._new = []
+
+    def _at_work(self) -> list[Sample]:
+        return [] if self._scheduler is None else [*self._scheduler.running, *self._scheduler.waiting]
+
+    # ---- reading and decoding
+
+    def _begin(self, scheduler: Scheduler, admissions: list[Admission]) -> list[Rollout]:
+        """Fill the pages of new samples and draw their first tokens."""
+        reader = self._reader
+        reader.read(admissions)
+        self.engine.tokens_read, reader.tokens = self.engine.tokens_read + reader.tokens, 0
+        fresh, finished = [a.sample for a in admissions if not a.sample.ids], []
+        if fresh:
+            hidden = torch.stack([reader.hidden[s.prompt] for s in fresh])
+            finished = self._take(scheduler, fresh, self._draw(hidden, fresh))
+        scheduler.settled()
+        reader.forget()
+        return finished
+
+    @property
+    def graphs(self) -> DecodeGraphs | None:
+        return self._graphs if self.engine.captured.possible else None
+
+    def _look(self, scheduler: Scheduler) -> int:
+        """Steps between two looks."""
+        if self.graphs is None:
+            return STEPS_BETWEEN_LOOKS
+        at_ease = not scheduler.waiting and scheduler.has_room(self.graphs.steps_at_ease)
+        return self.graphs.steps_at_ease if at_ease else self.graphs.steps
+
+    def _decode(self, scheduler: Scheduler, look: int) -> list[Rollout]:
+        running = list(scheduler.running)
+        steps = min(look, max(s.remaining for s in running))
+        if self.graphs is not None:
+            try:
+                running, drawn = self.graphs.run(self._runner, running, steps)
+            except CannotCapture as error:
+                self.engine.captured.give_up(error)
+        if self.graphs is None:
+            drawn = self._step_by_step(running, steps)
+        return self._take(scheduler, running, drawn)
+
+    def _step_by_step(self, running: list[Sample], steps: int) -> Drawn:
+        runner = self._runner
+        tables = np.zeros((len(running), max(len(s.pages) for s in running) + 1), dtype=np.int64)
+        for row, sample in enumerate(running):
+            tables[row, : len(sample.pages)] = sample.pages
+        tables = torch.from_numpy(tables).to(self.device)
+        tokens = torch.tensor([s.ids[-1] for s in running], device=self.device)
+        positions = torch.tensor([s.length for s in running], device=self.device)
+        drawn = torch.tensor([len(s.ids) for s in running], device=self.device)
+        last = tables.shape[1] * runner.cache.size - 1
+        results: list[Drawn] = []
+        for step in range(steps):
+            # A sample past its end writes to page 0, which nobody reads.
+            hidden = runner.decode(tokens, (positions + step).clamp(max=last), tables)
+            results.append(self._draw(hidden, running, drawn + step, results))
+            tokens = results[-1].tokens_B
+        return Drawn.stacked(results)
+
+    def _draw(self, hidden, samples, drawn=None, newer=()) -> Drawn:
+        seeds = torch.tensor([s.seed for s in samples], device=self.device)
+        drawn = torch.zeros_like(seeds) if drawn is None else drawn
+        logits = self._runner.logits(hidden)
+        if self.hook is not None:
+            logits = self.hook(logits, samples)
+        seen = _seen(samples, logits, newer) if self.sampling.repetition_penalty != 1.0 else None
+        return self._sampler.draw(logits, seeds, drawn, seen)
+
+    # ---- what was drawn
+
+    def _take(self, scheduler: Scheduler, samples: list[Sample], drawn: Drawn) -> list[Rollout]:
+        """Keep what each sample drew up to its end, and let those that are finished go."""
+        tokens, log_probs, plain = drawn.on_host(len(samples))
+        steps, number = tokens.shape[1], np.arange(tokens.shape[1])
+        remaining = np.array([sample.limit - len(sample.ids) for sample in samples])
+        stops = np.isin(tokens, self.sampling.stop_token_ids) & (number < remaining[:, None])
+        stopped = stops.any(1)
+        kept = np.where(stopped, stops.argmax(1) + 1, np.minimum(steps, remaining))
+        broken = np.argwhere(np.isnan(log_probs) & (number < kept[:, None]))
+        if len(broken):
+            row, step = broken[0]
+            raise UserError(
+                f"the model's logits are not finite for prompt {samples[row].prompt.index}, sample "
+                f"{samples[row].number}, token {len(samples[row].ids) + step}; its weights are probably broken"
+            )
+        ends = (stopped | (kept == remaining)).tolist()
+        kept, tokens, log_probs = kept.tolist(), tokens.tolist(), log_probs.tolist()
+        finished: list[Rollout] = []
+        for row, sample in enumerate(samples):
+            count, before = kept[row], len(sample.ids)
+            sample.ids += tokens[row] if count == steps else tokens[row][:count]
+            sample.log_probs += log_probs[row] if count == steps else log_probs[row][:count]
+            if plain is not None:
+                sample.plain_log_probs += plain[row, :count].tolist()
+            at_string = bool(self.sampling.stop_strings) and self._cut_at_stop_string(sample, before)
+            if at_string or ends[row]:
+                scheduler.finish(sample)
+                finished.append(self._rollout(sample, "stop" if at_string or stopped[row] else "length"))
+        return finished
+
+    def _cut_at_stop_string(self, sample: Sample, before: int) -> bool:
+        """Drop what follows a stop string that ends after the first `before` tokens; whether there is one."""
+        sampling = self.sampling
+        end = stop_string_end(
+            sample.ids, before, sampling.min_new_tokens, sampling.stop_strings, self.engine.tokenizer.decode
+        )
+        if end is None:
+            return False
+        for values in (sample.ids, sample.log_probs, sample.plain_log_probs):
+            del values[end:]
+        return True
+
+    def _rollout(self, sample: Sample, finish: Finish) -> Rollout:
+        plain = np.array(sample.plain_log_probs, dtype=np.float32) if self.sampling.plain_log_probs else None
+        log_probs, prompt = np.array(sample.log_probs, dtype=np.float32), sample.prompt
+        return Rollout(
+            prompt.index, sample.number, prompt.ids, sample.ids, log_probs, finish, plain, self.engine.version
+        )
+
+
+def _seen(samples: list[Sample], logits_BV: torch.Tensor, newer) -> torch.Tensor:
+    seen = torch.zeros_like(logits_BV, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        seen[row, sample.prompt.ids + sample.ids] = True
+    for result in newer:
+        seen.scatter_(1, result.tokens_B[:, None], True)
+    return seen
