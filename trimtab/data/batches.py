@@ -51,27 +51,34 @@ class TokenBatch:
     @classmethod
     def of(cls, examples: Sequence[Example], shared: Sequence[int] | None = None, **extra: Tensor) -> Self:
         """`shared[i]`: how many first tokens sequence i borrows, which i - 1 has too; none of them is trained."""
-        spans: list[Span] = []
-        ids, positions, trained, previous = [], [], [], []
-        start = 0
-        for i, (tokens, mask) in enumerate(examples):
-            borrowed = shared[i] if shared is not None else 0
-            length = len(tokens) - borrowed
-            span = Span(start, length, _lender(spans[-1], borrowed) if borrowed else 0, borrowed)
-            own = np.array(mask[borrowed:], dtype=bool)
-            if not borrowed:
-                own[:1] = False  # nothing predicts the first token
-            before = np.arange(start - 1, start + length - 1)
-            before[:1] = span.prefix_start + borrowed - 1 if borrowed else 0
-            spans.append(span)
-            ids.append(np.asarray(tokens[borrowed:], dtype=np.int64))
-            positions.append(np.arange(borrowed, borrowed + length))
-            trained.append(own)
-            previous.append(before)
-            start += length
-        owners = np.repeat(np.arange(len(spans)), [s.length for s in spans])
-        columns = (*(np.concatenate(c) for c in (ids, positions, trained, previous)), owners)
+        lengths = np.array([len(tokens) for tokens, _ in examples])
+        borrowed = np.zeros_like(lengths) if shared is None else np.array(shared)
+        ids, trained = (
+            np.concatenate([example[column][first:] for example, first in zip(examples, borrowed)]) for column in (0, 1)
+        )
+        return cls.of_row(ids, trained, lengths - borrowed, borrowed, **extra)
+
+    @classmethod
+    def of_row(
+        cls, ids: np.ndarray, trained: np.ndarray, lengths: np.ndarray, borrowed: np.ndarray, **extra: Tensor
+    ) -> Self:
+        """From the tokens as they lie in the row: `lengths` of their own has every sequence, after `borrowed` ones of
+        the sequence before."""
+        _check_lenders(lengths, borrowed)
+        starts, borrows = lengths.cumsum() - lengths, borrowed > 0
+        sequences = np.arange(len(lengths))
+        # One that borrows does so from the last that does not.
+        prefixes = np.where(borrows, starts[np.maximum.accumulate(np.where(borrows, 0, sequences))], 0)
+        owners = np.repeat(sequences, lengths)
+        places = np.arange(len(owners))
+        positions = places - np.repeat(starts - borrowed, lengths)
+        previous, trained = places - 1, np.array(trained, dtype=bool)
+        own = lengths > 0
+        previous[starts[own]] = np.where(borrows, prefixes + borrowed - 1, 0)[own]
+        trained[starts[own & ~borrows]] = False  # nothing predicts the first token
+        columns = [np.asarray(ids, dtype=np.int64), positions, trained, previous, owners]
         ids_T, positions_T, trained_T, previous_T, owners_T = (torch.from_numpy(column) for column in columns)
+        spans = [Span(*span) for span in zip(*(column.tolist() for column in (starts, lengths, prefixes, borrowed)))]
         return cls(ids_T, positions_T, trained_T, previous_T, owners_T, spans, extra)
 
     @property
@@ -116,7 +123,8 @@ class TokenBatch:
         return replace(self, extra=extra, beside=beside, **tensors)
 
 
-def _lender(before: Span, borrowed: int) -> int:
-    """Where the tokens lie that a sequence shares with the one before: that one may have borrowed them itself."""
-    assert borrowed == before.prefix_length if before.prefix_length else borrowed <= before.length
-    return before.prefix_start if before.prefix_length else before.start
+def _check_lenders(lengths: np.ndarray, borrowed: np.ndarray) -> None:
+    """What a sequence borrows the one before owns, or has borrowed itself."""
+    here, before = borrowed[1:], borrowed[:-1]
+    fits = (here == 0) | (here == before) | ((before == 0) & (here <= lengths[:-1]))
+    assert fits.all() and not borrowed[:1].any()

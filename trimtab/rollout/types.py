@@ -52,7 +52,8 @@ class Sampling:
 
 @dataclass
 class Rollout:
-    """One answer. Log-probs are the model's own, fp32, at the sampling temperature (at 1 when greedy)."""
+    """One answer, or turns of the model with what the world said between them. Log-probs are the model's own, of the
+    tokens that it drew, fp32, at the sampling temperature (at 1 when greedy)."""
 
     prompt: int  # which prompt of the call
     sample: int  # which of its n samples
@@ -62,3 +63,4 @@ class Rollout:
     finish: Finish
     plain_log_probs: np.ndarray | None = None  # at temperature 1, where asked for
     version: int = 0  # of the weights it was drawn from
+    drawn: np.ndarray | None = None  # which of `ids` the model drew itself; None: all

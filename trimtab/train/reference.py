@@ -6,7 +6,7 @@ of its own, kept in main memory between steps with --ref_offload.
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -81,7 +81,7 @@ class Reference:
         if self.offload:
             self.model.to("cpu")
 
-    def log_probs(self, batches: list[TokenBatch], temperature: float) -> list[Tensor]:
+    def log_probs(self, batches: Iterable[TokenBatch], temperature: float) -> list[Tensor]:
         """Log-probs of the trained tokens of every batch."""
         with self.at_work() as model:
             return [model(batch, temperature=temperature).log_probs_N for batch in batches]

@@ -26,7 +26,8 @@ def make(n=3, seed=0, steps=None):
 def test_tokens_lie_sample_after_sample_and_know_how_many_follow():
     experience = make()
     position = 0
-    for sample, ids in enumerate(experience.response_ids):
+    for sample in range(len(experience)):
+        ids = experience.response(sample)
         for place in range(len(ids)):
             assert experience.owners_N[position] == sample
             assert experience.remaining_N[position] == len(ids) - 1 - place
@@ -37,10 +38,10 @@ def test_tokens_lie_sample_after_sample_and_know_how_many_follow():
 def test_a_batch_holds_every_sequence_and_its_columns_and_a_shared_prompt_once():
     experience = make()
     samples = [4, 5, 1, 0, 8]
-    batch = experience.batch(samples, "sampled_N")
+    (batch,) = experience.slice([samples], "sampled_N").batches()
     for place, i in enumerate(samples):
-        assert batch.sequence(place).tolist() == experience.prompt_ids[i] + experience.response_ids[i]
-    expected = [t for i in samples for t in experience.response_ids[i]]
+        assert batch.sequence(place).tolist() == experience.prompt(i) + experience.response(i)
+    expected = [t for i in samples for t in experience.response(i)]
     assert batch.targets_N.tolist() == expected
     assert torch.equal(batch.extra["sampled_N"], experience.sampled_N[experience.tokens_of(samples)])
     assert batch.tokens == cost(experience, samples) == len(expected) + 2 + 3 + 5

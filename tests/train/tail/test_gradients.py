@@ -60,8 +60,8 @@ def test_the_first_update_is_the_one_of_the_formulas(tmp_path, monkeypatch, meth
     run.iterate(NoStop)
 
     def answers_of(experience):
-        assert all(ids == PROMPT for ids in experience.prompt_ids)
-        found = [tuple(ids) for ids in experience.response_ids]
+        assert all(experience.prompt(i) == PROMPT for i in range(len(experience)))
+        found = [tuple(experience.response(i)) for i in range(len(experience))]
         assert {len(answer) for answer in found} == {1, 2}, "of different lengths"
         return found
 

@@ -76,7 +76,7 @@ def test_reinforce_climbs_reward_less_kl_in_the_mean_over_all_groups(folder, mod
     experience = experience_of([answer for chosen in groups(group) for answer in chosen], group=group)
     place = {answer: i for i, answer in enumerate(ANSWERS)}
     own = {answer: token_log_probs(model, answer).detach() for answer in ANSWERS}
-    answers = [tuple(ids) for ids in experience.response_ids]
+    answers = [tuple(experience.response(i)) for i in range(len(experience))]
     experience.old_N = torch.cat([own[answer] for answer in answers])
     experience.reference_N = torch.cat([start[place[answer], : len(answer)] for answer in answers])
     shape_own(experience, run.options, LAMBDA)

@@ -86,8 +86,10 @@ class Asking:
         if self.reward_models is None:
             return []
         rows, size = experience.rows_S.tolist(), self.reward_models.size
-        responses = self.tokenizer.batch_decode(experience.response_ids, skip_special_tokens=True)
-        request = request_of(prompts, rows, responses, experience.prompt_ids, experience.response_ids)
+        prompt_ids = [experience.prompt(i) for i in range(len(rows))]
+        response_ids = [experience.response(i) for i in range(len(rows))]
+        responses = self.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+        request = request_of(prompts, rows, responses, prompt_ids, response_ids)
         request = request.with_columns(self._columns)
         bounds = [len(rows) * rank // size for rank in range(size + 1)]
         shares = [range(start, end) for start, end in itertools.pairwise(bounds)]

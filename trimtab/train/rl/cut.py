@@ -38,14 +38,16 @@ def micro_batches(experience: Experience, samples: Sequence[int], *, count: int,
 def _pieces(experience: Experience, samples: Sequence[int], *, count: int, budget: int | None) -> list[list[int]]:
     """Runs of answers to one prompt, as long as a pass can hold."""
     pieces: list[list[int]] = []
+    before, tokens = None, 0  # of the last piece
     for i in samples:
-        last = pieces[-1] if pieces else []
-        same = bool(last) and experience.prompt_ids[last[-1]] == experience.prompt_ids[i]
-        fits = same and (len(last) < count if budget is None else cost(experience, [*last, i]) <= budget)
-        if fits:
-            last.append(i)
+        prompt, own, after = experience.costs[i]
+        same = prompt == before
+        if same and (len(pieces[-1]) < count if budget is None else tokens + after <= budget):
+            pieces[-1].append(i)
+            tokens += after
         else:
             pieces.append([i])
+            before, tokens = prompt, own + after
     return pieces
 
 
@@ -53,8 +55,8 @@ def cost(experience: Experience, samples: Sequence[int]) -> int:
     """Tokens that these samples take in a row."""
     tokens, before = 0, None
     for i in samples:
-        prompt = experience.prompt_ids[i]
-        tokens += len(experience.response_ids[i]) + (0 if prompt == before else len(prompt))
+        prompt, own, after = experience.costs[i]
+        tokens += after + (0 if prompt == before else own)
         before = prompt
     return tokens
 

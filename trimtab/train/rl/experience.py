@@ -1,6 +1,6 @@
 """The record of one rollout: what was sampled, and what each stage of the loop adds to it.
 
-S samples, the answers to a prompt one after another (a group, of any size); N tokens of their answers, sample after
+S samples, the answers to a prompt one after another (a group, of any size); N tokens that the model drew, sample after
 sample. Nothing is padded, re-tokenised or derived twice: a micro-batch is cut out of these columns.
 """
 
@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,31 +16,24 @@ from torch import Tensor
 
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.types import Rollout
-from trimtab.train.rl.batches import AnswerBatch
+from trimtab.train.rl.trajectories import Trajectories, joined, runs
 
 FINISHES = ("stop", "length", "abort")
 # The columns that hold a list for each sample, and what is in the lists.
-LISTS = {
-    "prompt_ids": torch.int64,
-    "response_ids": torch.int64,
-    "step_tokens": torch.int64,
-    "step_scores": torch.float64,
-}
+LISTS = {"step_tokens": torch.int64, "step_scores": torch.float64}
 
 
 @dataclass
-class Experience:
+class Experience(Trajectories):
     rows_S: Tensor  # which row of the prompt data
     groups_S: Tensor  # which group: 0, 1, 2 and so on, in order
-    prompt_ids: list[list[int]]
-    response_ids: list[list[int]]
     finishes_S: Tensor  # index into FINISHES
     sampled_N: Tensor  # log-probs as they were drawn
     rewards_S: Tensor
     scores_S: Tensor  # what dynamic filtering looks at
     logs: dict[str, Tensor] = field(default_factory=dict)  # other figures of the samples, from the rewards
     # of a process reward, a list for each sample
-    step_tokens: list[list[int]] | None = None  # where in the answer each step ends
+    step_tokens: list[list[int]] | None = None  # which of the sample's drawn tokens ends each step
     step_scores: list[list[float]] | None = None
     # what scoring adds
     old_N: Tensor | None = None  # log-probs of the policy that the updates start from
@@ -54,17 +48,25 @@ class Experience:
 
     @classmethod
     def of(cls, rows: Sequence[int], rollouts: Sequence[Rollout], result: RewardResult | None = None) -> "Experience":
-        """`result`: the rewards of the same samples, if they are known."""
+        """Samples of one call of an engine; `result`: their rewards, if they are known. Where they are not in the order
+        of their prompts, `take` puts them in it."""
+        drawn = [np.ones(len(r.ids), dtype=bool) if r.drawn is None else r.drawn for r in rollouts]
+        whole = [np.array(part, dtype=np.int32) for r in rollouts for part in (r.prompt_ids, r.ids)]
+        masks = [mask for r, own in zip(rollouts, drawn) for mask in (np.zeros(len(r.prompt_ids), dtype=bool), own)]
+        prompt_lengths_S = torch.tensor([len(r.prompt_ids) for r in rollouts])
         experience = cls(
+            torch.from_numpy(np.concatenate(whole)),
+            torch.from_numpy(np.concatenate(masks)),
+            prompt_lengths_S,
+            prompt_lengths_S + torch.tensor([len(r.ids) for r in rollouts]),
             torch.tensor(rows),
             torch.unique(torch.tensor([r.prompt for r in rollouts]), return_inverse=True)[1],
-            [r.prompt_ids for r in rollouts],
-            [r.ids for r in rollouts],
             torch.tensor([FINISHES.index(r.finish) for r in rollouts]),
             torch.from_numpy(np.concatenate([r.log_probs for r in rollouts])),
             torch.zeros(len(rows)),
             torch.zeros(len(rows)),
         )
+        assert len(experience.sampled_N) == int(experience.drawn_T.sum()), "a log-prob for every token that was drawn"
         if result is not None:
             experience.reward(result)
         return experience
@@ -74,7 +76,12 @@ class Experience:
         self.scores_S = torch.tensor(result.scores, dtype=torch.float32)
         self.logs = {name: torch.tensor(values, dtype=torch.float32) for name, values in result.logs.items()}
         if result.steps is not None:
-            self.step_tokens = [[token for token, _ in steps] for steps in result.steps]
+            # They come as places in the response. A step that ends in what the world said ends for the model at the
+            # last token that it drew before.
+            self.step_tokens = []
+            for i, steps in enumerate(result.steps):
+                among = (self.drawn(i).cumsum(0) - 1).clamp(min=0).tolist()
+                self.step_tokens.append([among[token] for token, _ in steps])
             self.step_scores = [[score for _, score in steps] for steps in result.steps]
 
     @classmethod
@@ -86,25 +93,19 @@ class Experience:
         return cls(**columns)
 
     def take(self, samples: Sequence[int]) -> "Experience":
-        """These samples alone, before anything was added to them; those of a group are beside each other."""
-        tokens = self.tokens_of(samples)
-        chosen = torch.tensor(samples)
-        return Experience(
-            self.rows_S[chosen],
-            _in_order(self.groups_S[chosen]),
-            [self.prompt_ids[i] for i in samples],
-            [self.response_ids[i] for i in samples],
-            self.finishes_S[chosen],
-            self.sampled_N[tokens],
-            self.rewards_S[chosen],
-            self.scores_S[chosen],
-            {name: values[chosen] for name, values in self.logs.items()},
-            None if self.step_tokens is None else [self.step_tokens[i] for i in samples],
-            None if self.step_scores is None else [self.step_scores[i] for i in samples],
-        )
-
-    def __len__(self) -> int:
-        return len(self.response_ids)
+        """These samples alone; those of a group are beside each other."""
+        chosen = torch.as_tensor(samples, dtype=torch.int64)
+        runs_of = {"_T": runs(self.offsets_S[chosen], self.sequence_lengths_S[chosen]), "_N": self.drawn_of(chosen)}
+        taken: dict[str, Any] = {"logs": {name: values[chosen] for name, values in self.logs.items()}}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                places = runs_of.get(f.name[-2:])
+                taken[f.name] = value[chosen] if places is None else joined(value, places)
+            elif isinstance(value, list):
+                taken[f.name] = [value[i] for i in samples]
+        taken["groups_S"] = _in_order(taken["groups_S"])
+        return Experience(**taken)
 
     # ---- its groups
 
@@ -144,50 +145,11 @@ class Experience:
         scores = [score for found in self.step_scores for score in found]
         return torch.tensor(scores, dtype=torch.float32), torch.tensor(tokens, dtype=torch.int64)
 
-    # ---- where things lie
-
-    @cached_property
-    def lengths_S(self) -> Tensor:
-        return torch.tensor([len(ids) for ids in self.response_ids])
-
-    @cached_property
-    def starts_S(self) -> Tensor:
-        return self.lengths_S.cumsum(0) - self.lengths_S
-
-    @cached_property
-    def owners_N(self) -> Tensor:
-        """Which sample a token belongs to."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.lengths_S)
-
-    @cached_property
-    def remaining_N(self) -> Tensor:
-        """How many tokens of the same answer follow."""
-        ends = (self.starts_S + self.lengths_S)[self.owners_N]
-        return ends - 1 - torch.arange(len(self.owners_N))
-
-    def tokens_of(self, samples: Sequence[int]) -> Tensor:
-        """Where the answers' tokens of these samples lie in the columns of tokens, in their order."""
-        spans = zip(self.starts_S[list(samples)].tolist(), self.lengths_S[list(samples)].tolist())
-        return torch.cat([torch.arange(start, start + length) for start, length in spans])
-
-    def batch(self, samples: Sequence[int], *columns: str) -> AnswerBatch:
-        """A micro-batch with these columns of tokens beside it. Answers to one prompt share its tokens."""
-        examples, shared = [], []
-        for place, i in enumerate(samples):
-            prompt, response = self.prompt_ids[i], self.response_ids[i]
-            trained = np.zeros(len(prompt) + len(response), dtype=bool)
-            trained[len(prompt) :] = True
-            examples.append((np.array(prompt + response), trained))
-            same = place > 0 and self.prompt_ids[samples[place - 1]] == prompt
-            shared.append(len(prompt) if same else 0)
-        tokens = self.tokens_of(samples)
-        return AnswerBatch.of(examples, shared, **{name: getattr(self, name)[tokens] for name in columns})
-
     def put(self, column: str, pieces: Sequence[tuple[Sequence[int], Tensor]]) -> None:
         """Fill a column of tokens from (samples, their tokens' values)."""
         filled = torch.empty(len(self.owners_N))
-        for samples, values in pieces:
-            filled[self.tokens_of(samples)] = values.float().cpu()
+        tokens = self.tokens_of([i for samples, _ in pieces for i in samples])
+        filled[tokens] = torch.cat([values.float().cpu() for _, values in pieces])
         setattr(self, column, filled)
 
     # ---- on disk

@@ -111,7 +111,7 @@ class RunFiles:
     ) -> None:
         with writing(f"--save_path {self.folder}: cannot write there"):
             for i in chosen:
-                prompt, response, row = experience.prompt_ids[i], experience.response_ids[i], int(experience.rows_S[i])
+                prompt, response, row = experience.prompt(i), experience.response(i), int(experience.rows_S[i])
                 label = self.stores[store].label(row) if store in self.stores else None
                 self._rollouts.write(
                     {
@@ -121,7 +121,7 @@ class RunFiles:
                         "response": self.tokenizer.decode(response)[:SHOWN_CHARACTERS],
                         **({} if label is None else {"label": str(label)[:SHOWN_CHARACTERS]}),
                         **samples.described(experience, i),
-                        "tokens": len(response),
+                        "tokens": int(experience.lengths_S[i]),
                         "finish": FINISHES[experience.finishes_S[i]],
                         "kept": extremes.get(i),
                         "group": store if i in grouped else None,

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator
 
 from trimtab.config.jobs import RLOptions
-from trimtab.data.batches import Span
 from trimtab.distributed.device import find_device
 from trimtab.distributed.staging import Host, Stage, WorldStage, stage_of
 from trimtab.distributed.stopping import heard_by_all, was_told
@@ -17,7 +16,7 @@ from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, Reward
 from trimtab.rewards.waiting import GivenUp
 from trimtab.rollout.types import Sampling
 from trimtab.train.pass_limit import BeginAnew, NoRoom
-from trimtab.train.rl.batches import AnswerBatch, TextBatch
+from trimtab.train.rl.batches import AnswerSlice, TextSlice
 from trimtab.train.rl.controller import Controller
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.loop import RLRun
@@ -25,7 +24,7 @@ from trimtab.train.rl.rollouts import Answers
 
 # What goes to the roles and comes back; nothing else may.
 RECORDS = (
-    *(AnswerBatch, TextBatch, Span, Sampling, Questions, Answers, Experience),
+    *(AnswerSlice, TextSlice, Sampling, Questions, Answers, Experience),
     *(RewardRequest, RewardResult, RewardFailed, BadSample, NoRoom),
 )
 

@@ -1,11 +1,11 @@
 """Roles that learn: the actor and the critic. One call of `update` is one optimiser step.
 
-Every process of a group runs the same method with its own micro-batches; figures and gradients are summed over all.
+Every process of a group runs the same method with its own slices; figures and gradients are summed over all.
 """
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from trimtab.train.average import WeightAverage
 from trimtab.train.manifest import names_fingerprint
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.pass_limit import memory_guard, taking_back
-from trimtab.train.rl.batches import AnswerBatch, TextBatch
+from trimtab.train.rl.batches import AnswerBatch, Slice, TextBatch, batches_of
 from trimtab.train.rl.objective import policy_share, text_share, value_share
 from trimtab.train.task import Share, Totals
 from trimtab.train.tensor_parts import HeldParts, TensorParts, all_finite, write_parts
@@ -53,12 +53,13 @@ class Learner(Role):
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
         raise NotImplementedError
 
-    def update(self, batches: list[TokenBatch], *, totals: Totals, step: int, **settings: Any) -> dict[str, float]:
-        """One optimiser step over all micro-batches of all processes, and its figures."""
+    def update(self, slices: Sequence[Slice], *, totals: Totals, step: int, **settings: Any) -> dict[str, float]:
+        """One optimiser step over all passes of all processes, and its figures."""
         figures: dict[str, Tensor] = {}
+        last = sum(len(part.samples) for part in slices) - 1
         with memory_guard(taking_back(self.optimiser)):
-            for batch in batches:
-                sync_gradients(self.model, now=batch is batches[-1])
+            for place, batch in enumerate(batches_of(slices)):
+                sync_gradients(self.model, now=place == last)
                 share = self.share(batch.to(self.device.torch), totals, **settings)
                 # A split model averages gradients over its processes; shares are meant to add up.
                 (share.loss * (batch.weight * self.mesh.gradients.size)).backward()
@@ -138,8 +139,8 @@ class Actor(Learner):
         assert isinstance(batch, AnswerBatch)
         return policy_share(self.model, batch, totals, self.options, **settings)
 
-    def update(self, batches: list[TokenBatch], **settings: Any) -> dict[str, float]:
-        report = super().update(batches, **settings)
+    def update(self, slices: Sequence[Slice], **settings: Any) -> dict[str, float]:
+        report = super().update(slices, **settings)
         if self.average is not None and report["applied"]:
             self.average.update()
         return report
@@ -165,10 +166,10 @@ class Actor(Learner):
     def hide_average(self) -> None:
         self._shown.close()
 
-    def log_probs(self, batches: list[TokenBatch]) -> list[Tensor]:
+    def log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
+        device, temperature = self.device.torch, self.options.temperature
         with memory_guard(), scoring(self.model):
-            outs = [self.model(b.to(self.device.torch), temperature=self.options.temperature) for b in batches]
-            return [out.log_probs_N.cpu() for out in outs]
+            return [self.model(b.to(device), temperature=temperature).log_probs_N.cpu() for b in batches_of(slices)]
 
 
 class CriticLearner(Learner):
@@ -178,18 +179,18 @@ class CriticLearner(Learner):
         assert isinstance(batch, AnswerBatch)
         return value_share(self.model, batch, totals, self.options)
 
-    def values(self, batches: list[TokenBatch]) -> list[Tensor]:
+    def values(self, slices: Sequence[Slice]) -> list[Tensor]:
         with memory_guard(), scoring(self.model):
-            return [self.model(batch.to(self.device.torch)).cpu() for batch in batches]
+            return [self.model(batch.to(self.device.torch)).cpu() for batch in batches_of(slices)]
 
 
 class ReferenceRole(Role):
     def __init__(self, reference: Any, temperature: float):
         self.reference, self.temperature = reference, temperature
 
-    def log_probs(self, batches: list[TokenBatch]) -> list[Tensor]:
+    def log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
         with memory_guard():
-            moved = [batch.to(self.reference.device.torch) for batch in batches]
+            moved = (batch.to(self.reference.device.torch) for batch in batches_of(slices))
             return [values.cpu() for values in self.reference.log_probs(moved, self.temperature)]
 
 

@@ -7,7 +7,7 @@ are in every checkpoint, so a run that was stopped anywhere goes on as if it had
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from trimtab.train.endings import ended_badly, go_on_from
 from trimtab.train.pass_limit import NoRoom, PassLimit
 from trimtab.train.rl.alarms import alarms
 from trimtab.train.rl.asking import Asking
+from trimtab.train.rl.batches import Slice
 from trimtab.train.rl.cut import groups_at_once, mini_batches, updates_per_iteration
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
@@ -274,11 +275,11 @@ class RLRun:
         parts = self.passes.parts(actor, experience, learnt, *columns)
         totals = totals_of(experience, samples)
         totals["seen_tokens"] = float(experience.lengths_S[learnt].sum())
-        totals["row_tokens"] = float(sum(batch.tokens for part in parts for batch in part if batch.weight))
+        totals["row_tokens"] = counted("tokens", *parts)
         if self.text is not None:
             texts = self.text.parts(counters.actor_steps, actor.size, self.passes)
-            totals["text_tokens"] = float(sum(b.trained_tokens * b.weight for part in texts for b in part))
-            parts = [[*mine, *beside] for mine, beside in zip(parts, texts)]
+            totals["text_tokens"] = counted("trained", texts)
+            parts = [[*answers, text] for answers, text in zip(parts, texts)]
         return self.passes.send(
             actor,
             "update",
@@ -342,7 +343,7 @@ class RLRun:
                 counters.kl_coefficient = adapted(counters.kl_coefficient, *args)
         row["alarms"] = list(alarms(row, counters.first_entropy))
         tokens = int(work.experience.lengths_S.sum())
-        prompts = sum(len(work.experience.prompt_ids[i]) for i in work.experience.firsts_G.tolist())
+        prompts = int(work.experience.prompt_lengths_S[work.experience.firsts_G].sum())
         row |= {"samples": len(work.experience), "tokens": tokens, "prompt_tokens": prompts, **measured}
         row |= distributions(work.experience)
         self.files.keep_samples(counters.iteration, work.experience)
@@ -399,6 +400,12 @@ class RLRun:
     def leave(self, stop: StopRequest) -> NoReturn:
         where = go_on_from(self.save())
         raise Interrupted(stop.number, f"stopped in iteration {self.counters.iteration + 1}: {where}")
+
+
+def counted(what: str, *parts: Sequence[Slice]) -> float:
+    """`tokens` or `trained` ones of all passes that count for something."""
+    slices = [found for part in parts for found in part]
+    return math.fsum(n * weight for found in slices for n, weight in zip(getattr(found, what), found.weights))
 
 
 def totals_of(experience: Experience, samples: list[int]) -> dict[str, float]:

@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trimtab.config.jobs import RLOptions
-from trimtab.data.batches import TokenBatch
 from trimtab.distributed.roles import Group
 from trimtab.distributed.world import deal
 from trimtab.train.pass_limit import FLAGS, BeginAnew, NoRoom, PassLimit, Result, until_it_fits
-from trimtab.train.rl.batches import AnswerBatch
+from trimtab.train.rl.batches import Slice
 from trimtab.train.rl.cut import cost, halves, micro_batches
 from trimtab.train.rl.experience import Experience
 
-Parts = Sequence[Sequence[TokenBatch]]  # the micro-batches of every process, as many for each
+Parts = Sequence[Sequence[Slice]]  # of every process, with as many passes for each
 
 
 class Passes:
@@ -35,7 +34,7 @@ class Passes:
 
         def ask() -> None:
             shares = self._shares(role, experience, range(len(experience)), count, budget or self.token_budget())
-            parts = [[_micro_batch(experience, part) for part in share] for share in shares]
+            parts = [[experience.slice(share)] for share in shares]
             pieces = []
             for share, values in zip(shares, self.send(role, method, parts)):
                 pieces += [(samples, found) for samples, found in zip(share, values) if samples]
@@ -44,7 +43,8 @@ class Passes:
         self.until_they_fit(ask, by_tokens=by_tokens)
 
     def send(self, role: Group, method: str, parts: Parts, **shared: Any) -> list[Any]:
-        self._role, self._sent = role, [(batch.tokens, len(batch.spans)) for part in parts for batch in part]
+        slices = [found for part in parts for found in part]
+        self._role, self._sent = role, [size for found in slices for size in zip(found.tokens, found.samples)]
         return role.call(method, parts, **shared)
 
     def until_they_fit(self, attempt: Callable[[], Result], *, by_tokens: bool | None = None) -> Result:
@@ -69,9 +69,9 @@ class Passes:
     # ---- how it is cut
 
     def parts(self, role: Group, experience: Experience, samples: Sequence[int], *columns: str) -> Parts:
-        """An update's micro-batches."""
+        """An update's slices."""
         shares = self._shares(role, experience, samples, self.options.micro_train_batch_size, self.token_budget())
-        return [[_micro_batch(experience, part, *columns) for part in share] for share in shares]
+        return [[experience.slice(share, *columns)] if share else [] for share in shares]
 
     def _shares(
         self, role: Group, experience: Experience, samples: Sequence[int], count: int, budget: int | None
@@ -87,10 +87,3 @@ class Passes:
         if not self.options.use_dynamic_batch or self.options.train_max_tokens_per_gpu is None:
             return None
         return self.limit.of_tokens(self.options.train_max_tokens_per_gpu)
-
-
-def _micro_batch(experience: Experience, samples: list[int] | None, *columns: str) -> AnswerBatch:
-    """With fewer samples than processes, one takes part with a sample that counts for nothing."""
-    batch = experience.batch(samples or [0], *columns)
-    batch.weight = 1.0 if samples else 0.0
-    return batch

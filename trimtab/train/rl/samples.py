@@ -28,7 +28,7 @@ def best_and_worst(experience: Experience, count: int) -> dict[int, str]:
     order = experience.answer_rewards_S.argsort(descending=True, stable=True).tolist()
     seen: dict[tuple, int] = {}
     for i in order:
-        seen.setdefault((int(experience.rows_S[i]), *experience.response_ids[i]), i)
+        seen.setdefault((int(experience.rows_S[i]), *experience.response(i)), i)
     different = list(seen.values())
     count = min(count, len(different))
     worst = different[len(different) - count // 2 :]

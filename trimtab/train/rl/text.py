@@ -10,7 +10,7 @@ from trimtab.data.sources import load_rows
 from trimtab.data.token_store import TokenStore
 from trimtab.data.tokens import build_sft_store
 from trimtab.distributed.world import deal
-from trimtab.train.rl.batches import TextBatch
+from trimtab.train.rl.batches import TextSlice
 from trimtab.train.rl.cut import halves
 from trimtab.train.rl.passes import Passes
 
@@ -48,8 +48,8 @@ class TextMixture:
         self.store, self.options = store, options
         self._order = SampleOrder(len(store), options.train_batch_size, 1, options.seed)
 
-    def parts(self, step: int, processes: int, passes: Passes) -> list[list[TextBatch]]:
-        """The micro-batches of text of an update for every process, as many for each."""
+    def parts(self, step: int, processes: int, passes: Passes) -> list[TextSlice]:
+        """The text of an update for every process, with as many passes for each."""
         epoch, index = divmod(step, self._order.steps_per_epoch)
         order = dataclasses.replace(self._order, seed=self._order.seed + epoch)
         samples = order.step_samples(index)
@@ -59,9 +59,8 @@ class TextMixture:
         cut = chunk(lengths, count) if budget is None else pack(lengths, budget)
         cut_samples = [[samples[i] for i in members] for members in cut]
         shares = deal(cut_samples, processes, lambda part: int(self.store.lengths[part].sum()), halves)
-        return [[self._batch(part) for part in share] for share in shares]
+        return [self._slice(share) for share in shares]
 
-    def _batch(self, samples: list[int] | None) -> TextBatch:
-        batch = TextBatch.of([self.store.example(i) for i in samples or [0]])
-        batch.weight = 1.0 if samples else 0.0
-        return batch
+    def _slice(self, share: list[list[int] | None]) -> TextSlice:
+        examples = [[self.store.example(i) for i in part or [0]] for part in share]
+        return TextSlice.of(examples, [1.0 if part else 0.0 for part in share])

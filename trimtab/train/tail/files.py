@@ -43,7 +43,7 @@ class TailFiles(RunFiles):
         if not self.options.save_negdata:
             return []
         bad = (experience.rewards_S < self.options.save_negdata_threshold).nonzero()[:, 0].tolist()
-        ids = [experience.prompt_ids[i] + experience.response_ids[i] for i in bad]
+        ids = [experience.prompt(i) + experience.response(i) for i in bad]
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def keep_bad_texts(self, step: int, texts: list[str]) -> None:

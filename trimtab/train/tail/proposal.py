@@ -5,6 +5,7 @@ or a model of its own. Adapters and heads work on the policy's weights: every pr
 their gradients are averaged.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trimtab.distributed.sharding import whole
 from trimtab.models.modulated import ModulatedPolicy, TwistModel
 from trimtab.models.packed import scoring
 from trimtab.train.pass_limit import memory_guard
+from trimtab.train.rl.batches import Slice, batches_of
 from trimtab.train.rl.learner import Actor
 from trimtab.train.tail.objective import policy_share, twist_share
 from trimtab.train.task import Share, Totals
@@ -40,9 +42,9 @@ class ProposalModel(Actor):
 class BorrowingProposal(ProposalModel):
     """Adapters on the policy's weights."""
 
-    def update(self, batches: list[TokenBatch], **settings: Any) -> dict[str, float]:
+    def update(self, slices: Sequence[Slice], **settings: Any) -> dict[str, float]:
         with self.model.at_work():
-            return super().update(batches, **settings)
+            return super().update(slices, **settings)
 
     def gather_gradients(self) -> None:
         gradients = self.optimiser.accumulated
@@ -52,9 +54,9 @@ class BorrowingProposal(ProposalModel):
             else:
                 parameter.grad = self.mesh.gradients.sum(parameter.grad) / self.mesh.gradients.size
 
-    def log_probs(self, batches: list[TokenBatch]) -> list[Tensor]:
+    def log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
         with self.model.at_work():
-            return super().log_probs(batches)
+            return super().log_probs(slices)
 
     def write_model(self, folder: Path) -> None:
         """The adapters; their base is the policy, which lies in the folder above, or what it began with."""
@@ -70,9 +72,9 @@ class Modulation(BorrowingProposal):
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
         return twist_share(self.model.log_twists(batch), batch, totals)
 
-    def log_twists(self, batches: list[TokenBatch]) -> list[Tensor]:
+    def log_twists(self, slices: Sequence[Slice]) -> list[Tensor]:
         with memory_guard(), self.model.at_work(), scoring(self.model):
-            return [self.model.log_twists(batch.to(self.device.torch)).cpu() for batch in batches]
+            return [self.model.log_twists(batch.to(self.device.torch)).cpu() for batch in batches_of(slices)]
 
     def write_model(self, folder: Path) -> None:
         if self.mesh.leads:
@@ -92,13 +94,13 @@ class ModulationModel(ProposalModel):
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
         return twist_share(self.model(batch), batch, totals)
 
-    def log_twists(self, batches: list[TokenBatch]) -> list[Tensor]:
+    def log_twists(self, slices: Sequence[Slice]) -> list[Tensor]:
         with memory_guard(), scoring(self.model):
-            return [self.model(batch.to(self.device.torch)).cpu() for batch in batches]
+            return [self.model(batch.to(self.device.torch)).cpu() for batch in batches_of(slices)]
 
-    def log_probs(self, batches: list[TokenBatch]) -> list[Tensor]:
+    def log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
         with memory_guard(), self.modulated.at_work(), scoring(self.modulated):
-            return [self.modulated(batch.to(self.device.torch)).log_probs_N.cpu() for batch in batches]
+            return [self.modulated(batch.to(self.device.torch)).log_probs_N.cpu() for batch in batches_of(slices)]
 
     def write_model(self, folder: Path) -> None:
         weights = {name: whole(value) for name, value in self.model.twist.state_dict().items()}
