@@ -182,6 +182,11 @@ class Experience(Trajectories):
         return cls(**arguments)
 
 
+def is_earlier(names: Iterable[str]) -> bool:
+    """Whether tensors of these names were written by a version that kept lists of tokens."""
+    return "response_ids" in names
+
+
 def _in_order(groups_S: Tensor) -> Tensor:
     """The same groups, numbered as they come."""
     return groups_S.unique_consecutive(return_inverse=True)[1]

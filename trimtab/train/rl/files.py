@@ -24,7 +24,7 @@ from trimtab.train.endings import not_finite
 from trimtab.train.manifest import compare
 from trimtab.train.metrics import MetricsFile
 from trimtab.train.rl import samples
-from trimtab.train.rl.experience import FINISHES, Experience
+from trimtab.train.rl.experience import FINISHES, Experience, is_earlier
 from trimtab.train.run_folder import RunFolder
 from trimtab.train.run_log import RunLog
 from trimtab.train.space import SpaceWatch, adam_bytes
@@ -193,6 +193,12 @@ class RunFiles:
                 f"{' and '.join(learners)}; give its own settings, or another --ckpt_path"
             )
         with reading(path):
+            parts = TensorParts(path / "experience") if "iteration" in state else None
+            if parts is not None and is_earlier(parts.names()):
+                raise UserError(
+                    f"--ckpt_path {path}: an earlier version of Trimtab was stopped inside an iteration, whose answers "
+                    "this one does not read; remove this folder to use the checkpoint before it"
+                )
             for name, role in learners.items():
                 role.call("read_state", folder=path / name)
             random = state["random"]
@@ -200,10 +206,7 @@ class RunFiles:
                 random = {[*learners][-1]: random}
             for name, role in _all(roles).items():
                 role.call("restore_random_state", [*random.get(name, []), *[None] * role.size][: role.size])
-            tensors = {}
-            if "iteration" in state:
-                parts = TensorParts(path / "experience")
-                tensors = {name: parts.whole(name) for name in parts.names()}
+            tensors = {} if parts is None else {name: parts.whole(name) for name in parts.names()}
         print(f"resumed from {path} at iteration {state['counters']['iteration']}", flush=True)
         return tensors, state
 

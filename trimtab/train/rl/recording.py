@@ -1,7 +1,8 @@
 """Rollouts and their rewards on disk, one file an iteration: to learn from them again without sampling.
 
 With the same options a replayed run makes the updates of the run that was recorded, bit for bit. Every file says what
-its iteration was cut from, so that a recording is not taken for one of other prompts or other groups.
+its iteration was cut from, so that a recording is not taken for one of other prompts or other groups. One that was made
+by hand, such as conversations with tools, may leave that out: groups then have the sizes that they have.
 """
 
 import json
@@ -13,11 +14,12 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from trimtab.config.estimators import ESTIMATORS
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.errors import UserError
 from trimtab.files import replacing
-from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.experience import Experience, is_earlier
 
 # What was sampled (None: no group was useful any more), from how many prompts, and its figures.
 Sampled = tuple[Experience | None, int, dict[str, float]]
@@ -25,9 +27,11 @@ Sampled = tuple[Experience | None, int, dict[str, float]]
 
 class Recording:
     def __init__(self, folder: Path, cut: dict[str, int], data: str | None):
-        """`cut`: the options that say how many answers an iteration has; `data`: the prompts' fingerprint, None: not
-        known, so any will do."""
+        """`cut`: the options that say how many answers an iteration has; `data`: the prompts' fingerprint. What is left
+        out or None is not known, so any will do."""
         self.folder, self.cut, self.data = folder, cut, data
+        self.compared = False  # whether the answers of a group are compared with each other
+        self.rows: int | None = None  # how many prompts there are, if that is known
 
     @classmethod
     def of(cls, options: RLOptions, prompts: PromptStore | None = None) -> "Recording | None":
@@ -36,7 +40,10 @@ class Recording:
         if not folder:
             return None
         cut = {"n_samples_per_prompt": options.n_samples_per_prompt, "rollout_batch_size": options.rollout_batch_size}
-        return cls(Path(folder), cut, None if prompts is None else prompts.fingerprint)
+        recording = cls(Path(folder), cut, None if prompts is None else prompts.fingerprint)
+        recording.compared = ESTIMATORS[options.advantage_estimator].grouped
+        recording.rows = None if prompts is None else len(prompts)
+        return recording
 
     # ---- before the run
 
@@ -72,7 +79,24 @@ class Recording:
         with self._opened(iteration) as (file, described):
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             experience = Experience.from_tensors(tensors) if tensors else None
+            if experience is not None:
+                self._check_groups(experience, self._path(iteration))
             return experience, described["prompts"], described["figures"]
+
+    def _check_groups(self, experience: Experience, path: Path) -> None:
+        """What a recording that was made by hand may get wrong."""
+        most = self.cut.get("rollout_batch_size", experience.groups)
+        if experience.groups > most:
+            raise UserError(f"--replay {path}: it has {experience.groups} groups; --rollout_batch_size allows {most}")
+        if self.rows is not None and (last := int(experience.rows_S.max())) >= self.rows:
+            raise UserError(
+                f"--replay {path}: it speaks of row {last + 1} of the prompts, of which there are {self.rows}"
+            )
+        if self.compared and bool((experience.sizes_G < 2).any()):
+            raise UserError(
+                f"--replay {path}: a group has a single answer, and --advantage_estimator compares the answers of a "
+                "group; leave such groups out"
+            )
 
     @contextmanager
     def _opened(self, iteration: int) -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -87,18 +111,20 @@ class Recording:
             with safe_open(path, framework="pt") as file:
                 described = json.loads(file.metadata()["iteration"])
                 self._compare(described)
+                if is_earlier(file.keys()):
+                    raise UserError(f"--replay {path}: an earlier version of Trimtab recorded it; record again")
                 yield file, described
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise UserError(f"--replay {path}: it is damaged, or of another kind; record again") from error
 
     def _compare(self, described: dict[str, Any]) -> None:
         for name, value in self.cut.items():
-            if described["cut"][name] != value:
+            if described["cut"].get(name) not in (None, value):
                 raise UserError(
                     f"--replay {self.folder}: it was recorded with --{name} {described['cut'][name]}, not {value}; "
                     "give the same"
                 )
-        if self.data not in (None, described["data"]):
+        if None not in (self.data, described["data"]) and self.data != described["data"]:
             raise UserError(
                 f"--replay {self.folder}: it was recorded with other prompts; give the same --prompt_data and "
                 "--max_samples"
