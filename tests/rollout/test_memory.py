@@ -9,7 +9,8 @@ from tests.rollout.test_builtin_engine import policy_of, prompts
 from trimtab.distributed.device import free_memory
 from trimtab.errors import UserError
 from trimtab.rollout.builtin import memory
-from trimtab.rollout.builtin.cache import KVShape
+from trimtab.rollout.builtin.cache import KVCache, KVShape
+from trimtab.rollout.builtin.captured import fingerprint
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.memory import SHARE_OF_FREE, KVMemory
 from trimtab.rollout.types import Sampling
@@ -75,3 +76,12 @@ def test_free_memory_of_this_machine_is_less_than_it_has(monkeypatch):
     assert 0 < alone < everything
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert free_memory(CPU) < alone / 2  # four processes share it
+
+
+def test_a_graph_does_not_outlive_memory_of_another_size_that_lay_in_the_same_place():
+    policy, larger, smaller = policy_of(), KVCache(SHAPE, 9, 16, CPU), KVCache(SHAPE, 4, 16, CPU)
+    for name in ("keys", "values"):
+        there = getattr(smaller, name)
+        setattr(smaller, name, getattr(larger, name).flatten()[: there.numel()].view_as(there))
+    assert smaller.keys.data_ptr() == larger.keys.data_ptr()
+    assert fingerprint(policy, larger) == fingerprint(policy, larger) != fingerprint(policy, smaller)

@@ -60,6 +60,7 @@ class CapturedGraphs:
 
 
 def fingerprint(policy: Policy, cache: KVCache) -> tuple:
-    """Changes when a graph no longer does what the policy does: tensors lie elsewhere, adapters are switched."""
+    """Changes when a graph no longer does what the policy does: tensors lie elsewhere, adapters are switched. Memory of
+    another size may lie where the last one lay."""
     addresses = tuple(t.data_ptr() for t in (*policy.parameters(), *policy.buffers(), cache.keys, cache.values))
-    return addresses, switches(policy)
+    return addresses, cache.pages, switches(policy)
