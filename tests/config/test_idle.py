@@ -213,8 +213,13 @@ def test_the_walk_sees_an_option_that_nothing_reads_and_one_that_only_other_jobs
 RL = "--pretrain a/b --prompt_data a/b --reward_pretrain a/b"
 SFT = "--pretrain a/b --dataset a/b"
 CASES = [
-    ("ppo", f"{RL} --ref_reward_offload", "--ref_reward_offload has no effect on reward models", None),
-    ("ppo", f"{RL} --ref_reward_offload --init_kl_coef 0", "--ref_reward_offload has no effect: there is no", None),
+    (
+        "ppo",
+        "--pretrain a/b --prompt_data a/b --reward_verifier exact --ref_reward_offload --init_kl_coef 0",
+        "--ref_reward_offload has no effect: there is no",
+        "--reward_pretrain a/b",
+    ),
+    ("ppo", f"{RL} --controller_apart", "--controller_apart has no effect in one process", "--nproc 2"),
     (
         "ppo",
         f"{RL} --vllm_generate_batch_size 8",
@@ -388,8 +393,9 @@ def test_sixteen_gpus_asked_for_and_four_used_is_said():
     (line,) = lines_of("ppo", f"{RL} {words}")
     assert line.startswith("all models share 4 processes, on as many of the 16 GPUs that are asked for: --actor_num")
     assert lines_of("ppo", f"{RL} {words} --colocate_all_models") == []
-    (line,) = lines_of("ppo", f"{RL} {words} --colocate_all_models --ref_num_gpus_per_node 2")
-    assert line == "all models share 4 processes: --ref_num_gpus_per_node set aside"
+    assert lines_of("ppo", f"{RL} --nproc 4 --ref_num_gpus_per_node 2 --reward_num_gpus_per_node 1") == []
+    (line,) = lines_of("ppo", f"{RL} --nproc 2 --actor_num_gpus_per_node 1 --critic_num_gpus_per_node 1")
+    assert line == "all models share 2 processes: --actor_num_gpus_per_node set aside"
 
 
 @pytest.mark.parametrize("verb, words", [("sft", SFT), ("dpo", SFT), ("ppo", RL)])

@@ -1,6 +1,8 @@
 import json
 import math
 from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,7 @@ PLAIN = [
     list(range(100)), [float(i) for i in range(100)], [True] * 20, [1, True] * 10, [2**70] * 20, [2**63 - 1, *range(9)],
     [[1, 2, 3], [], [4] * 20], [[], []], [[1.5] * 9, [2.5]], [[1] * 9, ["x"]], [[[1] * 9], [[2] * 9]], Path("/a/b"),
     ["{", '"', "\n"], {"tuple": [1], "map": {"error": 2}}, [(1, 2**63), (3, 4)],
+    b"", b"\x00\xff{", date(2026, 1, 31), datetime(2026, 1, 31, 12, 30, 1, tzinfo=UTC), time(23, 59), Decimal("1.10"),
 ]  # fmt: skip
 
 

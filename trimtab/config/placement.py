@@ -31,15 +31,15 @@ class PlacementOptions(Options):
     ref_num_nodes: int = option(1, at_least=1)
     """Machines of the reference."""
     ref_num_gpus_per_node: int | None = option(None, at_least=1)
-    """GPUs of the reference on each machine."""
+    """GPUs of the reference on each machine; fewer than --nproc: so many of the processes."""
     critic_num_nodes: int = option(1, at_least=1)
     """Machines of the critic."""
     critic_num_gpus_per_node: int | None = option(None, at_least=1)
-    """GPUs of the critic on each machine."""
+    """GPUs of the critic on each machine; fewer than --nproc: so many of the processes."""
     reward_num_nodes: int = option(1, at_least=1)
     """Machines of the reward models."""
     reward_num_gpus_per_node: int | None = option(None, at_least=1)
-    """GPUs of the reward models on each machine."""
+    """GPUs of the reward models on each machine; fewer than --nproc: so many of the processes."""
     colocate_actor_ref: bool = option(False, always=True)
     """Policy and reference share GPUs; here they always do."""
     colocate_critic_reward: bool = option(False, always=True)
@@ -124,8 +124,15 @@ class ClusterOptions(ProcessOptions, PlacementOptions, VLLMOptions):
         if given and asked > self.nproc:
             flags = ", ".join(f"--{name}" for name in given)
             yield f"all models share {used}, on as many of the {asked} GPUs that are asked for: {flags}"
-        elif others := [f"--{name}" for name in given if getattr(self, name) != self.nproc]:
+        elif others := [f"--{name}" for name in given if self._is_set_aside(name)]:
             yield f"all models share {used}: {', '.join(others)} set aside"
+        if self.controller_apart and self.nproc == 1:
+            yield "--controller_apart has no effect in one process: ask for several with --nproc"
+
+    def _is_set_aside(self, name: str) -> bool:
+        """The policy is in all processes; another model may be in fewer."""
+        asked = getattr(self, name)
+        return asked > self.nproc or (asked < self.nproc and name.startswith("actor"))
 
     def gpus_asked_for(self) -> int:
         """GPUs on each machine that the command gives to models and engines; 0 where it says nothing."""

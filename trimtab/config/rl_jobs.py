@@ -192,11 +192,9 @@ class RLOptions(
                 yield f"{', '.join(names)} without effect: --replay samples nothing"
 
     def _about_offload(self) -> Iterable[str]:
-        frozen = bool(self.teacher_model) or (self.init_kl_coef > 0 and not self.lora_rank)
+        frozen = self.reward_pretrain or self.teacher_model or (self.init_kl_coef > 0 and not self.lora_rank)
         if not frozen:
-            yield "--ref_reward_offload has no effect: there is no frozen reference to keep in main memory"
-        elif self.reward_pretrain:
-            yield "--ref_reward_offload has no effect on reward models, which stay on the device"
+            yield "--ref_reward_offload has no effect: there is no frozen model to keep in main memory"
 
     def _about_steps(self) -> Iterable[str]:
         """An iteration's samples are cut into optimiser steps of whole groups."""

@@ -2,8 +2,8 @@
 
     length of the JSON (8 bytes) | the JSON | the numbers of tensors, arrays and long lists, each where the JSON says
 
-Plain values, lists, tuples, dicts, paths, tensors and arrays travel as they are; dataclasses and exceptions if they
-are among the records that a wire was made for. A list of one kind of record travels as columns.
+Plain values, lists, tuples, dicts, paths, bytes, dates, tensors and arrays travel as they are; dataclasses and
+exceptions if they are among the records that a wire was made for. A list of one kind of record travels as columns.
 """
 
 import itertools
@@ -11,6 +11,8 @@ import json
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from datetime import date, datetime, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +22,7 @@ from torch import Tensor
 
 LONG = 8  # a list of so many numbers is cheaper as raw ones
 NUMBERS = {int: ("q", torch.int64), float: ("d", torch.float64)}
+TIMES: dict[str, Any] = {kind.__name__: kind for kind in (datetime, date, time)}
 ALIGNMENT = 16
 LENGTH_BYTES = 8
 
@@ -32,6 +35,9 @@ class Wire:
             "map": lambda content, raw: {name: self._read(value, raw) for name, value in content.items()},
             "pairs": lambda content, raw: {self._read(k, raw): self._read(v, raw) for k, v in content},
             "path": lambda content, raw: Path(content),
+            "bytes": lambda content, raw: _take(content, raw).numpy().tobytes(),
+            "when": lambda content, raw: TIMES[content[0]].fromisoformat(content[1]),
+            "decimal": lambda content, raw: Decimal(content),
             "tensor": lambda content, raw: _take(content, raw),
             "array": lambda content, raw: _take(content, raw).numpy(),
             "numbers": lambda content, raw: _take(content, raw).tolist(),
@@ -79,6 +85,14 @@ class Wire:
             return {"array": raw.add(torch.from_numpy(np.array(value, order="C")))}
         if isinstance(value, Path):
             return {"path": str(value)}
+        if kind is bytes:
+            return {
+                "bytes": raw.add(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.zeros(0))
+            }
+        if kind in TIMES.values():
+            return {"when": [kind.__name__, value.isoformat()]}
+        if kind is Decimal:
+            return {"decimal": str(value)}
         assert self._records.get(kind.__name__) is kind, f"{kind.__name__} is not among what may travel"
         if isinstance(value, Exception):
             return {"error": [kind.__name__, self._plain(value.args, raw), self._plain(vars(value), raw)]}

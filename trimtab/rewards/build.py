@@ -11,7 +11,9 @@ from trimtab.config.rl_jobs import RLOptions, TailOptions
 from trimtab.config.serving import StepScoreOptions
 from trimtab.config.sources import listed
 from trimtab.distributed.device import Device
+from trimtab.distributed.mesh import Mesh
 from trimtab.models.fingerprint import weights_fingerprint
+from trimtab.models.sharded import frozen_is_split
 from trimtab.rewards.classifiers import load_judge
 from trimtab.rewards.client import HttpReward
 from trimtab.rewards.functions import FunctionReward
@@ -37,10 +39,14 @@ def build_reward(
 
 
 def reward_models(
-    options: RLOptions | GenerateOptions, device: Device, tokenizer: PreTrainedTokenizerBase
+    options: RLOptions | GenerateOptions, device: Device, tokenizer: PreTrainedTokenizerBase, mesh: Mesh | None = None
 ) -> list[tuple[ModelReward | ProcessReward, float]]:
-    """What needs a device: the models of --reward_pretrain."""
-    models = [_model(name, options, device, tokenizer) for name in listed(options.reward_pretrain)]
+    """What needs a device: the models of --reward_pretrain. `mesh`: the processes that have them together."""
+    kept: dict[str, Any] = {}
+    if isinstance(options, RLOptions):
+        offload = options.ref_reward_offload
+        kept = {"offload": offload, "mesh": mesh if mesh and frozen_is_split(options, mesh, offload=offload) else None}
+    models = [_model(name, options, device, tokenizer, **kept) for name in listed(options.reward_pretrain)]
     return list(zip(models, options.reward_weights or (1.0,) * len(models)))
 
 
@@ -92,7 +98,7 @@ def _places(options: RLOptions | GenerateOptions) -> tuple[list[str], list[str]]
 
 
 def _model(
-    name: str, options: RLOptions | GenerateOptions, device: Device, tokenizer: PreTrainedTokenizerBase
+    name: str, options: RLOptions | GenerateOptions, device: Device, tokenizer: PreTrainedTokenizerBase, **kept: Any
 ) -> ModelReward | ProcessReward:
     if isinstance(options, GenerateOptions):
         passes: dict[str, Any] = {"max_samples": options.micro_batch_size}
@@ -103,13 +109,17 @@ def _model(
     if isinstance(options, StepScoreOptions) and options.placeholder_token:
         place, separator = options.step_reward, options.step_separator
         return ProcessReward(
-            name, options, device, place=place, separator=separator, policy_tokenizer=tokenizer, **passes
+            name, options, device, place=place, separator=separator, policy_tokenizer=tokenizer, **passes, **kept
         )
-    settings = passes | {
-        "policy_tokenizer": tokenizer,
-        "messages_key": options.input_key if options.apply_chat_template else None,
-        "normalize": normalize,
-    }
+    settings = (
+        kept
+        | passes
+        | {
+            "policy_tokenizer": tokenizer,
+            "messages_key": options.input_key if options.apply_chat_template else None,
+            "normalize": normalize,
+        }
+    )
     if isinstance(options, TailOptions):
         return load_judge(name, options, device, **settings)
     return ModelReward(name, options, device, **settings)

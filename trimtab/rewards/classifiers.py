@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.config.jobs import AttackOptions
 from trimtab.config.rl_jobs import TailOptions
 from trimtab.distributed.device import Device
+from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import check_model_folder, skeleton
 from trimtab.models.load import RewardLoadOptions
-from trimtab.models.packed import scoring
 from trimtab.models.reward import HEAD
 from trimtab.rewards.model import ModelReward, without_end
 from trimtab.rewards.types import RewardRequest
@@ -81,8 +81,10 @@ class ClassifierReward(ModelReward):
         policy_tokenizer: PreTrainedTokenizerBase | None = None,
         max_len: int | None = None,
         max_samples: int | None = None,
+        mesh: Mesh | None = None,
         **settings: Any,
     ):
+        """Small as such models are, each process has it whole (`mesh` is not asked)."""
         super().__init__(pretrain, options, device, **settings)
         if not self.tokenizer.is_fast:
             raise UserError(f"--reward_pretrain {pretrain}: reading question and answer needs its fast tokenizer")
@@ -112,7 +114,7 @@ class ClassifierReward(ModelReward):
     def scores(self, sequences: Sequence[Any]) -> list[float]:
         scores = [0.0] * len(sequences)
         order = sorted(range(len(sequences)), key=lambda row: len(sequences[row]["input_ids"]))
-        with scoring(self.model):
+        with self.keeping.at_work(self.model):
             for begin in range(0, len(order), self.samples_a_pass):
                 rows = order[begin : begin + self.samples_a_pass]
                 inputs = self.tokenizer.pad([sequences[row] for row in rows], return_tensors="pt")

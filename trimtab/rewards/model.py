@@ -17,14 +17,18 @@ from trimtab.data.chat import ChatRenderer, with_end
 from trimtab.data.packing import chunk, pack
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
+from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import check_model_folder
+from trimtab.models.keeping import Keeping
 from trimtab.models.load import RewardLoadOptions, load_frozen_reward_model
-from trimtab.models.packed import PackedModel, scoring
+from trimtab.models.packed import PackedModel
 from trimtab.models.reward import HEAD
 from trimtab.rewards.types import RewardRequest, RewardResult, checked
 
 MAX_TOKENS = 16_384
+IDLE: tuple[list[int], TokenBatch] = ([], TokenBatch.of([(np.zeros(2, dtype=np.int64), np.array([False, True]))]))
+"""A pass whose samples are nobody's."""
 
 
 class ModelReward:
@@ -43,8 +47,11 @@ class ModelReward:
         max_samples: int | None = None,
         max_tokens: int = MAX_TOKENS,
         flag: str = "--reward_pretrain",
+        mesh: Mesh | None = None,
+        offload: bool = False,
     ):
-        """`options`: how to load it (LoadOptions and RewardHeadOptions).
+        """`options`: how to load it (LoadOptions and RewardHeadOptions); `mesh`, `offload`: where its weights are
+        (models/keeping.py).
 
         `messages_key`: the column that holds a sample's conversation (or its only user turn), for a model that has to
         render it anew. `normalize`: subtract the mean and divide by the deviation that config.json holds. A pass has at
@@ -55,7 +62,10 @@ class ModelReward:
         self.columns = [messages_key] if messages_key else []  # what it asks for of the data
         check_model_folder(pretrain, flag)
         self.tokenizer = load_tokenizer(pretrain, disable_fast=options.disable_fast_tokenizer, flag=flag)
-        self.model = load_frozen_reward_model(pretrain, options, device, self.tokenizer, flag).model
+        split: dict[str, Any] = {"mesh": mesh, "offload": offload}
+        self.model = load_frozen_reward_model(pretrain, options, device, self.tokenizer, flag, **split).model
+        self.keeping = Keeping(device, **split)
+        self.keeping.settle(self.model)
         self.reads_ids = policy_tokenizer is not None and same_tokenizer(self.tokenizer, policy_tokenizer)
         self._reader = TextReader(self.tokenizer, policy_tokenizer, messages_key, is_decoder=hasattr(self.inner, HEAD))
         self._mean, self._deviation = _normaliser(self.model, pretrain) if normalize else (0.0, 1.0)
@@ -85,8 +95,9 @@ class ModelReward:
     def scores(self, sequences: Sequence[np.ndarray]) -> list[float]:
         """The model's own scores, not normalised."""
         scores = [0.0] * len(sequences)
-        with scoring(self.model):
-            for rows, batch in self._passes.over(sequences):
+        passes = list(self._passes.over(sequences))
+        with self.keeping.at_work(self.model):
+            for rows, batch in self.keeping.in_step(passes, IDLE):
                 found = self.model(batch.to(self.device.torch)).scores_S.tolist()
                 for row, score in zip(rows, found):
                     scores[row] = score

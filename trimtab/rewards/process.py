@@ -11,6 +11,7 @@ which the placeholder is then put. What follows the last of them is a step too.
 import re
 from bisect import bisect_left
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +24,12 @@ from trimtab.data.step_formats import one_token, reward_token_ids
 from trimtab.data.tokenising import tokenise, tokenise_in_pieces
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
+from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import check_model_folder
+from trimtab.models.keeping import Keeping
 from trimtab.models.load import load_frozen_policy
-from trimtab.models.packed import scoring
-from trimtab.rewards.model import MAX_TOKENS, Passes, without_end
+from trimtab.rewards.model import IDLE, MAX_TOKENS, Passes, without_end
 from trimtab.rewards.types import BadSample, RewardRequest, RewardResult
 
 PLACES = ("steps", "min", "last")
@@ -50,11 +52,13 @@ class ProcessReward:
         max_len: int | None = None,
         max_samples: int | None = None,
         max_tokens: int = MAX_TOKENS,
+        mesh: Mesh | None = None,
+        offload: bool = False,
     ):
         """`options`: how to load it, and its placeholder_token and reward_tokens (LoadOptions, StepRewardOptions).
 
         `place`: steps, min or last; steps needs the policy's tokenizer, to find the tokens. `separator`: what ends a
-        step; unset: the placeholder. The other limits are those of ModelReward.
+        step; unset: the placeholder. The rest is as in ModelReward.
         """
         if place not in PLACES:
             raise UserError(f"step rewards are placed by {', '.join(PLACES)}, not {place}")
@@ -68,7 +72,10 @@ class ProcessReward:
         check_model_folder(pretrain, "--reward_pretrain")
         self.tokenizer = load_tokenizer(pretrain, disable_fast=options.disable_fast_tokenizer, flag="--reward_pretrain")
         self._placeholder_id = one_token(self.placeholder, self.tokenizer, "--placeholder_token")
-        self.model = load_frozen_policy(pretrain, options, device, flag="--reward_pretrain").model
+        split: dict[str, Any] = {"mesh": mesh, "offload": offload}
+        self.model = load_frozen_policy(pretrain, options, device, "--reward_pretrain", **split).model
+        self.keeping = Keeping(device, **split)
+        self.keeping.settle(self.model)
         if self.model.path == "logits":
             raise UserError(
                 f"--reward_pretrain {pretrain}: cannot read step rewards off {type(self.model.inner).__name__}"
@@ -104,11 +111,12 @@ class ProcessReward:
         """The probability of the first reward token at the end of every step; steps beyond max_len have none."""
         tokenised = [self._tokens(*sample) for sample in zip(prompts, responses, spans)]
         scores: list[list[float]] = [[] for _ in responses]
-        with scoring(self.model):
-            for rows, batch in self._passes.over(*zip(*tokenised)):
+        passes = list(self._passes.over(*zip(*tokenised))) if tokenised else []
+        with self.keeping.at_work(self.model):
+            for rows, batch in self.keeping.in_step(passes, IDLE):
                 batch = batch.to(self.device.torch)
                 right = self.model(batch, choices_K=self._choices).choices_NK[:, 0].exp().tolist()
-                for owner, score in zip(batch.owners_N.tolist(), right):
+                for owner, score in zip(batch.owners_N.tolist(), right) if rows else ():
                     scores[rows[owner]].append(score)
         return scores
 

@@ -121,7 +121,7 @@ def frozen_models(options: TrainedModelOptions) -> list[Frozen]:
         return found
     for name in listed(options.reward_pretrain):
         judge = _judge(dataclasses.replace(options, lora_rank=0), name, "--reward_pretrain")
-        found.append(Frozen(f"reward model {name}", judge, pass_tokens=MAX_TOKENS))
+        found.append(Frozen(f"reward model {name}", judge, options.ref_reward_offload, pass_tokens=MAX_TOKENS))
     return found
 
 

@@ -61,7 +61,7 @@ def build_critic(options: RLOptions, place: Place) -> dict[str, Any]:
 
 
 def build_reward_models(options: RLOptions, place: Place) -> dict[str, Any]:
-    models = reward_models(options, place.device, load_job_tokenizer(options))
+    models = reward_models(options, place.device, load_job_tokenizer(options), place.mesh)
     return {"reward": RewardModels(models)}
 
 

@@ -47,7 +47,7 @@ class Controller:
         self.recording = Recording.of(options, store)
         if options.replay:
             assert self.recording is not None
-            self.recording.check_holds(self.order.steps)
+            self.recording.check_holds(self.order.steps, self.iterations)
         self.check_models()
         self.options, self.memory_plan = with_planned_passes(
             options, device, world, lambda: work_of_prompts(options, self.stores)

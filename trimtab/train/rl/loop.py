@@ -187,6 +187,7 @@ class RLRun:
                 self.leave(stop)
             with timed(work.seconds, "update"):
                 self.update(work, samples)
+        self.publish()
         return self.finish(work, self.measure(work, stop))
 
     def begin(self, stop: StopRequest) -> Iteration | None:
@@ -289,6 +290,10 @@ class RLRun:
             kl_coefficient=counters.kl_coefficient,
         )[0]
 
+    def publish(self) -> None:
+        """Whoever answers prompts does so with the weights as they are now."""
+        self.roles.rollouts.call("weights_changed", version=self.counters.actor_steps)
+
     def measure(self, work: Iteration, stop: StopRequest) -> dict[str, float]:
         """Evaluate, where that is due after this iteration. The iteration is still in hand: a run that is stopped here
         comes back with all updates done and this still to do."""
@@ -314,10 +319,12 @@ class RLRun:
             yield
             return
         self.roles.actor.call("show_average")
+        self.publish()
         try:
             yield
         finally:
             self.roles.actor.call("hide_average")
+            self.publish()
 
     def finish(self, work: Iteration, measured: dict[str, float]) -> dict:
         """Count the iteration and let it go, adapt the KL coefficient, and say what happened and was `measured`."""
@@ -395,6 +402,7 @@ class RLRun:
         self.passes.limit = PassLimit(**state.get("pass_limit", {}))
         if "iteration" in state:
             self.iteration = self.iteration_class.from_disk(tensors, state["iteration"])
+        self.publish()
         return True
 
     def leave(self, stop: StopRequest) -> NoReturn:

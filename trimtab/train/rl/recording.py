@@ -55,10 +55,11 @@ class Recording:
                 "go on with that run"
             )
 
-    def check_holds(self, prompts: int) -> None:
-        """Refuse a recording that is damaged, of something else, or of fewer prompts; the tensors are not read."""
+    def check_holds(self, prompts: int, iterations: int) -> None:
+        """Refuse a recording that is damaged, of something else, or of fewer prompts than a run of at most so many
+        iterations needs; the tensors are not read."""
         iteration = 0
-        while prompts > 0:
+        while prompts > 0 and iteration < iterations:
             with self._opened(iteration) as (_, described):
                 prompts -= described["prompts"]
             iteration += 1

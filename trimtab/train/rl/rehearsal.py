@@ -41,7 +41,9 @@ def rehearse_rl(
     rewarded = try_reward(options, device, tokenizer, stores["train"])
     order = SampleOrder(len(stores["train"]), 1, episodes or options.num_episodes, options.seed)
     if options.replay and (recording := Recording.of(options)):
-        recording.check_holds(order.steps)  # the run itself knows all prompts, and asks for more
+        recording.check_holds(
+            order.steps, iterations_of(order, options)
+        )  # the run itself knows all prompts, and asks for more
     prompts, about = usable_rows(reports["train"], options.max_samples, len(stores["train"]))
     whole = dataclasses.replace(order, samples=prompts)
     parameters = sum(p.numel() for p in model.parameters())

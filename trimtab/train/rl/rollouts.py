@@ -42,6 +42,9 @@ class Rollouts(Role):
     def describe(self) -> dict[str, Any]:
         return {"exact": self.engine.exact, **described(self.rewards)}
 
+    def weights_changed(self, *, version: int) -> None:
+        self.engine.weights_changed(version)
+
     def close(self) -> None:
         for reward, _ in self.rewards:
             reward.close()

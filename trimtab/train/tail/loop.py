@@ -144,6 +144,7 @@ class TailRun(RLRun):
         with timed(work.seconds, "update"):
             report = self.passes.until_they_fit(attempt)
         counters.proposal_steps += 1
+        self.publish()
         self.count(bool(report.pop("applied")))
         proposed.advantages_N = pushed_N
         work.proposed = proposed
@@ -190,6 +191,11 @@ class TailRun(RLRun):
             parts = [[*own, *others] for own, others in zip(parts, more)]
         totals = {"answers": float(len(samples)), "seen_tokens": float(experience.lengths_S[learnt].sum())}
         return self.passes.send(role, "update", parts, totals=totals, step=self.counters.actor_steps)[0]
+
+    def publish(self) -> None:
+        super().publish()
+        if self.roles.proposal_rollouts is not None:
+            self.roles.proposal_rollouts.call("weights_changed", version=self.counters.proposal_steps)
 
     # ---- what is told and kept
 

@@ -1,0 +1,107 @@
+"""Roles in groups of different sizes: some processes of a launcher have a role, others do not."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
+
+from tests import warm
+from tests.tiny import tiny_model
+from tests.train.rl.rl_run import arguments, write_task
+from trimtab.embedded.sort_task import make_tokenizer
+
+SMALL = "--max_steps 1 --actor_learning_rate 1e-5 --critic_learning_rate 1e-5"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = write_task(tmp_path_factory.mktemp("task"))
+    tokenizer = make_tokenizer()
+    config = tiny_model("llama", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, num_labels=1).config
+    torch.manual_seed(5)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "judge")
+    tokenizer.save_pretrained(folder / "judge")
+    return folder
+
+
+def words(folder: Path, out: Path, *more: str) -> list[str]:
+    return arguments(folder, out, "ppo", SMALL, f"--reward_pretrain {folder}/judge", *more)
+
+
+def keep_gradients(place: Path) -> None:
+    """Write the gradients of the first update of actor and critic down, as they are before the optimiser."""
+    from trimtab.distributed.sharding import whole
+    from trimtab.train.optimiser import Optimiser
+
+    plain = Optimiser.step
+
+    def step(self, number):
+        found = {name: whole(p.grad).clone() for name, p in self.working.items() if p.grad is not None}
+        role = "critic" if any("score" in name for name in found) else "actor"
+        path = place.with_name(f"{place.name}-{role}.safetensors")
+        if not path.exists():
+            save_file(found, path)
+        return plain(self, number)
+
+    Optimiser.step = step
+
+
+def count_parameters(place: Path) -> None:
+    """Write down how many parameters this process holds when it learns."""
+    import gc
+
+    from trimtab.models.packed import PackedModel
+    from trimtab.train.rl.loop import RLRun
+
+    plain = RLRun.update
+
+    def update(self, *given):
+        held = [thing for thing in gc.get_objects() if isinstance(thing, PackedModel)]
+        place.write_text(str(sum(p.numel() for model in held for p in model.parameters())))
+        return plain(self, *given)
+
+    RLRun.update = update
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--reward_num_gpus_per_node 1",
+        "--ref_num_gpus_per_node 1 --critic_num_gpus_per_node 1 --colocate_all_models --zero_stage 3",
+    ],
+)
+def test_the_gradients_of_a_recorded_rollout_are_those_of_one_process(folder, tmp_path, layout):
+    alone, recorded = tmp_path / "alone", tmp_path / "recorded"
+    prepare = partial(keep_gradients, alone)
+    assert warm.run(words(folder, tmp_path / "one", f"--record {recorded}"), prepare=prepare) == 0
+    more = words(folder, tmp_path / "two", f"--replay {recorded}", layout)
+    prepared = {rank: partial(keep_gradients, tmp_path / f"of{rank}") for rank in range(2)}
+    assert warm.run_world(more, 2, prepare=prepared) == [0, 0]
+    for role in ("actor", "critic"):
+        expected, found = (load_file(tmp_path / f"{place}-{role}.safetensors") for place in ("alone", "of1"))
+        assert expected.keys() == found.keys()
+        for parameter, gradient in expected.items():
+            torch.testing.assert_close(found[parameter], gradient, atol=1e-5, rtol=1e-5)
+
+
+def test_a_reward_model_on_one_of_two_processes_gives_what_it_gives_alone(folder, tmp_path):
+    assert warm.run(words(folder, tmp_path / "one")) == 0
+    assert warm.run_world(words(folder, tmp_path / "two", "--reward_num_gpus_per_node 1"), 2) == [0, 0]
+    for out in ("one", "two"):
+        assert "judge" in (tmp_path / out / "manifest.json").read_text()
+    first, second = (
+        [json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()][-1]
+        for out in ("one", "two")
+    )
+    assert first["reward"] == pytest.approx(second["reward"], abs=1e-5)
+
+
+def test_a_controller_that_is_asked_to_hold_no_model_holds_none(folder, tmp_path):
+    for name, more in (("with", ""), ("without", "--controller_apart")):
+        prepare = {0: partial(count_parameters, tmp_path / name)}
+        assert warm.run_world(words(folder, tmp_path / f"out-{name}", more), 2, prepare=prepare) == [0, 0]
+    assert int((tmp_path / "with").read_text()) > 0 and int((tmp_path / "without").read_text()) == 0
