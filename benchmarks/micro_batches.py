@@ -5,6 +5,8 @@
 Seconds of each stage, the best of some rounds: cutting, making what every process is sent, packing and unpacking it for
 all but the first, and making the micro-batches. Beside it the same from lists of numbers, one sequence and one token
 list after another, with whole micro-batches on the wire: what Trimtab did before. Both give the same micro-batches.
+
+On a busy machine of two cores: 0.32 s against 1.31 s with 2 answers a pass, 0.18 s against 0.69 s with 16,384 tokens.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """Several turns of model and world in one sequence, in groups of different sizes: what is learnt, written out."""
 
+import signal
 import statistics
 
 import numpy as np
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests import warm
 from tests.train.rl.rl_run import arguments, rows, without, write_task
 from tests.train.rl.test_recording import complaint
+from tests.train.rl.test_resume import at
 from trimtab.config.estimators import ESTIMATORS
 from trimtab.config.jobs import PPOOptions
 from trimtab.models.policy import Policy
@@ -191,3 +193,22 @@ def test_a_recording_of_an_earlier_version_is_refused_in_one_line(folder, tmp_pa
     told = complaint(words_of(folder, tmp_path / "out", tmp_path / "recording"), tmp_path / "log")
     assert "earlier version" in told and "record again" in told
     assert not (tmp_path / "out").exists()
+
+
+def write_as_an_earlier_version() -> None:
+    """And stop inside an iteration."""
+    tensors = Experience.tensors
+
+    def earlier(self):
+        found = tensors(self)
+        return {("response_ids" if name == "ids_T" else name): value for name, value in found.items()}
+
+    Experience.tensors = earlier
+    at((1, "update", 0), signal.SIGTERM)
+
+
+def test_a_checkpoint_inside_an_iteration_of_an_earlier_version_is_refused_in_one_line(folder, tmp_path):
+    words = without(arguments(folder, tmp_path, "grpo", "--max_steps 2"), "--eval_dataset")
+    assert warm.run(words, prepare=write_as_an_earlier_version) == 128 + signal.SIGTERM
+    told = complaint([*words, "--load_checkpoint"], tmp_path / "log")
+    assert "earlier version" in told and "the checkpoint before it" in told
