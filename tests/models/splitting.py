@@ -1,5 +1,8 @@
 """What the processes of a test do that load, run and save a split model."""
 
+import errno
+import os
+
 import numpy as np
 import torch
 
@@ -11,8 +14,9 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import find_device, seed_everything
 from trimtab.distributed.sharding import local
 from trimtab.distributed.world import find_world, leave_world
-from trimtab.models import load
+from trimtab.models import load, sharded_save
 from trimtab.models.packed import scoring
+from trimtab.models.save import save_model
 from trimtab.models.sharded import mesh_of
 
 JOBS = {"sft": SFTOptions, "rm": RMOptions}
@@ -86,3 +90,37 @@ def compare(job, model, words):
     for name in found[0]:
         assert torch.equal(found[0][name], found[1][name]), name
     leave_world()
+
+
+def save(job, model, words, folder, file_bytes):
+    """Saved by all together, and by one process that holds it whole."""
+    sharded_save.FILE_BYTES = file_bytes
+    options = options_of(job, model, words)
+    mesh = mesh_of(options, find_world(find_device()))
+    tokenizer = load_tokenizer(model)
+    loaded = load_split(job, options, mesh)
+    save_model(loaded.model, tokenizer, folder / "split", mesh=mesh, bf16=options.bf16)
+    if mesh.leads:
+        alone = load_split(job, options, None, whole=True)
+        save_model(alone.model, tokenizer, folder / "whole", bf16=options.bf16)
+    leave_world()
+
+
+def save_on_a_full_disk(model, folder, full_rank):
+    options = options_of("sft", model, "")
+    mesh = mesh_of(options, find_world(find_device()))
+    loaded = load_split("sft", options, mesh)
+    sharded_save.FILE_BYTES = 10_000
+    if mesh.all.rank == full_rank:
+        sharded_save.SafetensorsStream.write = no_room
+    try:
+        save_model(loaded.model, load_tokenizer(model), folder, mesh=mesh)
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+    else:
+        raise AssertionError("nobody noticed")
+    leave_world()
+
+
+def no_room(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

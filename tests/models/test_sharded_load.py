@@ -1,11 +1,17 @@
-"""A model of which each process reads its parts is, bit for bit, the model that is loaded whole and split."""
+"""A model of which each process reads and writes its parts is, bit for bit, the one that is loaded and saved whole."""
+
+import json
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests import warm
-from tests.models.splitting import compare
+from tests.models.splitting import compare, save, save_on_a_full_disk
 from tests.tiny import tiny_model
 from trimtab.embedded.sort_task import make_tokenizer
+from trimtab.models.reward import rename_head
 
 KINDS = {
     "llama": ("sft", "llama", ""),
@@ -13,7 +19,9 @@ KINDS = {
     "lora": ("sft", "llama", "--lora_rank 4"),
     "bf16": ("sft", "llama_tied", "--bf16 --lora_rank 4 --lora_dropout 0.1"),
     "reward": ("rm", "llama", "--lora_rank 2"),
+    "renamed head": ("rm", "renamed", "--value_head_prefix value_head"),
     "experts": ("sft", "mixtral", ""),
+    "experts under adapters": ("sft", "mixtral", "--lora_rank 2 --target_modules q_proj"),
 }
 
 
@@ -21,10 +29,14 @@ KINDS = {
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     tokenizer = make_tokenizer()
-    for family in {family for _, family, _ in KINDS.values()}:
+    for family in {family for _, family, _ in KINDS.values()} - {"renamed"}:
         tied = {"tie_word_embeddings": True} if family == "qwen3" else {}
         tiny_model(family, vocab_size=len(tokenizer), **tied).save_pretrained(folder / family)
         tokenizer.save_pretrained(folder / family)
+    reward = AutoModelForSequenceClassification.from_pretrained(folder / "llama", num_labels=1)
+    reward.save_pretrained(folder / "renamed")
+    tokenizer.save_pretrained(folder / "renamed")
+    rename_head(folder / "renamed", "score", "value_head")
     return folder
 
 
@@ -32,3 +44,54 @@ def folder(tmp_path_factory):
 def test_what_is_read_in_parts_is_what_is_loaded_whole_and_split(folder, kind):
     job, family, words = KINDS[kind]
     assert warm.call_world(compare, 2, job, str(folder / family), words) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("job", "family", "words", "file_bytes"),
+    [
+        ("sft", "qwen3", "", 10**9),
+        ("sft", "llama", "--bf16", 10_000),
+        ("sft", "mixtral", "", 60_000),
+        ("rm", "llama", "--value_head_prefix value", 10_000),
+        ("rm", "renamed", "--value_head_prefix value_head", 10_000),
+        ("rm", "llama_tied", "--bf16 --lora_rank 2", 10_000),
+    ],
+)
+def test_what_all_save_together_is_what_one_saves_that_holds_it_whole(folder, tmp_path, job, family, words, file_bytes):
+    assert warm.call_world(save, 2, job, str(folder / family), words, tmp_path, file_bytes) == [0, 0]
+    split, whole = tmp_path / "split", tmp_path / "whole"
+    tensors, expected = tensors_of(split), tensors_of(whole)
+    assert tensors.keys() == expected.keys()
+    for name in expected:
+        assert tensors[name].dtype == expected[name].dtype and torch.equal(tensors[name], expected[name]), name
+    others = {path.name for path in whole.iterdir() if path.suffix != ".safetensors"}
+    assert {path.name for path in split.iterdir() if path.suffix != ".safetensors"} - others <= {INDEX}
+    for name in others:
+        assert (split / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def tensors_of(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    tensors = {name: (path.name, tensor) for path in files for name, tensor in load_file(path).items()}
+    assert len(files) == 1 or json.loads((folder / INDEX).read_text())["weight_map"] == {
+        name: file for name, (file, _) in tensors.items()
+    }
+    return {name: tensor for name, (_, tensor) in tensors.items()}
+
+
+def test_a_folder_in_many_files_loads_as_any_other(folder, tmp_path):
+    assert warm.call_world(save, 2, "sft", str(folder / "mixtral"), "", tmp_path, 20_000) == [0, 0]
+    assert len(list((tmp_path / "split").glob("*.safetensors"))) > 2
+    loaded, expected = (AutoModelForCausalLM.from_pretrained(p) for p in (tmp_path / "split", folder / "mixtral"))
+    for (name, ours), theirs in zip(loaded.named_parameters(), expected.parameters()):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("full_rank", [0, 1])
+def test_a_disk_that_is_full_for_one_process_is_told_by_all(folder, tmp_path, full_rank):
+    (tmp_path / "out").mkdir()
+    assert warm.call_world(save_on_a_full_disk, 2, str(folder / "llama"), tmp_path / "out", full_rank) == [0, 0]
+    assert list((tmp_path / "out").iterdir()) == []

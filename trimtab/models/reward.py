@@ -88,15 +88,15 @@ def rename_head(folder: Path, old: str, new: str) -> None:
         return
     for path in folder.glob("*.safetensors.index.json"):
         index = json.loads(path.read_text())
-        index["weight_map"] = {_renamed(name, old, new): file for name, file in index["weight_map"].items()}
+        index["weight_map"] = {renamed(name, old, new): file for name, file in index["weight_map"].items()}
         path.write_text(json.dumps(index, indent=2))
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
-        renamed = {_renamed(name, old, new): tensor for name, tensor in tensors.items()}
-        if renamed.keys() != tensors.keys():
+        after = {renamed(name, old, new): tensor for name, tensor in tensors.items()}
+        if after.keys() != tensors.keys():
             with replacing(path) as beside:
-                save_file(renamed, beside, metadata={"format": "pt"})
+                save_file(after, beside, metadata={"format": "pt"})
 
 
-def _renamed(name: str, old: str, new: str) -> str:
+def renamed(name: str, old: str, new: str) -> str:
     return new + name.removeprefix(old) if name.startswith(f"{old}.") else name

@@ -1,46 +1,75 @@
 """Write a model as a Hugging Face folder that every other tool loads; with LoRA, the adapter."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.sharding import whole
+from trimtab.distributed.sharding import split_again, whole
 from trimtab.files import flush, is_unfinished, mark_finished, mark_unfinished, move, remove, unfinished
 from trimtab.models.packed import PackedModel
 from trimtab.models.reward import HEAD, rename_head
+from trimtab.models.sharded_save import SplitWeights, write_description
 
 MAIN = ("config.json", "adapter_config.json")  # what makes a folder look like a model
 WEIGHTS = ("adapter_*", "model*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.bin.index.json")
 
 
 def save_model(model: PackedModel, tokenizer, folder: Path, *, mesh: Mesh | None = None, bf16: bool = False) -> None:
-    """Every process takes part where the model is split; the first one writes."""
+    """Every process takes part where the model is split; the first one writes what is not weights."""
     mesh = mesh or Mesh()
-    gathered = {"state_dict": _gathered(model.model, mesh, bf16)} if mesh.size > 1 else {}
+    if mesh.size == 1:
+        _write(model, tokenizer, folder, model.model.save_pretrained)
+    elif hasattr(model.model, "peft_config"):
+        _save_split_adapters(model, tokenizer, folder, mesh, bf16)
+    else:
+        _save_split(model, tokenizer, folder, mesh, bf16)
+
+
+def _save_split(model: PackedModel, tokenizer, folder: Path, mesh: Mesh, bf16: bool) -> None:
+    weights = SplitWeights(model, mesh, bf16=bf16, head=_head_name(model))
     if not mesh.leads:
+        weights.write(None)
         return
-    if bf16:
-        model.config.dtype = torch.bfloat16
-    head = getattr(model.config, "value_head_prefix", HEAD)
-    write_folder(
-        folder,
-        lambda beside: model.model.save_pretrained(beside, **gathered),
-        tokenizer.save_pretrained,
-        lambda beside: rename_head(beside, HEAD, head),
-    )
+    told = []
+
+    def write(beside: Path) -> None:
+        beside.mkdir()
+        told.append(beside)
+        weights.write(beside)
+        write_description(model.inner, beside, torch.bfloat16 if bf16 else torch.float32)
+
+    try:
+        write_folder(folder, write, tokenizer.save_pretrained)
+    finally:
+        if not told:
+            weights.write(None)  # the others wait for a place
 
 
-def _gathered(model: nn.Module, mesh: Mesh, bf16: bool) -> dict[str, Tensor]:
-    """All weights on the first process, one gathered at a time."""
+def _save_split_adapters(model: PackedModel, tokenizer, folder: Path, mesh: Mesh, bf16: bool) -> None:
+    """Beside adapters, PEFT stores embeddings and heads that have some."""
+    split_again(model)
+    targets = model.model.peft_config["default"].target_modules
+    stored = ["lora_", "modules_to_save", *(name for name in ("embed_tokens", "lm_head") if name in targets)]
     weights = {}
-    for name, tensor in model.state_dict().items():
-        tensor = whole(tensor)
-        if mesh.leads:
-            weights[name] = (tensor.bfloat16() if bf16 and tensor.is_floating_point() else tensor).cpu()
-    return weights
+    for name, tensor in model.model.state_dict().items():
+        if any(part in name for part in stored):
+            tensor = whole(tensor)
+            if mesh.leads:
+                weights[name] = (tensor.bfloat16() if bf16 and tensor.is_floating_point() else tensor).cpu()
+    if mesh.leads:
+        _write(model, tokenizer, folder, partial(model.model.save_pretrained, state_dict=weights))
+
+
+def _write(model: PackedModel, tokenizer, folder: Path, write: Callable[[Path], object]) -> None:
+    head = _head_name(model)
+    write_folder(folder, write, tokenizer.save_pretrained, lambda beside: rename_head(beside, HEAD, head))
+
+
+def _head_name(model: PackedModel) -> str:
+    return getattr(model.config, "value_head_prefix", HEAD)
 
 
 def write_folder(folder: Path, *writers: Callable[[Path], object]) -> None:
