@@ -9,8 +9,11 @@ from trimtab.config.checks import settle
 from trimtab.config.groups import PretrainOptions
 from trimtab.config.jobs import TRAINED
 from trimtab.config.parse import parse
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.hub import trusting
 from trimtab.errors import UserError
+
+_SEVERAL = "a job over {} processes is not planned: leave out --nproc and what implies it"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,11 +35,12 @@ def plan(argv: list[str]) -> None:
     assert isinstance(options, PretrainOptions), "every training job has a model"
     if not options.pretrain:
         raise UserError("--pretrain is missing: give a hub name or a model folder (its config.json is enough)")
-    if options.nproc > 1:
-        raise UserError(f"a job over {options.nproc} processes is not planned: leave out --nproc and what implies it")
+    if options.nproc > 1 and not isinstance(options, RLOptions):
+        raise UserError(_SEVERAL.format(options.nproc))
 
     from trimtab.distributed.device import find_device
     from trimtab.models.hugging_face import quiet_transformers
+    from trimtab.train.plan.gathering import in_words
     from trimtab.train.plan.hardware import named
     from trimtab.train.plan.plan import make_plan
     from trimtab.train.plan.work import supposed
@@ -44,6 +48,10 @@ def plan(argv: list[str]) -> None:
     quiet_transformers()
     hardware = named(own.on, find_device(), own.device_memory)
     with trusting(options.trust_remote_code):
+        if options.nproc > 1:
+            sharers = 1 if hardware.accelerator else options.nproc
+            _, told = in_words(options, options.nproc, hardware, sharers)
+            raise UserError(f"{_SEVERAL.format(options.nproc)}; known is only this: {told}")
         made = make_plan(options, hardware, supposed(options), propose=options.fit_memory is not False)
     print("\n".join(made.lines()))
 

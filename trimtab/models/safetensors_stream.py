@@ -1,12 +1,13 @@
 """A safetensors file that is written tensor by tensor: shapes are known beforehand, contents come one after another."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from trimtab.files import flush
 
 NAMES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
@@ -26,7 +27,7 @@ class SafetensorsStream:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self._expected = list(tensors)
-        self._file = path.open("wb")
+        self._path, self._file = path, path.open("wb")
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -36,9 +37,8 @@ class SafetensorsStream:
     def close(self) -> None:
         """What was written is on the disk when this returns."""
         assert not self._expected, self._expected
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
+        flush(self._path)
 
     def give_up(self) -> None:
         self._file.close()

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trimtab.data.hub import hub_or_cache
+from trimtab.models.fingerprint import OF_FILES
 from trimtab.models.hugging_face import safetensors_files
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -78,7 +79,7 @@ class WeightFiles:
         finally:
             for descriptor in descriptors.values():
                 os.close(descriptor)
-        return f"files-{digest.hexdigest()}"
+        return f"{OF_FILES}{digest.hexdigest()}"
 
     def _size(self, name: str) -> int:
         begin, end = self._entries[name][2]["data_offsets"]

@@ -1,15 +1,22 @@
 """Knowledge distillation as a task of the supervised loop: the data's tokens, and a teacher's view of them."""
 
+import copy
+
+import torch
+from torch import nn
+
 from trimtab.algos.distillation import divergence
 from trimtab.algos.sft import sft_loss_sum
 from trimtab.config.jobs import KDOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
+from trimtab.distributed.sharding import whole
 from trimtab.errors import UserError
 from trimtab.models.load import Loaded, frozen_skeleton, load_frozen_policy
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy, Teacher
+from trimtab.models.sharded import frozen_is_split
 from trimtab.train.launch import rehearse, train
 from trimtab.train.sft import SFTTask
 from trimtab.train.task import Share, Totals
@@ -20,13 +27,18 @@ class KDTask(SFTTask):
     verb = "kd"
 
     def attach(self, loaded: Loaded, device: Device) -> None:
-        options = self.options
+        options, mesh = self.options, self.mesh
         self.device = device
-        self.teacher = load_frozen_policy(options.teacher_model, options, device, flag="--teacher_model").model
+        split = mesh if frozen_is_split(options, mesh, offload=options.teacher_offload) else None
+        self.teacher = load_frozen_policy(
+            options.teacher_model, options, device, "--teacher_model", mesh=split, offload=options.teacher_offload
+        ).model
         for root in (loaded.model, self.teacher):
             if root.path == "logits":
                 raise UserError(f"{type(root.inner).__name__} has an LM head we cannot read; distil another model")
-        self.offload = options.teacher_offload and device.is_accelerator
+        # Its logits are taken chunk by chunk beside the student's, outside of the pass that gathers a split teacher.
+        self.head = self.teacher.head if split is None else whole_head(self.teacher, device.torch)
+        self.offload = options.teacher_offload and device.is_accelerator and split is None
         if self.offload:
             self.teacher.to("cpu")
         self.divergence = divergence(options.kd_loss, options.jsd_beta)
@@ -50,17 +62,26 @@ class KDTask(SFTTask):
             for batch in batches:
                 batch.extra["teacher_ND"] = self.teacher(batch, hidden_only=True).hidden_ND
         if self.offload:
-            # The head stays: its logits are taken chunk by chunk beside the student's.
             self.teacher.to("cpu")
-            self.teacher.head.to(self.device.torch)
+            self.head.to(self.device.torch)
 
     def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> Share:
-        teacher = Teacher(batch.extra["teacher_ND"], self.teacher.head, self.teacher.logit_shape, self.divergence)
+        teacher = Teacher(batch.extra["teacher_ND"], self.head, self.teacher.logit_shape, self.divergence)
         out = model(batch, router=self.balances_experts(model), teacher=teacher)
         nll = sft_loss_sum(out.log_probs_N) / totals["trained_tokens"]
         distance = out.divergence_N.sum() / totals["trained_tokens"]
         loss = (1 - self.options.kd_coef) * nll + self.options.kd_coef * distance
         return self.share(loss, {"nll": nll.detach(), "distance": distance.detach()}, out, model, batch, totals)
+
+
+def whole_head(policy: Policy, device: torch.device) -> nn.Module:
+    """A split policy's head, gathered."""
+    head = copy.copy(policy.head)
+    head._parameters = {
+        name: None if parameter is None else nn.Parameter(whole(parameter).to(device), requires_grad=False)
+        for name, parameter in policy.head._parameters.items()
+    }
+    return head
 
 
 def train_kd(options: KDOptions) -> None:

@@ -14,6 +14,7 @@ from trimtab.config.data import DataOptions, RowOptions
 from trimtab.config.dump import to_dict
 from trimtab.config.groups import CheckpointOptions, LoggingOptions, RunOptions, ShardingOptions
 from trimtab.errors import UserError
+from trimtab.models.fingerprint import same_kind
 from trimtab.models.load import TrainedModelOptions
 
 
@@ -81,12 +82,15 @@ def compare(saved: dict, current: dict, checkpoint: Path) -> list[str]:
         "trainable": "belongs to another model (other trained parameters: check the LoRA options)",
         "data_order": "was trained on other data, or in another order (dataset, --train_batch_size or --seed changed)",
     }
+    lines = []
+    if not same_kind(saved.get("initial_weights"), current.get("initial_weights")):
+        lines.append("whether its initial weights are --pretrain's cannot be told: an earlier version wrote it")
+        del named["initial_weights"]
     for key, problem in named.items():
         if saved.get(key) != current.get(key):
             raise UserError(
                 f"--ckpt_path {checkpoint}: this checkpoint {problem}; give its own settings, or another --ckpt_path"
             )
-    lines = []
     before, now = (manifest.get("settings", {}) for manifest in (saved, current))
     changed = [name for name in sorted(before.keys() & now.keys()) if before[name] != now[name]]
     for name in MEANING:

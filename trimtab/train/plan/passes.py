@@ -24,7 +24,12 @@ Job = TypeVar("Job", bound=TrainedModelOptions)
 def with_planned_passes(
     options: Job, device: Device, world: World, work: Callable[[], Work]
 ) -> tuple[Job, "Plan | None"]:
-    """The options with the plan's token budget and the plan; or as they are and None."""
+    """The options with the plan's token budget and the plan; or as they are and None. Over several processes, where
+    passes are not planned, only what cannot be done at all is refused."""
+    if isinstance(options, RLOptions) and world.size > 1:
+        from trimtab.train.plan.gathering import refuse_ungatherable
+
+        refuse_ungatherable(options, device, world.size)
     if not is_wanted(options, device, world):
         if options.fit_memory:
             world.say("warning: --fit_memory has no effect over several processes: one device is planned for")

@@ -1,0 +1,75 @@
+"""What every process of a split RL job has on its device while the built-in engine answers: all weights of the policy.
+
+The engine reads a split policy gathered: layer by layer would be a gathering a token. So the policy's working weights
+must fit beside what a process holds anyway: its share of masters, Adam's moments and frozen models. This is a lower
+bound, of which keys and values are no part; where even it does not fit, nothing else needs to be tried.
+"""
+
+import os
+
+from trimtab.config.rl_jobs import RLOptions
+from trimtab.distributed.device import Device
+from trimtab.errors import UserError
+from trimtab.models.packed import PackedModel
+from trimtab.train.plan.hardware import GIB, Hardware, of_device
+from trimtab.train.plan.memory import Part
+from trimtab.train.plan.work import frozen_models, trained_models
+
+PHASES = ("rollout",)
+
+
+def refuse_ungatherable(options: RLOptions, device: Device, processes: int) -> None:
+    """In one line, before anything is loaded."""
+    sharers = 1 if device.is_accelerator else int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    hardware = of_device(device)
+    needed, told = in_words(options, processes, hardware, sharers)
+    if needed > hardware.memory // sharers:
+        raise UserError(f"--pretrain {options.pretrain}: {told}; {_advice(options, device.is_accelerator)}")
+
+
+def in_words(options: RLOptions, processes: int, hardware: Hardware, sharers: int) -> tuple[int, str]:
+    """Bytes that a process needs to answer, and that beside what it has. `sharers`: processes that share a memory."""
+    parts = gathered_parts(options, processes, accelerator=hardware.accelerator)
+    needed, gathered = sum(part.size for part in parts), parts[0].size
+    return needed, (
+        f"to answer, every process gathers all of the policy's weights, {gathered / GIB:.1f} GiB, and holds "
+        f"{(needed - gathered) / GIB:.1f} GiB besides, of {hardware.memory // sharers / GIB:.1f} GiB ({hardware.name})"
+    )
+
+
+def gathered_parts(options: RLOptions, processes: int, *, accelerator: bool) -> list[Part]:
+    """The policy's gathered weights, and what a process holds besides."""
+    trained = trained_models(options)
+    share = processes if options.zero_stage > 0 else 1
+    parts = [Part("actor: weights, gathered", _working(options, trained["actor"]), PHASES)]
+    for name, model in trained.items():
+        learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        frozen = sum(p.numel() for p in model.parameters()) - learnt
+        if not (options.adam_offload and accelerator):
+            averaged = 4 * learnt if options.enable_ema and name == "actor" else 0
+            parts.append(Part(f"{name}: masters and moments, its share", (12 * learnt + averaged) // share, PHASES))
+        parts.append(Part(f"{name}: frozen weights, its share", frozen * _bytes(options) // share, PHASES))
+    for found in frozen_models(options):
+        split = processes if options.zero_stage == 3 else 1
+        if not (found.offload and accelerator):
+            parts.append(Part(f"{found.name}: weights", _working(options, found.model) // split, PHASES))
+    return parts
+
+
+def _working(options: RLOptions, model: PackedModel) -> int:
+    return _bytes(options) * sum(p.numel() for p in model.parameters())
+
+
+def _bytes(options: RLOptions) -> int:
+    return 2 if options.bf16 else 4
+
+
+def _advice(options: RLOptions, accelerator: bool) -> str:
+    ways = [] if options.bf16 else ["--bf16"]
+    if options.zero_stage < 3:
+        ways.append("--zero_stage 3")
+    if accelerator:
+        ways += [f"--{name}" for name in ("adam_offload", "ref_reward_offload") if not getattr(options, name)]
+    if not options.lora_rank:
+        ways.append("--lora_rank 16")
+    return f"try {', '.join(ways)}, or a smaller model" if ways else "use a smaller model or a larger device"
