@@ -72,6 +72,18 @@ class Device:
             torch.cuda.empty_cache()
 
 
+def release_main_memory() -> None:
+    """Give back to the system what was freed: the C library keeps it, and a model that is gathered layer by layer would
+    seem to be held whole."""
+    if (trim := _malloc_trim()) is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
 def find_device() -> Device:
     if torch.cuda.is_available():
         index, found = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()

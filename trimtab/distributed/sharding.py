@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trimtab.distributed.blocks import blocks_of
+from trimtab.distributed.device import release_main_memory
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.watch import pulse
 
+LARGE = 2**23  # bytes of a layer from which on it matters that the allocator keeps what was freed
 GRADIENT_DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -51,9 +53,17 @@ def shard(
     }
     if offload:
         arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu")
+    in_main_memory = zero_stage == 3 and mesh.device.type == "cpu"
     for layer in layers:
+        large = sum(p.numel() * p.element_size() for p in layer.parameters()) >= LARGE
         fully_shard(layer, **arguments)
+        if in_main_memory and large:
+            layer.register_forward_hook(_give_back)  # after FSDP's own, which has let go of the layer
     fully_shard(module, **arguments)
+
+
+def _give_back(*_: Any) -> None:
+    release_main_memory()
 
 
 def sync_gradients(module: nn.Module, now: bool) -> None:
