@@ -4,6 +4,7 @@ import errno
 import os
 
 import numpy as np
+import pytest
 import torch
 
 from trimtab.config.checks import settle
@@ -14,6 +15,7 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import find_device, seed_everything
 from trimtab.distributed.sharding import local
 from trimtab.distributed.world import find_world, leave_world
+from trimtab.errors import UserError
 from trimtab.models import load, sharded_save
 from trimtab.models.packed import scoring
 from trimtab.models.save import save_model
@@ -89,6 +91,46 @@ def compare(job, model, words):
     assert found[0].keys() == found[1].keys() and found[0]
     for name in found[0]:
         assert torch.equal(found[0][name], found[1][name]), name
+    leave_world()
+
+
+def compare_frozen(job, model, words):
+    """A model that only scores."""
+    options = options_of(job, model, words)
+    mesh, begin, found = mesh_of(options, find_world(find_device())), load.begin, []
+    for whole in (False, True):
+        load.begin = (lambda *args, **more: None) if whole else begin
+        if job == "rm":
+            arguments = (model, options, find_device(), load_tokenizer(model))
+            found.append(load.load_frozen_reward_model(*arguments, mesh=mesh))
+        else:
+            found.append(load.load_frozen_policy(model, options, find_device(), mesh=mesh))
+    first, second = (dict(loaded.model.named_parameters()) for loaded in found)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert first[name].dtype == second[name].dtype and not first[name].requires_grad
+        assert torch.equal(local(first[name]), local(second[name])), name
+    with scoring(found[0].model), scoring(found[1].model):
+        assert torch.equal(values(found[0].model, some_batch()), values(found[1].model, some_batch()))
+    leave_world()
+
+
+def refused(model, expected):
+    options = options_of("sft", model, "")
+    mesh = mesh_of(options, find_world(find_device()))
+    for whole in (False, True):
+        with pytest.raises(UserError, match=expected):
+            load_split("sft", options, mesh, whole=whole)
+    leave_world()
+
+
+def read_whole(model):
+    options = options_of("sft", model, "")
+    mesh = mesh_of(options, find_world(find_device()))
+    seed_everything(7, deterministic=False)
+    loaded = load.load_policy(options, find_device(), mesh)
+    assert "cannot be read in parts" in loaded.notes[0]
+    assert loaded.weights == load.load_policy(options, find_device()).weights
     leave_world()
 
 

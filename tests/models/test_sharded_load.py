@@ -1,14 +1,15 @@
 """A model of which each process reads and writes its parts is, bit for bit, the one that is loaded and saved whole."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests import warm
-from tests.models.splitting import compare, save, save_on_a_full_disk
+from tests.models.splitting import compare, compare_frozen, read_whole, refused, save, save_on_a_full_disk
 from tests.tiny import tiny_model
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.models.reward import rename_head
@@ -44,6 +45,41 @@ def folder(tmp_path_factory):
 def test_what_is_read_in_parts_is_what_is_loaded_whole_and_split(folder, kind):
     job, family, words = KINDS[kind]
     assert warm.call_world(compare, 2, job, str(folder / family), words) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("job", "family", "words"),
+    [("sft", "qwen3", "--bf16"), ("sft", "mixtral", ""), ("rm", "renamed", "--value_head_prefix value_head --bf16")],
+)
+def test_a_model_that_only_scores_is_read_in_parts_too(folder, job, family, words):
+    assert warm.call_world(compare_frozen, 2, job, str(folder / family), words) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "change", "expected"),
+    [
+        ("llama", "model.layers.1.mlp.up_proj.weight", None, "1 weights of this model are not in its files, such as"),
+        ("llama", "lm_head.weight", 70, r"lm_head.weight has shape \[70, 32\], "),
+        ("mixtral", "model.norm.weight", None, "1 weights of this model are not in its files, such as model.norm"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused_in_the_same_line(folder, tmp_path, family, name, change, expected):
+    broken = tmp_path / "broken"
+    shutil.copytree(folder / family, broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensor = tensors.pop(name)
+    if change is not None:
+        tensors[name] = tensor.new_zeros(change, tensor.shape[1])
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    assert warm.call_world(refused, 2, str(broken), expected) == [0, 0]
+
+
+def test_pickled_weights_are_read_whole_and_that_is_said(folder, tmp_path):
+    pickled = tmp_path / "pickled"
+    shutil.copytree(folder / "llama", pickled)
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    assert warm.call_world(read_whole, 2, str(pickled)) == [0, 0]
 
 
 @pytest.mark.parametrize(

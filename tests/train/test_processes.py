@@ -18,6 +18,7 @@ JOBS = {
     "rm": "--dataset {0}/pairs.jsonl --eval_dataset {0}/pairs.jsonl",
     "dpo": "--dataset {0}/pairs.jsonl --beta 0.5",
     "kto": "--dataset {0}/unpaired.jsonl --beta 0.5",
+    "kd": "--dataset {0}/sft.jsonl --teacher_model {0}/tied",
 }
 STEPS = 6  # 23 samples, 8 a step, two epochs: the last step of an epoch has 7
 
@@ -76,7 +77,7 @@ def same_curve(first, second):
     torch.testing.assert_close(curve(first), curve(second), atol=1e-4, rtol=1e-4)
 
 
-QUICK = [("sft", 0), ("sft", 3), ("rm", 2), ("dpo", 3), ("kto", 2)]
+QUICK = [("sft", 0), ("sft", 3), ("rm", 2), ("dpo", 3), ("kto", 2), ("kd", 3)]
 ALL = [(job, stage) for job in JOBS for stage in (0, 1, 2, 3)]
 
 
