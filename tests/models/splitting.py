@@ -16,7 +16,7 @@ from trimtab.distributed.device import find_device, seed_everything
 from trimtab.distributed.sharding import local
 from trimtab.distributed.world import find_world, leave_world
 from trimtab.errors import UserError
-from trimtab.models import load, sharded_save
+from trimtab.models import load, load_reward, sharded_save
 from trimtab.models.packed import scoring
 from trimtab.models.save import save_model
 from trimtab.models.sharded import mesh_of
@@ -33,18 +33,18 @@ def options_of(job, model, words):
 def load_split(job, options, mesh, *, whole=False):
     """`whole`: loaded whole by every process, then split."""
     seed_everything(7, deterministic=False)
-    begin, loaders = load.begin, (load._causal_lm, load._classifier)
+    begin, loaders = load.begin, (load._causal_lm, load_reward._classifier)
     if whole:
-        load.begin = lambda *args, **more: None
+        load.begin = load_reward.begin = lambda *args, **more: None
     else:
-        load._causal_lm = load._classifier = None  # nobody calls them
+        load._causal_lm = load_reward._classifier = None  # nobody calls them
     try:
         if job == "rm":
-            return load.load_reward_model(options, find_device(), load_tokenizer(options.pretrain), mesh)
+            return load_reward.load_reward_model(options, find_device(), load_tokenizer(options.pretrain), mesh)
         return load.load_policy(options, find_device(), mesh)
     finally:
-        load.begin = begin
-        load._causal_lm, load._classifier = loaders
+        load.begin = load_reward.begin = begin
+        load._causal_lm, load_reward._classifier = loaders
 
 
 def some_batch():
@@ -99,10 +99,10 @@ def compare_frozen(job, model, words):
     options = options_of(job, model, words)
     mesh, begin, found = mesh_of(options, find_world(find_device())), load.begin, []
     for whole in (False, True):
-        load.begin = (lambda *args, **more: None) if whole else begin
+        load.begin = load_reward.begin = (lambda *args, **more: None) if whole else begin
         if job == "rm":
             arguments = (model, options, find_device(), load_tokenizer(model))
-            found.append(load.load_frozen_reward_model(*arguments, mesh=mesh))
+            found.append(load_reward.load_frozen_reward_model(*arguments, mesh=mesh))
         else:
             found.append(load.load_frozen_policy(model, options, find_device(), mesh=mesh))
     first, second = (dict(loaded.model.named_parameters()) for loaded in found)

@@ -26,7 +26,7 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import find_device
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
-from trimtab.models.load import load_reward_model
+from trimtab.models.load_reward import load_reward_model
 from trimtab.models.packed import scoring
 from trimtab.models.reward import RewardModel, rename_head, separate_padding
 from trimtab.models.save import save_model
@@ -149,7 +149,7 @@ def test_a_classifier_we_cannot_take_apart_scores_at_the_last_token_too(tmp_path
         return out
 
     monkeypatch.setattr(LlamaForSequenceClassification, "forward", doubled)
-    monkeypatch.setattr("trimtab.models.load.initialise_head", lambda model: None)  # a wide head
+    monkeypatch.setattr("trimtab.models.load_reward.initialise_head", lambda model: None)  # a wide head
     loaded, _ = load(tmp_path / "model")
     assert loaded.verdict.path == "logits"
     batch = pairs_sharing_their_prompt()

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from trimtab.config.groups import DropoutOptions, LoadOptions
-from trimtab.config.jobs import AttackOptions, GenerateOptions, RMOptions, ServeRMOptions
-from trimtab.config.rl_jobs import RLOptions
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
@@ -33,14 +31,12 @@ from trimtab.models.hugging_face import (
 from trimtab.models.lora import add_adapters
 from trimtab.models.packed import PackedModel
 from trimtab.models.policy import Policy
-from trimtab.models.reward import HEAD, RewardModel, drawn_head, initialise_head, separate_padding
+from trimtab.models.reward import HEAD, RewardModel, but_for_head, drawn_head, not_a_decoder
 from trimtab.models.selfcheck import Verdict, choose_path
 from trimtab.models.sharded import TrainedModelOptions, shard_frozen, shard_trained
 from trimtab.models.sharded_load import Unfilled, begin, cast_frozen, set_head, settle_path
 from trimtab.models.weight_files import WeightFiles
 
-RewardLoadOptions = RMOptions | RLOptions | GenerateOptions | AttackOptions | ServeRMOptions
-"""What has LoadOptions and RewardHeadOptions."""
 Within = Callable[[PackedModel], PackedModel]
 
 
@@ -61,8 +57,8 @@ def load_policy(
     mesh, pretrain = mesh or Mesh(), options.pretrain
     check_model_folder(pretrain)
     if in_parts(options, mesh) and (unfilled := begin(pretrain, AutoModelForCausalLM, options, mesh, "--pretrain")):
-        return _trained_in_parts(Policy, unfilled, options, device, mesh, within)
-    return _to_be_trained(Policy, _causal_lm(pretrain, options, device), options, device, mesh, within)
+        return trained_in_parts(Policy, unfilled, options, device, mesh, within)
+    return to_be_trained(Policy, _causal_lm(pretrain, options, device), options, device, mesh, within)
 
 
 def policy_skeleton(options: TrainedModelOptions) -> Policy:
@@ -90,12 +86,12 @@ def load_frozen_policy(
 
     check_model_folder(pretrain, flag)
     if mesh and (unfilled := begin(pretrain, AutoModelForCausalLM, options, mesh, flag)):
-        return _frozen_in_parts(Policy, unfilled, pretrain, options, device, mesh, flag, offload)
+        return frozen_in_parts(Policy, unfilled, pretrain, options, device, mesh, flag, offload)
     model = _causal_lm(pretrain, options, device, flag=flag)
-    weights = _fingerprint(model, pretrain, options, flag)
+    weights = fingerprint(model, pretrain, options, flag)
     model.requires_grad_(False)
     policy = Policy(model).eval()
-    loaded = Loaded(policy, _placed(policy, options, device, cast=options.bf16), weights)
+    loaded = Loaded(policy, placed(policy, options, device, cast=options.bf16), weights)
     if mesh:
         shard_frozen(policy, mesh, offload=offload)
     return loaded
@@ -108,140 +104,16 @@ def frozen_skeleton(pretrain: str, flag: str) -> Policy:
     return Policy(skeleton(pretrain, AutoModelForCausalLM, flag))
 
 
-def load_reward_model(
-    options: RMOptions | RLOptions,
-    device: Device,
-    tokenizer: Any,
-    mesh: Mesh | None = None,
-    *,
-    root: type[PackedModel] = RewardModel,
-) -> Loaded:
-    """A reward model or critic to be trained, from one that has a head already or from a causal LM; split over the
-    processes of `mesh`."""
-    mesh, pretrain = mesh or Mesh(), options.pretrain
-    head = _stored_head(pretrain, options)
-    if in_parts(options, mesh) and (unfilled := _unfilled_classifier(pretrain, options, mesh, head)):
-        _require_head(unfilled.model, pretrain)
-        separate_padding(unfilled.model, tokenizer)
-        return _trained_in_parts(root, unfilled, options, device, mesh)
-    model, found = _classifier(pretrain, options, device, head)
-    _require_head(model, pretrain)
-    if _without_head(found):
-        initialise_head(model)
-    refuse_fresh_weights(pretrain, _but_for_head(found))
-    separate_padding(model, tokenizer)
-    return _to_be_trained(root, model, options, device, mesh)
-
-
-def load_frozen_reward_model(
-    pretrain: str,
-    options: RewardLoadOptions,
-    device: Device,
-    tokenizer: Any,
-    flag: str = "--reward_pretrain",
-    *,
-    mesh: Mesh | None = None,
-    offload: bool = False,
-) -> Loaded:
-    """A reward model that only scores: ours, or any sequence classifier with one score. `mesh`, `offload`: as those of
-    a frozen policy."""
-    head = _stored_head(pretrain, options, flag)
-    if mesh and (unfilled := _unfilled_classifier(pretrain, options, mesh, head, flag)):
-        if not unfilled.has_head:
-            raise UserError(_NO_HEAD.format(flag, pretrain))
-        separate_padding(unfilled.model, tokenizer)
-        return _frozen_in_parts(RewardModel, unfilled, pretrain, options, device, mesh, flag, offload)
-    model, found = _classifier(pretrain, options, device, head, flag)
-    if _without_head(found):
-        raise UserError(_NO_HEAD.format(flag, pretrain))
-    refuse_fresh_weights(pretrain, found, flag=flag)
-    separate_padding(model, tokenizer)
-    weights = _fingerprint(model, pretrain, options, flag)
-    model.requires_grad_(False)
-    if hasattr(model, HEAD):
-        reward = RewardModel(model).eval()
-        verdict = _placed(reward, options, device, cast=options.bf16)
-    else:
-        reward, verdict = _not_a_decoder(model)
-        if options.bf16:
-            cast_parameters(reward, torch.bfloat16)
-        reward.to(device.torch)
-    if mesh:
-        shard_frozen(reward, mesh, offload=offload)
-    return Loaded(reward, verdict, weights)
-
-
-_NO_HEAD = "{} {}: a model without a trained score head; make one of it with trimtab rm"
-
-
-def _not_a_decoder(model: nn.Module) -> tuple[RewardModel, Verdict]:
-    """Only its own forward pass knows where its score comes from."""
-    verdict = Verdict("logits", f"{type(model).__name__} is not a decoder", 0.0)
-    return RewardModel(model, path="logits").eval(), verdict
-
-
-def _stored_head(pretrain: str, options: RewardLoadOptions, flag: str = "--pretrain") -> str:
-    """What the score head is called in the files."""
-    from transformers import AutoConfig
-
-    check_model_folder(pretrain, flag)
-    quiet_transformers()
-    return getattr(from_pretrained(AutoConfig, pretrain, flag=flag), "value_head_prefix", options.value_head_prefix)
-
-
-def _unfilled_classifier(
-    pretrain: str, options: RewardLoadOptions, mesh: Mesh, head: str, flag: str = "--pretrain"
-) -> Unfilled | None:
-    from transformers import AutoModelForSequenceClassification
-
-    return begin(pretrain, AutoModelForSequenceClassification, options, mesh, flag, head=head, num_labels=1)
-
-
-def _classifier(
-    pretrain: str, options: RewardLoadOptions, device: Device, head: str, flag: str = "--pretrain"
-) -> tuple[nn.Module, dict]:
-    """A sequence classifier with one score, and what loading found."""
-    from transformers import AutoModelForSequenceClassification
-
-    arguments = _arguments(options, device) | {"num_labels": 1}
-    if head != HEAD:
-        arguments["key_mapping"] = {rf"^{head}\.": f"{HEAD}."}
-    return from_pretrained(AutoModelForSequenceClassification, pretrain, flag=flag, **arguments)
-
-
-def _without_head(found: dict) -> bool:
-    weight = f"{HEAD}.weight"
-    return weight in found["missing_keys"] or any(key[0] == weight for key in found["mismatched_keys"])
-
-
-def _but_for_head(found: dict) -> dict:
-    return {key: {k for k in keys if HEAD not in str(k)} for key, keys in found.items()}
-
-
-def reward_skeleton(options: TrainedModelOptions, flag: str = "--pretrain") -> RewardModel:
-    """`flag`: what the user calls the model."""
-    from transformers import AutoModelForSequenceClassification
-
-    model = skeleton(options.pretrain, AutoModelForSequenceClassification, flag, num_labels=1)
-    _require_head(model, options.pretrain, flag)
-    return RewardModel(add_adapters(model, options, "SEQ_CLS") if options.lora_rank > 0 else model)
-
-
-def _require_head(model: nn.Module, pretrain: str, flag: str = "--pretrain") -> None:
-    if not hasattr(model, HEAD):
-        raise UserError(f"{flag} {pretrain}: {type(model).__name__} is not a decoder with a score head")
-
-
 def _causal_lm(pretrain: str, options: LoadOptions, device: Device, flag: str = "--pretrain") -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     quiet_transformers()
-    model, found = from_pretrained(AutoModelForCausalLM, pretrain, flag=flag, **_arguments(options, device))
+    model, found = from_pretrained(AutoModelForCausalLM, pretrain, flag=flag, **arguments_of(options, device))
     refuse_fresh_weights(pretrain, found, flag=flag)
     return model
 
 
-def _arguments(options: LoadOptions, device: Device) -> dict[str, Any]:
+def arguments_of(options: LoadOptions, device: Device) -> dict[str, Any]:
     # A size that does not fit is reported by us, by name.
     arguments = {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     if options.attn_implementation is not None:
@@ -256,7 +128,7 @@ def in_parts(options: TrainedModelOptions, mesh: Mesh) -> bool:
     return mesh.size > 1 and options.zero_stage > 0
 
 
-def _trained_in_parts(
+def trained_in_parts(
     root: type[PackedModel],
     unfilled: Unfilled,
     options: TrainedModelOptions,
@@ -279,7 +151,7 @@ def _trained_in_parts(
         cast_frozen(module)
     shard_trained(module, options, mesh)
     found = fill(module, filling, device.torch, offload=options.adam_offload)
-    refuse_fresh_weights(options.pretrain, _but_for_head(found) if scores else found)
+    refuse_fresh_weights(options.pretrain, but_for_head(found) if scores else found)
     if scores:
         set_head(module, head)
     if options.lora_rank > 0:
@@ -287,7 +159,7 @@ def _trained_in_parts(
     return Loaded(module, verdict, unfilled.weights, notes)
 
 
-def _frozen_in_parts(
+def frozen_in_parts(
     root: type[PackedModel],
     unfilled: Unfilled,
     pretrain: str,
@@ -299,7 +171,7 @@ def _frozen_in_parts(
 ) -> Loaded:
     model = unfilled.model.requires_grad_(False)
     if root is RewardModel and not hasattr(model, HEAD):
-        module, verdict = _not_a_decoder(model)
+        module, verdict = not_a_decoder(model)
     else:
         module = root(model).eval()
         verdict = settle_path(module, options, device)
@@ -311,7 +183,7 @@ def _frozen_in_parts(
     return Loaded(module, verdict, unfilled.weights)
 
 
-def _to_be_trained(
+def to_be_trained(
     root: type[PackedModel],
     model: nn.Module,
     options: TrainedModelOptions,
@@ -319,7 +191,7 @@ def _to_be_trained(
     mesh: Mesh,
     within: Within = lambda module: module,
 ) -> Loaded:
-    weights = _fingerprint(model, options.pretrain, options, "--pretrain")
+    weights = fingerprint(model, options.pretrain, options, "--pretrain")
     notes = _settle_dropout(model, options) if isinstance(options, DropoutOptions) else ()
     if in_parts(options, mesh):
         said = "its weights cannot be read in parts (safetensors can), so every process reads them all and then splits"
@@ -329,7 +201,7 @@ def _to_be_trained(
     if options.lora_rank > 0:
         model = add_adapters(model, options, _task_type(root))
     module = root(model)
-    verdict = _placed(module, options, device, cast=options.bf16 and mesh.size == 1)
+    verdict = placed(module, options, device, cast=options.bf16 and mesh.size == 1)
     prepare_training(module, options, device)
     module = within(module)
     if options.bf16 and mesh.size > 1:
@@ -350,7 +222,7 @@ def prepare_training(module: PackedModel, options: TrainedModelOptions, device: 
     module.train()
 
 
-def _fingerprint(model: nn.Module, pretrain: str, options: LoadOptions, flag: str) -> str:
+def fingerprint(model: nn.Module, pretrain: str, options: LoadOptions, flag: str) -> str:
     """Of the files, which every process can look at; of the parameters where the files are of another kind."""
     files = None if options.load_in_4bit else WeightFiles.find(pretrain, flag)
     return weights_fingerprint(model) if files is None else files.fingerprint()
@@ -365,7 +237,7 @@ def _settle_dropout(model: nn.Module, options: DropoutOptions) -> tuple[str, ...
     return ("the model's own dropout is off, as it is in what updates are compared with; --keep_dropout keeps it",)
 
 
-def _placed(module: PackedModel, options: LoadOptions, device: Device, *, cast: bool) -> Verdict:
+def placed(module: PackedModel, options: LoadOptions, device: Device, *, cast: bool) -> Verdict:
     """Choose the path, cast and move to the device, in this order: rounding would blur the comparison."""
     ours = options.attn_implementation is None
     verdict = choose_path(module) if ours else None

@@ -20,7 +20,7 @@ from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import check_model_folder, skeleton
-from trimtab.models.load import RewardLoadOptions
+from trimtab.models.load_reward import RewardLoadOptions
 from trimtab.models.reward import HEAD
 from trimtab.rewards.model import ModelReward, without_end
 from trimtab.rewards.types import RewardRequest

@@ -21,7 +21,7 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import check_model_folder
 from trimtab.models.keeping import Keeping
-from trimtab.models.load import RewardLoadOptions, load_frozen_reward_model
+from trimtab.models.load_reward import RewardLoadOptions, load_frozen_reward_model
 from trimtab.models.packed import PackedModel
 from trimtab.models.reward import HEAD
 from trimtab.rewards.types import RewardRequest, RewardResult, checked

@@ -10,7 +10,8 @@ from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
 from trimtab.files import write_json
-from trimtab.models.load import Loaded, load_reward_model, reward_skeleton
+from trimtab.models.load import Loaded
+from trimtab.models.load_reward import load_reward_model, reward_skeleton
 from trimtab.models.packed import scoring
 from trimtab.models.reward import REWARDS, RewardModel
 from trimtab.train.launch import rehearse, train

@@ -16,7 +16,8 @@ from trimtab.config.objectives import (
 from trimtab.config.sources import listed
 from trimtab.data.batches import Example
 from trimtab.models.critic import Critic
-from trimtab.models.load import TrainedModelOptions, frozen_skeleton, policy_skeleton, reward_skeleton
+from trimtab.models.load import TrainedModelOptions, frozen_skeleton, policy_skeleton
+from trimtab.models.load_reward import reward_skeleton
 from trimtab.models.packed import PackedModel
 from trimtab.models.reward import RewardModel
 from trimtab.rewards.model import MAX_TOKENS

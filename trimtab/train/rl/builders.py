@@ -16,7 +16,8 @@ from trimtab.config.jobs import RLOptions
 from trimtab.distributed.sharding import GRADIENT_DTYPES
 from trimtab.distributed.staging import Place
 from trimtab.models.critic import Critic
-from trimtab.models.load import Loaded, load_policy, load_reward_model
+from trimtab.models.load import Loaded, load_policy
+from trimtab.models.load_reward import load_reward_model
 from trimtab.models.policy import Policy
 from trimtab.rewards.build import Parts, other_rewards, reward_models
 from trimtab.rollout.choose import build_engine
