@@ -73,14 +73,19 @@ def call(function: Callable, *arguments) -> int:
 
 def call_world(function: Callable, size: int, *arguments) -> list[int]:
     """The same in several processes that find each other."""
+    processes = start_calls(function, size, *arguments)
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def start_calls(function: Callable, size: int, *arguments) -> list:
     shared = _world(size)
     ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
     processes = [_context.Process(target=_call, args=(function, rank, arguments)) for rank in ranks]
     for process in processes:
         _start(process)
-    for process in processes:
-        process.join()
-    return [process.exitcode for process in processes]
+    return processes
 
 
 def _call(function, environment, arguments):

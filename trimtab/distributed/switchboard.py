@@ -65,7 +65,7 @@ class Switchboard:
                     call.work = (role, method, part, shared)
                     self._own.append(call)
                 else:
-                    self._send([role, method, part, shared], rank)
+                    call.sent += self._post([role, method, part, shared], rank)
                     self._expected[rank].append(call)
         except RuntimeError as error:
             raise self._explained(error) from error
@@ -82,6 +82,8 @@ class Switchboard:
                 while rank not in call.results:
                     result = self._receive(rank, seconds, call.name)
                     self._expected[rank].popleft().results[rank] = result
+            for sending, _ in call.sent:
+                sending.wait()
         except RuntimeError as error:  # what sending or a collective raises when a process has gone
             raise self._explained(error) from error
 
@@ -119,11 +121,17 @@ class Switchboard:
 
     # ---- messages
 
-    def _send(self, value: Any, rank: int) -> None:
+    def _post(self, value: Any, rank: int) -> list[tuple[Any, torch.Tensor]]:
+        """On its way: who receives may still be busy, and have a result to tell first. What comes back must be kept
+        until it has arrived."""
         message = self._wire.pack(value)
+        parts = torch.tensor([len(message)]), message
+        return [(dist.isend(part, rank, group=self._channel), part) for part in parts]
+
+    def _send(self, value: Any, rank: int) -> None:
         with pulse.waiting():
-            dist.send(torch.tensor([len(message)]), rank, group=self._channel)
-            dist.send(message, rank, group=self._channel)
+            for sending, _ in self._post(value, rank):
+                sending.wait()
 
     def _receive(self, rank: int, seconds: float | None = None, what: str = "") -> Any:
         size = torch.zeros(1, dtype=torch.int64)
@@ -169,6 +177,7 @@ class Call:
         self.told = ranks  # whose results are handed out
         self.work: tuple | None = None  # of this process, if it is among them
         self.results: dict[int, Any] = {}
+        self.sent: list[tuple[Any, torch.Tensor]] = []
         self._switchboard = switchboard
 
     def wait(self, seconds: float | None = None) -> list[Any]:
