@@ -126,7 +126,7 @@ class ClusterOptions(ProcessOptions, PlacementOptions, VLLMOptions):
             yield f"all models share {used}, on as many of the {asked} GPUs that are asked for: {flags}"
         elif others := [f"--{name}" for name in given if self._is_set_aside(name)]:
             yield f"all models share {used}: {', '.join(others)} set aside"
-        if self.controller_apart and self.nproc == 1:
+        if self.asks("controller_apart") and self.nproc == 1:
             yield "--controller_apart has no effect in one process: ask for several with --nproc"
 
     def _is_set_aside(self, name: str) -> bool:

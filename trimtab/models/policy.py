@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.sharding import gathered
@@ -23,6 +24,9 @@ class PolicyOutput:
     choices_NK: Tensor | None = None  # log-probs of a few tokens among themselves
     hidden_ND: Tensor | None = None
     router_logits: tuple[Tensor, ...] | None = None  # one [T, experts] a layer
+
+
+register_dataclass(PolicyOutput)  # so that a split model of torch 2.11 finds the tensors in it
 
 
 @dataclass

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 
 from trimtab.data.batches import TokenBatch
 from trimtab.errors import UserError
@@ -23,6 +24,9 @@ HEAD = "score"  # the name Hugging Face's decoder classifiers give their head
 class RewardOutput:
     scores_S: Tensor  # fp32, one a sequence
     router_logits: Routers = None
+
+
+register_dataclass(RewardOutput)  # as PolicyOutput
 
 
 class RewardModel(PackedModel):
