@@ -39,7 +39,7 @@ def trained(folder, monkeypatch, method: str, seed: int) -> tuple[float, float]:
         reward=reward,
     )
     rewards = [run.iterate(NoStop)["reward"] for _ in range(updates)]
-    return run.roles.bad_words.call("measure")[0], sum(rewards[-5:]) / 5
+    return run.measures.before(run)["log_bad_probability"], sum(rewards[-5:]) / 5
 
 
 @pytest.mark.long

@@ -5,11 +5,9 @@ or in many. What it remembers between iterations is a few numbers; what it is in
 are in every checkpoint, so a run that was stopped anywhere goes on as if it had not been.
 """
 
-import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,57 +22,17 @@ from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
 from trimtab.train.endings import ended_badly, go_on_from
 from trimtab.train.pass_limit import NoRoom, PassLimit
-from trimtab.train.rl.alarms import alarms
 from trimtab.train.rl.asking import Asking
-from trimtab.train.rl.batches import Slice
 from trimtab.train.rl.cut import groups_at_once, mini_batches, updates_per_iteration
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import RunFiles
-from trimtab.train.rl.passes import Passes
+from trimtab.train.rl.iteration import Counters, Iteration, row_of, timed
+from trimtab.train.rl.passes import Passes, counted, totals_of
 from trimtab.train.rl.recording import Sampled
-from trimtab.train.rl.samples import distributions
 from trimtab.train.rl.shaping import shape, with_advantage
 from trimtab.train.rl.supply import Supply
 from trimtab.train.rl.text import TextMixture
-
-MANY_BAD_STEPS = 5  # in a row: the run stops
-
-
-@dataclass
-class Counters:
-    """What the loop remembers besides weights; saved with every checkpoint."""
-
-    kl_coefficient: float
-    iteration: int = 0
-    prompts_used: int = 0
-    actor_steps: int = 0
-    critic_steps: int = 0
-    proposal_steps: int = 0
-    skipped_steps: int = 0
-    skipped_in_a_row: int = 0
-    first_entropy: float = 0.0
-    start_is_measured: bool = False
-
-
-@dataclass
-class Iteration:
-    """The work in hand: a rollout, what is known of it, and how many of its updates are done."""
-
-    experience: Experience
-    prompts: int  # how many were taken from the data
-    figures: dict[str, float]
-    reports: list[dict[str, dict[str, float]]] = field(default_factory=list)  # of every update: role -> figures
-    unfinished: dict[str, dict[str, float]] = field(default_factory=dict)  # the same of the update in hand
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def on_disk(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Its tensors, and the rest of it."""
-        return self.experience.tensors(), {k: v for k, v in vars(self).items() if k != "experience"}
-
-    @classmethod
-    def from_disk(cls, tensors: dict[str, Tensor], state: dict[str, Any]) -> "Iteration":
-        return cls(Experience.from_tensors(tensors), **state)
 
 
 @dataclass
@@ -248,7 +206,7 @@ class RLRun:
             reports["actor"] = self.passes.until_they_fit(lambda: self.update_actor(experience, samples))
             self.counters.actor_steps += 1
         for report in reports.values():
-            self.count(bool(report.pop("applied")))
+            self.counters.count(bool(report.pop("applied")))
         work.reports.append(reports)
         work.unfinished = {}
 
@@ -332,30 +290,20 @@ class RLRun:
         counters.iteration += 1
         counters.prompts_used += work.prompts
         self.iteration = None
-        entropy = float(-work.experience.sampled_N.mean())
-        counters.first_entropy = counters.first_entropy or entropy
-        row: dict[str, Any] = {
-            "step": counters.iteration,
+        row = row_of(work, counters)
+        row |= {
             "epoch": round(counters.prompts_used / self.order.samples, 6),
-            **work.figures,
-            "sampled_entropy": entropy,
-            **summary(work.reports),
-            "skipped_steps": counters.skipped_steps,
             **self.passes.limit.columns(),
+            **measured,
         }
         if self.roles.reference is not None:
             row["kl_coefficient"] = counters.kl_coefficient
             if options.kl_target is not None:
                 args = (row["kl"], options.kl_target, options.kl_horizon, len(work.experience))
                 counters.kl_coefficient = adapted(counters.kl_coefficient, *args)
-        row["alarms"] = list(alarms(row, counters.first_entropy))
-        tokens = int(work.experience.lengths_S.sum())
-        prompts = int(work.experience.prompt_lengths_S[work.experience.firsts_G].sum())
-        row |= {"samples": len(work.experience), "tokens": tokens, "prompt_tokens": prompts, **measured}
-        row |= distributions(work.experience)
         self.files.keep_samples(counters.iteration, work.experience)
         memory = max(self.roles.actor.call("memory_gib"))
-        return row | self.files.clock(work.seconds, tokens, options.max_epochs, memory)
+        return row | self.files.clock(work.seconds, row["tokens"], options.max_epochs, memory)
 
     def is_done(self, after: Iteration | None = None) -> bool:
         """Whether nothing is left to do, or nothing will be after the work in hand."""
@@ -369,16 +317,6 @@ class RLRun:
         last = self.is_done(after=work)
         every = self.options.eval_steps
         return last or (every > 0 and (self.counters.iteration + 1) % every == 0)
-
-    def count(self, applied: bool) -> None:
-        counters = self.counters
-        counters.skipped_steps += not applied
-        counters.skipped_in_a_row = 0 if applied else counters.skipped_in_a_row + 1
-        if counters.skipped_in_a_row >= MANY_BAD_STEPS:
-            raise RunFailed(
-                f"loss or gradient was not finite in {MANY_BAD_STEPS} updates in a row (last: iteration "
-                f"{counters.iteration + 1}); lower --actor_learning_rate, or resume from the last checkpoint"
-            )
 
     # ---- what is on disk
 
@@ -408,33 +346,3 @@ class RLRun:
     def leave(self, stop: StopRequest) -> NoReturn:
         where = go_on_from(self.save())
         raise Interrupted(stop.number, f"stopped in iteration {self.counters.iteration + 1}: {where}")
-
-
-def counted(what: str, *parts: Sequence[Slice]) -> float:
-    """`tokens` or `trained` ones of all passes that count for something."""
-    slices = [found for part in parts for found in part]
-    return math.fsum(n * weight for found in slices for n, weight in zip(getattr(found, what), found.weights))
-
-
-def totals_of(experience: Experience, samples: list[int]) -> dict[str, float]:
-    return {"tokens": float(experience.lengths_S[samples].sum()), "answers": float(len(samples))}
-
-
-def summary(reports: list[dict[str, dict[str, float]]]) -> dict[str, float]:
-    """The updates of an iteration in one row: means, and of what is sampled against trained the first update's."""
-    row: dict[str, float] = {}
-    for role in ("actor", "critic"):
-        found = [report[role] for report in reports if role in report]
-        prefix = "" if role == "actor" else "critic_"
-        for name in found[0] if found else ():
-            first = name.startswith("log_prob_")
-            values = [report[name] for report in (found[:1] if first else found)]
-            row[prefix + name] = math.fsum(values) / len(values)
-    return row
-
-
-@contextmanager
-def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    began = time.monotonic()
-    yield
-    seconds[name] = seconds.get(name, 0.0) + time.monotonic() - began

@@ -4,6 +4,7 @@ Where passes do not fit into memory they are made smaller and the call is made a
 has taken back what it began.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,3 +88,13 @@ class Passes:
         if not self.options.use_dynamic_batch or self.options.train_max_tokens_per_gpu is None:
             return None
         return self.limit.of_tokens(self.options.train_max_tokens_per_gpu)
+
+
+def counted(what: str, *parts: Sequence[Slice]) -> float:
+    """`tokens` or `trained` ones of all passes that count for something."""
+    slices = [found for part in parts for found in part]
+    return math.fsum(n * weight for found in slices for n, weight in zip(getattr(found, what), found.weights))
+
+
+def totals_of(experience: Experience, samples: list[int]) -> dict[str, float]:
+    return {"tokens": float(experience.lengths_S[samples].sum()), "answers": float(len(samples))}

@@ -20,7 +20,8 @@ from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.types import Sampling
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.loop import Iteration, RLRun, Roles, timed
+from trimtab.train.rl.iteration import Iteration, timed
+from trimtab.train.rl.loop import RLRun, Roles
 from trimtab.train.rl.shaping import with_advantage
 from trimtab.train.tail.files import TailFiles
 from trimtab.train.tail.measures import Measures
@@ -145,7 +146,7 @@ class TailRun(RLRun):
             report = self.passes.until_they_fit(attempt)
         counters.proposal_steps += 1
         self.publish()
-        self.count(bool(report.pop("applied")))
+        counters.count(bool(report.pop("applied")))
         proposed.advantages_N = pushed_N
         work.proposed = proposed
         work.proposal_reports.append(figures | report)
