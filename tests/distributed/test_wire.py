@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trimtab.data.batches import Span, TokenBatch
-from trimtab.distributed.wire import Wire
+from trimtab.distributed.wire import CannotTravel, Wire
 from trimtab.rewards.types import BadSample
 from trimtab.rollout.types import Sampling
 
@@ -91,7 +91,7 @@ def test_an_exception_arrives_with_what_it_knows():
 
 
 def test_only_the_records_of_a_wire_travel():
-    with pytest.raises(AssertionError, match="Record is not among what may travel"):
+    with pytest.raises(CannotTravel, match="Record is not among what may travel"):
         Wire(Sampling).pack(Record([], torch.zeros(1)))
     with pytest.raises(KeyError):
         Wire(Sampling).unpack(Wire(Record).pack(Record([], torch.zeros(1))))

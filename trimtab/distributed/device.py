@@ -202,6 +202,11 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> None:
         torch.backends.cudnn.benchmark = False
 
 
+def process_seed(seed: int, rank: int) -> int:
+    """For what differs between processes, such as dropout."""
+    return seed + 1_000_003 * rank
+
+
 def random_state() -> dict:
     """State of every generator a run draws from, as plain values that JSON can hold."""
     version, words, gauss = random.getstate()

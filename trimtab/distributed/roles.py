@@ -49,6 +49,8 @@ class Group(ABC):
     name: str
     size: int
     """How many parts a call may have: processes that learn from different data."""
+    ranks: Sequence[int]
+    """Which processes of the run it is."""
 
     @abstractmethod
     def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> Pending:
@@ -65,6 +67,7 @@ class Group(ABC):
 
 class LocalGroup(Group):
     size = 1
+    ranks = (0,)
 
     def __init__(self, name: str, role: Any, device: Device):
         self.name, self.role, self.device = name, role, device

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.distributed.device import Device, random_state, restore_random_state, seed_everything
+from trimtab.distributed.device import Device, process_seed, random_state, restore_random_state, seed_everything
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.roles import Group, LocalGroup
 from trimtab.distributed.switchboard import Switchboard
@@ -22,7 +22,6 @@ from trimtab.distributed.world import World
 from trimtab.interrupts import StopRequest
 
 HOST = "host"
-STRIDE = 1_000_003  # between the seeds of two processes
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,9 @@ class Host:
             restore_random_state(self._random)
             self._random = None
         else:
-            options = self.options
-            seed_everything(options.seed + STRIDE * self.world.rank, deterministic=options.full_determinism)
+            seed_everything(
+                process_seed(self.options.seed, self.world.rank), deterministic=self.options.full_determinism
+            )
 
     def let_go(self) -> None:
         """Keep this process's parts of what was learnt, for roles that are built anew."""

@@ -8,7 +8,9 @@ Calls and results travel as JSON and raw numbers (wire.py): neither the store no
 is writing, so nothing that comes from them is unpickled.
 """
 
+import contextlib
 import json
+import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -73,14 +75,17 @@ class Switchboard:
 
     def finish(self, call: "Call", seconds: float | None) -> None:
         """Work and listen until all results of a call are there."""
+        deadline = None if seconds is None else time.monotonic() + seconds
         try:
             while call in self._own:
                 mine = self._own.popleft()
                 assert mine.work is not None
                 mine.results[self.world.rank] = self._perform(*mine.work)
             for rank in call.ranks:
+                late = f"{call.name}: process {rank} has not answered for {seconds} s"
                 while rank not in call.results:
-                    result = self._receive(rank, seconds, call.name)
+                    left = None if deadline is None else max(0.001, deadline - time.monotonic())
+                    result = self._receive(rank, left, late)
                     self._expected[rank].popleft().results[rank] = result
             for sending, _ in call.sent:
                 sending.wait()
@@ -94,7 +99,8 @@ class Switchboard:
 
     def hang_up(self) -> None:
         for rank in range(1, self.world.size):
-            self._send(None, rank)
+            with contextlib.suppress(RuntimeError):  # it may be gone already
+                self._send(None, rank)
 
     # ---- the others
 
@@ -133,7 +139,7 @@ class Switchboard:
             for sending, _ in self._post(value, rank):
                 sending.wait()
 
-    def _receive(self, rank: int, seconds: float | None = None, what: str = "") -> Any:
+    def _receive(self, rank: int, seconds: float | None = None, late: str = "") -> Any:
         size = torch.zeros(1, dtype=torch.int64)
         with pulse.waiting():
             coming = dist.irecv(size, rank, group=self._channel)
@@ -141,7 +147,7 @@ class Switchboard:
             if seconds is None:
                 coming.wait()
             else:
-                self._wait(coming, seconds, f"{what}: process {rank} has not answered for {seconds:g} s")
+                self._wait(coming, seconds, late)
             message = torch.empty(int(size), dtype=torch.uint8)
             dist.recv(message, rank, group=self._channel)
         return self._wire.unpack(message)

@@ -27,6 +27,10 @@ ALIGNMENT = 16
 LENGTH_BYTES = 8
 
 
+class CannotTravel(TypeError):
+    """A value of a kind that is sent to no other process."""
+
+
 class Wire:
     def __init__(self, *records: type):
         self._records = {record.__name__: record for record in records}
@@ -86,14 +90,13 @@ class Wire:
         if isinstance(value, Path):
             return {"path": str(value)}
         if kind is bytes:
-            return {
-                "bytes": raw.add(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.zeros(0))
-            }
+            return {"bytes": raw.add(torch.from_numpy(np.array(bytearray(value), dtype=np.uint8)))}
         if kind in TIMES.values():
             return {"when": [kind.__name__, value.isoformat()]}
         if kind is Decimal:
             return {"decimal": str(value)}
-        assert self._records.get(kind.__name__) is kind, f"{kind.__name__} is not among what may travel"
+        if self._records.get(kind.__name__) is not kind:
+            raise CannotTravel(f"{kind.__name__} is not among what may travel")
         if isinstance(value, Exception):
             return {"error": [kind.__name__, self._plain(value.args, raw), self._plain(vars(value), raw)]}
         return {"record": [kind.__name__, {f.name: self._plain(getattr(value, f.name), raw) for f in fields(value)}]}

@@ -38,10 +38,10 @@ class Keeping:
 
     def in_step(self, passes: Sequence[Pass], idle: Pass) -> Iterator[Pass]:
         """The passes of this process, and as many idle ones as another one has more."""
+        most = len(passes) if self.mesh is None else self.mesh.all.maximum(len(passes))
         yield from passes
-        if self.mesh is not None:
-            for _ in range(self.mesh.all.maximum(len(passes)) - len(passes)):
-                yield idle
+        for _ in range(most - len(passes)):
+            yield idle
 
     @property
     def _moves(self) -> bool:

@@ -24,7 +24,7 @@ from trimtab.models.keeping import Keeping
 from trimtab.models.load_reward import RewardLoadOptions, load_frozen_reward_model
 from trimtab.models.packed import PackedModel
 from trimtab.models.reward import HEAD
-from trimtab.rewards.types import RewardRequest, RewardResult, checked
+from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked
 
 MAX_TOKENS = 16_384
 IDLE: tuple[list[int], TokenBatch] = ([], TokenBatch.of([(np.zeros(2, dtype=np.int64), np.array([False, True]))]))
@@ -79,7 +79,12 @@ class ModelReward:
         return f"reward model {self.pretrain}"
 
     def __call__(self, request: RewardRequest) -> RewardResult:
-        scores = checked(self.scores(self.sequences(request)), len(request), f"reward model {self.name}: reward")
+        try:
+            sequences = self.sequences(request) if len(request) else []
+        except RewardFailed:
+            self.scores([])  # other processes may wait for the passes of this one
+            raise
+        scores = checked(self.scores(sequences), len(request), f"reward model {self.name}: reward")
         return RewardResult([(score - self._mean) / self._deviation for score in scores])
 
     def close(self) -> None:

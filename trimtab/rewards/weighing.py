@@ -6,6 +6,7 @@ as with a teacher alone, every reward is 0.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from trimtab.rewards.types import Reward, RewardFailed, RewardRequest, RewardResult
 
@@ -69,3 +70,12 @@ class Weighted:
 
 def in_words(parts: Sequence[tuple[Reward, float]]) -> str:
     return "; ".join(f"{weight:g} x {reward}" for reward, weight in parts)
+
+
+def described(parts: Sequence[tuple[Reward, float]]) -> dict[str, Any]:
+    """What is to be known of rewards to add up what they say elsewhere."""
+    return {
+        "rewards": [reward.name for reward, _ in parts],
+        "weights": [weight for _, weight in parts],
+        "rewards_in_words": in_words(parts),
+    }

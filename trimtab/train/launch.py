@@ -13,7 +13,7 @@ from trimtab.config.groups import LoadOptions, LoggingOptions
 from trimtab.config.jobs import SupervisedOptions
 from trimtab.config.objectives import DistillationOptions, ReferenceOptions
 from trimtab.data.tokenizer import load_tokenizer
-from trimtab.distributed.device import Device, find_device, seed_everything
+from trimtab.distributed.device import Device, find_device, process_seed, seed_everything
 from trimtab.distributed.watch import pulse
 from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import UserError
@@ -75,7 +75,7 @@ def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, w
         world.say(f"samples are padded, not packed: {loaded.verdict.reason}")
     task.attach(loaded, device)
     # Dropout differs between processes, everything else does not.
-    seed_everything(options.seed + 1_000_003 * mesh.all.rank, deterministic=options.full_determinism)
+    seed_everything(process_seed(options.seed, mesh.all.rank), deterministic=options.full_determinism)
     planned = {} if task.padded else for_manifest(memory_plan)
     return SupervisedRun(options, task, loaded.model, tokenizer, device, loaded.weights, mesh, described=planned)
 

@@ -30,7 +30,7 @@ class Optimiser:
         self,
         model: nn.Module,
         options: UpdateOptions,
-        total_steps: int = 1,
+        total_steps: int | None = None,
         *,
         learning_rate: float,
         fused: bool,
@@ -50,13 +50,16 @@ class Optimiser:
         self.adam = torch.optim.AdamW(
             self._groups(options.l2), lr=learning_rate, betas=tuple(options.adam_betas), fused=fused
         )
-        self.schedule(options, total_steps)
+        self.factor: Callable[[int], float] | None = None
+        if total_steps is not None:
+            self.schedule(options, total_steps)
 
     def schedule(self, options: UpdateOptions, total_steps: int) -> None:
         """How the learning rate goes over so many steps."""
         self.factor = schedule(options, total_steps, self.adam)
 
     def rate(self, step: int) -> float:
+        assert self.factor is not None, "the schedule needs to know how many steps there are"
         return self.learning_rate * self.factor(step)
 
     def step(self, step: int) -> StepReport:

@@ -19,9 +19,9 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
+from trimtab.models.keeping import Keeping
 from trimtab.models.load import Loaded, TrainedModelOptions, load_frozen_policy
 from trimtab.models.lora import adapters_off
-from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
 from trimtab.models.sharded import frozen_is_split
 from trimtab.train.task import sums_by_sequence
@@ -58,28 +58,21 @@ class Reference:
         self.device = device
         self.precision = "bf16" if options.bf16 else "fp32"
         self.adapters_off = options.lora_rank > 0 and pretrain is None
+        split = None
         if not self.adapters_off:
             split = mesh if frozen_is_split(options, mesh, offload=offload) else None
             loaded = load_frozen_policy(pretrain or options.pretrain, options, device, mesh=split, offload=offload)
         assert loaded is not None
         self.model, self.weights = loaded.model, loaded.weights
-        self.offload = offload and not self.adapters_off and device.is_accelerator and mesh.size == 1
-        if self.offload:
-            self.model.to("cpu")
+        self.keeping = Keeping(device, split, offload and not self.adapters_off)
+        self.keeping.settle(self.model)
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[Policy]:
         """The reference on the device, ready to score."""
-        if self.adapters_off:
-            with adapters_off(self.model.model), scoring(self.model):
-                yield self.model
-            return
-        if self.offload:
-            self.model.to(self.device.torch)
-        with scoring(self.model):
+        off = adapters_off(self.model.model) if self.adapters_off else contextlib.nullcontext()
+        with off, self.keeping.at_work(self.model):
             yield self.model
-        if self.offload:
-            self.model.to("cpu")
 
     def log_probs(self, batches: Iterable[TokenBatch], temperature: float) -> list[Tensor]:
         """Log-probs of the trained tokens of every batch."""

@@ -49,7 +49,7 @@ def test_what_cannot_fit_is_refused_before_loading_and_what_can_is_not(options_o
     device = find_device()
     needed = 4 * count + 6 * count
     for spare, processes in ((0, 2), (-2, 2)):
-        hardware = Hardware("small", processes * needed + spare, accelerator=False)
+        hardware = Hardware("small", needed + spare, accelerator=False)
         monkeypatch.setattr(gathering, "of_device", lambda device, hardware=hardware: hardware)
         if spare < 0:
             with pytest.raises(
@@ -59,6 +59,22 @@ def test_what_cannot_fit_is_refused_before_loading_and_what_can_is_not(options_o
                 with_planned_passes(options, device, World(0, processes), None)
         else:
             assert with_planned_passes(options, device, World(0, processes), None) == (options, None)
+
+
+def test_shares_are_of_the_processes_that_a_model_is_in(options_of):
+    options, count = options_of("--init_kl_coef 0.1 --ref_num_gpus_per_node 1 --controller_apart")
+    found = sizes(options, 3)
+    assert found["actor: masters and moments, its share"] == 6 * count and found["reference: weights"] == 4 * count
+
+
+def test_a_reward_model_that_cannot_be_counted_does_not_keep_a_run_from_starting(options_of, tmp_path, monkeypatch):
+    from transformers import BertConfig, BertForSequenceClassification
+
+    small = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=50)
+    BertForSequenceClassification(BertConfig(num_labels=1, **small)).save_pretrained(tmp_path / "encoder")
+    options, _ = options_of(f"--init_kl_coef 0 --reward_pretrain {tmp_path}/encoder")
+    monkeypatch.setattr(gathering, "of_device", lambda device: Hardware("none", 0, accelerator=False))
+    assert with_planned_passes(options, find_device(), World(0, 2), None) == (options, None)
 
 
 def test_one_process_has_nothing_to_gather(options_of, monkeypatch):

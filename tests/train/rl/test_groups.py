@@ -91,13 +91,25 @@ def test_the_gradients_of_a_recorded_rollout_are_those_of_one_process(folder, tm
 def test_a_reward_model_on_one_of_two_processes_gives_what_it_gives_alone(folder, tmp_path):
     assert warm.run(words(folder, tmp_path / "one")) == 0
     assert warm.run_world(words(folder, tmp_path / "two", "--reward_num_gpus_per_node 1"), 2) == [0, 0]
+    found = {}
     for out in ("one", "two"):
         assert "judge" in (tmp_path / out / "manifest.json").read_text()
-    first, second = (
-        [json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()][-1]
-        for out in ("one", "two")
-    )
-    assert first["reward"] == pytest.approx(second["reward"], abs=1e-5)
+        rows = [json.loads(line) for line in (tmp_path / out / "rollouts.jsonl").read_text().splitlines()]
+        found[out] = [(row["response"], pytest.approx(row["reward"], abs=1e-5)) for row in rows]
+    assert len(found["one"]) > 4 and found["one"] == [(text, reward.expected) for text, reward in found["two"]]
+
+
+@pytest.mark.parametrize("kept", ["--zero_stage 3", "--ref_reward_offload"])
+def test_a_split_reward_model_makes_equally_many_passes_in_all_processes(folder, tmp_path, kept):
+    """Five answers in passes of one: three in one process, two in the other."""
+    uneven = f"--micro_rollout_batch_size 1 --rollout_batch_size 5 --n_samples_per_prompt 1 {kept}"
+    rewards = []
+    for out, run in (("one", warm.run), ("two", lambda given: max(warm.run_world(given, 2)))):
+        given = arguments(folder, tmp_path / out, "reinforce", SMALL, f"--reward_pretrain {folder}/judge", uneven)
+        assert run(given) == 0
+        last = (tmp_path / out / "metrics.jsonl").read_text().splitlines()[-1]
+        rewards.append(json.loads(last)["reward/judge"])
+    assert rewards[0] == pytest.approx(rewards[1], abs=1e-5) and abs(rewards[0]) > 1e-3
 
 
 def test_a_controller_that_is_asked_to_hold_no_model_holds_none(folder, tmp_path):

@@ -5,8 +5,6 @@ must fit beside what a process holds anyway: its share of masters, Adam's moment
 bound, of which keys and values are no part; where even it does not fit, nothing else needs to be tried.
 """
 
-import os
-
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
@@ -14,20 +12,23 @@ from trimtab.models.packed import PackedModel
 from trimtab.train.plan.hardware import GIB, Hardware, of_device
 from trimtab.train.plan.memory import Part
 from trimtab.train.plan.work import frozen_models, trained_models
+from trimtab.train.rl.description import group_sizes
 
 PHASES = ("rollout",)
 
 
 def refuse_ungatherable(options: RLOptions, device: Device, processes: int) -> None:
     """In one line, before anything is loaded."""
-    sharers = 1 if device.is_accelerator else int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    hardware = of_device(device)
-    needed, told = in_words(options, processes, hardware, sharers)
-    if needed > hardware.memory // sharers:
+    hardware = of_device(device)  # of main memory, the share of one process
+    try:
+        needed, told = in_words(options, processes, hardware)
+    except UserError:  # no fault of the counting may keep a run from starting: its own checks have better words
+        return
+    if needed > hardware.memory:
         raise UserError(f"--pretrain {options.pretrain}: {told}; {_advice(options, device.is_accelerator)}")
 
 
-def in_words(options: RLOptions, processes: int, hardware: Hardware, sharers: int) -> tuple[int, str]:
+def in_words(options: RLOptions, processes: int, hardware: Hardware, sharers: int = 1) -> tuple[int, str]:
     """Bytes that a process needs to answer, and that beside what it has. `sharers`: processes that share a memory."""
     parts = gathered_parts(options, processes, accelerator=hardware.accelerator)
     needed, gathered = sum(part.size for part in parts), parts[0].size
@@ -40,9 +41,10 @@ def in_words(options: RLOptions, processes: int, hardware: Hardware, sharers: in
 def gathered_parts(options: RLOptions, processes: int, *, accelerator: bool) -> list[Part]:
     """The policy's gathered weights, and what a process holds besides."""
     trained = trained_models(options)
-    share = processes if options.zero_stage > 0 else 1
+    sizes = group_sizes(options, processes)
     parts = [Part("actor: weights, gathered", _working(options, trained["actor"]), PHASES)]
     for name, model in trained.items():
+        share = sizes[name] if options.zero_stage > 0 else 1
         learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
         frozen = sum(p.numel() for p in model.parameters()) - learnt
         if not (options.adam_offload and accelerator):
@@ -50,7 +52,7 @@ def gathered_parts(options: RLOptions, processes: int, *, accelerator: bool) -> 
             parts.append(Part(f"{name}: masters and moments, its share", (12 * learnt + averaged) // share, PHASES))
         parts.append(Part(f"{name}: frozen weights, its share", frozen * _bytes(options) // share, PHASES))
     for found in frozen_models(options):
-        split = processes if options.zero_stage == 3 else 1
+        split = sizes[found.name.split()[0]] if options.zero_stage == 3 else 1
         if not (found.offload and accelerator):
             parts.append(Part(f"{found.name}: weights", _working(options, found.model) // split, PHASES))
     return parts

@@ -6,7 +6,8 @@ from typing import Any
 
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.roles import Group
-from trimtab.errors import OutOfMemory
+from trimtab.distributed.wire import CannotTravel
+from trimtab.errors import OutOfMemory, UserError
 from trimtab.rewards.requests import Questions, request_of
 from trimtab.rewards.types import RewardFailed, RewardResult
 from trimtab.rewards.weighing import Weighing
@@ -66,6 +67,10 @@ class Asking:
         asked = [Questions.of(prompts, [requests[i] for i in share], rewarded=self._near) for share in shares]
         try:
             parts = self.rollouts.call("sample", asked, sampling=sampling)
+        except CannotTravel as error:
+            raise UserError(
+                f"a column of the prompt data cannot be sent to another process ({error}); drop it, or train in one"
+            ) from error
         except OutOfMemory as shortage:  # one of several processes has called off what all were doing
             self.rollouts.meet_again()
             raise rollouts.no_room(shortage) from shortage

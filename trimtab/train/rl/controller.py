@@ -90,6 +90,9 @@ class Controller:
 
     def run(self, groups: dict[str, Group]) -> RLRun:
         options, actor = self.options, groups["actor"].call("describe")[0]
+        if fewer := {name: group for name, group in groups.items() if len(group.ranks) < self.world.size}:
+            told = (f"{name} in {len(group.ranks)}" for name, group in fewer.items())
+            self.world.say(f"of {self.world.size} processes: {', '.join(told)}")
         for line in actor["notes"]:
             self.world.say(line)
         sampling = Sampling(

@@ -28,6 +28,17 @@ def units_of(options: RLOptions, processes: int) -> list[Unit]:
     return units
 
 
+def group_sizes(options: RLOptions, processes: int) -> dict[str, int]:
+    """In how many processes each model is."""
+    asked = {
+        "reference": options.ref_num_gpus_per_node,
+        "critic": options.critic_num_gpus_per_node,
+        "reward": options.reward_num_gpus_per_node,
+    }
+    asked |= {"actor": None, "teacher": None}
+    return {name: len(ranks_of(number, options, processes)) for name, number in asked.items()}
+
+
 def ranks_of(asked: int | None, options: RLOptions, processes: int) -> Sequence[int]:
     """The processes of a role that is to have so many: the last ones, since the first one also runs the loop."""
     first = 1 if options.controller_apart and processes > 1 else 0

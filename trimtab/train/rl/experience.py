@@ -32,6 +32,7 @@ class Experience(Trajectories):
     rewards_S: Tensor
     scores_S: Tensor  # what dynamic filtering looks at
     logs: dict[str, Tensor] = field(default_factory=dict)  # other figures of the samples, from the rewards
+    versions_S: Tensor | None = None  # of the weights that drew it
     # of a process reward, a list for each sample
     step_tokens: list[list[int]] | None = None  # which of the sample's drawn tokens ends each step
     step_scores: list[list[float]] | None = None
@@ -66,6 +67,7 @@ class Experience(Trajectories):
             torch.zeros(len(rows)),
             torch.zeros(len(rows)),
         )
+        experience.versions_S = torch.tensor([r.version for r in rollouts])
         assert len(experience.sampled_N) == int(experience.drawn_T.sum()), "a log-prob for every token that was drawn"
         if result is not None:
             experience.reward(result)

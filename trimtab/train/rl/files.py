@@ -167,7 +167,10 @@ class RunFiles:
     def _checkpoint(self, step: int, roles: Any, tensors: dict, state: dict) -> tuple[Callable[[Path], None], dict]:
         """What writes its tensors, and the rest of it."""
         learners = _learners(roles)
-        random = {name: role.call("random_state") for name, role in _all(roles).items()}
+        random = {
+            name: {str(rank): state for rank, state in zip(role.ranks, role.call("random_state"))}
+            for name, role in _all(roles).items()
+        }
 
         def write(folder: Path) -> None:
             for name, role in learners.items():
@@ -203,9 +206,10 @@ class RunFiles:
                 role.call("read_state", folder=path / name)
             random = state["random"]
             if isinstance(random, list):  # earlier versions kept the states of the last one only
-                random = {[*learners][-1]: random}
+                random = {[*learners][-1]: {str(rank): state for rank, state in enumerate(random)}}
             for name, role in _all(roles).items():
-                role.call("restore_random_state", [*random.get(name, []), *[None] * role.size][: role.size])
+                states = random.get(name, {})  # a process that had not this role keeps what it has
+                role.call("restore_random_state", [states.get(str(rank)) for rank in role.ranks])
             tensors = {} if parts is None else {name: parts.whole(name) for name in parts.names()}
         print(f"resumed from {path} at iteration {state['counters']['iteration']}", flush=True)
         return tensors, state

@@ -7,7 +7,7 @@ from trimtab.config.jobs import RLOptions
 from trimtab.distributed.device import find_device
 from trimtab.distributed.staging import Host, Stage, WorldStage, stage_of
 from trimtab.distributed.stopping import heard_by_all, was_told
-from trimtab.distributed.world import find_world, leave_world
+from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.sharded import mesh_of
@@ -35,19 +35,25 @@ def train_rl(options: RLOptions, kind: type[Controller] = Controller) -> None:
         world = find_world(device)
         with StopRequest() as stop, heard_by_all(stop, world):
             stage = stage_of(Host(options, kind.units(options, world.size), mesh_of, device, world, stop), RECORDS)
-            if isinstance(stage, WorldStage) and not world.leads:
-                return stage.serve()
-            with closing(stage):
-                try:
-                    controller = kind(options, device, world)
-                    run = controller.run(stage.groups(controller.options))
-                except (GivenUp, RuntimeError) as error:  # the latter: another process has left a collective
-                    if isinstance(error, RuntimeError) and not was_told(stop, world):
-                        raise
-                    raise Interrupted(stop.number, "stopped before the first step; nothing is lost") from None
-                train(run, stage, stop)
+            try:
+                if isinstance(stage, WorldStage) and not world.leads:
+                    with interruptible(stop, world, "stopped with the first process"):
+                        return stage.serve()
+                train(set_up(options, kind, stage), stage, stop)
+            finally:
+                stage.close()
     finally:
         leave_world()
+
+
+def set_up(options: RLOptions, kind: type[Controller], stage: Stage) -> RLRun:
+    """Everything up to the first step."""
+    host = stage.host
+    with interruptible(host.stop, host.world, "stopped before the first step; nothing is lost"):
+        with told(stage):
+            controller = kind(options, host.device, host.world)
+        # From here on another process may be in the middle of something, and is not spoken to when this one gives up.
+        return controller.run(stage.groups(controller.options))
 
 
 def train(run: RLRun, stage: Stage, stop: StopRequest) -> None:
@@ -55,21 +61,31 @@ def train(run: RLRun, stage: Stage, stop: StopRequest) -> None:
     again = False
     while True:
         try:
-            return run.train(stop, taken_over=again)
+            with told(stage):
+                run.train(stop, taken_over=again)
+            return stage.hang_up()
         except BeginAnew:
             again = True
-        run.speak_to(stage.groups_anew())
+        with interruptible(stop, stage.host.world, "stopped; --load_checkpoint goes on from the last checkpoint"):
+            run.speak_to(stage.groups_anew())
 
 
 @contextlib.contextmanager
-def closing(stage: Stage) -> Iterator[None]:
-    """End the roles with the run. After a failure that nobody foresaw other processes are not spoken to again."""
+def told(stage: Stage) -> Iterator[None]:
+    """When a run ends early on purpose, the other processes are told."""
     try:
         yield
-        stage.hang_up()
     except (Interrupted, RunFailed, UserError):
-        with contextlib.suppress(RuntimeError):  # the others may be gone already
-            stage.hang_up()
+        stage.hang_up()
         raise
-    finally:
-        stage.close()
+
+
+@contextlib.contextmanager
+def interruptible(stop: StopRequest, world: World, message: str) -> Iterator[None]:
+    """Where a run that is told to stop gives up what it waits for: here, or in a process that has gone for it."""
+    try:
+        yield
+    except (GivenUp, RunFailed, RuntimeError) as error:
+        if not isinstance(error, GivenUp) and not was_told(stop, world):
+            raise
+        raise Interrupted(stop.number, message) from None

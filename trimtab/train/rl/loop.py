@@ -73,6 +73,7 @@ class RLRun:
         self.roles = type(self.roles)(**groups)
         self.asking.speak_to(self.roles.rollouts, self.roles.reward)
         self.schedule()
+        self.publish()
 
     def schedule(self) -> None:
         """Tell those that learn how many steps there will be."""

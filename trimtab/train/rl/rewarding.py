@@ -8,8 +8,8 @@ from trimtab.errors import OutOfMemory
 from trimtab.rewards.model import ModelReward
 from trimtab.rewards.process import ProcessReward
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult
+from trimtab.rewards.weighing import described
 from trimtab.train.pass_limit import NoRoom, memory_guard
-from trimtab.train.rl.rollouts import described
 
 
 class RewardModels(Role):
@@ -21,14 +21,20 @@ class RewardModels(Role):
         return described(self.models) | {"columns": sorted(columns)}
 
     def score(self, request: RewardRequest) -> list[RewardResult] | RewardFailed | NoRoom:
-        """One result a model. What fails is handed back, as by Rollouts."""
+        """One result a model. What fails is handed back, as by Rollouts, and after all models have been asked: split
+        ones work in all processes or in none."""
+        results: list[RewardResult] = []
+        failures: list[RewardFailed] = []
         try:
             with memory_guard():
-                return [model(request) for model, _ in self.models]
-        except RewardFailed as failure:
-            return failure
+                for model, _ in self.models:
+                    try:
+                        results.append(model(request))
+                    except RewardFailed as failure:
+                        failures.append(failure)
         except OutOfMemory as shortage:
             return no_room(shortage)
+        return failures[0] if failures else results
 
 
 def no_room(shortage: OutOfMemory) -> NoRoom:

@@ -13,9 +13,9 @@ from trimtab.errors import OutOfMemory
 from trimtab.rewards.build import Parts
 from trimtab.rewards.overlap import Overlapped
 from trimtab.rewards.requests import Questions, request_of
-from trimtab.rewards.types import Reward, RewardFailed, RewardRequest, RewardResult
+from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult
 from trimtab.rewards.waiting import GivenUp
-from trimtab.rewards.weighing import in_words
+from trimtab.rewards.weighing import described
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.types import Rollout, Sampling
 from trimtab.train.pass_limit import NoRoom, memory_guard
@@ -116,12 +116,3 @@ class Several:
         responses = self.tokenizer.batch_decode([r.ids for r in rollouts], skip_special_tokens=True)
         ids = [r.prompt_ids for r in rollouts], [r.ids for r in rollouts]
         return request_of(self.questions, [r.prompt for r in rollouts], responses, *ids)
-
-
-def described(rewards: Sequence[tuple[Reward, float]]) -> dict[str, Any]:
-    """What the controller must know of rewards to add them up."""
-    return {
-        "rewards": [reward.name for reward, _ in rewards],
-        "weights": [weight for _, weight in rewards],
-        "rewards_in_words": in_words(rewards),
-    }
