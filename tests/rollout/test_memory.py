@@ -12,7 +12,10 @@ from trimtab.rollout.builtin import memory
 from trimtab.rollout.builtin.cache import KVCache, KVShape
 from trimtab.rollout.builtin.captured import fingerprint
 from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.builtin.kept import KeptPages
 from trimtab.rollout.builtin.memory import SHARE_OF_FREE, KVMemory
+from trimtab.rollout.builtin.pages import PagePool
+from trimtab.rollout.builtin.scheduler import Prompt, Sample, Scheduler
 from trimtab.rollout.types import Sampling
 
 CPU = torch.device("cpu")
@@ -49,11 +52,78 @@ def test_memory_is_kept_while_it_is_enough(free):
     kept = KVMemory(SHAPE, 16, None)
     first = kept.cache(10, 40, CPU)
     assert kept.cache(4, 40, CPU) is first and kept.cache(10, 48, CPU) is first
-    assert kept.cache(11, 40, CPU) is not first
+    before = first.pages
+    assert kept.cache(11, 40, CPU).pages > before
     free(9 * PAGE_BYTES)
     kept.release()
     short = kept.cache(10, 40, CPU)
     assert kept.cache(10, 40, CPU) is short  # as much as there was: asking again would not help
+
+
+def test_memory_that_is_too_little_becomes_larger_where_it_is(free):
+    free(10 * PAGE_BYTES)
+    memory = KVMemory(SHAPE, 16, None)
+    cache = memory.cache(10, 40, CPU)
+    pool, kept, kept.keeping = memory.pool, memory.kept, True
+    prompt, ids = pool.take(1), list(range(16))
+    kept.keep(ids, prompt)
+    memory.cache(20, 40, CPU)
+    assert cache.pages == 7  # there is room only in the place of the old, where the prompt still lies
+    pool.give_back(prompt)
+    assert memory.cache(30, 40, CPU) is cache and memory.pool is pool and memory.kept is kept
+    assert cache.pages == pool.total == pool.free == int((10 + 8) * SHARE_OF_FREE)
+    assert cache.keys.shape[1] == cache.values.shape[1] == cache.pages + 1 and kept.find(ids).tokens == 0
+    free(0)
+    memory.cache(40, 40, CPU)
+    assert cache.pages == pool.total == 12  # never less than there was
+
+
+@pytest.mark.parametrize("scarce", [False, True])
+def test_a_session_whose_requests_are_all_over_takes_a_longer_one(free, scarce):
+    policy, sampling, (short, long) = policy_of(), Sampling(max_new_tokens=5), prompts((9, 150))
+    engine = BuiltinEngine(policy)
+    free((10 if scarce else 1000) * engine.memory.page_bytes)
+    with engine.session(sampling) as session:
+        session.add(short)
+        if scarce:
+            for _ in range(4):
+                session.add(short)  # would have 10 pages, and get 7
+            assert len(list(session)) == 5  # what they have read and drawn is kept
+        else:
+            session.abort()
+            assert [r.finish for r in session.advance()] == ["abort"]
+        before = engine.memory.pool.total
+        session.add(long, seed=1)
+        (found,) = session
+        assert before < engine.memory.pool.total
+        session.add(short + found.ids, seed=2)
+        (after,) = session
+    free(2**40)
+    for rollout, seed in ((found, 1), (after, 2)):
+        (alone,) = BuiltinEngine(policy).generate([rollout.prompt_ids], sampling, seeds=[seed])
+        assert rollout.ids == alone.ids
+
+
+def test_to_ask_for_room_costs_nothing_of_what_is_kept():
+    pool = PagePool(8, 4)
+    kept = KeptPages(pool, 0)
+    kept.keeping = True
+    shared = [5] * 4
+    for ids in ([7] * 8, shared):
+        pages = pool.take(pool.needed(len(ids)))
+        kept.keep(ids, pages)
+        pool.give_back(pages)
+    scheduler = Scheduler(kept, slots=1)
+    scheduler.add([Sample(Prompt(0, [*shared, 1], 1), 0, seed=0, limit=100)])
+    (admission,) = scheduler.admit()
+    admission.sample.ids.append(1)
+    scheduler.settled()
+    # It has 2 pages, one of them kept too; it may have all 8, of which 3 are free and 3 are only kept.
+    most = 8 * 4 - 5
+    assert pool.free == kept.alone == 3
+    assert scheduler.has_room(most) and not scheduler.has_room(most + 1)
+    assert kept.alone == 3
+    assert scheduler.make_room(most) == [] and kept.alone == pool.free == 0
 
 
 def test_scarce_memory_changes_no_answer(free):

@@ -33,6 +33,11 @@ class KVCache:
             setattr(self, name, larger)
         self.pages = pages
 
+    def replace(self, pages: int) -> None:
+        """By so many that hold nothing."""
+        del self.keys, self.values  # their room first
+        self.keys, self.values, self.pages = self._made(pages), self._made(pages), pages
+
     def _made(self, pages: int) -> Tensor:
         shape = self.shape
         dimensions = (shape.layers, pages + 1, self.size, shape.heads, shape.width)

@@ -41,8 +41,10 @@ class KeptPages:
         self._kept: OrderedDict[Key, Kept] = OrderedDict()  # the one used longest ago first
         self._numbers = 0
 
-    def __len__(self) -> int:
-        return len(self._kept)
+    @property
+    def alone(self) -> int:
+        """Pages that nobody else holds: so many more would be free."""
+        return sum(self.pool.holders(kept.page) == 1 for kept in self._kept.values())
 
     def find(self, ids: list[int]) -> Found:
         """What is kept of this beginning, but for the last token: it must be read to go on from it."""

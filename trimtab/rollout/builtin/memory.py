@@ -13,7 +13,11 @@ WORTH_WHILE = 128  # kept tokens, where a pass of many prompts is captured and o
 
 
 class KVMemory:
-    """Memory as given in `tokens`, or planned from what is free; kept until it is too little, or released."""
+    """Memory as given in `tokens`, or planned from what is free; kept until it is released.
+
+    When it is too little it becomes larger where it is: whoever works with the cache, the pool and what is kept has
+    the right ones until the release.
+    """
 
     def __init__(self, shape: KVShape, page_size: int, tokens: int | None):
         self.shape, self.page_size, self.tokens = shape, page_size, tokens
@@ -42,8 +46,19 @@ class KVMemory:
         if self.pool.used > 0 and pages > cache.pages:
             cache.grow(pages)
             self.pool.grow(pages)
-        elif self.pool.used == len(self.kept):
-            self.release()  # nobody is at work with it
+        elif self.pool.used == self.kept.alone:  # nobody is at work with it: its own room may be planned anew
+            pages = min(wanted, self._affordable(free + self.held))
+            if pages > cache.pages:
+                self._replace(cache, pages)
+
+    def _replace(self, cache: KVCache, pages: int) -> None:
+        assert self._pages is not None
+        pool, kept = both = self._pages
+        kept.forget()
+        self.release()  # there is none, should making it fail
+        cache.replace(pages)
+        pool.grow(pages)
+        self._cache, self._pages = cache, both
 
     @property
     def pool(self) -> PagePool:

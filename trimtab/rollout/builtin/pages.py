@@ -38,6 +38,9 @@ class PagePool:
             self._holders[page] = 1
         return pages
 
+    def holders(self, page: int) -> int:
+        return self._holders[page]
+
     def share(self, pages: list[int]) -> None:
         """One more holder of each."""
         for page in pages:

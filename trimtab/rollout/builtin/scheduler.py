@@ -161,8 +161,7 @@ class Scheduler:
     def has_room(self, steps: int) -> bool:
         """Whether everything that runs can go on for so many tokens without anybody's stopping."""
         missing = sum(max(0, self._missing(sample, steps)) for sample in self.running)
-        self.kept.evict(missing)
-        return missing <= self.pool.free
+        return missing <= self.pool.free or missing <= self.pool.free + self.kept.alone
 
     def _missing(self, sample: Sample, steps: int) -> int:
         """Pages for the next tokens of a running sample that it does not hold yet."""
