@@ -162,15 +162,6 @@ def test_forbidden_and_favoured_tokens():
     assert {t for a in favoured for t in a.ids} == {7}
 
 
-def test_a_hook_may_change_the_logits():
-    policy, sampling = policy_of(), Sampling(max_new_tokens=1, temperature=0)
-    rolled = BuiltinEngine(policy).generate(
-        prompts(), sampling, logit_hook=lambda logits, samples: torch.roll(logits, 1, -1)
-    )
-    plain = BuiltinEngine(policy).generate(prompts(), sampling)
-    assert [a.ids[0] for a in rolled] == [(a.ids[0] + 1) % VOCABULARY for a in plain]
-
-
 def test_training_goes_on_as_before_after_generating():
     policy = policy_of().train()
     batch = TokenBatch.of(random_examples([9, 5]))

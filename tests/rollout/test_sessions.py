@@ -6,6 +6,7 @@ import torch
 
 from tests.rollout.test_builtin_engine import TIGHT, policy_of, prompts
 from trimtab.config.groups import LoraOptions
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import find_device
 from trimtab.errors import UserError
@@ -148,8 +149,8 @@ def test_adapters_on_and_off_do_not_share_what_they_read():
 
 def test_a_borrowing_policy_reads_anew_after_its_owners_step():
     owner = policy_of()
-    adapters = LoraOptions(lora_rank=4, target_modules=["all-linear"])
-    policy = BorrowingPolicy(owner, adapters, find_device(), split=False)
+    options = RLOptions(lora_rank=4, target_modules=["all-linear"])
+    policy = BorrowingPolicy(owner, options, find_device(), split=False)
     engine = BuiltinEngine(policy, keep_prefixes=True)
     engine.generate([FIRST], GREEDY)
     step(owner)

@@ -59,7 +59,6 @@ class Conversation:
                 "begins a new one"
             )
         answer = _Answer(self.tokenizer, show)
-
         sampling = sampling_of(self.options, max_new_tokens=room, stop_token_ids=self._stops)
         seed = request_seed(self.options.seed, self._answers)
         finish: Finish = "abort"

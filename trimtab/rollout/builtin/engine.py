@@ -18,7 +18,7 @@ from trimtab.rollout.builtin.fused_layers import recognised
 from trimtab.rollout.builtin.int8 import Int8Layers
 from trimtab.rollout.builtin.memory import PAGE_SIZE, KVMemory
 from trimtab.rollout.builtin.runner import Runner
-from trimtab.rollout.builtin.session import BuiltinSession, LogitHook
+from trimtab.rollout.builtin.session import BuiltinSession
 from trimtab.rollout.builtin.weights import is_split, state_of
 from trimtab.rollout.types import Rollout, Sampling
 
@@ -71,7 +71,6 @@ class BuiltinEngine:
         *,
         seeds: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
-        logit_hook: LogitHook | None = None,
     ) -> Generator[Rollout]:
         """Answers as they finish. Until the last one, or until the stream is closed, the policy is the engine's.
 
@@ -81,23 +80,23 @@ class BuiltinEngine:
         for name, values in (("seeds", seeds), ("limits", limits)):
             if values is not None and len(values) != len(prompts):
                 raise UserError(f"{len(values)} {name} for {len(prompts)} prompts; one for each is needed")
-        with self._begun(sampling, self.keep_prefixes, logit_hook) as session:
+        with self._begun(sampling, self.keep_prefixes) as session:
             for index, ids in enumerate(prompts):
                 seed, limit = (None if values is None else values[index] for values in (seeds, limits))
                 session.add(ids, seed=seed, limit=limit)
             yield from session
 
-    def session(self, sampling: Sampling, *, logit_hook: LogitHook | None = None) -> BuiltinSession:
+    def session(self, sampling: Sampling) -> BuiltinSession:
         """Requests one by one; see engine.py above this folder. Until it is closed, the policy is the engine's. Of a
         policy that is split over processes, every process must open one, and close it."""
-        return self._begun(sampling, True, logit_hook)
+        return self._begun(sampling, True)
 
-    def _begun(self, sampling: Sampling, keeping: bool, logit_hook: LogitHook | None) -> BuiltinSession:
+    def _begun(self, sampling: Sampling, keeping: bool) -> BuiltinSession:
         if self._session is not None:
             raise UserError("the engine is at work already; take all its answers first, or close their stream")
         if sampling.stop_strings and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer; give the engine one")
-        session = self._session = BuiltinSession(self, sampling, keeping, logit_hook)
+        session = self._session = BuiltinSession(self, sampling, keeping)
         try:
             session.finally_do(self._ended)
             session.enter(self.policy.at_work())

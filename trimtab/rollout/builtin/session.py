@@ -29,15 +29,13 @@ if TYPE_CHECKING:
 
 STEPS_BETWEEN_LOOKS = 8
 
-LogitHook = Callable[[torch.Tensor, list[Sample]], torch.Tensor]
-
 
 class BuiltinSession:
     """Until it is closed, the policy is the engine's."""
 
-    def __init__(self, engine: "BuiltinEngine", sampling: Sampling, keeping: bool, logit_hook: LogitHook | None):
+    def __init__(self, engine: "BuiltinEngine", sampling: Sampling, keeping: bool):
         """`keeping`: what was read and drawn may be read again by later requests."""
-        self.engine, self.sampling, self.keeping, self.hook = engine, sampling, keeping, logit_hook
+        self.engine, self.sampling, self.keeping = engine, sampling, keeping
         self.device = engine.policy.device
         self.requests = 0
         self._longest = 0
@@ -120,9 +118,7 @@ class BuiltinSession:
         engine, memory = self.engine, self.engine.memory
         cache = memory.cache(min(engine.slots, len(self._at_work()) + len(self._new)), self._longest, self.device)
         engine.captured.follow(cache, fused=engine.fused is not None)
-        self._graphs: DecodeGraphs | None = None
-        if self.hook is None:
-            self._graphs = engine.captured.decoding(cache, self.sampling, self._longest)
+        self._graphs = engine.captured.decoding(cache, self.sampling, self._longest)
         if self._scheduler is None:
             memory.kept.keeping = self.keeping
             self._scheduler = Scheduler(memory.kept, engine.slots)
@@ -196,8 +192,6 @@ class BuiltinSession:
         seeds = torch.tensor([s.seed for s in samples], device=self.device)
         drawn = torch.zeros_like(seeds) if drawn is None else drawn
         logits = self._runner.logits(hidden)
-        if self.hook is not None:
-            logits = self.hook(logits, samples)
         seen = _seen(samples, logits, newer) if self.sampling.repetition_penalty != 1.0 else None
         return self._sampler.draw(logits, seeds, drawn, seen)
 
