@@ -28,14 +28,19 @@ def from_pretrained(loader: Any, pretrain: str, *, flag: str = "--pretrain", **a
         with hub_or_cache() as reachable:
             return loader.from_pretrained(pretrain, local_files_only=not reachable, **arguments)
     except Exception as error:  # broken files raise whatever the library that reads them likes
-        if (why := needs_code(error)) is not None:
-            raise UserError(f"{flag} {pretrain}: {why}") from error
-        if reachable:
-            raise UserError(f"{flag} {pretrain}: {first_line(error)}") from error
-        raise UserError(
-            f"{flag} {pretrain}: no such local folder, not in the local cache, and the hub cannot be reached "
-            "(check the name, or the network and HF_HUB_OFFLINE)"
-        ) from error
+        raise told(error, pretrain, flag, reachable=reachable) from error
+
+
+def told(error: Exception, pretrain: str, flag: str, *, reachable: bool) -> UserError:
+    """In one line, why a model could not be read or fetched. `reachable`: the hub is, where it was asked."""
+    if (why := needs_code(error)) is not None:
+        return UserError(f"{flag} {pretrain}: {why}")
+    if reachable:
+        return UserError(f"{flag} {pretrain}: {first_line(error)}")
+    return UserError(
+        f"{flag} {pretrain}: no such local folder, not in the local cache, and the hub cannot be reached "
+        "(check the name, or the network and HF_HUB_OFFLINE)"
+    )
 
 
 def refuse_fresh_weights(pretrain: str, found: dict, *, flag: str = "--pretrain") -> None:

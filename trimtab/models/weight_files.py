@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from trimtab.data.hub import hub_or_cache
 from trimtab.models.fingerprint import OF_FILES
-from trimtab.models.hugging_face import safetensors_files
+from trimtab.models.hugging_face import safetensors_files, told
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WINDOWS, WINDOW = 16, 4096  # of each tensor so many pieces of so many bytes tell it from another, and are read at once
@@ -34,7 +35,7 @@ class WeightFiles:
     def find(cls, pretrain: str, flag: str) -> "WeightFiles | None":
         """Of a folder or a hub name; None where the weights are in other files."""
         folder = Path(pretrain).expanduser()
-        paths = safetensors_files(folder, flag) if folder.is_dir() else _fetched(pretrain)
+        paths = safetensors_files(folder, flag) if folder.is_dir() else _fetched(pretrain, flag)
         return cls(paths) if paths else None
 
     def __contains__(self, name: str) -> bool:
@@ -86,22 +87,26 @@ class WeightFiles:
         return end - begin
 
 
-def _fetched(name: str) -> list[Path]:
+def _fetched(name: str, flag: str) -> list[Path]:
     """The files of a model of the hub, in the local cache."""
+    with hub_or_cache() as reachable:
+        try:
+            return _download(name, reachable)
+        except Exception as error:  # a name that is not there, a closed model, a broken connection, an index cut off
+            raise told(error, name, flag, reachable=reachable) from error
+
+
+def _download(name: str, reachable: bool) -> list[Path]:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
-    with hub_or_cache() as reachable:
+    def fetch(file: str) -> Path:
+        return Path(hf_hub_download(name, file, local_files_only=not reachable))
 
-        def fetch(file: str) -> Path:
-            return Path(hf_hub_download(name, file, local_files_only=not reachable))
-
-        try:
-            return [fetch(SINGLE)]
-        except EntryNotFoundError:
-            pass
-        try:
-            index = json.loads(fetch(INDEX).read_text())
-        except EntryNotFoundError:
-            return []
-        return [fetch(file) for file in sorted(set(index["weight_map"].values()))]
+    with suppress(EntryNotFoundError):
+        return [fetch(SINGLE)]
+    try:
+        index = json.loads(fetch(INDEX).read_text())
+    except EntryNotFoundError:
+        return []
+    return [fetch(file) for file in sorted(set(index["weight_map"].values()))]
