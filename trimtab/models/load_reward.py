@@ -77,7 +77,7 @@ def load_frozen_reward_model(
     a frozen policy."""
     head = _stored_head(pretrain, options, flag)
     if mesh and (unfilled := _unfilled_classifier(pretrain, options, mesh, head, flag)):
-        if not unfilled.has_head:
+        if hasattr(unfilled.model, HEAD) and not unfilled.has_head:
             raise UserError(_NO_HEAD.format(flag, pretrain))
         separate_padding(unfilled.model, tokenizer)
         return frozen_in_parts(RewardModel, unfilled, pretrain, options, device, mesh, flag, offload)

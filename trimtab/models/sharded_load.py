@@ -31,7 +31,7 @@ class Unfilled:
     model: nn.Module
     filling: Filling
     weights: str  # fingerprint of the files
-    has_head: bool  # a score head is in the files
+    has_head: bool  # a decoder's score head is in the files
 
 
 def begin(
@@ -56,8 +56,8 @@ def begin(
         return None
     wrong = {entry for entry in mismatched(model, files) if entry[0] != f"{spare}.weight"}
     refuse_fresh_weights(pretrain, {"mismatched_keys": wrong, "missing_keys": set()}, flag=flag)
-    stored = [name for name in (f"{head}.weight", f"{HEAD}.weight") if name in files]
-    has_head = any(files.shape(name) == tuple(getattr(model, HEAD).weight.shape) for name in stored)
+    stored = [files.shape(name) for name in (f"{head}.weight", f"{HEAD}.weight") if name in files]
+    has_head = hasattr(model, HEAD) and tuple(getattr(model, HEAD).weight.shape) in stored
     return Unfilled(model, filling, files.fingerprint(), has_head)
 
 
