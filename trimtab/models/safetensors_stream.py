@@ -1,6 +1,7 @@
 """A safetensors file that is written tensor by tensor: shapes are known beforehand, contents come one after another."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,11 @@ class SafetensorsStream:
         text += b" " * (-len(text) % 8)
         self._expected = list(tensors)
         self._path, self._file = path, path.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        try:
+            self._file.write(len(text).to_bytes(8, "little") + text)
+        except OSError:
+            self.give_up()
+            raise
 
     def write(self, name: str, tensor: Tensor) -> None:
         assert name == self._expected.pop(0), name
@@ -41,4 +46,5 @@ class SafetensorsStream:
         flush(self._path)
 
     def give_up(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # closing writes what is left over, which fails as before
+            self._file.close()
