@@ -1,9 +1,9 @@
 """Write a split model as a Hugging Face folder that no process holds whole.
 
 Tensors are gathered one after another, every process taking part, and written by the process that the file belongs to;
-the others let go of them. Files have at most FILE_BYTES and are dealt out in turn, so a small model is one file of the
-first process, and a large one is written by all. Kinds of models that are stored in another form (Mixtral's experts)
-are gathered layer by layer, and turned back as Hugging Face does.
+the others let go of them. Files have at most FILE_BYTES and are dealt out in turn to those that see the folder, so a
+small model is one file of the first process, and a large one is written by all. Kinds of models that are stored in
+another form (Mixtral's experts) are gathered layer by layer, and turned back as Hugging Face does.
 """
 
 import json
@@ -44,9 +44,11 @@ class SplitWeights:
         place = peers.gather(None if folder is None else str(folder))[0]
         if place is None:
             return
+        # Processes of another machine may not; the first one, which made it, does.
+        writers = [rank for rank, sees in enumerate(peers.gather(Path(place).is_dir())) if sees]
         problem = None
         for number, groups in enumerate(self.files):
-            mine = number % peers.size == peers.rank
+            mine = writers[number % len(writers)] == peers.rank
             error = self._write_file(Path(place) / self.names[number] if mine and problem is None else None, groups)
             problem = problem or error
         if told := next((found for found in peers.gather(problem) if found), None):
