@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from trimtab.config.checks import settle
 from trimtab.config.jobs import RMOptions, SFTOptions
 from trimtab.config.parse import parse
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import find_device, seed_everything
@@ -17,6 +19,7 @@ from trimtab.distributed.sharding import local
 from trimtab.distributed.world import find_world, leave_world
 from trimtab.errors import UserError
 from trimtab.models import load, load_reward, sharded_save
+from trimtab.models.borrowed import BorrowingPolicy
 from trimtab.models.packed import scoring
 from trimtab.models.save import save_model
 from trimtab.models.sharded import mesh_of
@@ -115,6 +118,22 @@ def compare_frozen(job, model, words):
     leave_world()
 
 
+def borrow(model, parameters):
+    """What a fresh proposal says on a split policy's weights is what the policy says. `parameters`: of the embedding
+    and the output head together."""
+    options = options_of("sft", model, "")
+    mesh = mesh_of(options, find_world(find_device()))
+    owner = load_split("sft", options, mesh).model
+    with scoring(owner):
+        expected = values(owner, some_batch())
+    borrowing = BorrowingPolicy(owner, RLOptions(lora_rank=4), find_device(), split=True)
+    with torch.no_grad(), borrowing.at_work():
+        assert torch.equal(values(borrowing.eval(), some_batch()), expected)
+    inner = borrowing.inner
+    assert len({id(inner.model.embed_tokens.weight), id(inner.lm_head.weight)}) == parameters
+    leave_world()
+
+
 def refused(model, expected):
     options = options_of("sft", model, "")
     mesh = mesh_of(options, find_world(find_device()))
@@ -145,6 +164,18 @@ def save(job, model, words, folder, file_bytes):
     if mesh.leads:
         alone = load_split(job, options, None, whole=True)
         save_model(alone.model, tokenizer, folder / "whole", bf16=options.bf16)
+    leave_world()
+
+
+def save_over_machines(model, folder):
+    """The second process is on a machine that does not see the first one's folder."""
+    options = options_of("sft", model, "")
+    mesh = mesh_of(options, find_world(find_device()))
+    loaded = load_split("sft", options, mesh)
+    sharded_save.FILE_BYTES = 10_000
+    if mesh.all.rank == 1:
+        sharded_save.Path = lambda place: Path(f"/another machine/{place}")
+    save_model(loaded.model, load_tokenizer(model), folder / "split", mesh=mesh)
     leave_world()
 
 

@@ -1,7 +1,9 @@
 """A model of which each process reads and writes its parts is, bit for bit, the one that is loaded and saved whole."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +11,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests import warm
-from tests.models.splitting import compare, compare_frozen, read_whole, refused, save, save_on_a_full_disk
+from tests.models.splitting import (
+    borrow,
+    compare,
+    compare_frozen,
+    read_whole,
+    refused,
+    save,
+    save_on_a_full_disk,
+    save_over_machines,
+)
+from tests.rewards.encoder import write_encoder
 from tests.tiny import tiny_model
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.models.reward import rename_head
+from trimtab.models.safetensors_stream import SafetensorsStream
 
 KINDS = {
     "llama": ("sft", "llama", ""),
@@ -38,6 +51,7 @@ def folder(tmp_path_factory):
     reward.save_pretrained(folder / "renamed")
     tokenizer.save_pretrained(folder / "renamed")
     rename_head(folder / "renamed", "score", "value_head")
+    write_encoder(folder / "encoder")
     return folder
 
 
@@ -49,10 +63,25 @@ def test_what_is_read_in_parts_is_what_is_loaded_whole_and_split(folder, kind):
 
 @pytest.mark.parametrize(
     ("job", "family", "words"),
-    [("sft", "qwen3", "--bf16"), ("sft", "mixtral", ""), ("rm", "renamed", "--value_head_prefix value_head --bf16")],
+    [
+        ("sft", "qwen3", "--bf16"),
+        ("sft", "mixtral", ""),
+        ("rm", "renamed", "--value_head_prefix value_head --bf16"),
+        ("rm", "encoder", ""),
+    ],
 )
 def test_a_model_that_only_scores_is_read_in_parts_too(folder, job, family, words):
     assert warm.call_world(compare_frozen, 2, job, str(folder / family), words) == [0, 0]
+
+
+def test_weights_that_only_the_configuration_ties_are_lent_apart(folder, tmp_path):
+    apart = tmp_path / "apart"
+    shutil.copytree(folder / "llama_tied", apart)
+    tensors = load_file(apart / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).clone()
+    save_file(tensors, apart / "model.safetensors", metadata={"format": "pt"})
+    for model, parameters in ((folder / "llama_tied", 1), (apart, 2)):
+        assert warm.call_world(borrow, 2, str(model), parameters) == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -124,6 +153,22 @@ def test_a_folder_in_many_files_loads_as_any_other(folder, tmp_path):
     loaded, expected = (AutoModelForCausalLM.from_pretrained(p) for p in (tmp_path / "split", folder / "mixtral"))
     for (name, ours), theirs in zip(loaded.named_parameters(), expected.parameters()):
         assert torch.equal(ours, theirs), name
+
+
+def test_processes_that_do_not_see_the_folder_leave_the_files_to_those_that_do(folder, tmp_path):
+    assert warm.call_world(save_over_machines, 2, str(folder / "llama"), tmp_path) == [0, 0]
+    tensors, expected = tensors_of(tmp_path / "split"), tensors_of(folder / "llama")
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert len(list((tmp_path / "split").glob("*.safetensors"))) > 2
+
+
+def test_a_file_whose_header_cannot_be_written_is_not_left_open():
+    tensors = {f"a long name {number}": torch.empty(1) for number in range(1000)}
+    with pytest.raises(OSError, match="No space left") as kept:  # as whoever reports it keeps it, frames and all
+        SafetensorsStream(Path("/dev/full"), tensors)
+    assert kept.tb
+    assert not [link for link in Path("/proc/self/fd").iterdir() if os.path.realpath(link) == "/dev/full"]
 
 
 @pytest.mark.parametrize("full_rank", [0, 1])

@@ -81,9 +81,11 @@ def _hollow(owner: Policy, options: RLOptions) -> tuple[nn.Module, list[tuple[nn
             for leaf, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                if id(parameter) not in made:
+                # What is tied is told by the owner's parameters: files may hold two where the configuration ties.
+                lent = id(getattr(theirs, leaf))
+                if lent not in made:
                     hollow = torch.zeros((), device=owner.device).expand(parameter.shape)
-                    made[id(parameter)] = nn.Parameter(hollow, requires_grad=False)
-                    loans.append((made[id(parameter)], (theirs, leaf)))
-                module._parameters[leaf] = made[id(parameter)]
+                    made[lent] = nn.Parameter(hollow, requires_grad=False)
+                    loans.append((made[lent], (theirs, leaf)))
+                module._parameters[leaf] = made[lent]
     return model, loans
