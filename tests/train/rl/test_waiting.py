@@ -62,7 +62,7 @@ def wait_for(told, log, process):
     warm.wait_until(lambda: log.exists() and told in log.read_text(), process)
 
 
-def end(process, log, number, told="waiting for"):
+def end(process, log, number, told="samples; given up"):
     """Send the signal once the run says that it waits; seconds until it has ended."""
     wait_for(told, log, process)
     began = time.monotonic()
@@ -123,6 +123,21 @@ def test_a_signal_to_the_second_process_while_the_first_one_loads_its_reward_sto
     first.join(20)
     second.join(20)
     assert first.exitcode == 128 + signal.SIGTERM, (tmp_path / "log.0").read_text()
+
+
+def test_a_stop_while_another_process_builds_its_roles_ends_both_without_a_traceback(folder, tmp_path):
+    (tmp_path / "reward.py").write_text(NEVER_LOADS.replace('== "0"', '== "1"'))
+    words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier")
+    words += ["--reward_func", f"{tmp_path}/reward.py"]
+    first, second = warm.start_world(words, 2, log=tmp_path / "log", prepare={1: impatient})
+    wait_for("reward.py to be loaded", tmp_path / "log.1", second)
+    for process in (first, second):  # as launchers do
+        os.kill(process.pid, signal.SIGTERM)
+    for process in (first, second):
+        process.join(20)
+    said = [(tmp_path / f"log.{rank}").read_text() for rank in (0, 1)]
+    assert [first.exitcode, second.exitcode] == [128 + signal.SIGTERM] * 2, said
+    assert "nothing is lost" in said[0] and not any("Traceback" in text for text in said)
 
 
 def test_a_file_that_never_loads_does_not_hold_a_run_that_is_told_to_stop(folder, tmp_path):
