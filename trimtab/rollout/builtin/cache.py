@@ -33,8 +33,8 @@ class KVCache:
             setattr(self, name, larger)
         self.pages = pages
 
-    def replace(self, pages: int) -> None:
-        """By so many that hold nothing."""
+    def renew(self, pages: int) -> None:
+        """With so many, which hold nothing."""
         del self.keys, self.values  # their room first
         self.keys, self.values, self.pages = self._made(pages), self._made(pages), pages
 

@@ -49,14 +49,14 @@ class KVMemory:
         elif self.pool.used == self.kept.alone:  # nobody is at work with it: its own room may be planned anew
             pages = min(wanted, self._affordable(free + self.held))
             if pages > cache.pages:
-                self._replace(cache, pages)
+                self._renew(cache, pages)
 
-    def _replace(self, cache: KVCache, pages: int) -> None:
+    def _renew(self, cache: KVCache, pages: int) -> None:
         assert self._pages is not None
         pool, kept = both = self._pages
         kept.forget()
         self.release()  # there is none, should making it fail
-        cache.replace(pages)
+        cache.renew(pages)
         pool.grow(pages)
         self._cache, self._pages = cache, both
 
