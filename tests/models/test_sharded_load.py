@@ -55,7 +55,10 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind", KINDS)
+LONG = ("bf16", "experts", "renamed head")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.long] if k in LONG else []) for k in KINDS])
 def test_what_is_read_in_parts_is_what_is_loaded_whole_and_split(folder, kind):
     job, family, words = KINDS[kind]
     assert warm.call_world(compare, 2, job, str(folder / family), words) == [0, 0]
@@ -64,7 +67,7 @@ def test_what_is_read_in_parts_is_what_is_loaded_whole_and_split(folder, kind):
 @pytest.mark.parametrize(
     ("job", "family", "words"),
     [
-        ("sft", "qwen3", "--bf16"),
+        pytest.param("sft", "qwen3", "--bf16", marks=pytest.mark.long),
         ("sft", "mixtral", ""),
         ("rm", "renamed", "--value_head_prefix value_head --bf16"),
         ("rm", "encoder", ""),
@@ -115,9 +118,9 @@ def test_pickled_weights_are_read_whole_and_that_is_said(folder, tmp_path):
     ("job", "family", "words", "file_bytes"),
     [
         ("sft", "qwen3", "", 10**9),
-        ("sft", "llama", "--bf16", 10_000),
+        pytest.param("sft", "llama", "--bf16", 10_000, marks=pytest.mark.long),
         ("sft", "mixtral", "", 60_000),
-        ("rm", "llama", "--value_head_prefix value", 10_000),
+        pytest.param("rm", "llama", "--value_head_prefix value", 10_000, marks=pytest.mark.long),
         ("rm", "renamed", "--value_head_prefix value_head", 10_000),
         ("rm", "llama_tied", "--bf16 --lora_rank 2", 10_000),
     ],

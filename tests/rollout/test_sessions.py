@@ -193,7 +193,11 @@ def test_what_is_kept_makes_room_the_oldest_first():
     assert read_for(given[1]) > 1
 
 
-@pytest.mark.parametrize("memory", [TIGHT, {"kv_tokens": 120, "slots": 3, "page_size": 4}, {}])
+LONG = pytest.mark.long
+SMALL_PAGES = {"kv_tokens": 120, "slots": 3, "page_size": 4}
+
+
+@pytest.mark.parametrize("memory", [TIGHT, pytest.param(SMALL_PAGES, marks=LONG), pytest.param({}, marks=LONG)])
 def test_turns_of_many_conversations_in_little_memory_equal_the_texts_read_anew(memory):
     policy = policy_of()
     engine = BuiltinEngine(policy, **memory)

@@ -99,7 +99,7 @@ def test_a_reward_model_on_one_of_two_processes_gives_what_it_gives_alone(folder
     assert len(found["one"]) > 4 and found["one"] == [(text, reward.expected) for text, reward in found["two"]]
 
 
-@pytest.mark.parametrize("kept", ["--zero_stage 3", "--ref_reward_offload"])
+@pytest.mark.parametrize("kept", ["--zero_stage 3", pytest.param("--ref_reward_offload", marks=pytest.mark.long)])
 def test_a_split_reward_model_makes_equally_many_passes_in_all_processes(folder, tmp_path, kept):
     """Five answers in passes of one: three in one process, two in the other."""
     uneven = f"--micro_rollout_batch_size 1 --rollout_batch_size 5 --n_samples_per_prompt 1 {kept}"
@@ -112,8 +112,8 @@ def test_a_split_reward_model_makes_equally_many_passes_in_all_processes(folder,
     assert rewards[0] == pytest.approx(rewards[1], abs=1e-5) and abs(rewards[0]) > 1e-3
 
 
-def test_a_controller_that_is_asked_to_hold_no_model_holds_none(folder, tmp_path):
-    for name, more in (("with", ""), ("without", "--controller_apart")):
-        prepare = {0: partial(count_parameters, tmp_path / name)}
-        assert warm.run_world(words(folder, tmp_path / f"out-{name}", more), 2, prepare=prepare) == [0, 0]
-    assert int((tmp_path / "with").read_text()) > 0 and int((tmp_path / "without").read_text()) == 0
+@pytest.mark.parametrize("apart, held", [("--controller_apart", False), pytest.param("", True, marks=pytest.mark.long)])
+def test_a_controller_holds_parameters_unless_it_is_asked_to_hold_none(folder, tmp_path, apart, held):
+    prepare = {0: partial(count_parameters, tmp_path / "count")}
+    assert warm.run_world(words(folder, tmp_path / "out", apart), 2, prepare=prepare) == [0, 0]
+    assert (int((tmp_path / "count").read_text()) > 0) == held
