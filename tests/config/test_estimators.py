@@ -85,6 +85,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_what_the_page_adds_is_an_estimator_like_the_others(changed):
     # There `trimtab` is the copy, and `tests` are ours.
     known = os.environ | {"PYTHONPATH": f"{changed}{os.pathsep}{ROOT}"}

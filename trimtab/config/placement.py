@@ -113,6 +113,23 @@ class ClusterOptions(ProcessOptions, PlacementOptions, VLLMOptions):
         gpus = self.actor_num_gpus_per_node or (self.engine_gpus if self.colocate_all_models else 0)
         return gpus if gpus > 1 and self.nproc == 1 else self.nproc
 
+    def ranks(self, asked: int | None, processes: int) -> range:
+        """Of the processes of a launcher, those of a role that is to have so many: the last ones, since the first one
+        also runs the loop."""
+        first = 1 if self.controller_apart and processes > 1 else 0
+        return range(processes)[first:][-(asked or processes) :]
+
+    def group_sizes(self, processes: int) -> dict[str, int]:
+        """In how many of the processes each model is."""
+        asked = {
+            "actor": None,
+            "reference": self.ref_num_gpus_per_node,
+            "teacher": None,
+            "critic": self.critic_num_gpus_per_node,
+            "reward": self.reward_num_gpus_per_node,
+        }
+        return {name: len(self.ranks(number, processes)) for name, number in asked.items()}
+
     def settle(self, changes: dict[str, Any]) -> Iterable[str]:
         changes["nproc"] = self.processes
         return ()

@@ -71,7 +71,10 @@ def count_parameters(place: Path) -> None:
     "layout",
     [
         "--reward_num_gpus_per_node 1",
-        "--ref_num_gpus_per_node 1 --critic_num_gpus_per_node 1 --colocate_all_models --zero_stage 3",
+        pytest.param(
+            "--ref_num_gpus_per_node 1 --critic_num_gpus_per_node 1 --colocate_all_models --zero_stage 3",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_gradients_of_a_recorded_rollout_are_those_of_one_process(folder, tmp_path, layout):

@@ -37,6 +37,7 @@ def test_the_toy_s_reward_reads_the_toy_s_words():
     assert tokenizer("word7 bad3").input_ids == [WORDS.index("word7"), BAD_TOKENS[3]]
 
 
+@pytest.mark.long
 def test_the_toy_experiment_ends_when_a_run_fails(tmp_path):
     settings = {"PYTHON": sys.executable, "OUT": str(tmp_path / "toy"), "SEEDS": "1"}
     done = subprocess.run(

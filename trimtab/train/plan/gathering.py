@@ -12,7 +12,6 @@ from trimtab.models.packed import PackedModel
 from trimtab.train.plan.hardware import GIB, Hardware, of_device
 from trimtab.train.plan.memory import Part
 from trimtab.train.plan.work import frozen_models, trained_models
-from trimtab.train.rl.description import group_sizes
 
 PHASES = ("rollout",)
 
@@ -41,7 +40,7 @@ def in_words(options: RLOptions, processes: int, hardware: Hardware, sharers: in
 def gathered_parts(options: RLOptions, processes: int, *, accelerator: bool) -> list[Part]:
     """The policy's gathered weights, and what a process holds besides."""
     trained = trained_models(options)
-    sizes = group_sizes(options, processes)
+    sizes = options.group_sizes(processes)
     parts = [Part("actor: weights, gathered", _working(options, trained["actor"]), PHASES)]
     for name, model in trained.items():
         share = sizes[name] if options.zero_stage > 0 else 1

@@ -4,7 +4,7 @@ import dataclasses
 
 from trimtab.config.jobs import TailOptions
 from trimtab.distributed.staging import Unit
-from trimtab.train.rl.description import ranks_of, units_of
+from trimtab.train.rl.description import units_of
 from trimtab.train.tail import builders
 
 
@@ -21,6 +21,6 @@ def tail_units_of(options: TailOptions, processes: int) -> list[Unit]:
         roles.append("bad_words")
     units = [dataclasses.replace(actor, build=builders.build_actor, roles=tuple(roles)), *others]
     if start == "start" and options.lora_rank == 0:
-        ranks = ranks_of(options.ref_num_gpus_per_node, options, processes)
+        ranks = options.ranks(options.ref_num_gpus_per_node, processes)
         units.append(Unit("start", builders.build_start, ("start",), ranks))
     return units
