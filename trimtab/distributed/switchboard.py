@@ -110,7 +110,11 @@ class Switchboard:
             try:
                 if (asked := self._receive(0)) is None:
                     return
-                self._send(self._perform(*asked), 0)
+                result = self._perform(*asked)
+                if reason_to_call_off() is not None:  # nobody listens any more on the old connections
+                    self.meet_again()
+                    continue
+                self._send(result, 0)
             except OutOfMemory:
                 self.meet_again()
             except BaseException as error:
@@ -135,9 +139,10 @@ class Switchboard:
         return [(dist.isend(part, rank, group=self._channel), part) for part in parts]
 
     def _send(self, value: Any, rank: int) -> None:
+        message = self._wire.pack(value)
         with pulse.waiting():
-            for sending, _ in self._post(value, rank):
-                sending.wait()
+            dist.send(torch.tensor([len(message)]), rank, group=self._channel)
+            dist.send(message, rank, group=self._channel)
 
     def _receive(self, rank: int, seconds: float | None = None, late: str = "") -> Any:
         size = torch.zeros(1, dtype=torch.int64)
