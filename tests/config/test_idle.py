@@ -398,6 +398,22 @@ def test_sixteen_gpus_asked_for_and_four_used_is_said():
     assert line == "all models share 2 processes: --actor_num_gpus_per_node set aside"
 
 
+def test_with_ray_the_placement_is_followed_and_nothing_is_said():
+    words = " ".join(f"--{role}_num_gpus_per_node 4 --{role}_num_nodes 2" for role in ("actor", "ref", "reward"))
+    for more in ("", "--colocate_all_models", "--colocate_actor_ref False"):
+        assert lines_of("ppo", f"{RL} --ray {words} {more}") == []
+    (line,) = lines_of("ppo", f"{RL} --colocate_actor_ref False")
+    assert line == "--colocate_actor_ref False has no effect without --ray: all models share the processes"
+    (line,) = lines_of("ppo", f"{RL} --ray --controller_apart")
+    assert line.startswith("--controller_apart has no effect with --ray")
+
+
+def test_with_ray_a_step_per_device_is_counted_over_all_machines_of_the_policy():
+    words = "--per_device_train_batch_size 4 --ray --actor_num_gpus_per_node 4 --actor_num_nodes 2"
+    (line,) = lines_of("ppo", f"{RL} {words}")
+    assert line == "a step is 32 samples: 4 in a pass x 1 passes x 8 processes"
+
+
 @pytest.mark.parametrize("verb, words", [("sft", SFT), ("dpo", SFT), ("ppo", RL)])
 def test_four_bit_weights_are_refused_over_several_processes(verb, words):
     quantised = f"{words} --load_in_4bit --bf16 --lora_rank 8"
@@ -409,3 +425,5 @@ def test_four_bit_weights_are_refused_over_several_processes(verb, words):
 def test_four_bit_weights_are_refused_where_the_policys_gpus_are_several():
     with pytest.raises(UserError, match="4-bit weights cannot be split"):
         lines_of("ppo", f"{RL} --load_in_4bit --bf16 --lora_rank 8 --actor_num_gpus_per_node 2")
+    with pytest.raises(UserError, match="4-bit weights cannot be split"):
+        lines_of("ppo", f"{RL} --load_in_4bit --bf16 --lora_rank 8 --actor_num_nodes 2 --ray")

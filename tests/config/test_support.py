@@ -112,6 +112,16 @@ def test_several_machines_are_a_problem_of_their_own():
     assert problem.startswith("--actor_num_nodes 2 asks for several machines")
 
 
+def test_with_ray_the_cluster_is_asked_and_not_this_machine(monkeypatch):
+    options = PPOOptions(ray=True, actor_num_nodes=4, **EIGHT, vllm_num_engines=4)
+    (problem,) = problems(options)
+    assert problem == (
+        "--ray needs the package ray: pip install 'trimtab[ray]', or stay on this machine with --ray False"
+    )
+    monkeypatch.setattr(support, "find_spec", lambda module: object())
+    assert problems(options) == []
+
+
 def test_an_engine_larger_than_this_machine_is_a_problem():
     (problem,) = problems(GenerateOptions(tp_size=4), here=2)
     assert problem == "--tp_size 4 asks for more GPUs than the 2 of this machine: leave it out"

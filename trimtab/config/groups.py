@@ -414,6 +414,6 @@ class ShardingOptions(ProcessOptions):
     """DeepSpeed's DeepCompile. Not implemented."""
 
     def check(self) -> Iterable[str]:
-        if self.nproc > 1 and isinstance(self, LoadOptions) and self.load_in_4bit:
+        if self.processes > 1 and isinstance(self, LoadOptions) and self.load_in_4bit:
             raise UserError("--load_in_4bit: 4-bit weights cannot be split; train in one process")
         return ()

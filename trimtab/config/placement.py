@@ -1,16 +1,22 @@
-"""Groups of options that say what an RL command asks for in machines, GPUs and vLLM engines, against what is here.
+"""Groups of options that say what an RL command asks for in machines, GPUs and vLLM engines.
 
-On one machine the models and the built-in engine share its processes; spreading them is left out so far.
+With --ray the models are spread over a cluster as these options say (distributed/cluster/layout reads them). Without,
+they and the built-in engine share the processes of one machine, and what is asked for is compared with what is here.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from trimtab.config.groups import PrefixOptions, ProcessOptions
 from trimtab.config.option import Options, option
+from trimtab.errors import UserError
 
 ROLES = ("actor", "ref", "critic", "reward")
+COLOCATING = ("colocate_actor_ref", "colocate_critic_reward", "colocate_all_models")
+# The units of a run that may be in fewer processes than the policy, and whose options say so.
+_PLACED_BY = {"reference": "ref", "start": "ref", "critic": "critic", "reward": "reward"}
 # What has nothing to do without vLLM. Its other options describe what the built-in engine always does.
 _OF_OTHER_ENGINES = (
     *("vllm_num_engines", "vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_sync_backend"),
@@ -23,31 +29,39 @@ _NOTHING_ASKED = {"vllm_num_engines": 0, "vllm_tensor_parallel_size": 1}
 class PlacementOptions(Options):
     """Placement"""
 
+    ray: bool = False
+    """Run on a Ray cluster, with models and engines placed as the options below say; without, on this machine, where
+    all models share the processes."""
+    max_restarts: int = option(0, at_least=0, needs="ray")
+    """How often a run that lost a process or a machine of its cluster begins again from its last checkpoint."""
+    restart_wait: float = option(300.0, above=0, needs="max_restarts")
+    """Seconds to wait, before such a beginning, for what was lost to be there again."""
     actor_num_nodes: int = option(1, at_least=1)
     """Machines of the policy."""
     # OpenRLHF's 8 would refuse every smaller machine; unset is what is here.
     actor_num_gpus_per_node: int | None = option(None, at_least=1)
-    """GPUs of the policy on each machine, which all models share here; unset: --nproc."""
+    """GPUs, and processes, of the policy on each machine; unset: --nproc."""
     ref_num_nodes: int = option(1, at_least=1)
     """Machines of the reference."""
     ref_num_gpus_per_node: int | None = option(None, at_least=1)
-    """GPUs of the reference on each machine; fewer than --nproc: so many of the processes."""
+    """GPUs of the reference on each machine; unset: those of the policy. Without --ray: how many of the processes."""
     critic_num_nodes: int = option(1, at_least=1)
     """Machines of the critic."""
     critic_num_gpus_per_node: int | None = option(None, at_least=1)
-    """GPUs of the critic on each machine; fewer than --nproc: so many of the processes."""
+    """GPUs of the critic on each machine; unset: those of the policy. Without --ray: how many of the processes."""
     reward_num_nodes: int = option(1, at_least=1)
     """Machines of the reward models."""
     reward_num_gpus_per_node: int | None = option(None, at_least=1)
-    """GPUs of the reward models on each machine; fewer than --nproc: so many of the processes."""
-    colocate_actor_ref: bool = option(False, always=True)
-    """Policy and reference share GPUs; here they always do."""
-    colocate_critic_reward: bool = option(False, always=True)
-    """Critic and reward models share GPUs; here they always do."""
-    colocate_all_models: bool = option(False, always=True)
-    """All models and the rollout engine share GPUs; here they always do."""
+    """GPUs of the reward models on each machine; unset: those of the policy. Without --ray: how many of the
+    processes."""
+    colocate_actor_ref: bool = False
+    """Policy and reference share GPUs; without --ray they always do."""
+    colocate_critic_reward: bool = False
+    """Critic and reward models share GPUs; without --ray they always do."""
+    colocate_all_models: bool = False
+    """All models and the rollout engines share GPUs; without --ray they always do."""
     controller_apart: bool = False
-    """Of several processes the first one runs the loop alone and holds no model."""
+    """Of several processes the first one runs the loop alone and holds no model; with --ray that is always so."""
     ref_reward_offload: bool = False
     """Keep the weights of reference and reward models in main memory and bring them to the device to score."""
     deepspeed_enable_sleep: bool = False
@@ -64,6 +78,9 @@ class PlacementOptions(Options):
     def check(self) -> Iterable[str]:
         if self.asks("deepspeed_enable_sleep"):
             yield "--deepspeed_enable_sleep has no effect: to keep the optimiser off the device use --adam_offload"
+        for name in COLOCATING:
+            if not self.ray and name in self.given and not getattr(self, name):
+                yield f"--{name} False has no effect without --ray: all models share the processes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,33 +125,49 @@ class ClusterOptions(ProcessOptions, PlacementOptions, VLLMOptions):
     """Placement"""
 
     @property
-    def processes(self) -> int:
+    def policy_per_node(self) -> int:
+        """Processes of the policy on each of its machines."""
         # Engines that share the policy's GPUs are as many as these are.
-        gpus = self.actor_num_gpus_per_node or (self.engine_gpus if self.colocate_all_models else 0)
+        engines = self.engine_gpus if self.colocate_all_models else 0
+        gpus = self.actor_num_gpus_per_node or math.ceil(engines / (self.actor_num_nodes if self.ray else 1))
         return gpus if gpus > 1 and self.nproc == 1 else self.nproc
 
-    def ranks(self, asked: int | None, processes: int) -> range:
-        """Of the processes of a launcher, those of a role that is to have so many: the last ones, since the first one
-        also runs the loop."""
+    @property
+    def processes(self) -> int:
+        return self.policy_per_node * (self.actor_num_nodes if self.ray else 1)
+
+    @property
+    def engines_apart(self) -> int:
+        """Engines that are processes of their own in a cluster."""
+        return (self.vllm_num_engines or 0) if self.ray else 0
+
+    def ranks_of(self, unit: str, processes: int) -> range:
+        """Of the processes of a launcher, those that hold a unit: the last ones, since the first one also runs the
+        loop."""
         first = 1 if self.controller_apart and processes > 1 else 0
+        flag = _PLACED_BY.get(unit)
+        asked = getattr(self, f"{flag}_num_gpus_per_node") if flag else None
         return range(processes)[first:][-(asked or processes) :]
 
     def group_sizes(self, processes: int) -> dict[str, int]:
-        """In how many of the processes each model is."""
-        asked = {
-            "actor": None,
-            "reference": self.ref_num_gpus_per_node,
-            "teacher": None,
-            "critic": self.critic_num_gpus_per_node,
-            "reward": self.reward_num_gpus_per_node,
-        }
-        return {name: len(self.ranks(number, processes)) for name, number in asked.items()}
+        """In how many of the processes of a launcher each model is."""
+        names = ("actor", "reference", "teacher", "critic", "reward")
+        return {name: len(self.ranks_of(name, processes)) for name in names}
 
     def settle(self, changes: dict[str, Any]) -> Iterable[str]:
-        changes["nproc"] = self.processes
+        asked = self.actor_num_gpus_per_node
+        if self.ray and asked and self.asks("nproc") and self.nproc != asked:
+            raise UserError(
+                f"--nproc {self.nproc} and --actor_num_gpus_per_node {asked} both say how many processes the policy has"
+                " on a machine: leave --nproc out"
+            )
+        changes["nproc"] = self.policy_per_node
         return ()
 
     def check(self) -> Iterable[str]:
+        if self.ray:
+            yield from self.idle(["controller_apart"], "with --ray: the loop is always in a process of its own")
+            return
         asked = self.gpus_asked_for()
         used = "one process" if self.nproc == 1 else f"{self.nproc} processes"
         given = [name for role in ROLES if self.asks(name := f"{role}_num_gpus_per_node")]
@@ -166,9 +199,12 @@ class ClusterOptions(ProcessOptions, PlacementOptions, VLLMOptions):
         return first + second + self.engine_gpus
 
     def problems(self, accelerators: Callable[[], int]) -> list[str]:
-        """What is asked for and not here; `accelerators` counts those of this machine."""
+        """What is asked for and not here; `accelerators` counts those of this machine. With --ray a look at the cluster
+        answers that, at the start."""
+        if self.ray:
+            return []
         problems = [
-            f"--{role}_num_nodes {nodes} asks for several machines, which is not implemented yet: use 1"
+            f"--{role}_num_nodes {nodes} asks for several machines: add --ray, or use 1"
             for role in ROLES
             if (nodes := getattr(self, f"{role}_num_nodes")) > 1
         ]

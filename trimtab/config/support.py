@@ -30,6 +30,10 @@ def hardware_problems(options: Options, accelerators: Callable[[], int]) -> list
     for flag, (module, package) in _packages(options).items():
         if not _installed(module):
             problems.append(f"{flag} needs the package {module}: pip install {package}, or leave the option out")
+    if isinstance(options, ClusterOptions) and options.ray and not _installed("ray"):
+        problems.append(
+            "--ray needs the package ray: pip install 'trimtab[ray]', or stay on this machine with --ray False"
+        )
     return problems
 
 

@@ -1,26 +1,44 @@
-"""Which roles an RL run has, and which processes of a launcher each of them is in."""
+"""Which roles an RL run has, and which processes each of them is in: of a launcher, or of a cluster."""
+
+import dataclasses
+from collections.abc import Iterable
 
 from trimtab.config.jobs import RLOptions
 from trimtab.config.sources import listed
+from trimtab.distributed.cluster.layout import Layout, layout_of
 from trimtab.distributed.staging import Unit
 from trimtab.train.rl import builders
 from trimtab.train.rl.builders import has_reference
 
 
 def units_of(options: RLOptions, processes: int) -> list[Unit]:
-    everywhere = options.ranks(None, processes)
+    return in_their_processes(options, described(options), processes)
+
+
+def described(options: RLOptions) -> list[Unit]:
+    """The units of a run, in no process yet."""
     shares_policy = has_reference(options) and options.lora_rank > 0
     actor_roles = ("actor", "rollouts", *(["reference"] if shares_policy else []))
-    units = [Unit("actor", builders.build_actor, actor_roles, everywhere)]
+    units = [Unit("actor", builders.build_actor, actor_roles)]
     if has_reference(options) and not shares_policy:
-        ranks = options.ranks(options.ref_num_gpus_per_node, processes)
-        units.append(Unit("reference", builders.build_reference, ("reference",), ranks))
+        units.append(Unit("reference", builders.build_reference, ("reference",)))
     if options.teacher_model:
-        units.append(Unit("teacher", builders.build_teacher, ("teacher",), everywhere))
+        units.append(Unit("teacher", builders.build_teacher, ("teacher",)))
     if options.estimator.critic:
-        ranks = options.ranks(options.critic_num_gpus_per_node, processes)
-        units.append(Unit("critic", builders.build_critic, ("critic",), ranks))
+        units.append(Unit("critic", builders.build_critic, ("critic",)))
     if listed(options.reward_pretrain):
-        ranks = options.ranks(options.reward_num_gpus_per_node, processes)
-        units.append(Unit("reward", builders.build_reward_models, ("reward",), ranks))
+        units.append(Unit("reward", builders.build_reward_models, ("reward",)))
     return units
+
+
+def in_their_processes(options: RLOptions, units: Iterable[Unit], processes: int) -> list[Unit]:
+    """`processes`: how many a launcher started; in a cluster the options say it all."""
+    units = list(units)
+    if not options.ray:
+        return [dataclasses.replace(unit, ranks=options.ranks_of(unit.name, processes)) for unit in units]
+    layout = layout_of_units(options, units)
+    return [dataclasses.replace(unit, ranks=layout.ranks_of(unit.name)) for unit in units]
+
+
+def layout_of_units(options: RLOptions, units: Iterable[Unit]) -> Layout:
+    return layout_of(options, [unit.name for unit in units])
