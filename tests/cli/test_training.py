@@ -100,13 +100,56 @@ def test_gpus_that_are_not_here_are_a_warning_in_a_dry_run_and_a_refusal_at_the_
     monkeypatch.setattr("trimtab.distributed.device.count_accelerators", lambda: 1)
     stub("rl", rehearse=lambda options: [])
     words = [*PROMPTS, "--actor_num_nodes", "2", "--actor_num_gpus_per_node", "8"]
-    assert train_ppo_ray.main([*words, "--dry_run"]) == 0
+    assert train_ppo.main([*words, "--dry_run"]) == 0
     machines, gpus = capsys.readouterr().err.splitlines()
     assert machines.startswith("trimtab ppo: warning: --actor_num_nodes 2 asks for several machines")
     assert gpus.startswith("trimtab ppo: warning: models and engines ask for 8 GPUs, and this machine has 1")
-    assert train_ppo_ray.main(words) == 2
+    assert train_ppo.main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("trimtab ppo: error: --actor_num_nodes 2 asks") and "ask for 8 GPUs" in line
+
+
+@pytest.mark.parametrize(
+    "module, words, ray",
+    [
+        (train_ppo_ray, [], True),
+        (train_ppo_ray, ["--ray", "False"], False),
+        (train_ppo_ray, ["--advantage_estimator", "reinforce"], True),
+        (train_grpo, ["--ray"], True),
+        (train_ppo, [], False),
+    ],
+)
+def test_the_module_that_is_named_after_ray_means_it(module, words, ray, stub, monkeypatch, capsys):
+    seen = []
+    stub("rl", train=seen.append)
+    monkeypatch.setattr("trimtab.cli.training.watch", lambda limit: None)
+    monkeypatch.setattr("trimtab.config.support.find_spec", lambda module: object())
+    assert module.main([*PROMPTS, *words]) == 0
+    assert seen[0].ray is ray
+
+
+def test_with_ray_no_launcher_starts_processes(stub, monkeypatch, capsys):
+    seen = []
+    stub("rl", train=seen.append)
+    monkeypatch.setattr("trimtab.cli.training.watch", lambda limit: None)
+    monkeypatch.setattr("trimtab.cli.training.launch", None)
+    monkeypatch.setattr("trimtab.config.support.find_spec", lambda module: object())
+    assert train_ppo_ray.main([*PROMPTS, "--actor_num_nodes", "2", "--actor_num_gpus_per_node", "8"]) == 0
+    assert (seen[0].nproc, seen[0].processes) == (8, 16)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train_ppo_ray.main(PROMPTS) == 2
+    assert "error: --ray starts the processes of a run by itself" in capsys.readouterr().err
+
+
+def test_without_the_package_ray_says_how_to_get_it_or_do_without(stub, monkeypatch, capsys):
+    monkeypatch.setattr("trimtab.config.support.find_spec", lambda module: None)
+    stub("rl")
+    assert train_ppo_ray.main(PROMPTS) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "trimtab ppo: error: --ray needs the package ray: pip install 'trimtab[ray]', or stay on this machine with "
+        "--ray False"
+    )
 
 
 @pytest.mark.parametrize("verb", JOBS)

@@ -12,6 +12,7 @@ from trimtab.config.dump import redact, secrets_of, to_yaml
 from trimtab.config.groups import CallOptions, PrecisionOptions, ProcessOptions
 from trimtab.config.option import Options
 from trimtab.config.parse import parse
+from trimtab.config.placement import ClusterOptions
 from trimtab.config.support import hardware_problems
 from trimtab.data.hub import trusting
 from trimtab.errors import Interrupted, RunFailed, UserError
@@ -64,7 +65,12 @@ def run_job(
 
 def _only_launches(options: CallOptions) -> bool:
     """Whether this process starts others that do the work."""
-    return isinstance(options, ProcessOptions) and options.nproc > 1 and "WORLD_SIZE" not in os.environ
+    several = isinstance(options, ProcessOptions) and options.nproc > 1 and "WORLD_SIZE" not in os.environ
+    return several or on_a_cluster(options)
+
+
+def on_a_cluster(options: Options) -> bool:
+    return isinstance(options, ClusterOptions) and options.ray
 
 
 def _in_working_precision(options: Job) -> Job:

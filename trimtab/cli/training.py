@@ -15,12 +15,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
-from trimtab.cli.run import run_job, say
+from trimtab.cli.run import on_a_cluster, run_job, say
 from trimtab.config.groups import AnswerOptions, CheckpointOptions
 from trimtab.config.jobs import TRAINED, TrainedOptions
 from trimtab.distributed.launch import launch
 from trimtab.distributed.watch import watch
-from trimtab.errors import Interrupted, RunFailed
+from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.output import steady_output
 
 Made = TypeVar("Made")
@@ -40,7 +40,10 @@ def training_main(verb: str, argv: Sequence[str] | None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
 
     def start(options: TrainedOptions) -> int:
-        if options.nproc > 1 and "WORLD_SIZE" not in os.environ:
+        if on_a_cluster(options):
+            if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+                raise UserError("--ray starts the processes of a run by itself: leave the launcher out, or --ray")
+        elif options.nproc > 1 and "WORLD_SIZE" not in os.environ:
             return launch(f"trimtab.cli.train_{options.verb}", words, options.nproc, options.hang_timeout)
         watch(options.hang_timeout)
         _train(options)

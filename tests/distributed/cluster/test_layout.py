@@ -2,7 +2,7 @@ import pytest
 
 from trimtab.config.checks import settle
 from trimtab.config.jobs import PPOOptions
-from trimtab.distributed.cluster.layout import Engines, Layout, Pool, layout_of
+from trimtab.distributed.cluster.layout import Engines, Layout, Pool, layout_of, table
 from trimtab.errors import UserError
 
 UNITS = ("actor", "reference", "critic", "reward")
@@ -131,3 +131,18 @@ def test_engines_that_say_how_many_gpus_there_are_say_it_for_all_nodes():
 def test_a_contradiction_is_one_line_that_names_the_options(words, told):
     with pytest.raises(UserError, match=told):
         layout(words)
+
+
+def test_the_table_has_a_row_for_every_model_and_the_engines():
+    found = layout(f"{of_each(2)} actor_num_nodes=2 ref_num_nodes=2 colocate_actor_ref vllm_num_engines=3")
+    assert table(found.rows("GPU")) == [
+        "role          nodes  processes  devices",
+        "actor             2          4  4 GPUs",
+        "reference         2          4  those of actor",
+        "critic            1          2  2 GPUs",
+        "reward            1          2  2 GPUs",
+        "engines                      3  3 x 1 GPU",
+    ]
+    assert [row["devices"] for row in layout("colocate_all_models vllm_num_engines=1").rows(None)] == [
+        *("CPU", "those of actor", "those of actor", "those of actor", "those of actor"),
+    ]

@@ -75,6 +75,31 @@ class Layout:
             first += pool.size
         raise AssertionError(f"{unit} is in no pool")
 
+    def rows(self, resource: str | None = "device") -> list[dict[str, Any]]:
+        """What is where, a row for every unit, to keep and to show. `resource`: what the cluster calls its devices;
+        None: it has no accelerator."""
+        rows: list[dict[str, Any]] = []
+        for pool in self.pools:
+            first, *others = pool.units
+            own = f"{pool.size} {resource}{'s' * (pool.size > 1)}" if resource else "CPU"
+            for unit, devices in ((first, own), *((unit, f"those of {first}") for unit in others)):
+                rows.append({"role": unit, "nodes": pool.nodes, "processes": pool.size, "devices": devices})
+        if self.engines is not None:
+            number, size, shared = self.engines.number, self.engines.tensor_parallel, self.engines.pool
+            own = f"{number} x {size} {resource}{'s' * (size > 1)}" if resource else "CPU"
+            devices = f"those of {self.pool_of(shared).units[0]}" if shared else own
+            rows.append({"role": "engines", "nodes": None, "processes": number, "devices": devices})
+        return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The rows of a layout as lines of text."""
+    lines = [f"{'role':12}{'nodes':>7}{'processes':>11}  devices"]
+    for row in rows:
+        nodes = "" if row["nodes"] is None else row["nodes"]
+        lines.append(f"{row['role']:12}{nodes:>7}{row['processes']:>11}  {row['devices']}")
+    return lines
+
 
 @dataclass(frozen=True)
 class _Numbers:

@@ -7,7 +7,9 @@ from typing import Any
 from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
 from trimtab.data.prompts import load_prompt_stores
+from trimtab.distributed.cluster.layout import table
 from trimtab.distributed.device import find_device
+from trimtab.distributed.staging import Unit
 from trimtab.models.load import policy_skeleton
 from trimtab.rewards.labels import check_labels
 from trimtab.rewards.trial import try_reward
@@ -17,15 +19,20 @@ from trimtab.train.rehearsal import memory_line, one_line, usable_rows
 from trimtab.train.rl.checks import check_model, check_places, check_teacher, critic_start
 from trimtab.train.rl.controller import iterations_of
 from trimtab.train.rl.cut import updates_per_iteration
+from trimtab.train.rl.description import layout_of_units, units_of
 from trimtab.train.rl.recording import Recording
 from trimtab.train.rl.text import load_text
 
 
 def rehearse_rl(
-    options: RLOptions, load_stores: Callable[[Any, Any], tuple] = load_prompt_stores, episodes: int | None = None
+    options: RLOptions,
+    load_stores: Callable[[Any, Any], tuple] = load_prompt_stores,
+    episodes: int | None = None,
+    units: Callable[[Any, int], list[Unit]] = units_of,
 ) -> list[str]:
     """Everything that can go wrong before the first step, on a few rows and without the weights."""
     device = find_device()
+    placed = table(layout_of_units(options, units(options, 1)).rows()) if options.ray else []
     check_places(options)
     tokenizer = load_job_tokenizer(options)
     few = of_few_rows(options)
@@ -50,6 +57,7 @@ def rehearse_rl(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return [
         f"device: {device.name}",
+        *placed,
         *notes(options, device),
         *([note] if note else []),
         f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained",

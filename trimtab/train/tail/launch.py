@@ -30,7 +30,7 @@ def train_tail(options: TailOptions) -> None:
 
 
 def rehearse_tail(options: TailOptions) -> list[str]:
-    lines = rehearse_rl(options, load_tail_stores, options.num_episodes * options.fit_steps)
+    lines = rehearse_rl(options, load_tail_stores, options.num_episodes * options.fit_steps, tail_units_of)
     if options.analytic_bad_word_calc:
         try:
             bad = bad_tokens(options, load_job_tokenizer(options))
