@@ -73,12 +73,16 @@ def check_places(options: RLOptions) -> None:
     for name in (options.reward_pretrain or "").split(","):
         if name.strip():
             check_model_folder(name.strip(), "--reward_pretrain")
+    for flag, place in places_written(options).items():
+        check_folder(flag, Path(place))
+    if options.record and not options.load_checkpoint and (recording := Recording.of(options)):
+        recording.check_empty()
+
+
+def places_written(options: RLOptions) -> dict[str, str]:
+    """The folders that a run writes to, by their options."""
     places = {"save_path": options.save_path, "ckpt_path": options.ckpt_path, "record": options.record}
     places |= {"use_tensorboard": options.use_tensorboard, "use_visualdl": options.use_visualdl}
     if isinstance(options, TailOptions):
         places |= {"save_info_path": options.save_info_path, "negdata_path": options.negdata_path}
-    for flag, place in places.items():
-        if place:
-            check_folder(flag, Path(place))
-    if options.record and not options.load_checkpoint and (recording := Recording.of(options)):
-        recording.check_empty()
+    return {flag: place for flag, place in places.items() if place}
