@@ -12,6 +12,7 @@ from trimtab.files import write_bytes, writing
 from trimtab.report import sections
 from trimtab.report.browser import browser_section
 from trimtab.report.distributions import distribution_section
+from trimtab.report.layout import layout_section
 from trimtab.report.manifest import Manifest
 from trimtab.report.read import Run, read_run
 from trimtab.report.rewards import reward_section
@@ -27,6 +28,7 @@ SECTIONS = (
     sections.key_figures,
     sections.warnings,
     sections.what,
+    layout_section,
     sections.curves,
     distribution_section,
     reward_section,

@@ -284,7 +284,7 @@ def configuration(run: Run) -> str:
 
 
 def provenance(run: Run) -> str:
-    known = [(name.replace("_", " "), value) for name, value in flatten(run.manifest, leave_out=("data",))]
+    known = [(name.replace("_", " "), value) for name, value in flatten(run.manifest, leave_out=("data", "layout"))]
     if not known:
         return ""
     return f"<details><summary>Versions and hashes</summary><div class=card>{pairs(known)}</div></details>"
