@@ -5,15 +5,12 @@ share and breaks its connections; the others then fail where they wait, find the
 all meet again, at the same store, as a new group of processes.
 """
 
-import contextlib
-import gc
 import os
-import socket
-import stat
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from trimtab.distributed.connections import break_all
 from trimtab.distributed.watch import pulse
 from trimtab.distributed.world import World, join
 
@@ -51,17 +48,4 @@ def _is_world() -> bool:
 
 
 def _break_connections() -> None:
-    """Shut the sockets that the collectives use: those of this process that are neither Python's nor the store's."""
-    store_port = int(os.environ.get("MASTER_PORT", 0))
-    ours = {thing.fileno() for thing in gc.get_objects() if isinstance(thing, socket.socket)}
-    for name in os.listdir("/dev/fd"):
-        descriptor = int(name)
-        with contextlib.suppress(OSError):
-            # A copy of anything else would stay open, and of a locked file it would take the lock away when closed.
-            if descriptor in ours or not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-                    ports = connection.getsockname()[1], connection.getpeername()[1]
-                    if store_port not in ports:
-                        connection.shutdown(socket.SHUT_RDWR)
+    break_all(but=int(os.environ.get("MASTER_PORT", 0)))  # where the store is

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from trimtab.distributed.connections import opening
 from trimtab.distributed.peers import Peers
 from trimtab.distributed.world import PATIENCE, World
 
@@ -145,7 +146,8 @@ class Mesh:
         """The group of the circle that this process is in. None: of all that have met."""
         if len(circles[0]) == self.world.size:
             return None
-        groups = [dist.new_group(list(ranks), timeout=PATIENCE) for ranks in circles]
+        with opening():
+            groups = [dist.new_group(list(ranks), timeout=PATIENCE) for ranks in circles]
         return next((group for group, ranks in zip(groups, circles) if self.world.rank in ranks), None)
 
     def _circles(self, over: Over) -> tuple[tuple[int, ...], ...]:

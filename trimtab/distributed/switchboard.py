@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from trimtab.distributed.calling_off import meet_again, reason_to_call_off
+from trimtab.distributed.connections import opening
 from trimtab.distributed.roles import Group
 from trimtab.distributed.watch import pulse
 from trimtab.distributed.wire import Wire
@@ -38,7 +39,8 @@ class Switchboard:
         self._connect()
 
     def _connect(self) -> None:
-        self._channel = dist.new_group(backend="gloo", timeout=PATIENCE)
+        with opening():
+            self._channel = dist.new_group(backend="gloo", timeout=PATIENCE)
         self._store = dist.distributed_c10d._get_default_store()
         self._own: deque[Call] = deque()  # what this process has been asked and has not done yet
         self._expected: list[deque[Call]] = [deque() for _ in range(self.world.size)]

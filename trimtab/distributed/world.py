@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from trimtab.distributed.connections import opening
 from trimtab.distributed.device import Device
 from trimtab.distributed.launch import STORE_SOCKET
 from trimtab.distributed.peers import Peers
@@ -46,7 +47,8 @@ def join(device: torch.device, **place: Any) -> None:
     # What is kept in main memory is summed there.
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     options = {} if device.type == "cpu" else {"device_id": device}
-    dist.init_process_group(backend, timeout=PATIENCE, **place, **options)
+    with opening():
+        dist.init_process_group(backend, timeout=PATIENCE, **place, **options)
 
 
 def _meeting_place(size: int) -> dict[str, Any]:
