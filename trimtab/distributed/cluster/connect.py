@@ -1,0 +1,54 @@
+"""The Ray that a run works on: the one at RAY_ADDRESS, or one of its own, which only this machine can reach."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+
+import ray
+from ray.exceptions import AuthenticationError, RayError
+
+from trimtab.errors import UserError
+
+ADDRESS = "RAY_ADDRESS"  # `ray job submit` sets it for the command that it starts
+LOOPBACK = "127.0.0.1"
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[None]:
+    """Inside, Ray can be used. Signal handlers are to be installed inside: Ray replaces those that it finds."""
+    if ray.is_initialized():
+        yield
+        return
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if address := os.environ.get(ADDRESS):
+            ray.init(address=address, **quiet)
+        else:
+            ray.init(address="local", include_dashboard=False, _node_ip_address=LOOPBACK, **quiet)
+    except AuthenticationError as error:
+        raise UserError(
+            f"Ray at {os.environ.get(ADDRESS, LOOPBACK)} asks for its token: set RAY_AUTH_MODE=token and "
+            "RAY_AUTH_TOKEN_PATH to the file that its head was started with"
+        ) from error
+    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+        place = f"at {os.environ[ADDRESS]} (RAY_ADDRESS)" if ADDRESS in os.environ else "on this machine"
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(f"no Ray {place}: {said}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def is_submitted() -> bool:
+    """Whether this command was started by `ray job submit`."""
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def stop_line() -> str | None:
+    """How to stop a run that was submitted: whoever submitted it only reads along."""
+    if not is_submitted():
+        return None
+    name = ray.get_runtime_context().get_job_id()
+    return f"to stop this run and keep its work: ray job stop {os.environ.get('RAY_JOB_SUBMISSION_ID', name)}"

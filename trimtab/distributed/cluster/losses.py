@@ -1,0 +1,63 @@
+"""What is said of a process that is gone, or no longer answers: its roles, rank and machine, and why."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.errors import RunFailed
+
+# What PyTorch says in a process whose neighbour has gone: a consequence, not a cause.
+OF_ANOTHER = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "connection refused")
+
+
+class Lost(RunFailed):
+    """A process of a run is gone. What the others hold cannot be gathered any more; checkpoints are what is left."""
+
+
+class EngineLost(Lost):
+    """One that only answers prompts: another can take its place."""
+
+    def __init__(self, message: str, rank: int):
+        super().__init__(message)
+        self.rank = rank
+
+
+@dataclass
+class Member:
+    """A process of a run, as the controller knows it."""
+
+    handle: Any  # Ray's
+    rank: int
+    roles: str  # in words
+    node: str = "a node that is not known yet"
+    process: int | None = None
+    is_engine: bool = False
+
+    def __str__(self) -> str:
+        number = "" if self.process is None else f", pid {self.process}"
+        return f"{self.roles} (process {self.rank} on {self.node}{number})"
+
+    def lost(self, why: str) -> Lost:
+        return EngineLost(f"{self} {why}", self.rank) if self.is_engine else Lost(f"{self} {why}")
+
+
+def in_words(error: BaseException) -> str:
+    """Why a call to a process of Ray failed."""
+    name, said = type(error).__name__, " ".join(str(error).split())
+    if "node" in said and ("died" in said or "terminated" in said or "heartbeat" in said):
+        why = "its node is gone"
+    elif name == "ActorUnavailableError":
+        why = "its process or its node is gone"
+    elif name == "OutOfMemoryError":
+        why = "Ray ended it, since its node was short of memory"
+    elif name == "ActorDiedError" and "creation task" in said:
+        why = f"it could not be started: {said[-300:]}"
+    elif name == "ActorDiedError":
+        why = "its process ended" + (" (killed, or out of memory)" if "SYSTEM_ERROR" in said else "")
+    else:
+        why = said[:300]
+    return f"was lost: {why} ({name})"
+
+
+def is_of_another(message: str) -> bool:
+    """Whether a process failed only because another one has."""
+    return any(words in message.lower() for words in OF_ANOTHER)

@@ -1,0 +1,147 @@
+"""One process of a run on Ray: the host of its roles. The controller calls it, and asks it how it is while it works."""
+
+import os
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+
+from trimtab.distributed.calling_off import meet_again, reason_to_call_off
+from trimtab.distributed.device import find_device
+from trimtab.distributed.mesh import Mesh
+from trimtab.distributed.staging import Host, Unit
+from trimtab.distributed.watch import in_collective, pulse
+from trimtab.distributed.wire import Wire
+from trimtab.distributed.world import World, join
+from trimtab.errors import OutOfMemory, RunFailed, UserError
+from trimtab.interrupts import StopRequest
+
+DONE, NO_ROOM, MISTAKE, FAILED = "done", "no room", "mistake", "failed"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process of a run is told before it builds anything. Functions and classes of modules, so that they
+    can be named to another process."""
+
+    options: Any
+    units: Callable[[Any, int], Sequence[Unit]]
+    make_mesh: Callable[[Any, World, Sequence[int] | None], Mesh]
+    records: tuple[type, ...]
+    prepare: Callable[[Any], None]  # this process, before any role is built
+
+
+@dataclass(frozen=True)
+class Seating:
+    """Where a process is among the others."""
+
+    rank: int
+    size: int
+    neighbours: int  # processes of this run on its machine
+    threads: int | None  # None: its share of the machine's
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.stop = StopRequest()
+        self._place: socket.socket | None = None
+        pulse.move("starting")
+
+    # ---- beside the work
+
+    @ray.method(concurrency_group="health")
+    def beat(self) -> tuple[str, float, bool]:
+        """What it is doing, for how many seconds nothing has moved, and whether it waits for others."""
+        return pulse.doing, pulse.still(), in_collective()
+
+    @ray.method(concurrency_group="health")
+    def hear(self, number: int) -> None:
+        self.stop.hear(number)
+
+    # ---- where it is
+
+    def where(self) -> dict[str, Any]:
+        context = ray.get_runtime_context()
+        return {
+            "node": context.get_node_id(),
+            "address": ray.util.get_node_ip_address(),
+            "process": os.getpid(),
+            "devices": [name for names in context.get_accelerator_ids().values() for name in names],
+        }
+
+    def offer_place(self) -> tuple[str, int]:
+        """Where the processes meet: open already, at the address by which the nodes know each other."""
+        address = ray.util.get_node_ip_address()
+        self._place = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        self._place.bind((address, 0))
+        self._place.listen(1024)
+        return address, self._place.getsockname()[1]
+
+    # ---- the run
+
+    def meet(self, job: Job, seating: Seating, address: str, port: int) -> dict[str, Any]:
+        """Join the others and be ready to build roles. What its device is."""
+        os.environ["LOCAL_WORLD_SIZE"] = str(seating.neighbours)
+        torch.set_num_threads(seating.threads or max(1, (os.cpu_count() or 1) // seating.neighbours))
+        device = find_device()
+        world = World(device=device.torch)
+        if seating.size > 1:
+            _speak_at(ray.util.get_node_ip_address())
+            listening = {} if self._place is None else {"is_master": True, "master_listen_fd": self._place.detach()}
+            store = dist.TCPStore(address, port, seating.size, wait_for_workers=False, **listening)
+            join(device.torch, store=store, rank=seating.rank, world_size=seating.size)
+            world = World(seating.rank, seating.size, device.torch)
+        job.prepare(job.options)
+        units = job.units(job.options, seating.size)
+        self._wire = Wire(*job.records)
+        self.host = Host(job.options, units, job.make_mesh, device, world, self.stop)
+        return device.described()
+
+    def perform(self, own: np.ndarray, shared: np.ndarray) -> tuple[str, Any]:
+        """One call of a role. What goes wrong is told, not raised: so the controller reads it as it was meant."""
+        try:
+            role, method, part = self._wire.unpack(torch.from_numpy(own.copy()))
+            settings = self._wire.unpack(torch.from_numpy(shared.copy()))  # Ray's memory is not to be written to
+            assert not method.startswith("_"), "a role's own business"
+            pulse.move(f"{role}.{method}")
+            result = getattr(self.host.roles[role], method)(*(part or ()), **settings)
+            if reason_to_call_off() is None:
+                return DONE, self._wire.pack(result).numpy()
+            return NO_ROOM, reason_to_call_off()
+        except OutOfMemory as error:
+            return NO_ROOM, str(error)
+        except UserError as error:
+            return MISTAKE, str(error)
+        except RunFailed as error:
+            return FAILED, str(error)
+        except Exception as error:
+            if isinstance(error, RuntimeError) and (why := reason_to_call_off()) is not None:
+                return NO_ROOM, why
+            where = "".join(traceback.format_tb(error.__traceback__)[-3:])
+            return FAILED, f"{type(error).__name__}: {error}\n{where}".rstrip()
+        finally:
+            pulse.wait_for_calls()
+
+    def meet_again(self) -> None:
+        meet_again(self.host.world)
+
+    def leave(self) -> None:
+        self.host.close()
+
+
+def _speak_at(address: str) -> None:
+    """Have the sockets between the processes use the interface that has this address."""
+    import psutil
+
+    found = (
+        name for name, places in psutil.net_if_addrs().items() for place in places if place.address == address
+    )
+    if (name := next(found, None)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
