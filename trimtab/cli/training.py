@@ -74,12 +74,10 @@ def _train(options: TrainedOptions) -> None:
 
 def _where_to_go_on(options: CheckpointOptions, began: float) -> str:
     """For who leaves at once, with a second Ctrl-C: the checkpoint that there is."""
-    from trimtab.train.checkpoint import Checkpoints
+    from trimtab.train.checkpoint import last_of_run
+    from trimtab.train.endings import last_checkpoint
 
-    last = Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).latest()
-    if last is None or not (options.load_checkpoint or last.stat().st_mtime >= began):
-        return "this run has no checkpoint to go on from"
-    return f"the last checkpoint is {last}; add --load_checkpoint to go on"
+    return last_checkpoint(last_of_run(options, began))
 
 
 def _trainer(options: TrainedOptions) -> ModuleType:

@@ -29,6 +29,12 @@ def trusting(code: bool) -> Iterator[None]:
         _trusted = before
 
 
+def trust(code: bool) -> None:
+    """The same for good, in a process that works for one run."""
+    global _trusted
+    _trusted = code
+
+
 def trust_remote_code() -> bool:
     """What every loader of Hugging Face must be told: left to itself it asks on standard input."""
     return _trusted

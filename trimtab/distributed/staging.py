@@ -6,12 +6,14 @@ their roles:
 
     LocalStage   everything in this process
     WorldStage   in the processes of a world that a launcher started, all of them or some for each unit
+    RayStage     on the nodes of a Ray cluster (cluster/stage.py)
 
 A builder is a module-level function of the options and a place, so that it can be named to another process.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.distributed.device import Device, process_seed, random_state, restore_random_state, seed_everything
@@ -39,6 +41,8 @@ class Unit:
     build: Callable[[Any, Place], dict[str, Any]]  # its roles by name, of this process
     roles: tuple[str, ...]
     ranks: Sequence[int] | None = None  # the processes of a world that have it; None: all
+    apart: bool = False  # in processes outside the world, each alone: other programs' engines
+    environment: Mapping[str, str] = field(default_factory=dict)  # of those processes
 
 
 class Host:
@@ -73,6 +77,10 @@ class Host:
             made[name].restore(self._held.pop(name))
         self.roles |= made
 
+    def places(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Of every unit, the processes that have it and which part of a call each of them gets."""
+        return {name: (mesh.ranks, mesh.parts) for name, mesh in self.meshes.items()}
+
     def settle(self) -> None:
         """When all is built: dropout differs between processes, everything else does not."""
         if self._random is not None:
@@ -99,12 +107,32 @@ class Host:
             del self.roles[name]
 
 
-class LocalStage:
-    def __init__(self, host: Host):
-        self.host = host
+class Stage(ABC):
+    """A way to bring roles to processes. `device`, `world`: what the controller is told of them."""
 
+    device: Device
+    world: World
+    stop: StopRequest
+
+    @abstractmethod
     def groups(self, options: Any) -> dict[str, Group]:
         """Build everything, with what the controller has made of the options."""
+
+    @abstractmethod
+    def groups_anew(self) -> dict[str, Group]:
+        """After OutOfMemory: the same roles, with what they had learnt."""
+
+    @abstractmethod
+    def hang_up(self) -> None:
+        """The other processes end."""
+
+
+class LocalStage(Stage):
+    def __init__(self, host: Host):
+        self.host = host
+        self.device, self.world, self.stop = host.device, host.world, host.stop
+
+    def groups(self, options: Any) -> dict[str, Group]:
         self.host.options = options
         for unit in self.host.units:
             self.host.build(unit=unit)
@@ -123,11 +151,12 @@ class LocalStage:
         self.host.close()
 
 
-class WorldStage:
+class WorldStage(Stage):
     """Made in every process of a world; the first one runs the loop, the others `serve`."""
 
     def __init__(self, host: Host, records: Sequence[type]):
         self.host = host
+        self.device, self.world, self.stop = host.device, host.world, host.stop
         self._switchboard = Switchboard(host.world, host.roles, records)
         self._hosts = self._switchboard.group(HOST)
 
@@ -144,7 +173,6 @@ class WorldStage:
         }
 
     def groups_anew(self) -> dict[str, Group]:
-        """After OutOfMemory: the same roles, with what they had learnt."""
         self._hosts.call("let_go")
         return self.groups(self.host.options)
 
@@ -155,16 +183,12 @@ class WorldStage:
             self.host.close()
 
     def hang_up(self) -> None:
-        """The other processes end."""
         self._switchboard.hang_up()
 
     def close(self) -> None:
         self.host.close()
 
 
-Stage = LocalStage | WorldStage
-
-
-def stage_of(host: Host, records: Sequence[type] = ()) -> Stage:
+def stage_of(host: Host, records: Sequence[type] = ()) -> LocalStage | WorldStage:
     """The way that fits how this process was started. `records`: what may travel to roles and back."""
     return LocalStage(host) if host.world.size == 1 else WorldStage(host, records)

@@ -33,11 +33,17 @@ class Pulse:
         self.moved, self.doing = time.monotonic(), "starting"
         self.limit: float | None = None  # seconds that it may stand still; None: nobody watches
         self.left = False
+        self.resting = False
+        self.thread: int | None = None  # that works; None: the main one
         self._waits = 0
         self._lock = threading.Lock()
 
     def move(self, doing: str | None = None) -> None:
-        self.moved, self.doing = time.monotonic(), doing or self.doing
+        self.moved, self.doing, self.resting = time.monotonic(), doing or self.doing, False
+
+    def rest(self) -> None:
+        """Until the next move there is nothing to do."""
+        self.resting = True
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -52,8 +58,8 @@ class Pulse:
                 self._waits -= 1
 
     def still(self) -> float:
-        """Seconds without a move; 0 while it waits, and when it has left the others."""
-        return 0.0 if self._waits or self.left else time.monotonic() - self.moved
+        """Seconds without a move; 0 while it waits or rests, and when it has left the others."""
+        return 0.0 if self._waits or self.resting or self.left else time.monotonic() - self.moved
 
 
 pulse = Pulse()
@@ -86,7 +92,7 @@ def _watch_self(seconds: float, line: socket.socket | None) -> None:
             os.kill(os.getpid(), signal.SIGTERM)  # save, and leave
             line = None
         still = pulse.still()
-        if still > seconds and (still > seconds * (1 + GRACE) or not _in_collective()):
+        if still > seconds and (still > seconds * (1 + GRACE) or not in_collective()):
             _end(seconds)
         time.sleep(min(1.0, seconds / 10))
 
@@ -129,17 +135,18 @@ def _key(rank: int) -> str:
 
 
 def _frames() -> list[traceback.FrameSummary]:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = sys._current_frames().get(pulse.thread or threading.main_thread().ident or 0)
     return list(traceback.extract_stack(frame)) if frame is not None else []
 
 
-def _in_collective() -> bool:
+def in_collective() -> bool:
+    """Whether this process stands where it waits for others."""
     inside = os.path.join("torch", "distributed", "")
     return any(inside in frame.filename for frame in _frames()[-12:])
 
 
 def _end(seconds: float) -> None:
-    why = "waits for a process that does not come" if _in_collective() else "hangs"
+    why = "waits for a process that does not come" if in_collective() else "hangs"
     rank = os.environ.get("RANK", "0")
     frames = "".join(traceback.format_list(_frames()[-SHOWN_FRAMES:]))
     _leave(f"process {rank} {why}: {pulse.doing} has not moved for {seconds:g} s (--hang_timeout)\n{frames.rstrip()}")

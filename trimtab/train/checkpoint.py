@@ -17,6 +17,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from trimtab.config.groups import CheckpointOptions
 from trimtab.distributed.world import World
 from trimtab.errors import CannotWrite, UserError
 from trimtab.files import UNFINISHED, flush, move, new_temporary_folder, reason, remove, write_text, writing
@@ -257,6 +258,13 @@ class Checkpoints:
             oldest = kept.pop(0)
             shutil.rmtree(oldest, ignore_errors=True)
             shutil.rmtree(oldest.with_name(oldest.name + "_hf"), ignore_errors=True)
+
+
+def last_of_run(options: CheckpointOptions, began: float) -> Path | None:
+    """The newest checkpoint of a run that began at that time; what lay there before is its own only if it went on from
+    it."""
+    last = Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).latest()
+    return last if last is not None and (options.load_checkpoint or last.stat().st_mtime >= began) else None
 
 
 @contextmanager

@@ -10,6 +10,13 @@ def go_on_from(saved: Path | None) -> str:
     return f"checkpoint saved in {saved}; add --load_checkpoint to go on"
 
 
+def last_checkpoint(last: Path | None) -> str:
+    """`last`: the newest that a run has written, which could write none for its end."""
+    if last is None:
+        return "this run has no checkpoint to go on from"
+    return f"the last checkpoint is {last}; add --load_checkpoint to go on"
+
+
 def not_finite(when: str, last: Path | None) -> str:
     """`last`: the newest checkpoint, all of whose numbers are finite, as all are that were written."""
     go_on = f"the last checkpoint is {last}; add --load_checkpoint to go on from there" if last else "start again"

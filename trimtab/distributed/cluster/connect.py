@@ -5,13 +5,16 @@ import logging
 import os
 from collections.abc import Iterator
 
-import ray
-from ray.exceptions import AuthenticationError, RayError
-
 from trimtab.errors import UserError
 
 ADDRESS = "RAY_ADDRESS"  # `ray job submit` sets it for the command that it starts
-LOOPBACK = "127.0.0.1"
+if ADDRESS not in os.environ:
+    # Its own Ray would listen on every interface of this machine. The name is misleading: it says whether this Ray may
+    # have other nodes, and is read when ray is imported.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+import ray  # noqa: E402
+from ray.exceptions import AuthenticationError, RayError  # noqa: E402
 
 
 @contextlib.contextmanager
@@ -25,10 +28,10 @@ def connected() -> Iterator[None]:
         if address := os.environ.get(ADDRESS):
             ray.init(address=address, **quiet)
         else:
-            ray.init(address="local", include_dashboard=False, _node_ip_address=LOOPBACK, **quiet)
+            ray.init(address="local", include_dashboard=False, **quiet)
     except AuthenticationError as error:
         raise UserError(
-            f"Ray at {os.environ.get(ADDRESS, LOOPBACK)} asks for its token: set RAY_AUTH_MODE=token and "
+            f"Ray at {os.environ.get(ADDRESS, 'this machine')} asks for its token: set RAY_AUTH_MODE=token and "
             "RAY_AUTH_TOKEN_PATH to the file that its head was started with"
         ) from error
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:

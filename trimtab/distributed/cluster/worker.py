@@ -1,7 +1,10 @@
 """One process of a run on Ray: the host of its roles. The controller calls it, and asks it how it is while it works."""
 
+import fcntl
 import os
 import socket
+import struct
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,6 +75,7 @@ class Worker:
             "node": context.get_node_id(),
             "address": ray.util.get_node_ip_address(),
             "process": os.getpid(),
+            "bf16_fault": find_device().bf16_fault(),
             "devices": [name for names in context.get_accelerator_ids().values() for name in names],
         }
 
@@ -109,6 +113,7 @@ class Worker:
             role, method, part = self._wire.unpack(torch.from_numpy(own.copy()))
             settings = self._wire.unpack(torch.from_numpy(shared.copy()))  # Ray's memory is not to be written to
             assert not method.startswith("_"), "a role's own business"
+            pulse.thread = threading.get_ident()
             pulse.move(f"{role}.{method}")
             result = getattr(self.host.roles[role], method)(*(part or ()), **settings)
             if reason_to_call_off() is None:
@@ -126,7 +131,7 @@ class Worker:
             where = "".join(traceback.format_tb(error.__traceback__)[-3:])
             return FAILED, f"{type(error).__name__}: {error}\n{where}".rstrip()
         finally:
-            pulse.wait_for_calls()
+            pulse.rest()
 
     def meet_again(self) -> None:
         meet_again(self.host.world)
@@ -137,11 +142,16 @@ class Worker:
 
 def _speak_at(address: str) -> None:
     """Have the sockets between the processes use the interface that has this address."""
-    import psutil
-
-    found = (
-        name for name, places in psutil.net_if_addrs().items() for place in places if place.address == address
-    )
-    if (name := next(found, None)) is not None:
+    if (name := next((name for _, name in socket.if_nameindex() if address == _address_of(name)), None)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def _address_of(interface: str) -> str | None:
+    """Its IPv4 address."""
+    get_address, name = 0x8915, struct.pack("256s", interface[:15].encode())
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anything:
+            return socket.inet_ntoa(fcntl.ioctl(anything.fileno(), get_address, name)[20:24])
+    except OSError:
+        return None

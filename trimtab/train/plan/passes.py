@@ -26,6 +26,8 @@ def with_planned_passes(
 ) -> tuple[Job, "Plan | None"]:
     """The options with the plan's token budget and the plan; or as they are and None. Over several processes, where
     passes are not planned, only what cannot be done at all is refused."""
+    if isinstance(options, RLOptions) and options.ray:
+        return options, None  # this process is on none of the devices; `trimtab plan --nodes` knows them
     if isinstance(options, RLOptions) and world.size > 1:
         from trimtab.train.plan.gathering import refuse_ungatherable
 

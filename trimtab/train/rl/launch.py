@@ -30,6 +30,10 @@ RECORDS = (
 
 
 def train_rl(options: RLOptions, kind: type[Controller] = Controller) -> None:
+    if options.ray:
+        from trimtab.train.rl.on_cluster import train_on_cluster  # Ray is imported only where it is asked for
+
+        return train_on_cluster(options, kind)
     device = find_device()
     try:
         world = find_world(device)
@@ -48,10 +52,9 @@ def train_rl(options: RLOptions, kind: type[Controller] = Controller) -> None:
 
 def set_up(options: RLOptions, kind: type[Controller], stage: Stage) -> RLRun:
     """Everything up to the first step."""
-    host = stage.host
-    with interruptible(host.stop, host.world, "stopped before the first step; nothing is lost"):
+    with interruptible(stage.stop, stage.world, "stopped before the first step; nothing is lost"):
         with told(stage):
-            controller = kind(options, host.device, host.world)
+            controller = kind(options, stage.device, stage.world)
         # From here on another process may be in the middle of something, and is not spoken to when this one gives up.
         return controller.run(stage.groups(controller.options))
 
@@ -66,7 +69,7 @@ def train(run: RLRun, stage: Stage, stop: StopRequest) -> None:
             return stage.hang_up()
         except BeginAnew:
             again = True
-        with interruptible(stop, stage.host.world, "stopped; --load_checkpoint goes on from the last checkpoint"):
+        with interruptible(stop, stage.world, "stopped; --load_checkpoint goes on from the last checkpoint"):
             run.speak_to(stage.groups_anew())
 
 

@@ -1,0 +1,95 @@
+"""An RL run on Ray: the same controller and loop, with its roles on the nodes of a cluster.
+
+Where one of its processes is lost, so is what the others hold together. With --max_restarts everything is built anew on
+the same resources, and goes on from the run's last checkpoint.
+"""
+
+import dataclasses
+import time
+
+from trimtab.config.jobs import RLOptions
+from trimtab.data.hub import trust
+from trimtab.distributed.cluster.connect import connected, stop_line
+from trimtab.distributed.cluster.layout import Layout, layout_of
+from trimtab.distributed.cluster.losses import Lost
+from trimtab.distributed.cluster.seats import Placement, place
+from trimtab.distributed.cluster.stage import RayStage, nodes
+from trimtab.distributed.cluster.worker import Job
+from trimtab.errors import Interrupted, RunFailed, UserError
+from trimtab.interrupts import StopRequest
+from trimtab.models.hugging_face import quiet_transformers
+from trimtab.models.sharded import mesh_of
+from trimtab.train.checkpoint import last_of_run
+from trimtab.train.endings import last_checkpoint
+from trimtab.train.rl.controller import Controller
+from trimtab.train.rl.launch import RECORDS, set_up, train
+
+LOOK_EVERY = 2.0  # seconds between two looks for resources that are to come back
+
+
+def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
+    began = time.time()
+    with connected(), StopRequest() as stop:
+        if line := stop_line():
+            print(line, flush=True)
+        layout = layout_of(options, [unit.name for unit in kind.units(options, 1) if not unit.apart])
+        placement = place(layout, nodes())
+        for restart in range(options.max_restarts + 1):
+            try:
+                return train_once(options, kind, layout, placement, stop)
+            except Lost as loss:
+                last = last_of_run(options, began)
+                where = last_checkpoint(last)
+                if restart == options.max_restarts:
+                    raise RunFailed(f"{loss}; {where}") from loss
+                print(f"{loss}; restart {restart + 1} of {options.max_restarts}", flush=True)
+                placement = place_again(layout, options.restart_wait, stop, where)
+                options = dataclasses.replace(options, load_checkpoint=last is not None)
+
+
+def train_once(
+    options: RLOptions, kind: type[Controller], layout: Layout, placement: Placement, stop: StopRequest
+) -> None:
+    job = Job(options, kind.units, mesh_of, RECORDS, prepare)
+    stage = RayStage(job, layout, placement, options.hang_timeout, stop)
+    kindly = False
+    try:
+        stage.open()
+        options = in_working_precision(options, stage)
+        stage.meet(options)
+        kindly = True
+        train(set_up(options, kind, stage), stage, stop)
+    except Lost:
+        kindly = False
+        raise
+    finally:
+        stage.close(kindly=kindly)
+
+
+def in_working_precision(options: RLOptions, stage: RayStage) -> RLOptions:
+    """Single precision where bfloat16 fails on a device, with a line that says so."""
+    fault = next((found["bf16_fault"] for found in stage.found if found["bf16_fault"]), None)
+    if not options.bf16 or fault is None:
+        return options
+    print(f"warning: --bf16 does not work on the CPUs there ({fault}): fp32 is used instead", flush=True)
+    return dataclasses.replace(options, bf16=False)
+
+
+def prepare(options: RLOptions) -> None:
+    """In every process of a run, before its roles are built."""
+    quiet_transformers()
+    trust(options.trust_remote_code)
+
+
+def place_again(layout: Layout, seconds: float, stop: StopRequest, where: str) -> Placement:
+    """The same resources, on whichever nodes, as soon as they are there."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return place(layout, nodes())
+        except UserError as error:
+            if stop.signal is not None:
+                raise Interrupted(stop.number, f"stopped; {where}") from error
+            if time.monotonic() > deadline:
+                raise RunFailed(f"{error}; so it was for {seconds:g} s (--restart_wait); {where}") from error
+        time.sleep(LOOK_EVERY)
