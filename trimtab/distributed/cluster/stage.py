@@ -6,7 +6,6 @@ there, has them meet, and then builds and calls roles as with any other stage.
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -17,7 +16,8 @@ from trimtab.distributed.cluster.calls import RayGroup
 from trimtab.distributed.cluster.crew import Crew
 from trimtab.distributed.cluster.layout import Layout
 from trimtab.distributed.cluster.losses import Member
-from trimtab.distributed.cluster.seats import CPU_SHARE, Node, Placement, missing
+from trimtab.distributed.cluster.nodes import living_nodes
+from trimtab.distributed.cluster.seats import CPU_SHARE, Placement, missing
 from trimtab.distributed.cluster.worker import Job, Seating, Worker
 from trimtab.distributed.device import Device, find_device
 from trimtab.distributed.roles import Group
@@ -63,7 +63,7 @@ class RayStage(Stage):
         group = placement_group(placement.bundles, strategy="PACK", bundle_label_selector=labels)
         if not group.wait(TO_PLACE):
             remove_placement_group(group)
-            raise UserError(missing(self.layout, nodes(), ray.available_resources()))
+            raise UserError(missing(self.layout, living_nodes(), ray.available_resources()))
         return group
 
     def _start(self, bundle: int, environment: dict[str, str] | None = None, devices: float | None = None) -> Any:
@@ -131,12 +131,3 @@ class RayStage(Stage):
         if self._reserved is not None:
             remove_placement_group(self._reserved)
             self._reserved = None
-
-
-def nodes() -> Sequence[Node]:
-    """The nodes of the cluster that are alive."""
-    return [
-        Node(node["NodeID"], node["NodeManagerAddress"], dict(node["Resources"]))
-        for node in ray.nodes()
-        if node["Alive"]
-    ]

@@ -38,6 +38,7 @@ class Job:
     make_mesh: Callable[[Any, World, Sequence[int] | None], Mesh]
     records: tuple[type, ...]
     prepare: Callable[[Any], None]  # this process, before any role is built
+    folder: str  # from which relative paths go
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ class Worker:
     def meet(self, job: Job, seating: Seating, address: str, port: int) -> dict[str, Any]:
         """Join the others and be ready to build roles. What its device is."""
         os.environ["LOCAL_WORLD_SIZE"] = str(seating.neighbours)
+        if os.path.isdir(job.folder):
+            os.chdir(job.folder)
         torch.set_num_threads(seating.threads or max(1, (os.cpu_count() or 1) // seating.neighbours))
         device = find_device()
         world = World(device=device.torch)

@@ -5,6 +5,7 @@ the same resources, and goes on from the run's last checkpoint.
 """
 
 import dataclasses
+import os
 import time
 
 from trimtab.config.jobs import RLOptions
@@ -12,8 +13,9 @@ from trimtab.data.hub import trust
 from trimtab.distributed.cluster.connect import connected, stop_line
 from trimtab.distributed.cluster.layout import Layout, layout_of
 from trimtab.distributed.cluster.losses import Lost
-from trimtab.distributed.cluster.seats import Placement, place
-from trimtab.distributed.cluster.stage import RayStage, nodes
+from trimtab.distributed.cluster.preflight import preflight
+from trimtab.distributed.cluster.seats import Placement
+from trimtab.distributed.cluster.stage import RayStage
 from trimtab.distributed.cluster.worker import Job
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
@@ -23,6 +25,7 @@ from trimtab.train.checkpoint import last_of_run
 from trimtab.train.endings import last_checkpoint
 from trimtab.train.rl.controller import Controller
 from trimtab.train.rl.launch import RECORDS, set_up, train
+from trimtab.train.rl.places import places_of
 
 LOOK_EVERY = 2.0  # seconds between two looks for resources that are to come back
 
@@ -33,7 +36,7 @@ def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
         if line := stop_line():
             print(line, flush=True)
         layout = layout_of(options, [unit.name for unit in kind.units(options, 1) if not unit.apart])
-        placement = place(layout, nodes())
+        placement = preflight(layout, places_of(options), stop)
         for restart in range(options.max_restarts + 1):
             try:
                 return train_once(options, kind, layout, placement, stop)
@@ -43,14 +46,14 @@ def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
                 if restart == options.max_restarts:
                     raise RunFailed(f"{loss}; {where}") from loss
                 print(f"{loss}; restart {restart + 1} of {options.max_restarts}", flush=True)
-                placement = place_again(layout, options.restart_wait, stop, where)
+                placement = placed_again(layout, options, stop, where)
                 options = dataclasses.replace(options, load_checkpoint=last is not None)
 
 
 def train_once(
     options: RLOptions, kind: type[Controller], layout: Layout, placement: Placement, stop: StopRequest
 ) -> None:
-    job = Job(options, kind.units, mesh_of, RECORDS, prepare)
+    job = Job(options, kind.units, mesh_of, RECORDS, prepare, os.getcwd())
     stage = RayStage(job, layout, placement, options.hang_timeout, stop)
     kindly = False
     try:
@@ -81,15 +84,19 @@ def prepare(options: RLOptions) -> None:
     trust(options.trust_remote_code)
 
 
-def place_again(layout: Layout, seconds: float, stop: StopRequest, where: str) -> Placement:
+def placed_again(layout: Layout, options: RLOptions, stop: StopRequest, where: str) -> Placement:
     """The same resources, on whichever nodes, as soon as they are there."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + options.restart_wait
     while True:
         try:
-            return place(layout, nodes())
+            return preflight(layout, places_of(options), stop)
         except UserError as error:
             if stop.signal is not None:
                 raise Interrupted(stop.number, f"stopped; {where}") from error
             if time.monotonic() > deadline:
-                raise RunFailed(f"{error}; so it was for {seconds:g} s (--restart_wait); {where}") from error
+                waited = f"so it was for {options.restart_wait:g} s (--restart_wait)"
+                raise RunFailed(f"{error}; {waited}; {where}") from error
+        except RunFailed:  # of a node that is going
+            if time.monotonic() > deadline:
+                raise
         time.sleep(LOOK_EVERY)
