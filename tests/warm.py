@@ -65,10 +65,15 @@ def run(argv: list[str], **options) -> int:
 
 def call(function: Callable, *arguments) -> int:
     """Run a function of a test module in a process of its own; its exit code."""
-    process = _context.Process(target=function, args=arguments)
-    _start(process)
+    process = start_call(function, *arguments)
     process.join()
     return process.exitcode
+
+
+def start_call(function: Callable, *arguments):
+    process = _context.Process(target=function, args=arguments)
+    _start(process)
+    return process
 
 
 def call_world(function: Callable, size: int, *arguments) -> list[int]:
