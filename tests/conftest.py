@@ -9,6 +9,19 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
+
+
+class OneCluster(LoadFileScheduling):
+    """All tests on Ray in one process, for all of them share one Ray; other tests by their files."""
+
+    def _split_scope(self, nodeid):
+        return "tests/cluster" if nodeid.startswith("tests/cluster/") else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return OneCluster(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)
