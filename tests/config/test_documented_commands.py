@@ -127,7 +127,7 @@ HYBRID_NOTES = [
     "--deepspeed_enable_sleep has no effect: to keep the optimiser off the device use --adam_offload",
     BUILT_IN.replace(
         "engines set",
-        "engines, --vllm_tensor_parallel_size, --vllm_gpu_memory_utilization, --vllm_sync_backend, --enforce_eager set",
+        "engines, --vllm_tensor_parallel_size, --vllm_gpu_memory_utilization, --vllm_sync_backend set",
     ),
 ]
 

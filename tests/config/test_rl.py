@@ -132,7 +132,6 @@ def test_what_cannot_be_meant_is_one_line(changes, complaint, tmp_path, monkeypa
         ({"rollout_batch_size": 200}, "the last step of an iteration has 72 samples"),
         ({"n_samples_per_prompt": 3}, "a step has 126 samples, not --train_batch_size 128: groups of 3 stay whole"),
         ({"n_samples_per_prompt": 256}, "a step has 256 samples, not --train_batch_size 128"),
-        ({"enforce_eager": True}, "the built-in engine writes the answers.* --enforce_eager set aside"),
         ({"vllm_tensor_parallel_size": 2}, "--vllm_tensor_parallel_size has no effect without --vllm_num_engines"),
         ({"ptx_coef": 0.1}, "--ptx_coef has no effect without --pretrain_data"),
         (

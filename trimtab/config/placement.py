@@ -20,7 +20,7 @@ _PLACED_BY = {"reference": "ref", "start": "ref", "critic": "critic", "reward": 
 # What has nothing to do without vLLM. Its other options describe what the built-in engine always does.
 _OF_OTHER_ENGINES = (
     *("vllm_num_engines", "vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_sync_backend"),
-    *("vllm_sync_with_ray", "enforce_eager"),
+    "vllm_sync_with_ray",
 )
 _NOTHING_ASKED = {"vllm_num_engines": 0, "vllm_tensor_parallel_size": 1}
 
@@ -87,18 +87,25 @@ class PlacementOptions(Options):
 class VLLMOptions(PrefixOptions):
     """vLLM"""
 
+    rollout_engine: str | None = option(None, choices=("builtin", "vllm"))
+    """What writes the answers: builtin, with the policy's own weights in place, or vllm, with a copy of them; unset:
+    vllm with --ray and --vllm_num_engines above 0, else builtin. vllm without --ray is in the trainer's process."""
     vllm_num_engines: int | None = option(None, at_least=0)
-    """Number of vLLM engines. The built-in engine does their work, on the policy's own GPUs."""
+    """Number of vLLM engines, with --ray. Without, or with 0, the built-in engine does their work, on the policy's own
+    GPUs."""
     vllm_tensor_parallel_size: int = option(1, at_least=1, needs="vllm_num_engines")
     """GPUs of one engine."""
-    vllm_gpu_memory_utilization: float = 0.95
+    vllm_gpu_memory_utilization: float = option(0.95, above=0, at_most=1)
     """Share of the memory that an engine may take."""
-    vllm_sync_backend: str = "nccl"
-    """How weights go to the engines: nccl or gloo. The built-in engine reads the policy's own."""
+    vllm_sync_backend: str = option("nccl", choices=("nccl", "gloo"))
+    """How weights go to the engines: nccl between GPUs, or gloo. The built-in engine reads the policy's own."""
     vllm_sync_with_ray: bool = False
-    """Send the weights through Ray."""
+    """Send the weights through Ray. They go over a link of their own here, which needs no more."""
+    vllm_sync_lora: str = option("adapter", choices=("adapter", "merged"), needs=("rollout_engine", "vllm"))
+    """With --lora_rank, what engines get: the adapter, or the model with the adapter merged into it."""
     vllm_enable_sleep: bool = option(False, always=True)
-    """Give the engine's memory back while the policy is trained; done here when it is more than what is free."""
+    """Give the engine's memory back while the policy is trained; the built-in engine does so when it is more than what
+    is free."""
     enforce_eager: bool = False
     """Capture no graphs."""
     enable_vllm_is_correction: bool = False
@@ -112,6 +119,10 @@ class VLLMOptions(PrefixOptions):
         return (self.vllm_num_engines or 0) * self.vllm_tensor_parallel_size
 
     def check(self) -> Iterable[str]:
+        if self.rollout_engine == "vllm":
+            if self.asks("vllm_sync_with_ray"):
+                yield "--vllm_sync_with_ray: weights go over a link of their own, with the same collectives and no Ray"
+            return
         asked = [name for name in _OF_OTHER_ENGINES if self.asks(name)]
         if not self.vllm_num_engines and "vllm_tensor_parallel_size" in asked:
             asked.remove("vllm_tensor_parallel_size")  # said to need the other
@@ -137,9 +148,16 @@ class ClusterOptions(ProcessOptions, PlacementOptions, VLLMOptions):
         return self.policy_per_node * (self.actor_num_nodes if self.ray else 1)
 
     @property
+    def uses_vllm(self) -> bool:
+        """Whether vLLM writes the answers, also before --rollout_engine is settled."""
+        if self.rollout_engine is None:
+            return self.ray and bool(self.vllm_num_engines)
+        return self.rollout_engine == "vllm"
+
+    @property
     def engines_apart(self) -> int:
         """Engines that are processes of their own in a cluster."""
-        return (self.vllm_num_engines or 0) if self.ray else 0
+        return (self.vllm_num_engines or 1) if self.ray and self.uses_vllm else 0
 
     def ranks_of(self, unit: str, processes: int) -> range:
         """Of the processes of a launcher, those that hold a unit: the last ones, since the first one also runs the
@@ -162,12 +180,16 @@ class ClusterOptions(ProcessOptions, PlacementOptions, VLLMOptions):
                 " on a machine: leave --nproc out"
             )
         changes["nproc"] = self.policy_per_node
+        changes["rollout_engine"] = "vllm" if self.uses_vllm else "builtin"
         return ()
 
     def check(self) -> Iterable[str]:
         if self.ray:
             yield from self.idle(["controller_apart"], "with --ray: the loop is always in a process of its own")
             return
+        if self.uses_vllm:
+            self._check_one_process()
+            yield from self.idle(["vllm_num_engines"], "without --ray: one engine is in the trainer's process")
         asked = self.gpus_asked_for()
         used = "one process" if self.nproc == 1 else f"{self.nproc} processes"
         given = [name for role in ROLES if self.asks(name := f"{role}_num_gpus_per_node")]
@@ -178,6 +200,18 @@ class ClusterOptions(ProcessOptions, PlacementOptions, VLLMOptions):
             yield f"all models share {used}: {', '.join(others)} set aside"
         if self.asks("controller_apart") and self.nproc == 1:
             yield "--controller_apart has no effect in one process: ask for several with --nproc"
+
+    def _check_one_process(self) -> None:
+        if self.nproc > 1:
+            raise UserError(
+                f"--rollout_engine vllm in {self.nproc} processes: without --ray the engine is in the one process that "
+                "trains; add --ray, or use --nproc 1"
+            )
+        if self.vllm_tensor_parallel_size > 1:
+            raise UserError(
+                f"--vllm_tensor_parallel_size {self.vllm_tensor_parallel_size}: an engine on several GPUs has "
+                "processes of its own; add --ray"
+            )
 
     def _is_set_aside(self, name: str) -> bool:
         """The policy is in all processes; another model may be in fewer."""

@@ -39,6 +39,7 @@ from trimtab.config.tail import METHODS, ProposalOptions, TailMeasureOptions, Ta
 from trimtab.errors import UserError
 
 DYNAMIC_BUDGET = 16_192
+TRUNCATED_AT = 2.0
 OF_EVALUATION = ("eval_max_samples", "eval_steps", "eval_temperature", "eval_n_samples_per_prompt")
 OF_SAMPLING = ("top_p", "dynamic_filtering", "vllm_generate_batch_size")
 OF_THE_ENGINE = ("rollout_slots", "rollout_kv_tokens", "weight_only_int8")
@@ -103,7 +104,7 @@ class RLOptions(
             changes["train_max_tokens_per_gpu"] = budget
             changes["rollout_max_tokens_per_gpu"] = self.rollout_max_tokens_per_gpu or budget
         if not self.enable_vllm_is_correction:
-            return ()
+            return self._correction_of_engine(changes)
         if self.mismatch_correction is not None and not self.asks("mismatch_correction"):
             return ()  # settled before
         if self.mismatch_correction is not None:
@@ -112,6 +113,18 @@ class RLOptions(
         changes["mismatch_correction"] = "tis"
         changes["mismatch_range"] = (0.0, self.vllm_is_truncated_threshold)
         return ()
+
+    def _correction_of_engine(self, changes: dict[str, Any]) -> Iterable[str]:
+        """Where what samples is never quite what is trained, tokens are weighed, unless that is switched off."""
+        if not self.uses_vllm or self.mismatch_correction is not None or "mismatch_correction" in self.given:
+            return
+        changes["mismatch_correction"] = "tis"
+        if "mismatch_range" not in self.given:
+            changes["mismatch_range"] = (0.0, TRUNCATED_AT)
+        yield (
+            f"vLLM's log-probs are not quite the trainer's: tokens are weighed by their ratio, at most "
+            f"{TRUNCATED_AT:g} (--mismatch_correction tis; None switches it off)"
+        )
 
     def check(self) -> Iterable[str]:
         estimator = self.estimator
@@ -138,6 +151,7 @@ class RLOptions(
         self._check_budget("train_max_tokens_per_gpu", self.train_max_tokens_per_gpu)
         self._check_budget("rollout_max_tokens_per_gpu", self.rollout_max_tokens_per_gpu)
         yield from self._about_the_critic()
+        yield from self._about_vllm()
         yield from self._about_steps()
         yield from self._about_packing()
         yield from self._about_what_is_not_there()
@@ -174,6 +188,16 @@ class RLOptions(
             raise UserError(f"--freezing_actor_steps trains the critic alone, and {estimator.name} has none: drop it")
         if names := [f"--{name}" for name in OF_THE_CRITIC if self.asks(name)]:
             yield f"{', '.join(names)} without effect: --advantage_estimator {estimator.name} has no critic"
+
+    def _about_vllm(self) -> Iterable[str]:
+        if not self.uses_vllm:
+            return
+        if self.load_in_4bit:
+            raise UserError("--rollout_engine vllm takes no weights of 4 bits: drop --load_in_4bit, or use builtin")
+        if names := [f"--{name}" for name in ("rollout_kv_tokens", "weight_only_int8") if self.asks(name)]:
+            yield f"{', '.join(names)} without effect: they belong to the built-in engine"
+        if self.top_p < 1:
+            yield "--top_p: vLLM's log-probs are of the tokens that it leaves, and so is the gap to the trainer's"
 
     def _about_packing(self) -> Iterable[str]:
         return self.idle(["packing_samples"], "in RL: samples are always packed")
@@ -319,6 +343,8 @@ class TailOptions(RLOptions, RewardInputOptions, TailMethodOptions, ProposalOpti
 
     def check(self) -> Iterable[str]:
         method, group = self.method, self.n_samples_per_prompt
+        if self.uses_vllm:
+            raise UserError("--rollout_engine vllm: tail methods need the policy's own log-probs; use builtin")
         if self.enable_ema:
             raise UserError("--enable_ema: the average would be saved and the last weights measured; leave it out")
         if self.placeholder_token is not None and self.step_reward == "steps":

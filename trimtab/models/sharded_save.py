@@ -7,7 +7,6 @@ another form (Mixtral's experts) are gathered layer by layer, and turned back as
 """
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,22 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.sharding import split_again, whole
+from trimtab.distributed.sharding import split_again
 from trimtab.models.packed import PackedModel
-from trimtab.models.reward import HEAD, renamed
 from trimtab.models.safetensors_stream import SafetensorsStream
+from trimtab.models.stored_weights import Group, StoredWeights
 
 FILE_BYTES = 2 * 10**9
-Group = tuple[list[str], dict[str, Tensor]]
-"""Names of tensors that are turned back together, and what becomes of them: on meta, in the order of the file."""
 
 
 class SplitWeights:
     def __init__(self, model: PackedModel, mesh: Mesh, *, bf16: bool, head: str):
         """`head`: what a score head is to be called."""
         split_again(model)
-        self.model, self.mesh, self.bf16, self.head = model.inner, mesh, bf16, head
-        self.state = _state(model.inner)
+        self.model, self.mesh = model.inner, mesh
+        self.stored = StoredWeights(model.inner, bf16=bf16, head=head)
         self.files = list(self._files())
         count = len(self.files)
         self.names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -65,10 +62,10 @@ class SplitWeights:
             except OSError as error:
                 problem = (error.errno or 0, error.strerror or str(error))
         for names, after in groups:
-            gathered = {name: self._whole(name, keep=stream is not None) for name in names}
+            gathered = {name: self._gathered(name, keep=stream is not None) for name in names}
             if stream is None:
                 continue
-            turned = self._turned_back({name: tensor for name, tensor in gathered.items() if tensor is not None})
+            turned = self.stored.turned_back({name: tensor for name, tensor in gathered.items() if tensor is not None})
             gathered.clear()
             try:
                 for name in after:
@@ -84,25 +81,14 @@ class SplitWeights:
                 problem = (error.errno or 0, error.strerror or str(error))
         return problem
 
-    def _whole(self, name: str, *, keep: bool) -> Tensor | None:
-        tensor = whole(self.state[name])
-        return tensor.to("cpu", self._dtype(tensor)) if keep else None
-
-    def _dtype(self, tensor: Tensor) -> torch.dtype:
-        return torch.bfloat16 if self.bf16 and tensor.is_floating_point() else tensor.dtype
-
-    def _turned_back(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        from transformers.core_model_loading import revert_weight_conversion
-
-        return {renamed(name, HEAD, self.head): t for name, t in revert_weight_conversion(self.model, tensors).items()}
+    def _gathered(self, name: str, *, keep: bool) -> Tensor | None:
+        tensor = self.stored.gathered(name)
+        return tensor.cpu() if keep else None
 
     def _files(self) -> Iterator[list[Group]]:
         file: list[Group] = []
         size = 0
-        for names in self._groups():
-            shapes = {name: self.state[name] for name in names}
-            hollow = {name: torch.empty(t.shape, dtype=self._dtype(t), device="meta") for name, t in shapes.items()}
-            after = self._turned_back(hollow)
+        for names, after in self.stored.groups():
             added = sum(tensor.nbytes for tensor in after.values())
             if file and size + added > FILE_BYTES:
                 yield file
@@ -110,25 +96,6 @@ class SplitWeights:
             file.append((names, after))
             size += added
         yield file
-
-    def _groups(self) -> list[list[str]]:
-        if not self._is_converted():
-            return [[name] for name in self.state]
-        groups: dict[str, list[str]] = {}
-        for name in self.state:
-            layer = re.match(r".*?\.\d+\.", name)
-            groups.setdefault(layer[0] if layer else name, []).append(name)
-        return list(groups.values())
-
-    def _is_converted(self) -> bool:
-        """Whether turning back makes other tensors, and not only other names."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter
-
-        conversions = getattr(self.model, "_weight_conversions", None)
-        if conversions is None:
-            conversions = get_model_conversion_mapping(self.model, add_legacy=False)
-        return any(isinstance(conversion, WeightConverter) for conversion in conversions)
 
     def _write_index(self, folder: Path) -> None:
         places = {name: file for file, groups in zip(self.names, self.files) for _, after in groups for name in after}
@@ -150,14 +117,3 @@ def write_description(model: nn.Module, folder: Path, dtype: torch.dtype) -> Non
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-
-
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    """What is stored: each tensor once, and nothing that the model says is not stored."""
-    tied = [
-        target
-        for target, source in model.all_tied_weights_keys.items()
-        if model.get_parameter(target) is model.get_parameter(source)
-    ]
-    left_out = {*tied, *(model._keys_to_ignore_on_save or ())}
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}

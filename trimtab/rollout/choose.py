@@ -1,12 +1,16 @@
 """The one place that chooses a rollout engine; everything else knows what every engine can do (engine.py)."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from trimtab.models.handover import Handover
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.engine import READ_TOKENS, BuiltinEngine
 from trimtab.rollout.builtin.memory import PAGE_SIZE, KVMemory
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.engine import Engine
+
+if TYPE_CHECKING:
+    from trimtab.rollout.vllm.engine import VLLMEngine
 
 
 def build_engine(
@@ -17,11 +21,12 @@ def build_engine(
     kv_tokens: int | None = None,
     weight_only_int8: bool = False,
     keep_prefixes: bool = False,
+    eager: bool = False,
 ) -> Engine:
     """The engine that answers with this policy. `slots`: samples that run at once; `kv_tokens`: memory for keys and
     values, planned from what is free if not given; `weight_only_int8`: linear layers multiply by int8 copies;
     `keep_prefixes`: what was read and drawn in one call is not read again in the next. A run that was resumed has kept
-    nothing, so in the last bits its numbers would be others."""
+    nothing, so in the last bits its numbers would be others. `eager`: no graphs are captured."""
     return BuiltinEngine(
         policy,
         tokenizer,
@@ -29,7 +34,18 @@ def build_engine(
         kv_tokens=kv_tokens,
         weight_only_int8=weight_only_int8,
         keep_prefixes=keep_prefixes,
+        eager=eager,
     )
+
+
+def build_vllm_engine(folder: str, tokenizer: Any, weights: Handover | None = None, **settings: Any) -> "VLLMEngine":
+    """A vLLM engine with the model of a folder; `settings` are those of rollout/vllm/engine.EngineSettings.
+
+    `weights`: of a policy in this process, which it takes from there; else they come over links.
+    """
+    from trimtab.rollout.vllm.engine import EngineSettings, VLLMEngine
+
+    return VLLMEngine(folder, tokenizer, EngineSettings(**settings), weights)
 
 
 class EngineMemory:

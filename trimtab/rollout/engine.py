@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from trimtab.rollout.types import Rollout, Sampling
 
@@ -88,3 +88,20 @@ class Engine(Protocol):
 
     def wake(self) -> None:
         """Be ready for the next call."""
+
+    def close(self) -> None:
+        """Let go of processes and folders of its own."""
+
+
+@runtime_checkable
+class ReceivingEngine(Engine, Protocol):
+    """One that is not where the policy is: its weights are sent to it (distributed/link.py)."""
+
+    def seats(self) -> list[dict[str, Any]]:
+        """Where its processes are, each of which receives."""
+
+    def join(self, plan: list[dict[str, Any]]) -> None:
+        """Open the links of a plan; those of an earlier one are closed."""
+
+    def receive(self, version: int) -> None:
+        """Take the weights that are being sent at this moment, called by this number."""

@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 class CapturedGraphs:
-    def __init__(self, policy: Policy, slots: int):
+    def __init__(self, policy: Policy, slots: int, *, possible: bool = True):
         self.policy, self.slots = policy, slots
-        self.possible = has_kernels(policy.device)
+        self.possible = possible and has_kernels(policy.device)
         self.release()
 
     def release(self) -> None:

@@ -37,11 +37,12 @@ class BuiltinEngine:
         read_tokens: int = READ_TOKENS,
         weight_only_int8: bool = False,
         keep_prefixes: bool = False,
+        eager: bool = False,
     ):
         """`slots`: samples that run at once; `kv_tokens`: memory for keys and values (planned from what is free if
         not given); `read_tokens`: prompt tokens in one pass; `weight_only_int8`: see int8.py; `keep_prefixes`: a call
         goes on from what earlier ones have read and drawn with these weights, and not only a session from its own. In
-        the last bits that is not the same as reading anew."""
+        the last bits that is not the same as reading anew. `eager`: no graphs are captured."""
         if policy.path != "packed":
             raise UserError(f"{type(policy.inner).__name__} does not use the attention interface; the engine needs it")
         self.policy, self.tokenizer, self.slots = policy, tokenizer, slots
@@ -50,7 +51,7 @@ class BuiltinEngine:
             shape, arguments = Runner.measure(policy)
             self.fused = recognised(policy, shape, arguments)
         self.memory = KVMemory(shape, page_size, kv_tokens)
-        self.captured = CapturedGraphs(policy, slots)
+        self.captured = CapturedGraphs(policy, slots, possible=not eager)
         self.exact = shape.dtype == torch.float32 and not weight_only_int8
         self.version = 0
         self.tokens_read = 0
@@ -154,3 +155,6 @@ class BuiltinEngine:
 
     def wake(self) -> None:
         """Nothing to prepare: the next call takes the memory it needs."""
+
+    def close(self) -> None:
+        """Nothing is held but memory, which goes with the engine."""

@@ -1,7 +1,8 @@
 """The roles of an RL run, built where they work: functions of the options and a place.
 
 actor       the policy that learns; the engine that answers from its weights, with the rewards that are best near
-            it; with LoRA also the reference, which is the policy without its adapters
+            it, unless engines are apart; with LoRA also the reference, the policy without its adapters
+rollouts    where they are apart: an engine with weights of its own, and those rewards
 reference   the policy as it was          teacher   a model that judges the policy's tokens
 critic      what estimates returns        reward    the reward models
 """
@@ -20,7 +21,8 @@ from trimtab.models.load import Loaded, load_policy
 from trimtab.models.load_reward import load_reward_model
 from trimtab.models.policy import Policy
 from trimtab.rewards.build import Parts, other_rewards, reward_models
-from trimtab.rollout.choose import build_engine
+from trimtab.rollout.choose import build_engine, build_vllm_engine
+from trimtab.rollout.engine import Engine
 from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.reference import Reference
@@ -28,17 +30,27 @@ from trimtab.train.rl.checks import critic_start, first_reward
 from trimtab.train.rl.learner import Actor, CriticLearner, ReferenceRole
 from trimtab.train.rl.rewarding import RewardModels
 from trimtab.train.rl.rollouts import Rollouts
+from trimtab.train.rl.sending import Sending, handover_of
 
 
 def build_actor(options: RLOptions, place: Place) -> dict[str, Any]:
     tokenizer = load_job_tokenizer(options)
     loaded = load_policy(options, place.device, place.mesh)
     roles: dict[str, Any] = {"actor": actor_of(options, loaded, tokenizer, place)}
-    rewards = other_rewards(options, place.stop.requested)
-    roles["rollouts"] = rollouts_of(options, loaded.model, rewards, tokenizer, place)
+    if not options.engines_apart:
+        rewards = other_rewards(options, place.stop.requested)
+        roles["rollouts"] = rollouts_of(options, loaded.model, rewards, tokenizer, place)
     if has_reference(options) and options.lora_rank > 0:
         roles["reference"] = scorer(options, place, loaded)
     return roles
+
+
+def build_engine_rollouts(options: RLOptions, place: Place) -> dict[str, Any]:
+    """An engine apart from the policy: it begins with the weights that the policy begins with, and is sent others."""
+    tokenizer = load_job_tokenizer(options)
+    engine = build_vllm_engine(options.pretrain, tokenizer, **engine_settings(options, place))
+    rewards = other_rewards(options, place.stop.requested)
+    return {"rollouts": Rollouts(engine, rewards, tokenizer, place.stop.requested)}
 
 
 def build_reference(options: RLOptions, place: Place) -> dict[str, Any]:
@@ -76,19 +88,44 @@ def has_reference(options: RLOptions) -> bool:
 def actor_of(options: RLOptions, loaded: Loaded, tokenizer: Any, place: Place, kind: type[Actor] = Actor) -> Actor:
     optimiser = optimiser_of(options, loaded.model.model, options.actor_learning_rate, place)
     actor = kind(options, loaded.model, optimiser, tokenizer, place.device, place.mesh)
+    if options.engines_apart:
+        actor.sending = Sending(handover_of(options, loaded.model), place.device)
     actor.origin = loaded
     return actor
 
 
 def rollouts_of(options: RLOptions, policy: Policy, rewards: Parts, tokenizer: Any, place: Place) -> Rollouts:
-    engine = build_engine(
-        policy,
-        tokenizer,
-        slots=options.rollout_slots,
-        kv_tokens=options.rollout_kv_tokens,
-        weight_only_int8=options.weight_only_int8,
-    )
+    engine: Engine
+    if options.uses_vllm:
+        settings = engine_settings(options, place)
+        engine = build_vllm_engine(options.pretrain, tokenizer, handover_of(options, policy), **settings)
+    else:
+        engine = build_engine(
+            policy,
+            tokenizer,
+            slots=options.rollout_slots,
+            kv_tokens=options.rollout_kv_tokens,
+            weight_only_int8=options.weight_only_int8,
+            eager=options.enforce_eager,
+        )
     return Rollouts(engine, rewards, tokenizer, place.stop.requested)
+
+
+def engine_settings(options: RLOptions, place: Place) -> dict[str, Any]:
+    """Of a vLLM engine."""
+    return {
+        "bf16": options.bf16,
+        "longest": options.longest_rollout,
+        "slots": options.rollout_slots,
+        "memory_share": options.vllm_gpu_memory_utilization,
+        "prefix_caching": options.enable_prefix_caching,
+        # Without an accelerator there are no graphs, and to compile takes a minute.
+        "eager": options.enforce_eager or not place.device.is_accelerator,
+        "tensor_parallel": options.vllm_tensor_parallel_size,
+        "sleeps": options.vllm_enable_sleep,
+        "adapter_rank": options.lora_rank if options.vllm_sync_lora == "adapter" else 0,
+        "seed": options.seed,
+    }
 
 
 def scorer(

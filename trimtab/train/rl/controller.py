@@ -24,8 +24,9 @@ from trimtab.train.rl.checks import check_model, check_places, check_teacher, cr
 from trimtab.train.rl.description import units_of
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.files import RunFiles
-from trimtab.train.rl.loop import RLRun, Roles
+from trimtab.train.rl.loop import RLRun
 from trimtab.train.rl.recording import Recording
+from trimtab.train.rl.role_groups import Roles
 from trimtab.train.rl.supply import Recorded, Replayed, SampledNow, Supply
 from trimtab.train.rl.text import TextMixture, load_text
 

@@ -18,7 +18,8 @@ def units_of(options: RLOptions, processes: int) -> list[Unit]:
 def described(options: RLOptions) -> list[Unit]:
     """The units of a run, in no process yet."""
     shares_policy = has_reference(options) and options.lora_rank > 0
-    actor_roles = ("actor", "rollouts", *(["reference"] if shares_policy else []))
+    rollouts = () if options.engines_apart else ("rollouts",)
+    actor_roles = ("actor", *rollouts, *(["reference"] if shares_policy else []))
     units = [Unit("actor", builders.build_actor, actor_roles)]
     if has_reference(options) and not shares_policy:
         units.append(Unit("reference", builders.build_reference, ("reference",)))
@@ -28,6 +29,8 @@ def described(options: RLOptions) -> list[Unit]:
         units.append(Unit("critic", builders.build_critic, ("critic",)))
     if listed(options.reward_pretrain):
         units.append(Unit("reward", builders.build_reward_models, ("reward",)))
+    if options.engines_apart:
+        units.append(Unit("rollouts", builders.build_engine_rollouts, ("rollouts",), apart=True))
     return units
 
 
@@ -37,8 +40,8 @@ def in_their_processes(options: RLOptions, units: Iterable[Unit], processes: int
     if not options.ray:
         return [dataclasses.replace(unit, ranks=options.ranks_of(unit.name, processes)) for unit in units]
     layout = layout_of_units(options, units)
-    return [dataclasses.replace(unit, ranks=layout.ranks_of(unit.name)) for unit in units]
+    return [unit if unit.apart else dataclasses.replace(unit, ranks=layout.ranks_of(unit.name)) for unit in units]
 
 
 def layout_of_units(options: RLOptions, units: Iterable[Unit]) -> Layout:
-    return layout_of(options, [unit.name for unit in units])
+    return layout_of(options, [unit.name for unit in units if not unit.apart])

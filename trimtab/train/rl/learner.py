@@ -15,6 +15,7 @@ from torch import Tensor
 from trimtab.config.jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
+from trimtab.distributed.link import Plan
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.roles import Role
 from trimtab.distributed.sharding import sync_gradients
@@ -31,6 +32,7 @@ from trimtab.train.optimiser import Optimiser
 from trimtab.train.pass_limit import memory_guard, taking_back
 from trimtab.train.rl.batches import AnswerBatch, Slice, TextBatch, batches_of
 from trimtab.train.rl.objective import policy_share, text_share, value_share
+from trimtab.train.rl.sending import Sending
 from trimtab.train.task import Share, Totals
 from trimtab.train.tensor_parts import HeldParts, TensorParts, all_finite, write_parts
 
@@ -113,6 +115,7 @@ class Learner(Role):
 class Actor(Learner):
     model: Policy
     origin: Loaded | None = None  # what was read, before anything was learnt
+    sending: Sending | None = None  # to engines that are apart
 
     def __init__(self, options: RLOptions, *parts: Any):
         super().__init__(options, *parts)
@@ -165,6 +168,25 @@ class Actor(Learner):
 
     def hide_average(self) -> None:
         self._shown.close()
+
+    # ---- engines that are apart
+
+    def offer_link(self) -> dict[str, Any]:
+        assert self.sending is not None
+        return self.sending.offer()
+
+    def join_links(self, *, plan: Plan) -> None:
+        assert self.sending is not None
+        self.sending.open(plan)
+
+    def send_weights(self) -> None:
+        """At the same time as the engines receive them."""
+        assert self.sending is not None
+        self.sending.send()
+
+    def close(self) -> None:
+        if self.sending is not None:
+            self.sending.close()
 
     def log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
         device, temperature = self.device.torch, self.options.temperature

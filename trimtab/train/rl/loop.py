@@ -7,7 +7,6 @@ are in every checkpoint, so a run that was stopped anywhere goes on as if it had
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,20 +28,12 @@ from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.iteration import Counters, Iteration, row_of, timed
 from trimtab.train.rl.passes import Passes, counted, totals_of
+from trimtab.train.rl.publishing import publishing_of
 from trimtab.train.rl.recording import Sampled
+from trimtab.train.rl.role_groups import Roles
 from trimtab.train.rl.shaping import shape, with_advantage
 from trimtab.train.rl.supply import Supply
 from trimtab.train.rl.text import TextMixture
-
-
-@dataclass
-class Roles:
-    actor: Group
-    rollouts: Group
-    reference: Group | None = None
-    teacher: Group | None = None
-    critic: Group | None = None
-    reward: Group | None = None  # the reward models
 
 
 class RLRun:
@@ -67,12 +58,15 @@ class RLRun:
         self.iteration: Iteration | None = None
         self.passes = Passes(options)
         self.schedule()
+        self.publishing = publishing_of(options, roles, asking.stores["train"], self.passes)
+        self.publishing.connect()
 
     def speak_to(self, groups: dict[str, Group]) -> None:
         """The same roles, built anew."""
         self.roles = type(self.roles)(**groups)
         self.asking.speak_to(self.roles.rollouts, self.roles.reward)
         self.schedule()
+        self.publishing.speak_to(self.roles)
         self.publish()
 
     def schedule(self) -> None:
@@ -251,7 +245,7 @@ class RLRun:
 
     def publish(self) -> None:
         """Whoever answers prompts does so with the weights as they are now."""
-        self.roles.rollouts.call("weights_changed", version=self.counters.actor_steps)
+        self.publishing.publish(self.counters.actor_steps)
 
     def measure(self, work: Iteration, stop: StopRequest) -> dict[str, float]:
         """Evaluate, where that is due after this iteration. The iteration is still in hand: a run that is stopped here

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.distributed.link import Plan
 from trimtab.distributed.roles import Role
 from trimtab.errors import OutOfMemory
 from trimtab.rewards.build import Parts
@@ -16,7 +17,7 @@ from trimtab.rewards.requests import Questions, request_of
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult
 from trimtab.rewards.waiting import GivenUp
 from trimtab.rewards.weighing import described
-from trimtab.rollout.engine import Engine
+from trimtab.rollout.engine import Engine, ReceivingEngine
 from trimtab.rollout.types import Rollout, Sampling
 from trimtab.train.pass_limit import NoRoom, memory_guard
 from trimtab.train.rl.experience import Experience
@@ -48,6 +49,28 @@ class Rollouts(Role):
     def close(self) -> None:
         for reward, _ in self.rewards:
             reward.close()
+        self.engine.close()
+
+    # ---- an engine that is sent its weights
+
+    def seats(self) -> list[dict[str, Any]]:
+        assert isinstance(self.engine, ReceivingEngine)
+        return self.engine.seats()
+
+    def join_links(self, *, plan: Plan) -> None:
+        assert isinstance(self.engine, ReceivingEngine)
+        self.engine.join(plan)
+
+    def receive_weights(self, *, version: int) -> None:
+        """At the same time as the policy sends them."""
+        assert isinstance(self.engine, ReceivingEngine)
+        self.engine.receive(version)
+
+    def probe(self, *, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> Experience:
+        """Answers to compare with the trainer's log-probs."""
+        return Experience.of(range(len(prompts)), self.engine.generate(prompts, sampling, seeds=seeds))
+
+    # ---- answers
 
     def sample(self, questions: Questions, *, sampling: Sampling) -> Answers | RewardFailed | NoRoom | None:
         """None: there were no prompts, or it was given up. A failed reward, or a lack of memory, is handed back, not

@@ -21,7 +21,8 @@ from trimtab.rollout.types import Sampling
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.iteration import Iteration, timed
-from trimtab.train.rl.loop import RLRun, Roles
+from trimtab.train.rl.loop import RLRun
+from trimtab.train.rl.role_groups import Roles
 from trimtab.train.rl.shaping import with_advantage
 from trimtab.train.tail.files import TailFiles
 from trimtab.train.tail.measures import Measures

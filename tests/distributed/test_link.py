@@ -1,0 +1,98 @@
+"""Tensors from one process to others that are no world together."""
+
+import multiprocessing
+import socket
+
+import pytest
+import torch
+
+from trimtab.distributed.buckets import described, opened, packed, parts
+from trimtab.distributed.link import Offer, Outgoing, join_as_receiver, plan_links, seat
+
+CPU = torch.device("cpu")
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(7).bfloat16(),
+        "scalar": torch.tensor(2.0),
+        "long": torch.randn(1000),
+        "c": torch.arange(4),
+    }
+
+
+def test_buckets_hold_every_tensor_as_it_was():
+    sent = weights()
+    cut = parts(described(sent.items()), bucket=200)
+    assert len(cut) > 2 and max(len(part.pieces) for part in cut) > 1
+    found = {
+        name: tensor
+        for part, bucket in zip(cut, packed(sent.items(), cut, CPU))
+        for name, tensor in opened(bucket, part)
+    }
+    assert list(found) == list(sent)
+    for name, tensor in sent.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+
+
+def test_tensors_in_another_order_than_was_told_are_noticed():
+    sent = weights()
+    with pytest.raises(AssertionError):
+        list(packed(reversed(sent.items()), parts(described(sent.items())), CPU))
+
+
+def receive_twice(seats, plans, results):
+    seats.put(seat(CPU))
+    link = join_as_receiver(plans.get(), CPU)
+    for _ in range(2):
+        results.put({name: tensor.float().sum().item() for name, tensor in link.receive()})
+    link.close()
+
+
+def test_two_receivers_get_what_is_sent_and_again_after_it_has_changed():
+    context = multiprocessing.get_context("fork")
+    seats, results = context.Queue(), context.Queue()
+    plans = [context.Queue(), context.Queue()]
+    receivers = [context.Process(target=receive_twice, args=(seats, own, results)) for own in plans]
+    for receiver in receivers:
+        receiver.start()
+    outgoing = Outgoing(CPU)
+    offer = outgoing.offer()
+    found = [seats.get(timeout=30) for _ in receivers]
+    plan = plan_links([offer], found, backend="gloo", tensors=described(weights().items()), about={}, patience=30.0)
+    for own in plans:
+        own.put(plan)
+    outgoing.open(plan)
+    for seed in range(2):
+        outgoing.send(weights(seed).items())
+        expected = {name: tensor.float().sum().item() for name, tensor in weights(seed).items()}
+        assert [results.get(timeout=30) for _ in receivers] == [expected] * 2
+    outgoing.close()
+    for receiver in receivers:
+        receiver.join(30)
+        assert receiver.exitcode == 0
+
+
+def test_the_door_is_open_on_the_address_of_the_node_alone():
+    offer = Offer(CPU)
+    address, port = offer.store
+    assert address == "127.0.0.1" == offer.socket.getsockname()[0]
+    offer.socket.close()
+    with pytest.raises(OSError):
+        socket.create_connection((address, port), timeout=1)
+
+
+def test_a_receiver_on_a_senders_device_shares_its_memory():
+    offers = [{"store": ["h", 1], "device": "gpu0"}, {"store": ["h", 2], "device": "gpu1"}]
+    told = {"backend": "nccl", "tensors": [], "about": {}, "patience": 1.0}
+
+    def links(*devices):
+        seats = [{"seat": str(i), "device": device} for i, device in enumerate(devices)]
+        return [(entry["store"][1], entry["way"], entry["seats"]) for entry in plan_links(offers, seats, **told)]
+
+    assert links("gpu0", "gpu1") == [(1, "shared", ["0"]), (2, "shared", ["1"])]
+    assert links("gpu2", "gpu3") == [(1, "nccl", ["0", "1"])]
+    assert links("gpu1", "gpu2") == [(2, "shared", ["0"]), (1, "nccl", ["1"])]
+    assert links("gpu0", "gpu2") == [(1, "gloo", ["0", "1"])]

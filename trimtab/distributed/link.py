@@ -1,0 +1,221 @@
+"""Links: a way for tensors from one process to others that are not of its world, such as rollout engines.
+
+A link has a store of its own, on the sender, bound to the address of its node, and a group that is not torch's default
+one. Tensors travel in buckets; their names, types and shapes are told once, in the plan.
+
+    gloo     through main memory
+    nccl     between accelerators
+    shared   between processes on one accelerator: both see the sender's bucket (CUDA IPC), gloo says when
+
+A *plan* is a list of links, the same for all that take part, in plain values: the `store` of each, its `way`, the
+`seats` of its receivers in the order of their ranks, the `tensors` and whatever else is to be known `about` them. Who
+plans knows the offers of the senders and the seats of the receivers (`plan_links`).
+"""
+
+import json
+import os
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimtab.distributed.buckets import BUCKET, opened, packed, parts
+from trimtab.distributed.watch import pulse
+
+NODE_ADDRESS = "TRIMTAB_NODE_ADDRESS"
+"""Environment variable: this machine's address among those of a cluster."""
+LOOPBACK = "127.0.0.1"
+Plan = list[dict[str, Any]]
+
+
+def node_address() -> str:
+    return os.environ.get(NODE_ADDRESS, LOOPBACK)
+
+
+def seat(device: torch.device) -> dict[str, Any]:
+    """Who a receiver is, for plans."""
+    return {"seat": f"{node_address()}/{os.getpid()}", "device": _device_name(device)}
+
+
+class Offer:
+    """A sender's open door: a port on its node's address, on which a store will listen."""
+
+    def __init__(self, device: torch.device):
+        address = node_address()
+        self.socket = socket.create_server((address, 0))
+        self.store = [address, self.socket.getsockname()[1]]
+        self.device = device
+
+    def described(self) -> dict[str, Any]:
+        return {"store": self.store, "device": _device_name(self.device)}
+
+    def accept(self, plan: Plan) -> "Link | None":
+        """The link of the plan that begins here; None: there is none."""
+        entry = next((entry for entry in plan if entry["store"] == self.store), None)
+        if entry is None:
+            self.socket.close()
+            return None
+        return Link(entry, 0, self.device, listening=self.socket.detach())
+
+
+def join_as_receiver(plan: Plan, device: torch.device) -> "Link":
+    own = seat(device)["seat"]
+    entry = next(entry for entry in plan if own in entry["seats"])
+    return Link(entry, entry["seats"].index(own) + 1, device)
+
+
+def plan_links(
+    offers: Sequence[dict[str, Any]],
+    seats: Sequence[dict[str, Any]],
+    *,
+    backend: str,
+    tensors: list[Any],
+    about: dict[str, Any],
+    patience: float,
+) -> Plan:
+    """Who sends to whom: a receiver on a sender's own accelerator shares its memory, all others hear the first one."""
+    sharing: dict[int, list[str]] = {}
+    others: list[str] = []
+    for found in seats:
+        near = [i for i, offer in enumerate(offers) if found["device"] and offer["device"] == found["device"]]
+        (sharing.setdefault(near[0], []) if near else others).append(found["seat"])
+    common = {"tensors": tensors, "about": about, "patience": patience}
+    plan = [{"store": offers[i]["store"], "way": "shared", "seats": near, **common} for i, near in sharing.items()]
+    if others and 0 in sharing:
+        # The first sender has one door, and it is taken: all hear it through main memory.
+        plan[list(sharing).index(0)] |= {"way": "gloo", "seats": [*sharing[0], *others]}
+    elif others:
+        plan.append({"store": offers[0]["store"], "way": backend, "seats": others, **common})
+    return plan
+
+
+class Link:
+    def __init__(self, entry: dict[str, Any], rank: int, device: torch.device, listening: int | None = None):
+        """`rank`: 0 is the sender, whose store listens on the socket `listening`."""
+        self.way, self.rank, self.about = entry["way"], rank, entry["about"]
+        self.device = torch.device("cpu") if self.way == "gloo" else device
+        self.tensors = [(name, dtype, tuple(shape)) for name, dtype, shape in entry["tensors"]]
+        self.parts = parts(self.tensors)
+        size, patience = len(entry["seats"]) + 1, timedelta(seconds=entry["patience"])
+        address, port = entry["store"]
+        server = {} if listening is None else {"is_master": True, "master_listen_fd": listening}
+        with pulse.waiting():
+            self.store = dist.TCPStore(address, port, size, timeout=patience, wait_for_workers=False, **server)
+            self.group = _group(self.way, self.store, rank, size, patience, address)
+            self._barrier()
+        self._shared = _shared_bucket(self.store, rank, self.device, self.parts) if self.way == "shared" else None
+
+    # ---- buckets
+
+    def send(self, bucket: Tensor) -> None:
+        """One bucket; `packed` makes them."""
+        with pulse.waiting():
+            if self._shared is None:
+                self.group.broadcast(bucket, 0).wait()
+                return
+            self._shared[: len(bucket)].copy_(bucket)
+            torch.cuda.synchronize()
+            self._barrier()  # it is there
+            self._barrier()  # it was taken
+
+    def receive(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything that is sent, by name."""
+        for part in self.parts:
+            bucket = torch.empty(part.size, dtype=torch.uint8, device=self.device)
+            with pulse.waiting():
+                if self._shared is None:
+                    self.group.broadcast(bucket, 0).wait()
+                else:
+                    self._barrier()
+                    bucket.copy_(self._shared[: part.size])
+                    torch.cuda.synchronize()
+                    self._barrier()
+            yield from opened(bucket, part)
+
+    def close(self) -> None:
+        self._shared = None
+        self.group.shutdown()
+
+    def _barrier(self) -> None:
+        self.group.barrier().wait()
+
+
+class Outgoing:
+    """What a process sends over. Of a split model every process must send, one without a link too: it gathers with the
+    others."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._offer: Offer | None = None
+        self._link: Link | None = None
+
+    def offer(self) -> dict[str, Any]:
+        self.close()
+        self._offer = Offer(self.device)
+        return self._offer.described()
+
+    def open(self, plan: Plan) -> None:
+        assert self._offer is not None, "nothing was offered"
+        offer, self._offer = self._offer, None
+        self._link = offer.accept(plan)
+
+    def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if self._link is None:
+            for _ in tensors:
+                pulse.move()
+        else:
+            for bucket in packed(tensors, self._link.parts, self._link.device):
+                self._link.send(bucket)
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        if self._offer is not None:
+            self._offer.socket.close()
+            self._offer = None
+
+
+def _group(way: str, store: dist.Store, rank: int, size: int, patience: timedelta, address: str) -> Any:
+    if way == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = patience
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = patience
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(address))]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _address_towards(other: str) -> str:
+    """This machine's own address on the way to another: what to listen on, instead of on every interface."""
+    with socket.socket(socket.AF_INET6 if ":" in other else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, 9))  # nothing is sent
+        return probe.getsockname()[0]
+
+
+def _device_name(device: torch.device) -> str | None:
+    """Of an accelerator, a name that all processes of the machine give it."""
+    if device.type != "cuda":
+        return None
+    return f"{node_address()}/{torch.cuda.get_device_properties(device).uuid}"
+
+
+def _shared_bucket(store: dist.Store, rank: int, device: torch.device, plan: Sequence[Any]) -> Tensor:
+    """The sender's bucket, seen by all on its accelerator."""
+    size = max([BUCKET, *(part.size for part in plan)])
+    if rank == 0:
+        bucket = torch.empty(size, dtype=torch.uint8, device=device)
+        told = [v.hex() if isinstance(v, bytes) else v for v in bucket.untyped_storage()._share_cuda_()]
+        store.set("bucket", json.dumps([bucket.storage_offset(), told]))
+        return bucket
+    offset, told = json.loads(store.get("bucket"))
+    _, handle, *rest = told  # the device has another number here
+    storage = torch.UntypedStorage._new_shared_cuda(
+        device.index or 0, *(bytes.fromhex(v) if isinstance(v, str) else v for v in (handle, *rest))
+    )
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, offset, (size,))

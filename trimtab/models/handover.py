@@ -1,0 +1,112 @@
+"""A policy's weights as another engine takes them: under the names of Hugging Face files, tensor after tensor.
+
+    whole      every parameter, frozen ones too; a head that is tied comes once, as the embedding
+    merged     the same of a policy with adapters, each added to what it adapts
+    adapters   the adapters alone, as PEFT names them, for an engine that holds the model under them
+
+Of a split policy each tensor is gathered when its turn comes and let go when the next one's does; no process holds all.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.distributed.buckets import Described, described
+from trimtab.distributed.sharding import split_again, whole
+from trimtab.models.policy import Policy
+from trimtab.models.stored_weights import StoredWeights
+
+ADAPTER = "default"  # PEFT's name of the only one
+
+
+class Handover:
+    def __init__(self, policy: Policy, *, bf16: bool, adapters: bool = False):
+        """`adapters`: hand over these alone, instead of merged into the rest."""
+        self.policy, self.bf16 = policy, bf16
+        self.adapted = hasattr(policy.model, "peft_config")
+        self.adapters = adapters and self.adapted
+        # Of a policy that is gathered the parameters are other objects, and perhaps old ones.
+        split_again(policy)
+        if self.adapters:
+            return
+        self.stored = (MergedWeights if self.adapted else StoredWeights)(policy.inner, bf16=bf16)
+        self._groups = list(self.stored.groups())
+
+    def described(self) -> list[Described]:
+        """Names, types and shapes, in the order in which they come."""
+        if self.adapters:
+            named = self._adapters().items()
+            return described((name, torch.empty(t.shape, dtype=self._dtype(t), device="meta")) for name, t in named)
+        return described((name, tensor) for _, after in self._groups for name, tensor in after.items())
+
+    @torch.no_grad()
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every process must take them all."""
+        split_again(self.policy)
+        if self.adapters:
+            for name, tensor in self._adapters().items():
+                yield name, whole(tensor).to(self._dtype(tensor))
+            return
+        self.stored.state = self.stored.tensors()
+        for names, after in self._groups:
+            gathered = {name: self.stored.gathered(name) for name in names}
+            if len(names) > 1 or len(after) > 1:
+                gathered = self.stored.turned_back(gathered)
+            else:
+                gathered = dict(zip(after, gathered.values()))
+            for name in after:
+                yield name, gathered.pop(name)
+
+    def adapter_config(self) -> dict[str, Any]:
+        """What PEFT writes beside adapters, in plain values."""
+        config = self.policy.model.peft_config[ADAPTER].to_dict()
+        return json.loads(json.dumps(config, default=lambda v: sorted(v) if isinstance(v, set) else str(v)))
+
+    def _adapters(self) -> dict[str, Tensor]:
+        named = self.policy.inner.named_parameters()
+        return {f"base_model.model.{_as_stored(name)}": tensor for name, tensor in named if ".lora_" in name}
+
+    def _dtype(self, tensor: Tensor) -> torch.dtype:
+        return torch.bfloat16 if self.bf16 else tensor.dtype
+
+
+class MergedWeights(StoredWeights):
+    """Of a model with adapters inside: what it would be without them if it answered the same."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        self._layers: dict[str, nn.Module] = {}
+        found: dict[str, Tensor] = {}
+        for name, tensor in self.model.named_parameters():  # a tied one once
+            if ".lora_" in name:
+                continue
+            plain = name.replace(".base_layer.", ".")
+            if plain != name and name.endswith(".weight"):
+                self._layers[plain] = self.model.get_submodule(name.removesuffix(".base_layer.weight"))
+            found[plain] = tensor
+        return found
+
+    def gathered(self, name: str) -> Tensor:
+        tensor = super().gathered(name)
+        layer = self._layers.get(name)
+        if layer is None:
+            return tensor
+        merged = tensor.float() + self._added(layer).to(tensor.device)
+        return merged.to(tensor.dtype)
+
+    def _added(self, layer: Any) -> Tensor:
+        """By the adapter, in fp32: scale x B A."""
+        if ADAPTER in layer.lora_embedding_A:
+            down, up, turned = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER], True
+        else:
+            down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+            turned = getattr(layer, "fan_in_fan_out", False)
+        down, up = (whole(t).to(self.dtype(t)).float() for t in (down, up))
+        added = layer.scaling[ADAPTER] * (up @ down)
+        return added.T if turned else added
+
+
+def _as_stored(name: str) -> str:
+    return name.replace(f".{ADAPTER}.", ".").removesuffix(f".{ADAPTER}")

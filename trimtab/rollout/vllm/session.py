@@ -1,0 +1,158 @@
+"""Requests at work in a vLLM engine. Every sample is a request of its own there, with its own seed; that they share a
+prompt is left to vLLM's prefix cache."""
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trimtab.distributed.watch import pulse
+from trimtab.errors import RunFailed, UserError
+from trimtab.rollout.seeds import request_seed
+from trimtab.rollout.stopping import stop_string_end
+from trimtab.rollout.types import Finish, Rollout, Sampling
+from trimtab.rollout.vllm.sampling import Parameters
+
+if TYPE_CHECKING:
+    from trimtab.rollout.vllm.engine import VLLMEngine
+
+TOKENS_BETWEEN_LOOKS = 8  # for stop strings, which are looked for in text
+
+
+@dataclass
+class Sample:
+    request: int
+    number: int
+    prompt_ids: list[int]
+    output: Any = None  # vLLM's own, of all that was drawn so far
+    looked: int = 0  # tokens in which there is no stop string
+
+    @property
+    def ids(self) -> list[int]:
+        return [] if self.output is None else list(self.output.token_ids)
+
+    def log_probs(self, count: int) -> np.ndarray:
+        if self.output is None:
+            return np.zeros(0, dtype=np.float32)
+        flat = self.output.logprobs
+        return np.array([flat.logprobs[start] for start in flat.start_indices[:count]], dtype=np.float32)
+
+
+class VLLMSession:
+    def __init__(self, engine: "VLLMEngine", sampling: Sampling, ended: Callable[[], None]):
+        self.engine, self.sampling, self._ended = engine, sampling, ended
+        self.requests = 0
+        self._parameters = Parameters(sampling, engine.vocabulary)
+        self._running: dict[str, Sample] = {}
+        self._aborted: set[int] = set()
+
+    # ---- what callers do
+
+    def add(self, prompt_ids: list[int], *, seed: int | None = None, limit: int | None = None) -> int:
+        number, limit = self.requests, self.sampling.max_new_tokens if limit is None else limit
+        self.engine.check_request(number, prompt_ids, limit)
+        seed = request_seed(self.sampling.seed, number) if seed is None else seed
+        for k in range(self.sampling.n):
+            name = self.engine.name_request()
+            self.engine.llm.add_request(
+                name,
+                {"prompt_token_ids": list(prompt_ids)},
+                self._parameters.of(request_seed(seed, k), limit),
+                lora_request=self.engine.adapter,
+            )
+            self._running[name] = Sample(number, k, list(prompt_ids))
+        self.requests += 1
+        return number
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
+    def __iter__(self) -> Iterator[Rollout]:
+        while self.busy:
+            yield from self.advance()
+
+    def advance(self, steps: int | None = None) -> list[Rollout]:
+        """One step of the engine: at most one token a sample."""
+        pulse.move()
+        finished = self._take_aborted()
+        if not self._running or finished:
+            return finished
+        for output in self.engine.llm.step():
+            if (sample := self._running.get(output.request_id)) is not None:
+                found = self._take(output.request_id, sample, output.outputs[0])
+                finished += [] if found is None else [found]
+        return finished
+
+    def drawn(self, request: int) -> list[int]:
+        samples = self._running.values()
+        return next((sample.ids for sample in samples if (sample.request, sample.number) == (request, 0)), [])
+
+    def abort(self, requests: Collection[int] | None = None) -> None:
+        self._aborted.update(range(self.requests) if requests is None else requests)
+
+    def close(self) -> None:
+        if self._running:
+            self.engine.llm.abort_request(list(self._running))
+            self._running.clear()
+        self._ended()
+
+    def __enter__(self) -> "VLLMSession":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # ---- what was drawn
+
+    def _take(self, name: str, sample: Sample, output: Any) -> Rollout | None:
+        """Keep what there is; the rollout, if it has ended."""
+        sample.output = output
+        ended = output.finish_reason
+        if ended not in (None, "stop", "length"):
+            del self._running[name]
+            raise RunFailed(f"vLLM gave up an answer to prompt {sample.request}: {ended}")
+        if self.sampling.stop_strings and (end := self._stop_string(sample, ended is not None)) is not None:
+            if ended is None:
+                self.engine.llm.abort_request([name])
+            del self._running[name]
+            return self._rollout(sample, "stop", end)
+        if ended is None:
+            return None
+        del self._running[name]
+        return self._rollout(sample, ended)
+
+    def _stop_string(self, sample: Sample, ended: bool) -> int | None:
+        """How many tokens the answer has up to a stop string; None: there is none, or it is too early to look."""
+        if not ended and len(sample.output.token_ids) - sample.looked < TOKENS_BETWEEN_LOOKS:
+            return None
+        ids, sampling = sample.ids, self.sampling
+        decode = self.engine.tokenizer.decode
+        end = stop_string_end(ids, sample.looked, sampling.min_new_tokens, sampling.stop_strings, decode)
+        sample.looked = len(ids)
+        return end
+
+    def _take_aborted(self) -> list[Rollout]:
+        """vLLM says nothing more of what it is told to abort: what it gave so far is what there is."""
+        gone = {name: sample for name, sample in self._running.items() if sample.request in self._aborted}
+        self._aborted.clear()
+        if gone:
+            self.engine.llm.abort_request(list(gone))
+            for name in gone:
+                del self._running[name]
+        return [self._rollout(sample, "abort") for sample in gone.values()]
+
+    def _rollout(self, sample: Sample, finish: Finish, count: int | None = None) -> Rollout:
+        ids = sample.ids[:count]
+        log_probs = sample.log_probs(len(ids))
+        if not np.isfinite(log_probs).all():
+            raise UserError(
+                f"the model's logits are not finite for prompt {sample.request}, sample {sample.number}; its weights "
+                "are probably broken"
+            )
+        plain = log_probs.copy() if self.sampling.plain_log_probs else None
+        return Rollout(
+            sample.request, sample.number, sample.prompt_ids, ids, log_probs, finish, plain, self.engine.version
+        )

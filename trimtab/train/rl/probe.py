@@ -1,0 +1,73 @@
+"""Whether an engine with a copy of the weights answers from the policy as it is: log-probs of the same tokens, by the
+engine that drew them and by the trainer. A checksum of what was sent would not see what the engine made of it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from trimtab.config.jobs import RLOptions
+from trimtab.data.prompts import PromptStore
+from trimtab.errors import RunFailed
+from trimtab.rollout.seeds import request_seed
+from trimtab.rollout.types import Sampling
+from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.passes import Passes
+from trimtab.train.rl.role_groups import Roles
+
+TOKENS = 256  # at least, of every engine
+LONGEST = 32  # of one answer
+LIMIT = 1e-3  # of the largest difference in fp32
+SLACK = 3  # else: of the mean difference, times that of the weights both were loaded with
+
+
+@dataclass(frozen=True)
+class Gap:
+    mean: float
+    largest: float
+    tokens: int
+
+
+class Probe:
+    def __init__(self, options: RLOptions, roles: Roles, prompts: PromptStore, passes: Passes):
+        self.options, self.roles, self.passes = options, roles, passes
+        length = min(LONGEST, options.generate_max_len)
+        count = -(-TOKENS // length)
+        self.prompts = [[int(token) for token in prompts.ids(i % len(prompts))] for i in range(count)]
+        self.seeds = [request_seed(options.seed, i) for i in range(count)]
+        self.sampling = Sampling(max_new_tokens=length, temperature=options.temperature)
+        self.at_start: Gap | None = None
+        self.last: Gap | None = None
+
+    def measure_start(self) -> None:
+        """With the weights that both were loaded with; once."""
+        if self.at_start is None:
+            self.at_start = self.gap()
+            self._judge(self.at_start, "with the weights both were loaded with")
+
+    def check(self, version: int) -> None:
+        self._judge(self.gap(), f"after update {version}")
+
+    def gap(self) -> Gap:
+        """The worst of all engines."""
+        found = self.roles.rollouts.call("probe", prompts=self.prompts, seeds=self.seeds, sampling=self.sampling)
+        return max((self._gap_of(answers) for answers in found), key=lambda gap: gap.largest)
+
+    def _gap_of(self, answers: Experience) -> Gap:
+        self.passes.fill(answers, "old_N", self.roles.actor, "log_probs")
+        assert answers.old_N is not None
+        differences = (answers.old_N - answers.sampled_N).abs().nan_to_num(torch.inf)
+        return Gap(float(differences.mean()), float(differences.max()), len(differences))
+
+    def _judge(self, gap: Gap, when: str) -> None:
+        self.last = gap
+        assert self.at_start is not None
+        if self.options.bf16:
+            value, limit, what = gap.mean, max(LIMIT, SLACK * self.at_start.mean), "on average"
+        else:
+            value, limit, what = gap.largest, LIMIT, "at most"
+        if not value <= limit:
+            raise RunFailed(
+                f"the rollout engine does not answer from the trainer's weights: {when} its log-probs of {gap.tokens} "
+                f"tokens differ from the trainer's by {value:.1e} {what}, and {limit:.1e} is the limit; use "
+                "--rollout_engine builtin, and report this"
+            )

@@ -1,0 +1,35 @@
+"""The policy's side of weights that go to engines apart from it."""
+
+from typing import Any
+
+from trimtab.config.jobs import RLOptions
+from trimtab.distributed.device import Device
+from trimtab.distributed.link import Outgoing, Plan
+from trimtab.models.handover import Handover
+from trimtab.models.policy import Policy
+
+
+def handover_of(options: RLOptions, policy: Policy) -> Handover:
+    return Handover(policy, bf16=options.bf16, adapters=options.vllm_sync_lora == "adapter")
+
+
+class Sending:
+    """In every process of the policy: of a split one all gather, and those that have a link send."""
+
+    def __init__(self, handover: Handover, device: Device):
+        self.handover = handover
+        self._outgoing = Outgoing(device.torch)
+
+    def offer(self) -> dict[str, Any]:
+        """Where to connect to, and what will be sent."""
+        about = {"adapter_config": self.handover.adapter_config()} if self.handover.adapters else {}
+        return {**self._outgoing.offer(), "tensors": self.handover.described(), "about": about}
+
+    def open(self, plan: Plan) -> None:
+        self._outgoing.open(plan)
+
+    def send(self) -> None:
+        self._outgoing.send(self.handover.tensors())
+
+    def close(self) -> None:
+        self._outgoing.close()
