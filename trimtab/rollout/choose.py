@@ -48,6 +48,13 @@ def build_vllm_engine(folder: str, tokenizer: Any, weights: Handover | None = No
     return VLLMEngine(folder, tokenizer, EngineSettings(**settings), weights)
 
 
+def engine_environment() -> dict[str, str]:
+    """What the environment of a process must hold in which a vLLM engine will be built."""
+    from trimtab.rollout.vllm.environment import environment
+
+    return environment()
+
+
 class EngineMemory:
     """What that engine will take of a device, known before it is built."""
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from trimtab.distributed.calling_off import meet_again, reason_to_call_off
 from trimtab.distributed.device import find_device
+from trimtab.distributed.link import NODE_ADDRESS
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.staging import Host, Unit
 from trimtab.distributed.watch import in_collective, pulse
@@ -54,6 +55,7 @@ class Seating:
 class Worker:
     def __init__(self) -> None:
         self.stop = StopRequest()
+        os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
         self._place: socket.socket | None = None
         pulse.move("starting")
 

@@ -7,6 +7,7 @@ from trimtab.config.jobs import RLOptions
 from trimtab.config.sources import listed
 from trimtab.distributed.cluster.layout import Layout, layout_of
 from trimtab.distributed.staging import Unit
+from trimtab.rollout.choose import engine_environment
 from trimtab.train.rl import builders
 from trimtab.train.rl.builders import has_reference
 
@@ -30,7 +31,8 @@ def described(options: RLOptions) -> list[Unit]:
     if listed(options.reward_pretrain):
         units.append(Unit("reward", builders.build_reward_models, ("reward",)))
     if options.engines_apart:
-        units.append(Unit("rollouts", builders.build_engine_rollouts, ("rollouts",), apart=True))
+        build, environment = builders.build_engine_rollouts, engine_environment()
+        units.append(Unit("rollouts", build, ("rollouts",), apart=True, environment=environment))
     return units
 
 
