@@ -8,6 +8,9 @@ from trimtab.errors import RunFailed
 # What PyTorch says in a process whose neighbour has gone: a consequence, not a cause.
 OF_ANOTHER = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "connection refused")
 
+# How Ray says of a process that its machine has gone with it.
+OF_THE_NODE = ("node was terminated", "node has died", "node died", "missing too many heartbeats", "node failure")
+
 
 class Lost(RunFailed):
     """A process of a run is gone. What the others hold cannot be gathered any more; checkpoints are what is left."""
@@ -43,7 +46,7 @@ class Member:
 def in_words(error: BaseException) -> str:
     """Why a call to a process of Ray failed."""
     name, said = type(error).__name__, " ".join(str(error).split())
-    if "node" in said and ("died" in said or "terminated" in said or "heartbeat" in said):
+    if any(words in said for words in OF_THE_NODE):
         why = "its node is gone"
     elif name == "ActorUnavailableError":
         why = "its process or its node is gone"
