@@ -41,7 +41,7 @@ class Judge(BaseHTTPRequestHandler):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("task")
     tokenizer = make_tokenizer()
-    model = tiny_model("llama", vocab_size=len(tokenizer))
+    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=4096)
     model.save_pretrained(folder / "policy")
     model.config.update({"num_labels": 1, "mean": 0.1, "std": 2.0})
     torch.manual_seed(1)
@@ -62,15 +62,18 @@ def judge():
     server.shutdown()
 
 
-@pytest.mark.parametrize("words", [words for words, *_ in RL_COMMANDS])
-def test_a_documented_command_scaled_to_one_machine_trains_two_iterations(folder, judge, tmp_path, words):
+def with_places(words: str, folder, judge: str, out) -> list[str]:
+    """A documented command with models, data and folders that are here."""
     words = words.replace("owner/policy", f"{folder}/policy").replace("owner/judge", f"{folder}/judge")
     words = words.replace("owner/prompts", f"{folder}/prompts.jsonl")
     words = words.replace("./reward_func.py", f"{folder}/reward_func.py")
     words = words.replace("http://localhost:5000/get_reward", judge).replace("--use_wandb token", "")
-    places = f"--save_path {tmp_path}/out --ckpt_path {tmp_path}/checkpoints"
-    assert warm.run(["ppo", *shlex.split(words), *SCALED.split(), *places.split()], log=tmp_path / "log") == 0, (
-        tmp_path / "log"
-    ).read_text()
+    return [*shlex.split(words), *f"--save_path {out}/out --ckpt_path {out}/checkpoints".split()]
+
+
+@pytest.mark.parametrize("words", [words for words, *_ in RL_COMMANDS])
+def test_a_documented_command_scaled_to_one_machine_trains_two_iterations(folder, judge, tmp_path, words):
+    words = with_places(words, folder, judge, tmp_path)
+    assert warm.run(["ppo", *words, *SCALED.split()], log=tmp_path / "log") == 0, (tmp_path / "log").read_text()
     rows = read_rows(tmp_path / "out" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2] and all(row["skipped_steps"] == 0 for row in rows)

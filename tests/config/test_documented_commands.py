@@ -221,6 +221,67 @@ RL_COMMANDS = [
     ),
 ]
 
+OF_EACH = " ".join(
+    f"--{role}_num_nodes 1 --{role}_num_gpus_per_node 8" for role in ("actor", "ref", "reward", "critic")
+)
+OF_70B = " ".join(f"--{role}_num_nodes 2 --{role}_num_gpus_per_node 8" for role in ("actor", "ref", "reward", "critic"))
+ALL_SHARE = {role: "those of actor" for role in ("reference", "critic", "reward", "engines")}
+
+# The same commands, and others that the documents describe in words, on a cluster: (words, who has which devices).
+RAY_COMMANDS = [
+    (RL_COMMANDS[0][0], {"actor": "8 devices", **ALL_SHARE}),
+    (RL_COMMANDS[1][0], {"actor": "8 devices", **ALL_SHARE}),
+    (
+        RL_COMMANDS[2][0],
+        {
+            **{"actor": "2 devices", "reference": "those of actor", "critic": "2 devices"},
+            **{"reward": "those of critic", "engines": "2 x 2 devices"},
+        },
+    ),
+    *[
+        (words, {"actor": "4 devices", "reference": "1 device", "reward": "1 device", "engines": "2 x 1 device"})
+        for words, *_ in RL_COMMANDS[3:5]
+    ],
+    (
+        RL_COMMANDS[5][0],
+        {"actor": "8 devices", "reference": "2 devices", "reward": "2 devices", "engines": "4 x 1 device"},
+    ),
+    (RL_COMMANDS[6][0], {"actor": "1 device", "reference": "those of actor", "critic": "those of actor"}),
+    (RL_COMMANDS[7][0], {"actor": "1 device"}),
+    (RL_COMMANDS[8][0], {"actor": "1 device", "reference": "those of actor"}),
+    # Every model on devices of its own.
+    (
+        f"{WITH_REWARD_MODEL} {OF_EACH} --vllm_num_engines 4 --vllm_tensor_parallel_size 2",
+        {**{role: "8 devices" for role in ("actor", "reference", "critic", "reward")}, "engines": "4 x 2 devices"},
+    ),
+    # 70B on 48: a third for the engines, a third for the policy, a third for the critic.
+    (
+        f"""{WITH_REWARD_MODEL} {OF_70B} --colocate_actor_ref --colocate_critic_reward --vllm_num_engines 4
+        --vllm_tensor_parallel_size 4 --adam_offload --enable_prefix_caching --n_samples_per_prompt 4""",
+        {
+            **{"actor": "16 devices", "reference": "those of actor", "critic": "16 devices"},
+            **{"reward": "those of critic", "engines": "4 x 4 devices"},
+        },
+    ),
+    # Several reward models, whose rewards are added up.
+    (
+        f"{RL_OFTEN} --reward_pretrain owner/judge,owner/judge {OF_EACH} --colocate_all_models --vllm_num_engines 8",
+        {"actor": "8 devices", **ALL_SHARE},
+    ),
+    # A reward server beside a hybrid engine, and no engines at all.
+    (
+        f"""{RL_OFTEN} --remote_rm_url http://localhost:5000/get_reward,http://localhost:5000/get_reward
+        --actor_num_nodes 1 --actor_num_gpus_per_node 8 --colocate_all_models --vllm_num_engines 8
+        --advantage_estimator rloo --n_samples_per_prompt 4""",
+        {"actor": "8 devices", "reference": "those of actor", "engines": "those of actor"},
+    ),
+    (
+        f"{WITH_REWARD_MODEL} {SPREAD} --vllm_num_engines 0 --advantage_estimator reinforce_baseline "
+        "--n_samples_per_prompt 4 --use_kl_loss --kl_estimator k2",
+        {"actor": "4 devices", "reference": "1 device", "reward": "1 device"},
+    ),
+]
+
 
 @pytest.mark.parametrize("words, expected, gpus, notes", RL_COMMANDS)
 def test_documented_rl_commands_pass_the_checks_where_there_are_enough_gpus(

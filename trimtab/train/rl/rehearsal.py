@@ -23,6 +23,9 @@ from trimtab.train.rl.description import layout_of_units, units_of
 from trimtab.train.rl.recording import Recording
 from trimtab.train.rl.text import load_text
 
+# This process is on none of its devices.
+OF_A_CLUSTER = "memory: trimtab plan --nodes N --gpus M says what fits on a cluster"
+
 
 def rehearse_rl(
     options: RLOptions,
@@ -65,5 +68,5 @@ def rehearse_rl(
         f"{iterations_of(whole, options):,} iterations of {updates_per_iteration(options)} updates",
         f"first prompt, as the policy reads it: {one_line(stores['train'].text(0))}",
         *rewarded,
-        memory_line(options, device, lambda: work_of_prompts(options, stores)),
+        OF_A_CLUSTER if options.ray else memory_line(options, device, lambda: work_of_prompts(options, stores)),
     ]
