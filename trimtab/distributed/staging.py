@@ -122,6 +122,10 @@ class Stage(ABC):
     def groups_anew(self) -> dict[str, Group]:
         """After OutOfMemory: the same roles, with what they had learnt."""
 
+    def described(self) -> dict[str, Any]:
+        """Where the roles are, for the manifest of a run."""
+        return {}
+
     @abstractmethod
     def hang_up(self) -> None:
         """The other processes end."""

@@ -122,6 +122,9 @@ class RayStage(Stage):
         hosts.call("let_go")
         return self.groups(self.job.options)
 
+    def described(self) -> dict[str, Any]:
+        return {"layout": self.layout.rows(self.placement.resource)}
+
     def hang_up(self) -> None:
         pass  # they end with the stage
 

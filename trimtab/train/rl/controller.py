@@ -89,7 +89,8 @@ class Controller:
 
     # ---- the run
 
-    def run(self, groups: dict[str, Group]) -> RLRun:
+    def run(self, groups: dict[str, Group], placed: dict[str, Any] | None = None) -> RLRun:
+        """`placed`: what there is to keep of where the roles are."""
         options, actor = self.options, groups["actor"].call("describe")[0]
         if fewer := {name: group for name, group in groups.items() if len(group.ranks) < self.world.size}:
             told = (f"{name} in {len(group.ranks)}" for name, group in fewer.items())
@@ -112,7 +113,7 @@ class Controller:
         text = None if self.text is None else TextMixture(self.text, options)
         asking = Asking(self.stores, self.tokenizer, groups["rollouts"], groups.get("reward"))
         self.world.say(f"reward: {in_words(asking.in_words, options)}")
-        manifest = self.manifest(actor, asking.weighing.name)
+        manifest = self.manifest(actor, asking.weighing.name) | (placed or {})
         return self.make_run(groups, asking, self.supply(sampling, asking), sampling, manifest, evaluation, text)
 
     def supply(self, sampling: Sampling, asking: Asking) -> Supply:

@@ -56,7 +56,7 @@ def set_up(options: RLOptions, kind: type[Controller], stage: Stage) -> RLRun:
         with told(stage):
             controller = kind(options, stage.device, stage.world)
         # From here on another process may be in the middle of something, and is not spoken to when this one gives up.
-        return controller.run(stage.groups(controller.options))
+        return controller.run(stage.groups(controller.options), stage.described())
 
 
 def train(run: RLRun, stage: Stage, stop: StopRequest) -> None:

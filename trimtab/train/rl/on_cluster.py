@@ -11,7 +11,7 @@ import time
 from trimtab.config.jobs import RLOptions
 from trimtab.data.hub import trust
 from trimtab.distributed.cluster.connect import connected, stop_line
-from trimtab.distributed.cluster.layout import Layout, layout_of
+from trimtab.distributed.cluster.layout import Layout, table
 from trimtab.distributed.cluster.losses import Lost
 from trimtab.distributed.cluster.preflight import preflight
 from trimtab.distributed.cluster.seats import Placement
@@ -24,6 +24,7 @@ from trimtab.models.sharded import mesh_of
 from trimtab.train.checkpoint import last_of_run
 from trimtab.train.endings import last_checkpoint
 from trimtab.train.rl.controller import Controller
+from trimtab.train.rl.description import layout_of_units
 from trimtab.train.rl.launch import RECORDS, set_up, train
 from trimtab.train.rl.places import places_of
 
@@ -35,8 +36,9 @@ def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
     with connected(), StopRequest() as stop:
         if line := stop_line():
             print(line, flush=True)
-        layout = layout_of(options, [unit.name for unit in kind.units(options, 1) if not unit.apart])
+        layout = layout_of_units(options, kind.units(options, 1))
         placement = preflight(layout, places_of(options), stop)
+        print(*table(layout.rows(placement.resource)), sep="\n", flush=True)
         for restart in range(options.max_restarts + 1):
             try:
                 return train_once(options, kind, layout, placement, stop)
