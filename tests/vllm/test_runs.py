@@ -1,0 +1,64 @@
+"""Whole runs in one process with a vLLM engine, through the command."""
+
+import pytest
+
+from tests.train.rl.rl_run import arguments, rows, write_task
+from tests.vllm.conftest import SIZES
+
+SHORT = "--rollout_engine vllm --rollout_slots 16 --max_steps 2 --enable_prefix_caching"
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def task(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("task")
+    return request.param, write_task(folder, tie_word_embeddings=request.param, **SIZES)
+
+
+@pytest.fixture
+def tied_task(tmp_path):
+    return write_task(tmp_path, tie_word_embeddings=True, **SIZES)
+
+
+def test_grpo_learns_from_answers_of_a_vllm_engine(task, tmp_path, in_command, capsys):
+    _, folder = task
+    assert in_command(arguments(folder, tmp_path / "out", "grpo", SHORT, "--enable_ema")) == 0
+    found = rows(tmp_path / "out")
+    assert [row["step"] for row in found] == [0, 1, 2]
+    assert all(row["log_prob_gap"] < 1e-4 and abs(row["correction"] - 1) < 1e-3 for row in found[1:])
+    assert found[2]["policy_kl"] > 1e-3  # it has moved
+    assert "--mismatch_correction tis" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["adapter", "merged"])
+def test_grpo_with_lora(way, tied_task, tmp_path, in_command):
+    out = tmp_path / "out"
+    words = arguments(tied_task, out, "lora", SHORT, "--lora_dropout 0", f"--vllm_sync_lora {way}")
+    assert in_command(words) == 0
+    assert all(row["log_prob_gap"] < 1e-4 for row in rows(out)[1:])
+
+
+def test_a_head_that_is_not_packed_again_stops_the_run_with_the_figure(
+    tied_task, tmp_path, in_command, monkeypatch, capsys
+):
+    monkeypatch.setattr("trimtab.rollout.vllm.worker.pack_heads", lambda model: None)
+    assert in_command(arguments(tied_task, tmp_path / "out", "grpo", SHORT)) == 1
+    told = capsys.readouterr().err
+    assert "does not answer from the trainer's weights: after update 4" in told and "1.0e-03 is the limit" in told
+
+
+def test_a_run_goes_on_from_its_checkpoint(tied_task, tmp_path, in_command):
+    out = tmp_path / "out"
+    words = arguments(tied_task, out, "grpo", SHORT)
+    assert in_command(words) == 0
+    further = [*words, "--load_checkpoint", "--max_steps", "3"]
+    assert in_command(further) == 0
+    assert rows(out)[-1]["step"] == 3 and rows(out)[-1]["log_prob_gap"] < 1e-4
+
+
+def test_what_vllm_cannot_do_here_is_one_line(tied_task, tmp_path, in_command, capsys):
+    for words, told in (
+        ("--nproc 2", "add --ray"),
+        ("--vllm_num_engines 1 --vllm_tensor_parallel_size 2", "add --ray"),
+    ):
+        assert in_command(arguments(tied_task, tmp_path / "out", "grpo", SHORT, words)) == 2
+        assert told in capsys.readouterr().err
