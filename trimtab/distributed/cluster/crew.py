@@ -53,15 +53,16 @@ class Crew:
                     break
         return len(waiting)
 
-    def call(self, method: str, *arguments: Any, seconds: float) -> list[Any]:
-        """The same of all, by rank; one that is late is lost."""
-        calls = [(member, getattr(member.handle, method).remote(*arguments)) for member in self.members]
+    def call(self, method: str, *arguments: Any, seconds: float, members: Sequence[Member] | None = None) -> list[Any]:
+        """The same of all or of these, in their order; one that is late is lost."""
+        members = self.members if members is None else members
+        calls = [(member, getattr(member.handle, method).remote(*arguments)) for member in members]
         results: dict[int, Any] = {}
         self.wait(calls, lambda member, result: results.update({member.rank: result}), seconds)
-        for member in self.members:
+        for member in members:
             if member.rank not in results:
                 raise member.lost(f"has not answered for {seconds:g} s ({method})")
-        return [results[member.rank] for member in self.members]
+        return [results[member.rank] for member in members]
 
     def one(self, member: Member, reference: Any, seconds: float) -> Any:
         """What one member answers."""
@@ -104,6 +105,10 @@ class Crew:
         if still > self.hang_timeout * (1 + GRACE if waits else 1):
             why = "waits for a process that does not come" if waits else "hangs"
             raise member.lost(f"{why}: {doing} has not moved for {self.hang_timeout:g} s (--hang_timeout)")
+
+    def forget(self, member: Member) -> None:
+        """Another process is to take its place."""
+        self._asked.pop(member.rank, None)
 
     def blame(self, member: Member, error: RayError) -> NoReturn:
         """A call to a member has failed: it is gone."""

@@ -33,14 +33,14 @@ class Member:
     roles: str  # in words
     node: str = "a node that is not known yet"
     process: int | None = None
-    is_engine: bool = False
+    engine: bool = False  # it only answers prompts
 
     def __str__(self) -> str:
         number = "" if self.process is None else f", pid {self.process}"
         return f"{self.roles} (process {self.rank} on {self.node}{number})"
 
     def lost(self, why: str) -> Lost:
-        return EngineLost(f"{self} {why}", self.rank) if self.is_engine else Lost(f"{self} {why}")
+        return EngineLost(f"{self} {why}", self.rank) if self.engine else Lost(f"{self} {why}")
 
 
 def in_words(error: BaseException) -> str:

@@ -6,6 +6,7 @@ there, has them meet, and then builds and calls roles as with any other stage.
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -15,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from trimtab.distributed.cluster.calls import RayGroup
 from trimtab.distributed.cluster.crew import Crew
 from trimtab.distributed.cluster.layout import Layout
-from trimtab.distributed.cluster.losses import Member
+from trimtab.distributed.cluster.losses import EngineLost, Member
 from trimtab.distributed.cluster.nodes import living_nodes
 from trimtab.distributed.cluster.seats import CPU_SHARE, Placement, missing
 from trimtab.distributed.cluster.worker import Job, Seating, Worker
@@ -29,6 +30,7 @@ from trimtab.interrupts import StopRequest
 
 TO_PLACE = 60.0  # seconds until what was free a moment ago is reserved
 TO_START = 300.0  # until a process runs, with everything imported and the others met
+UNCHANGED_DEVICES = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 # What the controller's environment says to libraries, and a node's may not.
 PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM")
 
@@ -52,10 +54,45 @@ class RayStage(Stage):
         for seat in self.placement.workers:
             roles = [role for unit in self.units if self._has(unit, seat.rank) for role in unit.roles]
             self._crew.members.append(Member(self._start(seat.bundle), seat.rank, ", ".join(roles), seat.node.address))
-        found = self._crew.call("where", seconds=TO_START)
-        for member, where in zip(self._crew.members, found):
+        self.found = self._located(self._crew.members) if self._apart is not None else []
+        for index in range(len(self.placement.engines) if self._apart else 0):
+            assert self._apart is not None
+            rank, roles = self.layout.size + index, ", ".join(self._apart.roles)
+            member = Member(None, rank, roles, self.placement.bundle_nodes[self._bundles(rank)[0]].address, engine=True)
+            self._start_engine(member)
+            self._crew.members.append(member)
+        self.found = self._located(self._crew.members)
+
+    def _located(self, members: Sequence[Member]) -> list[dict[str, Any]]:
+        """What they say of where they are."""
+        found = self._crew.call("where", seconds=TO_START, members=members)
+        for member, where in zip(members, found):
             member.node, member.process = where["address"], where["process"]
-        self.found = found
+        return found
+
+    @property
+    def _apart(self) -> Unit | None:
+        """What engines hold."""
+        return next((unit for unit in self.units if unit.apart), None)
+
+    def _bundles(self, rank: int) -> list[int]:
+        """Those of an engine."""
+        return self.placement.engines[rank - self.layout.size]
+
+    def _start_engine(self, member: Member) -> None:
+        assert self._apart is not None and self.layout.engines is not None
+        bundles, devices = self._bundles(member.rank), float(self.layout.engines.tensor_parallel)
+        environment = dict(self._apart.environment)
+        if len(bundles) > 1:  # devices of a pool, of which Ray would show it the first one alone
+            shown = [
+                name
+                for seat, found in zip(self.placement.workers, self.found)
+                for name in found["devices"]
+                if seat.bundle in bundles
+            ]
+            environment |= {"CUDA_VISIBLE_DEVICES": ",".join(shown), UNCHANGED_DEVICES: "1"}
+        shares = self.layout.engines.pool is not None
+        member.handle = self._start(bundles[0], environment, self.placement.share if shares else devices)
 
     def _reserve(self) -> Any:
         placement = self.placement
@@ -85,18 +122,34 @@ class RayStage(Stage):
     def meet(self, options: Any) -> None:
         """Have the processes meet, to work with these options."""
         self.job = dataclasses.replace(self.job, options=options)
-        workers = self._crew.members
+        workers = self._crew.members[: self.layout.size]
         address, port = self._crew.one(workers[0], workers[0].handle.offer_place.remote(), TO_START)
-        threads = int(os.environ["OMP_NUM_THREADS"]) if "OMP_NUM_THREADS" in os.environ else None
-        on_node = [seat.node.id for seat in self.placement.workers]
-        calls = []
-        for member, node in zip(workers, on_node):
-            seating = Seating(member.rank, self.layout.size, on_node.count(node), threads)
-            calls.append((member, member.handle.meet.remote(self.job, seating, address, port)))
-        devices: dict[int, dict[str, Any]] = {}
-        if self._crew.wait(calls, lambda member, device: devices.update({member.rank: device}), TO_START):
-            late = next(member for member in workers if member.rank not in devices)
+        calls = [
+            (member, member.handle.meet.remote(self.job, self._seating(member), address, port))
+            for member in self._crew.members
+        ]
+        met: set[int] = set()
+        if self._crew.wait(calls, lambda member, _: met.add(member.rank), TO_START):
+            late = next(member for member, _ in calls if member.rank not in met)
             raise late.lost(f"has not met the others in {TO_START:g} s")
+
+    def _seating(self, member: Member) -> Seating:
+        threads = int(os.environ["OMP_NUM_THREADS"]) if "OMP_NUM_THREADS" in os.environ else None
+        neighbours = sum(other.node == member.node for other in self._crew.members)
+        if member.engine:
+            return Seating(0, 1, neighbours, threads)
+        return Seating(member.rank, self.layout.size, neighbours, threads)
+
+    def replace(self, lost: EngineLost) -> None:
+        """Another engine in the place of one that is gone, with the weights that all began with."""
+        member = self._crew.members[lost.rank]
+        assert member.engine and self._apart is not None
+        ray.kill(member.handle)
+        self._crew.forget(member)
+        self._start_engine(member)
+        self._located([member])
+        self._crew.one(member, member.handle.meet.remote(self.job, self._seating(member), "", 0), TO_START)
+        self._group(HOST, [member]).call("build", unit=self._apart.name)
 
     def _has(self, unit: Unit, rank: int) -> bool:
         return not unit.apart and (unit.ranks is None or rank in unit.ranks)
@@ -105,25 +158,33 @@ class RayStage(Stage):
 
     def groups(self, options: Any) -> dict[str, Group]:
         assert options == self.job.options, "the other processes know the options as they were given"
-        hosts = RayGroup(self._crew, self._wire, HOST, self._crew.members, range(len(self._crew.members)))
+        members, size = self._crew.members, self.layout.size
+        apart, workers = self._apart, self._group(HOST, members[:size])
+        building = self._group(HOST, members[size:]).start("build", unit=apart.name) if apart is not None else None
         for unit in self.units:
-            hosts.call("build", unit=unit.name)
-        hosts.call("settle")
-        places = hosts.call("places")[0]
+            if not unit.apart:
+                workers.call("build", unit=unit.name)
+        workers.call("settle")
+        places = workers.call("places")[0]
         groups: dict[str, Group] = {}
         for unit in self.units:
-            ranks, parts = places[unit.name]
-            members = [self._crew.members[rank] for rank in ranks]
-            groups |= {role: RayGroup(self._crew, self._wire, role, members, parts) for role in unit.roles}
+            if not unit.apart:
+                ranks, parts = places[unit.name]
+                groups |= {role: self._group(role, [members[rank] for rank in ranks], parts) for role in unit.roles}
+        if apart is not None and building is not None:
+            building.wait()
+            groups |= {role: self._group(role, members[size:]) for role in apart.roles}
         return groups
 
     def groups_anew(self) -> dict[str, Group]:
-        hosts = RayGroup(self._crew, self._wire, HOST, self._crew.members, range(len(self._crew.members)))
-        hosts.call("let_go")
+        self._group(HOST, self._crew.members).call("let_go")
         return self.groups(self.job.options)
 
     def described(self) -> dict[str, Any]:
         return {"layout": self.layout.rows(self.placement.resource)}
+
+    def _group(self, role: str, members: Sequence[Member], parts: Sequence[int] | None = None) -> RayGroup:
+        return RayGroup(self._crew, self._wire, role, members, range(len(members)) if parts is None else parts)
 
     def hang_up(self) -> None:
         pass  # they end with the stage
