@@ -59,6 +59,10 @@ class Group(ABC):
     def call(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> list[Any]:
         return self.start(method, parts, **shared).wait()
 
+    def replace(self, lost: Exception) -> None:
+        """Another process in the place of one that is gone, with its roles as they were built at first."""
+        raise lost
+
     @abstractmethod
     def meet_again(self) -> bool:
         """After OutOfMemory. True: there are several processes, which can be called again, but what they hold together

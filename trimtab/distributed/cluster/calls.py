@@ -1,6 +1,6 @@
 """Groups of roles on Ray. What travels is packed as between any processes (wire.py), and handed over by Ray."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import ray
 import torch
 
 from trimtab.distributed.cluster.crew import Crew
-from trimtab.distributed.cluster.losses import Member
+from trimtab.distributed.cluster.losses import EngineLost, Member
 from trimtab.distributed.cluster.worker import DONE, MISTAKE, NO_ROOM
 from trimtab.distributed.roles import Group
 from trimtab.distributed.wire import Wire
@@ -44,6 +44,18 @@ class RayGroup(Group):
             world = self._crew.members[: self._crew.world_size]
             self._crew.call("meet_again", seconds=self._crew.hang_timeout, members=world)
         return self._crew.world_size > 1
+
+
+class EngineGroup(RayGroup):
+    """Of processes that compute alone, each of which another can stand in for."""
+
+    def __init__(self, *parts: Any, replace: Callable[[EngineLost], None]):
+        super().__init__(*parts)
+        self._replace = replace
+
+    def replace(self, lost: Exception) -> None:
+        assert isinstance(lost, EngineLost)
+        self._replace(lost)
 
 
 class RayCall:

@@ -13,7 +13,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trimtab.distributed.cluster.calls import RayGroup
+from trimtab.distributed.cluster.calls import EngineGroup, RayGroup
 from trimtab.distributed.cluster.crew import Crew
 from trimtab.distributed.cluster.layout import Layout
 from trimtab.distributed.cluster.losses import EngineLost, Member
@@ -57,8 +57,8 @@ class RayStage(Stage):
         self.found = self._located(self._crew.members) if self._apart is not None else []
         for index in range(len(self.placement.engines) if self._apart else 0):
             assert self._apart is not None
-            rank, roles = self.layout.size + index, ", ".join(self._apart.roles)
-            member = Member(None, rank, roles, self.placement.bundle_nodes[self._bundles(rank)[0]].address, engine=True)
+            rank, held = self.layout.size + index, ", ".join(self._apart.roles)
+            member = Member(None, rank, held, self.placement.bundle_nodes[self._bundles(rank)[0]].address, engine=True)
             self._start_engine(member)
             self._crew.members.append(member)
         self.found = self._located(self._crew.members)
@@ -173,7 +173,11 @@ class RayStage(Stage):
                 groups |= {role: self._group(role, [members[rank] for rank in ranks], parts) for role in unit.roles}
         if apart is not None and building is not None:
             building.wait()
-            groups |= {role: self._group(role, members[size:]) for role in apart.roles}
+            engines = members[size:]
+            groups |= {
+                role: EngineGroup(self._crew, self._wire, role, engines, range(len(engines)), replace=self.replace)
+                for role in apart.roles
+            }
         return groups
 
     def groups_anew(self) -> dict[str, Group]:

@@ -1,10 +1,11 @@
 """Prompts out to the rollout role, answers to the reward models, an experience back in order: wherever they work."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trimtab.data.prompts import PromptStore
+from trimtab.distributed.cluster.losses import EngineLost
 from trimtab.distributed.roles import Group
 from trimtab.distributed.wire import CannotTravel
 from trimtab.errors import OutOfMemory, UserError
@@ -26,6 +27,7 @@ class Asking:
     def __init__(self, stores: dict[str, PromptStore], tokenizer: Any, rollouts: Group, reward_models: Group | None):
         """`stores`: the prompts by name."""
         self.stores, self.tokenizer = stores, tokenizer
+        self.mend: Callable[[EngineLost], None] = _raised
         self.speak_to(rollouts, reward_models)
 
     def speak_to(self, rollouts: Group, reward_models: Group | None) -> None:
@@ -66,7 +68,7 @@ class Asking:
         shares = [list(range(rank, len(requests), size)) for rank in range(size)]
         asked = [Questions.of(prompts, [requests[i] for i in share], rewarded=self._near) for share in shares]
         try:
-            parts = self.rollouts.call("sample", asked, sampling=sampling)
+            parts = self._called(asked, sampling)
         except CannotTravel as error:
             raise UserError(
                 f"a column of the prompt data cannot be sent to another process ({error}); drop it, or train in one"
@@ -85,6 +87,13 @@ class Asking:
         samples = joined.samples_of(sorted(range(len(places)), key=places.__getitem__))
         results = [RewardResult.joined(part).take(samples) for part in zip(*(part.results for part in found))]
         return Answers(joined.take(samples), results)
+
+    def _called(self, asked: list[Questions], sampling: Sampling) -> list[Any]:
+        while True:
+            try:
+                return self.rollouts.call("sample", asked, sampling=sampling)
+            except EngineLost as lost:
+                self.mend(lost)  # then all are asked again: the same seeds give the same answers
 
     def _scored(self, prompts: PromptStore, experience: Experience) -> list[RewardResult]:
         """What every reward model says of the answers, dealt out in runs of equal length."""
@@ -109,6 +118,10 @@ class Asking:
             if isinstance(part, NoRoom):
                 raise part
         return [RewardResult.joined(results) for results in zip(*parts)]
+
+
+def _raised(lost: EngineLost) -> None:
+    raise lost
 
 
 def _about(error: RewardFailed, rows: Sequence[int]) -> RewardFailed:

@@ -60,6 +60,7 @@ class RLRun:
         self.schedule()
         self.publishing = publishing_of(options, roles, asking.stores["train"], self.passes)
         self.publishing.connect()
+        asking.mend = self.publishing.mend
 
     def speak_to(self, groups: dict[str, Group]) -> None:
         """The same roles, built anew."""

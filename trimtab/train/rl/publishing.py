@@ -11,6 +11,7 @@ from typing import Protocol
 
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore
+from trimtab.distributed.cluster.losses import EngineLost
 from trimtab.distributed.link import plan_links
 from trimtab.distributed.roles import Group
 from trimtab.train.rl.passes import Passes
@@ -28,6 +29,9 @@ class Publishing(Protocol):
 
     def speak_to(self, roles: Roles) -> None:
         """The same roles, built anew, connected again."""
+
+    def mend(self, lost: EngineLost) -> None:
+        """Have another engine with the same weights in the place of one that is gone; or raise that."""
 
 
 def publishing_of(options: RLOptions, roles: Roles, prompts: PromptStore, passes: Passes) -> Publishing:
@@ -57,10 +61,15 @@ class SharedWeights:
         if self.probe is not None:
             self.probe.roles = roles
 
+    def mend(self, lost: EngineLost) -> None:
+        raise lost
+
 
 class SentWeights:
     def __init__(self, options: RLOptions, roles: Roles, probe: Probe):
         self.options, self.roles, self.probe = options, roles, probe
+        self.version = 0
+        self.replaced = 0  # engines, of --max_restarts
 
     def connect(self) -> None:
         offers, found = self.roles.actor.call("offer_link"), self.roles.rollouts.call("seats")
@@ -83,6 +92,26 @@ class SentWeights:
         self.probe.measure_start()
 
     def publish(self, version: int) -> None:
+        self.version = version
+        try:
+            self._send(version)
+        except EngineLost as lost:
+            self.mend(lost)
+
+    def mend(self, lost: EngineLost) -> None:
+        while True:
+            self.replaced += 1
+            if self.replaced > self.options.max_restarts:
+                raise lost
+            print(f"{lost}; engine {self.replaced} of {self.options.max_restarts} takes its place", flush=True)
+            try:
+                self.roles.rollouts.replace(lost)
+                self.connect()
+                return self._send(self.version)
+            except EngineLost as another:
+                lost = another
+
+    def _send(self, version: int) -> None:
         sending = self.roles.actor.start("send_weights")
         receiving = self.roles.rollouts.start("receive_weights", version=version)
         for call in (sending, receiving):
