@@ -59,7 +59,7 @@ class Group(ABC):
     def call(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> list[Any]:
         return self.start(method, parts, **shared).wait()
 
-    def replace(self, lost: Exception) -> None:
+    def stand_in(self, lost: Exception) -> None:
         """Another process in the place of one that is gone, with its roles as they were built at first."""
         raise lost
 

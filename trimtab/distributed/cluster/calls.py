@@ -49,13 +49,13 @@ class RayGroup(Group):
 class EngineGroup(RayGroup):
     """Of processes that compute alone, each of which another can stand in for."""
 
-    def __init__(self, *parts: Any, replace: Callable[[EngineLost], None]):
+    def __init__(self, *parts: Any, stand_in: Callable[[EngineLost], None]):
         super().__init__(*parts)
-        self._replace = replace
+        self._stand_in = stand_in
 
-    def replace(self, lost: Exception) -> None:
+    def stand_in(self, lost: Exception) -> None:
         assert isinstance(lost, EngineLost)
-        self._replace(lost)
+        self._stand_in(lost)
 
 
 class RayCall:

@@ -140,7 +140,7 @@ class RayStage(Stage):
             return Seating(0, 1, neighbours, threads)
         return Seating(member.rank, self.layout.size, neighbours, threads)
 
-    def replace(self, lost: EngineLost) -> None:
+    def stand_in(self, lost: EngineLost) -> None:
         """Another engine in the place of one that is gone, with the weights that all began with."""
         member = self._crew.members[lost.rank]
         assert member.engine and self._apart is not None
@@ -175,7 +175,7 @@ class RayStage(Stage):
             building.wait()
             engines = members[size:]
             groups |= {
-                role: EngineGroup(self._crew, self._wire, role, engines, range(len(engines)), replace=self.replace)
+                role: EngineGroup(self._crew, self._wire, role, engines, range(len(engines)), stand_in=self.stand_in)
                 for role in apart.roles
             }
         return groups

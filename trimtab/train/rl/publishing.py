@@ -105,7 +105,7 @@ class SentWeights:
                 raise lost
             print(f"{lost}; engine {self.replaced} of {self.options.max_restarts} takes its place", flush=True)
             try:
-                self.roles.rollouts.replace(lost)
+                self.roles.rollouts.stand_in(lost)
                 self.connect()
                 return self._send(self.version)
             except EngineLost as another:
