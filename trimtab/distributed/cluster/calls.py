@@ -40,9 +40,8 @@ class RayGroup(Group):
 
     def meet_again(self) -> bool:
         """All processes of the world do, also those of other groups."""
-        if self._crew.world_size > 1:
-            world = self._crew.members[: self._crew.world_size]
-            self._crew.call("meet_again", seconds=self._crew.hang_timeout, members=world)
+        world = self._crew.members[: self._crew.world_size]
+        self._crew.call("meet_again", seconds=self._crew.hang_timeout, members=world)
         return self._crew.world_size > 1
 
 

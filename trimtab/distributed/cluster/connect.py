@@ -1,6 +1,7 @@
 """The Ray that a run works on: the one at RAY_ADDRESS, or one of its own, which only this machine can reach."""
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from typing import Any
 from trimtab.errors import UserError
 
 ADDRESS = "RAY_ADDRESS"  # `ray job submit` sets it for the command that it starts
+SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 if ADDRESS not in os.environ:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Its own Ray would listen on every interface of this machine. The name is misleading: it says whether this Ray may
     # have other nodes, and is read when ray is imported.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -45,14 +48,9 @@ def connected() -> Iterator[None]:
         ray.shutdown()
 
 
-def is_submitted() -> bool:
-    """Whether this command was started by `ray job submit`."""
-    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-
-
 def stop_line() -> str | None:
-    """How to stop a run that was submitted: whoever submitted it only reads along."""
-    if not is_submitted():
+    """How to stop a run that was submitted, None if this one was not: whoever submitted it only reads along."""
+    if SUBMITTED not in os.environ:
         return None
-    name = ray.get_runtime_context().get_job_id()
-    return f"to stop this run and keep its work: ray job stop {os.environ.get('RAY_JOB_SUBMISSION_ID', name)}"
+    name = json.loads(os.environ[SUBMITTED]).get("metadata", {}).get("job_submission_id", "ID")
+    return f"to stop this run and keep its work: ray job stop {name}"

@@ -44,6 +44,7 @@ class RayStage(Stage):
         self._wire = Wire(*job.records)
         self._crew = Crew(hang_timeout, stop, layout.size)
         self.found: list[dict[str, Any]] = []  # what each process says of where it is
+        self.devices: list[dict[str, Any]] = []  # and of its device
         self._reserved: Any = None
 
     # ---- processes
@@ -128,10 +129,11 @@ class RayStage(Stage):
             (member, member.handle.meet.remote(self.job, self._seating(member), address, port))
             for member in self._crew.members
         ]
-        met: set[int] = set()
-        if self._crew.wait(calls, lambda member, _: met.add(member.rank), TO_START):
+        met: dict[int, dict[str, Any]] = {}
+        if self._crew.wait(calls, lambda member, device: met.update({member.rank: device}), TO_START):
             late = next(member for member, _ in calls if member.rank not in met)
             raise late.lost(f"has not met the others in {TO_START:g} s")
+        self.devices = [met[member.rank] for member in self._crew.members]
 
     def _seating(self, member: Member) -> Seating:
         threads = int(os.environ["OMP_NUM_THREADS"]) if "OMP_NUM_THREADS" in os.environ else None
@@ -185,7 +187,8 @@ class RayStage(Stage):
         return self.groups(self.job.options)
 
     def described(self) -> dict[str, Any]:
-        return {"layout": self.layout.rows(self.placement.resource)}
+        threads = [device["threads"] for device in self.devices]
+        return {"layout": self.layout.rows(self.placement.resource), "threads_of_processes": threads}
 
     def _group(self, role: str, members: Sequence[Member], parts: Sequence[int] | None = None) -> RayGroup:
         return RayGroup(self._crew, self._wire, role, members, range(len(members)) if parts is None else parts)

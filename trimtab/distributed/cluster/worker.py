@@ -139,6 +139,7 @@ class Worker:
             pulse.rest()
 
     def meet_again(self) -> None:
+        self.host.device.release_memory()
         meet_again(self.host.world)
 
     def leave(self) -> None:

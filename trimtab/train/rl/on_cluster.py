@@ -45,7 +45,7 @@ def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
             except Lost as loss:
                 last = last_of_run(options, began)
                 where = last_checkpoint(last)
-                if restart == options.max_restarts:
+                if restart == options.max_restarts or (options.record and last is None):
                     raise RunFailed(f"{loss}; {where}") from loss
                 print(f"{loss}; restart {restart + 1} of {options.max_restarts}", flush=True)
                 placement = placed_again(layout, options, stop, where)
@@ -63,6 +63,8 @@ def train_once(
         options = in_working_precision(options, stage)
         stage.meet(options)
         kindly = True
+        if stop.signal is not None:
+            raise Interrupted(stop.number, "stopped before the first step; nothing is lost")
         train(set_up(options, kind, stage), stage, stop)
     except Lost:
         kindly = False
