@@ -167,3 +167,23 @@ def die_in_step_four():
         return plain(self, *args)
 
     SupervisedRun.train_step = step
+
+
+def split_all_sums():
+    """No model is small enough to keep whole sums; a pass that is told to would fail."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from trimtab.distributed import sharding
+
+    def always(module, sync, **settings):
+        assert sync
+        set_sync(module, sync, **settings)
+
+    set_sync, FSDPModule.set_requires_gradient_sync = FSDPModule.set_requires_gradient_sync, always
+    sharding.WHOLE_SUMS = 0
+
+
+def test_sums_too_large_to_be_whole_in_every_process_are_split_after_every_pass(folder, alone, tmp_path):
+    split = arguments(folder, tmp_path, "sft", "--zero_stage 3")
+    assert warm.run_world(split, 2, prepare={0: split_all_sums, 1: split_all_sums}) == [0, 0]
+    same_curve(tmp_path, alone("sft"))

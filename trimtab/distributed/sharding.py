@@ -23,6 +23,7 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.watch import pulse
 
 LARGE = 2**23  # bytes of a layer from which on it matters that the allocator keeps what was freed
+WHOLE_SUMS = 2**32  # bytes of gradient sums that every process may hold whole between the passes of a step
 GRADIENT_DTYPES = {None: torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -66,11 +67,23 @@ def _give_back(*_: Any) -> None:
     release_main_memory()
 
 
-def sync_gradients(module: nn.Module, now: bool) -> None:
-    """Sum gradients over processes in the coming backward pass, or keep adding them up locally."""
+def sync_gradients(module: nn.Module, last: bool) -> None:
+    """Sum gradients over processes in the coming backward pass: in the last one of a step, before that only where sums
+    are too large to be kept whole."""
     pulse.move()
     if hasattr(module, "set_requires_gradient_sync"):
-        module.set_requires_gradient_sync(now)
+        module.set_requires_gradient_sync(last or not keeps_whole_sums(learnt(module)))
+
+
+def keeps_whole_sums(learnt: int) -> bool:
+    """Whether gradients of so many parameters are added up in every process, and over processes once a step. A rule of
+    the size alone: all processes must follow the same."""
+    return 4 * learnt <= WHOLE_SUMS
+
+
+def learnt(module: nn.Module) -> int:
+    """Trained parameters, of a split model those of all processes."""
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def split_again(module: nn.Module) -> None:

@@ -238,7 +238,7 @@ class SupervisedRun:
             self.task.prepare(self.model, batches)
             for batch in batches:
                 last = batch is batches[-1]
-                sync_gradients(self.model, now=last)
+                sync_gradients(self.model, last)
                 share = self.task.loss(self.model, batch, totals)
                 # A split model averages gradients over its processes; shares are meant to add up.
                 (share.loss * (batch.weight * self.mesh.gradients.size)).backward()

@@ -61,7 +61,7 @@ class Learner(Role):
         last = sum(len(part.samples) for part in slices) - 1
         with memory_guard(taking_back(self.optimiser)):
             for place, batch in enumerate(batches_of(slices)):
-                sync_gradients(self.model, now=place == last)
+                sync_gradients(self.model, place == last)
                 share = self.share(batch.to(self.device.torch), totals, **settings)
                 # A split model averages gradients over its processes; shares are meant to add up.
                 (share.loss * (batch.weight * self.mesh.gradients.size)).backward()
