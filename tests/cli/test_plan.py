@@ -51,6 +51,15 @@ def test_passes_that_were_given_are_kept_and_the_device_can_be_this_one(model, c
         (["ppo", "--pretrain", "MODEL", "--reward_pretrain", "/not/here"], "error: --reward_pretrain /not/here: "),
         (["grpo", "--pretrain", "MODEL", "--reward_pretrain", "/not/here"], "error: --reward_pretrain /not/here: "),
         (["ppo", "--pretrain", "MODEL", "--critic_pretrain", "/not/here"], "error: --critic_pretrain /not/here: "),
+        (["sft", "--pretrain", "MODEL", "--nodes", "2"], "--nodes and --gpus plan RL jobs"),
+        (["ppo", "--pretrain", "MODEL", "--nodes", "0", "--on", "H100"], "--nodes is 0: it must be at least 1"),
+        (["ppo", "--pretrain", "MODEL", "--gpus", "2", "--network", "0", "--on", "H100"], "--network is 0"),
+        (["ppo", "--pretrain", "MODEL", "--nodes", "2", "--on", "CPU"], "name one with --on"),
+        (
+            ["ppo", "--pretrain", "MODEL", "--gpus", "2", "--on", "H100", "--actor_num_gpus_per_node", "8"],
+            "the options ask for 8 devices, and --nodes 1 --gpus 2 are 2",
+        ),
+        (["tail", "--pretrain", "MODEL", "--gpus", "2", "--on", "H100"], "not planned"),
         (["sft", "--pretrain", "MODEL", "--load_in_4bit", "--lora_rank", "4", "--bf16"], "4-bit"),
     ],
 )
@@ -58,3 +67,17 @@ def test_a_mistake_is_one_line(words, problem, model, capsys):
     assert main(["plan", *(model if word == "MODEL" else word for word in words)]) == 2
     error = capsys.readouterr().err
     assert problem in error and error.count("\n") == 1
+
+
+def test_a_cluster_is_planned_layout_by_layout(model, capsys):
+    told = plan(capsys, "grpo", "--pretrain", model, "--bf16", "--gpus", "2", "--on", "a800")
+    assert "on 1 machine with 2 x A800-80G" in told and "what follows" in told
+    for kind in ("hybrid", "pairs", "built-in engine"):
+        assert f"\n  {kind} " in told
+    assert "weights to the engines" in told and "assumed: 312 TFLOP/s in bf16" in told
+
+
+def test_a_size_stands_for_a_model_of_that_size(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    told = plan(capsys, "sft", "--pretrain", "7B", "--bf16", "--max_len", "64", "--on", "H200")
+    assert told.startswith("sft of 7B on H200") and "working weights                            12.55" in told

@@ -1,19 +1,28 @@
-"""`trimtab plan VERB [the job's own options] --on DEVICE`: what the job will need there, before it is started."""
+"""`trimtab plan VERB [the job's own options] --on DEVICE`: what the job will need there, before it is started; with
+`--nodes N --gpus M` on a cluster of such devices."""
 
+import argparse
+import dataclasses
+import math
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from trimtab.cli.command_parser import CommandParser
 from trimtab.cli.run import guarded
 from trimtab.config.checks import settle
 from trimtab.config.groups import PretrainOptions
 from trimtab.config.jobs import TRAINED
+from trimtab.config.option import Limits
 from trimtab.config.parse import parse
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.hub import trusting
 from trimtab.errors import UserError
 
 _SEVERAL = "a job over {} processes is not planned: leave out --nproc and what implies it"
+_MODELS = ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain", "teacher_model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,17 +36,55 @@ def plan(argv: list[str]) -> None:
     parser.add_argument("verb", help=f"the job: {', '.join(TRAINED)}")
     parser.add_argument("--on", default="here", metavar="DEVICE", help="here, CPU or a name such as H200 or A100-80G")
     parser.add_argument("--device_memory", type=float, metavar="GIB", help="instead of what the device has")
+    parser.add_argument("--nodes", type=int, metavar="N", help="machines of a cluster, for an RL job; 1 with --gpus")
+    parser.add_argument("--gpus", type=int, metavar="M", help="devices of each machine; 8 with --nodes")
+    parser.add_argument(
+        "--network", type=float, default=100.0, metavar="GB/S", help="in and out of a machine, all its cards together"
+    )
     own, job_words = parser.parse_known_args(argv)
     job = TRAINED.get(own.verb)
     if job is None:
         raise UserError(f"{own.verb!r} is no training job; the jobs are {', '.join(TRAINED)}")
-    options, _ = settle(parse(job, job_words))
+    clustered = own.nodes is not None or own.gpus is not None
+    options, _ = settle(parse(job, [*(["--ray"] if clustered and issubclass(job, RLOptions) else []), *job_words]))
     assert isinstance(options, PretrainOptions), "every training job has a model"
     if not options.pretrain:
-        raise UserError("--pretrain is missing: give a hub name or a model folder (its config.json is enough)")
-    if options.nproc > 1 and not isinstance(options, RLOptions):
+        raise UserError(
+            "--pretrain is missing: give a hub name, a model folder (its config.json is enough), or 7B or so"
+        )
+    if clustered:
+        _check_cluster(options, own)
+    elif options.nproc > 1 and not isinstance(options, RLOptions):
         raise UserError(_SEVERAL.format(options.nproc))
+    with tempfile.TemporaryDirectory() as folder:
+        _told(options, _with_shapes(options, Path(folder)), own, clustered=clustered)
 
+
+def _check_cluster(options: PretrainOptions, own: argparse.Namespace) -> None:
+    if not isinstance(options, RLOptions):
+        raise UserError(f"--nodes and --gpus plan RL jobs; {own.verb} is planned for one device")
+    for name in ("nodes", "gpus"):
+        if getattr(own, name) is not None and (complaint := Limits(at_least=1).complaint(getattr(own, name))):
+            raise UserError(f"--{name} {complaint}")
+    if not (math.isfinite(own.network) and own.network > 0):
+        raise UserError(f"--network is {own.network:g}: it must be a number of GB/s above 0")
+
+
+def _with_shapes(options: Any, folder: Path) -> Any:
+    """Models that are given by their size alone get a folder with their configuration."""
+    from trimtab.config.sources import listed
+    from trimtab.train.plan import shapes
+
+    changes = {}
+    for name in _MODELS:
+        named = listed(getattr(options, name, None))
+        if any(model in shapes.NAMES for model in named):
+            found = [shapes.written(m, folder) if m in shapes.NAMES and not Path(m).exists() else m for m in named]
+            changes[name] = ",".join(found)
+    return dataclasses.replace(options, **changes)
+
+
+def _told(typed: Any, options: Any, own: argparse.Namespace, *, clustered: bool) -> None:
     from trimtab.distributed.device import find_device
     from trimtab.models.hugging_face import quiet_transformers
     from trimtab.train.plan.gathering import in_words
@@ -48,12 +95,20 @@ def plan(argv: list[str]) -> None:
     quiet_transformers()
     hardware = named(own.on, find_device(), own.device_memory)
     with trusting(options.trust_remote_code):
+        if clustered:
+            from trimtab.train.plan.cluster.machines import Machines
+            from trimtab.train.plan.cluster.plan import plan_cluster
+            from trimtab.train.plan.cluster.telling import lines
+
+            machines = Machines(hardware, own.nodes or 1, own.gpus or 8, own.network * 1e9)
+            print("\n".join(lines(plan_cluster(options, machines), typed.pretrain)))
+            return
         if options.nproc > 1:
             sharers = 1 if hardware.accelerator else options.nproc
             _, told = in_words(options, options.nproc, hardware, sharers)
             raise UserError(f"{_SEVERAL.format(options.nproc)}; known is only this: {told}")
         made = make_plan(options, hardware, supposed(options), propose=options.fit_memory is not False)
-    print("\n".join(made.lines()))
+    print("\n".join(dataclasses.replace(made, options=typed).lines()))
 
 
 if __name__ == "__main__":

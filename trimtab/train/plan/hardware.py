@@ -24,6 +24,10 @@ class Hardware:
     accelerator: bool = True
     program: int = 0
     """Bytes of the same memory that are taken before anything is loaded."""
+    link: float | None = None
+    """Bytes a second that a device sends to others of its machine while it receives as many."""
+    host_link: float = 25e9
+    """The same to and from main memory."""
 
     def flops(self, bf16: bool) -> float | None:
         return self.bf16_flops if bf16 else self.fp32_flops
@@ -33,19 +37,23 @@ class Hardware:
 CORE_FLOPS, CORE_BANDWIDTH = 50e9, 10e9
 
 NAMED = {
-    "A100-40G": Hardware("A100-40G", int(39.4 * GIB), 312e12, 19.5e12, 1.555e12),
-    "A100-80G": Hardware("A100-80G", int(79.2 * GIB), 312e12, 19.5e12, 2.039e12),
-    "H100": Hardware("H100", int(79.2 * GIB), 989e12, 67e12, 3.35e12),
-    "H200": Hardware("H200", int(139.8 * GIB), 989e12, 67e12, 4.8e12),
-    "L40S": Hardware("L40S", int(44.4 * GIB), 362e12, 91.6e12, 0.864e12),
-    "RTX-3090": Hardware("RTX-3090", int(23.6 * GIB), 71e12, 35.6e12, 0.936e12),
-    "RTX-4090": Hardware("RTX-4090", int(23.5 * GIB), 165e12, 82.6e12, 1.008e12),
+    "A100-40G": Hardware("A100-40G", int(39.4 * GIB), 312e12, 19.5e12, 1.555e12, link=300e9),
+    "A100-80G": Hardware("A100-80G", int(79.2 * GIB), 312e12, 19.5e12, 2.039e12, link=300e9),
+    "A800-80G": Hardware("A800-80G", int(79.2 * GIB), 312e12, 19.5e12, 2.039e12, link=200e9),
+    "H100": Hardware("H100", int(79.2 * GIB), 989e12, 67e12, 3.35e12, link=450e9, host_link=50e9),
+    "H200": Hardware("H200", int(139.8 * GIB), 989e12, 67e12, 4.8e12, link=450e9, host_link=50e9),
+    "L40S": Hardware("L40S", int(44.4 * GIB), 362e12, 91.6e12, 0.864e12, link=25e9),
+    "RTX-3090": Hardware("RTX-3090", int(23.6 * GIB), 71e12, 35.6e12, 0.936e12, link=25e9),
+    "RTX-4090": Hardware("RTX-4090", int(23.5 * GIB), 165e12, 82.6e12, 1.008e12, link=25e9),
 }
+# A name without its memory is the larger one.
+SHORT = {"A100": "A100-80G", "A800": "A800-80G"}
 
 
 def named(name: str, here: Device, memory_gib: float | None = None) -> Hardware:
     """`here` or CPU: this machine's. `memory_gib`: instead of what the device has."""
     wanted = name.replace(" ", "-").upper()
+    wanted = SHORT.get(wanted, wanted)
     if wanted in NAMED:
         found = NAMED[wanted]
     elif wanted in ("HERE", "CPU"):

@@ -59,7 +59,10 @@ def step_time(model: MemoryModel) -> StepTime | None:
     flops, bandwidth = hardware.flops(options.bf16), hardware.bandwidth
     if flops is None or bandwidth is None:
         return None
-    clock = _Clock(hardware, flops, bandwidth, options, work, next(iter(model.trained.values())))
+    trained = next(iter(model.trained.values()))
+    counted = min(COUNTED_TOKENS, work.tokens)
+    kept = trained.training_pass(work.rows, counted).kept / counted / size(trained)
+    clock = Clock(hardware, flops, bandwidth, options, work, kept)
     if not isinstance(options, RLOptions):
         seconds = {"update": sum(clock.update(trained, work.tokens, 1) for trained in model.trained.values())}
         if model.frozen:
@@ -77,7 +80,9 @@ def step_time(model: MemoryModel) -> StepTime | None:
     return StepTime(seconds, tokens)
 
 
-class _Clock:
+class Clock:
+    """Of one device."""
+
     def __init__(
         self,
         hardware: Hardware,
@@ -85,12 +90,12 @@ class _Clock:
         bandwidth: float,
         options: TrainedModelOptions,
         work: Work,
-        trained: Pretended,
+        activation_bytes: float,
     ):
+        """`activation_bytes`: kept for the backward pass, of a token and a unit of `size`."""
         self.options, self.work, self.accelerator = options, work, hardware.accelerator
         self.flops, self.bandwidth = flops, bandwidth * BANDWIDTH_SHARE
-        counted = min(COUNTED_TOKENS, work.tokens)
-        self.activation_bytes = trained.training_pass(work.rows, counted).kept / counted / size(trained)
+        self.activation_bytes = activation_bytes
 
     def operations(self, model: Pretended) -> float:
         """Of a token's forward pass."""
@@ -103,11 +108,14 @@ class _Clock:
     def forward(self, model: Pretended) -> float:
         return self.operations(model) / (self.flops * SCORING_SHARE) + self.traffic(model, READS_FORWARD)
 
-    def update(self, model: Pretended, tokens: int, steps: int) -> float:
+    def training(self, model: Pretended) -> float:
+        """A token, forwards and backwards."""
         passes = (2 if self.options.lora_rank else 3) + self.options.gradient_checkpointing
         arithmetic = passes * self.operations(model) / (self.flops * TRAINING_SHARE)
-        traffic = self.traffic(model, READS_FORWARD + READS_BACKWARD)
-        return tokens * (arithmetic + traffic) + steps * OPTIMISER_BYTES * model.trained() / self.bandwidth
+        return arithmetic + self.traffic(model, READS_FORWARD + READS_BACKWARD)
+
+    def update(self, model: Pretended, tokens: int, steps: int) -> float:
+        return tokens * self.training(model) + steps * OPTIMISER_BYTES * model.trained() / self.bandwidth
 
     def rollout(self, model: Pretended, samples: int, kv_token_bytes: int) -> float:
         options, rows = self.options, self.work.rows
