@@ -42,7 +42,7 @@ STOPPED += [(4, "evaluate", 0), (0, "sample", 0)]
 
 
 @pytest.mark.parametrize("moment", DURING, ids=str)
-@pytest.mark.parametrize("estimator", ["ppo", "lora"])
+@pytest.mark.parametrize("estimator", ["ppo", pytest.param("lora", marks=pytest.mark.long)])
 def test_killed_and_resumed_equals_uninterrupted(folder, straight, tmp_path, estimator, moment):
     check_killed(folder, straight, tmp_path, estimator, moment)
 
@@ -61,7 +61,11 @@ def check_killed(folder, straight, out, estimator, moment):
     assert_identical(result(out), straight(estimator))
 
 
-@pytest.mark.parametrize("moment", STOPPED, ids=str)
+@pytest.mark.parametrize(
+    "moment",
+    [*STOPPED[::3], *(pytest.param(m, marks=pytest.mark.long) for m in STOPPED if m not in STOPPED[::3])],
+    ids=str,
+)
 def test_stopped_by_a_signal_and_resumed_equals_uninterrupted(folder, straight, tmp_path, moment):
     log = tmp_path / "log"
     words = arguments(folder, tmp_path, "ppo")
