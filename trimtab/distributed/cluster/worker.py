@@ -57,7 +57,7 @@ class Worker:
         self.stop = StopRequest()
         os.environ[NODE_ADDRESS] = ray.util.get_node_ip_address()
         self._place: socket.socket | None = None
-        pulse.move("starting")
+        pulse.rest()  # to start has a limit of its own
 
     # ---- beside the work
 
