@@ -111,6 +111,12 @@ def test_only_the_place_that_chooses_engines_knows_them(engine):
     assert inside and knowing == {"rollout/choose.py"}
 
 
+def test_ray_is_imported_by_the_cluster_alone():
+    for path in FILES:
+        inside = path.is_relative_to(ROOT / "distributed" / "cluster")
+        assert inside or "ray" not in {name.split(".")[0] for name, _ in imports(path)}, path
+
+
 def test_vllm_is_imported_by_its_own_engine_alone_and_where_it_is_used():
     inside = ROOT / "rollout" / "vllm"
     for path in FILES:
