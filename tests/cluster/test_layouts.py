@@ -1,0 +1,41 @@
+"""Layouts on a real Ray: what is learnt is what one process learns, and Ray has put things where the flags say."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import warm
+from tests.cluster.ray_run import LAYOUTS, keep_gradients_of_processes
+from tests.train.rl.test_groups import folder, keep_gradients, words  # noqa: F401 (a fixture)
+
+
+@pytest.fixture(scope="module")
+def alone(folder, tmp_path_factory):  # noqa: F811
+    """A recording by one process, and its gradients."""
+    place = tmp_path_factory.mktemp("alone")
+    command = words(folder, place / "out", f"--record {place}/recorded")
+    assert warm.run(command, prepare=partial(keep_gradients, place / "kept")) == 0
+    return place
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_recorded_rollouts_are_those_of_one_process(cluster, folder, alone, tmp_path, layout):  # noqa: F811
+    kept, log = tmp_path / "kept", tmp_path / "log"
+    kept.mkdir()
+    command = words(folder, tmp_path / "out", f"--replay {alone}/recorded --ray {LAYOUTS[layout]}")
+    cluster.workers.prepare(partial(keep_gradients_of_processes, kept))
+    try:
+        assert warm.run(command, log=log, environment=cluster.environment) == 0, log.read_text()
+    finally:
+        cluster.workers.prepare(None)
+    for role in ("actor", "critic"):
+        expected = load_file(alone / f"kept-{role}.safetensors")
+        processes = list(kept.glob(f"*-{role}.safetensors"))
+        assert len(processes) == (2 if layout == "all colocated" else 1)
+        for found in map(load_file, processes):
+            assert expected.keys() == found.keys()
+            for parameter, gradient in expected.items():
+                torch.testing.assert_close(found[parameter], gradient, atol=1e-5, rtol=1e-5)
