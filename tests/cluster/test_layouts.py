@@ -1,6 +1,5 @@
 """Layouts on a real Ray: what is learnt is what one process learns, and Ray has put things where the flags say."""
 
-import json
 from functools import partial
 
 import pytest

@@ -57,6 +57,11 @@ class WarmWorkers:
         if what is not None:
             self._prepared.write_bytes(pickle.dumps(what))
 
+    @property
+    def parent(self) -> int:
+        """The process whose children they are."""
+        return self._parent.pid
+
     def close(self) -> None:
         self._parent.kill()
         self._parent.join()
