@@ -168,6 +168,10 @@ class Machine:
         """The processes of runs: not those of Ray itself, and not its idle ones."""
         return {pid: line for pid, line in self.processes().items() if is_of_a_run(line)}
 
+    def roles(self) -> list[int]:
+        """The processes that hold a run's models."""
+        return [pid for pid, line in self.workers().items() if line.startswith("ray::Worker")]
+
 
 def is_of_a_run(line: str) -> bool:
     if line.startswith("ray::"):

@@ -4,12 +4,14 @@ import contextlib
 import json
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 from trimtab.errors import UserError
 
 ADDRESS = "RAY_ADDRESS"  # `ray job submit` sets it for the command that it starts
+TO_ANSWER = 10.0  # seconds for a Ray that is there
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 if ADDRESS not in os.environ:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -30,6 +32,7 @@ def connected() -> Iterator[None]:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address := os.environ.get(ADDRESS):
+            _knock(address)
             ray.init(address=address, **quiet)
         else:
             ray.init(address="local", include_dashboard=False, **quiet)
@@ -46,6 +49,16 @@ def connected() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """ConnectionError: nobody is there. Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=TO_ANSWER).close()
+        except OSError as error:
+            raise ConnectionError(error.strerror or str(error) or "it does not answer") from error
 
 
 def stop_line() -> str | None:
