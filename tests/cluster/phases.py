@@ -15,7 +15,6 @@ PHASES = {  # what is done, in words: the call that does it
     "weight sync": "rollouts.weights_changed",
     "save": "actor.write_state",
 }
-LASTS = 0.5  # seconds that each of these takes at least, so that it can be hit
 
 
 class Doing(NamedTuple):
@@ -24,8 +23,8 @@ class Doing(NamedTuple):
     call: str
 
 
-def note_phases(notes: Path) -> None:
-    """In a worker: before each call of a role."""
+def note_phases(notes: Path, lasts: float = 0.5) -> None:
+    """In a worker: before each call of a role. `lasts`: seconds that a phase takes at least, so that it can be hit."""
     from trimtab.distributed.watch import Pulse
 
     plain = Pulse.move
@@ -37,7 +36,7 @@ def note_phases(notes: Path) -> None:
             with notes.open("a") as opened:
                 opened.write(f"{address} {os.getpid()} {doing}\n")
             if doing in PHASES.values():
-                time.sleep(LASTS)
+                time.sleep(lasts)
 
     Pulse.move = move
 

@@ -37,7 +37,7 @@ def straight(cluster, folder, tmp_path_factory):  # noqa: F811
 
 @pytest.fixture
 def notes(cluster, tmp_path):
-    cluster.workers.prepare(partial(note_phases, tmp_path / "notes"))
+    cluster.workers.prepare(partial(note_phases, tmp_path / "notes", 0.05))
     yield tmp_path / "notes"
     cluster.workers.prepare(None)
 
@@ -61,7 +61,7 @@ def start(cluster, command, log):
     return warm.start(command, log=log, environment=cluster.environment)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_a_signal_saves_and_the_run_goes_on_as_if_there_had_been_none(cluster, words, straight, notes, tmp_path, sent):
     log = tmp_path / "log"
     process = start(cluster, words(tmp_path), log)
