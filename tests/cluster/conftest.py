@@ -14,9 +14,10 @@ import pytest
 from tests.cluster.machines import Machines, refusal
 from tests.cluster.warm_workers import WarmWorkers
 
-# Ray reads this when it is imported. Without it a local Ray listens to the whole network.
+# Ray reads these when it is imported, which other tests may do first. Without the first a local Ray listens to the
+# whole network.
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-os.environ[LOOPBACK_ONLY] = "0"
+os.environ |= {LOOPBACK_ONLY: "0", "RAY_AUTH_MODE": "token"}
 
 DEVICES = 8
 
