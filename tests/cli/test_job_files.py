@@ -54,6 +54,7 @@ def test_a_shell_file_runs_its_command_where_it_was_written(tmp_path, monkeypatc
         (f"--nodes 0 -- {COMMAND}", "--nodes is 0: it must be at least 1"),
         (f"--shell --nodes 2 -- {COMMAND}", "one machine"),
         (f"--sees 1 -- {COMMAND}", "unrecognized arguments"),
+        ("-- python3 -m trimtab.cli.train_ppo_ray --pretrian a", "did you mean --pretrain?"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_written(tmp_path, monkeypatch, capsys, text, complaint):

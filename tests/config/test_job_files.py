@@ -1,4 +1,5 @@
 import shlex
+import subprocess
 
 import pytest
 
@@ -67,12 +68,14 @@ def test_a_slurm_header_says_what_was_asked_and_no_more():
     assert header == {
         **{"job-name": "toy_s3", "output": "toy_s3_%j.out", "nodes": "1", "ntasks-per-node": "1"},
         **{"gpus-per-node": "1", "cpus-per-task": "4", "mem": "48G", "time": "05:00:00", "qos": "high"},
+        "signal": "B:TERM@120",
     }
 
 
 def test_several_nodes_meet_at_the_first():
     text = slurm_file(one_job(), Machines(nodes=2, gpus=8))
     assert "#SBATCH --nodes=2" in text and "#SBATCH --gpus-per-node=8" in text
+    assert "#SBATCH --signal=TERM@120" in text, "the launchers are told; the shell would not tell them"
     last = text.splitlines()[-1]
     assert last.startswith("srun torchrun --nnodes 2 --nproc_per_node 8 ")
     assert '--rdzv_endpoint "$first_node:31000"' in last
@@ -102,3 +105,34 @@ def test_names_and_ports_stay_within_bounds():
     for name, varied in (("a/b", {}), ("toy", {"x": ["y" * 300]})):
         with pytest.raises(UserError, match="cannot be called"):
             spread(command, name, [1], varied, 30_000)
+
+
+def test_one_node_becomes_the_command_so_that_slurms_warning_reaches_it():
+    assert slurm_file(one_job(), Machines()).splitlines()[-1].startswith("exec python -m ")
+
+
+@pytest.mark.parametrize(
+    ("typed", "on_ray"),
+    [
+        ("python -m trimtab.cli.train_ppo_ray --pretrain a", True),
+        ("python -m trimtab.cli.train_ppo_ray --ray False", False),
+        ("trimtab tail --ray --pretrain a", True),
+        ("trimtab tail --pretrain a --ray True", True),
+        ("trimtab tail --pretrain a", False),
+    ],
+)
+def test_a_command_on_ray_is_known_by_its_module_or_option(typed, on_ray):
+    assert read_command(shlex.split(typed), VERBS).on_ray == on_ray
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_command_on_ray_gets_a_ray_of_its_own_with_a_token(tmp_path, nodes):
+    text = slurm_file(one_job("--ray --text 'two words'"), Machines(nodes=nodes, gpus=8, cpus=16), ["cd /here"])
+    (tmp_path / "file").write_text(text)
+    subprocess.run(["bash", "-n", str(tmp_path / "file")], check=True)
+    assert "#SBATCH --signal=B:TERM@120" in text and "torchrun" not in text
+    assert "export RAY_AUTH_MODE=token" in text and 'chmod 600 "$RAY_AUTH_TOKEN_PATH"' in text
+    assert "--port=31000 --include-dashboard=false --num-gpus=8 --num-cpus=16" in text
+    assert ("--nodes=2 --ntasks=2 --exclude" in text) == ("wait_for 3" in text) == (nodes == 3)
+    assert "\npython -m trimtab.cli.train_tail --ray --text 'two words' --seed 3 &\n" in text
+    assert shell_file(one_job("--ray"), Machines(gpus=4)).splitlines()[-1].startswith("python -m ")

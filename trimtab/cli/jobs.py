@@ -1,4 +1,5 @@
-"""`trimtab jobs [option ...] -- COMMAND`: write a batch file for each seed (and setting) of a command."""
+"""`trimtab jobs [option ...] -- COMMAND`: write a batch file for each seed (and setting) of a command. A command with
+--ray gets a Ray of its own on the machines of its job."""
 
 import dataclasses
 import os
@@ -147,6 +148,8 @@ def _apart(jobs: list[Job], verbs: dict[str, str], told_apart_by: list[str]) -> 
 def _parsed(command: Command, verbs: dict[str, str]) -> CallOptions | None:
     """The command's options, if it is one of ours: a mistyped one is told now, not when the queue comes to it."""
     verb = next((verb for verb, module in verbs.items() if module == command.module), None)
+    if command.module == "trimtab.cli.train_ppo_ray":
+        verb = "ppo"
     words = command.words()
     if verb == "ppo" and is_repulse(words):
         verb, words = "tail", in_words_of_tail(words)

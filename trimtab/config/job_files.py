@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from trimtab.config.ray_slurm import SAVING_SECONDS, ray_script
 from trimtab.errors import UserError
 
 LAUNCHERS = ("deepspeed", "torchrun")
@@ -44,6 +45,14 @@ class Command:
         for name, setting in settings.items():
             command = command.with_option(name, setting)
         return command
+
+    @property
+    def on_ray(self) -> bool:
+        """It starts its processes itself, on the machines of a Ray."""
+        asked = dict(self.options).get("ray")
+        if asked is None:
+            return self.module.endswith(".train_ppo_ray")
+        return not asked or asked[-1].lower() in ("true", "1", "yes")
 
     def words(self) -> list[str]:
         return [word for name, values in self.options for word in (f"--{name}", *values)]
@@ -142,7 +151,9 @@ def shell_file(job: Job, machines: Machines, setup: Sequence[str] = ()) -> str:
 
 
 def slurm_file(job: Job, machines: Machines, setup: Sequence[str] = ()) -> str:
-    """A batch file; with several nodes each starts a launcher, and they meet at the first one."""
+    """A batch file. With several nodes each starts a launcher, and they meet at the first one; a command on Ray gets a
+    Ray of its own on them. Before the time is over the command is told, so that it can save."""
+    tasks_alone = machines.nodes > 1 and not job.command.on_ray  # else the shell, or what it became, is told
     header = {
         "job-name": job.name,
         "output": f"{job.name}_%j.out",
@@ -154,12 +165,16 @@ def slurm_file(job: Job, machines: Machines, setup: Sequence[str] = ()) -> str:
         "time": machines.time,
         "partition": machines.partition,
         "account": machines.account,
+        "signal": f"{'' if tasks_alone else 'B:'}TERM@{SAVING_SECONDS}",
         **machines.others,
     }
     lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in header.items() if value is not None)]
     lines += ["set -euo pipefail", *setup]
+    if job.command.on_ray:
+        command = ["python", "-m", job.command.module, *job.command.words()]
+        return "\n".join([*lines, ray_script(command, machines.nodes, machines.gpus, machines.cpus, job.port)])
     if machines.nodes == 1:
-        return "\n".join([*lines, shlex.join(_launch(job, machines))]) + "\n"
+        return "\n".join([*lines, f"exec {shlex.join(_launch(job, machines))}"]) + "\n"
     meeting = ["--rdzv_backend", "c10d", "--rdzv_id", '"$SLURM_JOB_ID"', "--rdzv_endpoint", f'"$first_node:{job.port}"']
     sizes = ["--nnodes", str(machines.nodes), "--nproc_per_node", str(max(1, machines.gpus))]
     rest = shlex.join(["--module", job.command.module, *job.command.words()])
@@ -169,7 +184,7 @@ def slurm_file(job: Job, machines: Machines, setup: Sequence[str] = ()) -> str:
 
 def _launch(job: Job, machines: Machines) -> list[str]:
     """The words that start a command on one machine."""
-    if machines.gpus <= 1:
+    if machines.gpus <= 1 or job.command.on_ray:
         return ["python", "-m", job.command.module, *job.command.words()]
     launcher = ["torchrun", "--nproc_per_node", str(machines.gpus), "--master_port", str(job.port)]
     return [*launcher, "--module", job.command.module, *job.command.words()]

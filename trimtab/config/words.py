@@ -103,7 +103,7 @@ VERBS = {
     "cispo": "trimtab grpo --policy_loss_type cispo",
     "reinforce++": "trimtab reinforce",
     "online_dpo": "trimtab generate, then trimtab dpo: docs/generate.md shows the loop",
-    "train_ppo_ray": "trimtab ppo",
+    "train_ppo_ray": "trimtab ppo --ray",
     "merge": "trimtab lora-combine",
     "serve": "trimtab serve-rm",
     "vllm-serve": "trimtab generate: answers are drawn by the built-in engine, without a server",

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# PPO of a 70B model on 6 machines with 8 GPUs each, a third for the policy and its reference, a third for critic and reward
+# model, a third for engines of 4 GPUs. `trimtab plan ppo --pretrain 70B --reward_pretrain 70B --nodes 6 --gpus 8
+# --on A100-80G --bf16 --zero_stage 3 --gradient_checkpointing --adam_offload` compares it with other layouts.
+#
+#   examples/ray_70b.sh [more options of trimtab ppo]
+#   TINY=1 examples/ray_70b.sh
+#
+# On a cluster (docs/cluster.md): make a token once, copy it to every machine, and start a Ray there:
+#
+#   (umask 077; mkdir -p ~/.ray; openssl rand -hex 32 > ~/.ray/auth_token)
+#   RAY_AUTH_MODE=token ray start --head --node-ip-address ADDRESS --num-gpus 8        # on the first machine
+#   RAY_AUTH_MODE=token ray start --address ADDRESS:6379 --num-gpus 8                  # on the others
+#
+# Paths must be the same on all machines. Ctrl-C ends the reading along, `ray job stop` the run, which saves.
+
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+MODEL=${MODEL:-meta-llama/Llama-3.1-70B-Instruct}
+REWARD_MODEL=${REWARD_MODEL:-nvidia/Llama-3.1-Nemotron-70B-Reward-HF}
+DATA=${DATA:-OpenRLHF/prompt-collection-v0.1}
+SAVE_PATH=${SAVE_PATH:-$PWD/checkpoint/llama3-70b-ppo}
+if tiny; then
+    MODEL=$TASK/llama REWARD_MODEL=$TASK/reward DATA=$TASK/prompts.jsonl SAVE_PATH=$TINY_FOLDER/ray-70b
+    SMALL=("${SMALL_RAY[@]}")
+fi
+
+submit trimtab.cli.train_ppo_ray \
+    --actor_num_nodes 2 --actor_num_gpus_per_node 8 \
+    --ref_num_nodes 2 --ref_num_gpus_per_node 8 \
+    --critic_num_nodes 2 --critic_num_gpus_per_node 8 \
+    --reward_num_nodes 2 --reward_num_gpus_per_node 8 \
+    --vllm_num_engines 4 --vllm_tensor_parallel_size 4 \
+    --colocate_actor_ref \
+    --colocate_critic_reward \
+    --adam_offload \
+    --max_restarts 3 \
+    --pretrain "$MODEL" \
+    --reward_pretrain "$REWARD_MODEL" \
+    --normalize_reward \
+    --save_path "$SAVE_PATH" \
+    --save_steps 20 \
+    --n_samples_per_prompt 1 \
+    --max_epochs 1 \
+    --max_samples 100000 \
+    --prompt_max_len 1024 \
+    --generate_max_len 1024 \
+    --rollout_batch_size 1024 \
+    --train_batch_size 128 \
+    --use_dynamic_batch \
+    --zero_stage 3 \
+    --bf16 \
+    --actor_learning_rate 5e-7 \
+    --critic_learning_rate 9e-6 \
+    --init_kl_coef 0.01 \
+    --prompt_data "$DATA" \
+    --input_key context_messages \
+    --apply_chat_template \
+    --load_checkpoint \
+    --gradient_checkpointing
