@@ -37,7 +37,9 @@ BLOCKED, FORWARDING = "0", "3"  # states of a bridge's port
 
 def refusal() -> str | None:
     """Why machines cannot be made here, if they cannot."""
-    missing = [tool for tool in ("ip", "bridge", "nsenter", "unshare", "mount") if shutil.which(tool) is None]
+    missing = [
+        tool for tool in ("ip", "bridge", "nsenter", "setpriv", "unshare", "mount") if shutil.which(tool) is None
+    ]
     if missing:
         return f"machines of network namespaces need {', '.join(missing)}"
     probe = [
@@ -101,7 +103,9 @@ class Machine:
         mounts += [f"mount -t tmpfs apart {folder}" for folder in apart]
         # The shell is the namespace's first process, and therefore also the one that buries the others' dead.
         command = " && ".join([*mounts, '"$@" & wait $!'])
-        namespaces = f"nsenter --net=/run/netns/{self.name} unshare --mount --pid --fork --mount-proc --kill-child"
+        # It ends with us, however we end.
+        namespaces = f"setpriv --pdeathsig KILL nsenter --net=/run/netns/{self.name} "
+        namespaces += "unshare --mount --pid --fork --mount-proc --kill-child"
         self.node = subprocess.Popen(
             [*namespaces.split(), "sh", "-c", command, "sh", sys.executable, "-c", RAY, "start", *words, "--block"],
             env=self.machines.environment,
