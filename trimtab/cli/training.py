@@ -9,7 +9,6 @@ import importlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -58,13 +57,13 @@ def _rehearse(options: TrainedOptions) -> list[str]:
 
 
 def _train(options: TrainedOptions) -> None:
-    began = time.time()
+    before = _checkpoint_before(options)
     try:
         getattr(_trainer(options), f"train_{options.trainer}")(options)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") != "0":
             raise
-        raise Interrupted(signal.SIGINT, f"interrupted; {_where_to_go_on(options, began)}") from None
+        raise Interrupted(signal.SIGINT, f"interrupted; {_where_to_go_on(options, before)}") from None
     except (Interrupted, RunFailed):
         # The page is wanted most where something went wrong; there is no model to point to.
         _show_what_is_left(options, finished=False)
@@ -72,12 +71,18 @@ def _train(options: TrainedOptions) -> None:
     _show_what_is_left(options, finished=True)
 
 
-def _where_to_go_on(options: CheckpointOptions, began: float) -> str:
+def _checkpoint_before(options: CheckpointOptions) -> tuple[Path, float] | None:
+    from trimtab.train.checkpoint import newest
+
+    return newest(options)
+
+
+def _where_to_go_on(options: CheckpointOptions, before: tuple[Path, float] | None) -> str:
     """For who leaves at once, with a second Ctrl-C: the checkpoint that there is."""
-    from trimtab.train.checkpoint import last_of_run
+    from trimtab.train.checkpoint import newest_of_run
     from trimtab.train.endings import last_checkpoint
 
-    return last_checkpoint(last_of_run(options, began))
+    return last_checkpoint(newest_of_run(options, before))
 
 
 def _trainer(options: TrainedOptions) -> ModuleType:

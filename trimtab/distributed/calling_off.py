@@ -26,10 +26,16 @@ def call_off(why: str) -> None:
 
 def reason_to_call_off() -> str | None:
     """Why another process has called this world's collectives off, if one has; then this one does the same."""
-    if not _is_world() or not _get_default_store().check([REASON]):
+    if not _is_world():
+        return None
+    try:
+        if not _get_default_store().check([REASON]):
+            return None
+        why = _get_default_store().get(REASON).decode(errors="replace")
+    except RuntimeError:  # the store has gone with its process: not called off, but broken
         return None
     _break_connections()
-    return _get_default_store().get(REASON).decode(errors="replace")
+    return why
 
 
 def meet_again(world: World) -> None:

@@ -260,11 +260,16 @@ class Checkpoints:
             shutil.rmtree(oldest.with_name(oldest.name + "_hf"), ignore_errors=True)
 
 
-def last_of_run(options: CheckpointOptions, began: float) -> Path | None:
-    """The newest checkpoint of a run that began at that time; what lay there before is its own only if it went on from
-    it."""
+def newest(options: CheckpointOptions) -> tuple[Path, float] | None:
+    """The newest checkpoint in a run's folder, and when it was written, by the clock of whoever keeps the files."""
     last = Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).latest()
-    return last if last is not None and (options.load_checkpoint or last.stat().st_mtime >= began) else None
+    return None if last is None else (last, last.stat().st_mtime)
+
+
+def newest_of_run(options: CheckpointOptions, before: tuple[Path, float] | None) -> Path | None:
+    """The newest that a run has written; what was the newest `before` it is its own only if it went on from there."""
+    found = newest(options)
+    return None if found is None or (found == before and not options.load_checkpoint) else found[0]
 
 
 @contextmanager

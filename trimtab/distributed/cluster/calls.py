@@ -14,6 +14,7 @@ from trimtab.distributed.roles import Group
 from trimtab.distributed.wire import Wire
 from trimtab.errors import OutOfMemory, RunFailed, UserError
 
+ENGINE_DIED = "EngineDead"  # how vLLM calls it when a process of its own has gone
 LARGE = 2**16  # bytes; what all are told alike is put into Ray's memory once
 
 
@@ -81,5 +82,7 @@ class RayCall:
             self._shortage = content
         elif kind == MISTAKE:
             raise UserError(content)
+        elif member.engine and ENGINE_DIED in content:
+            raise member.lost(f"was lost: {content}")
         else:
             self._crew.blame_somebody(member, f"{self.name}: {content}")

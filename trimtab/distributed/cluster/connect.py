@@ -13,7 +13,7 @@ from trimtab.errors import UserError
 ADDRESS = "RAY_ADDRESS"  # `ray job submit` sets it for the command that it starts
 TO_ANSWER = 10.0  # seconds for a Ray that is there
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-if ADDRESS not in os.environ:
+if not os.environ.get(ADDRESS):
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Its own Ray would listen on every interface of this machine. The name is misleading: it says whether this Ray may
     # have other nodes, and is read when ray is imported.
@@ -53,6 +53,8 @@ def connected() -> Iterator[None]:
 
 def _knock(address: str) -> None:
     """ConnectionError: nobody is there. Ray itself would try for minutes."""
+    if "://" in address:
+        raise UserError(f"RAY_ADDRESS {address}: give the head's own address, HOST:PORT, from a node of the cluster")
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "/" not in host:
         try:

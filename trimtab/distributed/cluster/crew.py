@@ -6,16 +6,19 @@ process complain of broken connections first, so before anybody is blamed all ar
 """
 
 import contextlib
+import os
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trimtab.distributed.cluster.losses import Lost, Member, in_words, is_of_another
+from trimtab.distributed.cluster.losses import EngineLost, Lost, Member, in_words, is_of_another
 from trimtab.distributed.watch import GRACE
-from trimtab.errors import RunFailed
+from trimtab.errors import RunFailed, UserError
 from trimtab.interrupts import StopRequest
 
 LOOK_EVERY = 0.5  # seconds
@@ -44,11 +47,13 @@ class Crew:
                 member = waiting.pop(reference)
                 try:
                     result = ray.get(reference)
+                except RayTaskError as error:
+                    self._pass_on(member, error)
                 except RayError as error:
                     self.blame(member, error)
                 take(member, result)
             if waiting:
-                self.look()
+                self.look({member.rank for member in waiting.values()})
                 if deadline is not None and time.monotonic() >= deadline:
                     break
         return len(waiting)
@@ -73,8 +78,9 @@ class Crew:
 
     # ---- how they are
 
-    def look(self) -> None:
-        """Pass a signal on, and notice who is dead, stands still or does not answer."""
+    def look(self, needed: Collection[int]) -> None:
+        """Pass a signal on, and notice who is dead, stands still or does not answer. An engine matters only while it is
+        needed: until then its loss is no loss."""
         if self.stop.signal is not None and self._told is None:
             self._told = self.stop.signal
             for member in self.members:
@@ -87,7 +93,11 @@ class Crew:
                     self._asked[member.rank] = member.handle.beat.remote(), now
         answered, _ = ray.wait([ask for ask, _ in self._asked.values()], num_returns=len(self._asked), timeout=0)
         for member in self.members:
-            self._hear_from(member, answered)
+            try:
+                self._hear_from(member, answered)
+            except EngineLost:
+                if member.rank in needed:
+                    raise
 
     def _hear_from(self, member: Member, answered: list[Any]) -> None:
         question, since = self._asked.get(member.rank, (None, 0.0))
@@ -95,6 +105,7 @@ class Crew:
             return
         if question not in answered:
             if time.monotonic() - since > self.hang_timeout:
+                member.silent = True
                 raise member.lost(f"has given no sign of life for {self.hang_timeout:g} s (--hang_timeout)")
             return
         del self._asked[member.rank]
@@ -106,9 +117,24 @@ class Crew:
             why = "waits for a process that does not come" if waits else "hangs"
             raise member.lost(f"{why}: {doing} has not moved for {self.hang_timeout:g} s (--hang_timeout)")
 
-    def forget(self, member: Member) -> None:
-        """Another process is to take its place."""
-        self._asked.pop(member.rank, None)
+    def _pass_on(self, member: Member, error: RayTaskError) -> NoReturn:
+        """What a member has raised."""
+        if isinstance(error.cause, UserError):
+            raise UserError(str(error.cause)) from error
+        self.blame_somebody(member, f"{type(error.cause).__name__}: {error.cause}")
+
+    def answers(self, member: Member) -> bool:
+        """Whether it is alive, asked once."""
+        try:
+            ray.get(member.handle.beat.remote(), timeout=TO_BLAME)
+        except RayError:
+            return False
+        return True
+
+    def tell(self, member: Member) -> None:
+        """One that came later hears what the others were told."""
+        if self._told is not None:
+            member.handle.hear.remote(self._told)
 
     def blame(self, member: Member, error: RayError) -> NoReturn:
         """A call to a member has failed: it is gone."""
@@ -121,15 +147,19 @@ class Crew:
         raise RunFailed(f"{member}: {message}")
 
     def _find_the_dead(self) -> None:
+        """Nobody may be: then it takes all the time that there is."""
         deadline = time.monotonic() + TO_BLAME
-        while time.monotonic() < deadline:
-            for member in self.members:
+        while (left := deadline - time.monotonic()) > 0:
+            asked = {member.handle.beat.remote(): member for member in self.members}
+            answered, silent = ray.wait([*asked], num_returns=len(asked), timeout=left)
+            for question in answered:
                 try:
-                    ray.get(member.handle.beat.remote(), timeout=max(0.1, deadline - time.monotonic()))
-                except GetTimeoutError:
-                    raise member.lost(f"was lost: it has not answered for {TO_BLAME:g} s") from None
+                    ray.get(question)
                 except RayError as error:
-                    self.blame(member, error)
+                    self.blame(asked[question], error)
+            if silent:
+                asked[silent[0]].silent = True
+                raise asked[silent[0]].lost(f"was lost: it has not answered for {TO_BLAME:g} s")
             time.sleep(LOOK_EVERY)
 
     # ---- the end
@@ -140,5 +170,21 @@ class Crew:
             with contextlib.suppress(Lost, RayError):
                 self.call("leave", seconds=TO_LEAVE)
         for member in self.members:
-            ray.kill(member.handle)
+            self.kill(member)
         self.members = []
+
+    def kill(self, member: Member) -> None:
+        """Also one that is stopped, to which Ray's own way does nothing."""
+        ray.kill(member.handle)
+        self._asked.pop(member.rank, None)
+        if member.silent and member.process is not None and member.node_id is not None:
+            there = NodeAffinitySchedulingStrategy(member.node_id, soft=False)
+            end = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=there)(_end)
+            with contextlib.suppress(RayError):
+                ray.get(end.remote(member.process), timeout=TO_LEAVE)
+            member.silent = False
+
+
+def _end(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)

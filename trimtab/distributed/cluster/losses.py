@@ -6,7 +6,10 @@ from typing import Any
 from trimtab.errors import RunFailed
 
 # What PyTorch says in a process whose neighbour has gone: a consequence, not a cause.
-OF_ANOTHER = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "connection refused")
+OF_ANOTHER = (
+    *("connection closed by peer", "connection reset", "broken pipe", "timed out", "connection refused"),
+    *("failed to recv", "failed to send", "socket closed", "no route to host", "distnetworkerror"),
+)
 
 # How Ray says of a process that its machine has gone with it.
 OF_THE_NODE = ("node was terminated", "node has died", "node died", "missing too many heartbeats", "node failure")
@@ -34,6 +37,8 @@ class Member:
     node: str = "a node that is not known yet"
     process: int | None = None
     engine: bool = False  # it only answers prompts
+    node_id: str | None = None
+    silent: bool = False  # it may be stopped, and then does not even notice that it is to end
 
     def __str__(self) -> str:
         number = "" if self.process is None else f", pid {self.process}"

@@ -10,17 +10,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from trimtab.distributed.cluster.calls import EngineGroup, RayGroup
+from trimtab.distributed.cluster.calls import EngineGroup, RayCall, RayGroup
 from trimtab.distributed.cluster.crew import Crew
 from trimtab.distributed.cluster.layout import Layout
-from trimtab.distributed.cluster.losses import EngineLost, Member
+from trimtab.distributed.cluster.losses import EngineLost, Lost, Member
 from trimtab.distributed.cluster.nodes import living_nodes
 from trimtab.distributed.cluster.seats import CPU_SHARE, Placement, missing
 from trimtab.distributed.cluster.worker import Job, Seating, Worker
-from trimtab.distributed.device import Device, find_device
+from trimtab.distributed.device import Device
 from trimtab.distributed.roles import Group
 from trimtab.distributed.staging import HOST, Stage, Unit
 from trimtab.distributed.wire import Wire
@@ -36,16 +37,28 @@ PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE",
 
 
 class RayStage(Stage):
-    def __init__(self, job: Job, layout: Layout, placement: Placement, hang_timeout: float, stop: StopRequest):
+    def __init__(
+        self,
+        job: Job,
+        layout: Layout,
+        placement: Placement,
+        hang_timeout: float,
+        stop: StopRequest,
+        *,
+        again: bool = False,
+    ):
+        """`again`: for a run that has lost its processes."""
         self.job, self.layout, self.placement, self.stop = job, layout, placement, stop
         self.units = list(job.units(job.options, layout.size))
-        self.device: Device = find_device()
+        self.device = Device(torch.device("cpu"), "CPU")  # of this process, on which no model is
         self.world = World(0, layout.size)  # of the roles; this process only speaks for it
         self._wire = Wire(*job.records)
         self._crew = Crew(hang_timeout, stop, layout.size)
         self.found: list[dict[str, Any]] = []  # what each process says of where it is
         self.devices: list[dict[str, Any]] = []  # and of its device
         self._reserved: Any = None
+        self._again = again
+        self._engines: dict[str, Group] = {}
 
     # ---- processes
 
@@ -68,7 +81,7 @@ class RayStage(Stage):
         """What they say of where they are."""
         found = self._crew.call("where", seconds=TO_START, members=members)
         for member, where in zip(members, found):
-            member.node, member.process = where["address"], where["process"]
+            member.node, member.node_id, member.process = where["address"], where["node"], where["process"]
         return found
 
     @property
@@ -101,7 +114,8 @@ class RayStage(Stage):
         group = placement_group(placement.bundles, strategy="PACK", bundle_label_selector=labels)
         if not group.wait(TO_PLACE):
             remove_placement_group(group)
-            raise UserError(missing(self.layout, living_nodes(), ray.available_resources()))
+            lacking = missing(self.layout, living_nodes(), ray.available_resources())
+            raise Lost(lacking) if self._again else UserError(lacking)
         return group
 
     def _start(self, bundle: int, environment: dict[str, str] | None = None, devices: float | None = None) -> Any:
@@ -143,15 +157,24 @@ class RayStage(Stage):
         return Seating(member.rank, self.layout.size, neighbours, threads)
 
     def stand_in(self, lost: EngineLost) -> None:
-        """Another engine in the place of one that is gone, with the weights that all began with."""
-        member = self._crew.members[lost.rank]
-        assert member.engine and self._apart is not None
-        ray.kill(member.handle)
-        self._crew.forget(member)
-        self._start_engine(member)
-        self._located([member])
-        self._crew.one(member, member.handle.meet.remote(self.job, self._seating(member), "", 0), TO_START)
-        self._group(HOST, [member]).call("build", unit=self._apart.name)
+        """Other engines in the place of those that are gone, with the weights that all began with."""
+        assert self._apart is not None
+        engines = self._crew.members[self.layout.size :]
+        gone = [member for member in engines if member.rank == lost.rank or not self._crew.answers(member)]
+        alive = {node.id for node in living_nodes()}
+        if not {self.placement.bundle_nodes[self._bundles(member.rank)[0]].id for member in gone} <= alive:
+            raise Lost(str(lost))  # its place is gone too
+        try:
+            for member in gone:
+                self._crew.kill(member)
+                self._start_engine(member)
+            self._located(gone)
+            for member in gone:
+                self._crew.one(member, member.handle.meet.remote(self.job, self._seating(member), "", 0), TO_START)
+                self._crew.tell(member)
+            self._group(HOST, gone).call("build", unit=self._apart.name)
+        except EngineLost as another:
+            raise Lost(str(another)) from another
 
     def _has(self, unit: Unit, rank: int) -> bool:
         return not unit.apart and (unit.ranks is None or rank in unit.ranks)
@@ -160,38 +183,46 @@ class RayStage(Stage):
 
     def groups(self, options: Any) -> dict[str, Group]:
         assert options == self.job.options, "the other processes know the options as they were given"
-        members, size = self._crew.members, self.layout.size
-        apart, workers = self._apart, self._group(HOST, members[:size])
-        building = self._group(HOST, members[size:]).start("build", unit=apart.name) if apart is not None else None
-        for unit in self.units:
-            if not unit.apart:
-                workers.call("build", unit=unit.name)
+        building = self._start_building_engines()
+        if building is not None and self.layout.engines is not None and self.layout.engines.pool is not None:
+            building.wait()  # each would count what the other takes of the device
+        members = self._crew.members
+        workers = self._group(HOST, members[: self.layout.size])
+        inside = [unit for unit in self.units if not unit.apart]
+        for unit in inside:
+            workers.call("build", unit=unit.name)
         workers.call("settle")
         places = workers.call("places")[0]
         groups: dict[str, Group] = {}
-        for unit in self.units:
-            if not unit.apart:
-                ranks, parts = places[unit.name]
-                groups |= {role: self._group(role, [members[rank] for rank in ranks], parts) for role in unit.roles}
-        if apart is not None and building is not None:
+        for unit in inside:
+            ranks, parts = places[unit.name]
+            groups |= {role: self._group(role, [members[rank] for rank in ranks], parts) for role in unit.roles}
+        if building is not None:
             building.wait()
-            engines = members[size:]
-            groups |= {
-                role: EngineGroup(self._crew, self._wire, role, engines, range(len(engines)), stand_in=self.stand_in)
-                for role in apart.roles
-            }
-        return groups
+        return groups | self._engines
+
+    def _start_building_engines(self) -> RayCall | None:
+        """Once: they go on when the others are built anew."""
+        apart, engines = self._apart, self._crew.members[self.layout.size :]
+        if apart is None or self._engines:
+            return None
+        parts = range(len(engines))
+        self._engines = {
+            role: EngineGroup(self._crew, self._wire, role, engines, parts, stand_in=self.stand_in)
+            for role in apart.roles
+        }
+        return self._group(HOST, engines).start("build", unit=apart.name)
 
     def groups_anew(self) -> dict[str, Group]:
-        self._group(HOST, self._crew.members).call("let_go")
+        self._group(HOST, self._crew.members[: self.layout.size]).call("let_go")
         return self.groups(self.job.options)
+
+    def _group(self, role: str, members: Sequence[Member], parts: Sequence[int] | None = None) -> RayGroup:
+        return RayGroup(self._crew, self._wire, role, members, range(len(members)) if parts is None else parts)
 
     def described(self) -> dict[str, Any]:
         threads = [device["threads"] for device in self.devices]
         return {"layout": self.layout.rows(self.placement.resource), "threads_of_processes": threads}
-
-    def _group(self, role: str, members: Sequence[Member], parts: Sequence[int] | None = None) -> RayGroup:
-        return RayGroup(self._crew, self._wire, role, members, range(len(members)) if parts is None else parts)
 
     def hang_up(self) -> None:
         pass  # they end with the stage

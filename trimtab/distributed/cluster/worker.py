@@ -102,6 +102,7 @@ class Worker:
         world = World(device=device.torch)
         if seating.size > 1:
             _speak_at(ray.util.get_node_ip_address())
+            os.environ["MASTER_PORT"] = str(port)  # of the connections that stay when others are broken
             listening = {} if self._place is None else {"is_master": True, "master_listen_fd": self._place.detach()}
             store = dist.TCPStore(address, port, seating.size, wait_for_workers=False, **listening)
             join(device.torch, store=store, rank=seating.rank, world_size=seating.size)

@@ -53,8 +53,9 @@ class Controller:
         self.options, self.memory_plan = with_planned_passes(
             options, device, world, lambda: work_of_prompts(options, self.stores)
         )
-        for line in notes(options, device):
-            world.say(line)
+        if not options.ray:  # else the devices are elsewhere
+            for line in notes(options, device):
+                world.say(line)
 
     @staticmethod
     def units(options: Any, processes: int) -> list[Unit]:
@@ -92,7 +93,8 @@ class Controller:
     def run(self, groups: dict[str, Group], placed: dict[str, Any] | None = None) -> RLRun:
         """`placed`: what there is to keep of where the roles are."""
         options, actor = self.options, groups["actor"].call("describe")[0]
-        if fewer := {name: group for name, group in groups.items() if len(group.ranks) < self.world.size}:
+        fewer = {name: group for name, group in groups.items() if len(group.ranks) < self.world.size}
+        if fewer and not options.ray:
             told = (f"{name} in {len(group.ranks)}" for name, group in fewer.items())
             self.world.say(f"of {self.world.size} processes: {', '.join(told)}")
         for line in actor["notes"]:

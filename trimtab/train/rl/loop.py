@@ -6,7 +6,7 @@ are in every checkpoint, so a run that was stopped anywhere goes on as if it had
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -141,7 +141,8 @@ class RLRun:
                 self.leave(stop)
             with timed(work.seconds, "update"):
                 self.update(work, samples)
-        self.publish()
+        with timed(work.seconds, "sync") if self.options.uses_vllm else nullcontext():
+            self.publish()
         return self.finish(work, self.measure(work, stop))
 
     def begin(self, stop: StopRequest) -> Iteration | None:

@@ -21,7 +21,7 @@ from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.hugging_face import quiet_transformers
 from trimtab.models.sharded import mesh_of
-from trimtab.train.checkpoint import last_of_run
+from trimtab.train.checkpoint import newest, newest_of_run
 from trimtab.train.endings import last_checkpoint
 from trimtab.train.rl.controller import Controller
 from trimtab.train.rl.description import layout_of_units
@@ -32,7 +32,7 @@ LOOK_EVERY = 2.0  # seconds between two looks for resources that are to come bac
 
 
 def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
-    began = time.time()
+    before = newest(options)
     with connected(), StopRequest() as stop:
         if line := stop_line():
             print(line, flush=True)
@@ -41,9 +41,9 @@ def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
         print(*table(layout.rows(placement.resource)), sep="\n", flush=True)
         for restart in range(options.max_restarts + 1):
             try:
-                return train_once(options, kind, layout, placement, stop)
+                return train_once(options, kind, layout, placement, stop, again=restart > 0)
             except Lost as loss:
-                last = last_of_run(options, began)
+                last = newest_of_run(options, before)
                 where = last_checkpoint(last)
                 if restart == options.max_restarts or (options.record and last is None):
                     raise RunFailed(f"{loss}; {where}") from loss
@@ -53,10 +53,16 @@ def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
 
 
 def train_once(
-    options: RLOptions, kind: type[Controller], layout: Layout, placement: Placement, stop: StopRequest
+    options: RLOptions,
+    kind: type[Controller],
+    layout: Layout,
+    placement: Placement,
+    stop: StopRequest,
+    *,
+    again: bool,
 ) -> None:
     job = Job(options, kind.units, mesh_of, RECORDS, prepare, os.getcwd())
-    stage = RayStage(job, layout, placement, options.hang_timeout, stop)
+    stage = RayStage(job, layout, placement, options.hang_timeout, stop, again=again)
     kindly = False
     try:
         stage.open()
@@ -94,13 +100,12 @@ def placed_again(layout: Layout, options: RLOptions, stop: StopRequest, where: s
     while True:
         try:
             return preflight(layout, places_of(options), stop)
-        except UserError as error:
-            if stop.signal is not None:
-                raise Interrupted(stop.number, f"stopped; {where}") from error
+        except (UserError, RunFailed) as error:  # too little is there; or a node is going
             if time.monotonic() > deadline:
                 waited = f"so it was for {options.restart_wait:g} s (--restart_wait)"
                 raise RunFailed(f"{error}; {waited}; {where}") from error
-        except RunFailed:  # of a node that is going
-            if time.monotonic() > deadline:
-                raise
+        except Interrupted:
+            raise Interrupted(stop.number, f"stopped; {where}") from None
+        if stop.signal is not None:
+            raise Interrupted(stop.number, f"stopped; {where}")
         time.sleep(LOOK_EVERY)
