@@ -19,6 +19,7 @@ MEANINGS = {
     "rollout": "answers are sampled and rewarded",
     "scoring": "reference and critic read them",
     "update": "policy and critic learn",
+    "sync": "engines get the new weights, and are asked whether they have",
     "evaluation": "prompts of the evaluation are answered",
 }
 MOST_BARS = 200
