@@ -408,6 +408,29 @@ def test_with_ray_the_placement_is_followed_and_nothing_is_said():
     assert line.startswith("--controller_apart has no effect with --ray")
 
 
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (
+            "--critic_num_gpus_per_node 2 --advantage_estimator reinforce",
+            "--critic_num_gpus_per_node has no effect with --ray: --advantage_estimator reinforce has no critic",
+        ),
+        (
+            "--ref_num_gpus_per_node 2 --init_kl_coef 0",
+            "--ref_num_gpus_per_node has no effect with --ray: --init_kl_coef is 0",
+        ),
+        (
+            "--ref_num_gpus_per_node 2 --lora_rank 4",
+            "--ref_num_gpus_per_node has no effect with --ray: with --lora_rank the reference is the policy",
+        ),
+    ],
+)
+def test_devices_of_a_model_that_is_not_there_are_said_to_be_unused(words, told):
+    assert lines_of("ppo", f"{RL} --ray {words}") == [told]
+    teaching = lines_of("ppo", f"{RL} --ray --ref_num_gpus_per_node 2 --lora_rank 4 --teacher_model a/b")
+    assert not [line for line in teaching if "num_gpus" in line]
+
+
 def test_with_ray_a_step_per_device_is_counted_over_all_machines_of_the_policy():
     words = "--per_device_train_batch_size 4 --ray --actor_num_gpus_per_node 4 --actor_num_nodes 2"
     (line,) = lines_of("ppo", f"{RL} {words}")

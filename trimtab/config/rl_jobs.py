@@ -152,6 +152,7 @@ class RLOptions(
         self._check_budget("rollout_max_tokens_per_gpu", self.rollout_max_tokens_per_gpu)
         yield from self._about_the_critic()
         yield from self._about_vllm()
+        yield from self._about_placement()
         yield from self._about_steps()
         yield from self._about_packing()
         yield from self._about_what_is_not_there()
@@ -198,6 +199,23 @@ class RLOptions(
             yield f"{', '.join(names)} without effect: they belong to the built-in engine"
         if self.top_p < 1:
             yield "--top_p: vLLM's log-probs are of the tokens that it leaves, and so is the gap to the trainer's"
+
+    def _about_placement(self) -> Iterable[str]:
+        """With --ray, of models that are not there."""
+        absent = {
+            "critic": f"--advantage_estimator {self.estimator.name} has no critic" if not self.estimator.critic else "",
+            "reward": "there is no --reward_pretrain" if not self.reward_pretrain else "",
+            "ref": self._without_reference(),
+        }
+        for role, why in absent.items():
+            if self.ray and why:
+                yield from self.idle([f"{role}_num_gpus_per_node"], f"with --ray: {why}")
+
+    def _without_reference(self) -> str:
+        """Why no model is placed by the reference's options, if none is."""
+        if self.teacher_model or (self.init_kl_coef > 0 and not self.lora_rank):
+            return ""
+        return "with --lora_rank the reference is the policy" if self.init_kl_coef > 0 else "--init_kl_coef is 0"
 
     def _about_packing(self) -> Iterable[str]:
         return self.idle(["packing_samples"], "in RL: samples are always packed")
@@ -318,6 +336,10 @@ class TailOptions(RLOptions, RewardInputOptions, TailMethodOptions, ProposalOpti
     @property
     def adapts(self) -> bool:
         return self.lora_rank > 0 or self.proposal_lora_rank > 0
+
+    def _without_reference(self) -> str:
+        compared = self.evaluate_heldout_sampling and not self.lora_rank  # with the policy as it was
+        return "" if compared else super()._without_reference()
 
     def _about_packing(self) -> Iterable[str]:
         # With it, passes may hold parts of a group.
