@@ -57,9 +57,12 @@ def _rehearse(options: TrainedOptions) -> list[str]:
 
 
 def _train(options: TrainedOptions) -> None:
-    before = _checkpoint_before(options)
+    trainer = _trainer(options)
+    from trimtab.train.checkpoint import mark_of_newest
+
+    before = mark_of_newest(options)
     try:
-        getattr(_trainer(options), f"train_{options.trainer}")(options)
+        getattr(trainer, f"train_{options.trainer}")(options)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") != "0":
             raise
@@ -71,13 +74,7 @@ def _train(options: TrainedOptions) -> None:
     _show_what_is_left(options, finished=True)
 
 
-def _checkpoint_before(options: CheckpointOptions) -> tuple[Path, float] | None:
-    from trimtab.train.checkpoint import newest
-
-    return newest(options)
-
-
-def _where_to_go_on(options: CheckpointOptions, before: tuple[Path, float] | None) -> str:
+def _where_to_go_on(options: CheckpointOptions, before: tuple[str, int] | None) -> str:
     """For who leaves at once, with a second Ctrl-C: the checkpoint that there is."""
     from trimtab.train.checkpoint import newest_of_run
     from trimtab.train.endings import last_checkpoint

@@ -260,16 +260,23 @@ class Checkpoints:
             shutil.rmtree(oldest.with_name(oldest.name + "_hf"), ignore_errors=True)
 
 
-def newest(options: CheckpointOptions) -> tuple[Path, float] | None:
-    """The newest checkpoint in a run's folder, and when it was written, by the clock of whoever keeps the files."""
-    last = Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).latest()
-    return None if last is None else (last, last.stat().st_mtime)
+Mark = tuple[str, int]
 
 
-def newest_of_run(options: CheckpointOptions, before: tuple[Path, float] | None) -> Path | None:
+def mark_of_newest(options: CheckpointOptions) -> Mark | None:
+    """What is the newest in a run's folder, and when it became so by the clock of whoever keeps the files: only looked
+    at, since the folder may be another run's."""
+    latest = Path(options.checkpoint_folder) / LATEST
+    with suppress(OSError):
+        return latest.read_text(), latest.stat().st_mtime_ns
+    return None
+
+
+def newest_of_run(options: CheckpointOptions, before: Mark | None) -> Path | None:
     """The newest that a run has written; what was the newest `before` it is its own only if it went on from there."""
-    found = newest(options)
-    return None if found is None or (found == before and not options.load_checkpoint) else found[0]
+    if mark_of_newest(options) == before and not options.load_checkpoint:
+        return None
+    return Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).latest()
 
 
 @contextmanager

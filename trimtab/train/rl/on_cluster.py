@@ -21,7 +21,7 @@ from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.hugging_face import quiet_transformers
 from trimtab.models.sharded import mesh_of
-from trimtab.train.checkpoint import newest, newest_of_run
+from trimtab.train.checkpoint import mark_of_newest, newest_of_run
 from trimtab.train.endings import last_checkpoint
 from trimtab.train.rl.controller import Controller
 from trimtab.train.rl.description import layout_of_units
@@ -32,7 +32,7 @@ LOOK_EVERY = 2.0  # seconds between two looks for resources that are to come bac
 
 
 def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
-    before = newest(options)
+    before = mark_of_newest(options)
     with connected(), StopRequest() as stop:
         if line := stop_line():
             print(line, flush=True)

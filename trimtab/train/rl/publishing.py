@@ -87,7 +87,7 @@ class SentWeights:
         )
         # Each waits for the other.
         pending = [role.start("join_links", plan=plan) for role in (self.roles.actor, self.roles.rollouts)]
-        for call in pending:
+        for call in reversed(pending):  # a lost engine is noticed while engines are waited for
             call.wait()
         self.probe.measure_start()
 
@@ -114,7 +114,7 @@ class SentWeights:
     def _send(self, version: int) -> None:
         sending = self.roles.actor.start("send_weights")
         receiving = self.roles.rollouts.start("receive_weights", version=version)
-        for call in (sending, receiving):
+        for call in (receiving, sending):  # a lost engine is noticed while engines are waited for
             call.wait()
         self.probe.check(version)
 
