@@ -125,3 +125,32 @@ def test_a_mistake_is_one_line(cluster, words, tmp_path, more, environment, said
     last = log.read_text().splitlines()[-1]
     assert last.startswith("trimtab grpo: error:") and all(word in last for word in said), log.read_text()
     assert "Traceback" not in log.read_text() and time.monotonic() - began < 60
+
+
+def short_of_room_in_one(room: int) -> None:
+    """In the process of rank 1 passes of more tokens do not fit."""
+    from trimtab.models import policy
+
+    plain = policy.Policy.forward
+
+    def forward(self, batch, **settings):
+        import torch
+        import torch.distributed as dist
+
+        if dist.is_initialized() and dist.get_rank() == 1 and self.training and len(batch.ids_T) > room:
+            raise torch.OutOfMemoryError("tried to allocate activations")
+        return plain(self, batch, **settings)
+
+    policy.Policy.forward = forward
+
+
+def test_one_process_without_room_and_all_begin_anew(cluster, words, straight, tmp_path):
+    log = tmp_path / "log"
+    cluster.workers.prepare(partial(short_of_room_in_one, 30))
+    try:
+        assert warm.run(words(tmp_path), log=log, environment=cluster.environment) == 0, log.read_text()
+    finally:
+        cluster.workers.prepare(None)
+    assert "begun anew in passes of at most" in log.read_text()
+    rewards = [[row["reward"] for row in run[0] if "reward" in row] for run in (rl_run.result(tmp_path), straight)]
+    assert rewards[0] == pytest.approx(rewards[1], rel=1e-3, abs=1e-5)
