@@ -124,7 +124,6 @@ BUILT_IN = "the built-in engine writes the answers, with the policy's own weight
 HYBRID_NOTES = [
     PACKED,
     "--save_hf_ckpt has no effect without --save_steps, unless the run is stopped",
-    "--deepspeed_enable_sleep has no effect: to keep the optimiser off the device use --adam_offload",
     BUILT_IN.replace(
         "engines set",
         "engines, --vllm_tensor_parallel_size, --vllm_gpu_memory_utilization, --vllm_sync_backend set",

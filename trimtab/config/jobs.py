@@ -252,12 +252,20 @@ class GenerateOptions(
         scoring = self.eval_task == "rm"
         self._check_rewards(scoring)
         yield from self.idle(_OF_GENERATION if scoring else _OF_SCORING, f"with --eval_task {self.eval_task}")
-        if not scoring and (self.eval_task == "generate_vllm" or self.tp_size is not None):
+        if not scoring and self.rollout_engine == "vllm":
+            self._check_vllm()
+        elif not scoring and (self.eval_task == "generate_vllm" or self.tp_size is not None):
             yield "the built-in engine writes the answers; vLLM is not needed"
         if self.zero_stage > 0:
             yield f"--zero_stage {self.zero_stage} has no effect: every process holds the whole model"
         if not scoring and not self.reward_pretrain:
             yield from self.idle(["micro_batch_size"], "without a reward model")
+
+    def _check_vllm(self) -> None:
+        if self.nproc > 1:
+            raise UserError(f"--rollout_engine vllm: one engine writes all answers; drop --nproc {self.nproc}")
+        if self.load_in_4bit:
+            raise UserError("--rollout_engine vllm takes no weights of 4 bits: drop --load_in_4bit, or use builtin")
 
     def _check_rewards(self, scoring: bool) -> None:
         rewards = {"reward_pretrain": self.reward_pretrain, "reward_func": self.reward_func}

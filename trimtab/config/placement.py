@@ -65,7 +65,8 @@ class PlacementOptions(Options):
     ref_reward_offload: bool = False
     """Keep the weights of reference and reward models in main memory and bring them to the device to score."""
     deepspeed_enable_sleep: bool = False
-    """Free the optimiser's device memory while answers are written. Not implemented yet."""
+    """While answers are written, keep in main memory what only learning needs: the optimiser's state and, where engines
+    are apart, the model."""
     actor_init_on_gpu: bool = option(False, always=True)
     """Load the policy straight to the device; that is how it is always done here."""
     async_train: bool = option(False, refused="(answers written while learning) is not implemented yet; leave it out")
@@ -76,8 +77,6 @@ class PlacementOptions(Options):
     """Python file of an environment that answers the policy turn by turn. Not implemented yet."""
 
     def check(self) -> Iterable[str]:
-        if self.asks("deepspeed_enable_sleep"):
-            yield "--deepspeed_enable_sleep has no effect: to keep the optimiser off the device use --adam_offload"
         for name in COLOCATING:
             if not self.ray and name in self.given and not getattr(self, name):
                 yield f"--{name} False has no effect without --ray: all models share the processes"

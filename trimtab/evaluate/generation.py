@@ -1,4 +1,4 @@
-"""`trimtab generate`: answers to many prompts by the built-in engine, each scored if a reward is named.
+"""`trimtab generate`: answers to many prompts by the built-in engine or by vLLM, each scored if a reward is named.
 
 Every prompt draws from a stream of its own, made of the seed and its row, so the answers depend neither on the number
 of processes nor on where an earlier run was stopped. A row of the output has the prompt as trainers take it (`input`:
@@ -26,13 +26,15 @@ from trimtab.evaluate.journal import Journal
 from trimtab.evaluate.work import work_through, write_rows
 from trimtab.interrupts import StopRequest
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
-from trimtab.models.load import load_frozen_policy
+from trimtab.models.load import hollow_policy, load_frozen_policy
+from trimtab.models.policy import Policy
 from trimtab.rewards.build import build_reward, contents
 from trimtab.rewards.labels import check_labels
 from trimtab.rewards.trial import try_reward
 from trimtab.rewards.types import RewardRequest
 from trimtab.rewards.weighing import Weighted
-from trimtab.rollout.choose import build_engine
+from trimtab.rollout.choose import build_engine, build_vllm_engine
+from trimtab.rollout.engine import Engine
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Rollout, Sampling
@@ -76,9 +78,7 @@ class Generation:
         check_labels({"prompt": self.store}, options.reward_verifier, options.label_key)
         self.rows = prompts_of_iteration(self.store, options)
         seed_everything(options.seed, deterministic=options.full_determinism)
-        loaded = load_frozen_policy(options.pretrain, options, device, flag="--pretrain")
-        self.policy, self.weights = loaded.model, loaded.weights
-        self.engine = build_engine(self.policy, self.tokenizer, slots=options.max_num_seqs)
+        self.policy, self.weights, self.engine = self._engine(device)
         self.limits = [self._room(len(self.store.ids(row))) for row in self.rows]
         self.sampling = sampling_of(
             options,
@@ -98,6 +98,7 @@ class Generation:
         finally:
             if self.reward is not None:
                 self.reward.close()
+            self.engine.close()
         if self.world.leads:
             rows = [row for item in range(len(self.rows)) for row in self._output(item, journal.done[item])]
             cut = sum(answer["finish"] == "length" for answers in journal.done.values() for answer in answers)
@@ -159,6 +160,25 @@ class Generation:
         for line in report.lines():
             self.world.say(line)
         return store
+
+    def _engine(self, device: Device) -> tuple[Policy, str, Engine]:
+        """The model (beside vLLM without weights), what tells its weights from others, and what answers with it."""
+        options, tokenizer = self.options, self.tokenizer
+        if options.rollout_engine == "vllm":
+            engine = build_vllm_engine(
+                options.pretrain,
+                tokenizer,
+                bf16=options.bf16,
+                slots=options.max_num_seqs,
+                prefix_caching=options.enable_prefix_caching or options.best_of_n > 1,
+                eager=not device.is_accelerator,
+                tensor_parallel=options.tp_size or 1,
+                seed=options.seed,
+            )
+            policy, weights = hollow_policy(options.pretrain)
+            return policy, f"{weights} by vLLM", engine
+        loaded = load_frozen_policy(options.pretrain, options, device, flag="--pretrain")
+        return loaded.model, loaded.weights, build_engine(loaded.model, tokenizer, slots=options.max_num_seqs)
 
     def _room(self, tokens: int) -> int:
         """New tokens that may follow a prompt of this many."""

@@ -4,6 +4,7 @@ In one process a model is loaded whole. Of a model that is split over several, e
 only where that cannot be done, or where --zero_stage 0 gives every process everything, it is loaded whole and split.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,6 +103,18 @@ def frozen_skeleton(pretrain: str, flag: str) -> Policy:
     from transformers import AutoModelForCausalLM
 
     return Policy(skeleton(pretrain, AutoModelForCausalLM, flag))
+
+
+def hollow_policy(pretrain: str, flag: str = "--pretrain") -> tuple[Policy, str]:
+    """The same, and the fingerprint of what would be read: where another engine reads it."""
+    from transformers import GenerationConfig
+
+    check_model_folder(pretrain, flag)
+    policy = frozen_skeleton(pretrain, flag)
+    with contextlib.suppress(UserError):  # not every model has one
+        policy.inner.generation_config = from_pretrained(GenerationConfig, pretrain, flag=flag)
+    files = WeightFiles.find(pretrain, flag)
+    return policy, "other files" if files is None else files.fingerprint()
 
 
 def _causal_lm(pretrain: str, options: LoadOptions, device: Device, flag: str = "--pretrain") -> nn.Module:

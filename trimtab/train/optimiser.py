@@ -43,6 +43,7 @@ class Optimiser:
         self.max_norm = options.max_norm
         self.learning_rate = learning_rate
         self.accumulated: dict[str, Tensor] = {}
+        self._away: list[tuple[Tensor, torch.device]] = []  # what sleeps, and where it belongs
         for name, parameter in self.working.items():
             # A sharded model sums its gradients itself, in this dtype.
             if parameter.dtype != gradient_dtype and not isinstance(parameter, DTensor):
@@ -84,6 +85,30 @@ class Optimiser:
         for tensors in (self.working, self.masters):
             for tensor in tensors.values():
                 tensor.grad = None
+
+    def sleep(self) -> None:
+        """Adam's moments, and masters that are not the model's own weights, go to main memory until `wake`."""
+        assert not self._away, "it sleeps already"
+        for name, master in self.masters.items():
+            found = [value for value in self.adam.state.get(master, {}).values() if value.ndim]
+            self._away += [(tensor, local(tensor).device) for tensor in found]
+            if master is not self.working[name]:
+                self._away.append((master, local(master).device))
+        self._move([(tensor, torch.device("cpu")) for tensor, _ in self._away])
+
+    def wake(self) -> None:
+        """Everything back to where it was."""
+        self._move(self._away)
+        self._away = []
+
+    @staticmethod
+    def _move(places: list[tuple[Tensor, torch.device]]) -> None:
+        with torch.no_grad():
+            for tensor, device in places:
+                if isinstance(tensor, DTensor):
+                    tensor._local_tensor = tensor._local_tensor.to(device)
+                else:
+                    tensor.data = tensor.data.to(device)
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor needed to go on: fp32 weights and Adam's moments, by parameter name."""

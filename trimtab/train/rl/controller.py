@@ -99,6 +99,8 @@ class Controller:
             self.world.say(f"of {self.world.size} processes: {', '.join(told)}")
         for line in actor["notes"]:
             self.world.say(line)
+        if options.deepspeed_enable_sleep and actor["device"]["device_type"] == "cpu":
+            self.world.say("--deepspeed_enable_sleep has no effect here: what learning needs is in main memory anyway")
         sampling = Sampling(
             max_new_tokens=options.generate_max_len,
             n=options.n_samples_per_prompt,

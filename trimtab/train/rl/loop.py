@@ -162,7 +162,22 @@ class RLRun:
 
     def sample(self, stop: StopRequest) -> Sampled | None:
         """Answers and their rewards. None: they were given up."""
-        return self.supply.next(self.counters.iteration, self.counters.prompts_used, stop)
+        with self.learners_asleep():
+            return self.supply.next(self.counters.iteration, self.counters.prompts_used, stop)
+
+    @contextmanager
+    def learners_asleep(self) -> Iterator[None]:
+        """--deepspeed_enable_sleep: inside, those that learn give their device's memory to those that answer."""
+        learners = [role for role in (self.roles.actor, self.roles.critic) if role is not None]
+        if not self.options.deepspeed_enable_sleep:
+            learners = []
+        for role in learners:
+            role.call("sleep")
+        try:
+            yield
+        finally:
+            for role in learners:
+                role.call("wake")
 
     def score(self, experience: Experience) -> None:
         """What the other models say of the sampled tokens."""
