@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from trimtab.cli.run import run_job
+from trimtab.cli.run import guarded, run_job
 from trimtab.config import support
 from trimtab.config.jobs import SFTOptions
 from trimtab.config.parse import parse
@@ -129,3 +129,15 @@ def test_a_key_leaves_the_command_line_that_loggers_copy(monkeypatch):
     assert run_job(SFTOptions, None, seen.append) == 0
     assert seen[0].use_wandb == KEY
     assert sys.argv[-1] == "--use_wandb=<redacted>"
+
+
+def test_a_torchvision_of_another_torch_is_told_with_its_cure(capsys):
+    def action() -> None:
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ModuleNotFoundError("Could not import module 'LlamaConfig'") from error
+
+    assert guarded("trimtab sft", action) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "pip uninstall torchvision torchaudio torchcodec" in told

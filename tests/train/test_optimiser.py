@@ -137,3 +137,23 @@ def norms_in_two_processes() -> None:
 
 def test_the_norm_counts_every_part_once_however_gradients_are_split():
     assert warm.call_world(norms_in_two_processes, 2) == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sleeping_between_steps_changes_nothing(dtype):
+    results = []
+    for sleeps in (False, True):
+        net = network(dtype)
+        optimiser = make(net, settings(), 4, fused=True)
+        for step in range(3):
+            backward(net, step)
+            optimiser.step(step)
+            if sleeps:
+                optimiser.sleep()
+                away = {id(tensor) for tensor, _ in optimiser._away}
+                moments = [v for state in optimiser.adam.state.values() for v in state.values() if v.ndim]
+                assert away >= {id(tensor) for tensor in moments}
+                assert {id(p) for p in net.parameters()}.isdisjoint(away)
+                optimiser.wake()
+        results.append([p.detach().clone() for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results))

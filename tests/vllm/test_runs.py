@@ -62,3 +62,13 @@ def test_what_vllm_cannot_do_here_is_one_line(tied_task, tmp_path, in_command, c
     ):
         assert in_command(arguments(tied_task, tmp_path / "out", "grpo", SHORT, words)) == 2
         assert told in capsys.readouterr().err
+
+
+def test_generate_writes_answers_of_a_vllm_engine(tied_task, tmp_path, in_command):
+    words = (
+        f"generate --pretrain {tied_task}/model --dataset {tied_task}/prompts.jsonl --dataset_split train "
+        f"--input_key input --apply_chat_template --best_of_n 2 --max_new_tokens 8 --rollout_engine vllm "
+        f"--max_num_seqs 16 --output_path {tmp_path}/answers.jsonl"
+    )
+    assert in_command(words.split()) == 0
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 18

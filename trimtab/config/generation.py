@@ -107,9 +107,6 @@ class AnswerLengthOptions(Options):
 class BatchEngineOptions(PrefixOptions):
     """vLLM"""
 
-    # Unlike in RL, where it may be left open.
-    rollout_engine: str = option("builtin", choices=("builtin", "vllm"))
-    """What writes the answers: builtin, one engine in every process, or vllm, one engine in one process."""
     tp_size: int | None = option(None, at_least=1)
     """GPUs of one vLLM engine. The built-in engine has one."""
     max_num_seqs: int = option(256, at_least=1)

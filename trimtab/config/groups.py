@@ -265,8 +265,11 @@ class SamplingOptions(Options):
 class PrefixOptions(Options):
     """vLLM"""
 
+    rollout_engine: str | None = option(None, choices=("builtin", "vllm"))
+    """What writes the answers: builtin, with the model's own weights in place, or vllm, with a copy of them; unset:
+    vllm with --ray and --vllm_num_engines above 0, else builtin. vllm without --ray is in the process that asks."""
     enable_prefix_caching: bool = option(False, always=True)
-    """Read a prompt once for all its answers; that is how it is always done here."""
+    """Read a prompt once for all its answers; the built-in engine always does."""
 
 
 def checkpoints_in(save_path: str) -> str:

@@ -86,9 +86,6 @@ class PlacementOptions(Options):
 class VLLMOptions(PrefixOptions):
     """vLLM"""
 
-    rollout_engine: str | None = option(None, choices=("builtin", "vllm"))
-    """What writes the answers: builtin, with the policy's own weights in place, or vllm, with a copy of them; unset:
-    vllm with --ray and --vllm_num_engines above 0, else builtin. vllm without --ray is in the trainer's process."""
     vllm_num_engines: int | None = option(None, at_least=0)
     """Number of vLLM engines, with --ray. Without, or with 0, the built-in engine does their work, on the policy's own
     GPUs."""

@@ -6,11 +6,6 @@ from typing import Any
 
 from trimtab.errors import UserError
 
-MISMATCH = "operator torchvision::nms does not exist"
-CURE = (
-    "torchvision was built for another torch: pip uninstall torchvision torchaudio torchcodec (text models need none)"
-)
-
 
 def environment(*, kv_gib: int = 1) -> dict[str, str]:
     """What the environment of an engine's process must hold before vLLM is imported; what is set there already wins.
@@ -40,16 +35,6 @@ def load_vllm() -> Any:
     try:
         import vllm
     except Exception as error:  # compiled parts that do not fit raise anything
-        raise UserError(f"--rollout_engine vllm: {why_not(error)}") from error
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--rollout_engine vllm: it cannot be imported here ({first}); see docs/install.md") from error
     return vllm
-
-
-def why_not(error: BaseException) -> str:
-    """In one line, why it cannot be imported."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if MISMATCH in str(cause):
-            return CURE
-        cause = cause.__cause__ or cause.__context__
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return f"vLLM cannot be imported here ({first}); see docs/install.md"

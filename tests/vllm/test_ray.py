@@ -1,0 +1,88 @@
+"""Engines as processes of a Ray cluster: the command, with a Ray of its own in a PID namespace of its own."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.train.rl.rl_run import arguments, rows, write_task
+from tests.vllm.conftest import SIZES
+
+ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+ON_RAY = "--ray --vllm_num_engines 2 --rollout_slots 16 --enable_prefix_caching"
+SECONDS = 600
+
+
+def may_have_a_namespace() -> bool:
+    return shutil.which("unshare") is not None and subprocess.run([*ALONE, "true"], capture_output=True).returncode == 0
+
+
+pytestmark = pytest.mark.skipif(not may_have_a_namespace(), reason="no PID namespace can be had here")
+
+
+@pytest.fixture
+def environment(tmp_path):
+    token = tmp_path / "token"
+    token.write_text(os.urandom(32).hex())
+    told = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "PYTHONPATH": str(Path(__file__).parents[2])}
+    return os.environ | told | {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture
+def task(tmp_path):
+    return write_task(tmp_path, tie_word_embeddings=True, **SIZES)
+
+
+def command(task: Path, out: Path, *words: str) -> list[str]:
+    return [*ALONE, sys.executable, "-m", "trimtab.cli.main", *arguments(task, out, "grpo", ON_RAY, *words)]
+
+
+def engines_of(token: str) -> list[int]:
+    """Processes of the run with this token that were started to hold engines."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            environ = path.read_bytes()
+        except OSError:
+            continue
+        if token.encode() in environ and b"VLLM_CPU_KVCACHE_SPACE" in environ:
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_grpo_on_ray_with_two_engines(task, tmp_path, environment):
+    out = tmp_path / "out"
+    done = subprocess.run(
+        command(task, out, "--max_steps 2"), env=environment, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(out)
+    assert [row["step"] for row in found] == [0, 1, 2]
+    assert all(row["log_prob_gap"] < 1e-4 for row in found[1:])
+
+
+def test_an_engine_that_dies_is_replaced_and_answers_from_the_current_weights(task, tmp_path, environment):
+    out = tmp_path / "out"
+    log = (tmp_path / "log").open("w+")
+    run = subprocess.Popen(
+        command(task, out, "--max_restarts 1"), env=environment, stdout=log, stderr=subprocess.STDOUT
+    )
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not (out / "metrics.jsonl").exists() or len(rows(out)) < 2:
+            assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.2)
+        os.kill(engines_of(environment["RAY_AUTH_TOKEN_PATH"])[0], signal.SIGKILL)
+        assert run.wait(SECONDS) == 0, (tmp_path / "log").read_text()
+    finally:
+        if run.poll() is None:
+            run.kill()
+        log.close()
+    found = rows(out)
+    assert found[-1]["step"] == 5 and all(row["log_prob_gap"] < 1e-4 for row in found[1:])
+    assert "engine 1 of 1 takes its place" in (tmp_path / "log").read_text()
