@@ -18,8 +18,11 @@ from typing import Any
 
 from tests.cluster.warm_workers import WarmWorkers
 
-# Ray as a command, whose workers are started by the interpreter in the environment.
+# Ray as a command, whose workers are started by the interpreter in the environment. Its server for remote drivers is
+# left out: nobody needs it here, and on a busy machine it would end a head that comes up slowly.
 RAY = """import os, sys
+from ray._private import parameter
+parameter.RayParams.ray_client_server_port = property(lambda self: None, lambda self, port: None)
 from ray.scripts.scripts import main
 sys.executable = os.environ["WORKERS_START_WITH"]
 main()"""
