@@ -113,7 +113,7 @@ def test_several_machines_are_a_problem_of_their_own():
 
 
 def test_with_ray_the_cluster_is_asked_and_not_this_machine(monkeypatch):
-    options = PPOOptions(ray=True, actor_num_nodes=4, **EIGHT, vllm_num_engines=4)
+    options = PPOOptions(ray=True, actor_num_nodes=4, **EIGHT)
     (problem,) = problems(options)
     assert problem == (
         "--ray needs the package ray: pip install 'trimtab[ray]', or stay on this machine with --ray False"
