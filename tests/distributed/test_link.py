@@ -1,6 +1,7 @@
 """Tensors from one process to others that are no world together."""
 
 import multiprocessing
+import os
 import socket
 
 import pytest
@@ -47,7 +48,8 @@ def receive_twice(seats, plans, results):
     seats.put(seat(CPU))
     link = join_as_receiver(plans.get(), CPU)
     for _ in range(2):
-        results.put({name: tensor.float().sum().item() for name, tensor in link.receive()})
+        with link.receiving() as tensors:
+            results.put({name: tensor.float().sum().item() for name, tensor in tensors})
     link.close()
 
 
@@ -73,6 +75,63 @@ def test_two_receivers_get_what_is_sent_and_again_after_it_has_changed():
     for receiver in receivers:
         receiver.join(30)
         assert receiver.exitcode == 0
+
+
+def receive_and_die(seats, plans, results):
+    seats.put(seat(CPU))
+    with join_as_receiver(plans.get(), CPU).receiving() as tensors:
+        next(tensors)
+        os._exit(3)
+
+
+def receive_what_comes(seats, plans, results):
+    seats.put(seat(CPU))
+    found = {}
+    try:
+        with join_as_receiver(plans.get(), CPU).receiving() as tensors:
+            for name, tensor in tensors:
+                found[name] = tensor.float().sum().item()
+    except RuntimeError:
+        results.put(found)
+
+
+def test_a_receiver_that_dies_ends_nobodys_gathering_or_taking_in(monkeypatch):
+    """Those that gather with the sender, and what takes tensors in, would else be left in the middle."""
+    monkeypatch.setattr("trimtab.distributed.link.parts", lambda tensors: parts(tensors, bucket=16))
+    context = multiprocessing.get_context("fork")
+    seats, results = context.Queue(), context.Queue()
+    plans = [context.Queue(), context.Queue()]
+    dying, other = (
+        context.Process(target=target, args=(seats, own, results))
+        for target, own in zip((receive_and_die, receive_what_comes), plans)
+    )
+    dying.start()
+    other.start()
+    outgoing = Outgoing(CPU)
+    offer = outgoing.offer()
+    found = [seats.get(timeout=30) for _ in plans]
+    plan = plan_links([offer], found, backend="gloo", tensors=described(weights().items()), about={}, patience=600.0)
+    for own in plans:
+        own.put(plan)
+    outgoing.open(plan)
+    gathered = []
+
+    def gathering():
+        for name, tensor in weights().items():
+            gathered.append(name)
+            yield name, tensor
+            if name == "a":
+                dying.join(30)
+
+    with pytest.raises(RuntimeError):
+        outgoing.send(gathering())
+    assert gathered == list(weights())
+    received = results.get(timeout=30)
+    assert list(received) == list(weights()) and received["c"] == 0
+    assert received["a"] == weights()["a"].sum().item()
+    other.join(30)
+    assert (dying.exitcode, other.exitcode) == (3, 0)
+    outgoing.close()
 
 
 def test_the_door_is_open_on_the_address_of_the_node_alone():

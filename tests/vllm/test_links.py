@@ -1,15 +1,20 @@
 """Engines in processes of their own get their weights over a link."""
 
+import functools
 import multiprocessing
+import os
 
 import pytest
 
 from tests.vllm.conftest import engine_of, gap, move, write_model
+from trimtab.distributed import link
+from trimtab.distributed.buckets import parts
 from trimtab.distributed.link import Outgoing, plan_links
 from trimtab.models.handover import Handover
 from trimtab.rollout.types import Sampling
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
+SMALL_BUCKETS = functools.partial(parts, bucket=4096)
 
 
 def serve(pipe, folder, settings):
@@ -67,6 +72,54 @@ class Apart:
             if process.is_alive():
                 process.kill()
         self.outgoing.close()
+
+
+def send_moved(pipe, folder, *, dies: bool):
+    from transformers import AutoModelForCausalLM
+
+    from trimtab.models.policy import Policy
+
+    link.parts = SMALL_BUCKETS
+    policy = Policy(AutoModelForCausalLM.from_pretrained(folder))
+    move(policy)
+    handover, outgoing = Handover(policy, bf16=False), Outgoing(policy.device)
+    told = {"backend": "gloo", "tensors": handover.described(), "about": {}, "patience": 600.0}
+    plan = plan_links([outgoing.offer()], pipe.recv(), **told)
+    pipe.send(plan)
+    outgoing.open(plan)
+
+    def tensors():
+        for index, named in enumerate(handover.tensors()):
+            if dies and index == 6:  # some of a layer's queries, keys and values have gone
+                os._exit(3)
+            yield named
+
+    outgoing.send(tensors())
+
+
+def test_weights_that_stop_half_way_do_not_spoil_the_next_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(link, "parts", SMALL_BUCKETS)
+    policy = write_model(tmp_path, tie_word_embeddings=True)
+    engine = engine_of(tmp_path, None)
+    move(policy)
+    context = multiprocessing.get_context("spawn")
+    for dies in (True, False):
+        ours, theirs = context.Pipe()
+        sender = context.Process(target=send_moved, args=(theirs, tmp_path), kwargs={"dies": dies})
+        sender.start()
+        ours.send(engine.seats())
+        assert ours.poll(120), "no plan"
+        engine.join(ours.recv())
+        if dies:
+            with pytest.raises(RuntimeError):
+                engine.receive(1)
+        else:
+            engine.receive(2)
+        sender.join(60)
+        assert sender.exitcode == (3 if dies else 0)
+    rollouts = engine.generate(PROMPTS, Sampling(max_new_tokens=12, n=2))
+    assert gap(rollouts, policy) < 1e-3 and {r.version for r in rollouts} == {2}
+    engine.close()
 
 
 def test_two_engines_hear_one_sender(tmp_path):

@@ -12,6 +12,7 @@ A *plan* is a list of links, the same for all that take part, in plain values: t
 plans knows the offers of the senders and the seats of the receivers (`plan_links`).
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.distributed.buckets import BUCKET, opened, packed, parts
+from trimtab.distributed.interfaces import speak_at
 from trimtab.distributed.watch import pulse
 
 NODE_ADDRESS = "TRIMTAB_NODE_ADDRESS"
@@ -122,26 +124,46 @@ class Link:
             self._barrier()  # it is there
             self._barrier()  # it was taken
 
-    def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything that is sent, by name."""
+    @contextlib.contextmanager
+    def receiving(self) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """Everything that is sent, by name. What did not come are zeros, and the end of the block raises: whoever takes
+        tensors in then gets through all of them, and can begin anew."""
+        failures: list[RuntimeError] = []
+        yield self._received(failures)
+        if failures:
+            raise failures[0]
+
+    def _received(self, failures: list[RuntimeError]) -> Iterator[tuple[str, Tensor]]:
         for part in self.parts:
-            bucket = torch.empty(part.size, dtype=torch.uint8, device=self.device)
-            with pulse.waiting():
-                if self._shared is None:
-                    self.group.broadcast(bucket, 0).wait()
-                else:
-                    self._barrier()
-                    bucket.copy_(self._shared[: part.size])
-                    torch.cuda.synchronize()
-                    self._barrier()
+            bucket = torch.zeros(part.size, dtype=torch.uint8, device=self.device)
+            if not failures:
+                try:
+                    self._receive(bucket)
+                except RuntimeError as error:
+                    failures.append(error)
+                    bucket.zero_()
             yield from opened(bucket, part)
+
+    def _receive(self, bucket: Tensor) -> None:
+        with pulse.waiting():
+            if self._shared is None:
+                self.group.broadcast(bucket, 0).wait()
+                return
+            self._barrier()
+            bucket.copy_(self._shared[: len(bucket)])
+            torch.cuda.synchronize()
+            self._barrier()
 
     def close(self) -> None:
         self._shared = None
         self.group.shutdown()
+        del self.group  # only now does gloo close its connections, which whoever waits at the other end must see
 
     def _barrier(self) -> None:
-        self.group.barrier().wait()
+        options = dist.BarrierOptions()
+        if self.way == "nccl":  # left to itself it takes a device by its own rank
+            options.device_ids = [torch.cuda.current_device() if self.device.index is None else self.device.index]
+        self.group.barrier(options).wait()
 
 
 class Outgoing:
@@ -164,12 +186,25 @@ class Outgoing:
         self._link = offer.accept(plan)
 
     def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Where a receiver is gone nothing more is sent, but the others that gather are not left alone: it raises at
+        the end."""
         if self._link is None:
             for _ in tensors:
                 pulse.move()
-        else:
-            for bucket in packed(tensors, self._link.parts, self._link.device):
+            return
+        failure: RuntimeError | None = None
+        for bucket in packed(tensors, self._link.parts, self._link.device):
+            if self._link is None:
+                pulse.move()
+                continue
+            try:
                 self._link.send(bucket)
+            except RuntimeError as error:
+                failure = error
+                self._link.close()  # so that the other receivers wait no longer
+                self._link = None
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         if self._link is not None:
@@ -182,6 +217,8 @@ class Outgoing:
 
 def _group(way: str, store: dist.Store, rank: int, size: int, patience: timedelta, address: str) -> Any:
     if way == "nccl":
+        if NODE_ADDRESS in os.environ:
+            speak_at(node_address())
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = patience
         return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -22,12 +22,22 @@ class WeightReceiver:
     rank: int
     _link: Link | None = None
 
+    def attempt(self, method: str, *arguments: Any) -> str | None:
+        """Call a method that has to do with other processes; why it failed. That is not raised: vLLM would tell of the
+        first process that did, and take the answers of the others for those of the next call."""
+        try:
+            getattr(self, method)(*arguments)
+        except (RuntimeError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
     def take_seat(self) -> dict[str, Any]:
         return seat(self.device)
 
     def join_link(self, plan: list[dict[str, Any]]) -> None:
         if self._link is not None:
             self._link.close()
+            self._link = None
         self._link = join_as_receiver(plan, self.device)
 
     def take_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -40,14 +50,16 @@ class WeightReceiver:
 
     def receive_weights(self) -> None:
         assert self._link is not None, "no link was joined"
-        self.take_weights(self._link.receive())
+        with self._link.receiving() as tensors:  # a reload that stopped half-way would spoil the next one
+            self.take_weights(tensors)
 
     def receive_adapter(self, folder: str) -> None:
         """The first process writes for all."""
         assert self._link is not None, "no link was joined"
-        tensors = dict(self._link.receive())
+        with self._link.receiving() as tensors:
+            received = dict(tensors)
         if self.rank == 0:
-            write_adapter(Path(folder), tensors, self._link.about["adapter_config"])
+            write_adapter(Path(folder), received, self._link.about["adapter_config"])
 
 
 def pack_heads(model: nn.Module) -> None:
