@@ -17,7 +17,8 @@ from trimtab.train.rl.role_groups import Roles
 TOKENS = 256  # at least, of every engine
 LONGEST = 32  # of one answer
 LIMIT = 1e-3  # of the largest difference in fp32
-SLACK = 3  # else: of the mean difference, times that of the weights both were loaded with
+START_LIMIT = 0.1  # of the mean difference in bf16, with the weights both were loaded with
+SLACK = 3  # of the mean difference in bf16 after that, times the one at the start
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Probe:
     def gap(self) -> Gap:
         """The worst of all engines."""
         found = self.roles.rollouts.call("probe", prompts=self.prompts, seeds=self.seeds, sampling=self.sampling)
-        return max((self._gap_of(answers) for answers in found), key=lambda gap: gap.largest)
+        return max((self._gap_of(answers) for answers in found), key=self._judged)
 
     def _gap_of(self, answers: Experience) -> Gap:
         self.passes.fill(answers, "old_N", self.roles.actor, "log_probs")
@@ -60,14 +61,20 @@ class Probe:
 
     def _judge(self, gap: Gap, when: str) -> None:
         self.last = gap
-        assert self.at_start is not None
-        if self.options.bf16:
-            value, limit, what = gap.mean, max(LIMIT, SLACK * self.at_start.mean), "on average"
-        else:
-            value, limit, what = gap.largest, LIMIT, "at most"
+        value, limit = self._judged(gap), self._limit(gap)
         if not value <= limit:
+            what = "on average" if self.options.bf16 else "at most"
             raise RunFailed(
                 f"the rollout engine does not answer from the trainer's weights: {when} its log-probs of {gap.tokens} "
                 f"tokens differ from the trainer's by {value:.1e} {what}, and {limit:.1e} is the limit; use "
                 "--rollout_engine builtin, and report this"
             )
+
+    def _judged(self, gap: Gap) -> float:
+        return gap.mean if self.options.bf16 else gap.largest
+
+    def _limit(self, gap: Gap) -> float:
+        assert self.at_start is not None
+        if not self.options.bf16:
+            return LIMIT
+        return START_LIMIT if gap is self.at_start else max(LIMIT, SLACK * self.at_start.mean)

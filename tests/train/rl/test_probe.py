@@ -1,0 +1,78 @@
+"""When an engine's log-probs are too far from the trainer's."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trimtab.errors import RunFailed
+from trimtab.train.rl.probe import Probe
+
+
+class Prompts:
+    def __len__(self):
+        return 2
+
+    def ids(self, index):
+        return [index]
+
+
+class Engines:
+    """Of each, by how much its log-probs differ from the trainer's."""
+
+    def call(self, method, **settings):
+        assert method == "probe"
+        return [SimpleNamespace(sampled_N=torch.tensor(found), old_N=None) for found in self.differences]
+
+
+class Trainer:
+    def fill(self, answers, name, role, method):
+        setattr(answers, name, torch.zeros_like(answers.sampled_N))
+
+
+def probe_of(*, bf16: bool) -> tuple[Probe, Engines]:
+    options = SimpleNamespace(bf16=bf16, generate_max_len=8, seed=1, temperature=1.0)
+    engines = Engines()
+    return Probe(options, SimpleNamespace(rollouts=engines, actor=None), Prompts(), Trainer()), engines
+
+
+def test_in_bf16_the_start_has_a_limit_of_its_own():
+    probe, engines = probe_of(bf16=True)
+    engines.differences = [[0.02, 0.02], [2.0, 2.0]]
+    with pytest.raises(RunFailed, match=r"both were loaded with .* by 2\.0e\+00 on average, and 1\.0e-01"):
+        probe.measure_start()
+
+
+def test_in_bf16_later_limits_come_from_the_start():
+    probe, engines = probe_of(bf16=True)
+    engines.differences = [[0.02, 0.02]]
+    probe.measure_start()
+    engines.differences = [[0.05, 0.05]]
+    probe.check(1)
+    engines.differences = [[0.07, 0.07]]
+    with pytest.raises(RunFailed, match=r"after update 2 .* on average"):
+        probe.check(2)
+
+
+@pytest.mark.parametrize("bf16, worst", [(True, 0.03), (False, 0.0002)], ids=["mean", "largest"])
+def test_the_worst_engine_is_the_one_that_is_judged_worst(bf16, worst):
+    """One that is far off everywhere, beside one with a single token that is further."""
+    probe, engines = probe_of(bf16=bf16)
+    steady, single = ([0.03] * 4, [0.0, 0.0, 0.0, 0.05]) if bf16 else ([0.0001] * 4, [0.0, 0.0, 0.0, 0.0002])
+    engines.differences = [steady, single]
+    gap = probe.gap()
+    assert (gap.mean if bf16 else gap.largest) == pytest.approx(worst)
+
+
+def test_in_fp32_every_token_counts_from_the_start():
+    probe, engines = probe_of(bf16=False)
+    engines.differences = [[0.0, 0.0, 0.002]]
+    with pytest.raises(RunFailed, match="at most"):
+        probe.measure_start()
+
+
+def test_no_number_is_no_agreement():
+    probe, engines = probe_of(bf16=False)
+    engines.differences = [[0.0, float("nan")]]
+    with pytest.raises(RunFailed, match="inf at most"):
+        probe.measure_start()
