@@ -94,6 +94,10 @@ def test_defaults_pass_without_a_word(job_class):
         ({"actor_num_nodes": 0}, "--actor_num_nodes is 0"),
         ({"critic_num_gpus_per_node": 0}, "--critic_num_gpus_per_node is 0"),
         ({"vllm_num_engines": -1}, "--vllm_num_engines is -1"),
+        (
+            {"ray": True, "rollout_engine": "vllm", "vllm_num_engines": 0},
+            "--rollout_engine vllm and --vllm_num_engines 0: ask for at least 1 engine",
+        ),
         ({"rollout_max_tokens_per_gpu": 4096}, "--rollout_max_tokens_per_gpu is the token budget of a pass"),
         ({"train_max_tokens_per_gpu": 4096, "packing_samples": True}, "--train_max_tokens_per_gpu is the token budget"),
         (
@@ -209,3 +213,9 @@ def test_the_policys_gpus_say_how_many_processes_train(changes, processes):
 def test_settling_twice_changes_nothing_more():
     once, _ = settle(PPOOptions(**GIVEN, use_dynamic_batch=True, actor_num_gpus_per_node=2))
     assert dataclasses.asdict(settle(once)[0]) == dataclasses.asdict(once)
+
+
+def test_to_sleep_or_not_is_said_to_vllm_alone():
+    said = [line for line in warnings_of(vllm_enable_sleep=False) if "vllm_enable_sleep" in line]
+    assert len(said) == 1 and "no effect on the built-in engine" in said[0]
+    assert not any("sleep" in line for line in warnings_of(vllm_enable_sleep=False, rollout_engine="vllm"))

@@ -99,7 +99,7 @@ class VLLMOptions(PrefixOptions):
     """Send the weights through Ray. They go over a link of their own here, which needs no more."""
     vllm_sync_lora: str = option("adapter", choices=("adapter", "merged"), needs=("rollout_engine", "vllm"))
     """With --lora_rank, what engines get: the adapter, or the model with the adapter merged into it."""
-    vllm_enable_sleep: bool = option(False, always=True)
+    vllm_enable_sleep: bool = False
     """Give the engine's memory back while the policy is trained; the built-in engine does so when it is more than what
     is free."""
     enforce_eager: bool = False
@@ -119,6 +119,8 @@ class VLLMOptions(PrefixOptions):
             if self.asks("vllm_sync_with_ray"):
                 yield "--vllm_sync_with_ray: weights go over a link of their own, with the same collectives and no Ray"
             return
+        if "vllm_enable_sleep" in self.given and not self.vllm_enable_sleep:
+            yield "--vllm_enable_sleep False has no effect on the built-in engine: it gives memory back where it must"
         asked = [name for name in _OF_OTHER_ENGINES if self.asks(name)]
         if not self.vllm_num_engines and "vllm_tensor_parallel_size" in asked:
             asked.remove("vllm_tensor_parallel_size")  # said to need the other
@@ -181,6 +183,11 @@ class ClusterOptions(ProcessOptions, PlacementOptions, VLLMOptions):
 
     def check(self) -> Iterable[str]:
         if self.ray:
+            if self.uses_vllm and self.vllm_num_engines == 0:
+                raise UserError(
+                    "--rollout_engine vllm and --vllm_num_engines 0: ask for at least 1 engine, or use "
+                    "--rollout_engine builtin"
+                )
             yield from self.idle(["controller_apart"], "with --ray: the loop is always in a process of its own")
             return
         if self.uses_vllm:

@@ -39,7 +39,6 @@ from trimtab.config.tail import METHODS, ProposalOptions, TailMeasureOptions, Ta
 from trimtab.errors import UserError
 
 DYNAMIC_BUDGET = 16_192
-TRUNCATED_AT = 2.0
 OF_EVALUATION = ("eval_max_samples", "eval_steps", "eval_temperature", "eval_n_samples_per_prompt")
 OF_SAMPLING = ("top_p", "dynamic_filtering", "vllm_generate_batch_size")
 OF_THE_ENGINE = ("rollout_slots", "rollout_kv_tokens", "weight_only_int8")
@@ -120,10 +119,11 @@ class RLOptions(
             return
         changes["mismatch_correction"] = "tis"
         if "mismatch_range" not in self.given:
-            changes["mismatch_range"] = (0.0, TRUNCATED_AT)
+            changes["mismatch_range"] = (0.0, type(self).vllm_is_truncated_threshold)
+        most = changes.get("mismatch_range", self.mismatch_range)[1]
         yield (
             f"vLLM's log-probs are not quite the trainer's: tokens are weighed by their ratio, at most "
-            f"{TRUNCATED_AT:g} (--mismatch_correction tis; None switches it off)"
+            f"{most:g} (--mismatch_correction tis; None switches it off)"
         )
 
     def check(self) -> Iterable[str]:
