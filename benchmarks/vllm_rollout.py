@@ -13,6 +13,7 @@ import multiprocessing
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,8 @@ SETTINGS |= {"prefix_caching": True, "eager": not LARGE}
 
 
 def main() -> None:
+    if find_spec("vllm") is None:
+        return print("vLLM is not installed: nothing is measured")
     parts = sys.argv[1:] or ["engines", "grpo", "shared"]
     with tempfile.TemporaryDirectory() as folder:
         policy = make_model(Path(folder))
