@@ -1,5 +1,6 @@
 """The one place that chooses a rollout engine; everything else knows what every engine can do (engine.py)."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from trimtab.models.handover import Handover
@@ -49,10 +50,10 @@ def build_vllm_engine(folder: str, tokenizer: Any, weights: Handover | None = No
 
 
 def engine_environment() -> dict[str, str]:
-    """What the environment of a process must hold in which a vLLM engine will be built."""
+    """What the environment of a process must hold in which a vLLM engine will be built; what this one's says wins."""
     from trimtab.rollout.vllm.environment import environment
 
-    return environment()
+    return {name: os.environ.get(name, value) for name, value in environment().items()}
 
 
 class EngineMemory:

@@ -12,20 +12,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.distributed.alone import be_alone
-from trimtab.errors import UserError
+from trimtab.errors import RunFailed, UserError
 from trimtab.models.handover import Handover
+from trimtab.models.hugging_face import from_pretrained
 from trimtab.rollout.types import Rollout, Sampling
 from trimtab.rollout.vllm.adapter import AdapterFolder, rank_that_fits
 from trimtab.rollout.vllm.environment import load_vllm
 from trimtab.rollout.vllm.session import VLLMSession
 
 RECEIVER = "trimtab.rollout.vllm.worker.WeightReceiver"
+VALUE_ERROR = "Value error, "  # how pydantic's lines begin
 
 
 @dataclass(frozen=True)
 class EngineSettings:
     bf16: bool = False
-    longest: int | None = None  # tokens of a prompt and its answer; None: the model's context
+    longest: int | None = None  # tokens of a prompt and its answer; the model's context, where that is less or None
     slots: int = 256  # samples that run at once
     memory_share: float = 0.9  # of the device
     prefix_caching: bool = True
@@ -34,6 +36,7 @@ class EngineSettings:
     sleeps: bool = False  # memory can be given back
     adapter_rank: int = 0  # above 0: adapters come, and the model under them stays as it was loaded
     seed: int = 0
+    trust_remote_code: bool = False
 
 
 class VLLMEngine:
@@ -71,7 +74,8 @@ class VLLMEngine:
                 EngineArgs(
                     model=os.path.expanduser(folder),
                     dtype="bfloat16" if settings.bf16 else "float32",
-                    max_model_len=settings.longest,
+                    max_model_len=longest_that_fits(folder, settings.longest),
+                    trust_remote_code=settings.trust_remote_code,
                     max_num_seqs=settings.slots,
                     gpu_memory_utilization=settings.memory_share,
                     enable_prefix_caching=settings.prefix_caching,
@@ -88,8 +92,7 @@ class VLLMEngine:
                 )
             )
         except (ValueError, RuntimeError) as error:  # no memory, a kind of model that it does not know
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"--rollout_engine vllm: the engine cannot be started: {first}") from error
+            raise UserError(f"--rollout_engine vllm: the engine cannot be started: {why_refused(error)}") from error
         self.vocabulary: int = self.llm.model_config.get_vocab_size()
         self.context: int = self.llm.model_config.max_model_len
 
@@ -167,18 +170,24 @@ class VLLMEngine:
     def join(self, plan: list[dict[str, Any]]) -> None:
         """Open the links over which weights come; see distributed/link.py for plans."""
         self._check_idle("its links may change when all its answers are taken")
-        self.llm.collective_rpc("join_link", args=(plan,))
+        self._attempt("join_link", plan)
 
     def receive(self, version: int) -> None:
         """Weights that are being sent at this moment."""
         self._check_idle("its weights may change when all its answers are taken")
         self.wake()
         if self._adapters is not None:
-            self.llm.collective_rpc("receive_adapter", args=(str(self._adapters.path),))
+            self._attempt("receive_adapter", str(self._adapters.path))
             self._take_adapter()
         else:
-            self.llm.collective_rpc("receive_weights")
+            self._attempt("receive_weights")
         self._changed(version)
+
+    def _attempt(self, method: str, *arguments: Any) -> None:
+        """In all its processes."""
+        told = self.llm.collective_rpc("attempt", args=(method, *arguments))
+        if failures := [failure for failure in told if failure is not None]:
+            raise RuntimeError(failures[0])
 
     def _take_adapter(self) -> None:
         """The one in the folder, under a number of its own; the last one goes."""
@@ -189,7 +198,8 @@ class VLLMEngine:
         self.llm.add_lora(self.adapter)
 
     def _changed(self, version: int) -> None:
-        self.llm.reset_prefix_cache()
+        if not self.llm.reset_prefix_cache():
+            raise RunFailed("the vLLM engine did not forget what it read with its last weights: blocks are in use")
         self.version = version
 
     # ---- memory
@@ -219,3 +229,18 @@ class VLLMEngine:
     def _check_idle(self, cure: str) -> None:
         if self._session is not None:
             raise UserError(f"the engine is at work: {cure}")
+
+
+def longest_that_fits(folder: str, asked: int | None) -> int | None:
+    """Prompts may be shorter than their limit: what is asked for may be more than the model's context."""
+    from transformers import AutoConfig
+
+    context = getattr(from_pretrained(AutoConfig, folder).get_text_config(), "max_position_embeddings", None)
+    return asked if asked is None or context is None else min(asked, context)
+
+
+def why_refused(error: Exception) -> str:
+    """The line of an error that says it: those of pydantic begin with how many there are."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    said = next((line for line in lines if line.startswith(VALUE_ERROR)), lines[0])
+    return said.removeprefix(VALUE_ERROR).partition(" [type=")[0]

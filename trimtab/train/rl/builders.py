@@ -125,6 +125,7 @@ def engine_settings(options: RLOptions, place: Place) -> dict[str, Any]:
         "sleeps": options.vllm_enable_sleep,
         "adapter_rank": options.lora_rank if options.vllm_sync_lora == "adapter" else 0,
         "seed": options.seed,
+        "trust_remote_code": options.trust_remote_code,
     }
 
 
