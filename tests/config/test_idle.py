@@ -340,6 +340,12 @@ CASES = [
     ("ppo", f"{RL} --vllm_num_engines 1 --vllm_tensor_parallel_size 2", "--vllm_tensor_parallel_size set aside", None),
     (
         "ppo",
+        f"{RL} --vllm_enable_sleep False",
+        "--vllm_enable_sleep False has no effect on the built-in engine",
+        "--rollout_engine vllm",
+    ),
+    (
+        "ppo",
         f"{RL} --vllm_tensor_parallel_size 1",
         "--vllm_tensor_parallel_size has no effect without",
         None,

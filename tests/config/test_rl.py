@@ -213,9 +213,3 @@ def test_the_policys_gpus_say_how_many_processes_train(changes, processes):
 def test_settling_twice_changes_nothing_more():
     once, _ = settle(PPOOptions(**GIVEN, use_dynamic_batch=True, actor_num_gpus_per_node=2))
     assert dataclasses.asdict(settle(once)[0]) == dataclasses.asdict(once)
-
-
-def test_to_sleep_or_not_is_said_to_vllm_alone():
-    said = [line for line in warnings_of(vllm_enable_sleep=False) if "vllm_enable_sleep" in line]
-    assert len(said) == 1 and "no effect on the built-in engine" in said[0]
-    assert not any("sleep" in line for line in warnings_of(vllm_enable_sleep=False, rollout_engine="vllm"))

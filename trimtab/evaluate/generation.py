@@ -174,6 +174,7 @@ class Generation:
                 eager=not device.is_accelerator,
                 tensor_parallel=options.tp_size or 1,
                 seed=options.seed,
+                trust_remote_code=options.trust_remote_code,
             )
             policy, weights = hollow_policy(options.pretrain)
             return policy, f"{weights} by vLLM", engine
