@@ -19,6 +19,7 @@ TWO_ITERATIONS = ["--max_samples", "40", "--eval_max_samples", "40"]
 EXTRA |= {verb: TWO_ITERATIONS for verb in ("ppo", "grpo", "reinforce", "rloo")}
 EXTRA["serve-rm"] = ["--dry_run"]  # else it would serve for ever; tests/rewards/test_server.py talks to one
 
+OF_PLAN = ("on", "device_memory", "nodes", "gpus", "network")  # its own words
 LEFT_BY = {  # page: what its commands must have made
     "sft": ["my-adapter/adapter_config.json", "my-model/report.html"],
     "reward_model": ["my-reward-model/rewards.json", "my-merged-reward-model/config.json"],
@@ -34,6 +35,7 @@ LEFT_BY = {  # page: what its commands must have made
         "my-resumable-grpo/report.html",
     ],
     "plan": ["my-planned-model/report.html", "my-seed-1/comparison.html"],
+    "performance": ["my-timed-grpo/report.html"],
     "distillation": ["my-student/model.safetensors", "my-third-student/metrics.jsonl"],
 }
 
@@ -103,7 +105,7 @@ def test_the_pages_promise_of_what_a_run_leaves_is_kept(folder):
 def test_every_option_a_page_names_exists_and_every_link_leads_somewhere(page):
     text = (DOCS / f"{page}.md").read_text()
     unknown = {name for name in re.findall(r"--(\w+)", text) if not any(find(job, name) for job in EVERY_JOB)}
-    assert not unknown - {"help", "on", "device_memory"}  # the last two are words of `trimtab plan`
+    assert not unknown - {"help", *OF_PLAN}
     for target in re.findall(r"\]\((\w+\.md)", text):
         assert (DOCS / target).is_file(), target
 
