@@ -1,9 +1,7 @@
 """One process of a run on Ray: the host of its roles. The controller calls it, and asks it how it is while it works."""
 
-import fcntl
 import os
 import socket
-import struct
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +15,7 @@ import torch.distributed as dist
 
 from trimtab.distributed.calling_off import meet_again, reason_to_call_off
 from trimtab.distributed.device import find_device
+from trimtab.distributed.interfaces import speak_at
 from trimtab.distributed.link import NODE_ADDRESS
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.staging import Host, Unit
@@ -101,7 +100,7 @@ class Worker:
         device = find_device()
         world = World(device=device.torch)
         if seating.size > 1:
-            _speak_at(ray.util.get_node_ip_address())
+            speak_at(ray.util.get_node_ip_address())
             os.environ["MASTER_PORT"] = str(port)  # of the connections that stay when others are broken
             listening = {} if self._place is None else {"is_master": True, "master_listen_fd": self._place.detach()}
             store = dist.TCPStore(address, port, seating.size, wait_for_workers=False, **listening)
@@ -145,20 +144,3 @@ class Worker:
 
     def leave(self) -> None:
         self.host.close()
-
-
-def _speak_at(address: str) -> None:
-    """Have the sockets between the processes use the interface that has this address."""
-    if (name := next((name for _, name in socket.if_nameindex() if address == _address_of(name)), None)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-
-
-def _address_of(interface: str) -> str | None:
-    """Its IPv4 address."""
-    get_address, name = 0x8915, struct.pack("256s", interface[:15].encode())
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anything:
-            return socket.inet_ntoa(fcntl.ioctl(anything.fileno(), get_address, name)[20:24])
-    except OSError:
-        return None
