@@ -53,7 +53,7 @@ def submit(head, here: Path, name: str, out: str, *more: str) -> list[str]:
 def test_a_submitted_run_trains_and_is_stopped_with_a_checkpoint(head, working_directory, tmp_path, machines):
     log, out = tmp_path / "log", tmp_path / "out"
     client = head.popen(submit(head, working_directory, "first", str(out), "--num_episodes 200"), log)
-    wait_until(lambda: re.search(r"ppo \d+/", log.read_text()) or client.poll() is not None, 180, log.read_text)
+    wait_until(lambda: re.search(r"ppo [1-9]\d*/", log.read_text()) or client.poll() is not None, 180, log.read_text)
     assert client.poll() is None, log.read_text()
     assert "ray job stop first" in log.read_text(), "how to stop it is said"
     stop = head.command([*RAY, "job", "stop", DASHBOARD, "first"])
