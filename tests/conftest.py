@@ -1,6 +1,7 @@
 """One cache for all tests, one thread for each process, and nothing that reaches for a network."""
 
 import os
+from collections import Counter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -22,6 +23,18 @@ class OneCluster(LoadFileScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     return OneCluster(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test marked `short(n)` the first n repetitions are short, the others long."""
+    seen = Counter()
+    for item in items:
+        if (marker := item.get_closest_marker("short")) is not None:
+            name = item.nodeid.partition("[")[0]
+            seen[name] += 1
+            if seen[name] > marker.args[0]:
+                item.add_marker("long")
 
 
 @pytest.fixture(autouse=True)

@@ -155,6 +155,7 @@ def pasted(job, place):
     return paste
 
 
+@pytest.mark.short(4)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_documents_command_passes_a_dry_run_and_trains_two_steps(pasted, place, name):
     command, words, run, size = pasted(name)
@@ -172,6 +173,7 @@ def test_a_documents_command_passes_a_dry_run_and_trains_two_steps(pasted, place
         assert_key_is_nowhere(place, output)
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(
     "name, option", [(name, option) for name, options in IN_COMMENTS.items() for option in options]
 )

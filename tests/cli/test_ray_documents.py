@@ -8,6 +8,7 @@ from tests.cli.test_rl_documents import folder, judge, with_places  # noqa: F401
 from tests.config.test_documented_commands import RAY_COMMANDS
 
 
+@pytest.mark.short(6)
 @pytest.mark.parametrize("words, devices", RAY_COMMANDS)
 def test_a_documented_command_passes_a_dry_run_and_shows_its_layout(folder, judge, tmp_path, words, devices):  # noqa: F811
     log = tmp_path / "log"

@@ -71,6 +71,7 @@ def with_places(words: str, folder, judge: str, out) -> list[str]:
     return [*shlex.split(words), *f"--save_path {out}/out --ckpt_path {out}/checkpoints".split()]
 
 
+@pytest.mark.short(5)
 @pytest.mark.parametrize("words", [words for words, *_ in RL_COMMANDS])
 def test_a_documented_command_scaled_to_one_machine_trains_two_iterations(folder, judge, tmp_path, words):
     words = with_places(words, folder, judge, tmp_path)

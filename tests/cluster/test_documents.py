@@ -45,6 +45,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
 )

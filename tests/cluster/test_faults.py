@@ -144,6 +144,7 @@ def short_of_room_in_one(room: int) -> None:
     policy.Policy.forward = forward
 
 
+@pytest.mark.long
 def test_one_process_without_room_and_all_begin_anew(cluster, words, straight, tmp_path):
     log = tmp_path / "log"
     cluster.workers.prepare(partial(short_of_room_in_one, 30))

@@ -94,6 +94,7 @@ WAYS = [flip_a_byte, halve_a_tensor, lose_moments, lose_a_tensor, nan_moment, te
 WAYS += [absurd_counter, another_state, no_state, lose_a_file]
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("job", LOOPS)
 def test_damage_is_named_and_the_checkpoint_before_is_used(finished, tmp_path, capsys, job):
     for way in WAYS:

@@ -116,6 +116,7 @@ def no_model():
     save.write_folder = refuse
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("where", ["checkpoints", "beside", "temporary"])
 def test_a_model_that_cannot_be_written_leaves_a_checkpoint_where_there_is_room(tasks, finished, tmp_path, loop, where):

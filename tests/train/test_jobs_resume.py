@@ -33,6 +33,7 @@ VARIANTS = {
     "kto lora": ("kto", f"{LORA} {PACKED_BF16} --ref_pretrain None"),
     "kd": ("kd", PACKED),
 }
+SHORT = ("rm", "prm hard", "dpo", "kto", "kd")
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ LATER = [(1, 0), (2, 0), (3, 0), (4, 0), (5, 1), (1, "write"), (3, "write"), (5,
 
 
 @pytest.mark.parametrize("moment", [USUAL, *(pytest.param(m, marks=pytest.mark.long) for m in LATER)])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [v if v in SHORT else pytest.param(v, marks=pytest.mark.long) for v in VARIANTS])
 def test_killed_and_resumed_equals_uninterrupted(prepared, straight, tmp_path, variant, moment):
     folder = prepared(VARIANTS[variant][0])
     assert warm.run(arguments(folder, tmp_path, variant), prepare=partial(die_at, *moment)) == -signal.SIGKILL

@@ -81,6 +81,7 @@ QUICK = [("sft", 0), ("sft", 3), ("rm", 2), ("dpo", 3), ("kto", 2), ("kd", 3)]
 ALL = [(job, stage) for job in JOBS for stage in (0, 1, 2, 3)]
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize(
     ("job", "stage"), [pytest.param(*s, marks=[] if s in QUICK else [pytest.mark.long]) for s in ALL]
 )
@@ -93,6 +94,7 @@ def test_two_processes_follow_the_curve_of_one(folder, alone, tmp_path, job, sta
         torch.testing.assert_close(weights[name], expected[name], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("more", "model"),
     [
@@ -123,6 +125,7 @@ def test_bf16_stays_close_and_is_saved_as_bf16(folder, alone, tmp_path):
     assert {t.dtype for t in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(("first", "second"), [((2, 3), (1, 2)), ((1, 2), (2, 3)), ((2, 0), (2, 3))])
 def test_a_run_goes_on_with_other_processes_and_another_stage(folder, alone, tmp_path, first, second):
     (size, stage), (then_size, then_stage) = first, second

@@ -112,6 +112,7 @@ def old(finished, tmp_path_factory):
     return make
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_new_run_that_was_killed_leaves_no_old_model_to_be_taken_for_its_own(tasks, old, loop, capsys):
     folder = old(loop)
@@ -127,6 +128,7 @@ def test_a_new_run_that_was_killed_leaves_no_old_model_to_be_taken_for_its_own(t
     check_model_folder(str(folder))
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("moves", range(1, 6))
 def test_killed_while_its_model_is_moved_in_a_folder_is_no_model(tasks, tmp_path, moves):
     """Whatever has been moved, config.json is the last, and the mark is still there."""

@@ -32,6 +32,7 @@ def run(folder, out, *words, estimator="grpo", log=None):
     return rows(out)
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("words", ["--policy_loss_type gspo", "--policy_loss_type cispo", "--loss_reduction constant",
                                    "--loss_reduction answer"])  # fmt: skip
 def test_another_objective_learns_something_else(folder, plain, tmp_path, words):

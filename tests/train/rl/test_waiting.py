@@ -71,6 +71,7 @@ def end(process, log, number, told="samples; given up"):
     return time.monotonic() - began
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("what, iteration", [("sample", 2), ("evaluate", 1)])
 def test_a_signal_while_a_function_sleeps_is_obeyed_at_once_and_nothing_is_lost(sleepy, tmp_path, what, iteration):
     words, flag, whole = sleepy

@@ -88,6 +88,7 @@ FEW = (0, 4, 20, 27)
 ALL = [number if number in FEW else pytest.param(number, marks=pytest.mark.long) for number in range(31)]
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("number", ALL)
 def test_a_documented_command_trains_two_updates_and_leaves_its_files(things, tmp_path, number):
     command, method, *_ = COMMANDS[number]

@@ -61,6 +61,7 @@ def first_ones(moments, count):
     return [*moments[:count], *(pytest.param(*moment, marks=pytest.mark.long) for moment in moments[count:])]
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("method, moment", first_ones(KILLED, 2), ids=str)
 def test_killed_and_resumed_equals_uninterrupted(folder, straight, tmp_path, method, moment):
     words = arguments(folder, tmp_path, method)

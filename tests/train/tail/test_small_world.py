@@ -162,6 +162,7 @@ def divergence(run, model, beta: float) -> float:
     return float((target * (target.log() - log_q)).sum())
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     "kind", [kind if KINDS[kind][2] < 200 else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
 )
