@@ -43,15 +43,16 @@ def command(task: Path, out: Path, *words: str) -> list[str]:
 
 
 def engines_of(token: str) -> list[int]:
-    """Processes of the run with this token that were started to hold engines."""
+    """Processes of the run with this token that hold engines: they have loaded vLLM's kernels."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            environ = path.read_bytes()
+            is_worker = (path / "cmdline").read_bytes().startswith(b"ray::Worker")
+            is_ours = is_worker and token.encode() in (path / "environ").read_bytes()
+            if is_ours and "/vllm/" in (path / "maps").read_text():
+                found.append(int(path.name))
         except OSError:
             continue
-        if token.encode() in environ and b"VLLM_CPU_KVCACHE_SPACE" in environ:
-            found.append(int(path.parent.name))
     return found
 
 
