@@ -171,6 +171,10 @@ class Crew:
                 self.call("leave", seconds=TO_LEAVE)
         for member in self.members:
             self.kill(member)
+        # Ray only passes the wish on: whoever leaves before it has come true may leave processes behind.
+        asked = [member.handle.beat.remote() for member in self.members]
+        if asked:
+            ray.wait(asked, num_returns=len(asked), timeout=TO_LEAVE)
         self.members = []
 
     def kill(self, member: Member) -> None:
