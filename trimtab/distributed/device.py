@@ -7,7 +7,7 @@ import gc
 import os
 import random
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -123,6 +123,11 @@ def _try_bf16() -> None:
     attended = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
     hidden = torch.nn.functional.rms_norm(torch.nn.functional.linear(attended, weight), (16,))
     torch.nn.functional.silu(hidden).float().logsumexp(-1).sum().backward()
+
+
+def showing(names: Sequence[str]) -> dict[str, str]:
+    """The environment of a process that is to see these accelerators and no others."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
 
 
 def count_accelerators() -> int:

@@ -5,6 +5,7 @@ calls a *group*: the role in one process, or in several, each with its part of t
 
     LocalGroup   the role in this process
     WorldGroup   the role in some or all processes of a world that a launcher started (switchboard.py)
+    RayGroup     the role in processes on the nodes of a Ray cluster (cluster/calls.py)
 
 The loop does not know which. Inside a call all processes of a group run the same method, so a method may use
 collectives. How roles come to their processes is in staging.py.

@@ -8,7 +8,8 @@ import ray
 import torch
 
 from trimtab.distributed.cluster.crew import Crew
-from trimtab.distributed.cluster.losses import EngineLost, Member
+from trimtab.distributed.cluster.losses import EngineLost
+from trimtab.distributed.cluster.member import Member
 from trimtab.distributed.cluster.worker import DONE, MISTAKE, NO_ROOM
 from trimtab.distributed.roles import Group
 from trimtab.distributed.wire import Wire

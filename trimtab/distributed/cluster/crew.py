@@ -16,7 +16,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from trimtab.distributed.cluster.losses import EngineLost, Lost, Member, in_words, is_of_another
+from trimtab.distributed.cluster.losses import EngineLost, Lost, in_words, is_of_another
+from trimtab.distributed.cluster.member import Member
 from trimtab.distributed.watch import GRACE
 from trimtab.errors import RunFailed, UserError
 from trimtab.interrupts import StopRequest

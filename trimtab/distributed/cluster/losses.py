@@ -1,7 +1,4 @@
-"""What is said of a process that is gone, or no longer answers: its roles, rank and machine, and why."""
-
-from dataclasses import dataclass
-from typing import Any
+"""Processes of a run that are gone, and what Ray and PyTorch say of them in our words."""
 
 from trimtab.errors import RunFailed
 
@@ -25,27 +22,6 @@ class EngineLost(Lost):
     def __init__(self, message: str, rank: int):
         super().__init__(message)
         self.rank = rank
-
-
-@dataclass
-class Member:
-    """A process of a run, as the controller knows it."""
-
-    handle: Any  # Ray's
-    rank: int
-    roles: str  # in words
-    node: str = "a node that is not known yet"
-    process: int | None = None
-    engine: bool = False  # it only answers prompts
-    node_id: str | None = None
-    silent: bool = False  # it may be stopped, and then does not even notice that it is to end
-
-    def __str__(self) -> str:
-        number = "" if self.process is None else f", pid {self.process}"
-        return f"{self.roles} (process {self.rank} on {self.node}{number})"
-
-    def lost(self, why: str) -> Lost:
-        return EngineLost(f"{self} {why}", self.rank) if self.engine else Lost(f"{self} {why}")
 
 
 def in_words(error: BaseException) -> str:

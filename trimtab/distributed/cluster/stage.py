@@ -17,11 +17,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from trimtab.distributed.cluster.calls import EngineGroup, RayCall, RayGroup
 from trimtab.distributed.cluster.crew import Crew
 from trimtab.distributed.cluster.layout import Layout
-from trimtab.distributed.cluster.losses import EngineLost, Lost, Member
+from trimtab.distributed.cluster.losses import EngineLost, Lost
+from trimtab.distributed.cluster.member import Member
 from trimtab.distributed.cluster.nodes import living_nodes
 from trimtab.distributed.cluster.seats import CPU_SHARE, Placement, missing
 from trimtab.distributed.cluster.worker import Job, Seating, Worker
-from trimtab.distributed.device import Device
+from trimtab.distributed.device import Device, showing
 from trimtab.distributed.roles import Group
 from trimtab.distributed.staging import HOST, Stage, Unit
 from trimtab.distributed.wire import Wire
@@ -68,14 +69,15 @@ class RayStage(Stage):
         for seat in self.placement.workers:
             roles = [role for unit in self.units if self._has(unit, seat.rank) for role in unit.roles]
             self._crew.members.append(Member(self._start(seat.bundle), seat.rank, ", ".join(roles), seat.node.address))
-        self.found = self._located(self._crew.members) if self._apart is not None else []
-        for index in range(len(self.placement.engines) if self._apart else 0):
-            assert self._apart is not None
-            rank, held = self.layout.size + index, ", ".join(self._apart.roles)
-            member = Member(None, rank, held, self.placement.bundle_nodes[self._bundles(rank)[0]].address, engine=True)
+        self.found = self._located(self._crew.members)
+        if self._apart is None:
+            return
+        for index, bundles in enumerate(self.placement.engines):
+            node, held = self.placement.bundle_nodes[bundles[0]], ", ".join(self._apart.roles)
+            member = Member(None, self.layout.size + index, held, node.address, engine=True)
             self._start_engine(member)
             self._crew.members.append(member)
-        self.found = self._located(self._crew.members)
+        self.found += self._located(self._crew.members[self.layout.size :])
 
     def _located(self, members: Sequence[Member]) -> list[dict[str, Any]]:
         """What they say of where they are."""
@@ -104,7 +106,7 @@ class RayStage(Stage):
                 for name in found["devices"]
                 if seat.bundle in bundles
             ]
-            environment |= {"CUDA_VISIBLE_DEVICES": ",".join(shown), UNCHANGED_DEVICES: "1"}
+            environment |= showing(shown) | {UNCHANGED_DEVICES: "1"}
         shares = self.layout.engines.pool is not None
         member.handle = self._start(bundles[0], environment, self.placement.share if shares else devices)
 
@@ -186,6 +188,7 @@ class RayStage(Stage):
         building = self._start_building_engines()
         if building is not None and self.layout.engines is not None and self.layout.engines.pool is not None:
             building.wait()  # each would count what the other takes of the device
+            building = None
         members = self._crew.members
         workers = self._group(HOST, members[: self.layout.size])
         inside = [unit for unit in self.units if not unit.apart]

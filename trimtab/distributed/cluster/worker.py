@@ -121,9 +121,9 @@ class Worker:
             pulse.thread = threading.get_ident()
             pulse.move(f"{role}.{method}")
             result = getattr(self.host.roles[role], method)(*(part or ()), **settings)
-            if reason_to_call_off() is None:
-                return DONE, self._wire.pack(result).numpy()
-            return NO_ROOM, reason_to_call_off()
+            if (why := reason_to_call_off()) is not None:
+                return NO_ROOM, why
+            return DONE, self._wire.pack(result).numpy()
         except OutOfMemory as error:
             return NO_ROOM, str(error)
         except UserError as error:

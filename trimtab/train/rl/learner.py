@@ -49,27 +49,17 @@ class Learner(Role):
         self.optimiser.schedule(self.options, steps)
 
     def sleep(self) -> None:
-        """What only learning needs leaves the device until `wake`: the optimiser's state and, where nobody else in this
-        process reads it, the model."""
+        """What only learning needs leaves the device until `wake`. The model stays: an engine that has taken another's
+        place asks for its weights meanwhile."""
         if not self.device.is_accelerator:
             return
         self.optimiser.clear_gradients()
         self.optimiser.sleep()
-        if self._model_sleeps:
-            self.model.to("cpu")
         self.device.release_memory()
 
     def wake(self) -> None:
-        if not self.device.is_accelerator:
-            return
-        if self._model_sleeps:
-            self.model.to(self.device.torch)
-        self.optimiser.wake()
-
-    @property
-    def _model_sleeps(self) -> bool:
-        """A split model stays: its parts are small, and tied to their device."""
-        return bool(self.options.engines_apart) and self.mesh.size == 1 and self.options.lora_rank == 0
+        if self.device.is_accelerator:
+            self.optimiser.wake()
 
     def memory_gib(self) -> float:
         """Peak of this process."""

@@ -8,7 +8,7 @@ from tests.tiny import tiny_model
 from trimtab.config.checks import settle
 from trimtab.config.jobs import GRPOOptions, PPOOptions
 from trimtab.config.parse import parse
-from trimtab.distributed.cluster.layout import Engines, Layout, Pool, layout_of
+from trimtab.distributed.cluster.layout import Engines, Layout, Pool
 from trimtab.train.plan.cluster.advice import advice
 from trimtab.train.plan.cluster.candidates import candidates, groupings, sizes_of, splits, words_of
 from trimtab.train.plan.cluster.machines import LINK_SHARE, Machines
@@ -18,6 +18,7 @@ from trimtab.train.plan.cluster.telling import lines
 from trimtab.train.plan.hardware import NAMED, Hardware
 from trimtab.train.plan.pretended import Pretended
 from trimtab.train.plan.work import supposed, trained_models
+from trimtab.train.rl.layouts import layout_of
 
 DEVICE = Hardware("small", 64 * 2**20, 1e12, 1e12, 1e11, link=1e10)
 TWO = Machines(DEVICE, 2, 4, 4e9)

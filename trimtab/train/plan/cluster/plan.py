@@ -7,7 +7,7 @@ from typing import Any
 
 from trimtab.config.placement import ROLES
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.distributed.cluster.layout import Layout, layout_of
+from trimtab.distributed.cluster.layout import Layout
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import first_line
 from trimtab.train.plan.cluster.candidates import UNITS, candidates
@@ -19,6 +19,7 @@ from trimtab.train.plan.memory import FILL
 from trimtab.train.plan.plan import refuse_unplannable
 from trimtab.train.plan.speed import COUNTED_TOKENS, Clock
 from trimtab.train.plan.work import supposed
+from trimtab.train.rl.layouts import layout_of
 
 ENGINE_FILL = 0.6  # of an engine's share of memory that its weights may take, or keys and values have no room
 AS_ASKED = "as the options say"
