@@ -23,7 +23,7 @@ from trimtab.config.jobs import (
     SFTOptions,
 )
 from trimtab.config.option import Limits
-from trimtab.config.spellings import ALIASES, IN_RL
+from trimtab.config.spellings import ALIASES, IN_RL, meant
 
 SHARED_DEFAULTS = {
     **{"save_path": "./ckpt", "save_steps": -1, "save_hf_ckpt": False, "disable_ds_ckpt": False, "logging_steps": 1},
@@ -158,7 +158,7 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
     own = {"config", "dry_run", "nproc", "num_workers", "use_visualdl", "attn_implementation"}
     own |= {"tokenizer_chat_template", "wandb_run_name", "train_max_tokens_per_gpu", "loss_reduction"}
     own |= {"report_samples", "fit_memory", "eval_max_samples", "trust_remote_code", "keep_dropout", "hang_timeout"}
-    own |= {"max_steps", "gradient_accumulation_steps", "overwrite", "controller_apart"}
+    own |= {"max_steps", "gradient_accumulation_steps", "overwrite", "controller_apart", "shard_size"}
     own |= {"ray", "max_restarts", "restart_wait", "rollout_engine", "vllm_sync_lora"}
     own |= {"mismatch_correction", "mismatch_range", "teacher_model", "teacher_coef", "record", "replay"}
     own |= {"placeholder_token", "reward_tokens", "step_reward", "step_separator", "reward_func", "reward_timeout"}
@@ -225,7 +225,10 @@ def test_every_option_has_help_and_no_empty_one(job_class):
 def test_every_alias_leads_to_an_option_and_hides_none():
     names = {name for job_class in EVERY_JOB for name in options_of(job_class)}
     assert {*ALIASES.values(), *IN_RL.values()} <= names
-    assert IN_RL.keys() <= ALIASES.keys() and not ALIASES.keys() & names
+    assert IN_RL.keys() <= ALIASES.keys()
+    for job_class in EVERY_JOB:
+        known = options_of(job_class)
+        assert all(meant(name, known) == name for name in known)
 
 
 def test_a_job_changes_a_default_for_itself_only_and_keeps_help_and_section():

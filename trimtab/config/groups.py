@@ -224,8 +224,9 @@ class BatchOptions(PackingOptions):
         micro, passes = self.micro_train_batch_size, self.gradient_accumulation_steps or 1
         if "train_batch_size" in self.given:
             return [f"a step stays {self.train_batch_size} samples, as --train_batch_size says; a pass takes {micro}"]
-        alone = self.processes if isinstance(self, ProcessOptions) else 1
-        processes = int(os.environ.get("WORLD_SIZE", alone))
+        processes = 1
+        if isinstance(self, ProcessOptions):
+            processes = self.data_parts(int(os.environ.get("WORLD_SIZE", self.processes)))
         step = changes["train_batch_size"] = micro * passes * processes
         return [f"a step is {step} samples: {micro} in a pass x {passes} passes x {processes} processes"]
 
@@ -392,31 +393,6 @@ class ProcessOptions(Options):
         """How many this command starts, if no launcher has."""
         return self.nproc
 
-
-@dataclass(frozen=True, kw_only=True)
-class ShardingOptions(ProcessOptions):
-    """Processes and sharding"""
-
-    adam_offload: bool = False
-    """Keep the optimiser's state in main memory and step there."""
-    grad_accum_dtype: str | None = option(None, choices=("fp32", "bf16"))
-    """Type of accumulated gradients: fp32 or bf16; unset: fp32."""
-    overlap_comm: bool = option(False, always=True)
-    """Exchange gradients while the backward pass goes on; that is how it is always done here."""
-    zpg: int = option(1, refused="(ZeRO++ hierarchical partitions) is not implemented yet; leave it at 1")
-    """Size of ZeRO++'s second partition. Not implemented yet."""
-    ds_tensor_parallel_size: int = option(1, refused="(tensor parallel training) is not implemented yet; leave it at 1")
-    """Tensor parallel size in training. Not implemented yet."""
-    ring_attn_size: int = option(
-        1, refused="(ring attention) is not implemented yet; leave it at 1, and lower --max_len if memory is short"
-    )
-    """Processes that share one sequence (ring attention). Not implemented yet."""
-    ring_head_stride: int = option(1, refused="belongs to ring attention, which is not implemented yet; leave it at 1")
-    """Heads in one step of the ring. Not implemented yet."""
-    deepcompile: bool = option(False, refused="is DeepSpeed's compiler and not implemented; leave it out")
-    """DeepSpeed's DeepCompile. Not implemented."""
-
-    def check(self) -> Iterable[str]:
-        if self.processes > 1 and isinstance(self, LoadOptions) and self.load_in_4bit:
-            raise UserError("--load_in_4bit: 4-bit weights cannot be split; train in one process")
-        return ()
+    def data_parts(self, processes: int) -> int:
+        """How many of so many processes learn from samples of their own."""
+        return processes

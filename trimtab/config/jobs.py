@@ -51,7 +51,6 @@ from trimtab.config.groups import (
     PretrainOptions,
     ProcessOptions,
     RunOptions,
-    ShardingOptions,
 )
 from trimtab.config.job import job
 from trimtab.config.objectives import (
@@ -79,6 +78,7 @@ from trimtab.config.rl_jobs import (
     TailOptions,
 )
 from trimtab.config.serving import ServerOptions, StepScoreOptions
+from trimtab.config.sharding import ShardingOptions
 from trimtab.config.sources import listed, place_exists
 from trimtab.errors import UserError
 

@@ -14,7 +14,6 @@ from trimtab.config.groups import (
     LoraOptions,
     ModelOptions,
     RunOptions,
-    ShardingOptions,
 )
 from trimtab.config.job import job, with_defaults
 from trimtab.config.objectives import RewardHeadOptions
@@ -35,6 +34,7 @@ from trimtab.config.rl import (
     SamplingEvaluationOptions,
 )
 from trimtab.config.serving import StepScoreOptions
+from trimtab.config.sharding import ShardingOptions
 from trimtab.config.tail import METHODS, ProposalOptions, TailMeasureOptions, TailMethodOptions
 from trimtab.errors import UserError
 

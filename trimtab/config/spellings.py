@@ -10,6 +10,8 @@ ALIASES: dict[str, str] = {
     "value_prefix_head": "value_head_prefix",
     "rollout_micro_batch_size": "micro_rollout_batch_size",
     "n_samples_per_prompts": "n_samples_per_prompt",
+    # other launchers
+    "tp_size": "ds_tensor_parallel_size",
     # TRL and transformers
     "model_name_or_path": "pretrain",
     "dataset_name": "dataset",
@@ -47,6 +49,8 @@ IN_RL: dict[str, str] = {
 
 def meant(name: str, known: Container[str]) -> str:
     """The option that `name` stands for in a job with these options."""
+    if name in known:
+        return name
     return IN_RL[name] if IN_RL.get(name) in known else ALIASES.get(name, name)
 
 

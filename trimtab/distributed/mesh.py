@@ -112,13 +112,21 @@ class Mesh:
     def for_sharding(self, *, copies: bool = True) -> DeviceMesh:
         """What the parameters of a model are split over; one for all models. `copies=False`: without copies, for a
         model that is worth splitting where the trained one is not."""
-        assert self.here and self.size > 1
-        if copies not in self._device_meshes:
-            self._device_meshes[copies] = self._device_mesh(self._splits(copies))
-        made = self._device_meshes[copies]
+        made = self._whole_device_mesh(copies)
         names = made.mesh_dim_names
         assert names is not None
         return made[tuple(name for name in names if name != "tensor")]
+
+    def for_cutting(self, *, copies: bool = True) -> DeviceMesh:
+        """What the layers of the same model are cut over, before its parameters are split."""
+        assert self.sizes["tensor"] > 1
+        return self._whole_device_mesh(copies)["tensor"]
+
+    def _whole_device_mesh(self, copies: bool) -> DeviceMesh:
+        assert self.here and self.size > 1
+        if copies not in self._device_meshes:
+            self._device_meshes[copies] = self._device_mesh(self._splits(copies))
+        return self._device_meshes[copies]
 
     # ---- groups of processes
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from trimtab.config.groups import ShardingOptions
 from trimtab.config.jobs import SupervisedOptions
 from trimtab.config.rl_jobs import RLOptions
+from trimtab.config.sharding import ShardingOptions
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import GRADIENT_DTYPES, shard
 from trimtab.distributed.world import World
@@ -17,8 +17,7 @@ TrainedModelOptions = SupervisedOptions | RLOptions
 
 def mesh_of(options: ShardingOptions, world: World, ranks: Sequence[int] | None = None) -> Mesh:
     """The processes that hold a job's models, all of the world or those of these ranks. Every process must ask."""
-    size = world.size if ranks is None else len(ranks)
-    return Mesh(world, ranks, replicate=size if options.zero_stage == 0 else 1)
+    return Mesh(world, ranks, **options.mesh_sizes(world.size if ranks is None else len(ranks)))
 
 
 def shard_trained(model: PackedModel, options: TrainedModelOptions, mesh: Mesh) -> None:

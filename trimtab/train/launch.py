@@ -74,8 +74,8 @@ def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, w
     if task.padded:
         world.say(f"samples are padded, not packed: {loaded.verdict.reason}")
     task.attach(loaded, device)
-    # Dropout differs between processes, everything else does not.
-    seed_everything(process_seed(options.seed, mesh.all.rank), deterministic=options.full_determinism)
+    # Dropout differs between processes that work on different tokens, everything else does not.
+    seed_everything(process_seed(options.seed, mesh.gradients.rank), deterministic=options.full_determinism)
     planned = {} if task.padded else for_manifest(memory_plan)
     return SupervisedRun(options, task, loaded.model, tokenizer, device, loaded.weights, mesh, described=planned)
 

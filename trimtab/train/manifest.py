@@ -12,7 +12,8 @@ from torch import Tensor
 from trimtab import __version__
 from trimtab.config.data import DataOptions, RowOptions
 from trimtab.config.dump import to_dict
-from trimtab.config.groups import CheckpointOptions, LoggingOptions, RunOptions, ShardingOptions
+from trimtab.config.groups import CheckpointOptions, LoggingOptions, RunOptions
+from trimtab.config.sharding import ShardingOptions
 from trimtab.errors import UserError
 from trimtab.models.fingerprint import same_kind
 from trimtab.models.load import TrainedModelOptions

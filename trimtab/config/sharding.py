@@ -1,0 +1,86 @@
+"""How the models of a job are split over its processes.
+
+The processes of a model form a mesh (distributed/mesh.py): copies x parts of the parameters x parts of a row x parts of
+every layer. --ring_attn_size and --ds_tensor_parallel_size are the last two; what is left holds samples of its own.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trimtab.config.groups import LoadOptions, ProcessOptions
+from trimtab.config.option import option
+from trimtab.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions(ProcessOptions):
+    """Processes and sharding"""
+
+    adam_offload: bool = False
+    """Keep the optimiser's state in main memory and step there."""
+    grad_accum_dtype: str | None = option(None, choices=("fp32", "bf16"))
+    """Type of accumulated gradients: fp32 or bf16; unset: fp32."""
+    overlap_comm: bool = option(False, always=True)
+    """Exchange gradients while the backward pass goes on; that is how it is always done here."""
+    zpg: int = option(1, refused="(ZeRO++ hierarchical partitions) is not implemented yet; leave it at 1")
+    """Between forward and backward pass keep weights split over this many neighbours only, which gather them faster
+    (ZeRO++'s second partition); masters, gradients and optimiser stay split over all."""
+    shard_size: int | None = option(None, refused="is not implemented yet; leave it out")
+    """Split the model over this many processes, and let the others hold copies of it; unset: over all. Processes of
+    --ds_tensor_parallel_size are not counted."""
+    ds_tensor_parallel_size: int = option(1, refused="(tensor parallel training) is not implemented yet; leave it at 1")
+    """Split every layer's arithmetic, the embedding and the LM head over this many neighbouring processes."""
+    ring_attn_size: int = option(
+        1, refused="(ring attention) is not implemented yet; leave it at 1, and lower --max_len if memory is short"
+    )
+    """Split every row of tokens over this many neighbouring processes; attention gathers their keys and values."""
+    ring_head_stride: int = option(1, refused="belongs to ring attention, which is not implemented yet; leave it at 1")
+    """Heads of keys that attention gathers at a time: fewer need less memory. Nothing else changes."""
+    deepcompile: bool = option(False, refused="is DeepSpeed's compiler and not implemented; leave it out")
+    """DeepSpeed's DeepCompile. Not implemented."""
+
+    def mesh_sizes(self, processes: int) -> dict[str, int]:
+        """The dimensions of a mesh of so many processes, but for the one that follows from the others. A UserError: it
+        has no such dimensions."""
+        context, tensor = self.ring_attn_size, self.ds_tensor_parallel_size
+        together = context * tensor
+        if processes % together:
+            asked = [f"--{name} {getattr(self, name)}" for name in ("ring_attn_size", "ds_tensor_parallel_size")]
+            used = " x ".join(flag for flag, size in zip(asked, (context, tensor)) if size > 1)
+            raise UserError(
+                f"{used}: {processes} process{'es' if processes > 1 else ''} cannot be shared out so; start a multiple "
+                f"of {together} (--nproc {together})"
+            )
+        splitting = processes // tensor  # over how many parameters can be split
+        if self.shard_size is None:
+            replicate = processes // together if self.zero_stage == 0 else 1
+        elif self.zero_stage == 0:
+            raise UserError(
+                "--shard_size splits what --zero_stage 0 does not: leave it out, or use --zero_stage 2 or 3"
+            )
+        elif splitting % self.shard_size or self.shard_size % context:
+            of = "" if context == 1 else f" and be a multiple of --ring_attn_size {context}"
+            raise UserError(f"--shard_size {self.shard_size} must divide {splitting} processes{of}")
+        else:
+            replicate = splitting // self.shard_size
+        split = splitting // replicate
+        if self.zpg > 1 and (split % self.zpg or self.zpg == split):
+            raise UserError(
+                f"--zpg {self.zpg} must divide the {split} processes that parameters are split over, and be fewer"
+            )
+        return {"replicate": replicate, "context": context, "tensor": tensor}
+
+    def data_parts(self, processes: int) -> int:
+        return max(1, processes // (self.ring_attn_size * self.ds_tensor_parallel_size))
+
+    def check(self) -> Iterable[str]:
+        if self.processes > 1:
+            self.mesh_sizes(self.processes)
+        split = self.processes > 1 or self.ring_attn_size > 1 or self.ds_tensor_parallel_size > 1
+        if split and isinstance(self, LoadOptions) and self.load_in_4bit:
+            raise UserError("--load_in_4bit: 4-bit weights cannot be split; train in one process")
+        if self.ring_attn_size > 1 and isinstance(self, LoadOptions) and self.attn_implementation is not None:
+            raise UserError(
+                "--ring_attn_size works with the attention of this project alone: leave --attn_implementation out"
+            )
+        return ()
