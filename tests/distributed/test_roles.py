@@ -59,7 +59,9 @@ def serve(folder: Path) -> None:
     group = switchboard.group("adder")
     assert group.call("add", [1, 10], more=100) == [101, 111]
     stranger = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    dist.distributed_c10d._get_default_store().set(FAILURE, "")
+    store = dist.distributed_c10d._get_default_store()
+    store.set(FAILURE, "")
+    store.get(FAILURE)  # until then it may be on its way
     (key,) = (key for key in stranger.list_keys() if key.endswith(FAILURE))  # torch puts its own words before a key
     stranger.set(key, pickle.dumps(("RunFailed", 1, Touch(folder / "marker"))))
     try:
