@@ -155,7 +155,7 @@ def pasted(job, place):
     return paste
 
 
-@pytest.mark.short(4)
+@pytest.mark.short(2)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_documents_command_passes_a_dry_run_and_trains_two_steps(pasted, place, name):
     command, words, run, size = pasted(name)

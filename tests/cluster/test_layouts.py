@@ -20,6 +20,7 @@ def alone(folder, tmp_path_factory):  # noqa: F811
     return place
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_of_recorded_rollouts_are_those_of_one_process(cluster, folder, alone, tmp_path, layout):  # noqa: F811
     kept, log = tmp_path / "kept", tmp_path / "log"

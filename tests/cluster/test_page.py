@@ -4,6 +4,8 @@ import os
 import re
 from functools import partial
 
+import pytest
+
 from tests import warm
 from tests.config.every_job import EVERY_JOB
 from tests.embedded.test_docs_commands import DOCS, TWO_ITERATIONS, commands
@@ -12,6 +14,7 @@ from trimtab.config.catalogue import find
 OF_RAY = {"help", "head", "port", "node", "address", "working", "runtime", "dashboard"}  # as far as the first hyphen
 
 
+@pytest.mark.long
 def test_every_command_of_the_page_runs(cluster, tmp_path):
     first, *others = commands("cluster")
     assert first == ["trimtab", "quickstart"] and others

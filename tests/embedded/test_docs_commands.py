@@ -68,6 +68,7 @@ def folder(quickstarted, tmp_path, monkeypatch):
     return tmp_path / "here"
 
 
+@pytest.mark.short(4)
 @pytest.mark.parametrize("page", LEFT_BY)
 def test_every_command_of_a_page_runs(folder, page, capsys):
     (first, *others) = commands(page)

@@ -22,6 +22,7 @@ def closing_table(output: str) -> dict[str, int]:
     return {name.removeprefix("SFT, ").lower(): int(success) for name, success in rows}
 
 
+@pytest.mark.long
 def test_a_short_tour_leaves_a_report_of_every_run_and_a_page_that_compares_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sort_task, "JUDGED_ROWS", 64)
     folder = tmp_path / "tour"

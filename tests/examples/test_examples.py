@@ -89,7 +89,7 @@ def test_there_is_a_recipe_for_every_job_and_for_the_mixture_of_experts():
     assert all(os.access(EXAMPLES / f"{name}.sh", os.X_OK) for name in RECIPES)
 
 
-@pytest.mark.short(6)
+@pytest.mark.short(3)
 @pytest.mark.parametrize("name, words, settings", JOBS)
 def test_a_recipe_trains_in_its_tiny_mode(name, words, settings, folder, capsys):
     module, options = tiny_command(folder, name, *words, **settings)

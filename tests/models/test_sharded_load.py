@@ -58,6 +58,7 @@ def folder(tmp_path_factory):
 LONG = ("bf16", "experts", "renamed head")
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.long] if k in LONG else []) for k in KINDS])
 def test_what_is_read_in_parts_is_what_is_loaded_whole_and_split(folder, kind):
     job, family, words = KINDS[kind]

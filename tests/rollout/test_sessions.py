@@ -46,6 +46,7 @@ def two_turns(engine, sampling, first=FIRST, seeds=(1, 2)):
 
 
 # mistral has a window of attention that is shorter than the texts here.
+@pytest.mark.short(3)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "gemma2", "gpt2"])
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_second_turn_equals_the_text_read_anew_and_reads_only_what_is_new(family, sampling):

@@ -94,7 +94,7 @@ WAYS = [flip_a_byte, halve_a_tensor, lose_moments, lose_a_tensor, nan_moment, te
 WAYS += [absurd_counter, another_state, no_state, lose_a_file]
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("job", LOOPS)
 def test_damage_is_named_and_the_checkpoint_before_is_used(finished, tmp_path, capsys, job):
     for way in WAYS:
@@ -120,6 +120,7 @@ def test_a_damaged_checkpoint_without_one_before_it_is_refused_in_one_line(finis
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("job, way", [("sft", nan_moment), ("ppo", flip_a_byte), ("tail", tensors_of_another_step)])
 def test_a_run_over_a_damaged_checkpoint_ends_as_the_run_that_had_none(tasks, finished, tmp_path, job, way):
     out, log = tmp_path / "out", tmp_path / "log"

@@ -14,6 +14,7 @@ from trimtab.train.rl.learner import Learner
 from trimtab.train.supervised import SupervisedRun
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("job", LOOPS)
 def test_a_run_whose_last_losses_are_not_finite_fails_and_names_the_model(tasks, tmp_path, job):
     log, bad = tmp_path / "log", {"sft": range(8, 12), "ppo": range(8, 10), "tail": range(3, 5)}[job]
@@ -24,6 +25,7 @@ def test_a_run_whose_last_losses_are_not_finite_fails_and_names_the_model(tasks,
     assert all(tensor.isfinite().all() for tensor in model(tmp_path).values())
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("job", LOOPS)
 def test_what_is_not_finite_is_never_saved_over_what_is(tasks, tmp_path, job):
     log = tmp_path / "log"

@@ -54,6 +54,7 @@ def test_shortness_is_told_when_it_begins_and_not_again(tmp_path, monkeypatch):
     assert found == [False, True, False, False, True]
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_bytes_that_are_expected_are_the_bytes_that_are_written(tasks, finished, tmp_path, loop):
     log = tmp_path / "log"
@@ -171,6 +172,7 @@ def test_a_policy_that_two_processes_cannot_write_leaves_a_checkpoint_of_both(ta
     assert (out / "model.safetensors").exists()
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_metrics_that_cannot_be_written_are_told_in_one_line_and_cost_no_step(tasks, tmp_path, loop):
     log = tmp_path / "log"

@@ -28,6 +28,7 @@ def step_batches(run) -> list[TokenBatch]:
     return run.deal_out(run.task.cut(run.task.store, run.order.step_samples(0)))
 
 
+@pytest.mark.short(6)
 @pytest.mark.parametrize("name", JOBS)
 def test_one_by_eight_two_by_four_and_eight_by_one_give_the_same_gradient(tmp_path, name):
     write_job(tmp_path, name)
@@ -40,6 +41,7 @@ def test_one_by_eight_two_by_four_and_eight_by_one_give_the_same_gradient(tmp_pa
         assert_same_figures(row, other)
 
 
+@pytest.mark.short(6)
 @pytest.mark.parametrize("name", JOBS)
 def test_packed_padded_and_unpacked_give_the_same_gradient(tmp_path, name):
     write_job(tmp_path, name)

@@ -103,6 +103,7 @@ USUAL = (3, 1)  # in the middle of step 4, after the checkpoint of step 2 and af
 LATER = [(1, 0), (2, 0), (3, 0), (4, 0), (5, 1), (1, "write"), (3, "write"), (5, "write")]
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("moment", [USUAL, *(pytest.param(m, marks=pytest.mark.long) for m in LATER)])
 @pytest.mark.parametrize("variant", [v if v in SHORT else pytest.param(v, marks=pytest.mark.long) for v in VARIANTS])
 def test_killed_and_resumed_equals_uninterrupted(prepared, straight, tmp_path, variant, moment):

@@ -12,6 +12,7 @@ from tests.train.every_loop import LOOPS, model, signal_in_step, words
 from trimtab.train.metrics import read_rows
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_run_whose_output_nobody_reads_any_more_ends_as_any_other(tasks, finished, tmp_path, loop):
     assert warm.run(words(tasks, loop, tmp_path), prepare=broken_output) == 0
@@ -28,6 +29,7 @@ def broken_output():
     os.close(reader)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_terminal_that_hangs_up_leaves_a_checkpoint(tasks, finished, tmp_path, loop):
     prepare, log = partial(hang_up, loop, signal.SIG_DFL), tmp_path / "log"

@@ -40,6 +40,7 @@ def with_room_for(tokens: int, monkeypatch) -> list[int]:
     return fitted
 
 
+@pytest.mark.short(3)
 @pytest.mark.parametrize("packing", ["", "--packing_samples"])
 @pytest.mark.parametrize("name", ["rm", "dpo", "kto"])
 def test_a_step_begun_anew_in_smaller_passes_has_the_same_gradient(tmp_path, monkeypatch, name, packing):

@@ -110,6 +110,7 @@ def test_options_mean_the_same_in_two_processes(folder, alone, tmp_path, more, m
     same_curve(tmp_path, alone("sft", more, model=model))
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("job", "more"),
     [("dpo", "--lora_rank 4"), ("dpo", "--lora_rank 4 --precompute_ref_log_probs"), ("kto", "--lora_rank 4")],

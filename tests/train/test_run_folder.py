@@ -20,6 +20,7 @@ from trimtab.train.metrics import read_rows
 # ---- one run at a time
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_second_run_in_the_same_folder_is_refused_and_told_of_the_first(tasks, tmp_path, loop):
     log = tmp_path / "log"

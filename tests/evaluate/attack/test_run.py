@@ -88,7 +88,7 @@ def attack_until_killed(folder, steps):
     attacked(folder)
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("steps_before", [0, 3, 8, 11])
 def test_an_attack_that_was_killed_goes_on_to_the_same_findings(tmp_path, steps_before):
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -52,7 +52,7 @@ CUTS = ["--micro_train_batch_size 8 --micro_rollout_batch_size 1", "--micro_trai
 CUTS += ["--use_dynamic_batch --train_max_tokens_per_gpu 70", "--use_dynamic_batch --rollout_max_tokens_per_gpu 70"]
 
 
-@pytest.mark.short(4)
+@pytest.mark.short(2)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("estimator", ["ppo", "grpo"])
 def test_cutting_and_packing_change_nothing(folder, usual, tmp_path, estimator, cut):

@@ -32,7 +32,7 @@ def run(folder, out, *words, estimator="grpo", log=None):
     return rows(out)
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("words", ["--policy_loss_type gspo", "--policy_loss_type cispo", "--loss_reduction constant",
                                    "--loss_reduction answer"])  # fmt: skip
 def test_another_objective_learns_something_else(folder, plain, tmp_path, words):
@@ -41,6 +41,7 @@ def test_another_objective_learns_something_else(folder, plain, tmp_path, words)
     assert any(not torch.equal(w, weights(plain)[name]) for name, w in weights(tmp_path).items())
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("kind", ["tis", "icepop", "sequence"])
 def test_without_mismatch_a_correction_changes_nothing(folder, plain, tmp_path, kind):
     found = run(folder, tmp_path, f"--mismatch_correction {kind}")

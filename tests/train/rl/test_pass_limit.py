@@ -26,7 +26,7 @@ def of(task, name: str, estimator: str, *more: str) -> list[str]:
     return [*words, "--micro_train_batch_size", "8", "--micro_rollout_batch_size", "8", *" ".join(more).split()]
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("estimator", ["grpo", "ppo"])
 @pytest.mark.parametrize("budget", ["", "--use_dynamic_batch --train_max_tokens_per_gpu 200"])
 def test_smaller_passes_change_nothing_but_rounding(task, monkeypatch, capsys, estimator, budget):

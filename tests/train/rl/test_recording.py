@@ -33,6 +33,7 @@ def complaint(words, log, code=2):
     return told.strip().splitlines()[-1]
 
 
+@pytest.mark.short(1)
 def test_a_replayed_run_makes_the_updates_of_the_recorded_one(folder, recorded, tmp_path):
     assert warm.run(arguments(folder, tmp_path, "grpo", f"--replay {recorded}/recording")) == 0
     assert_identical(result(tmp_path), result(recorded))

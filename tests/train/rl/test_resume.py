@@ -41,6 +41,7 @@ STOPPED = [(2, "sample", 0), (3, "update", 0), (1, "score", 0), (0, "evaluate", 
 STOPPED += [(4, "evaluate", 0), (0, "sample", 0)]
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize("moment", DURING, ids=str)
 @pytest.mark.parametrize("estimator", ["ppo", pytest.param("lora", marks=pytest.mark.long)])
 def test_killed_and_resumed_equals_uninterrupted(folder, straight, tmp_path, estimator, moment):
@@ -61,6 +62,7 @@ def check_killed(folder, straight, out, estimator, moment):
     assert_identical(result(out), straight(estimator))
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     "moment",
     [*STOPPED[::3], *(pytest.param(m, marks=pytest.mark.long) for m in STOPPED if m not in STOPPED[::3])],

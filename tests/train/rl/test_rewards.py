@@ -106,7 +106,7 @@ def test_a_critic_does_not_start_from_a_reward_model_of_another_tokenizer(folder
     assert f"--critic_pretrain {foreign}: its tokenizer is not --pretrain's" in capsys.readouterr().err
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("what, iteration, told", [("sample", 2, 3), ("evaluate", 0, 0), ("evaluate", 1, 2)])
 def test_a_reward_that_fails_for_good_stops_the_run_after_a_checkpoint_from_which_it_goes_on(
     judged, tmp_path, what, iteration, told

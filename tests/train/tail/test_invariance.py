@@ -51,6 +51,7 @@ def assert_same(first, second):
         assert flat(mine[name]) == pytest.approx(flat(theirs[name]), abs=1e-5, rel=1e-4), name
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("cut", ["--micro_train_batch_size 16", "--packing_samples --micro_train_batch_size 1"])
 def test_cutting_changes_nothing(folder, usual, tmp_path, cut):
     assert warm.run(arguments(folder, tmp_path, "repulse", QUIET, cut)) == 0

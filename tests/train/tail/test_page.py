@@ -15,6 +15,7 @@ from trimtab.embedded.bad_word_task import BAD_TOKENS, REWARD, WORDS, make_token
 SCRIPT = Path(__file__).parents[3] / "examples" / "repulse_toy.sh"
 
 
+@pytest.mark.long
 def test_every_command_of_the_page_runs(folder, capsys):  # noqa: F811
     (first, *others) = commands("repulse")
     assert first == ["trimtab", "quickstart"] and len(others) == 3

@@ -106,6 +106,7 @@ def stopped(folder, tmp_path_factory):
     return places
 
 
+@pytest.mark.short(2)
 @pytest.mark.parametrize(
     "method, other, complaint",
     [
