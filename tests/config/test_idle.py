@@ -358,9 +358,9 @@ CASES = [
     ),
     (
         "ppo",
-        f"{RL} --overlap_comm False",
-        "--overlap_comm False has no effect: it is always done",
-        "--overlap_comm True",
+        f"{RL} --overlap_comm",
+        "--overlap_comm has no effect without --zero_stage 3",
+        "--zero_stage 3",
     ),
     (
         "serve-rm",

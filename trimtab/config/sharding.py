@@ -20,12 +20,13 @@ class ShardingOptions(ProcessOptions):
     """Keep the optimiser's state in main memory and step there."""
     grad_accum_dtype: str | None = option(None, choices=("fp32", "bf16"))
     """Type of accumulated gradients: fp32 or bf16; unset: fp32."""
-    overlap_comm: bool = option(False, always=True)
-    """Exchange gradients while the backward pass goes on; that is how it is always done here."""
-    zpg: int = option(1, refused="(ZeRO++ hierarchical partitions) is not implemented yet; leave it at 1")
+    overlap_comm: bool = option(False, needs=("zero_stage", 3))
+    """Gather each layer's weights while the layer before it works, which takes the memory of one more layer. Gradients
+    are always exchanged while the backward pass goes on."""
+    zpg: int = option(1, at_least=1)
     """Between forward and backward pass keep weights split over this many neighbours only, which gather them faster
     (ZeRO++'s second partition); masters, gradients and optimiser stay split over all."""
-    shard_size: int | None = option(None, refused="is not implemented yet; leave it out")
+    shard_size: int | None = option(None, at_least=1)
     """Split the model over this many processes, and let the others hold copies of it; unset: over all. Processes of
     --ds_tensor_parallel_size are not counted."""
     ds_tensor_parallel_size: int = option(1, refused="(tensor parallel training) is not implemented yet; leave it at 1")
@@ -39,41 +40,51 @@ class ShardingOptions(ProcessOptions):
     deepcompile: bool = option(False, refused="is DeepSpeed's compiler and not implemented; leave it out")
     """DeepSpeed's DeepCompile. Not implemented."""
 
-    def mesh_sizes(self, processes: int) -> dict[str, int]:
+    def mesh_sizes(self, processes: int, *, learns: bool = True) -> dict[str, int]:
         """The dimensions of a mesh of so many processes, but for the one that follows from the others. A UserError: it
-        has no such dimensions."""
+        has no such dimensions. `learns`: its model is trained; one that only scores may be in fewer processes than
+        --shard_size names, and keeps nothing for a backward pass."""
         context, tensor = self.ring_attn_size, self.ds_tensor_parallel_size
         together = context * tensor
         if processes % together:
             asked = [f"--{name} {getattr(self, name)}" for name in ("ring_attn_size", "ds_tensor_parallel_size")]
             used = " x ".join(flag for flag, size in zip(asked, (context, tensor)) if size > 1)
             raise UserError(
-                f"{used}: {processes} process{'es' if processes > 1 else ''} cannot be shared out so; start a multiple "
+                f"{used}: {_counted(processes)} cannot be shared out so; start a multiple "
                 f"of {together} (--nproc {together})"
             )
         splitting = processes // tensor  # over how many parameters can be split
+        replicate = self._copies(splitting, learns=learns)
+        neighbours = self.zpg if learns else 1
+        split = splitting // replicate
+        if neighbours > 1 and (split % neighbours or neighbours == split):
+            raise UserError(
+                f"--zpg {neighbours} must divide the {_counted(split)} that parameters are split over, and be fewer"
+            )
+        return {"replicate": replicate, "context": context, "tensor": tensor, "neighbours": neighbours}
+
+    def _copies(self, splitting: int, *, learns: bool) -> int:
+        context = self.ring_attn_size
         if self.shard_size is None:
-            replicate = processes // together if self.zero_stage == 0 else 1
-        elif self.zero_stage == 0:
+            return splitting // context if self.zero_stage == 0 else 1
+        if self.zero_stage == 0:
             raise UserError(
                 "--shard_size splits what --zero_stage 0 does not: leave it out, or use --zero_stage 2 or 3"
             )
-        elif splitting % self.shard_size or self.shard_size % context:
+        size = self.shard_size if learns else min(self.shard_size, splitting)
+        if splitting % size or size % context:
             of = "" if context == 1 else f" and be a multiple of --ring_attn_size {context}"
-            raise UserError(f"--shard_size {self.shard_size} must divide {splitting} processes{of}")
-        else:
-            replicate = splitting // self.shard_size
-        split = splitting // replicate
-        if self.zpg > 1 and (split % self.zpg or self.zpg == split):
-            raise UserError(
-                f"--zpg {self.zpg} must divide the {split} processes that parameters are split over, and be fewer"
-            )
-        return {"replicate": replicate, "context": context, "tensor": tensor}
+            raise UserError(f"--shard_size {self.shard_size} must divide {_counted(splitting)}{of}")
+        return splitting // size
 
     def data_parts(self, processes: int) -> int:
         return max(1, processes // (self.ring_attn_size * self.ds_tensor_parallel_size))
 
     def check(self) -> Iterable[str]:
+        if self.zpg > 1 and self.zero_stage < 3:
+            raise UserError(f"--zpg keeps split what --zero_stage {self.zero_stage} does not split: use --zero_stage 3")
+        if self.zpg > 1 and self.ds_tensor_parallel_size > 1:
+            raise UserError("--zpg and --ds_tensor_parallel_size do not work together: leave one of them out")
         if self.processes > 1:
             self.mesh_sizes(self.processes)
         split = self.processes > 1 or self.ring_attn_size > 1 or self.ds_tensor_parallel_size > 1
@@ -84,3 +95,7 @@ class ShardingOptions(ProcessOptions):
                 "--ring_attn_size works with the attention of this project alone: leave --attn_implementation out"
             )
         return ()
+
+
+def _counted(processes: int) -> str:
+    return "1 process" if processes == 1 else f"{processes} processes"

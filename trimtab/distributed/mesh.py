@@ -37,6 +37,7 @@ SPLIT: Over = ("shard", "context")  # who works on other tokens of the same row 
 CONTEXT: Over = ("context",)
 TENSOR: Over = ("tensor",)
 COPIES: Over = ("replicate",)
+NEAR, FAR = ("near",), ("far",)  # no dimensions: neighbours among those of SPLIT, and those in the same place elsewhere
 
 
 class Mesh:
@@ -48,19 +49,24 @@ class Mesh:
         replicate: int = 1,
         context: int = 1,
         tensor: int = 1,
+        neighbours: int = 1,
     ):
-        """`ranks`: which processes of the world, if not all. The shard dimension is what the others leave."""
+        """`ranks`: which processes of the world, if not all. The shard dimension is what the others leave.
+        `neighbours`: of those that parameters are split over, how many keep gathered ones split among them; 1: all."""
         self.world = world or World()
         self.ranks = tuple(range(self.world.size) if ranks is None else ranks)
         assert self.ranks == tuple(sorted({*self.ranks} & {*range(self.world.size)})), self.ranks
         shard, rest = divmod(len(self.ranks), replicate * context * tensor)
         assert shard > 0 and rest == 0, f"{replicate} x {context} x {tensor} does not divide {len(self.ranks)}"
         self.sizes = dict(zip(DIMENSIONS, (replicate, shard, context, tensor)))
+        self.neighbours = neighbours
+        assert shard * context % neighbours == 0, f"{neighbours} neighbours of {shard * context}"
         self.here = self.world.rank in self.ranks
         self._grid = np.array(self.ranks).reshape(tuple(self.sizes.values()))
         self._groups: dict[Over, dist.ProcessGroup | None] = {}
         self._meet()
         self._device_meshes: dict[bool, DeviceMesh] = {}
+        self._kept: DeviceMesh | None = None
 
     # ---- what every process of the world knows
 
@@ -122,6 +128,18 @@ class Mesh:
         assert self.sizes["tensor"] > 1
         return self._whole_device_mesh(copies)["tensor"]
 
+    def for_keeping(self) -> DeviceMesh | None:
+        """What parameters are kept split over between forward and backward pass, in its last dimension. None: over the
+        same as always."""
+        if self.neighbours == 1:
+            return None
+        if self._kept is None:
+            own = next(ranks for ranks in self._circles(SPLIT) if self.world.rank in ranks)
+            groups = [self._groups[FAR] or dist.group.WORLD, self._groups[NEAR] or dist.group.WORLD]
+            grid = np.array(own).reshape(-1, self.neighbours)
+            self._kept = DeviceMesh.from_group(groups, self.device.type, grid, mesh_dim_names=(*FAR, *NEAR))
+        return self._kept
+
     def _whole_device_mesh(self, copies: bool) -> DeviceMesh:
         assert self.here and self.size > 1
         if copies not in self._device_meshes:
@@ -149,6 +167,10 @@ class Mesh:
             if circles not in made:
                 made[circles] = self._new_group(circles)
             self._groups[over] = made[circles]
+        if self.neighbours > 1:
+            near = [np.array(ranks).reshape(-1, self.neighbours) for ranks in self._circles(SPLIT)]
+            self._groups[NEAR] = self._new_group(tuple(tuple(row) for grid in near for row in grid.tolist()))
+            self._groups[FAR] = self._new_group(tuple(tuple(row) for grid in near for row in grid.T.tolist()))
 
     def _new_group(self, circles: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         """The group of the circle that this process is in. None: of all that have met."""

@@ -2,24 +2,28 @@
 
     --zero_stage 0    every process keeps everything; gradients are summed
     --zero_stage 1, 2 gradients and optimiser are split; parameters stay gathered after a forward pass
-    --zero_stage 3    parameters too are gathered only while a layer works
+    --zero_stage 3    parameters too are gathered only while a layer works; with --zpg few neighbours keep them
+                      between them from its forward to its backward pass (neighbours.py)
 
 The split parameters are the fp32 masters; with --bf16 the gathered ones are their bf16 working copies, and gradients
 are summed in fp32 (or in --grad_accum_dtype). With --adam_offload the masters and Adam's moments live in main memory.
 """
 
 import contextlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trimtab.distributed.blocks import blocks_of
 from trimtab.distributed.device import release_main_memory
 from trimtab.distributed.mesh import Mesh
+from trimtab.distributed.neighbours import keep_among
 from trimtab.distributed.watch import pulse
 
 LARGE = 2**23  # bytes of a layer from which on it matters that the allocator keeps what was freed
@@ -37,11 +41,14 @@ def shard(
     gradient_dtype: torch.dtype | None = None,
     offload: bool = False,
     copies: bool = True,
+    kept: DeviceMesh | None = None,
+    prefetch: bool = False,
 ) -> None:
     """Split `module`, the root whose forward is called, and its `layers`, which are gathered one at a time.
 
     `dtype`: of the gathered parameters; None leaves them as they are. `copies=False`: split over all processes, also
-    where the mesh has copies of the trained model.
+    where the mesh has copies of the trained model. `kept`: over what else weights are split from a forward pass to its
+    backward pass (Mesh.for_keeping). `prefetch`: gather a layer while the one before it works.
     """
     if mesh.size == 1:
         return
@@ -61,6 +68,18 @@ def shard(
         if in_main_memory and large:
             layer.register_forward_hook(_give_back)  # after FSDP's own, which has let go of the layer
     fully_shard(module, **arguments)
+    if zero_stage == 3 and kept is not None:
+        for part in (*layers, module):
+            keep_among(part, kept)
+    if zero_stage == 3 and prefetch:
+        _prefetch([module, *layers])
+
+
+def _prefetch(in_order: list[Any]) -> None:
+    """Ask for the next one before the work of one begins, on the way there and back."""
+    for earlier, later in itertools.pairwise(in_order):
+        earlier.set_modules_to_forward_prefetch([later])
+        later.set_modules_to_backward_prefetch([earlier])
 
 
 def _give_back(*_: Any) -> None:

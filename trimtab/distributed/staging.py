@@ -41,6 +41,7 @@ class Unit:
     build: Callable[[Any, Place], dict[str, Any]]  # its roles by name, of this process
     roles: tuple[str, ...]
     ranks: Sequence[int] | None = None  # the processes of a world that have it; None: all
+    learns: bool = False  # a model of it is trained
     apart: bool = False  # in processes outside the world, each alone: other programs' engines
     environment: Mapping[str, str] = field(default_factory=dict)  # of those processes
 
@@ -52,7 +53,7 @@ class Host:
         self,
         options: Any,
         units: Iterable[Unit],
-        make_mesh: Callable[[Any, World, Sequence[int] | None], Mesh],
+        make_mesh: Callable[..., Mesh],  # (options, world, ranks, learns=...)
         device: Device,
         world: World,
         stop: StopRequest,
@@ -67,7 +68,7 @@ class Host:
     def build(self, *, unit: str) -> None:
         """Called in every process: all make the mesh of every unit."""
         options, described = self.options, self.units[unit]
-        mesh = self.meshes[unit] = self.make_mesh(options, self.world, described.ranks)
+        mesh = self.meshes[unit] = self.make_mesh(options, self.world, described.ranks, learns=described.learns)
         if not mesh.here:
             return
         seed_everything(options.seed, deterministic=options.full_determinism)

@@ -15,9 +15,10 @@ from trimtab.models.packed import PackedModel
 TrainedModelOptions = SupervisedOptions | RLOptions
 
 
-def mesh_of(options: ShardingOptions, world: World, ranks: Sequence[int] | None = None) -> Mesh:
-    """The processes that hold a job's models, all of the world or those of these ranks. Every process must ask."""
-    return Mesh(world, ranks, **options.mesh_sizes(world.size if ranks is None else len(ranks)))
+def mesh_of(options: ShardingOptions, world: World, ranks: Sequence[int] | None = None, *, learns: bool = True) -> Mesh:
+    """The processes that hold a job's models, all of the world or those of these ranks; `learns`: one of them is
+    trained. Every process must ask."""
+    return Mesh(world, ranks, **options.mesh_sizes(world.size if ranks is None else len(ranks), learns=learns))
 
 
 def shard_trained(model: PackedModel, options: TrainedModelOptions, mesh: Mesh) -> None:
@@ -29,6 +30,8 @@ def shard_trained(model: PackedModel, options: TrainedModelOptions, mesh: Mesh) 
         dtype=torch.bfloat16 if options.bf16 else None,
         gradient_dtype=GRADIENT_DTYPES[options.grad_accum_dtype],
         offload=options.adam_offload,
+        kept=mesh.for_keeping(),
+        prefetch=options.overlap_comm,
     )
 
 
@@ -38,7 +41,8 @@ def frozen_is_split(options: ShardingOptions, mesh: Mesh, *, offload: bool) -> b
 
 
 def shard_frozen(model: PackedModel, mesh: Mesh, *, offload: bool) -> None:
-    shard(model, decoder_layers(model), mesh, zero_stage=3, offload=offload, copies=False)
+    copies = mesh.sizes["shard"] > 1  # where the trained one is not split this one is worth splitting over all
+    shard(model, decoder_layers(model), mesh, zero_stage=3, offload=offload, copies=copies)
 
 
 def decoder_layers(model: PackedModel) -> list[torch.nn.Module]:

@@ -35,7 +35,7 @@ class Job:
 
     options: Any
     units: Callable[[Any, int], Sequence[Unit]]
-    make_mesh: Callable[[Any, World, Sequence[int] | None], Mesh]
+    make_mesh: Callable[..., Mesh]  # (options, world, ranks, learns=...)
     records: tuple[type, ...]
     prepare: Callable[[Any], None]  # this process, before any role is built
     folder: str  # from which relative paths go

@@ -22,13 +22,13 @@ def described(options: RLOptions) -> list[Unit]:
     shares_policy = has_reference(options) and options.lora_rank > 0
     rollouts = () if options.engines_apart else ("rollouts",)
     actor_roles = ("actor", *rollouts, *(["reference"] if shares_policy else []))
-    units = [Unit("actor", builders.build_actor, actor_roles)]
+    units = [Unit("actor", builders.build_actor, actor_roles, learns=True)]
     if has_reference(options) and not shares_policy:
         units.append(Unit("reference", builders.build_reference, ("reference",)))
     if options.teacher_model:
         units.append(Unit("teacher", builders.build_teacher, ("teacher",)))
     if options.estimator.critic:
-        units.append(Unit("critic", builders.build_critic, ("critic",)))
+        units.append(Unit("critic", builders.build_critic, ("critic",), learns=True))
     if listed(options.reward_pretrain):
         units.append(Unit("reward", builders.build_reward_models, ("reward",)))
     if options.engines_apart:

@@ -1,0 +1,61 @@
+"""Which meshes there are, and which there cannot be, said before anything is loaded."""
+
+import pytest
+
+from trimtab.config.checks import settled_and_checked
+from trimtab.config.jobs import JOBS
+from trimtab.config.parse import parse
+from trimtab.config.sharding import ShardingOptions
+from trimtab.errors import UserError
+
+WORDS = {
+    "sft": "--pretrain a/b --dataset a/b",
+    "dpo": "--pretrain a/b --dataset a/b",
+    "ppo": "--pretrain a/b --prompt_data a/b --reward_verifier gsm8k",
+}
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ("--nproc 3 --shard_size 2", "--shard_size 2 must divide 3 processes"),
+        ("--nproc 2 --shard_size 4", "--shard_size 4 must divide 2 processes"),
+        ("--nproc 4 --shard_size 2 --zero_stage 0", "--shard_size splits what --zero_stage 0 does not: leave it out"),
+        ("--nproc 4 --shard_size 0", "--shard_size is 0: it must be at least 1"),
+        ("--nproc 6 --zpg 4 --zero_stage 3", "--zpg 4 must divide the 6 processes that parameters are split over"),
+        ("--nproc 4 --zpg 4 --zero_stage 3", "--zpg 4 must divide the 4 processes that parameters are split over"),
+        ("--nproc 4 --zpg 2 --shard_size 2 --zero_stage 3", "--zpg 2 must divide the 2 processes"),
+        ("--nproc 4 --zpg 2", "--zpg keeps split what --zero_stage 2 does not split: use --zero_stage 3"),
+        ("--nproc 2 --load_in_4bit --bf16 --lora_rank 4", "--load_in_4bit: 4-bit weights cannot be split"),
+    ],
+)
+@pytest.mark.parametrize("verb", WORDS)
+def test_processes_that_cannot_be_shared_out_so_are_refused_in_one_line(verb, words, line):
+    with pytest.raises(UserError) as refusal:
+        settled_and_checked(parse(JOBS[verb], f"{WORDS[verb]} {words}".split()))
+    assert str(refusal.value).startswith(line) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "changes, processes, sizes",
+    [
+        ({}, 4, {}),
+        ({"zero_stage": 0}, 4, {"replicate": 4}),
+        ({"shard_size": 2}, 4, {"replicate": 2}),
+        ({"zero_stage": 3, "zpg": 2}, 4, {"neighbours": 2}),
+        ({"zero_stage": 3, "zpg": 2, "shard_size": 4}, 8, {"replicate": 2, "neighbours": 2}),
+        ({"shard_size": 2, "ds_tensor_parallel_size": 2}, 8, {"replicate": 2, "tensor": 2}),
+        ({"shard_size": 2, "ring_attn_size": 2}, 8, {"replicate": 4, "context": 2}),
+    ],
+)
+def test_a_mesh_has_the_dimensions_that_are_asked_for(changes, processes, sizes):
+    found = ShardingOptions(**changes).mesh_sizes(processes)
+    assert found == {"replicate": 1, "context": 1, "tensor": 1, "neighbours": 1, **sizes}
+
+
+def test_a_model_that_only_scores_may_be_in_fewer_processes():
+    options = ShardingOptions(zero_stage=3, zpg=2, shard_size=4)
+    assert options.mesh_sizes(2, learns=False) == {"replicate": 1, "context": 1, "tensor": 1, "neighbours": 1}
+    assert options.mesh_sizes(8, learns=False)["replicate"] == 2
+    with pytest.raises(UserError, match="--shard_size 4 must divide 2"):
+        options.mesh_sizes(2)
