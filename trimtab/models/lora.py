@@ -30,6 +30,24 @@ def add_adapters(model: nn.Module, options: LoraOptions, task_type: str = "CAUSA
         raise UserError(f"{message}; its linear layers are {', '.join(linear)}") from error
 
 
+def refuse_adapted_experts(model: nn.Module) -> None:
+    """PEFT adapts the stacked weights of experts by a product as large as they are, made of whole weights."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    if any(isinstance(module, ParamWrapper) for module in model.modules()):
+        linear = sorted({name.rsplit(".", 1)[-1] for name in _adapted_linear(model)})
+        raise UserError(
+            "--target_modules all-linear: adapters of experts cannot be split over processes; name the other layers: "
+            f"--target_modules {' '.join(linear)}"
+        )
+
+
+def _adapted_linear(model: nn.Module) -> list[str]:
+    from peft.tuners.lora import Linear
+
+    return [name for name, module in model.named_modules() if isinstance(module, Linear)]
+
+
 @contextlib.contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """The base model inside. PEFT's own switch also freezes the adapters, which a split model would remember."""

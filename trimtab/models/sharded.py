@@ -10,6 +10,7 @@ from trimtab.config.sharding import ShardingOptions
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import GRADIENT_DTYPES, shard
 from trimtab.distributed.world import World
+from trimtab.models.lora import refuse_adapted_experts
 from trimtab.models.packed import PackedModel
 
 TrainedModelOptions = SupervisedOptions | RLOptions
@@ -22,6 +23,8 @@ def mesh_of(options: ShardingOptions, world: World, ranks: Sequence[int] | None 
 
 
 def shard_trained(model: PackedModel, options: TrainedModelOptions, mesh: Mesh) -> None:
+    if mesh.size > 1 and options.lora_rank > 0:
+        refuse_adapted_experts(model)
     shard(
         model,
         decoder_layers(model),
