@@ -9,7 +9,7 @@ import pytest
 
 from tests import warm
 from trimtab.distributed.device import find_device
-from trimtab.distributed.roles import LocalGroup, Role
+from trimtab.distributed.roles import LocalGroup, Processes, Role
 from trimtab.errors import RunFailed
 
 
@@ -48,15 +48,18 @@ def three_groups(folder: Path) -> None:
     if not world.leads:
         switchboard.serve()
         return leave_world()
-    everyone, second, third = (switchboard.group("clock", ranks) for ranks in (None, [1], [2]))
+    everyone, second, third = (
+        switchboard.group("clock", ranks and Processes.apart(ranks)) for ranks in (None, [1], [2])
+    )
     assert [everyone.size, second.size, third.size] == [3, 1, 1]
     meeting = [group.start("meet", [1], folder=folder) for group in (second, third)]
     all_of_it = everyone.start("tell", [2, 3, 4])
     assert all_of_it.wait(60) == [[0, 2], [1, 1, 3], [2, 1, 4]], "asked last, and waited for first"
     assert [call.wait() for call in meeting] == [[[1, 1]], [[2, 1]]], "at the same time"
-    pair = switchboard.group("clock", [0, 1, 2], [0, 0, 1])
+    pair = switchboard.group("clock", Processes([0, 1, 2], [0, 0, 1], [0, 0, 1]))
     assert pair.size == 2 and pair.call("tell", [5, 6]) == [[0, 2, 5], [2, 1, 4, 6]], "one result a part"
     assert len(pair.call("describe")) == 3, "one a process"
+    assert pair.each("tell", [7, 8, 9]) == [[0, 2, 5, 7], [1, 1, 3, 5, 8], [2, 1, 4, 6, 9]], "a value a process"
     late = second.start("sleep", seconds=60.0)
     with pytest.raises(RunFailed, match=r"clock\.sleep: process 1 has not answered for 0\.5 s"):
         late.wait(0.5)

@@ -96,6 +96,10 @@ class RLOptions(
         """Tokens of the longest prompt and the longest answer."""
         return self.prompt_max_len + self.generate_max_len
 
+    @property
+    def policy_processes(self) -> int:
+        return self.processes if self.ray else len(self.ranks_of("actor", self.processes))
+
     def settle(self, changes: dict[str, Any]) -> Iterable[str]:
         if self.use_dynamic_batch:
             budget = self.train_max_tokens_per_gpu or max(DYNAMIC_BUDGET, self.longest_rollout)
@@ -138,6 +142,7 @@ class RLOptions(
                 f"--step_reward steps: --advantage_estimator {estimator.name} judges whole answers; use min or last"
             )
         self._check_rewarded()
+        self._check_splits()
         if self.max_len is not None and self.max_len < self.longest_rollout:
             raise UserError(
                 f"--max_len {self.max_len} is less than --prompt_max_len + --generate_max_len "
@@ -190,6 +195,12 @@ class RLOptions(
         if names := [f"--{name}" for name in OF_THE_CRITIC if self.asks(name)]:
             yield f"{', '.join(names)} without effect: --advantage_estimator {estimator.name} has no critic"
 
+    def _check_splits(self) -> None:
+        if self.weight_only_int8 and self.ds_tensor_parallel_size > 1 and not self.uses_vllm:
+            raise UserError(
+                "--weight_only_int8 copies whole layers, and --ds_tensor_parallel_size cuts them: leave one out"
+            )
+
     def _about_vllm(self) -> Iterable[str]:
         if not self.uses_vllm:
             return
@@ -201,15 +212,18 @@ class RLOptions(
             yield "--top_p: vLLM's log-probs are of the tokens that it leaves, and so is the gap to the trainer's"
 
     def _about_placement(self) -> Iterable[str]:
-        """With --ray, of models that are not there."""
+        """Of models that are not there, and of those that are in fewer processes than the policy."""
         absent = {
             "critic": f"--advantage_estimator {self.estimator.name} has no critic" if not self.estimator.critic else "",
             "reward": "there is no --reward_pretrain" if not self.reward_pretrain else "",
             "ref": self._without_reference(),
         }
         for role, why in absent.items():
+            flag = f"{role}_num_gpus_per_node"
             if self.ray and why:
-                yield from self.idle([f"{role}_num_gpus_per_node"], f"with --ray: {why}")
+                yield from self.idle([flag], f"with --ray: {why}")
+            elif not self.ray and not why and (asked := getattr(self, flag)) and asked < self.processes:
+                self.mesh_sizes(asked, learns=role == "critic", flag=flag)  # those of a cluster are shared out in train/rl/layouts
 
     def _without_reference(self) -> str:
         """Why no model is placed by the reference's options, if none is."""
@@ -367,6 +381,9 @@ class TailOptions(RLOptions, RewardInputOptions, TailMethodOptions, ProposalOpti
         method, group = self.method, self.n_samples_per_prompt
         if self.uses_vllm:
             raise UserError("--rollout_engine vllm: tail methods need the policy's own log-probs; use builtin")
+        for name in ("ds_tensor_parallel_size", "ring_attn_size"):
+            if getattr(self, name) > 1:
+                raise UserError(f"--{name}: tail methods split no layers and no rows yet; leave it at 1")
         if self.enable_ema:
             raise UserError("--enable_ema: the average would be saved and the last weights measured; leave it out")
         if self.placeholder_token is not None and self.step_reward == "steps":

@@ -40,10 +40,15 @@ class ShardingOptions(ProcessOptions):
     deepcompile: bool = option(False, refused="is DeepSpeed's compiler and not implemented; leave it out")
     """DeepSpeed's DeepCompile. Not implemented."""
 
-    def mesh_sizes(self, processes: int, *, learns: bool = True) -> dict[str, int]:
+    @property
+    def policy_processes(self) -> int:
+        """How many of them hold what is trained."""
+        return self.processes
+
+    def mesh_sizes(self, processes: int, *, learns: bool = True, flag: str = "nproc") -> dict[str, int]:
         """The dimensions of a mesh of so many processes, but for the one that follows from the others. A UserError: it
         has no such dimensions. `learns`: its model is trained; one that only scores may be in fewer processes than
-        --shard_size names, and keeps nothing for a backward pass."""
+        --shard_size names, and keeps nothing for a backward pass. `flag`: by which they were asked for."""
         context, tensor = self.ring_attn_size, self.ds_tensor_parallel_size
         together = context * tensor
         if processes % together:
@@ -51,7 +56,7 @@ class ShardingOptions(ProcessOptions):
             used = " x ".join(flag for flag, size in zip(asked, (context, tensor)) if size > 1)
             raise UserError(
                 f"{used}: {_counted(processes)} cannot be shared out so; start a multiple "
-                f"of {together} (--nproc {together})"
+                f"of {together} (--{flag} {together})"
             )
         splitting = processes // tensor  # over how many parameters can be split
         replicate = self._copies(splitting, learns=learns)
@@ -85,8 +90,8 @@ class ShardingOptions(ProcessOptions):
             raise UserError(f"--zpg keeps split what --zero_stage {self.zero_stage} does not split: use --zero_stage 3")
         if self.zpg > 1 and self.ds_tensor_parallel_size > 1:
             raise UserError("--zpg and --ds_tensor_parallel_size do not work together: leave one of them out")
-        if self.processes > 1:
-            self.mesh_sizes(self.processes)
+        if self.policy_processes > 1:
+            self.mesh_sizes(self.policy_processes)
         split = self.processes > 1 or self.ring_attn_size > 1 or self.ds_tensor_parallel_size > 1
         if split and isinstance(self, LoadOptions) and self.load_in_4bit:
             raise UserError("--load_in_4bit: 4-bit weights cannot be split; train in one process")

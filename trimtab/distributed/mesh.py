@@ -85,6 +85,11 @@ class Mesh:
         return tuple(place // self._count(("context", "tensor")) for place in range(self.size))
 
     @property
+    def tensor_groups(self) -> tuple[int, ...]:
+        """In which tensor group each of its processes is: what is dealt to those that do not split rows."""
+        return tuple(place // self._count(TENSOR) for place in range(self.size))
+
+    @property
     def device(self) -> torch.device:
         return self.world.device
 

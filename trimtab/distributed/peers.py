@@ -46,6 +46,21 @@ class Peers:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
             return int(tensor)
 
+    def any(self, holds: bool) -> bool:
+        """Whether it holds in one of them."""
+        return bool(self.maximum(int(holds)))
+
+    def minimum(self, value: int) -> int:
+        return -self.maximum(-value)
+
+    def of_first(self, tensor: Tensor) -> Tensor:
+        """The first one's, in all of them."""
+        if self.size > 1:
+            tensor = tensor.contiguous()
+            with pulse.waiting():
+                dist.broadcast(tensor, group=self.group, group_src=0)
+        return tensor
+
     def gather(self, value: Any) -> list[Any]:
         """The plain values of all of them, in rank order, known to all."""
         if self.size == 1:

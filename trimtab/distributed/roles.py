@@ -13,6 +13,7 @@ collectives. How roles come to their processes is in staging.py.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trimtab.distributed.device import Device, random_state, restore_random_state
@@ -36,6 +37,31 @@ class Role:
         """Let go of processes and connections."""
 
 
+@dataclass(frozen=True)
+class Processes:
+    """Those of a run that have a role, in order."""
+
+    ranks: Sequence[int]
+    parts: Sequence[int]
+    """Which part of a call each of them gets; of those with the same one the first tells the result."""
+    streams: Sequence[int]
+    """By which number each one's random state is known: those that draw alike have the same."""
+
+    @classmethod
+    def apart(cls, ranks: Sequence[int]) -> "Processes":
+        """Each with a part of its own."""
+        return cls(ranks, range(len(ranks)), ranks)
+
+    @property
+    def telling(self) -> list[int]:
+        """Of every part, the process whose result counts."""
+        return [self.ranks[self.parts.index(part)] for part in range(self.size)]
+
+    @property
+    def size(self) -> int:
+        return max(self.parts) + 1
+
+
 class Pending(Protocol):
     """A call that has been made."""
 
@@ -50,8 +76,12 @@ class Group(ABC):
     name: str
     size: int
     """How many parts a call may have: processes that learn from different data."""
-    ranks: Sequence[int]
-    """Which processes of the run it is."""
+    processes: Processes
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Which processes of the run it is."""
+        return self.processes.ranks
 
     @abstractmethod
     def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> Pending:
@@ -59,6 +89,10 @@ class Group(ABC):
 
     def call(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> list[Any]:
         return self.start(method, parts, **shared).wait()
+
+    @abstractmethod
+    def each(self, method: str, values: Sequence[Any]) -> list[Any]:
+        """Have a method run in every process, each with a value of its own, also where several share a part."""
 
     def stand_in(self, lost: Exception) -> None:
         """Another process in the place of one that is gone, with its roles as they were built at first."""
@@ -72,7 +106,7 @@ class Group(ABC):
 
 class LocalGroup(Group):
     size = 1
-    ranks = (0,)
+    processes = Processes.apart((0,))
 
     def __init__(self, name: str, role: Any, device: Device):
         self.name, self.role, self.device = name, role, device
@@ -80,6 +114,9 @@ class LocalGroup(Group):
     def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> "Done":
         own = () if parts is None else (parts[0],)
         return Done(f"{self.name}.{method}", [getattr(self.role, method)(*own, **shared)])
+
+    def each(self, method: str, values: Sequence[Any]) -> list[Any]:
+        return self.call(method, values)
 
     def meet_again(self) -> bool:
         self.device.release_memory()

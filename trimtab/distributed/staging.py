@@ -18,7 +18,7 @@ from typing import Any
 
 from trimtab.distributed.device import Device, process_seed, random_state, restore_random_state, seed_everything
 from trimtab.distributed.mesh import Mesh
-from trimtab.distributed.roles import Group, LocalGroup
+from trimtab.distributed.roles import Group, LocalGroup, Processes
 from trimtab.distributed.switchboard import Switchboard
 from trimtab.distributed.world import World
 from trimtab.interrupts import StopRequest
@@ -40,6 +40,7 @@ class Unit:
     name: str
     build: Callable[[Any, Place], dict[str, Any]]  # its roles by name, of this process
     roles: tuple[str, ...]
+    engines: tuple[str, ...] = ()  # of them, those that do not split rows: each tensor group gets a part
     ranks: Sequence[int] | None = None  # the processes of a world that have it; None: all
     learns: bool = False  # a model of it is trained
     apart: bool = False  # in processes outside the world, each alone: other programs' engines
@@ -78,19 +79,27 @@ class Host:
             made[name].restore(self._held.pop(name))
         self.roles |= made
 
-    def places(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Of every unit, the processes that have it and which part of a call each of them gets."""
-        return {name: (mesh.ranks, mesh.parts) for name, mesh in self.meshes.items()}
+    def processes(self) -> dict[str, Processes]:
+        """Of every role, those that have it."""
+        found = {}
+        for unit, mesh in self.meshes.items():
+            streams = _streams(mesh)
+            for role in self.units[unit].roles:
+                parts = mesh.tensor_groups if role in self.units[unit].engines else mesh.parts
+                found[role] = Processes(mesh.ranks, parts, streams)
+        return found
 
     def settle(self) -> None:
-        """When all is built: dropout differs between processes, everything else does not."""
+        """When all is built: dropout differs between processes that work on different tokens, everything else does
+        not."""
         if self._random is not None:
             restore_random_state(self._random)
             self._random = None
-        else:
-            seed_everything(
-                process_seed(self.options.seed, self.world.rank), deterministic=self.options.full_determinism
-            )
+            return
+        # Units that share a process share its whole tensor group.
+        mesh = next((mesh for mesh in self.meshes.values() if mesh.here), None)
+        stream = self.world.rank if mesh is None else _streams(mesh)[mesh.ranks.index(self.world.rank)]
+        seed_everything(process_seed(self.options.seed, stream), deterministic=self.options.full_determinism)
 
     def let_go(self) -> None:
         """Keep this process's parts of what was learnt, for roles that are built anew."""
@@ -106,6 +115,11 @@ class Host:
         # In place: who serves calls looks roles up here.
         for name in [name for name in self.roles if name != HOST]:
             del self.roles[name]
+
+
+def _streams(mesh: Mesh) -> tuple[int, ...]:
+    """By which number each of its processes draws: the rank, where there are no tensor groups."""
+    return tuple(mesh.ranks[0] + group for group in mesh.tensor_groups)
 
 
 class Stage(ABC):
@@ -170,12 +184,7 @@ class WorldStage(Stage):
         for unit in self.host.units:
             self._hosts.call("build", unit=unit)
         self._hosts.call("settle")
-        meshes = self.host.meshes
-        return {
-            name: self._switchboard.group(name, meshes[unit.name].ranks, meshes[unit.name].parts)
-            for unit in self.host.units.values()
-            for name in unit.roles
-        }
+        return {name: self._switchboard.group(name, found) for name, found in self.host.processes().items()}
 
     def groups_anew(self) -> dict[str, Group]:
         self._hosts.call("let_go")

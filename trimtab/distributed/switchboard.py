@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from trimtab.distributed.calling_off import meet_again, reason_to_call_off
 from trimtab.distributed.connections import opening
-from trimtab.distributed.roles import Group
+from trimtab.distributed.roles import Group, Processes
 from trimtab.distributed.watch import pulse
 from trimtab.distributed.wire import Wire
 from trimtab.distributed.world import PATIENCE, World
@@ -50,11 +50,9 @@ class Switchboard:
         meet_again(self.world)
         self._connect()
 
-    def group(self, name: str, ranks: Sequence[int] | None = None, parts: Sequence[int] | None = None) -> "WorldGroup":
-        """`ranks`: the processes that have this role (None: all); `parts`: which part of a call each of them gets, if
-        not its own."""
-        ranks = range(self.world.size) if ranks is None else ranks
-        return WorldGroup(self, name, ranks, range(len(ranks)) if parts is None else parts)
+    def group(self, name: str, processes: Processes | None = None) -> "WorldGroup":
+        """`processes`: those that have this role, if not all."""
+        return WorldGroup(self, name, processes or Processes.apart(range(self.world.size)))
 
     # ---- the first process
 
@@ -199,18 +197,21 @@ class Call:
 
 
 class WorldGroup(Group):
-    def __init__(self, switchboard: Switchboard, name: str, ranks: Sequence[int], parts: Sequence[int]):
-        self._switchboard, self.name = switchboard, name
-        self.ranks, self._parts = ranks, parts
-        self.size = max(parts) + 1
+    def __init__(self, switchboard: Switchboard, name: str, processes: Processes):
+        self._switchboard, self.name, self.processes = switchboard, name, processes
+        self.size = processes.size
 
     def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> Call:
         if parts is None:
             return self._switchboard.start(self.name, method, self.ranks, None, shared)
         assert len(parts) == self.size
-        call = self._switchboard.start(self.name, method, self.ranks, [parts[i] for i in self._parts], shared)
-        call.told = [self.ranks[self._parts.index(part)] for part in range(self.size)]
+        own = [parts[part] for part in self.processes.parts]
+        call = self._switchboard.start(self.name, method, self.ranks, own, shared)
+        call.told = self.processes.telling
         return call
+
+    def each(self, method: str, values: Sequence[Any]) -> list[Any]:
+        return self._switchboard.start(self.name, method, self.ranks, values, {}).wait()
 
     def meet_again(self) -> bool:
         self._switchboard.meet_again()

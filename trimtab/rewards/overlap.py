@@ -50,14 +50,26 @@ class Overlapped(Generic[Part, Result]):
 
     def submit(self, request: Part) -> None:
         """Hand over finished samples. Raises what a part before them has failed with, so that nobody generates on."""
+        self.check()
+        self.add(request)
+
+    def add(self, request: Part) -> None:
+        """The same for one that must first tell others before it stops: it looks whether a part has `failed`."""
         if self._thread is None:
             self._parts.append(request)
             return
-        if self._failed is not None:
-            raise self._failed
         part = self._thread.submit(self.reward, request)
         part.add_done_callback(self._look_at)
         self._running.append(part)
+
+    @property
+    def failed(self) -> bool:
+        return self._failed is not None
+
+    def check(self) -> None:
+        """Raises what a part has failed with, if one has."""
+        if self._failed is not None:
+            raise self._failed
 
     def results(self) -> Iterator[Result]:
         """The result of every part, in the order of submission; the first failure is raised in its place."""

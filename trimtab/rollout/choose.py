@@ -3,6 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any
 
+from trimtab.distributed.peers import Peers
 from trimtab.models.handover import Handover
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.engine import READ_TOKENS, BuiltinEngine
@@ -23,11 +24,13 @@ def build_engine(
     weight_only_int8: bool = False,
     keep_prefixes: bool = False,
     eager: bool = False,
+    tensor: Peers | None = None,
 ) -> Engine:
     """The engine that answers with this policy. `slots`: samples that run at once; `kv_tokens`: memory for keys and
     values, planned from what is free if not given; `weight_only_int8`: linear layers multiply by int8 copies;
     `keep_prefixes`: what was read and drawn in one call is not read again in the next. A run that was resumed has kept
-    nothing, so in the last bits its numbers would be others. `eager`: no graphs are captured."""
+    nothing, so in the last bits its numbers would be others. `eager`: no graphs are captured. `tensor`: the processes
+    that the policy's layers are cut over, which all ask the same."""
     return BuiltinEngine(
         policy,
         tokenizer,
@@ -36,6 +39,7 @@ def build_engine(
         weight_only_int8=weight_only_int8,
         keep_prefixes=keep_prefixes,
         eager=eager,
+        tensor=tensor,
     )
 
 

@@ -11,7 +11,7 @@ from trimtab.distributed.cluster.crew import Crew
 from trimtab.distributed.cluster.losses import EngineLost
 from trimtab.distributed.cluster.member import Member
 from trimtab.distributed.cluster.worker import DONE, MISTAKE, NO_ROOM
-from trimtab.distributed.roles import Group
+from trimtab.distributed.roles import Group, Processes
 from trimtab.distributed.wire import Wire
 from trimtab.errors import OutOfMemory, RunFailed, UserError
 
@@ -20,24 +20,36 @@ LARGE = 2**16  # bytes; what all are told alike is put into Ray's memory once
 
 
 class RayGroup(Group):
-    def __init__(self, crew: Crew, wire: Wire, name: str, members: Sequence[Member], parts: Sequence[int]):
-        """`parts`: which part of a call each member gets."""
+    def __init__(
+        self, crew: Crew, wire: Wire, name: str, members: Sequence[Member], processes: Processes | None = None
+    ):
+        """`processes`: which part of a call each member gets, if not one of its own."""
         self.name, self.members = name, members
-        self.ranks = [member.rank for member in members]
-        self.size = max(parts) + 1
-        self._crew, self._wire, self._parts = crew, wire, parts
+        self.processes = processes or Processes.apart([member.rank for member in members])
+        self.size = self.processes.size
+        self._crew, self._wire = crew, wire
 
     def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> "RayCall":
-        assert parts is None or len(parts) == self.size
+        if parts is None:
+            return self._ask(method, [None] * len(self.members), self.ranks, shared)
+        assert len(parts) == self.size
+        own = [(parts[part],) for part in self.processes.parts]
+        return self._ask(method, own, self.processes.telling, shared)
+
+    def each(self, method: str, values: Sequence[Any]) -> list[Any]:
+        return self._ask(method, [(value,) for value in values], self.ranks, {}).wait()
+
+    def _ask(
+        self, method: str, values: Sequence[tuple | None], told: Sequence[int], shared: dict[str, Any]
+    ) -> "RayCall":
+        """`told`: whose results are handed out."""
         settings: Any = self._wire.pack(shared).numpy()
         if settings.nbytes > LARGE and len(self.members) > 1:
             settings = ray.put(settings)
         asked = []
-        for member, part in zip(self.members, self._parts, strict=True):
-            own = self._wire.pack([self.name, method, None if parts is None else (parts[part],)]).numpy()
+        for member, value in zip(self.members, values, strict=True):
+            own = self._wire.pack([self.name, method, value]).numpy()
             asked.append((member, member.handle.perform.remote(own, settings)))
-        # One of those that got a part tells its result; without parts all do.
-        told = self.ranks if parts is None else [self.ranks[self._parts.index(part)] for part in range(self.size)]
         return RayCall(self._crew, self._wire, f"{self.name}.{method}", asked, told)
 
     def meet_again(self) -> bool:

@@ -23,7 +23,7 @@ from trimtab.distributed.cluster.nodes import living_nodes
 from trimtab.distributed.cluster.seats import CPU_SHARE, Placement, missing
 from trimtab.distributed.cluster.worker import Job, Seating, Worker
 from trimtab.distributed.device import Device, showing
-from trimtab.distributed.roles import Group
+from trimtab.distributed.roles import Group, Processes
 from trimtab.distributed.staging import HOST, Stage, Unit
 from trimtab.distributed.wire import Wire
 from trimtab.distributed.world import World
@@ -53,7 +53,7 @@ class RayStage(Stage):
         self.units = list(job.units(job.options, layout.size))
         self.device = Device(torch.device("cpu"), "CPU")  # of this process, on which no model is
         self.world = World(0, layout.size)  # of the roles; this process only speaks for it
-        self._wire = Wire(*job.records)
+        self._wire = Wire(*job.records, Processes)
         self._crew = Crew(hang_timeout, stop, layout.size)
         self.found: list[dict[str, Any]] = []  # what each process says of where it is
         self.devices: list[dict[str, Any]] = []  # and of its device
@@ -195,11 +195,10 @@ class RayStage(Stage):
         for unit in inside:
             workers.call("build", unit=unit.name)
         workers.call("settle")
-        places = workers.call("places")[0]
-        groups: dict[str, Group] = {}
-        for unit in inside:
-            ranks, parts = places[unit.name]
-            groups |= {role: self._group(role, [members[rank] for rank in ranks], parts) for role in unit.roles}
+        groups: dict[str, Group] = {
+            role: self._group(role, [members[rank] for rank in found.ranks], found)
+            for role, found in workers.call("processes")[0].items()
+        }
         if building is not None:
             building.wait()
         return groups | self._engines
@@ -209,10 +208,8 @@ class RayStage(Stage):
         apart, engines = self._apart, self._crew.members[self.layout.size :]
         if apart is None or self._engines:
             return None
-        parts = range(len(engines))
         self._engines = {
-            role: EngineGroup(self._crew, self._wire, role, engines, parts, stand_in=self.stand_in)
-            for role in apart.roles
+            role: EngineGroup(self._crew, self._wire, role, engines, stand_in=self.stand_in) for role in apart.roles
         }
         return self._group(HOST, engines).start("build", unit=apart.name)
 
@@ -220,8 +217,8 @@ class RayStage(Stage):
         self._group(HOST, self._crew.members[: self.layout.size]).call("let_go")
         return self.groups(self.job.options)
 
-    def _group(self, role: str, members: Sequence[Member], parts: Sequence[int] | None = None) -> RayGroup:
-        return RayGroup(self._crew, self._wire, role, members, range(len(members)) if parts is None else parts)
+    def _group(self, role: str, members: Sequence[Member], processes: Processes | None = None) -> RayGroup:
+        return RayGroup(self._crew, self._wire, role, members, processes)
 
     def described(self) -> dict[str, Any]:
         threads = [device["threads"] for device in self.devices]

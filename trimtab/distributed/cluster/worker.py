@@ -18,6 +18,7 @@ from trimtab.distributed.device import find_device
 from trimtab.distributed.interfaces import speak_at
 from trimtab.distributed.link import NODE_ADDRESS
 from trimtab.distributed.mesh import Mesh
+from trimtab.distributed.roles import Processes
 from trimtab.distributed.staging import Host, Unit
 from trimtab.distributed.watch import in_collective, pulse
 from trimtab.distributed.wire import Wire
@@ -108,7 +109,7 @@ class Worker:
             world = World(seating.rank, seating.size, device.torch)
         job.prepare(job.options)
         units = job.units(job.options, seating.size)
-        self._wire = Wire(*job.records)
+        self._wire = Wire(*job.records, Processes)
         self.host = Host(job.options, units, job.make_mesh, device, world, self.stop)
         return device.described()
 

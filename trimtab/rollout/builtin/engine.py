@@ -11,6 +11,7 @@ from collections.abc import Collection, Generator, Sequence
 import torch
 
 from trimtab.distributed.device import free_memory
+from trimtab.distributed.peers import Peers
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.captured import CapturedGraphs
@@ -38,20 +39,28 @@ class BuiltinEngine:
         weight_only_int8: bool = False,
         keep_prefixes: bool = False,
         eager: bool = False,
+        tensor: Peers | None = None,
     ):
         """`slots`: samples that run at once; `kv_tokens`: memory for keys and values (planned from what is free if
         not given); `read_tokens`: prompt tokens in one pass; `weight_only_int8`: see int8.py; `keep_prefixes`: a call
         goes on from what earlier ones have read and drawn with these weights, and not only a session from its own. In
-        the last bits that is not the same as reading anew. `eager`: no graphs are captured."""
+        the last bits that is not the same as reading anew. `eager`: no graphs are captured. `tensor`: the processes
+        that the policy's layers are cut over. All of them ask the same and draw the same tokens; what a process decides
+        by itself, they decide together."""
         if policy.path != "packed":
             raise UserError(f"{type(policy.inner).__name__} does not use the attention interface; the engine needs it")
         self.policy, self.tokenizer, self.slots = policy, tokenizer, slots
         self.read_tokens, self.keep_prefixes = read_tokens, keep_prefixes
+        self.tensor = tensor or Peers()
+        cut = self.tensor.size > 1
+        assert not (cut and weight_only_int8), "refused with the options"
         with policy.at_work():
             shape, arguments = Runner.measure(policy)
-            self.fused = recognised(policy, shape, arguments)
-        self.memory = KVMemory(shape, page_size, kv_tokens)
-        self.captured = CapturedGraphs(policy, slots, possible=not eager)
+            # Fused layers read whole weights. Of cut ones the modules know how to add up.
+            self.fused = None if cut else recognised(policy, shape, arguments)
+        self.memory = KVMemory(shape, page_size, kv_tokens, self.tensor)
+        # Every layer of a cut model waits for other processes, which nobody has tried in a captured graph.
+        self.captured = CapturedGraphs(policy, slots, possible=not eager and not cut)
         self.exact = shape.dtype == torch.float32 and not weight_only_int8
         self.version = 0
         self.tokens_read = 0

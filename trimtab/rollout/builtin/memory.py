@@ -3,6 +3,7 @@
 import torch
 
 from trimtab.distributed.device import free_memory, has_kernels
+from trimtab.distributed.peers import Peers
 from trimtab.rollout.builtin.cache import KVCache, KVShape
 from trimtab.rollout.builtin.kept import KeptPages
 from trimtab.rollout.builtin.pages import PagePool
@@ -19,8 +20,10 @@ class KVMemory:
     the right ones until the release.
     """
 
-    def __init__(self, shape: KVShape, page_size: int, tokens: int | None):
+    def __init__(self, shape: KVShape, page_size: int, tokens: int | None, tensor: Peers | None = None):
+        """`tensor`: processes with parts of the same keys and values, which must all have as many pages."""
         self.shape, self.page_size, self.tokens = shape, page_size, tokens
+        self.tensor = tensor or Peers()
         self.release()
 
     def release(self) -> None:
@@ -31,14 +34,20 @@ class KVMemory:
     def cache(self, samples: int, longest: int, device: torch.device) -> KVCache:
         """For that many samples at once, of at most `longest` tokens. What its pages hold stays, if there is room."""
         wanted = self.wanted(samples, longest)
+        if self.tensor.any(self._cache is None):  # each gives its memory back when its own device is full
+            self.release()
         if self._cache is not None and self._wanted < wanted:
-            self._enlarge(self._cache, wanted, free_memory(device))
+            self._enlarge(self._cache, wanted, self._free(device))
         if self._cache is None:
-            pages = self.pages(samples, longest, free_memory(device))
+            pages = self.pages(samples, longest, self._free(device))
             self._cache, pool = KVCache(self.shape, pages, self.page_size, device), PagePool(pages, self.page_size)
             self._pages = pool, KeptPages(pool, WORTH_WHILE if has_kernels(device) else 0)
         self._wanted = max(self._wanted, wanted)
         return self._cache
+
+    def _free(self, device: torch.device) -> int:
+        """Bytes, where least are."""
+        return self.tensor.minimum(free_memory(device))
 
     def _enlarge(self, cache: KVCache, wanted: int, free: int) -> None:
         # At least twice as many, so that requests that come one by one do not copy all of it every time.

@@ -6,6 +6,7 @@ was drawn, let finished samples go, refill their places; repeat
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -193,7 +194,9 @@ class BuiltinSession:
         drawn = torch.zeros_like(seeds) if drawn is None else drawn
         logits = self._runner.logits(hidden)
         seen = _seen(samples, logits, newer) if self.sampling.repetition_penalty != 1.0 else None
-        return self._sampler.draw(logits, seeds, drawn, seen)
+        found = self._sampler.draw(logits, seeds, drawn, seen)
+        # One different bit would part them for good.
+        return replace(found, tokens_B=self.engine.tensor.of_first(found.tokens_B))
 
     # ---- what was drawn
 

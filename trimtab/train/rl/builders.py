@@ -38,7 +38,8 @@ def build_actor(options: RLOptions, place: Place) -> dict[str, Any]:
     loaded = load_policy(options, place.device, place.mesh)
     roles: dict[str, Any] = {"actor": actor_of(options, loaded, tokenizer, place)}
     if not options.engines_apart:
-        rewards = other_rewards(options, place.stop.requested)
+        # Those of a tensor group write the same answers, which are judged once.
+        rewards = other_rewards(options, place.stop.requested) if place.mesh.tensor.leads else []
         roles["rollouts"] = rollouts_of(options, loaded.model, rewards, tokenizer, place)
     if has_reference(options) and options.lora_rank > 0:
         roles["reference"] = scorer(options, place, loaded)
@@ -107,8 +108,9 @@ def rollouts_of(options: RLOptions, policy: Policy, rewards: Parts, tokenizer: A
             kv_tokens=options.rollout_kv_tokens,
             weight_only_int8=options.weight_only_int8,
             eager=options.enforce_eager,
+            tensor=place.mesh.tensor,
         )
-    return Rollouts(engine, rewards, tokenizer, place.stop.requested)
+    return Rollouts(engine, rewards, tokenizer, place.stop.requested, place.mesh.tensor)
 
 
 def engine_settings(options: RLOptions, place: Place) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def described(options: RLOptions) -> list[Unit]:
     shares_policy = has_reference(options) and options.lora_rank > 0
     rollouts = () if options.engines_apart else ("rollouts",)
     actor_roles = ("actor", *rollouts, *(["reference"] if shares_policy else []))
-    units = [Unit("actor", builders.build_actor, actor_roles, learns=True)]
+    units = [Unit("actor", builders.build_actor, actor_roles, engines=rollouts, learns=True)]
     if has_reference(options) and not shares_policy:
         units.append(Unit("reference", builders.build_reference, ("reference",)))
     if options.teacher_model:

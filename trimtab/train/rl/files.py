@@ -168,7 +168,7 @@ class RunFiles:
         """What writes its tensors, and the rest of it."""
         learners = _learners(roles)
         random = {
-            name: {str(rank): state for rank, state in zip(role.ranks, role.call("random_state"))}
+            name: {str(stream): state for stream, state in zip(role.processes.streams, role.call("random_state"))}
             for name, role in _all(roles).items()
         }
 
@@ -209,7 +209,7 @@ class RunFiles:
                 random = {[*learners][-1]: {str(rank): state for rank, state in enumerate(random)}}
             for name, role in _all(roles).items():
                 states = random.get(name, {})  # a process that had not this role keeps what it has
-                role.call("restore_random_state", [states.get(str(rank)) for rank in role.ranks])
+                role.each("restore_random_state", [states.get(str(stream)) for stream in role.processes.streams])
             tensors = {} if parts is None else {name: parts.whole(name) for name in parts.names()}
         print(f"resumed from {path} at iteration {state['counters']['iteration']}", flush=True)
         return tensors, state

@@ -36,6 +36,8 @@ def layout_of(options: RLOptions, units: Sequence[str]) -> Layout:
         assert numbers.per_node is not None, "a pool is named after a model that has numbers"
         made.append(Pool(name, tuple(members), numbers.nodes, numbers.per_node))
     assert made[0].name == "actor" and actor.per_node, "the policy is first"
+    for pool in made:
+        _check_splits(options, pool)
     return Layout(tuple(made), _engines(options, made[0]))
 
 
@@ -68,6 +70,18 @@ def _pool_of(options: RLOptions, unit: str, asked: dict[str, _Numbers]) -> str:
 def _require_same(flag: str, one: _Numbers, other: _Numbers) -> None:
     if None not in (one.per_node, other.per_node) and (one.nodes, one.per_node) != (other.nodes, other.per_node):
         raise UserError(f"--{flag} lets models share processes, and {one} differs from {other}: give the same numbers")
+
+
+def _check_splits(options: RLOptions, pool: Pool) -> None:
+    """The processes of a pool have neighbouring ranks, those of a tensor group the last digits of them."""
+    flag, tensor = f"{pool.flag}_gpus_per_node", options.ds_tensor_parallel_size
+    learns = bool({"actor", "critic"} & {*pool.units})
+    options.mesh_sizes(pool.size, learns=learns, flag=flag.removeprefix("--"))
+    if pool.per_node % tensor:
+        raise UserError(
+            f"{flag} {pool.per_node}: the {tensor} processes of --ds_tensor_parallel_size work on every layer together "
+            f"and sit on one node; give a multiple of {tensor}"
+        )
 
 
 def _engines(options: RLOptions, policy: Pool) -> Engines | None:

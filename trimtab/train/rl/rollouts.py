@@ -1,6 +1,7 @@
 """The role that answers prompts: an engine, and the rewards that are best near it (functions, servers, verifiers).
 
 Samples go to those rewards as they finish, while others are still being written. Every process answers its own share.
+Those of a tensor group share one: they write the same answers, go on or stop together, and the first has the rewards.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.distributed.link import Plan
+from trimtab.distributed.peers import Peers
 from trimtab.distributed.roles import Role
 from trimtab.errors import OutOfMemory
 from trimtab.rewards.build import Parts
@@ -35,10 +37,18 @@ class Answers:
 
 
 class Rollouts(Role):
-    def __init__(self, engine: Engine, rewards: Parts, tokenizer: Any, stopped: Callable[[], bool]):
-        """`stopped`: whether to give up what is being written."""
+    def __init__(
+        self,
+        engine: Engine,
+        rewards: Parts,
+        tokenizer: Any,
+        stopped: Callable[[], bool],
+        tensor: Peers | None = None,
+    ):
+        """`stopped`: whether to give up what is being written; `tensor`: who writes the same answers."""
         self.engine, self.rewards = engine, rewards
         self.tokenizer, self.stopped = tokenizer, stopped
+        self.tensor = tensor or Peers()
 
     def describe(self) -> dict[str, Any]:
         return {"exact": self.engine.exact, **described(self.rewards)}
@@ -95,11 +105,14 @@ class Rollouts(Role):
         with Overlapped(rewards) as scored, contextlib.closing(stream):
             for rollout in stream:
                 waiting.append(rollout)
-                if rewards.concurrent and len(waiting) >= SCORED_AT_ONCE:
-                    scored.submit(waiting)
-                    found, waiting = found + waiting, []
-                if self.stopped():
+                if self.tensor.any(self.stopped() or scored.failed):
+                    scored.check()
                     return None
+                if rewards.concurrent and len(waiting) >= SCORED_AT_ONCE:
+                    scored.add(waiting)
+                    found, waiting = found + waiting, []
+            if not self.tensor.leads:  # nobody hears what it would say
+                return None
             if waiting:
                 scored.submit(waiting)
                 found += waiting
