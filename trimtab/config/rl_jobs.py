@@ -223,7 +223,7 @@ class RLOptions(
             if self.ray and why:
                 yield from self.idle([flag], f"with --ray: {why}")
             elif not self.ray and not why and (asked := getattr(self, flag)) and asked < self.processes:
-                self.mesh_sizes(asked, learns=role == "critic", flag=flag)  # those of a cluster are shared out in train/rl/layouts
+                self.mesh_sizes(asked, learns=role == "critic", flag=flag)  # of a cluster: layouts.py
 
     def _without_reference(self) -> str:
         """Why no model is placed by the reference's options, if none is."""
