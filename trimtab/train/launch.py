@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.config.data import TemplateOptions
-from trimtab.config.groups import LoadOptions, LoggingOptions
+from trimtab.config.groups import LoggingOptions
 from trimtab.config.jobs import SupervisedOptions
 from trimtab.config.objectives import DistillationOptions, ReferenceOptions
 from trimtab.data.tokenizer import load_tokenizer
@@ -51,6 +51,7 @@ def train(options: SupervisedOptions, make_task: MakeTask) -> None:
 
 def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, world: World) -> SupervisedRun:
     """Everything up to the first step."""
+    check_share(options, world.size)
     _check_places(options)
     tokenizer = load_job_tokenizer(options)
     if not world.leads:
@@ -59,7 +60,6 @@ def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, w
         task = make_task(options, tokenizer)
     if world.leads:
         world.wait()
-    check_undivided(options, world)
     task.mesh = mesh = mesh_of(options, world)
     for line in [*task.data_lines(), *without_evaluation(options, task)]:
         world.say(line)
@@ -140,10 +140,11 @@ def load_job_tokenizer(options: TrainedModelOptions) -> PreTrainedTokenizerBase:
     )
 
 
-def check_undivided(options: LoadOptions, world: World) -> None:
-    """Launchers start processes without telling the options."""
-    if options.load_in_4bit and world.size > 1:
+def check_share(options: TrainedModelOptions, processes: int, *, learns: bool = True) -> None:
+    """Whether so many processes can hold a model. Launchers start processes without telling the options."""
+    if options.load_in_4bit and processes > 1:
         raise UserError("--load_in_4bit: 4-bit weights cannot be split; train in one process")
+    options.mesh_sizes(processes, learns=learns)
 
 
 def without_evaluation(options: LoggingOptions, task: Task) -> list[str]:

@@ -1,17 +1,32 @@
 """What is refused of an RL run before anything slow is done, in one line each."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from trimtab.config.jobs import RLOptions, TailOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.data.tokenizer import load_tokenizer
+from trimtab.distributed.staging import Unit
 from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.hugging_face import check_model_folder
 from trimtab.models.packed import PackedModel
 from trimtab.rewards.model import same_tokenizer
+from trimtab.train.launch import check_share
 from trimtab.train.rl.recording import Recording
+
+
+def check_shares(options: RLOptions, units: Iterable[Unit]) -> None:
+    """Refuse models that cannot be shared out among their processes. Whoever starts these does not know the options."""
+    for unit in units:
+        if unit.apart:
+            continue
+        assert unit.ranks is not None, f"{unit.name} is in no processes yet"
+        try:
+            check_share(options, len(unit.ranks), learns=unit.learns)
+        except UserError as error:
+            raise error if unit.name == "actor" else UserError(f"{error} (of the {unit.name})") from None
 
 
 def check_model(model: PackedModel, options: RLOptions, stores: dict[str, PromptStore]) -> None:

@@ -16,11 +16,11 @@ from trimtab.models.load import policy_skeleton
 from trimtab.rewards.build import in_words
 from trimtab.rewards.labels import check_labels
 from trimtab.rollout.types import Sampling
-from trimtab.train.launch import check_undivided, load_job_tokenizer, notes
+from trimtab.train.launch import load_job_tokenizer, notes
 from trimtab.train.manifest import make_manifest, settings
 from trimtab.train.plan.passes import for_manifest, with_planned_passes, work_of_prompts
 from trimtab.train.rl.asking import Asking
-from trimtab.train.rl.checks import check_model, check_places, check_teacher, critic_start
+from trimtab.train.rl.checks import check_model, check_places, check_shares, check_teacher, critic_start
 from trimtab.train.rl.description import units_of
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.files import RunFiles
@@ -37,7 +37,7 @@ class Controller:
     def __init__(self, options: RLOptions, device: Device, world: World):
         """`device`: of this process, which is planned for where it does everything."""
         self.options, self.world = options, world
-        check_undivided(options, world)
+        check_shares(options, self.units(options, world.size))
         check_places(options)
         self.tokenizer = load_job_tokenizer(options)
         self.stores, self.reports = self._prompts()

@@ -23,6 +23,7 @@ from trimtab.models.hugging_face import quiet_transformers
 from trimtab.models.sharded import mesh_of
 from trimtab.train.checkpoint import mark_of_newest, newest_of_run
 from trimtab.train.endings import last_checkpoint
+from trimtab.train.rl.checks import check_shares
 from trimtab.train.rl.controller import Controller
 from trimtab.train.rl.description import layout_of_units
 from trimtab.train.rl.launch import RECORDS, set_up, train
@@ -36,7 +37,9 @@ def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
     with connected(), StopRequest() as stop:
         if line := stop_line():
             print(line, flush=True)
-        layout = layout_of_units(options, kind.units(options, 1))
+        units = kind.units(options, 1)
+        check_shares(options, units)
+        layout = layout_of_units(options, units)
         placement = preflight(layout, places_of(options), stop)
         print(*table(layout.rows(placement.resource)), sep="\n", flush=True)
         for restart in range(options.max_restarts + 1):

@@ -16,7 +16,7 @@ from trimtab.rewards.trial import try_reward
 from trimtab.train.launch import load_job_tokenizer, notes, of_few_rows
 from trimtab.train.plan.passes import work_of_prompts
 from trimtab.train.rehearsal import memory_line, one_line, usable_rows
-from trimtab.train.rl.checks import check_model, check_places, check_teacher, critic_start
+from trimtab.train.rl.checks import check_model, check_places, check_shares, check_teacher, critic_start
 from trimtab.train.rl.controller import iterations_of
 from trimtab.train.rl.cut import updates_per_iteration
 from trimtab.train.rl.description import layout_of_units, units_of
@@ -35,7 +35,9 @@ def rehearse_rl(
 ) -> list[str]:
     """Everything that can go wrong before the first step, on a few rows and without the weights."""
     device = find_device()
-    placed = table(layout_of_units(options, units(options, 1)).rows()) if options.ray else []
+    described = units(options, options.processes)
+    check_shares(options, described)
+    placed = table(layout_of_units(options, described).rows()) if options.ray else []
     check_places(options)
     tokenizer = load_job_tokenizer(options)
     few = of_few_rows(options)
