@@ -19,7 +19,6 @@ def problems(options, here=0):
     "name, value",
     [
         ("deepcompile", True),
-        ("ds_tensor_parallel_size", 2),
         ("ring_attn_size", 2),
         ("ring_head_stride", 2),
         ("use_ds_universal_ckpt", True),

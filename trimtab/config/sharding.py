@@ -29,7 +29,7 @@ class ShardingOptions(ProcessOptions):
     shard_size: int | None = option(None, at_least=1)
     """Split the model over this many processes, and let the others hold copies of it; unset: over all. Processes of
     --ds_tensor_parallel_size are not counted."""
-    ds_tensor_parallel_size: int = option(1, refused="(tensor parallel training) is not implemented yet; leave it at 1")
+    ds_tensor_parallel_size: int = option(1, at_least=1)
     """Split every layer's arithmetic, the embedding and the LM head over this many neighbouring processes."""
     ring_attn_size: int = option(
         1, refused="(ring attention) is not implemented yet; leave it at 1, and lower --max_len if memory is short"
@@ -95,10 +95,11 @@ class ShardingOptions(ProcessOptions):
         split = self.processes > 1 or self.ring_attn_size > 1 or self.ds_tensor_parallel_size > 1
         if split and isinstance(self, LoadOptions) and self.load_in_4bit:
             raise UserError("--load_in_4bit: 4-bit weights cannot be split; train in one process")
-        if self.ring_attn_size > 1 and isinstance(self, LoadOptions) and self.attn_implementation is not None:
-            raise UserError(
-                "--ring_attn_size works with the attention of this project alone: leave --attn_implementation out"
-            )
+        for flag in ("ring_attn_size", "ds_tensor_parallel_size"):
+            if getattr(self, flag) > 1 and isinstance(self, LoadOptions) and self.attn_implementation is not None:
+                raise UserError(
+                    f"--{flag} works with the attention of this project alone: leave --attn_implementation out"
+                )
         return ()
 
 

@@ -5,6 +5,13 @@
 Tokens go through in chunks. The forward pass keeps one number a token (the logsumexp; two with entropy); the
 backward pass computes the chunk's logits again. `scale` and `c` are what Granite, Cohere and Gemma-2 do to their
 logits; for everyone else they are absent. Everything after the matrix product is fp32.
+
+Of a head that is cut by vocabulary (models/tensor_parallel) each process has the logits of its own words, in chunks as
+well. After all chunks they exchange two numbers a token (three with entropy): of r processes
+
+    log Z = logsumexp_r(log Z_r),      E[z] = sum_r exp(log Z_r - log Z) E_r[z]
+
+and in the backward pass the gradient of the hidden states. Logits are never gathered for log-probs and entropies.
 """
 
 from collections.abc import Callable
@@ -13,6 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from trimtab.distributed.branches import add_up, beside, branch, gather, join
+from trimtab.distributed.sharding import local
+from trimtab.models.vocabulary import Words
 
 
 @dataclass(frozen=True)
@@ -47,9 +58,11 @@ def token_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """fp32 log-prob of every target, and the entropy of every prediction when asked for."""
     if type(head) is nn.Linear:
-        size = chunk or chunk_tokens(head.weight.shape[0], hidden_ND.device)
+        words = Words.of(head.weight)
+        weight, bias = _matrix(head)
+        size = chunk or chunk_tokens(weight.shape[0], hidden_ND.device)
         log_probs, entropies = _ChunkedLogProbs.apply(
-            hidden_ND, head.weight, head.bias, targets_N, shape, temperature, entropy, size
+            hidden_ND, weight, bias, targets_N, words, shape, temperature, entropy, size
         )
         return log_probs, entropies if entropy else None
     # A head that is more than one matrix (LoRA on it, say): the module itself, chunk by chunk.
@@ -82,8 +95,13 @@ def choice_log_probs(hidden_ND: Tensor, head: nn.Module, choices_K: Tensor, shap
     """Log-probs of a few tokens among themselves [N, K]: of a plain head only their rows are multiplied."""
     if type(head) is not nn.Linear:  # LoRA on it, say
         return shaped_logits(head(hidden_ND)[:, choices_K], shape, 1.0).log_softmax(-1)
-    bias = None if head.bias is None else head.bias[choices_K]
-    raw = nn.functional.linear(hidden_ND, head.weight[choices_K], bias)
+    words, (weight, bias) = Words.of(head.weight), _matrix(head)
+    if words is None:
+        raw = nn.functional.linear(hidden_ND, weight[choices_K], None if bias is None else bias[choices_K])
+    else:
+        places_K, here_K = words.places(choices_K)
+        rows, added = weight[places_K], None if bias is None else bias[places_K]
+        raw = join(nn.functional.linear(branch(hidden_ND, words.group), rows, added) * here_K, words.group)
     return shaped_logits(raw, shape, 1.0).log_softmax(-1)
 
 
@@ -96,7 +114,10 @@ def token_divergence(
     teacher_shape: LogitShape,
     divergence: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Divergence of each token's two distributions, from hidden states, chunk by chunk and recomputed in backward."""
+    """Divergence of each token's two distributions, from hidden states, chunk by chunk and recomputed in backward.
+
+    A divergence is any function of both distributions, so of a head that is cut the logits of a chunk are gathered.
+    """
 
     def of_chunk(hidden: Tensor, teacher_hidden: Tensor) -> Tensor:
         student = shaped_logits(head(hidden), shape, 1.0)
@@ -108,6 +129,20 @@ def token_divergence(
     size = max(1, chunk_tokens(head.out_features, hidden_ND.device) // 4)
     pairs = zip(hidden_ND.split(size), teacher_hidden_ND.split(size))
     return torch.cat([checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in pairs])
+
+
+def whole_logits(hidden_ND: Tensor, head: nn.Module) -> Tensor:
+    """What a head says of every word, of one that is cut too: to draw from, not to train."""
+    if type(head) is not nn.Linear:
+        return head(hidden_ND)
+    words, (weight, bias) = Words.of(head.weight), _matrix(head)
+    raw = raw_logits(hidden_ND, weight, bias)
+    return raw if words is None else beside(raw, words.group, words.widths)
+
+
+def _matrix(head: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of the words that are here."""
+    return local(head.weight), None if head.bias is None else local(head.bias)
 
 
 def _from_module(hidden, head, targets, shape, temperature):
@@ -129,31 +164,36 @@ def raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, shape, temperature, entropy, chunk):
+    def forward(ctx, hidden, weight, bias, targets, words, shape, temperature, entropy, chunk):
+        """`words`: those that weight and bias are of; None: all."""
         count = hidden.shape[0]
-        log_probs = hidden.new_empty(count, dtype=torch.float32)
-        normalisers = torch.empty_like(log_probs)
-        means = torch.empty_like(log_probs) if entropy else None  # E[z], for the entropy and its gradient
+        places, here = (targets, None) if words is None else words.places(targets)
+        chosen = hidden.new_empty(count, dtype=torch.float32)  # the targets' logits
+        normalisers = torch.empty_like(chosen)
+        means = torch.empty_like(chosen) if entropy else None  # E[z], for the entropy and its gradient
         for begin in range(0, count, chunk):
             part = slice(begin, begin + chunk)
             logits = shaped_logits(raw_logits(hidden[part], weight, bias), shape, temperature)
             normalisers[part] = torch.logsumexp(logits, -1)
-            log_probs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalisers[part]
+            chosen[part] = logits.gather(-1, places[part, None])[:, 0]
             if means is not None:
                 p = torch.exp(logits - normalisers[part, None])
                 means[part] = (p * logits).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, normalisers, means)
-        ctx.settings = shape, temperature, chunk
-        return log_probs, normalisers if means is None else normalisers - means
+        if words is not None:
+            chosen, normalisers, means = _of_all_words(chosen * here, normalisers, means, words)
+        ctx.save_for_backward(hidden, weight, bias, places, here, normalisers, means)
+        ctx.settings = words, shape, temperature, chunk
+        return chosen - normalisers, normalisers if means is None else normalisers - means
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy):
-        hidden, weight, bias, targets, normalisers, means = ctx.saved_tensors
-        shape, temperature, chunk = ctx.settings
+        hidden, weight, bias, places, here, normalisers, means = ctx.saved_tensors
+        words, shape, temperature, chunk = ctx.settings
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        grad_chosen = grad_log_probs if here is None else grad_log_probs * here
         for begin in range(0, hidden.shape[0], chunk):
             part = slice(begin, begin + chunk)
             logits = shaped_logits(raw_logits(hidden[part], weight, bias), shape, temperature)
@@ -166,7 +206,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad.mul_(-grad_log_probs[part, None])
             else:
                 grad.mul_(-(grad_log_probs[part, None] + grad_entropy[part, None] * centred))
-            grad.scatter_add_(1, targets[part, None], grad_log_probs[part, None])
+            grad.scatter_add_(1, places[part, None], grad_chosen[part, None])
             if shape.scale != temperature:
                 grad.mul_(shape.scale / temperature)
             if slope is not None:
@@ -185,4 +225,19 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        if grad_hidden is not None and words is not None:
+            add_up(grad_hidden, words.group)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _of_all_words(
+    chosen_N: Tensor, normalisers_N: Tensor, means_N: Tensor | None, words: Words
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The logits of the targets, log Z and E[z] over the whole vocabulary, from those of every process."""
+    own = [chosen_N, normalisers_N] + ([] if means_N is None else [means_N])
+    of_each = gather(torch.stack(own), words.group)  # [processes, 2 or 3, N]
+    normalisers_RN = of_each[:, 1]
+    whole_N = normalisers_RN.logsumexp(0)
+    if means_N is not None:
+        means_N = ((normalisers_RN - whole_N).exp() * of_each[:, 2]).sum(0)
+    return of_each[:, 0].sum(0), whole_N, means_N

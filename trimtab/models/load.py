@@ -138,7 +138,7 @@ def arguments_of(options: LoadOptions, device: Device) -> dict[str, Any]:
 
 def in_parts(options: TrainedModelOptions, mesh: Mesh) -> bool:
     """Whether each process reads only its share: without one it needs everything."""
-    return mesh.size > 1 and options.zero_stage > 0
+    return mesh.size > 1 and (options.zero_stage > 0 or mesh.sizes["tensor"] > 1)
 
 
 def trained_in_parts(

@@ -12,6 +12,7 @@ from trimtab.distributed.sharding import GRADIENT_DTYPES, shard
 from trimtab.distributed.world import World
 from trimtab.models.lora import refuse_adapted_experts
 from trimtab.models.packed import PackedModel
+from trimtab.models.tensor_parallel import cut
 
 TrainedModelOptions = SupervisedOptions | RLOptions
 
@@ -25,6 +26,8 @@ def mesh_of(options: ShardingOptions, world: World, ranks: Sequence[int] | None 
 def shard_trained(model: PackedModel, options: TrainedModelOptions, mesh: Mesh) -> None:
     if mesh.size > 1 and options.lora_rank > 0:
         refuse_adapted_experts(model)
+    if mesh.sizes["tensor"] > 1:
+        cut(model, mesh.for_cutting())
     shard(
         model,
         decoder_layers(model),
@@ -40,11 +43,13 @@ def shard_trained(model: PackedModel, options: TrainedModelOptions, mesh: Mesh) 
 
 def frozen_is_split(options: ShardingOptions, mesh: Mesh, *, offload: bool) -> bool:
     """A model without gradients is worth splitting where the trained one is, or where it is kept off the device."""
-    return mesh.size > 1 and (options.zero_stage == 3 or offload)
+    return mesh.size > 1 and (options.zero_stage == 3 or offload or mesh.sizes["tensor"] > 1)
 
 
 def shard_frozen(model: PackedModel, mesh: Mesh, *, offload: bool) -> None:
     copies = mesh.sizes["shard"] > 1  # where the trained one is not split this one is worth splitting over all
+    if mesh.sizes["tensor"] > 1:
+        cut(model, mesh.for_cutting(copies=copies))
     shard(model, decoder_layers(model), mesh, zero_stage=3, offload=offload, copies=copies)
 
 

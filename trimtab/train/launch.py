@@ -21,6 +21,7 @@ from trimtab.files import check_folder
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.sharded import mesh_of
+from trimtab.models.splits import check_splits
 from trimtab.train.pass_limit import BeginAnew
 from trimtab.train.plan.passes import for_manifest, supervised_work, with_planned_passes
 from trimtab.train.rehearsal import memory_line, samples_with_masks, usable_rows
@@ -111,7 +112,7 @@ def of_few_rows(options: Job) -> Job:
 
 
 def _check_places(options: SupervisedOptions) -> None:
-    """Before anything slow: is the model there, and can its successor be written?"""
+    """Before anything slow: is the model there, can it be split as asked, and can its successor be written?"""
     models: dict[str, str | None] = {"pretrain": options.pretrain}
     if isinstance(options, ReferenceOptions):
         models["ref_pretrain"] = options.ref_pretrain
@@ -120,6 +121,7 @@ def _check_places(options: SupervisedOptions) -> None:
     for flag, name in models.items():
         if name:
             check_model_folder(name, f"--{flag}")
+            check_splits(name, options, f"--{flag}")
     check_output_folders(options)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from trimtab.data.batches import Span
 from trimtab.errors import UserError
 from trimtab.models.attention import PackedRow, carry
-from trimtab.models.lm_head import raw_logits, shaped_logits
+from trimtab.models.lm_head import shaped_logits, whole_logits
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.attention import (
     NAME,
@@ -113,9 +113,7 @@ class Runner:
         return self._hidden(tokens_B[:, None], positions_B[:, None], places)[:, 0]
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        head = self.policy.head
-        plain = type(head) is torch.nn.Linear
-        raw = raw_logits(hidden_ND, head.weight, head.bias) if plain else head(hidden_ND)
+        raw = whole_logits(hidden_ND, self.policy.head)
         return shaped_logits(raw, self.policy.logit_shape, 1.0)
 
     def _hidden(self, ids: Tensor, positions: Tensor, places_T: Tensor) -> Tensor:

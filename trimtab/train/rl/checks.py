@@ -12,6 +12,7 @@ from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.hugging_face import check_model_folder
 from trimtab.models.packed import PackedModel
+from trimtab.models.splits import check_splits
 from trimtab.rewards.model import same_tokenizer
 from trimtab.train.launch import check_share
 from trimtab.train.rl.recording import Recording
@@ -80,14 +81,14 @@ def _reads_tokens(name: str, flag: str, options: RLOptions, tokenizer: Any) -> b
 
 
 def check_places(options: RLOptions) -> None:
-    """Before anything slow: are the models there, and can their successors be written?"""
-    check_model_folder(options.pretrain, "--pretrain")
-    for flag, name in (("critic_pretrain", options.critic_pretrain), ("teacher_model", options.teacher_model)):
+    """Before anything slow: are the models there, can they be split as asked, and can their successors be written?"""
+    models: list[tuple[str, str | None]] = [("pretrain", options.pretrain)]
+    models += [("critic_pretrain", options.critic_pretrain), ("teacher_model", options.teacher_model)]
+    models += [("reward_pretrain", name.strip()) for name in (options.reward_pretrain or "").split(",")]
+    for flag, name in models:
         if name:
             check_model_folder(name, f"--{flag}")
-    for name in (options.reward_pretrain or "").split(","):
-        if name.strip():
-            check_model_folder(name.strip(), "--reward_pretrain")
+            check_splits(name, options, f"--{flag}")
     for flag, place in places_written(options).items():
         check_folder(flag, Path(place))
     if options.record and not options.load_checkpoint and (recording := Recording.of(options)):
