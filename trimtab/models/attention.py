@@ -17,7 +17,7 @@ stays until its next forward pass.
 
 import inspect
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -51,6 +51,13 @@ class Block:
     repeats: bool  # a row stands in several slots, so its gradients add up
 
 
+class Row(Protocol):
+    """The tokens of a forward pass, which know what they attend to."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """query [1, heads, T, D] in, [1, T, heads, D] out."""
+
+
 @dataclass
 class PackedRow:
     """Where each sequence of a packed row lies, prepared once and used by every layer."""
@@ -74,14 +81,17 @@ class PackedRow:
         borrowing = any(s.prefix_length for s in spans)
         tensors = {
             "order": None if in_order else torch.from_numpy(np.argsort(owned_rows)),
-            "query_starts": _cumulative([s.length for s in spans]),
-            "key_starts": _cumulative([s.whole_length for s in spans]),
+            "query_starts": cumulative([s.length for s in spans]),
+            "key_starts": cumulative([s.whole_length for s in spans]),
             "key_rows": torch.from_numpy(np.concatenate([s.rows() for s in spans])) if borrowing else None,
         }
         tensors = {name: None if t is None else t.to(device) for name, t in tensors.items()}
         blocks = [_moved(block, device) for block in blocks]
         longest = max(s.whole_length for s in spans)
         return cls(blocks, tokens=sum(s.length for s in spans), longest=longest, **tensors)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
+        return attend_packed(self, query, key, value, arguments)
 
 
 def _similar_lengths(lengths: list[int], fill: float = 0.8) -> list[list[int]]:
@@ -116,7 +126,7 @@ def _moved(block: Block, device: torch.device) -> Block:
     return replace(block, **moved)
 
 
-def _cumulative(lengths: list[int]) -> Tensor:
+def cumulative(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
@@ -124,10 +134,10 @@ def _cumulative(lengths: list[int]) -> Tensor:
 class PackedPass:
     """What the attention of one model is told of the forward pass it is in."""
 
-    row: PackedRow | None = None
+    row: Row | None = None
     calls: int = 0
 
-    def begin(self, model: nn.Module, row: PackedRow) -> None:
+    def begin(self, model: nn.Module, row: Row) -> None:
         """Attention calls of this model belong to this row from now on."""
         carry(model, self)
         self.row, self.calls = row, 0
@@ -159,7 +169,7 @@ def packed_attention(
     if unknown or attention_mask is not None:
         raise UnsupportedAttention(f"{type(module).__name__} passes {', '.join(unknown) or 'a mask'} to its attention")
     assert current.row is not None, "begin() before the forward pass"
-    return attend_packed(current.row, query, key, value, arguments), None
+    return current.row.attend(query, key, value, arguments), None
 
 
 def attend_packed(row: PackedRow, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
@@ -171,8 +181,8 @@ def attend_packed(row: PackedRow, query: Tensor, key: Tensor, value: Tensor, arg
     if window is not None and window >= row.longest:
         window = None
     q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))  # [T, heads, D]
-    if _varlen_applies(query, value, softcap, dropout):
-        out = _varlen(q, k, v, row, scale, window)
+    if varlen_applies(query, value, softcap, dropout):
+        out = attend_varlen(q, k, v, row, scale, window)
     else:
         out = _dense_blocks(q, k, v, row, scale, window, softcap, dropout)
     return out[None]
@@ -181,7 +191,7 @@ def attend_packed(row: PackedRow, query: Tensor, key: Tensor, value: Tensor, arg
 # ---- dense blocks
 
 
-class _Pad(torch.autograd.Function):
+class Pad(torch.autograd.Function):
     """Rows into block slots; the gradient comes back from the slots that hold a token."""
 
     @staticmethod
@@ -207,7 +217,7 @@ def _dense_blocks(query, key, value, row, scale, window, softcap, dropout):
         else:
             shape = (block.size, block.length)
             q, k, v = (
-                _Pad.apply(x, block.slots, block.real, block.rows, block.repeats).view(*shape, *x.shape[1:])
+                Pad.apply(x, block.slots, block.real, block.rows, block.repeats).view(*shape, *x.shape[1:])
                 for x in (query, key, value)
             )
         out = _attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, window, softcap, dropout)
@@ -226,20 +236,28 @@ def _attend(query, key, value, scale, window, softcap, dropout):
         distance = position[:, None] - position
         mask = (distance >= 0) & (distance < window)
     if softcap is None and mask is None and dropout == 0.0 and length >= 128 and query.device.type == "cpu":
-        return _causal_in_strips(query, key, value, scale, groups)
-    if softcap is None:
+        return _causal_in_strips(query, key, value, scale)
+    if softcap is None and mask is None:
         return F.scaled_dot_product_attention(
-            query, key, value, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=groups > 1
+            query, key, value, None, dropout, is_causal=True, scale=scale, enable_gqa=groups > 1
         )
     if mask is None:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    return attend_seen(query, key, value, mask, scale, softcap, dropout)
+
+
+def attend_seen(query, key, value, seen, scale, softcap, dropout=0.0):
+    """Attention to the keys that `seen` [..., queries, keys] says, of blocks [samples, heads, L, D]."""
+    groups = query.shape[1] // key.shape[1]
+    if softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, seen, dropout, scale=scale, enable_gqa=groups > 1)
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scale / softcap)
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32).to(query.dtype)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1, dtype=torch.float32).to(query.dtype)
     return F.dropout(weights, dropout) @ value
 
 
-def _causal_in_strips(query, key, value, scale, groups, strips: int = 4):
+def _causal_in_strips(query, key, value, scale, strips: int = 4):
     """Causal attention, a strip of queries at a time against the keys up to its end.
 
     The CPU kernel computes whole blocks of 512 keys and throws the future away; strips leave most of it out.
@@ -249,18 +267,14 @@ def _causal_in_strips(query, key, value, scale, groups, strips: int = 4):
     pieces = []
     for begin, end in zip([0, *ends], ends):
         seen = torch.ones(end - begin, end, dtype=torch.bool).tril(begin)
-        pieces.append(
-            F.scaled_dot_product_attention(
-                query[:, :, begin:end], key[:, :, :end], value[:, :, :end], seen, scale=scale, enable_gqa=groups > 1
-            )
-        )
+        pieces.append(attend_seen(query[:, :, begin:end], key[:, :, :end], value[:, :, :end], seen, scale, None))
     return torch.cat(pieces, 2)
 
 
 # ---- varlen
 
 
-def _varlen_applies(query: Tensor, value: Tensor, softcap: float | None, dropout: float) -> bool:
+def varlen_applies(query: Tensor, value: Tensor, softcap: float | None, dropout: float) -> bool:
     return (
         # A tensor without contents stands for one on an accelerator (train/plan), where memory is linear in any dtype.
         (query.is_meta or (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)))
@@ -271,7 +285,7 @@ def _varlen_applies(query: Tensor, value: Tensor, softcap: float | None, dropout
     )
 
 
-def _varlen(query, key, value, row, scale, window):
+def attend_varlen(query, key, value, row, scale, window):
     from torch.nn.attention.varlen import varlen_attn
 
     takes = inspect.signature(varlen_attn).parameters

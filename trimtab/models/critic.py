@@ -16,8 +16,8 @@ class Critic(PackedModel):
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """Values [N], fp32, of the states in which the trained tokens were chosen."""
-        hidden_TD, _ = self.hidden(batch)
-        values_N = getattr(self.inner, HEAD)(hidden_TD.index_select(0, batch.predictors_N))[:, 0].float()
+        read = self.read(batch, batch.predictors_N)
+        values_N = read.whole(getattr(self.inner, HEAD)(read.states_ND)[:, 0].float())
         return (values_N - self.mean) / self.deviation
 
     def check_values(self, batch: TokenBatch) -> Tensor:

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
+from trimtab.distributed.portions import total
 from trimtab.distributed.watch import pulse
-from trimtab.models.attention import PackedPass, PackedRow
+from trimtab.models.attention import PackedPass, PackedRow, Row
+from trimtab.models.context import Located, ReadStates, Routers
+from trimtab.models.context_attention import Context, SharedRow
 
 Path = Literal["packed", "padded", "logits"]
-Routers = tuple[Tensor, ...] | None
 
 
 class PackedModel(nn.Module):
@@ -31,6 +33,7 @@ class PackedModel(nn.Module):
         self.model = model
         self.path = path
         self.attention = PackedPass()
+        self.context: Context | None = None  # with whom this process works on a row; None: alone
 
     @property
     def inner(self) -> nn.Module:
@@ -48,18 +51,37 @@ class PackedModel(nn.Module):
     def hidden(self, batch: TokenBatch, *, router: bool = False) -> tuple[Tensor, Routers]:
         """Last hidden state of every token [T, D], and each layer's router logits [T, experts] when asked for."""
         pulse.move()
-        arguments = {"output_router_logits": True} if router else {}
-        backbone = self.inner.base_model
+        assert self.context is None, "no process has all of them"
         if self.path == "packed":
-            self.attention.begin(self.inner, PackedRow.of(batch.spans, batch.ids_T.device))
-            out = backbone(
-                input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False, **arguments
-            )
-            return out.last_hidden_state[0], out.router_logits if router else None
+            row = PackedRow.of(batch.spans, batch.ids_T.device)
+            return self._run(row, batch.ids_T, batch.positions_T, router)
         rows = PaddedRows.of(batch)
-        out = backbone(**rows.inputs, use_cache=False, **arguments)
+        arguments = {"output_router_logits": True} if router else {}
+        out = self.inner.base_model(**rows.inputs, use_cache=False, **arguments)
         routers = tuple(r.view(-1, r.shape[-1])[rows.flat_T] for r in out.router_logits) if router else None
         return out.last_hidden_state.flatten(0, 1)[rows.flat_T], routers
+
+    def read(self, batch: TokenBatch, rows_N: Tensor, *, router: bool = False) -> ReadStates:
+        """The same of some tokens of the row; where processes share it, of those among them that are here."""
+        if self.context is None:
+            hidden_TD, routers = self.hidden(batch, router=router)
+            return ReadStates(hidden_TD.index_select(0, rows_N), routers)
+        pulse.move()
+        row = SharedRow(batch.spans, self.context, batch.ids_T.device)
+        hidden_TD, routers = self._run(row, batch.ids_T[row.rows], batch.positions_T[row.rows], router)
+        located = Located.of(row, rows_N)
+        hidden_ND = hidden_TD.index_select(0, row.place_T[rows_N[located.here]])
+        return ReadStates(hidden_ND, routers and tuple(r[: row.tokens] for r in routers), located)
+
+    def _run(self, row: Row, ids_T: Tensor, positions_T: Tensor, router: bool) -> tuple[Tensor, Routers]:
+        self.attention.begin(self.inner, row)
+        arguments = {"output_router_logits": True} if router else {}
+        out = self.inner.base_model(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, **arguments)
+        return out.last_hidden_state[0], out.router_logits if router else None
+
+    def sum_over_row(self, values: Tensor) -> Tensor:
+        """Sums over the tokens of a row, from sums over those that are here."""
+        return values if self.context is None else total(values, self.context.peers)
 
     # What the self-check compares: our values, and the model's own for each sequence alone.
 

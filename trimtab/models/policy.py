@@ -23,7 +23,7 @@ class PolicyOutput:
     divergence_N: Tensor | None = None  # from the teacher
     choices_NK: Tensor | None = None  # log-probs of a few tokens among themselves
     hidden_ND: Tensor | None = None
-    router_logits: tuple[Tensor, ...] | None = None  # one [T, experts] a layer
+    router_logits: tuple[Tensor, ...] | None = None  # one [T, experts] a layer, of the tokens that are here
 
 
 register_dataclass(PolicyOutput)  # so that a split model of torch 2.11 finds the tensors in it
@@ -31,7 +31,7 @@ register_dataclass(PolicyOutput)  # so that a split model of torch 2.11 finds th
 
 @dataclass
 class Teacher:
-    """What distillation compares the policy with, at the same trained tokens."""
+    """What distillation compares the policy with, at the same trained tokens: those whose predictors are here."""
 
     hidden_ND: Tensor
     head: nn.Module
@@ -68,33 +68,37 @@ class Policy(PackedModel):
         """Log-probs of the trained tokens, each predicted from the position before it.
 
         With `choices_K`: instead, at the marked positions themselves, the log-probs of these tokens among themselves.
-        With `hidden_only`: instead, the hidden states that predict the trained tokens.
+        With `hidden_only`: instead, the hidden states that predict the trained tokens; where processes share a row,
+        those that are here.
         """
         if self.path == "logits":
             assert choices_K is None and not hidden_only and teacher is None
             return self._from_logits(batch, temperature, entropy)
-        hidden_TD, routers = self.hidden(batch, router=router)
         if choices_K is not None:
-            log_probs = choice_log_probs(hidden_TD[batch.trained_T], self.head, choices_K, self.logit_shape)
-            return PolicyOutput(choices_NK=log_probs, router_logits=routers)
-        hidden_ND = hidden_TD.index_select(0, batch.predictors_N)
+            read = self.read(batch, batch.trained_T.nonzero()[:, 0], router=router)
+            log_probs = choice_log_probs(read.states_ND, self.head, choices_K, self.logit_shape)
+            return PolicyOutput(choices_NK=read.whole(log_probs), router_logits=read.routers)
+        read = self.read(batch, batch.predictors_N, router=router)
         if hidden_only:
-            return PolicyOutput(hidden_ND=hidden_ND)
+            return PolicyOutput(hidden_ND=read.states_ND)
         log_probs, entropies = token_log_probs(
-            hidden_ND,
+            read.states_ND,
             self.head,
-            batch.targets_N,
+            read.own(batch.targets_N),
             shape=self.logit_shape,
             temperature=temperature,
             entropy=entropy,
         )
-        out = PolicyOutput(log_probs, entropies, router_logits=routers)
+        out = PolicyOutput(read.whole(log_probs), router_logits=read.routers)
+        if entropies is not None:
+            out.entropy_N = read.whole(entropies)
         if teacher is not None:
-            out.divergence_N = token_divergence(
-                *(hidden_ND, self.head, self.logit_shape),
+            divergence = token_divergence(
+                *(read.states_ND, self.head, self.logit_shape),
                 *(teacher.hidden_ND, teacher.head, teacher.shape),
                 teacher.divergence,
             )
+            out.divergence_N = read.whole(divergence)
         return out
 
     def _from_logits(self, batch: TokenBatch, temperature: float, entropy: bool) -> PolicyOutput:

@@ -13,7 +13,8 @@ from torch.utils._pytree import register_dataclass
 from trimtab.data.batches import TokenBatch
 from trimtab.errors import UserError
 from trimtab.files import replacing
-from trimtab.models.packed import PackedModel, PaddedRows, Routers
+from trimtab.models.context import Routers
+from trimtab.models.packed import PackedModel, PaddedRows
 from trimtab.models.selfcheck import Verdict
 
 REWARDS = "rewards.json"  # beside the model: every reward of the evaluation pairs, their mean and spread
@@ -36,8 +37,8 @@ class RewardModel(PackedModel):
             # The model itself looks for the last token that is not padding.
             inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, self.padding)
             return RewardOutput(self.inner(**inputs, use_cache=False).logits[:, 0].float())
-        hidden_TD, routers = self.hidden(batch, router=router)
-        return RewardOutput(getattr(self.inner, HEAD)(hidden_TD[batch.last_S])[:, 0].float(), routers)
+        read = self.read(batch, batch.last_S, router=router)
+        return RewardOutput(read.whole(getattr(self.inner, HEAD)(read.states_ND)[:, 0].float()), read.routers)
 
     @property
     def padding(self) -> int:

@@ -11,6 +11,8 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import GRADIENT_DTYPES, shard
 from trimtab.distributed.world import World
 from trimtab.models.lora import refuse_adapted_experts
+from trimtab.errors import UserError
+from trimtab.models.context_attention import Context
 from trimtab.models.packed import PackedModel
 from trimtab.models.tensor_parallel import cut
 
@@ -28,6 +30,7 @@ def shard_trained(model: PackedModel, options: TrainedModelOptions, mesh: Mesh) 
         refuse_adapted_experts(model)
     if mesh.sizes["tensor"] > 1:
         cut(model, mesh.for_cutting())
+    share_rows(model, options, mesh)
     shard(
         model,
         decoder_layers(model),
@@ -51,6 +54,18 @@ def shard_frozen(model: PackedModel, mesh: Mesh, *, offload: bool) -> None:
     if mesh.sizes["tensor"] > 1:
         cut(model, mesh.for_cutting(copies=copies))
     shard(model, decoder_layers(model), mesh, zero_stage=3, offload=offload, copies=copies)
+
+
+def share_rows(model: PackedModel, options: ShardingOptions, mesh: Mesh, flag: str = "--pretrain") -> None:
+    """Whether its parameters are split or not: the tokens of a row are. `flag`: what the user calls the model."""
+    if mesh.context.size == 1:
+        return
+    if model.path != "packed":
+        raise UserError(
+            f"--ring_attn_size {mesh.context.size} shares out packed rows, and {flag} cannot take any "
+            f"({type(model.inner).__name__}); leave it out"
+        )
+    model.context = Context(mesh.context, options.ring_head_stride)
 
 
 def decoder_layers(model: PackedModel) -> list[torch.nn.Module]:

@@ -215,7 +215,8 @@ class Task:
         """The finished share: with the experts' balance, where that is asked for."""
         figures = {"loss": loss.detach(), **figures}
         if self.balances_experts(model):
-            balance = load_balancing_loss(out.router_logits, model.config.num_experts_per_tok)
+            top_k = model.config.num_experts_per_tok
+            balance = load_balancing_loss(out.router_logits, top_k, model.sum_over_row)
             balance = balance * (batch.tokens / totals["tokens"])
             figures["aux_loss"] = balance.detach()
             loss = loss + self.options.aux_loss_coef * balance

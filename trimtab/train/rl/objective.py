@@ -54,7 +54,8 @@ def policy_share(
         figures["entropy"] = (out.entropy_N * weights_N).sum()
         loss = loss - options.entropy_loss_coef * figures["entropy"]
     if options.aux_loss_coef > 0:
-        balance = load_balancing_loss(out.router_logits, policy.config.num_experts_per_tok)
+        top_k = policy.config.num_experts_per_tok
+        balance = load_balancing_loss(out.router_logits, top_k, policy.sum_over_row)
         figures["aux_loss"] = balance * (batch.tokens / totals["row_tokens"])
         loss = loss + options.aux_loss_coef * figures["aux_loss"]
     figures["loss"] = loss

@@ -1,0 +1,60 @@
+import numpy as np
+import pytest
+
+from tests import warm
+from tests.models import sharing
+from trimtab.data.batches import Span
+from trimtab.models.shares import RowShares
+
+LONG_ROW = [Span(0, 257)]
+PACKED = sharing.batch_of(sharing.PACKED).spans
+BORROWED = sharing.batch_of(sharing.BORROWED).spans
+
+
+@pytest.mark.parametrize("spans", [LONG_ROW, PACKED, BORROWED, [Span(0, 3)]])
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+def test_every_token_is_worked_on_once_and_sees_its_sequence_up_to_itself(spans, processes):
+    shares = RowShares.of(spans, processes)
+    rows = [shares.rows(process) for process in range(processes)]
+    assert sorted(np.concatenate(rows).tolist()) == list(range(sum(s.length for s in spans)))
+    assert max(map(len, rows)) == shares.longest and max(shares.counts) - min(shares.counts) <= 2
+    owner_T, place_T = shares.places()
+    for process in range(processes):
+        assert (owner_T[rows[process]] == process).all()
+        assert (place_T[rows[process]] == np.arange(shares.counts[process])).all()
+        pieces = shares.pieces(spans, process)
+        assert sum(piece.length for piece in pieces) == shares.counts[process]
+        for piece in (strip for piece in pieces for strip in piece.strips(5)):
+            own = rows[process][piece.first : piece.first + piece.length]
+            seen = piece.key_rows(None)
+            assert (seen[-piece.length :] == own).all() and (seen == piece.span.rows()[: len(seen)]).all()
+            assert len(seen) == piece.keys(None)
+            # With a window of 4 the first of them sees itself and three before.
+            assert (piece.key_rows(4) == seen[max(0, len(seen) - piece.length - 3) :]).all()
+
+
+@pytest.mark.parametrize(("spans", "processes"), [(LONG_ROW, 2), (LONG_ROW, 4), (PACKED, 2)])
+def test_work_is_shared_out_evenly(spans, processes):
+    shares = RowShares.of(spans, processes)
+    work = [
+        sum(sum(range(piece.end - piece.length + 1, piece.end + 1)) for piece in shares.pieces(spans, process))
+        for process in range(processes)
+    ]
+    assert max(work) < 1.15 * min(work)
+
+
+QUICK = ["one key head", "three heads", "window", "one tied row", "checkpointing", "fewer tokens than chunks", "values"]
+
+
+def test_two_processes_that_share_a_row_read_off_and_learn_what_one_does():
+    assert warm.call_world(sharing.compare, 2, QUICK) == [0, 0]
+
+
+@pytest.mark.long
+def test_so_do_they_in_every_other_way():
+    assert warm.call_world(sharing.compare, 2, [name for name in sharing.CASES if name not in QUICK]) == [0, 0]
+
+
+@pytest.mark.long
+def test_so_do_four():
+    assert warm.call_world(sharing.compare, 4, list(sharing.CASES)) == [0] * 4

@@ -1,0 +1,50 @@
+"""Tensors of which every one of some processes has a portion, all of the same shape: put together, and given back.
+
+Gradients take one of two ways. What processes put together and then use each in its own way has a gradient in each of
+them, to be added up for the owner of a portion (`sum_portions`). What all of them use alike has the same gradient in
+all, of which each takes its own portion (`total`): nothing is added up.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trimtab.distributed.peers import Peers
+
+
+def gather_portions(portion: Tensor, peers: Peers) -> Tensor:
+    """[processes * n, ...] from [n, ...] of each, in rank order; without gradients."""
+    gathered = portion.new_empty(peers.size * portion.shape[0], *portion.shape[1:])
+    if not portion.is_meta:  # a tensor without contents stands for one (train/plan)
+        dist.all_gather_into_tensor(gathered, portion.contiguous(), group=peers.group)
+    return gathered
+
+
+def sum_portions(parts: Tensor, peers: Peers) -> Tensor:
+    """This process's portion [n, ...] of the sum of all processes' [processes * n, ...]; without gradients."""
+    own = parts.new_empty(parts.shape[0] // peers.size, *parts.shape[1:])
+    if parts.is_meta:
+        return own
+    if dist.get_backend(peers.group) == "gloo":  # which would copy the sums once more, and older ones cannot
+        parts = parts.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(parts, group=peers.group)
+        return parts.chunk(peers.size)[peers.rank].clone()
+    dist.reduce_scatter_tensor(own, parts.contiguous(), group=peers.group)
+    return own
+
+
+def total(portion: Tensor, peers: Peers) -> Tensor:
+    """The sum over processes, which all use alike."""
+    return _Total.apply(portion, peers)
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, portion: Tensor, peers: Peers) -> Tensor:
+        return peers.sum(portion)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
