@@ -42,7 +42,7 @@ MAY_IMPORT = {
 }
 
 # Kernels that exist on one kind of device only: these ask the tensor at hand, and choose no device.
-ASKS_A_TENSOR = {("models/attention.py", "is_cuda"), ("models/lm_head.py", "is_cuda")}
+ASKS_A_TENSOR = {("models/varlen.py", "is_cuda"), ("models/lm_head.py", "is_cuda")}
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:

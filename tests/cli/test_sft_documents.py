@@ -116,10 +116,10 @@ def test_multiturn_conversations_by_the_documents_keys(sft, tmp_path):
     assert {trained for _, trained in sft.samples()} == {"b<eos>d<eos>"}
 
 
-@pytest.mark.parametrize("dry", [[], ["--dry_run"]])
-def test_ring_attention_is_refused_in_one_line(sft, dry):
-    ran = sft(*words_of(README), "--ring_attn_size", "2", "--ring_head_stride", "2", *dry)
-    assert ran.mistake.startswith("--ring_attn_size (ring attention) is not implemented yet")
+def test_ring_attention_is_for_several_processes(sft):
+    words = [*words_of(README), "--ring_attn_size", "2", "--ring_head_stride", "2"]
+    assert sft(*words, "--dry_run").code == 0
+    assert sft(*words).mistake.startswith("--ring_attn_size 2: 1 process cannot be shared out so")
 
 
 def test_the_module_started_by_itself_hides_the_key_from_what_loggers_copy(sft, tmp_path, monkeypatch, capsys):

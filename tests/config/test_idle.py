@@ -284,6 +284,12 @@ CASES = [
         "--micro_train_batch_size has no effect beside --fit_memory",
         "--fit_memory False",
     ),
+    (
+        "sft",
+        f"{SFT} --ring_head_stride 2",
+        "--ring_head_stride has no effect without --ring_attn_size",
+        "--ring_attn_size 2",
+    ),
     ("chat", "--pretrain a/b --csft_prompt good", "--csft_prompt has no effect without --enable_csft", "--enable_csft"),
     ("sft", f"{SFT} --wandb_project mine", "--wandb_project has no effect without --use_wandb", "--use_wandb offline"),
     (

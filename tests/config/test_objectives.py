@@ -123,6 +123,11 @@ def test_a_token_budget_must_hold_a_whole_pair(job_class, least):
     assert check(chosen) == []
     with pytest.raises(UserError, match=f"raise it to {least} or more"):
         check(dataclasses.replace(chosen, train_max_tokens_per_gpu=least - 1))
+    # The budget is that of each process that shares a row.
+    shared = dataclasses.replace(chosen, ring_attn_size=4, train_max_tokens_per_gpu=least // 4)
+    assert check(shared) == []
+    with pytest.raises(UserError, match=f"raise it to {least // 4} or more"):
+        check(dataclasses.replace(shared, train_max_tokens_per_gpu=least // 4 - 1))
 
 
 @pytest.fixture

@@ -26,6 +26,9 @@ WORDS = {
         ("--nproc 4 --zpg 4 --zero_stage 3", "--zpg 4 must divide the 4 processes that parameters are split over"),
         ("--nproc 4 --zpg 2 --shard_size 2 --zero_stage 3", "--zpg 2 must divide the 2 processes"),
         ("--nproc 4 --zpg 2", "--zpg keeps split what --zero_stage 2 does not split: use --zero_stage 3"),
+        ("--nproc 3 --ring_attn_size 2", "--ring_attn_size 2: 3 processes cannot be shared out so"),
+        ("--nproc 2 --ring_attn_size 2 --attn_implementation sdpa", "--ring_attn_size works with the attention of"),
+        ("--nproc 2 --ring_attn_size 2 --ring_head_stride 0", "--ring_head_stride is 0: it must be at least 1"),
         ("--nproc 2 --load_in_4bit --bf16 --lora_rank 4", "--load_in_4bit: 4-bit weights cannot be split"),
     ],
 )

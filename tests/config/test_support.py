@@ -19,8 +19,6 @@ def problems(options, here=0):
     "name, value",
     [
         ("deepcompile", True),
-        ("ring_attn_size", 2),
-        ("ring_head_stride", 2),
         ("use_ds_universal_ckpt", True),
         ("use_ms", True),
     ],
@@ -35,7 +33,6 @@ def test_what_is_not_implemented_is_refused_by_name(name, value):
     [
         ("async_train", True),
         ("agent_func_path", "agent.py"),
-        ("ring_attn_size", 2),
     ],
 )
 def test_what_rl_does_not_do_is_refused_by_name(name, value):

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 
@@ -24,7 +26,7 @@ def test_every_token_is_worked_on_once_and_sees_its_sequence_up_to_itself(spans,
         assert (place_T[rows[process]] == np.arange(shares.counts[process])).all()
         pieces = shares.pieces(spans, process)
         assert sum(piece.length for piece in pieces) == shares.counts[process]
-        for piece in (strip for piece in pieces for strip in piece.strips(5)):
+        for piece in itertools.chain.from_iterable(whole.strips(5) for whole in pieces):
             own = rows[process][piece.first : piece.first + piece.length]
             seen = piece.key_rows(None)
             assert (seen[-piece.length :] == own).all() and (seen == piece.span.rows()[: len(seen)]).all()

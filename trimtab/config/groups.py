@@ -211,7 +211,8 @@ class BatchOptions(PackingOptions):
     """Passes of a process in a step, where --train_batch_size is not given: the step is then the samples of a pass
     times these times the processes, as in transformers."""
     train_max_tokens_per_gpu: int | None = None
-    """Token budget of a packed pass; unset: micro_train_batch_size samples of full length."""
+    """Tokens that a process has in a packed pass; unset: micro_train_batch_size samples of full length. A row that
+    --ring_attn_size splits holds that many times as many."""
     fit_memory: bool | None = None
     """Choose the token budget of a pass from the device's memory (see trimtab plan); unset: on an accelerator, where
     no option above or of the like says how large a pass is."""

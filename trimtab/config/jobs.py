@@ -1,5 +1,6 @@
 """Jobs: which groups of options each one takes, and the defaults it changes."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -122,10 +123,11 @@ class Training(
             raise UserError("--train_max_tokens_per_gpu is the budget of packed rows: add --packing_samples")
         assert isinstance(self, LengthOptions), "every one has data"
         answers, sample = (2, "pair of two") if isinstance(self, PreferenceColumns) else (1, "sample of")
-        if budget < answers * self.max_len:
+        if self.row_tokens(budget) < answers * self.max_len:
+            least = math.ceil(answers * self.max_len / self.ring_attn_size)
             raise UserError(
                 f"--train_max_tokens_per_gpu {budget} cannot hold one {sample} --max_len {self.max_len}: "
-                f"raise it to {answers * self.max_len} or more"
+                f"raise it to {least} or more"
             )
         return ()
 

@@ -1,6 +1,7 @@
 """The RL jobs: which groups of options they take, the defaults each changes, and what options of several groups say
 together."""
 
+import math
 from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -102,7 +103,8 @@ class RLOptions(
 
     def settle(self, changes: dict[str, Any]) -> Iterable[str]:
         if self.use_dynamic_batch:
-            budget = self.train_max_tokens_per_gpu or max(DYNAMIC_BUDGET, self.longest_rollout)
+            least = math.ceil(self.longest_rollout / self.ring_attn_size)
+            budget = self.train_max_tokens_per_gpu or max(DYNAMIC_BUDGET, least)
             changes["packing_samples"] = True
             changes["train_max_tokens_per_gpu"] = budget
             changes["rollout_max_tokens_per_gpu"] = self.rollout_max_tokens_per_gpu or budget
@@ -180,7 +182,7 @@ class RLOptions(
             return
         if not self.use_dynamic_batch:
             raise UserError(f"--{name} is the token budget of a pass: add --use_dynamic_batch")
-        if budget < self.longest_rollout:
+        if self.row_tokens(budget) < self.longest_rollout:
             raise UserError(
                 f"--{name} {budget} cannot hold one sample of --prompt_max_len + --generate_max_len "
                 f"{self.longest_rollout}: raise it"

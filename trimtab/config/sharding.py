@@ -31,12 +31,12 @@ class ShardingOptions(ProcessOptions):
     --ds_tensor_parallel_size are not counted."""
     ds_tensor_parallel_size: int = option(1, at_least=1)
     """Split every layer's arithmetic, the embedding and the LM head over this many neighbouring processes."""
-    ring_attn_size: int = option(
-        1, refused="(ring attention) is not implemented yet; leave it at 1, and lower --max_len if memory is short"
-    )
-    """Split every row of tokens over this many neighbouring processes; attention gathers their keys and values."""
-    ring_head_stride: int = option(1, refused="belongs to ring attention, which is not implemented yet; leave it at 1")
-    """Heads of keys that attention gathers at a time: fewer need less memory. Nothing else changes."""
+    ring_attn_size: int = option(1, at_least=1)
+    """Split every row of tokens over this many neighbouring processes; attention gathers their keys and values. A row
+    then holds this many times the tokens of --train_max_tokens_per_gpu."""
+    ring_head_stride: int = option(1, at_least=1)
+    """Heads of keys that attention gathers at a time, for --ring_attn_size: fewer need less memory. Nothing else
+    changes. It must divide the heads of keys that a process has."""
     deepcompile: bool = option(False, refused="is DeepSpeed's compiler and not implemented; leave it out")
     """DeepSpeed's DeepCompile. Not implemented."""
 
@@ -82,6 +82,10 @@ class ShardingOptions(ProcessOptions):
             raise UserError(f"--shard_size {self.shard_size} must divide {_counted(splitting)}{of}")
         return splitting // size
 
+    def row_tokens(self, tokens: int) -> int:
+        """Tokens of a row of which every process that works on it has so many."""
+        return tokens * self.ring_attn_size
+
     def data_parts(self, processes: int) -> int:
         return max(1, processes // (self.ring_attn_size * self.ds_tensor_parallel_size))
 
@@ -100,7 +104,8 @@ class ShardingOptions(ProcessOptions):
                 raise UserError(
                     f"--{flag} works with the attention of this project alone: leave --attn_implementation out"
                 )
-        return ()
+        if self.ring_attn_size == 1:
+            yield from self.idle(["ring_head_stride"], "without --ring_attn_size")
 
 
 def _counted(processes: int) -> str:

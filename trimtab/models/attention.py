@@ -15,7 +15,6 @@ again in the backward pass, which has threads of its own. So models in other thr
 stays until its next forward pass.
 """
 
-import inspect
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -25,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.data.batches import Span
+from trimtab.models.varlen import attend_varlen, varlen_applies
 
 NAME = "trimtab_packed"
 
@@ -269,37 +269,6 @@ def _causal_in_strips(query, key, value, scale, strips: int = 4):
         seen = torch.ones(end - begin, end, dtype=torch.bool).tril(begin)
         pieces.append(attend_seen(query[:, :, begin:end], key[:, :, :end], value[:, :, :end], seen, scale, None))
     return torch.cat(pieces, 2)
-
-
-# ---- varlen
-
-
-def varlen_applies(query: Tensor, value: Tensor, softcap: float | None, dropout: float) -> bool:
-    return (
-        # A tensor without contents stands for one on an accelerator (train/plan), where memory is linear in any dtype.
-        (query.is_meta or (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)))
-        and softcap is None
-        and dropout == 0.0
-        and query.shape[-1] == value.shape[-1] <= 256
-        and query.shape[-1] % 8 == 0
-    )
-
-
-def attend_varlen(query, key, value, row, scale, window):
-    from torch.nn.attention.varlen import varlen_attn
-
-    takes = inspect.signature(varlen_attn).parameters
-    groups = query.shape[1] // key.shape[1]
-    options = {"window_size": (window - 1, 0) if window else (-1, 0), "scale": scale}
-    if groups > 1:
-        if "enable_gqa" in takes:
-            options["enable_gqa"] = True
-        else:
-            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    if row.key_rows is not None:
-        key, value = (x.index_select(0, row.key_rows) for x in (key, value))
-    # With fewer queries than keys the last ones are aligned: own tokens see the borrowed ones before them.
-    return varlen_attn(query, key, value, row.query_starts, row.key_starts, row.longest, row.longest, **options)
 
 
 def register() -> None:

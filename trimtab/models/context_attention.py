@@ -20,8 +20,9 @@ from torch.nn.functional import pad
 from trimtab.data.batches import Span
 from trimtab.distributed.peers import Peers
 from trimtab.distributed.portions import gather_portions, sum_portions
-from trimtab.models.attention import Pad, attend_seen, attend_varlen, cumulative, varlen_applies
+from trimtab.models.attention import Pad, attend_seen, cumulative
 from trimtab.models.shares import Piece, RowShares
+from trimtab.models.varlen import attend_varlen, varlen_applies
 
 STRIP = 256  # queries that a dense kernel takes at a time: the mask of a strip is as long as its keys
 FILL = 0.8  # share of a block's queries and of its keys that each of its pieces has at least
@@ -123,7 +124,7 @@ class Varlen:
 
     query_starts: Tensor
     key_starts: Tensor
-    key_rows: Tensor
+    key_rows: Tensor | None
     longest: int
 
     @classmethod

@@ -57,7 +57,8 @@ def shard_frozen(model: PackedModel, mesh: Mesh, *, offload: bool) -> None:
 
 
 def share_rows(model: PackedModel, options: ShardingOptions, mesh: Mesh, flag: str = "--pretrain") -> None:
-    """Whether its parameters are split or not: the tokens of a row are. `flag`: what the user calls the model."""
+    """The tokens of a row are split where the mesh says so, also of a model that every process holds whole. `flag`:
+    what the user calls it."""
     if mesh.context.size == 1:
         return
     if model.path != "packed":

@@ -13,7 +13,7 @@ from trimtab.config.sources import listed
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.models.fingerprint import weights_fingerprint
-from trimtab.models.sharded import frozen_is_split
+from trimtab.models.sharded import frozen_is_split, share_rows
 from trimtab.rewards.classifiers import load_judge
 from trimtab.rewards.client import HttpReward
 from trimtab.rewards.functions import FunctionReward
@@ -47,6 +47,9 @@ def reward_models(
         offload = options.ref_reward_offload
         kept = {"offload": offload, "mesh": mesh if mesh and frozen_is_split(options, mesh, offload=offload) else None}
     models = [_model(name, options, device, tokenizer, **kept) for name in listed(options.reward_pretrain)]
+    if mesh and isinstance(options, RLOptions):
+        for model in models:
+            share_rows(model.model, options, mesh, "--reward_pretrain")
     return list(zip(models, options.reward_weights or (1.0,) * len(models)))
 
 

@@ -16,7 +16,7 @@ from trimtab.errors import UserError
 from trimtab.models.load import Loaded, frozen_skeleton, load_frozen_policy
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy, Teacher
-from trimtab.models.sharded import frozen_is_split
+from trimtab.models.sharded import frozen_is_split, share_rows
 from trimtab.train.launch import rehearse, train
 from trimtab.train.sft import SFTTask
 from trimtab.train.task import Share, Totals
@@ -33,6 +33,7 @@ class KDTask(SFTTask):
         self.teacher = load_frozen_policy(
             options.teacher_model, options, device, "--teacher_model", mesh=split, offload=options.teacher_offload
         ).model
+        share_rows(self.teacher, options, mesh, "--teacher_model")
         for root in (loaded.model, self.teacher):
             if root.path == "logits":
                 raise UserError(f"{type(root.inner).__name__} has an LM head we cannot read; distil another model")

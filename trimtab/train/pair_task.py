@@ -11,6 +11,7 @@ from trimtab.train.task import Task, Totals
 
 class PairTask(Task):
     options: RMOptions | DPOOptions
+    sequences_a_sample = 2
 
     def build_store(self, rows, what):
         return build_pair_store(rows, self.tokenizer, self.options, what=what)
@@ -26,10 +27,6 @@ class PairTask(Task):
 
     def lengths(self, store: PairStore) -> np.ndarray:
         return store.lengths_sharing
-
-    def token_budget(self) -> int:
-        # A sample is two sequences of at most max_len.
-        return self.options.train_max_tokens_per_gpu or 2 * super().token_budget()
 
     def totals(self, batches: list[TokenBatch]) -> Totals:
         totals = super().totals(batches)

@@ -23,7 +23,7 @@ from trimtab.models.keeping import Keeping
 from trimtab.models.load import Loaded, TrainedModelOptions, load_frozen_policy
 from trimtab.models.lora import adapters_off
 from trimtab.models.policy import Policy
-from trimtab.models.sharded import frozen_is_split
+from trimtab.models.sharded import frozen_is_split, share_rows
 from trimtab.train.task import sums_by_sequence
 
 
@@ -62,6 +62,7 @@ class Reference:
         if not self.adapters_off:
             split = mesh if frozen_is_split(options, mesh, offload=offload) else None
             loaded = load_frozen_policy(pretrain or options.pretrain, options, device, mesh=split, offload=offload)
+            share_rows(loaded.model, options, mesh, "--ref_pretrain")
         assert loaded is not None
         self.model, self.weights = loaded.model, loaded.weights
         self.keeping = Keeping(device, split, offload and not self.adapters_off)

@@ -47,6 +47,7 @@ class Share:
 class Task:
     verb: str
     mesh = Mesh()  # the processes that share a step; set before training
+    sequences_a_sample = 1
     padded = False  # the model takes padded rows, where filling a token budget would not bound memory
 
     def __init__(self, options: SupervisedOptions, tokenizer: PreTrainedTokenizerBase):
@@ -181,7 +182,10 @@ class Task:
 
     def token_budget(self) -> int:
         """Tokens a packed row may hold."""
-        return self.options.train_max_tokens_per_gpu or self.options.micro_train_batch_size * self.options.max_len
+        options = self.options
+        if options.train_max_tokens_per_gpu:
+            return options.row_tokens(options.train_max_tokens_per_gpu)
+        return self.sequences_a_sample * options.micro_train_batch_size * options.max_len
 
     def check_model(self, model: PackedModel) -> None:
         """Refuse a model this job cannot train, in one line."""

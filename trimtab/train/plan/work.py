@@ -94,7 +94,7 @@ def given_budget(options: TrainedModelOptions, work: Work) -> int:
     """Tokens of a pass as the options have it."""
     by_tokens = options.use_dynamic_batch if isinstance(options, RLOptions) else options.packing_samples
     if by_tokens and options.train_max_tokens_per_gpu:
-        return options.train_max_tokens_per_gpu
+        return options.row_tokens(options.train_max_tokens_per_gpu)
     return options.micro_train_batch_size * work.least
 
 

@@ -31,6 +31,7 @@ class Passes:
     def fill(self, experience: Experience, column: str, role: Group, method: str) -> None:
         """A column of tokens from what a role says of every sample."""
         count, budget = self.options.micro_rollout_batch_size, self.options.rollout_max_tokens_per_gpu
+        budget = None if budget is None else self.options.row_tokens(budget)
         by_tokens = budget is not None or self.token_budget() is not None
 
         def ask() -> None:
@@ -87,7 +88,7 @@ class Passes:
         """Of a pass of an update; None: passes have a number of samples."""
         if not self.options.use_dynamic_batch or self.options.train_max_tokens_per_gpu is None:
             return None
-        return self.limit.of_tokens(self.options.train_max_tokens_per_gpu)
+        return self.limit.of_tokens(self.options.row_tokens(self.options.train_max_tokens_per_gpu))
 
 
 def counted(what: str, *parts: Sequence[Slice]) -> float:

@@ -1,0 +1,46 @@
+"""Attention of sequences of any length, one after another, by torch's own variable-length flash attention."""
+
+import inspect
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Sequences(Protocol):
+    query_starts: Tensor  # [sequences + 1] int32, and
+    key_starts: Tensor
+    key_rows: Tensor | None  # which keys each sees, of those given; None: as they lie
+    longest: int  # keys
+
+
+def varlen_applies(query: Tensor, value: Tensor, softcap: float | None, dropout: float) -> bool:
+    return (
+        # A tensor without contents stands for one on an accelerator (train/plan), where memory is linear in any dtype.
+        (query.is_meta or (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)))
+        and softcap is None
+        and dropout == 0.0
+        and query.shape[-1] == value.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
+    )
+
+
+def attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float, window: int | None
+) -> Tensor:
+    """[tokens, heads, D] of all sequences one after another, each seeing its keys up to itself."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    takes = inspect.signature(varlen_attn).parameters
+    groups = query.shape[1] // key.shape[1]
+    options = {"window_size": (window - 1, 0) if window else (-1, 0), "scale": scale}
+    if groups > 1:
+        if "enable_gqa" in takes:
+            options["enable_gqa"] = True
+        else:
+            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    if sequences.key_rows is not None:
+        key, value = (x.index_select(0, sequences.key_rows) for x in (key, value))
+    # With fewer queries than keys the last ones are aligned: own tokens see the borrowed ones before them.
+    starts, longest = (sequences.query_starts, sequences.key_starts), sequences.longest
+    return varlen_attn(query, key, value, *starts, longest, longest, **options)
