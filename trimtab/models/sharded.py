@@ -10,9 +10,9 @@ from trimtab.config.sharding import ShardingOptions
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import GRADIENT_DTYPES, shard
 from trimtab.distributed.world import World
-from trimtab.models.lora import refuse_adapted_experts
 from trimtab.errors import UserError
 from trimtab.models.context_attention import Context
+from trimtab.models.lora import refuse_adapted_experts
 from trimtab.models.packed import PackedModel
 from trimtab.models.tensor_parallel import cut
 
