@@ -5,7 +5,10 @@ import torch
 
 from tests.samples import batch_of, spans_of
 from tests.tiny import tiny_model
+from trimtab.data.batches import Span
+from trimtab.distributed.peers import Peers
 from trimtab.models import attention
+from trimtab.models.context_attention import Context, Manner, SharedRow
 from trimtab.models.load import cast_parameters
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
@@ -29,6 +32,30 @@ def test_varlen_attention_equals_dense_blocks(window, kv_heads):
     upstream = torch.randn_like(expected)
     for mine, theirs in zip(
         torch.autograd.grad(ours, inputs, upstream.bfloat16()), torch.autograd.grad(expected, inputs, upstream)
+    ):
+        assert (mine - theirs).float().norm() / theirs.float().norm() < 2e-2
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("processes", [2, 4])
+def test_shares_of_a_row_attend_as_the_whole(window, processes):
+    """Also to a borrowed prompt; keys and values as they are when they have been gathered."""
+    spans = [Span(0, 40), Span(40, 24, 0, 21), Span(64, 1), Span(65, 192)]
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(257, heads, 32, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    whole = attention.PackedRow.of(spans, torch.device("cuda"))
+    arguments = {"scaling": 0.2, "sliding_window": window}
+    expected = attention.attend_packed(whole, *(x.transpose(0, 1)[None] for x in inputs), arguments)[0]
+    ours = torch.zeros_like(expected)
+    for process in range(processes):
+        row = SharedRow(spans, Context(Peers(process, processes), 1), torch.device("cuda"))
+        out = row.attend_gathered(query[row.rows], key, value, Manner(0.2, window, None))
+        ours = ours.index_copy(0, row.rows[: row.tokens], out[: row.tokens])
+    torch.testing.assert_close(ours, expected, atol=2e-2, rtol=2e-2)
+    upstream = torch.randn_like(expected)
+    for mine, theirs in zip(
+        torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(expected, inputs, upstream)
     ):
         assert (mine - theirs).float().norm() / theirs.float().norm() < 2e-2
 
