@@ -93,9 +93,10 @@ def run(folder: str, processes: int, words: str, tokens: int) -> tuple[float, fl
     ]
     for process in started:
         process.start()
-    found = [answers.get() for _ in started]
     for process in started:
         process.join()
+        assert process.exitcode == 0, f"{words}: see above"
+    found = [answers.get() for _ in started]
     return max(peak for peak, _, _ in found), found[0][1], max(seconds for _, _, seconds in found)
 
 

@@ -5,6 +5,7 @@ them, to be added up for the owner of a portion (`sum_portions`). What all of th
 all, of which each takes its own portion (`total`): nothing is added up.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +17,22 @@ from trimtab.distributed.peers import Peers
 
 def gather_portions(portion: Tensor, peers: Peers) -> Tensor:
     """[processes * n, ...] from [n, ...] of each, in rank order; without gradients."""
+    return begin_gathering(portion, peers)()
+
+
+def begin_gathering(portion: Tensor, peers: Peers) -> Callable[[], Tensor]:
+    """The same, which goes on beside other work until its result is asked for."""
+    portion = portion.contiguous()
     gathered = portion.new_empty(peers.size * portion.shape[0], *portion.shape[1:])
-    if not portion.is_meta:  # a tensor without contents stands for one (train/plan)
-        dist.all_gather_into_tensor(gathered, portion.contiguous(), group=peers.group)
-    return gathered
+    if portion.is_meta:  # a tensor without contents stands for one (train/plan)
+        return lambda: gathered
+    work = dist.all_gather_into_tensor(gathered, portion, group=peers.group, async_op=True)
+
+    def result() -> Tensor:
+        work.wait()
+        return gathered
+
+    return result
 
 
 def sum_portions(parts: Tensor, peers: Peers) -> Tensor:

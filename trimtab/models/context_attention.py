@@ -4,10 +4,12 @@ Every process has the queries of its own tokens, gathers the keys and values of 
 sees the sequence up to itself, whoever worked that out. The backward pass gives the gradients of keys and values back
 to their owners, added up. So borrowed prompts, windows, grouped heads and soft caps are what they are in a whole row.
 
-`stride` heads of keys are gathered at a time, and nothing that was gathered is kept: the backward pass gathers and
-attends once more. What is kept falls with the number of processes, with gradient checkpointing and without.
+`stride` heads of keys are gathered at a time, the next ones while these are worked with, and nothing that was gathered
+is kept: the backward pass gathers and attends once more. What is kept falls with the number of processes, with gradient
+checkpointing and without.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +21,7 @@ from torch.nn.functional import pad
 
 from trimtab.data.batches import Span
 from trimtab.distributed.peers import Peers
-from trimtab.distributed.portions import gather_portions, sum_portions
+from trimtab.distributed.portions import begin_gathering, sum_portions
 from trimtab.models.attention import Pad, attend_seen, cumulative
 from trimtab.models.shares import Piece, RowShares
 from trimtab.models.varlen import attend_varlen, varlen_applies
@@ -162,14 +164,7 @@ class SharedRow:
         scale = arguments.get("scaling") or query.shape[-1] ** -0.5
         manner = Manner(scale, window, arguments.get("softcap"))
         q, k, v = (x.transpose(1, 2)[0] for x in (query, key, value))  # [tokens, heads, D]
-        groups, stride = q.shape[1] // k.shape[1], self.context.stride
-        out = [
-            _Attention.apply(
-                q[:, i * groups : (i + stride) * groups], k[:, i : i + stride], v[:, i : i + stride], self, manner
-            )
-            for i in range(0, k.shape[1], stride)
-        ]
-        return torch.cat(out, 1)[None]
+        return _Attention.apply(q, k, v, self, manner)[None]
 
     # ---- a few heads
 
@@ -193,10 +188,22 @@ class SharedRow:
             self._prepared[made] = how(self.pieces, window, self.device)
         return self._prepared[made]
 
-    def gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Of all tokens, in the order of the row."""
-        gathered = gather_portions(torch.cat([key, value], -1), self.context.peers)
-        return gathered.index_select(0, self._order_T).split([key.shape[-1], value.shape[-1]], -1)
+    def gather(self, key: Tensor, value: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Keys and values of all tokens in the order of the row, some heads at a time. The next ones are on their way
+        while these are worked with."""
+        stride = self.context.stride
+        heads = [slice(i, i + stride) for i in range(0, key.shape[1], stride)]
+        coming = self._begin(key, value, heads[0])
+        for some, following in zip(heads, [*heads[1:], None]):
+            both = coming().index_select(0, self._order_T)
+            if following is not None:
+                coming = self._begin(key, value, following)
+            keys, values = both.split([key.shape[-1], value.shape[-1]], -1)
+            del both
+            yield some, keys, values
+
+    def _begin(self, key: Tensor, value: Tensor, heads: slice) -> Callable[[], Tensor]:
+        return begin_gathering(torch.cat([key[:, heads], value[:, heads]], -1), self.context.peers)
 
     def give_back(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """Of own tokens the sums of what all processes have."""
@@ -211,17 +218,31 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, query, key, value, row, manner):
         ctx.save_for_backward(query, key, value)
         ctx.row, ctx.manner = row, manner
-        return row.attend_gathered(query, *row.gather(key, value), manner)
+        out = query.new_empty(*query.shape[:2], value.shape[-1])
+        for some, keys, values in row.gather(key, value):
+            reading = _readers(some, query, key)
+            out[:, reading] = row.attend_gathered(query[:, reading], keys, values, manner)
+        return out
 
     @staticmethod
     def backward(ctx, gradient):
         query, key, value = ctx.saved_tensors
-        inputs = [x.detach().requires_grad_() for x in (query, *ctx.row.gather(key, value))]
-        with torch.enable_grad():
-            out = ctx.row.attend_gathered(*inputs, ctx.manner)
-        if out.requires_grad:
-            of_query, of_keys, of_values = torch.autograd.grad(out, inputs, gradient)
-        else:  # nothing but padding here
-            of_query, of_keys, of_values = map(torch.zeros_like, inputs)
-        del out, inputs
-        return of_query, *ctx.row.give_back(of_keys, of_values), None, None
+        of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
+        for some, keys, values in ctx.row.gather(key, value):
+            reading = _readers(some, query, key)
+            inputs = [x.detach().requires_grad_() for x in (query[:, reading], keys, values)]
+            with torch.enable_grad():
+                out = ctx.row.attend_gathered(*inputs, ctx.manner)
+            if out.requires_grad:
+                found = torch.autograd.grad(out, inputs, gradient[:, reading])
+            else:  # nothing but padding here
+                found = tuple(map(torch.zeros_like, inputs))
+            of_query[:, reading] = found[0]
+            of_key[:, some], of_value[:, some] = ctx.row.give_back(*found[1:])
+        return of_query, of_key, of_value, None, None
+
+
+def _readers(heads: slice, query: Tensor, key: Tensor) -> slice:
+    """The heads of queries that read these heads of keys."""
+    groups = query.shape[1] // key.shape[1]
+    return slice(heads.start * groups, heads.stop * groups)
