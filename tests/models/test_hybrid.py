@@ -11,14 +11,15 @@ from trimtab.distributed.device import find_device
 from trimtab.distributed.sharding import local, split_again, whole
 from trimtab.distributed.world import find_world, leave_world
 from trimtab.embedded.sort_task import make_tokenizer
+from trimtab.models.offloading import MainMemory
 from trimtab.models.packed import scoring
 from trimtab.models.sharded import mesh_of
 
 SETTINGS = [
     ("llama", "--zpg 2 --overlap_comm"),
     ("llama", "--shard_size 2 --lora_rank 4 --overlap_comm"),
-    ("llama_tied", "--zpg 2 --gradient_checkpointing"),
-    ("mixtral", "--shard_size 2 --zero_stage 2"),
+    ("llama_tied", "--zpg 2 --gradient_checkpointing --gradient_checkpointing_keep products"),
+    ("mixtral", "--shard_size 2 --zero_stage 2 --gradient_checkpointing --offload_activations"),
 ]
 LENGTHS = ((9, 14), (6,), (5, 8), (11, 3))  # of the sequences in every process's row
 
@@ -60,6 +61,8 @@ def learn_in_four(folder):
         make_group, torch.distributed.new_group = torch.distributed.new_group, None  # a mesh has all that are needed
         model = load_split("sft", options, mesh).model
         torch.distributed.new_group = make_group
+        if options.offload_activations:  # which on a CPU has no effect
+            model.activations = MainMemory(model, small=0)
         row = batches()[mesh.data.rank]
         projection = model.inner.model.layers[0].self_attn.o_proj
         weight = projection.base_layer if options.lora_rank else projection

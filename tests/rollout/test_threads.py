@@ -7,9 +7,10 @@ import torch
 
 from tests.samples import batch_of
 from tests.tiny import tiny_model
+from trimtab.config.jobs import SFTOptions
 from trimtab.models import attention as packed
-from trimtab.models.load import enable_gradient_checkpointing
 from trimtab.models.policy import Policy
+from trimtab.models.recomputing import recompute
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin import attention as cached
 from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -90,7 +91,9 @@ def test_training_passes_of_two_models_do_not_meet(reentrant, monkeypatch):
 
         def work():
             if reentrant is not None:
-                enable_gradient_checkpointing(policy, reentrant=reentrant)
+                recompute(
+                    policy, SFTOptions(gradient_checkpointing=True, gradient_checkpointing_use_reentrant=reentrant)
+                )
                 policy.train()
             for _ in range(3):
                 policy(batch_of(lengths)).log_probs_N.sum().backward()

@@ -100,6 +100,15 @@ class BackwardOptions(Options):
     """Recompute activations in the backward pass: less memory, more time."""
     gradient_checkpointing_use_reentrant: bool = option(False, needs="gradient_checkpointing")
     """The reentrant form of gradient checkpointing."""
+    gradient_checkpointing_layers: int | None = option(None, at_least=1, needs="gradient_checkpointing")
+    """How many of the layers recompute, evenly spread; the others keep everything. Unset: all recompute."""
+    gradient_checkpointing_keep: str = option(
+        "nothing", choices=("nothing", "attention", "products"), needs="gradient_checkpointing"
+    )
+    """What layers that recompute keep all the same: nothing but their input, what attention gave, or what attention and
+    every matrix product gave. More kept is less computed again."""
+    offload_activations: bool = False
+    """Keep in main memory what the backward pass needs of the forward pass. Needs --gradient_checkpointing."""
     use_liger_kernel: bool = False
     """Fused Liger kernels (needs the liger-kernel package)."""
     aux_loss_coef: float = option(0.0, at_least=0)
@@ -113,6 +122,17 @@ class ModelOptions(PretrainOptions, BackwardOptions):
     def check(self) -> Iterable[str]:
         if self.aux_loss_coef > 0 and self.gradient_checkpointing_use_reentrant:
             raise UserError("--aux_loss_coef gets no gradient through reentrant checkpointing: leave that variant out")
+        chosen = {"gradient_checkpointing_layers": None, "gradient_checkpointing_keep": "nothing"}
+        chosen = {name: value for name, value in chosen.items() if getattr(self, name) != value}
+        for name in [*chosen, *(["offload_activations"] if self.offload_activations else [])]:
+            if self.gradient_checkpointing_use_reentrant:
+                raise UserError(f"--{name} does not work with --gradient_checkpointing_use_reentrant: leave that out")
+        if self.offload_activations and not self.gradient_checkpointing:
+            raise UserError("--offload_activations needs --gradient_checkpointing: add it")
+        if self.offload_activations and chosen:
+            raise UserError(
+                f"--offload_activations takes what layers keep that all recompute: leave --{next(iter(chosen))} out"
+            )
         return ()
 
 

@@ -30,8 +30,10 @@ from trimtab.models.hugging_face import (
     skeleton,
 )
 from trimtab.models.lora import add_adapters
+from trimtab.models.offloading import MainMemory
 from trimtab.models.packed import PackedModel
 from trimtab.models.policy import Policy
+from trimtab.models.recomputing import recompute
 from trimtab.models.reward import HEAD, RewardModel, but_for_head, drawn_head, not_a_decoder
 from trimtab.models.selfcheck import Verdict, choose_path
 from trimtab.models.sharded import TrainedModelOptions, shard_frozen, shard_trained
@@ -230,8 +232,9 @@ def _task_type(root: type[PackedModel]) -> str:
 def prepare_training(module: PackedModel, options: TrainedModelOptions, device: Device) -> None:
     if options.use_liger_kernel:
         _apply_liger(module.model, device)
-    if options.gradient_checkpointing:
-        enable_gradient_checkpointing(module, reentrant=options.gradient_checkpointing_use_reentrant)
+    recompute(module, options)
+    if options.offload_activations and device.is_accelerator:
+        module.activations = MainMemory(module)
     module.train()
 
 
@@ -266,12 +269,6 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-
-
-def enable_gradient_checkpointing(module: PackedModel, *, reentrant: bool) -> None:
-    module.inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant:
-        module.inner.enable_input_require_grads()  # a frozen embedding would cut the reentrant graph
 
 
 def _keep_gradients_on_cpu(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ How the model is run is decided once, at load (see selfcheck):
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from trimtab.distributed.watch import pulse
 from trimtab.models.attention import PackedPass, PackedRow, Row
 from trimtab.models.context import Located, ReadStates, Routers
 from trimtab.models.context_attention import Context, SharedRow
+from trimtab.models.offloading import MainMemory
 
 Path = Literal["packed", "padded", "logits"]
 
@@ -34,6 +35,7 @@ class PackedModel(nn.Module):
         self.path = path
         self.attention = PackedPass()
         self.context: Context | None = None  # with whom this process works on a row; None: alone
+        self.activations: MainMemory | None = None  # where those of layers await the backward pass; None: here
 
     @property
     def inner(self) -> nn.Module:
@@ -57,7 +59,7 @@ class PackedModel(nn.Module):
             return self._run(row, batch.ids_T, batch.positions_T, router)
         rows = PaddedRows.of(batch)
         arguments = {"output_router_logits": True} if router else {}
-        out = self.inner.base_model(**rows.inputs, use_cache=False, **arguments)
+        out = self._backbone(**rows.inputs, **arguments)
         routers = tuple(r.view(-1, r.shape[-1])[rows.flat_T] for r in out.router_logits) if router else None
         return out.last_hidden_state.flatten(0, 1)[rows.flat_T], routers
 
@@ -76,8 +78,13 @@ class PackedModel(nn.Module):
     def _run(self, row: Row, ids_T: Tensor, positions_T: Tensor, router: bool) -> tuple[Tensor, Routers]:
         self.attention.begin(self.inner, row)
         arguments = {"output_router_logits": True} if router else {}
-        out = self.inner.base_model(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, **arguments)
+        out = self._backbone(input_ids=ids_T[None], position_ids=positions_T[None], **arguments)
         return out.last_hidden_state[0], out.router_logits if router else None
+
+    def _backbone(self, **arguments: Any) -> Any:
+        away = self.activations if torch.is_grad_enabled() else None
+        with contextlib.nullcontext() if away is None else away.instead():
+            return self.inner.base_model(**arguments, use_cache=False)
 
     def sum_over_row(self, values: Tensor) -> Tensor:
         """Sums over the tokens of a row, from sums over those that are here."""

@@ -161,6 +161,8 @@ def notes(options: TrainedModelOptions, device: Device) -> list[str]:
     notes = []
     if options.bf16 and not device.has_fast_bf16():
         notes.append("note: this CPU has no fast bfloat16; fp32 (without --bf16) is about twice as fast here")
+    if options.offload_activations and not device.is_accelerator:
+        notes.append("note: --offload_activations has no effect here: activations are in main memory already")
     if options.full_determinism and not device.is_accelerator and torch.get_num_threads() > 1:
         notes.append("note: results repeat bit for bit with the same number of threads")
     return notes

@@ -16,8 +16,9 @@ from trimtab.config.groups import UpdateOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.sharding import GRADIENT_DTYPES
 from trimtab.models.attention import NAME, register
-from trimtab.models.load import TrainedModelOptions, cast_parameters, enable_gradient_checkpointing
+from trimtab.models.load import TrainedModelOptions, cast_parameters
 from trimtab.models.packed import PackedModel, scoring
+from trimtab.models.recomputing import recompute
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.plan.live import LiveBytes
 from trimtab.train.plan.work import Rows
@@ -69,8 +70,8 @@ class Pretended:
                 _hollow(model)
             if options.bf16:
                 cast_parameters(model, torch.bfloat16)
-        if options.gradient_checkpointing and not frozen:
-            enable_gradient_checkpointing(model, reentrant=options.gradient_checkpointing_use_reentrant)
+        if not frozen:
+            recompute(model, options)
 
     def weights(self) -> int:
         return sum(p.nbytes for p in self.model.parameters())
