@@ -7,10 +7,13 @@ from tests.samples import batch_of, spans_of
 from tests.tiny import tiny_model
 from trimtab.data.batches import Span
 from trimtab.distributed.peers import Peers
+from trimtab.config.jobs import SFTOptions
 from trimtab.models import attention
 from trimtab.models.context_attention import Context, Manner, SharedRow
 from trimtab.models.load import cast_parameters
+from trimtab.models.offloading import MainMemory
 from trimtab.models.policy import Policy
+from trimtab.models.recomputing import recompute
 from trimtab.models.selfcheck import choose_path
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -74,3 +77,39 @@ def test_log_probs_follow_the_cpu(family, dtype):
     ours = policy(batch.to(torch.device("cuda"))).log_probs_N.cpu()
     error = (ours - expected).abs()
     assert error.max() < 1e-3 if dtype == torch.float32 else error.mean() < 0.1
+
+
+def test_activations_in_main_memory_change_no_gradient_and_free_the_device():
+    """Layers' inputs go out and come back beside the computing, on a stream of their own."""
+    batch, found, held = batch_of([60] * 60).to(torch.device("cuda")), [], []
+    for away in (False, True):
+        policy = Policy(tiny_model("llama", num_hidden_layers=12).cuda())
+        choose_path(policy)
+        recompute(policy, SFTOptions(gradient_checkpointing=True))
+        policy.activations = MainMemory(policy, small=2**16) if away else None
+        policy.train()
+        before = torch.cuda.memory_allocated()
+        loss = policy(batch).log_probs_N.sum()
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated() - before)
+        loss.backward()
+        found.append([parameter.grad for parameter in policy.parameters()])
+    for here, there in zip(*found):
+        torch.testing.assert_close(there, here, atol=0, rtol=0)
+    inputs = 12 * 3600 * 32 * 4
+    assert held[0] - held[1] > 0.8 * inputs
+
+
+@pytest.mark.parametrize("keep", ["attention", "products"])
+def test_what_layers_keep_changes_no_gradient(keep):
+    batch, found = batch_of([40, 3, 17, 39]).to(torch.device("cuda")), []
+    for options in (SFTOptions(), SFTOptions(gradient_checkpointing=True, gradient_checkpointing_keep=keep)):
+        model = tiny_model("llama")
+        cast_parameters(model, torch.bfloat16)
+        policy = Policy(model.cuda())
+        choose_path(policy)
+        recompute(policy, options)
+        policy.train()(batch).log_probs_N.sum().backward()
+        found.append([parameter.grad for parameter in policy.parameters()])
+    for mine, theirs in zip(*found):
+        torch.testing.assert_close(mine, theirs, atol=0, rtol=0)

@@ -207,9 +207,9 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def process_seed(seed: int, rank: int) -> int:
-    """For what differs between processes, such as dropout."""
-    return seed + 1_000_003 * rank
+def process_seed(seed: int, rank: int, step: int = 0) -> int:
+    """For what differs between processes, such as dropout; `step`: at which they were shared out anew."""
+    return seed + 1_000_003 * rank + 15_485_863 * step
 
 
 def random_state() -> dict:

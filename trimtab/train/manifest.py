@@ -103,8 +103,9 @@ def compare(saved: dict, current: dict, checkpoint: Path) -> list[str]:
             )
     for name in changed:
         lines.append(f"resumed with another --{name} ({json.dumps(before[name])} -> {json.dumps(now[name])})")
-    for key in ("seed", "dtype", "device_type", "threads", "fused_optimiser", "attention_path", "versions"):
-        if saved.get(key) != current.get(key):
+    for key in ("seed", "dtype", "device_type", "threads", "fused_optimiser", "attention_path", "layout", "versions"):
+        noted = key != "layout" or key in saved  # earlier versions do not say it
+        if noted and saved.get(key) != current.get(key):
             was, now = json.dumps(saved.get(key)), json.dumps(current.get(key))
             lines.append(f"resumed with another {key} ({was} -> {now}): not bit for bit the uninterrupted run")
     return lines

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.config.jobs import SupervisedOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.calling_off import meet_again
-from trimtab.distributed.device import Device, random_state, restore_random_state
+from trimtab.distributed.device import Device, process_seed, random_state, restore_random_state, seed_everything
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import GRADIENT_DTYPES, sync_gradients
 from trimtab.distributed.world import deal
@@ -118,6 +118,7 @@ class SupervisedRun:
             steps=self.order.steps,
             settings=settings(options),
             processes=self.mesh.size,
+            layout=self.mesh.sizes,
             zero_stage=options.zero_stage,
             data=task.describe_data(),
             **self.described,
@@ -369,7 +370,7 @@ class SupervisedRun:
         state = {
             "counters": vars(self.counters),
             "pass_limit": vars(self.task.pass_limit),
-            "random": self.mesh.all.gather(random_state()),
+            "random": self.mesh.gradients.gather(random_state()),  # those that share a layer's work draw alike
             "manifest": self.manifest,
         }
         return step, lambda folder: write_parts(folder, tensors, self.mesh, step), state
@@ -397,10 +398,17 @@ class SupervisedRun:
             self.optimiser.restore(TensorParts(path))
             self.counters = Counters(**state["counters"])
             self.task.pass_limit = PassLimit(**state.get("pass_limit", {}))
-            if self.mesh.all.rank < len(state["random"]):
-                restore_random_state(state["random"][self.mesh.all.rank])
+            self.go_on_drawing(state["random"])
         self.mesh.world.say(f"resumed from {path} at step {self.counters.step}")
         return True
+
+    def go_on_drawing(self, states: list[dict]) -> None:
+        """As the processes that were there before would have; where these were others, from numbers of their own."""
+        places = self.mesh.gradients
+        if len(states) == places.size:
+            restore_random_state(states[places.rank])
+        else:
+            seed_everything(process_seed(self.options.seed, places.rank, self.counters.step))
 
     def carry(self) -> "Carried":
         tensors = HeldParts(self.optimiser.state())
