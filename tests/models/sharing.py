@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from tests.models.splitting import load_split, options_of, values
 from tests.tiny import tiny_model
 from trimtab.algos.moe_balance import load_balancing_loss
 from trimtab.data.batches import TokenBatch
@@ -22,7 +23,7 @@ from trimtab.models.load import enable_gradient_checkpointing
 from trimtab.models.packed import PackedModel
 from trimtab.models.policy import Policy, Teacher
 from trimtab.models.reward import RewardModel
-from trimtab.models.sharded import decoder_layers
+from trimtab.models.sharded import decoder_layers, mesh_of
 
 PACKED = ((14, 0), (9, 0), (1, 0), (22, 0), (15, 0))  # (tokens, borrowed ones among them) of every sequence
 BORROWED = ((19, 0), (24, 11), (16, 11), (12, 0), (13, 3), (3, 3))
@@ -135,6 +136,27 @@ def compare(names):
             close(gradient, expected_gradients[parameter], 1e-5, f"{name}: {parameter}")
         if case.root is Policy and not case.sharded:
             close(with_teacher(shared, batch), with_teacher(alone, batch), 1e-5, f"{name}: teacher")
+    leave_world()
+
+
+def compare_loaded(cases):
+    """The same of models that four processes load: two and two share every layer, two and two every row. `cases`:
+    (job, folder, words) each."""
+    world = find_world(find_device())
+    for job, model, words in cases:
+        options = options_of(job, model, f"{words} --ring_attn_size 2 --ds_tensor_parallel_size 2")
+        mesh = mesh_of(options, world)
+        shared, alone = load_split(job, options, mesh).model, load_split(job, options, None, whole=True).model
+        batch, found = batch_of(BORROWED), []
+        for root in (shared, alone):
+            read_off = values(root, batch)
+            (read_off.square().sum() * (1 if root is alone else mesh.gradients.size)).backward()
+            found.append((read_off, {name: p.grad for name, p in root.named_parameters() if p.grad is not None}))
+        (first, first_gradients), (second, second_gradients) = found
+        close(first, second, 1e-5, f"{model} {words}")
+        assert first_gradients.keys() == second_gradients.keys()
+        for name, gradient in first_gradients.items():
+            close(whole(gradient), second_gradients[name], 1e-5, f"{model} {words}: {name}")
     leave_world()
 
 

@@ -5,7 +5,9 @@ import pytest
 
 from tests import warm
 from tests.models import sharing
+from tests.tiny import tiny_model
 from trimtab.data.batches import Span
+from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.models.shares import RowShares
 
 LONG_ROW = [Span(0, 257)]
@@ -60,3 +62,20 @@ def test_so_do_they_in_every_other_way():
 @pytest.mark.long
 def test_so_do_four():
     assert warm.call_world(sharing.compare, 4, list(sharing.CASES)) == [0] * 4
+
+
+@pytest.mark.long
+def test_so_do_four_that_share_layers_too(tmp_path):
+    tokenizer, cases = make_tokenizer(), []
+    for family, job, words in [
+        ("llama", "sft", "--ring_head_stride 2"),
+        ("qwen3", "sft", "--gradient_checkpointing"),
+        ("mixtral", "sft", ""),
+        ("llama", "rm", ""),
+        ("llama", "sft", "--lora_rank 4"),
+    ]:
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+        tiny_model(family, vocab_size=64, **heads).save_pretrained(tmp_path / family)
+        tokenizer.save_pretrained(tmp_path / family)
+        cases.append((job, str(tmp_path / family), words))
+    assert warm.call_world(sharing.compare_loaded, 4, cases) == [0] * 4
