@@ -1,10 +1,14 @@
-"""Peak memory of each process when one long row is learnt from: by one process, and by two that share it.
+"""Peak memory of each process that learns from one row: alone, as one of two that share its tokens (context 2), and as
+one of two that share its layers (tensor 2). Forward and backward pass of a Llama in fp32, --zero_stage 3.
 
-A Llama of 4 layers, 512 wide, in fp32; one row of 8,192 tokens, forward and backward. Every way of splitting is a world
-of processes of its own, and what a process holds is its anonymous memory (pages of mapped files are not memory) above
-what it held before the model was loaded: weights, gradients, activations and buffers of the exchange.
+    long row       4 layers, 512 wide, a row of 8,192 tokens: most of it are activations
+    large model    8 layers, 1,024 wide, a row of 512 tokens: most of it are weights and gradients
 
-    python benchmarks/split_memory.py [--tokens 8192] [--only "context 2"]
+Every way of splitting is a world of processes of its own. What a process holds is its anonymous memory (pages of mapped
+files are not memory) above what it held before the model was loaded: weights, gradients, activations and what is
+exchanged.
+
+    python benchmarks/split_memory.py [--only "large model"]
 """
 
 import argparse
@@ -22,10 +26,17 @@ WAYS = {
     "tensor 2": (2, "--ds_tensor_parallel_size 2"),
 }
 CHECKPOINTING = "--gradient_checkpointing"
-SHAPE = {
-    "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "vocab_size": 8192, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+COMMON = {"num_key_value_heads": 4, "vocab_size": 8192, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+WORKS = {
+    "long row": (
+        8192,
+        {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8},
+    ),
+    "large model": (
+        512,
+        {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16},
+    ),
+}
 PAUSE = 0.005
 
 
@@ -49,7 +60,7 @@ def measure(folder: str, words: str, tokens: int, environment: dict, answers) ->
     from trimtab.models.sharded import mesh_of
 
     torch.set_num_threads(1)
-    options = parse(SFTOptions, f"--pretrain {folder} --dataset none --zero_stage 2 {words}".split())
+    options = parse(SFTOptions, f"--pretrain {folder} --dataset none --zero_stage 3 {words}".split())
     mesh = mesh_of(options, find_world(find_device()))
     mesh.all.wait()
     before, peak, done = anonymous(), 0, threading.Event()
@@ -102,8 +113,7 @@ def run(folder: str, processes: int, words: str, tokens: int) -> tuple[float, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--only", choices=WAYS, nargs="*", default=list(WAYS))
+    parser.add_argument("--only", choices=WORKS, nargs="*", default=list(WORKS))
     arguments = parser.parse_args()
     # Large blocks go back at once: what is measured is what is held, not what the allocator keeps.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)
@@ -111,18 +121,21 @@ def main() -> None:
 
     from trimtab.embedded.sort_task import make_tokenizer
 
-    with tempfile.TemporaryDirectory() as folder:
-        config = LlamaConfig(**SHAPE, max_position_embeddings=arguments.tokens)
-        LlamaForCausalLM(config).save_pretrained(folder)
-        make_tokenizer().save_pretrained(folder)
-        for more in ("", CHECKPOINTING):
-            whole = None
-            for way in arguments.only:
-                processes, words = WAYS[way]
-                peak, loss, seconds = run(folder, processes, f"{words} {more}", arguments.tokens)
-                whole = whole or peak
-                line = f"{way:12} {peak:8,.0f} MiB a process  {peak / whole:5.2f}  loss {loss:.5f}  {seconds:5.1f} s"
-                print(f"{line}  {more}", flush=True)
+    print("| work | gradient checkpointing | split | MiB a process | of one process | loss | seconds |")
+    print("|---|---|---|---|---|---|---|")
+    for work in arguments.only:
+        tokens, shape = WORKS[work]
+        with tempfile.TemporaryDirectory() as folder:
+            config = LlamaConfig(**COMMON, **shape, max_position_embeddings=tokens)
+            LlamaForCausalLM(config).save_pretrained(folder)
+            make_tokenizer().save_pretrained(folder)
+            for more in ("", CHECKPOINTING):
+                whole = None
+                for way, (processes, words) in WAYS.items():
+                    peak, loss, seconds = run(folder, processes, f"{words} {more}", tokens)
+                    whole = whole or peak
+                    figures = f"{peak:,.0f} | {peak / whole:.2f} | {loss:.5f} | {seconds:.0f}"
+                    print(f"| {work} | {'yes' if more else 'no'} | {way} | {figures} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,10 @@ from torch import Tensor
 
 from trimtab.distributed.peers import Peers
 
+# Their names before torch 2.13 are the second ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def gather_portions(portion: Tensor, peers: Peers) -> Tensor:
     """[processes * n, ...] from [n, ...] of each, in rank order; without gradients."""
@@ -26,7 +30,7 @@ def begin_gathering(portion: Tensor, peers: Peers) -> Callable[[], Tensor]:
     gathered = portion.new_empty(peers.size * portion.shape[0], *portion.shape[1:])
     if portion.is_meta:  # a tensor without contents stands for one (train/plan)
         return lambda: gathered
-    work = dist.all_gather_into_tensor(gathered, portion, group=peers.group, async_op=True)
+    work = _all_gather(gathered, portion, group=peers.group, async_op=True)
 
     def result() -> Tensor:
         work.wait()
@@ -44,7 +48,7 @@ def sum_portions(parts: Tensor, peers: Peers) -> Tensor:
         parts = parts.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(parts, group=peers.group)
         return parts.chunk(peers.size)[peers.rank].clone()
-    dist.reduce_scatter_tensor(own, parts.contiguous(), group=peers.group)
+    _reduce_scatter(own, parts.contiguous(), group=peers.group)
     return own
 
 
