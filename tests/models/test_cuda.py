@@ -5,9 +5,9 @@ import torch
 
 from tests.samples import batch_of, spans_of
 from tests.tiny import tiny_model
+from trimtab.config.jobs import SFTOptions
 from trimtab.data.batches import Span
 from trimtab.distributed.peers import Peers
-from trimtab.config.jobs import SFTOptions
 from trimtab.models import attention
 from trimtab.models.context_attention import Context, Manner, SharedRow
 from trimtab.models.load import cast_parameters
@@ -79,7 +79,15 @@ def test_log_probs_follow_the_cpu(family, dtype):
     assert error.max() < 1e-3 if dtype == torch.float32 else error.mean() < 0.1
 
 
-def test_activations_in_main_memory_change_no_gradient_and_free_the_device():
+@pytest.fixture
+def repeatable():
+    """Sums of gradients in an order that is always the same."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_activations_in_main_memory_change_no_gradient_and_free_the_device(repeatable):
     """Layers' inputs go out and come back beside the computing, on a stream of their own."""
     batch, found, held = batch_of([60] * 60).to(torch.device("cuda")), [], []
     for away in (False, True):
@@ -101,7 +109,7 @@ def test_activations_in_main_memory_change_no_gradient_and_free_the_device():
 
 
 @pytest.mark.parametrize("keep", ["attention", "products"])
-def test_what_layers_keep_changes_no_gradient(keep):
+def test_what_layers_keep_changes_no_gradient(keep, repeatable):
     batch, found = batch_of([40, 3, 17, 39]).to(torch.device("cuda")), []
     for options in (SFTOptions(), SFTOptions(gradient_checkpointing=True, gradient_checkpointing_keep=keep)):
         model = tiny_model("llama")
