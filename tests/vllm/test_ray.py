@@ -87,3 +87,28 @@ def test_an_engine_that_dies_is_replaced_and_answers_from_the_current_weights(ta
     found = rows(out)
     assert found[-1]["step"] == 5 and all(row["log_prob_gap"] < 1e-4 for row in found[1:])
     assert "engine 1 of 1 takes its place" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        "--ds_tensor_parallel_size 2",
+        "--ring_attn_size 2",
+        "--ds_tensor_parallel_size 2 --lora_rank 4 --vllm_sync_lora merged",
+        "--ds_tensor_parallel_size 2 --lora_rank 4 --vllm_sync_lora adapter",
+    ],
+)
+def test_the_weights_of_a_split_actor_reach_an_engine_whole(task, tmp_path, environment, split):
+    """Two processes hold the policy, which has one part of the samples."""
+    out = tmp_path / "out"
+    done = subprocess.run(
+        command(task, out, "--vllm_num_engines 1 --actor_num_gpus_per_node 2 --max_steps 2", split),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(out)
+    assert [row["step"] for row in found] == [0, 1, 2]
+    assert all(row["log_prob_gap"] < 1e-4 and row["grad_norm"] > 0 for row in found[1:])

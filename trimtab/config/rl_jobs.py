@@ -214,18 +214,15 @@ class RLOptions(
             yield "--top_p: vLLM's log-probs are of the tokens that it leaves, and so is the gap to the trainer's"
 
     def _about_placement(self) -> Iterable[str]:
-        """Of models that are not there, and of those that are in fewer processes than the policy."""
+        """With --ray, of models that are not there."""
         absent = {
             "critic": f"--advantage_estimator {self.estimator.name} has no critic" if not self.estimator.critic else "",
             "reward": "there is no --reward_pretrain" if not self.reward_pretrain else "",
             "ref": self._without_reference(),
         }
         for role, why in absent.items():
-            flag = f"{role}_num_gpus_per_node"
             if self.ray and why:
-                yield from self.idle([flag], f"with --ray: {why}")
-            elif not self.ray and not why and (asked := getattr(self, flag)) and asked < self.processes:
-                self.mesh_sizes(asked, learns=role == "critic", flag=flag)  # of a cluster: layouts.py
+                yield from self.idle([f"{role}_num_gpus_per_node"], f"with --ray: {why}")
 
     def _without_reference(self) -> str:
         """Why no model is placed by the reference's options, if none is."""

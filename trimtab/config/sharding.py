@@ -45,10 +45,10 @@ class ShardingOptions(ProcessOptions):
         """How many of them hold what is trained."""
         return self.processes
 
-    def mesh_sizes(self, processes: int, *, learns: bool = True, flag: str = "nproc") -> dict[str, int]:
+    def mesh_sizes(self, processes: int, *, learns: bool = True) -> dict[str, int]:
         """The dimensions of a mesh of so many processes, but for the one that follows from the others. A UserError: it
         has no such dimensions. `learns`: its model is trained; one that only scores may be in fewer processes than
-        --shard_size names, and keeps nothing for a backward pass. `flag`: by which they were asked for."""
+        --shard_size names, and keeps nothing for a backward pass."""
         context, tensor = self.ring_attn_size, self.ds_tensor_parallel_size
         together = context * tensor
         if processes % together:
@@ -56,7 +56,7 @@ class ShardingOptions(ProcessOptions):
             used = " x ".join(flag for flag, size in zip(asked, (context, tensor)) if size > 1)
             raise UserError(
                 f"{used}: {_counted(processes)} cannot be shared out so; start a multiple "
-                f"of {together} (--{flag} {together})"
+                f"of {together} (--nproc {together})"
             )
         splitting = processes // tensor  # over how many parameters can be split
         replicate = self._copies(splitting, learns=learns)

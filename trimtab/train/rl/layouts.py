@@ -37,7 +37,7 @@ def layout_of(options: RLOptions, units: Sequence[str]) -> Layout:
         made.append(Pool(name, tuple(members), numbers.nodes, numbers.per_node))
     assert made[0].name == "actor" and actor.per_node, "the policy is first"
     for pool in made:
-        _check_splits(options, pool)
+        _check_neighbours(options, pool)
     return Layout(tuple(made), _engines(options, made[0]))
 
 
@@ -72,15 +72,13 @@ def _require_same(flag: str, one: _Numbers, other: _Numbers) -> None:
         raise UserError(f"--{flag} lets models share processes, and {one} differs from {other}: give the same numbers")
 
 
-def _check_splits(options: RLOptions, pool: Pool) -> None:
-    """The processes of a pool have neighbouring ranks, those of a tensor group the last digits of them."""
-    flag, tensor = f"{pool.flag}_gpus_per_node", options.ds_tensor_parallel_size
-    learns = bool({"actor", "critic"} & {*pool.units})
-    options.mesh_sizes(pool.size, learns=learns, flag=flag.removeprefix("--"))
+def _check_neighbours(options: RLOptions, pool: Pool) -> None:
+    """Those of a tensor group have neighbouring ranks, and ranks go through the places on a node."""
+    tensor = options.ds_tensor_parallel_size
     if pool.per_node % tensor:
         raise UserError(
-            f"{flag} {pool.per_node}: the {tensor} processes of --ds_tensor_parallel_size work on every layer together "
-            f"and sit on one node; give a multiple of {tensor}"
+            f"{pool.flag}_gpus_per_node {pool.per_node}: the {tensor} processes of --ds_tensor_parallel_size work on "
+            f"every layer together, on one node; give a multiple of {tensor}"
         )
 
 

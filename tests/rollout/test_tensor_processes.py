@@ -1,0 +1,94 @@
+"""The built-in engine on a policy whose layers are cut over two processes, which hold different amounts of memory."""
+
+import pytest
+import torch
+
+from tests import warm
+from tests.models.splitting import load_split, options_of
+from tests.rollout.test_builtin_engine import prompts
+from tests.tiny import tiny_model
+from trimtab.distributed.device import find_device
+from trimtab.distributed.mesh import Mesh
+from trimtab.distributed.sharding import shard
+from trimtab.distributed.world import find_world, leave_world
+from trimtab.models.handover import Handover
+from trimtab.models.policy import Policy
+from trimtab.models.sharded import decoder_layers, mesh_of
+from trimtab.models.tensor_parallel import cut
+from trimtab.rollout.builtin import engine as engines
+from trimtab.rollout.builtin import memory
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.types import Rollout, Sampling
+
+LENGTHS = (5, 17, 33, 16, 1, 48, 7)
+PLAIN = Sampling(max_new_tokens=12, n=2, stop_token_ids=(2, 3))
+SHAPED = Sampling(max_new_tokens=9, top_p=0.8, repetition_penalty=1.2, plain_log_probs=True)
+
+
+def answers(policy: Policy, **settings) -> list[Rollout]:
+    engine = BuiltinEngine(policy, slots=4, page_size=4, **settings)
+    found = []
+    for sampling in (PLAIN, SHAPED, PLAIN):
+        found += engine.generate(prompts(LENGTHS), sampling, seeds=list(range(7)))
+        engine.rest()
+    return found
+
+
+def cut_over_two(family: str, **changes) -> None:
+    world = find_world(find_device())
+    mesh = Mesh(world, tensor=2)
+    policy = Policy(tiny_model(family, **changes))
+    cut(policy, mesh.for_cutting())
+    shard(policy, decoder_layers(policy), mesh, zero_stage=3)
+    expected = answers(Policy(tiny_model(family, **changes)))
+    # The second process has room for two sequences at once, and gives its memory back after every call.
+    plenty = memory.free_memory
+    engines.free_memory = (lambda device: 0) if world.rank else plenty
+    memory.free_memory = (lambda device: 2**16) if world.rank else plenty
+    found = answers(policy, tensor=mesh.tensor)
+    for one, other in zip(found, expected, strict=True):
+        assert (one.prompt, one.sample, one.ids, one.finish) == (other.prompt, other.sample, other.ids, other.finish)
+        torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=2e-5, rtol=0)
+    leave_world()
+
+
+@pytest.mark.short(1)
+@pytest.mark.parametrize("family", ["qwen3", "llama_tied", "mixtral"])
+def test_processes_that_share_every_layer_draw_the_tokens_of_one(family):
+    assert warm.call_world(cut_over_two, 2, family) == [0, 0]
+
+
+def hand_over(cases) -> None:
+    """Every tensor that goes to another engine is whole, and that of the model that is not cut."""
+    world = find_world(find_device())
+    for folder, words, adapters in cases:
+        options = options_of("sft", folder, f"{words} --ds_tensor_parallel_size 2")
+        mesh = mesh_of(options, world)
+        split, alone = load_split("sft", options, mesh).model, load_split("sft", options, None, whole=True).model
+        for model in (split, alone):
+            torch.manual_seed(3)
+            for name, parameter in sorted(model.named_parameters()):
+                if "lora_B" in name:
+                    fill(parameter)
+        found, expected = (dict(Handover(p, bf16=False, adapters=adapters).tensors()) for p in (split, alone))
+        assert list(found) == list(expected)
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-6, msg=lambda told: f"{name}: {told}")
+    leave_world()
+
+
+def fill(parameter: torch.Tensor) -> None:
+    from trimtab.distributed.sharding import keep_part
+
+    keep_part(torch.randn(parameter.shape) * 0.1, parameter.data)
+
+
+def test_the_weights_of_a_cut_policy_are_handed_over_whole(tmp_path):
+    from trimtab.embedded.sort_task import make_tokenizer
+
+    for family in ("llama", "mixtral"):
+        tiny_model(family, vocab_size=len(make_tokenizer())).save_pretrained(tmp_path / family)
+        make_tokenizer().save_pretrained(tmp_path / family)
+    lora = "--lora_rank 4 --lora_alpha 8"
+    cases = [(tmp_path / "llama", lora, False), (tmp_path / "llama", lora, True), (tmp_path / "mixtral", "", False)]
+    assert warm.call_world(hand_over, 2, cases) == [0, 0]
