@@ -51,7 +51,7 @@ def words(folder: Path, out: Path, estimator: str, *more: str) -> list[str]:  # 
         pytest.param("lora", CONTEXT, 2, marks=pytest.mark.long),
         pytest.param("ppo", f"{TENSOR} --zero_stage 3", 4, marks=pytest.mark.long),
         pytest.param("ppo", f"{TENSOR} {CONTEXT}", 4, marks=pytest.mark.long),
-        pytest.param("ppo", f"{TENSOR} --ref_reward_offload --critic_num_gpus_per_node 2", 4, marks=pytest.mark.long),
+        pytest.param("ppo", f"{TENSOR} --ref_reward_offload --critic_num_gpus_per_node 2 --colocate_all_models", 4, marks=pytest.mark.long),
         pytest.param("ppo", f"{TENSOR} --controller_apart --bf16 False", 3, marks=pytest.mark.long),
     ],
 )
