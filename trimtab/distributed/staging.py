@@ -69,7 +69,11 @@ class Host:
     def build(self, *, unit: str) -> None:
         """Called in every process: all make the mesh of every unit."""
         options, described = self.options, self.units[unit]
-        mesh = self.meshes[unit] = self.make_mesh(options, self.world, described.ranks, learns=described.learns)
+        if described.apart:
+            mesh = Mesh(self.world)
+        else:
+            mesh = self.make_mesh(options, self.world, described.ranks, learns=described.learns)
+        self.meshes[unit] = mesh
         if not mesh.here:
             return
         seed_everything(options.seed, deterministic=options.full_determinism)

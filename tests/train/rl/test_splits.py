@@ -1,6 +1,5 @@
-"""RL with layers or rows that are split over processes: the answers, the rewards and what is learnt are one process's."""
+"""RL with layers or rows that are split over processes: answers, rewards and what is learnt are those of one."""
 
-import json
 import os
 import signal
 from functools import partial
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import warm
-from tests.train.rl.rl_run import REWARD, arguments, rows, weights, without
+from tests.train.rl.rl_run import arguments, assert_identical, result, rows, without
 from tests.train.rl.test_groups import folder, keep_gradients  # noqa: F401
 from trimtab.train.metrics import read_rows
 
@@ -42,17 +41,18 @@ def words(folder: Path, out: Path, estimator: str, *more: str) -> list[str]:  # 
     return arguments(folder, out, estimator, SMALL, CASES[estimator].format(folder=folder), *more)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     "estimator, split, processes",
     [
         ("ppo", TENSOR, 2),
-        pytest.param("ppo", CONTEXT, 2, marks=pytest.mark.long),
-        pytest.param("lora", TENSOR, 2, marks=pytest.mark.long),
-        pytest.param("lora", CONTEXT, 2, marks=pytest.mark.long),
-        pytest.param("ppo", f"{TENSOR} --zero_stage 3", 4, marks=pytest.mark.long),
-        pytest.param("ppo", f"{TENSOR} {CONTEXT}", 4, marks=pytest.mark.long),
-        pytest.param("ppo", f"{TENSOR} --ref_reward_offload --critic_num_gpus_per_node 2 --colocate_all_models", 4, marks=pytest.mark.long),
-        pytest.param("ppo", f"{TENSOR} --controller_apart --bf16 False", 3, marks=pytest.mark.long),
+        ("ppo", CONTEXT, 2),
+        ("lora", TENSOR, 2),
+        ("lora", CONTEXT, 2),
+        ("ppo", f"{TENSOR} --zero_stage 3", 4),
+        ("ppo", f"{TENSOR} {CONTEXT}", 4),
+        ("ppo", f"{TENSOR} --ref_reward_offload --critic_num_gpus_per_node 2 --colocate_all_models", 4),
+        ("ppo", f"{TENSOR} --controller_apart", 3),
     ],
 )
 def test_answers_rewards_and_gradients_are_those_of_one_process(
@@ -73,13 +73,11 @@ def test_answers_rewards_and_gradients_are_those_of_one_process(
     answers = [answered(out) for out in (expected, tmp_path / "out")]
     assert len(answers[0]) > 4 and answers[0] == answers[1]
     for role in ("actor", "critic") if estimator == "ppo" else ("actor",):
-        plain, found = (
-            load_file(f"{expected}/gradients-{role}.safetensors"),
-            load_file(tmp_path / f"of{last}-{role}.safetensors"),
-        )
+        plain = load_file(expected / f"gradients-{role}.safetensors")
+        found = load_file(tmp_path / f"of{last}-{role}.safetensors")
         assert plain.keys() == found.keys()
         for name, gradient in plain.items():
-            torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-5, msg=lambda text: f"{name}: {text}")
+            torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-5)
     for row, other in zip(rows(expected), rows(tmp_path / "out"), strict=True):
         for name in ("reward", "loss", "grad_norm", "kl", "critic_loss", "eval_reward"):
             if name in row:
@@ -89,3 +87,77 @@ def test_answers_rewards_and_gradients_are_those_of_one_process(
 def answered(out: Path) -> list[tuple]:
     kept = read_rows(out / "rollouts.jsonl")
     return [(row["step"], row["row"], row["response"], round(row["reward"], 3)) for row in kept]
+
+
+FUNCTION = """
+import os
+
+def reward_func(queries, prompts, labels, **kwargs):
+    with open({asked!r}, "a") as file:
+        file.writelines("asked\\n" for _ in queries)
+    if os.path.exists({broken!r}):
+        raise ValueError("no reward today")
+    return [float(len(query) % 3) for query in queries]
+"""
+
+
+def rewarded_by_function(folder: Path, out: Path) -> list[str]:  # noqa: F811
+    out.mkdir()
+    text = FUNCTION.format(asked=str(out / "asked"), broken=str(out / "broken"))
+    (out / "reward.py").write_text(text)
+    given = without(arguments(folder, out / "run", "grpo", SMALL, TENSOR), "--reward_verifier", "--eval_dataset")
+    given = without(given, "--eval_split", "--eval_steps", "--eval_n_samples_per_prompt")
+    return [*given, "--reward_func", str(out / "reward.py")]
+
+
+@pytest.mark.long
+def test_a_reward_is_asked_once_for_an_answer_that_two_processes_write(folder, tmp_path):  # noqa: F811
+    more = rewarded_by_function(folder, tmp_path / "out")
+    assert warm.run_world(more, 2, log=tmp_path / "log") == [0, 0], (tmp_path / "log.0").read_text()
+    samples = sum(row["samples"] for row in rows(tmp_path / "out" / "run"))
+    assert samples == 16 and len((tmp_path / "out" / "asked").read_text().splitlines()) == samples
+
+
+@pytest.mark.long
+def test_a_reward_that_fails_in_one_process_stops_those_that_write_with_it(folder, tmp_path):  # noqa: F811
+    more = rewarded_by_function(folder, tmp_path / "out")
+    (tmp_path / "out" / "broken").touch()
+    codes = warm.run_world([*more, "--rollout_slots", "2"], 2, prepare=dict.fromkeys(range(2), score_at_once))
+    assert codes[0] == 1 and codes[1] in (0, 1)
+    assert (tmp_path / "out" / "run" / "checkpoints").exists(), "both were there to write it"
+
+
+def score_at_once() -> None:
+    """Rewards are asked as soon as an answer is there, while others are still being written."""
+    from trimtab.train.rl import rollouts
+
+    rollouts.SCORED_AT_ONCE = 1
+
+
+def stop_while_writing(calls: int) -> None:
+    """A signal that this process alone gets, in the middle of a rollout."""
+    from trimtab.rollout.builtin.session import BuiltinSession
+
+    plain = BuiltinSession.advance
+    count = 0
+
+    def advance(self, steps=None):
+        nonlocal count
+        count += 1
+        if count == calls:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, steps)
+
+    BuiltinSession.advance = advance
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("split", [TENSOR, CONTEXT])
+def test_a_run_that_one_process_was_told_to_stop_goes_on_as_if_it_had_not_been(folder, tmp_path, split):  # noqa: F811
+    given = {out: arguments(folder, tmp_path / out, "lora", split) for out in ("straight", "stopped")}
+    assert warm.run_world(given["straight"], 2) == [0, 0]
+    stopped = warm.run_world(given["stopped"], 2, prepare={1: partial(stop_while_writing, 5)}, log=tmp_path / "log")
+    assert stopped == [128 + signal.SIGTERM] * 2, (tmp_path / "log.0").read_text()
+    assert "checkpoint saved in" in (tmp_path / "log.0").read_text()
+    assert warm.run_world([*given["stopped"], "--load_checkpoint"], 2) == [0, 0]
+    assert_identical(*(result(tmp_path / out) for out in ("stopped", "straight")))
