@@ -15,6 +15,8 @@ LAYOUTS = {
     "separate": SEPARATE,
     "partly colocated": f"{SEPARATE} --colocate_actor_ref --colocate_critic_reward",
     "all colocated": f"{TWO_EACH} --colocate_all_models",
+    "layers cut": f"{TWO_EACH} --colocate_all_models --ds_tensor_parallel_size 2",
+    "rows shared": f"{TWO_EACH} --colocate_critic_reward --ring_attn_size 2",
 }
 
 

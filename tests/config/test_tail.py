@@ -56,6 +56,8 @@ def test_defaults_pass_without_a_word_for_every_method(method):
         ),
         ({"proposal_lora_rank": 2, "method": "reinforce"}, "--proposal_lora_rank: --method reinforce has no proposal"),
         ({"temperature": 0.7}, "--temperature has no place in --method repulse"),
+        ({"nproc": 2, "ds_tensor_parallel_size": 2}, "--ds_tensor_parallel_size: tail methods split no layers"),
+        ({"nproc": 2, "ring_attn_size": 2}, "--ring_attn_size: tail methods split no layers and no rows"),
         ({"top_p": 0.9, "method": "reinforce"}, "--top_p has no place in --method reinforce"),
         ({"max_epochs": 2}, "--max_epochs has no place"),
         ({"kl_target": 1.0}, "--kl_target has no place"),

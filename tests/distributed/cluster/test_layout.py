@@ -126,6 +126,11 @@ def test_engines_that_say_how_many_gpus_there_are_say_it_for_all_nodes():
             "vllm_tensor_parallel_size=2",
             "3 on a node.*, where 2 have room: lower --vllm_num_engines",
         ),
+        # Four processes, but those of a layer are on one node.
+        (
+            "actor_num_gpus_per_node=2 actor_num_nodes=2 ds_tensor_parallel_size=4",
+            "--actor_num_gpus_per_node 2: the 4 processes of --ds_tensor_parallel_size .* on one node",
+        ),
         ("actor_num_gpus_per_node=4 nproc=2", "--nproc 2 and --actor_num_gpus_per_node 4 both say"),
     ],
 )
