@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from tests.models.splitting import load_split, options_of, values
 from tests.tiny import tiny_model
 from trimtab.algos.moe_balance import load_balancing_loss
+from trimtab.config.groups import BackwardOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import find_device
 from trimtab.distributed.mesh import Mesh
@@ -19,15 +20,16 @@ from trimtab.distributed.world import find_world, leave_world
 from trimtab.models.attention import NAME, register
 from trimtab.models.context_attention import Context
 from trimtab.models.critic import Critic
-from trimtab.models.load import enable_gradient_checkpointing
 from trimtab.models.packed import PackedModel
 from trimtab.models.policy import Policy, Teacher
+from trimtab.models.recomputing import recompute
 from trimtab.models.reward import RewardModel
 from trimtab.models.sharded import decoder_layers, mesh_of
 
 PACKED = ((14, 0), (9, 0), (1, 0), (22, 0), (15, 0))  # (tokens, borrowed ones among them) of every sequence
 BORROWED = ((19, 0), (24, 11), (16, 11), (12, 0), (13, 3), (3, 3))
 ONE_ROW = ((257, 0),)
+CHECKPOINTING = {"gradient_checkpointing": True}
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Case:
     sequences: tuple[tuple[int, int], ...] = BORROWED
     stride: int = 1
     root: type[PackedModel] = Policy
-    checkpointing: bool = False
+    backward: dict[str, Any] = field(default_factory=dict)
     sharded: bool = False
     changes: dict[str, Any] = field(default_factory=dict)
 
@@ -51,8 +53,9 @@ CASES = {
     "soft caps and windows": Case("gemma2", changes={"attn_logit_softcapping": 2.0}),
     "one tied row": Case("qwen3", ONE_ROW, changes={"tie_word_embeddings": True, "max_position_embeddings": 300}),
     "experts": Case("mixtral"),
-    "checkpointing": Case("mixtral", checkpointing=True),
-    "split": Case(checkpointing=True, sharded=True),
+    "checkpointing": Case("mixtral", backward=CHECKPOINTING),
+    "attention kept": Case(backward=CHECKPOINTING | {"gradient_checkpointing_keep": "attention"}),
+    "split": Case(backward=CHECKPOINTING, sharded=True),
     "fewer tokens than chunks": Case(sequences=((3, 0),)),
     "scores": Case(root=RewardModel),
     "values": Case(root=Critic, sharded=True),
@@ -124,8 +127,7 @@ def compare(names):
         shared = copy.deepcopy(alone)
         expected, expected_gradients = outcome(alone, batch, case)
         shared.context = Context(mesh.context, case.stride)
-        if case.checkpointing:
-            enable_gradient_checkpointing(shared, reentrant=False)
+        recompute(shared, BackwardOptions(**case.backward))
         if case.sharded:
             shard(shared, decoder_layers(shared), mesh, zero_stage=3)
         found, gradients = outcome(shared, batch, case)
