@@ -25,7 +25,9 @@ FAMILIES = {
     "qwen2": {},
     "qwen3": {"head_dim": 8},
     "mistral": {"sliding_window": 5},
+    "gemma": {"head_dim": 8},
     "gemma2": {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {
         "num_experts": 4,
@@ -33,6 +35,7 @@ FAMILIES = {
         "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 16,
     },
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "granite": {"logits_scaling": 4.0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt_neox": {},
