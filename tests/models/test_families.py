@@ -1,0 +1,81 @@
+"""Models whose layers cannot be cut as asked are refused from their configuration, in one line."""
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoConfig, GPT2Config
+
+from tests.tiny import tiny_model
+from trimtab.config.jobs import SFTOptions
+from trimtab.config.parse import parse
+from trimtab.errors import UserError
+from trimtab.models.families import FAMILIES, keys_used
+from trimtab.models.splits import check_splits
+from trimtab.train.launch import build_run, rehearse
+
+
+def write(folder, family, **changes):
+    if family == "gpt2":
+        GPT2Config(n_head=4, n_embd=32).save_pretrained(folder)
+    else:
+        tiny_model(family, **changes).config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "parts", "expected"),
+    [
+        ("gpt2", {}, 2, "layers of a gpt2 model cannot be cut; of llama, mistral, .*, qwen3_moe models they can$"),
+        ("llama", {}, 3, "its 4 attention heads cannot be shared out to 3 processes$"),
+        ("mixtral", {"intermediate_size": 63}, 2, "its experts are 63 wide, which 2 processes cannot share$"),
+        ("qwen2_moe", {"moe_intermediate_size": 31}, 2, "its experts are 31 wide"),
+        ("llama", {"vocab_size": 5}, 4, "its vocabulary of 5 cannot be shared out to 4 processes$"),
+    ],
+)
+def test_a_model_that_cannot_be_cut(tmp_path, family, changes, parts, expected):
+    model = write(tmp_path, family, **changes)
+    check_splits(model, SFTOptions(), "--pretrain")
+    with pytest.raises(UserError, match=rf"^--ds_tensor_parallel_size {parts}: --ref_pretrain {model}: {expected}"):
+        check_splits(model, SFTOptions(ds_tensor_parallel_size=parts), "--ref_pretrain")
+
+
+def test_adapters_on_what_is_cut_by_vocabulary(tmp_path):
+    options = SFTOptions(ds_tensor_parallel_size=2, lora_rank=4, target_modules=("q_proj", "lm_head"))
+    with pytest.raises(UserError, match=r"--target_modules lm_head: a layer cut by vocabulary takes no adapter$"):
+        check_splits(write(tmp_path, "llama"), options, "--pretrain")
+
+
+@pytest.mark.parametrize(
+    "begin", [rehearse, lambda options, task: build_run(options, task, None, SimpleNamespace(size=3))]
+)
+def test_nothing_is_loaded_before(tmp_path, begin):
+    """Neither data nor a tokenizer, which are not there."""
+    folder = tmp_path / "model"
+    tiny_model("llama").save_pretrained(folder)
+    words = f"--pretrain {folder} --dataset none --save_path {tmp_path}/out --ds_tensor_parallel_size 3"
+    with pytest.raises(UserError, match="its 4 attention heads cannot be shared out to 3 processes"):
+        begin(parse(SFTOptions, words.split()), None)
+
+
+def test_the_families_are_those_of_hugging_face():
+    for family in FAMILIES:
+        assert AutoConfig.for_model(family).num_key_value_heads is not None
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "parts", "expected"),
+    [
+        (4, 1, 2, [[0], [0]]),
+        (8, 2, 4, [[0], [0], [1], [1]]),
+        (12, 3, 2, [[0, 0, 0, 0, 1, 1], [1, 1, 2, 2, 2, 2]]),
+        (6, 3, 2, [[0, 0, 1], [1, 2, 2]]),
+    ],
+)
+def test_heads_of_queries_find_their_keys(heads, keys, parts, expected):
+    """In attention, queries h of H read keys h * K // H of the K heads that are here."""
+    for part in range(parts):
+        used, own = keys_used(heads, keys, parts, part), heads // parts
+        assert used == expected[part]
+        assert own % len(used) == 0
+        read = [used[h * len(used) // own] for h in range(own)]
+        assert read == [(part * own + h) * keys // heads for h in range(own)]
