@@ -32,7 +32,8 @@ def compare_with_one_process(cases):
 def differences(world, job, model, words):
     """Between the gradients of one packed batch: of the model read in parts and cut, and of one process's."""
     options = options_of(job, model, f"{words} {CUT}")
-    split = load_split(job, options, mesh_of(options, world)).model
+    mesh = mesh_of(options, world)
+    split = load_split(job, options, mesh).model
     alone = load_split(job, options, None, whole=True).model
     batch, name = some_batch(), f"{model} {words}"
     with torch.no_grad(), scoring(split), scoring(alone):
@@ -40,7 +41,7 @@ def differences(world, job, model, words):
     if not off < PRECISION:
         yield f"{name}: values differ by {off:.1e}"
     state = torch.get_rng_state()
-    found = {parameter: whole(gradient) for parameter, gradient in split_gradients(split, batch).items()}
+    found = {parameter: whole(gradient) for parameter, gradient in split_gradients(split, batch, mesh).items()}
     torch.set_rng_state(state)
     expected = gradients(alone, batch)
     if found.keys() != expected.keys():
@@ -52,8 +53,9 @@ def differences(world, job, model, words):
             yield f"{name}: {parameter} differs by {off:.1e}"
 
 
-def split_gradients(model, batch):
-    values(model, batch).sum().backward()
+def split_gradients(model, batch, mesh):
+    """Processes that share a row each give the gradient of their part of it, and the mean of those is taken."""
+    (values(model, batch).sum() * mesh.context.size).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

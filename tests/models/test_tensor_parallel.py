@@ -81,6 +81,13 @@ def test_layers_that_are_cut_are_split_too(folder):
 
 
 @pytest.mark.long
+def test_rows_are_shared_by_processes_whose_layers_are_cut(folder):
+    models = ("llama", "qwen3", "gemma2", "mixtral", "one key", "three keys")
+    cases = [("sft", model, "--ring_attn_size 2") for model in models] + [("rm", "qwen3", "--ring_attn_size 2")]
+    assert warm.call_world(compare_with_one_process, 4, placed(folder, cases)) == [0] * 4
+
+
+@pytest.mark.long
 def test_mistakes_are_noticed(folder):
     models = [str(folder / name) for name in ("qwen3", "one_key", "mixtral", "llama", "three_keys")]
     assert warm.call_world(plant_faults, 2, *models) == [0, 0]
