@@ -46,50 +46,60 @@ LONG = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder, tokenizer = tmp_path_factory.mktemp("models"), make_tokenizer()
-    for name, (family, changes) in MODELS.items():
-        model = tiny_model(family, **{"vocab_size": WORDS, **changes})
-        with torch.no_grad():
-            for parameter_name, parameter in model.named_parameters():
-                if parameter.ndim == 1:  # norms and biases that are not all alike
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
-                elif parameter_name.endswith("mlp.gate.weight"):
-                    parameter.mul_(5)  # so that no rounding sends a token to other experts
-        model.save_pretrained(folder / name.replace(" ", "_"))
-        tokenizer.save_pretrained(folder / name.replace(" ", "_"))
-    return folder
+def model(tmp_path_factory):
+    """The folder of a model, written when it is asked for."""
+    folder = tmp_path_factory.mktemp("models")
+
+    def written(name):
+        place = folder / name.replace(" ", "_")
+        if not place.exists():
+            write(place, *MODELS[name])
+        return str(place)
+
+    return written
 
 
-def placed(folder, cases):
-    return [(job, str(folder / model.replace(" ", "_")), words) for job, model, words in cases]
+def write(place, family, changes):
+    model = tiny_model(family, **{"vocab_size": WORDS, **changes})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:  # norms and biases that are not all alike
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif name.endswith("mlp.gate.weight"):
+                parameter.mul_(5)  # so that no rounding sends a token to other experts
+    model.save_pretrained(place)
+    make_tokenizer().save_pretrained(place)
 
 
-def test_gradients_are_those_of_one_process(folder):
-    assert warm.call_world(compare_with_one_process, 2, placed(folder, SHORT)) == [0, 0]
+def placed(model, cases):
+    return [(job, model(name), words) for job, name, words in cases]
+
+
+def test_gradients_are_those_of_one_process(model):
+    assert warm.call_world(compare_with_one_process, 2, placed(model, SHORT)) == [0, 0]
 
 
 @pytest.mark.long
-def test_gradients_of_every_family_are_those_of_one_process(folder):
-    assert warm.call_world(compare_with_one_process, 2, placed(folder, LONG)) == [0, 0]
+def test_gradients_of_every_family_are_those_of_one_process(model):
+    assert warm.call_world(compare_with_one_process, 2, placed(model, LONG)) == [0, 0]
 
 
 @pytest.mark.long
-def test_layers_that_are_cut_are_split_too(folder):
+def test_layers_that_are_cut_are_split_too(model):
     """Two processes for every layer, and two for samples."""
-    assert warm.call_world(compare_with_one_process, 4, placed(folder, LONG)) == [0] * 4
+    assert warm.call_world(compare_with_one_process, 4, placed(model, LONG)) == [0] * 4
 
 
 @pytest.mark.long
-def test_rows_are_shared_by_processes_whose_layers_are_cut(folder):
-    models = ("llama", "qwen3", "gemma2", "mixtral", "one key", "three keys")
-    cases = [("sft", model, "--ring_attn_size 2") for model in models] + [("rm", "qwen3", "--ring_attn_size 2")]
-    assert warm.call_world(compare_with_one_process, 4, placed(folder, cases)) == [0] * 4
+def test_rows_are_shared_by_processes_whose_layers_are_cut(model):
+    names = ("llama", "qwen3", "gemma2", "mixtral", "one key", "three keys")
+    cases = [("sft", name, "--ring_attn_size 2") for name in names] + [("rm", "qwen3", "--ring_attn_size 2")]
+    assert warm.call_world(compare_with_one_process, 4, placed(model, cases)) == [0] * 4
 
 
 @pytest.mark.long
-def test_mistakes_are_noticed(folder):
-    models = [str(folder / name) for name in ("qwen3", "one_key", "mixtral", "llama", "three_keys")]
+def test_mistakes_are_noticed(model):
+    models = [model(name) for name in ("qwen3", "one key", "mixtral", "llama", "three keys")]
     assert warm.call_world(plant_faults, 2, *models) == [0, 0]
 
 
@@ -100,34 +110,34 @@ def test_a_head_that_is_cut_says_what_a_whole_one_says():
 @pytest.mark.long
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize(
-    ("job", "model", "words"),
+    ("job", "name", "words"),
     [
         ("sft", "mixtral", ""),
         ("sft", "tied", "--bf16 --lora_rank 4"),
         ("sft", "qwen3", "--zero_stage 0"),
-        ("rm", "one_key", "--bf16 --lora_rank 2"),
+        ("rm", "one key", "--bf16 --lora_rank 2"),
     ],
 )
-def test_what_is_read_in_parts_is_what_is_loaded_whole_and_cut(folder, processes, job, model, words):
+def test_what_is_read_in_parts_is_what_is_loaded_whole_and_cut(model, processes, job, name, words):
     words = f"{words} --ds_tensor_parallel_size 2"
-    assert warm.call_world(compare, processes, job, str(folder / model), words) == [0] * processes
+    assert warm.call_world(compare, processes, job, model(name), words) == [0] * processes
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("job", "model", "words"), [("sft", "mixtral", "--bf16"), ("sft", "qwen3", "")])
-def test_a_model_that_only_scores_is_cut_too(folder, job, model, words):
+@pytest.mark.parametrize(("job", "name", "words"), [("sft", "mixtral", "--bf16"), ("sft", "qwen3", "")])
+def test_a_model_that_only_scores_is_cut_too(model, job, name, words):
     words = f"{words} --ds_tensor_parallel_size 2"
-    assert warm.call_world(compare_frozen, 4, job, str(folder / model), words) == [0] * 4
+    assert warm.call_world(compare_frozen, 4, job, model(name), words) == [0] * 4
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("job", "model", "words"),
-    [("sft", "mixtral", ""), ("sft", "tied", "--bf16"), ("sft", "one_key", "--lora_rank 4"), ("rm", "qwen3", "")],
+    ("job", "name", "words"),
+    [("sft", "mixtral", ""), ("sft", "tied", "--bf16"), ("sft", "one key", "--lora_rank 4"), ("rm", "qwen3", "")],
 )
-def test_a_model_that_is_cut_is_saved_as_one_that_is_whole(folder, tmp_path, job, model, words):
+def test_a_model_that_is_cut_is_saved_as_one_that_is_whole(model, tmp_path, job, name, words):
     words = f"{words} --ds_tensor_parallel_size 2"
-    assert warm.call_world(save, 4, job, str(folder / model), words, tmp_path, 10_000) == [0] * 4
+    assert warm.call_world(save, 4, job, model(name), words, tmp_path, 10_000) == [0] * 4
     tensors, expected = tensors_of(tmp_path / "split"), tensors_of(tmp_path / "whole")
     assert tensors.keys() == expected.keys()
     for name in expected:

@@ -18,8 +18,8 @@ from trimtab.models.vocabulary import Words
 Arguments = tuple[Any, ...]
 
 
-class Whole:
-    """Every process has all of it and does the same."""
+class Local:
+    """On what is here: of a module that is whole everywhere all of it, in every process alike."""
 
     def __init__(self, module: nn.Module, group: ProcessGroup):
         self.group = group
@@ -49,18 +49,16 @@ class Whole:
         return None if result is None else self.leave(result)  # None: it failed
 
 
-class OfHeads(Whole):
+class OfHeads(Local):
     """Every process has all of it and uses it on its own heads, so that gradients are still to be added up."""
 
     def part(self, name: str, parameter: Tensor) -> Tensor | None:
         return _part_to_be_added(parameter)
 
 
-class Parts(Whole):
-    """A linear layer cut by its outputs, whose input is branched already."""
+class Outputs(Local):
+    """A linear layer cut by its outputs."""
 
-
-class Outputs(Parts):
     def enter(self, *arguments: Any) -> Arguments:
         return (branch(arguments[0], self.group), *arguments[1:])
 
@@ -77,11 +75,13 @@ class SomeRows(OfHeads):
 
 
 class Keys(SomeRows):
+    """One of them whose input is what all have."""
+
     def enter(self, *arguments: Any) -> Arguments:
         return (branch(arguments[0], self.group), *arguments[1:])
 
 
-class Inputs(Whole):
+class Inputs(Local):
     """A linear layer cut by its inputs. A bias is added once, to the sum."""
 
     def __init__(self, module: nn.Module, group: ProcessGroup):
@@ -99,7 +99,7 @@ class Inputs(Whole):
         return total if bias is None else total + bias
 
 
-class Experts(Whole):
+class Experts(Local):
     """(tokens, the experts of each, their weights): what experts are told by is alike, what they do is a part."""
 
     def enter(self, *arguments: Any) -> Arguments:
@@ -110,14 +110,14 @@ class Experts(Whole):
         return join(result, self.group)
 
 
-class Branching(Whole):
+class Branching(Local):
     """The first matrix of an adapter beside a layer that is cut by its outputs."""
 
     def leave(self, result: Tensor) -> Tensor:
         return branch(result, self.group)
 
 
-class Embedding(Whole):
+class Embedding(Local):
     """Each process has the rows of some words."""
 
     def __init__(self, module: nn.Embedding, group: ProcessGroup):

@@ -23,11 +23,10 @@ from trimtab.models.cut_layers import (
     Head,
     Inputs,
     Keys,
+    Local,
     OfHeads,
     Outputs,
-    Parts,
     SomeRows,
-    Whole,
 )
 from trimtab.models.families import (
     EXPERTS,
@@ -86,7 +85,7 @@ class _Knife:
         for module in list(self.root.modules()):
             if module not in self._done and module._parameters:
                 self._place(module, **dict.fromkeys(module._parameters, WHOLE))
-                Whole(module, self.group)
+                Local(module, self.group)
 
     def _named(self) -> Iterator[tuple[nn.Module, Way]]:
         for name, module in self.root.named_modules():
@@ -119,7 +118,7 @@ class _Knife:
                 self._place(first, weight=COLUMNS)
                 self._place(second, weight=WHOLE)
                 Inputs(first, self.group)
-                Whole(second, self.group)
+                Local(second, self.group)
                 if isinstance(dropout, nn.Dropout):
                     (block,) = blocks_of(first.weight)
                     layer.lora_dropout[name] = DropoutOfPart(dropout.p, first.weight.shape[1], block.slices[1])
@@ -128,7 +127,7 @@ class _Knife:
             Branching(first, self.group)
             if way == OUTPUTS or self._keys_divide:
                 self._place(second, weight=ROWS)
-                Parts(second, self.group)
+                Local(second, self.group)
             else:
                 self._place(second, weight=WHOLE)
                 SomeRows(second, self.group, self._key_rows(base))
