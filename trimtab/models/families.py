@@ -58,7 +58,8 @@ def check_can_be_cut(config: Any, parts: int, told: str) -> None:
         raise UserError(f"{told}: layers of a {config.model_type} model cannot be cut; of {known} models they can")
     heads = config.num_attention_heads
     if heads % parts:
-        raise UserError(f"{told}: its {heads} attention heads cannot be shared out to {parts} processes")
+        fits = " or ".join(str(size) for size in range(2, heads + 1) if heads % size == 0)
+        raise UserError(f"{told}: its {heads} attention heads cannot be shared out to {parts} processes, but to {fits}")
     if EXPERTS in ways.values():
         inner = next(getattr(config, name) for name in INNER_OF_EXPERTS if getattr(config, name, None))
         if inner % parts:

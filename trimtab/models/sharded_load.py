@@ -51,7 +51,7 @@ def begin(
     untie_different(model, files)
     spare = HEAD if head is not None else None
     renamed = {rf"^{head}\.": f"{HEAD}."} if head not in (None, HEAD) and f"{head}.weight" in files else None
-    filling = choose_filling(model, files, mesh.size, spare=spare, renamed=renamed)
+    filling = choose_filling(model, files, mesh.gradients.size, spare=spare, renamed=renamed)
     if filling is None:
         return None
     wrong = {entry for entry in mismatched(model, files) if entry[0] != f"{spare}.weight"}

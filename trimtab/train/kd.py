@@ -1,6 +1,7 @@
 """Knowledge distillation as a task of the supervised loop: the data's tokens, and a teacher's view of them."""
 
 import copy
+from collections import OrderedDict
 
 import torch
 from torch import nn
@@ -76,8 +77,10 @@ class KDTask(SFTTask):
 
 
 def whole_head(policy: Policy, device: torch.device) -> nn.Module:
-    """A split policy's head, gathered."""
+    """A split policy's head, gathered, as a module that nobody has cut."""
     head = copy.copy(policy.head)
+    for hooks in ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called"):
+        setattr(head, hooks, OrderedDict())
     head._parameters = {
         name: None if parameter is None else nn.Parameter(whole(parameter).to(device), requires_grad=False)
         for name, parameter in policy.head._parameters.items()

@@ -62,7 +62,7 @@ class Reference:
         if not self.adapters_off:
             split = mesh if frozen_is_split(options, mesh, offload=offload) else None
             loaded = load_frozen_policy(pretrain or options.pretrain, options, device, mesh=split, offload=offload)
-            share_rows(loaded.model, options, mesh, "--ref_pretrain")
+            share_rows(loaded.model, options, mesh, f"the model {pretrain or options.pretrain}")
         assert loaded is not None
         self.model, self.weights = loaded.model, loaded.weights
         self.keeping = Keeping(device, split, offload and not self.adapters_off)
@@ -97,7 +97,9 @@ def precomputed(reference: Reference, task: Any, *, evaluation: bool) -> np.ndar
     how = f"{reference.precision}/{reference.model.path}/{reference.device.torch.type}"
     key = f"{reference.weights}/{store.fingerprint}/{how}"
     name = f"reference-{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}"
-    if cached := token_cache.load(name):
+    cached = token_cache.load(name)
+    if not task.mesh.all.any(cached is None):  # who shares a row, or a model, cannot score alone
+        assert cached is not None
         return cached[0]["log_probs"]
     found: dict[int, np.ndarray] = {}
     groups = task.cut_all(store, list(range(len(store))))

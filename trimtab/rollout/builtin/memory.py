@@ -37,17 +37,13 @@ class KVMemory:
         if self.tensor.any(self._cache is None):  # each gives its memory back when its own device is full
             self.release()
         if self._cache is not None and self._wanted < wanted:
-            self._enlarge(self._cache, wanted, self._free(device))
+            self._enlarge(self._cache, wanted, free_memory(device))
         if self._cache is None:
-            pages = self.pages(samples, longest, self._free(device))
+            pages = self.pages(samples, longest, free_memory(device))
             self._cache, pool = KVCache(self.shape, pages, self.page_size, device), PagePool(pages, self.page_size)
             self._pages = pool, KeptPages(pool, WORTH_WHILE if has_kernels(device) else 0)
         self._wanted = max(self._wanted, wanted)
         return self._cache
-
-    def _free(self, device: torch.device) -> int:
-        """Bytes, where least are."""
-        return self.tensor.minimum(free_memory(device))
 
     def _enlarge(self, cache: KVCache, wanted: int, free: int) -> None:
         # At least twice as many, so that requests that come one by one do not copy all of it every time.
@@ -104,7 +100,8 @@ class KVMemory:
         return 0 if self._cache is None else 2 * self._cache.keys.nbytes
 
     def _affordable(self, free: int) -> int:
-        return max(0, int(free * SHARE_OF_FREE)) // self.page_bytes
+        """Pages, where fewest are: processes may differ in what is free, and in their heads of keys."""
+        return self.tensor.minimum(max(0, int(free * SHARE_OF_FREE)) // self.page_bytes)
 
     def _needed(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
