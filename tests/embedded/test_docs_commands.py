@@ -102,15 +102,15 @@ def test_the_pages_promise_of_what_a_run_leaves_is_kept(folder):
         assert (folder / "quickstart" / "sft" / name).is_file(), name
 
 
-@pytest.mark.parametrize("page", LEFT_BY)
+@pytest.mark.parametrize("page", [*LEFT_BY, "sharding"])
 def test_every_option_a_page_names_exists_and_every_link_leads_somewhere(page):
     text = (DOCS / f"{page}.md").read_text()
     unknown = {name for name in re.findall(r"--(\w+)", text) if not any(find(job, name) for job in EVERY_JOB)}
-    assert not unknown - {"help", *OF_PLAN}
+    assert not unknown - {"help", "module", *OF_PLAN}
     for target in re.findall(r"\]\((\w+\.md)", text):
         assert (DOCS / target).is_file(), target
 
 
 def test_the_readme_names_every_page():
     readme = (DOCS.parent / "README.md").read_text()
-    assert all(f"docs/{page}.md" in readme for page in LEFT_BY)
+    assert all(f"docs/{page}.md" in readme for page in (*LEFT_BY, "sharding"))
