@@ -93,16 +93,33 @@ def _held(tensor: DTensor) -> list[np.ndarray]:
     mesh, coordinates = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinates is not None
     held = [np.arange(length) for length in tensor.shape]
-    for axis, placement in enumerate(tensor.placements):
-        assert not placement.is_partial(), "parts that are still to be added up"
-        if not placement.is_replicate():
-            held[placement.dim] = _share(held[placement.dim], placement, mesh.size(axis), coordinates[axis])
+    for axis in _order(tensor.placements):
+        placement = tensor.placements[axis]
+        stripes = placement.split_factor if _is_striped(tensor.placements, axis) else 1
+        held[placement.dim] = _share(held[placement.dim], stripes, mesh.size(axis), coordinates[axis])
     return held
 
 
-def _share(indices: np.ndarray, placement: Placement, count: int, place: int) -> np.ndarray:
-    stripes = _chunks(indices, placement.split_factor) if isinstance(placement, _StridedShard) else [indices]
-    return np.concatenate([_chunks(stripe, count)[place] for stripe in stripes])
+def _order(placements: Sequence[Placement]) -> list[int]:
+    """The mesh's dimensions that split something, each after those that split the same before it: FSDP2 splits what is
+    cut already, and says so by a stride over the dimensions after its own."""
+    assert not any(placement.is_partial() for placement in placements), "parts that are still to be added up"
+    axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
+    return sorted(axes, key=lambda axis: _splits_a_part(placements, axis))
+
+
+def _splits_a_part(placements: Sequence[Placement], axis: int) -> bool:
+    placement, later = placements[axis], placements[axis + 1 :]
+    return isinstance(placement, _StridedShard) and any(other.is_shard(placement.dim) for other in later)
+
+
+def _is_striped(placements: Sequence[Placement], axis: int) -> bool:
+    """Cut in stripes, of which each process has a part."""
+    return isinstance(placements[axis], _StridedShard) and not _splits_a_part(placements, axis)
+
+
+def _share(indices: np.ndarray, stripes: int, count: int, place: int) -> np.ndarray:
+    return np.concatenate([_chunks(stripe, count)[place] for stripe in _chunks(indices, stripes)])
 
 
 def _chunks(indices: np.ndarray, count: int) -> list[np.ndarray]:
