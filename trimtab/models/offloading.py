@@ -28,18 +28,21 @@ class MainMemory:
     @contextlib.contextmanager
     def instead(self) -> Iterator[None]:
         """Inside, what is kept for a backward pass goes away; it is brought back when that pass asks for it."""
-        weights = {local(p).untyped_storage().data_ptr() for p in self._module[0].parameters()}
+        weights = {local(p).untyped_storage()._cdata for p in self._module[0].parameters()}
         newest: list[Kept] = []
 
         def keep(tensor: Tensor) -> "Tensor | Kept":
-            if tensor.nbytes < self._small or tensor.untyped_storage().data_ptr() in weights:
+            if tensor.nbytes < self._small or tensor.untyped_storage()._cdata in weights:
                 return tensor
-            kept = Kept(tensor, self._stream_of(tensor.device), newest.pop() if newest else None)
+            kept = self._send_away(tensor, newest.pop() if newest else None)
             newest.append(kept)
             return kept
 
         with torch.autograd.graph.saved_tensors_hooks(keep, _bring_back):
             yield
+
+    def _send_away(self, tensor: Tensor, before: "Kept | None") -> "Kept":
+        return Kept(tensor, self._stream_of(tensor.device), before)
 
     def _stream_of(self, device: torch.device) -> Any:
         if device.type == "cpu":

@@ -106,6 +106,17 @@ def test_checkpointing_keeps_a_fraction_and_scoring_keeps_nothing():
     assert plain.scoring_pass(rows, 4096) < 0.3 * kept
 
 
+def test_activations_in_main_memory_take_no_room_on_an_accelerator():
+    rows, many = Rows(0, 512), 2**16
+    kept = []
+    for away in (False, True):
+        options = SFTOptions(bf16=True, gradient_checkpointing=True, offload_activations=away)
+        deep = skeleton("llama", num_hidden_layers=8, max_position_embeddings=512)
+        kept.append(Pretended(deep, options, accelerator=True).training_pass(rows, many).kept)
+    inputs = 8 * many * 32 * 2
+    assert kept[0] - kept[1] > 0.9 * inputs
+
+
 def test_activations_grow_with_tokens_and_not_with_the_length_of_sequences():
     model = Pretended(skeleton("llama", max_position_embeddings=4096), SFTOptions(bf16=True), accelerator=True)
     short, long = (model.training_pass(Rows(0, length), 2048).kept for length in (64, 1024))

@@ -17,6 +17,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.distributed.sharding import GRADIENT_DTYPES
 from trimtab.models.attention import NAME, register
 from trimtab.models.load import TrainedModelOptions, cast_parameters
+from trimtab.models.offloading import Kept, MainMemory
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.recomputing import recompute
 from trimtab.train.optimiser import Optimiser
@@ -43,6 +44,23 @@ class PretendedBatch(TokenBatch):
     @property
     def predictors_N(self) -> Tensor:
         return self.ids_T.new_empty(self.count)
+
+
+class PretendedMainMemory(MainMemory):
+    """What goes there takes no room here."""
+
+    def _send_away(self, tensor: Tensor, before: Kept | None) -> Kept:
+        return PretendedKept(tensor, before)
+
+
+class PretendedKept(Kept):
+    def __init__(self, tensor: Tensor, before: Kept | None):
+        self.device, self.stream, self.before = tensor.device, None, before
+        self._back, self._shape = None, (tensor.shape, tensor.dtype)
+
+    def send_back(self) -> None:
+        shape, dtype = self._shape
+        self._back = torch.empty(shape, dtype=dtype, device=self.device) if self._back is None else self._back
 
 
 @dataclass(frozen=True)
@@ -72,6 +90,8 @@ class Pretended:
                 cast_parameters(model, torch.bfloat16)
         if not frozen:
             recompute(model, options)
+        if not frozen and options.offload_activations and accelerator:
+            model.activations = PretendedMainMemory(model)
 
     def weights(self) -> int:
         return sum(p.nbytes for p in self.model.parameters())
