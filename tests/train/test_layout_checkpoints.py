@@ -1,0 +1,128 @@
+"""A checkpoint of any layout of processes is read by any other: weights and optimiser exactly, and the run goes on as
+if nothing had happened. Within a layout a run that was killed and resumed is the one that was not, bit for bit."""
+
+import json
+import shutil
+from functools import partial
+
+import pytest
+import torch
+
+from tests import warm
+from tests.tiny import tiny_model
+from trimtab.embedded.sort_task import make_rows, make_tokenizer
+from trimtab.train.metrics import CLOCK_FIELDS, read_rows
+from trimtab.train.tensor_parts import TensorParts
+
+LAYOUTS = {
+    "alone": (1, ""),
+    "split": (2, "--zero_stage 3"),
+    "tensor": (2, "--ds_tensor_parallel_size 2"),
+    "context": (2, "--ring_attn_size 2 --zero_stage 3"),
+    "copies": (4, "--shard_size 2 --zero_stage 3"),
+    "neighbours": (4, "--zpg 2 --zero_stage 3"),
+    "grid": (4, "--ds_tensor_parallel_size 2 --zero_stage 3"),
+    "rows": (4, "--ring_attn_size 2 --shard_size 2"),
+}
+FOUR = ("alone", "split", "tensor", "context")
+PAIRS = [("tensor", "context"), ("split", "tensor")]
+PAIRS += [(a, b) for a in FOUR for b in FOUR if a != b and (a, b) not in PAIRS]
+PAIRS += [("copies", "grid"), ("grid", "rows"), ("rows", "neighbours"), ("neighbours", "alone"), ("alone", "copies")]
+STEPS, SAVED = 4, 2  # 11 samples, 6 a step, two epochs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("task")
+    tokenizer = make_tokenizer()
+    tiny_model("llama_tied", vocab_size=len(tokenizer)).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(11, seed=1)))
+    return folder
+
+
+def arguments(folder, out, layout, *more):
+    fixed = (
+        f"sft --pretrain {folder}/model --dataset {folder}/train.jsonl --train_batch_size 6 --micro_train_batch_size 2 "
+        "--max_epochs 2 --max_len 40 --learning_rate 3e-3 --lr_warmup_ratio 0 --save_steps 2 --max_ckpt_num 9 "
+        f"--packing_samples --save_path {out} --ckpt_path {out}/ck {LAYOUTS[layout][1]}"
+    )
+    return [*fixed.split(), *more]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder, tmp_path_factory):
+    """The whole run of a layout, with the checkpoint of its middle; made once."""
+    made = {}
+
+    def make(layout, *more):
+        if (layout, more) not in made:
+            out = made[layout, more] = tmp_path_factory.mktemp(layout)
+            size, _ = LAYOUTS[layout]
+            assert set(warm.run_world(arguments(folder, out, layout, *more), size)) == {0}
+        return made[layout, more]
+
+    return make
+
+
+def rows_of(out):
+    rows = [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in read_rows(out / "metrics.jsonl")]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    return rows
+
+
+def curve(out):
+    return torch.tensor([[row["loss"], row["grad_norm"], row["trained_tokens"]] for row in rows_of(out)])
+
+
+def stopped_in_the_middle(run, out):
+    """What a run that was killed after its first checkpoint has left."""
+    shutil.copytree(run, out, dirs_exist_ok=True)
+    shutil.rmtree(out / "ck" / f"global_step{STEPS}")
+    (out / "ck" / "latest").write_text(f"global_step{SAVED}")
+
+
+def write_what_was_read(place):
+    """Before the first step."""
+    from trimtab.train.supervised import SupervisedRun
+    from trimtab.train.tensor_parts import write_parts
+
+    plain = SupervisedRun.resume
+
+    def resume(self):
+        assert plain(self)
+        write_parts(place, self.optimiser.state(), self.mesh, self.counters.step)
+        return True
+
+    SupervisedRun.resume = resume
+
+
+def resumed(folder, run, out, layout, *more):
+    stopped_in_the_middle(run, out)
+    size, _ = LAYOUTS[layout]
+    prepare = dict.fromkeys(range(size), partial(write_what_was_read, out / "read"))
+    words = arguments(folder, out, layout, "--load_checkpoint", *more)
+    assert set(warm.run_world(words, size, prepare=prepare, log=out / "log")) == {0}
+    written, read = TensorParts(run / "ck" / f"global_step{SAVED}"), TensorParts(out / "read")
+    assert sorted(written.names()) == sorted(read.names())
+    for name in written.names():
+        assert torch.equal(written.whole(name), read.whole(name)), name
+
+
+@pytest.mark.short(2)
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_a_run_goes_on_in_another_layout(folder, uninterrupted, tmp_path, first, second):
+    resumed(folder, uninterrupted(first), tmp_path, second)
+    torch.testing.assert_close(curve(tmp_path), curve(uninterrupted("alone")), atol=1e-4, rtol=1e-4)
+    assert "resumed with another layout" in (tmp_path / "log.0").read_text()
+
+
+@pytest.mark.short(1)
+@pytest.mark.parametrize("layout", ["tensor", "context", "split", "copies", "neighbours", "grid", "rows"])
+def test_within_a_layout_a_resumed_run_is_the_one_that_was_not_stopped(folder, uninterrupted, tmp_path, layout):
+    """Bit for bit, dropout included."""
+    dropout = "--lora_rank", "4", "--lora_dropout", "0.2"
+    run = uninterrupted(layout, *dropout)
+    resumed(folder, run, tmp_path, layout, *dropout)
+    assert rows_of(tmp_path) == rows_of(run)
+    assert "another layout" not in (tmp_path / "log.0").read_text()
