@@ -51,7 +51,6 @@ def words(folder: Path, out: Path, estimator: str, *more: str) -> list[str]:  # 
         ("lora", CONTEXT, 2),
         ("ppo", f"{TENSOR} --zero_stage 3", 4),
         ("ppo", f"{TENSOR} {CONTEXT}", 4),
-        ("ppo", f"{TENSOR} --ref_reward_offload --critic_num_gpus_per_node 2 --colocate_all_models", 4),
         ("ppo", f"{TENSOR} --controller_apart", 3),
     ],
 )
