@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.config.every_job import EVERY_JOB
 from trimtab.config import jobs
 from trimtab.config.checks import check, settle
@@ -20,7 +21,8 @@ from trimtab.config.parse import parse
 from trimtab.config.support import refuse_unimplemented
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RECIPES = sorted(path.stem for path in EXAMPLES.glob("train_*.sh"))
+SPLIT = ("train_sft_ring", "train_dpo_ring", "train_sft_tensor")  # over two processes at least
+RECIPES = sorted(path.stem for path in EXAMPLES.glob("train_*.sh") if path.stem not in SPLIT)
 DPO_VARIANTS = ("ipo", "cdpo", "orpo", "simpo")
 FUNCTION = {"REWARD_FUNCTION": str(EXAMPLES / "reward_func.py")}
 JOBS = [
@@ -86,7 +88,7 @@ def options_class(module: str) -> type:
 def test_there_is_a_recipe_for_every_job_and_for_the_mixture_of_experts():
     verbs = ("sft", "rm", "prm", "dpo", "kto", "kd", "ppo", "reinforce", "grpo")
     assert set(RECIPES) == {f"train_{verb}" for verb in verbs} | {"train_sft_mixtral_lora"}
-    assert all(os.access(EXAMPLES / f"{name}.sh", os.X_OK) for name in RECIPES)
+    assert all(os.access(EXAMPLES / f"{name}.sh", os.X_OK) for name in (*RECIPES, *SPLIT))
 
 
 @pytest.mark.short(3)
@@ -111,6 +113,23 @@ def test_a_recipe_trains_in_its_tiny_mode(name, words, settings, folder, capsys)
     assert (Path(settled.save_path) / weights).is_file()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_recipe_for_several_processes_trains_in_its_tiny_mode_in_two(name, folder):
+    module, options = tiny_command(folder, name)
+    settled, _ = settle(parse(options_class(module), options))
+    assert settled.ring_attn_size * settled.ds_tensor_parallel_size == 2
+    assert warm.run_world([settled.verb, *options], 2) == [0, 0]
+    seen = metrics(settled.save_path)
+    assert len(seen) == 8 and min(seen[-3:]) < seen[0]
+    assert (Path(settled.save_path) / "model.safetensors").is_file()
+
+
+def test_a_recipe_for_several_processes_starts_two_in_its_tiny_mode(folder, tmp_path):
+    words = words_given_to("torchrun", tmp_path, "train_sft_ring", TINY="1", TINY_FOLDER=str(folder))
+    assert words[:3] == ["--standalone", "--nproc_per_node", "2"]
+
+
 def test_a_recipe_runs_as_a_script(folder, tmp_path):
     done = run(
         "train_sft", "--max_samples", "8", "--save_path", str(tmp_path / "a b"), TINY="1", TINY_FOLDER=str(folder)
@@ -126,7 +145,7 @@ def test_the_tiny_task_is_made_where_there_is_none(tmp_path):
     assert lines[3:5] == ["-m", "trimtab.cli.train_kd"]
 
 
-@pytest.mark.parametrize("name, words, settings", JOBS)
+@pytest.mark.parametrize("name, words, settings", [*JOBS, *((name, (), {}) for name in SPLIT)])
 def test_a_whole_recipe_passes_the_checks_and_is_not_small(name, words, settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module, written = command(name, *words, **settings)

@@ -109,7 +109,7 @@ def resumed(folder, run, out, layout, *more):
         assert torch.equal(written.whole(name), read.whole(name)), name
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_a_run_goes_on_in_another_layout(folder, uninterrupted, tmp_path, first, second):
     resumed(folder, uninterrupted(first), tmp_path, second)
