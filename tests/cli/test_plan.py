@@ -43,15 +43,15 @@ def test_passes_that_were_given_are_kept_and_the_device_can_be_this_one(model, c
         (["sft", "--pretrain", "MODEL", "--max_lenn", "3"], "did you mean --max_len?"),
         (["sft", "--pretrain", "/nowhere/model"], "/nowhere/model"),
         (["tail", "--pretrain", "MODEL"], "not planned"),
-        (["sft", "--pretrain", "MODEL", "--nproc", "8", "--zero_stage", "3"], "a job over 8 processes is not planned"),
-        (["grpo", "--pretrain", "MODEL", "--actor_num_gpus_per_node", "4"], "a job over 4 processes is not planned"),
+        (["sft", "--pretrain", "MODEL", "--nproc", "8", "--shard_size", "3"], "--shard_size 3 must divide 8 processes"),
+        (["sft", "--pretrain", "MODEL", "--gpus", "2", "--on", "H100", "--shard_size", "3"], "--shard_size 3 must"),
         (["sft", "--pretrain", "MODEL", "--device_memory", "0"], "--device_memory is 0: it must be"),
         (["sft", "--pretrain", "MODEL", "--device_memory", "-3"], "--device_memory is -3: it must be"),
         (["sft", "--pretrain", "MODEL", "--device_memory", "inf"], "--device_memory is inf: it must be"),
         (["ppo", "--pretrain", "MODEL", "--reward_pretrain", "/not/here"], "error: --reward_pretrain /not/here: "),
         (["grpo", "--pretrain", "MODEL", "--reward_pretrain", "/not/here"], "error: --reward_pretrain /not/here: "),
         (["ppo", "--pretrain", "MODEL", "--critic_pretrain", "/not/here"], "error: --critic_pretrain /not/here: "),
-        (["sft", "--pretrain", "MODEL", "--nodes", "2"], "--nodes and --gpus plan RL jobs"),
+        (["sft", "--pretrain", "MODEL", "--nodes", "2", "--on", "CPU"], "name one with --on"),
         (["ppo", "--pretrain", "MODEL", "--nodes", "0", "--on", "H100"], "--nodes is 0: it must be at least 1"),
         (["ppo", "--pretrain", "MODEL", "--gpus", "2", "--network", "0", "--on", "H100"], "--network is 0"),
         (["ppo", "--pretrain", "MODEL", "--nodes", "2", "--on", "CPU"], "name one with --on"),
@@ -75,6 +75,24 @@ def test_a_cluster_is_planned_layout_by_layout(model, capsys):
     for kind in ("hybrid", "pairs", "built-in engine"):
         assert f"\n  {kind} " in told
     assert "weights to the engines" in told and "assumed: 312 TFLOP/s in bf16" in told
+
+
+def test_the_processes_of_a_machine_are_planned_as_the_options_split_the_job_over_them(model, capsys):
+    told = plan(capsys, "grpo", "--pretrain", model, "--bf16", "--nproc", "4", "--zero_stage", "3", "--on", "H100")
+    assert "in 4 processes (parameters 4, --zero_stage 3), each on H100" in told and "fits: proposed passes" in told
+    assert "actor: weights, gathered to answer" in told and "fp32 masters, 1 / 4" in told
+    words = ["--nproc", "2", "--bf16", "--on", "H100", "--micro_train_batch_size", "8", "--max_len", "32"]
+    told = plan(capsys, "sft", "--pretrain", model, *words, "--device_memory", "0.001")
+    assert "does not fit: " in told and "; try --" in told
+
+
+def test_a_supervised_job_is_planned_layout_by_layout_on_machines(model, capsys):
+    words = ["--bf16", "--nodes", "2", "--gpus", "2", "--on", "h100-80g", "--max_len", "64", "--train_batch_size", "8"]
+    told = plan(capsys, "dpo", "--pretrain", model, *words)
+    assert "on 2 machines with 2 x H100, 79.2 GiB each" in told and "memory of a process" in told
+    assert "\n  --packing_samples --train_max_tokens_per_gpu" in told and "reference: weights" in told
+    told = plan(capsys, "dpo", "--pretrain", model, *words, "--zero_stage", "3", "--shard_size", "2")
+    assert "as the options say: replicate 2 x parameters 2" in told
 
 
 def test_a_size_stands_for_a_model_of_that_size(tmp_path, monkeypatch, capsys):

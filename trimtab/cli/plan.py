@@ -1,5 +1,5 @@
 """`trimtab plan VERB [the job's own options] --on DEVICE`: what the job will need there, before it is started; with
-`--nodes N --gpus M` on a cluster of such devices."""
+`--nodes N --gpus M` on machines with such devices."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,6 @@ from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.hub import trusting
 from trimtab.errors import UserError
 
-_SEVERAL = "a job over {} processes is not planned: leave out --nproc and what implies it"
 _MODELS = ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain", "teacher_model")
 
 
@@ -36,7 +35,7 @@ def plan(argv: list[str]) -> None:
     parser.add_argument("verb", help=f"the job: {', '.join(TRAINED)}")
     parser.add_argument("--on", default="here", metavar="DEVICE", help="here, CPU or a name such as H200 or A100-80G")
     parser.add_argument("--device_memory", type=float, metavar="GIB", help="instead of what the device has")
-    parser.add_argument("--nodes", type=int, metavar="N", help="machines of a cluster, for an RL job; 1 with --gpus")
+    parser.add_argument("--nodes", type=int, metavar="N", help="machines; 1 with --gpus")
     parser.add_argument("--gpus", type=int, metavar="M", help="devices of each machine; 8 with --nodes")
     parser.add_argument(
         "--network", type=float, default=100.0, metavar="GB/S", help="in and out of a machine, all its cards together"
@@ -53,16 +52,12 @@ def plan(argv: list[str]) -> None:
             "--pretrain is missing: give a hub name, a model folder (its config.json is enough), or 7B or so"
         )
     if clustered:
-        _check_cluster(options, own)
-    elif options.nproc > 1 and not isinstance(options, RLOptions):
-        raise UserError(_SEVERAL.format(options.nproc))
+        _check_cluster(own)
     with tempfile.TemporaryDirectory() as folder:
         _told(options, _with_shapes(options, Path(folder)), own, clustered=clustered)
 
 
-def _check_cluster(options: PretrainOptions, own: argparse.Namespace) -> None:
-    if not isinstance(options, RLOptions):
-        raise UserError(f"--nodes and --gpus plan RL jobs; {own.verb} is planned for one device")
+def _check_cluster(own: argparse.Namespace) -> None:
     for name in ("nodes", "gpus"):
         if getattr(own, name) is not None and (complaint := Limits(at_least=1).complaint(getattr(own, name))):
             raise UserError(f"--{name} {complaint}")
@@ -87,28 +82,40 @@ def _with_shapes(options: Any, folder: Path) -> Any:
 def _told(typed: Any, options: Any, own: argparse.Namespace, *, clustered: bool) -> None:
     from trimtab.distributed.device import find_device
     from trimtab.models.hugging_face import quiet_transformers
-    from trimtab.train.plan.gathering import in_words
     from trimtab.train.plan.hardware import named
-    from trimtab.train.plan.plan import make_plan
-    from trimtab.train.plan.work import supposed
 
     quiet_transformers()
     hardware = named(own.on, find_device(), own.device_memory)
     with trusting(options.trust_remote_code):
         if clustered:
-            from trimtab.train.plan.cluster.machines import Machines
-            from trimtab.train.plan.cluster.plan import plan_cluster
-            from trimtab.train.plan.cluster.telling import lines
+            from trimtab.train.plan.machines import Machines
 
             machines = Machines(hardware, own.nodes or 1, own.gpus or 8, own.network * 1e9)
-            print("\n".join(lines(plan_cluster(options, machines), typed.pretrain)))
-            return
-        if options.nproc > 1:
-            sharers = 1 if hardware.accelerator else options.nproc
-            _, told = in_words(options, options.nproc, hardware, sharers)
-            raise UserError(f"{_SEVERAL.format(options.nproc)}; known is only this: {told}")
-        made = make_plan(options, hardware, supposed(options), propose=options.fit_memory is not False)
-    print("\n".join(dataclasses.replace(made, options=typed).lines()))
+            told = _on_machines(options, machines, typed.pretrain)
+        elif options.nproc > 1:
+            from trimtab.train.plan.split.launcher import lines
+
+            told = lines(typed, options, hardware)
+        else:
+            from trimtab.train.plan.plan import make_plan
+            from trimtab.train.plan.work import supposed
+
+            made = make_plan(options, hardware, supposed(options), propose=options.fit_memory is not False)
+            told = dataclasses.replace(made, options=typed).lines()
+    print("\n".join(told))
+
+
+def _on_machines(options: Any, machines: Any, pretrain: str) -> list[str]:
+    """Layouts, and which of them to take: of all roles in RL, of the one model that is trained elsewhere."""
+    if isinstance(options, RLOptions):
+        from trimtab.train.plan.cluster.plan import plan_cluster
+        from trimtab.train.plan.cluster.telling import lines
+
+        return lines(plan_cluster(options, machines), pretrain)
+    from trimtab.train.plan.split.plan import plan_split
+    from trimtab.train.plan.split.telling import lines as split_lines
+
+    return split_lines(plan_split(options, machines), pretrain)
 
 
 if __name__ == "__main__":

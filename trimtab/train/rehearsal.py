@@ -13,7 +13,7 @@ from trimtab.data.data_report import DataReport
 from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
-from trimtab.train.plan.hardware import GIB, of_device
+from trimtab.train.plan.hardware import GIB, of_device, shared
 from trimtab.train.plan.passes import is_wanted
 from trimtab.train.plan.work import Work
 
@@ -54,13 +54,24 @@ def usable_rows(report: DataReport, most: int, kept: int) -> tuple[int, bool]:
 
 
 def memory_line(options: Any, device: Device, work: Callable[[], Work]) -> str:
-    """What `trimtab plan` says of memory, in a line."""
+    """What `trimtab plan` says of memory, in a line; where the job does not fit, which flags would make it."""
     from trimtab.train.plan.plan import make_plan  # a second of imports
+    from trimtab.train.plan.split.launcher import flags_that_fit, planned_memory
 
+    processes = options.processes
+    here, propose = shared(of_device(device), processes), processes == 1 and is_wanted(options, device, World())
     try:
-        plan = make_plan(options, of_device(device), work(), propose=is_wanted(options, device, World()))
+        known = work()
+        if processes > 1:
+            share, memory = planned_memory(options, here, known, processes, propose=False)
+            fits, peak = memory.peak <= share.room, memory.peak
+        else:
+            plan = make_plan(options, here, known, propose=propose)
+            fits, peak = plan.fits, plan.memory.peak
+        verdict = "it fits"
+        if not fits:
+            verdict = f"it does not fit: {flags_that_fit(options, here, known, processes, propose=propose)}"
     except UserError as error:
         return f"memory: not planned ({error})"
-    verdict = "it fits" if plan.fits else "it does not fit: trimtab plan says what takes it"
-    room = plan.hardware.memory / GIB
-    return f"memory: about {plan.memory_gib:.2f} GiB at the peak, of {room:.1f} GiB here: {verdict}"
+    each = "" if processes == 1 else f" in each of {processes} processes"
+    return f"memory: about {peak / GIB:.2f} GiB at the peak{each}, of {here.memory / GIB:.1f} GiB here: {verdict}"

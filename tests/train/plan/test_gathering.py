@@ -54,7 +54,7 @@ def test_what_cannot_fit_is_refused_before_loading_and_what_can_is_not(options_o
         if spare < 0:
             with pytest.raises(
                 UserError,
-                match=r"weights, 0\.0 GiB.* of 0\.0 GiB \(small\); try --bf16, --lora_rank 16, or",
+                match=r"weights, 0\.0 GiB.* of 0\.0 GiB \(small\); try --ds_tensor_parallel_size 2, --bf16, or",
             ):
                 with_planned_passes(options, device, World(0, processes), None)
         else:

@@ -1,14 +1,18 @@
-"""What every process of a split RL job has on its device while the built-in engine answers: all weights of the policy.
+"""What every process of a split RL job has on its device while the built-in engine answers: all weights of the policy
+that a tensor group does not cut among itself.
 
 The engine reads a split policy gathered: layer by layer would be a gathering a token. So the policy's working weights
 must fit beside what a process holds anyway: its share of masters, Adam's moments and frozen models. This is a lower
 bound, of which keys and values are no part; where even it does not fit, nothing else needs to be tried.
 """
 
+from typing import Any
+
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
 from trimtab.models.packed import PackedModel
+from trimtab.train.plan import advice
 from trimtab.train.plan.hardware import GIB, Hardware, of_device
 from trimtab.train.plan.memory import Part
 from trimtab.train.plan.work import frozen_models, trained_models
@@ -24,7 +28,14 @@ def refuse_ungatherable(options: RLOptions, device: Device, processes: int) -> N
     except UserError:  # no fault of the counting may keep a run from starting: its own checks have better words
         return
     if needed > hardware.memory:
-        raise UserError(f"--pretrain {options.pretrain}: {told}; {_advice(options, device.is_accelerator)}")
+        ways = list(advice.changes(options, processes, accelerator=hardware.accelerator))
+        found = advice.that_fit(options, ways, lambda tried: _needed(tried, processes, hardware), hardware.memory)
+        raise UserError(f"--pretrain {options.pretrain}: {told}; {advice.in_words(found)}")
+
+
+def _needed(options: Any, processes: int, hardware: Hardware) -> int:
+    parts = gathered_parts(options, processes, accelerator=hardware.accelerator)
+    return sum(part.size for part in parts)
 
 
 def in_words(options: RLOptions, processes: int, hardware: Hardware, sharers: int = 1) -> tuple[int, str]:
@@ -32,7 +43,7 @@ def in_words(options: RLOptions, processes: int, hardware: Hardware, sharers: in
     parts = gathered_parts(options, processes, accelerator=hardware.accelerator)
     needed, gathered = sum(part.size for part in parts), parts[0].size
     return needed, (
-        f"to answer, every process gathers all of the policy's weights, {gathered / GIB:.1f} GiB, and holds "
+        f"to answer, every process gathers {_share_of_weights(options)} weights, {gathered / GIB:.1f} GiB, and holds "
         f"{(needed - gathered) / GIB:.1f} GiB besides, of {hardware.memory // sharers / GIB:.1f} GiB ({hardware.name})"
     )
 
@@ -40,10 +51,10 @@ def in_words(options: RLOptions, processes: int, hardware: Hardware, sharers: in
 def gathered_parts(options: RLOptions, processes: int, *, accelerator: bool) -> list[Part]:
     """The policy's gathered weights, and what a process holds besides."""
     trained = trained_models(options)
-    sizes = options.group_sizes(processes)
-    parts = [Part("actor: weights, gathered", _working(options, trained["actor"]), PHASES)]
+    sizes, tensor = options.group_sizes(processes), options.ds_tensor_parallel_size
+    parts = [Part("actor: weights, gathered", _working(options, trained["actor"]) // tensor, PHASES)]
     for name, model in trained.items():
-        share = sizes[name] if options.zero_stage > 0 else 1
+        share = sizes[name] // options.mesh_sizes(sizes[name])["replicate"]
         learnt = sum(p.numel() for p in model.parameters() if p.requires_grad)
         frozen = sum(p.numel() for p in model.parameters()) - learnt
         if not (options.adam_offload and accelerator):
@@ -51,7 +62,7 @@ def gathered_parts(options: RLOptions, processes: int, *, accelerator: bool) -> 
             parts.append(Part(f"{name}: masters and moments, its share", (12 * learnt + averaged) // share, PHASES))
         parts.append(Part(f"{name}: frozen weights, its share", frozen * _bytes(options) // share, PHASES))
     for found in frozen_models(options):
-        split = sizes[found.name.split()[0]] if options.zero_stage == 3 else 1
+        split = sizes[found.name.split()[0]] if options.zero_stage == 3 else tensor
         if not (found.offload and accelerator):
             parts.append(Part(f"{found.name}: weights", _working(options, found.model) // split, PHASES))
     return parts
@@ -65,12 +76,6 @@ def _bytes(options: RLOptions) -> int:
     return 2 if options.bf16 else 4
 
 
-def _advice(options: RLOptions, accelerator: bool) -> str:
-    ways = [] if options.bf16 else ["--bf16"]
-    if options.zero_stage < 3:
-        ways.append("--zero_stage 3")
-    if accelerator:
-        ways += [f"--{name}" for name in ("adam_offload", "ref_reward_offload") if not getattr(options, name)]
-    if not options.lora_rank:
-        ways.append("--lora_rank 16")
-    return f"try {', '.join(ways)}, or a smaller model" if ways else "use a smaller model or a larger device"
+def _share_of_weights(options: RLOptions) -> str:
+    cut = options.ds_tensor_parallel_size
+    return "all of the policy's" if cut == 1 else f"1 / {cut} of the policy's"

@@ -42,12 +42,14 @@ NAMED = {
     "A800-80G": Hardware("A800-80G", int(79.2 * GIB), 312e12, 19.5e12, 2.039e12, link=200e9),
     "H100": Hardware("H100", int(79.2 * GIB), 989e12, 67e12, 3.35e12, link=450e9, host_link=50e9),
     "H200": Hardware("H200", int(139.8 * GIB), 989e12, 67e12, 4.8e12, link=450e9, host_link=50e9),
+    "B200": Hardware("B200", int(178 * GIB), 2250e12, 80e12, 8e12, link=900e9, host_link=50e9),
+    "MI300X": Hardware("MI300X", int(191 * GIB), 1307e12, 163e12, 5.3e12, link=448e9, host_link=50e9),
     "L40S": Hardware("L40S", int(44.4 * GIB), 362e12, 91.6e12, 0.864e12, link=25e9),
     "RTX-3090": Hardware("RTX-3090", int(23.6 * GIB), 71e12, 35.6e12, 0.936e12, link=25e9),
     "RTX-4090": Hardware("RTX-4090", int(23.5 * GIB), 165e12, 82.6e12, 1.008e12, link=25e9),
 }
 # A name without its memory is the larger one.
-SHORT = {"A100": "A100-80G", "A800": "A800-80G"}
+SHORT = {"A100": "A100-80G", "A800": "A800-80G", "H100-80G": "H100"}
 
 
 def named(name: str, here: Device, memory_gib: float | None = None) -> Hardware:
@@ -81,3 +83,8 @@ def of_device(device: Device) -> Hardware:
     if not like:
         return Hardware(device.name, memory)
     return replace(min(like, key=lambda known: abs(known.memory - memory)), name=device.name, memory=memory)
+
+
+def shared(hardware: Hardware, processes: int) -> Hardware:
+    """What one of so many processes has: a device of its own, or a part of main memory."""
+    return hardware if hardware.accelerator else replace(hardware, memory=hardware.memory // processes)

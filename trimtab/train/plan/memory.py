@@ -3,6 +3,7 @@
 rollout   weights and optimiser state of everything, keys and values, a pass over prompts
 scoring   the same without the pass over prompts, and one without gradients
 update    the same, with gradient sums, activations, and what the backward pass needs beside them
+reduction where a model is split: the end of the backward pass, when no activations are left and all gradients are there
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ FILL = 0.85  # of a device's memory; the rest is for what is not seen here, and 
 MOST_TOKENS = 2**17  # larger passes are no faster
 SAMPLED_COPIES = 3  # fp32 matrices [answers, vocabulary] while tokens are drawn
 
-PHASES = ("rollout", "scoring", "update")
+PHASES = ("rollout", "scoring", "update", "reduction")
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class MemoryModel:
             memory.parts.append(Part("a pass of scoring", max(scored), ("scoring",)))
         # Actor and critic take turns: the one that needs more decides.
         updates = [self._update(name, model, tokens) for name, model in self.trained.items()]
-        memory.parts += max(updates, key=_sum)
+        memory.parts += max(updates, key=total)
         return memory
 
     def _update(self, name: str, model: Pretended, tokens: int) -> list[Part]:
@@ -163,5 +164,5 @@ def largest(at: Callable[[int], Memory], room: int, least: int, most: int) -> Me
     return low
 
 
-def _sum(parts: Iterable[Part]) -> int:
+def total(parts: Iterable[Part]) -> int:
     return sum(part.size for part in parts)

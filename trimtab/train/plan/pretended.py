@@ -21,6 +21,7 @@ from trimtab.models.offloading import Kept, MainMemory
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.recomputing import recompute
 from trimtab.train.optimiser import Optimiser
+from trimtab.train.plan.experts import deal_evenly
 from trimtab.train.plan.live import LiveBytes
 from trimtab.train.plan.work import Rows
 
@@ -81,6 +82,7 @@ class Pretended:
         model.config.pad_token_id = None  # else a model may look for it among the tokens, to warn
         register()
         model.inner.set_attn_implementation(NAME)
+        deal_evenly(model.inner)
         if frozen:
             model.requires_grad_(False)
         with self.mode:

@@ -138,9 +138,13 @@ def size(model: Pretended) -> int:
     return config_of(model).hidden_size * config_of(model).num_hidden_layers
 
 
-def multiplied(model: Pretended) -> int:
-    """Weights that take part in matrix products: all but an embedding that is no head as well."""
-    inner = model.model.inner
+def multiplied(model: Pretended) -> float:
+    """Weights that take part in a token's matrix products: all but an embedding that is no head as well, and of experts
+    those that a token goes to."""
+    inner, config = model.model.inner, config_of(model)
     embedding, head = inner.get_input_embeddings().weight, inner.get_output_embeddings()
     tied = head is not None and head.weight is embedding
-    return sum(p.numel() for p in inner.parameters()) - (0 if tied else embedding.numel())
+    whole = sum(p.numel() for p in inner.parameters()) - (0 if tied else embedding.numel())
+    experts = [p for name, p in inner.named_parameters() if ".experts." in name and p.ndim == 3]
+    unused = sum(p.numel() * (1 - config.num_experts_per_tok / p.shape[0]) for p in experts)
+    return whole - unused

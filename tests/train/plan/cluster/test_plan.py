@@ -11,11 +11,11 @@ from trimtab.config.parse import parse
 from trimtab.distributed.cluster.layout import Engines, Layout, Pool
 from trimtab.train.plan.cluster.advice import advice
 from trimtab.train.plan.cluster.candidates import candidates, groupings, sizes_of, splits, words_of
-from trimtab.train.plan.cluster.machines import LINK_SHARE, Machines
-from trimtab.train.plan.cluster.models import planned_models
 from trimtab.train.plan.cluster.plan import AS_ASKED, Planner, plan_cluster
 from trimtab.train.plan.cluster.telling import lines
 from trimtab.train.plan.hardware import NAMED, Hardware
+from trimtab.train.plan.machines import LINK_SHARE, Machines
+from trimtab.train.plan.models import planned_models
 from trimtab.train.plan.pretended import Pretended
 from trimtab.train.plan.work import supposed, trained_models
 from trimtab.train.rl.layouts import layout_of

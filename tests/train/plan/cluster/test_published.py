@@ -10,9 +10,9 @@ from trimtab.config.jobs import PPOOptions
 from trimtab.config.parse import parse
 from trimtab.train.plan import shapes
 from trimtab.train.plan.cluster.candidates import PAIRS, candidates
-from trimtab.train.plan.cluster.machines import Machines
 from trimtab.train.plan.cluster.plan import Planner, best
 from trimtab.train.plan.hardware import NAMED
+from trimtab.train.plan.machines import Machines
 
 PUBLISHED = {"7B": (16, 471.11), "13B": (32, 608.93), "34B": (32, 1526.4), "70B": (32, 4488.53)}  # GPUs, seconds
 FACTOR = 1.6

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from trimtab.distributed.cluster.layout import FLAGS, Engines, Layout, Pool
-from trimtab.train.plan.cluster.machines import Machines
+from trimtab.train.plan.machines import Machines
 
 UNITS = ("actor", "reference", "teacher", "critic", "reward")
 HYBRID, PAIRS, APART, BUILTIN = "hybrid", "pairs", "apart", "built-in engine"

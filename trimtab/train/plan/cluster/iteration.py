@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from trimtab.distributed.cluster.layout import Layout, Pool
 from trimtab.distributed.sharding import GRADIENT_DTYPES, keeps_whole_sums
-from trimtab.train.plan.cluster.models import PlannedModel
 from trimtab.train.plan.cluster.shares import EngineShare, Share, Shares
+from trimtab.train.plan.machines import MAIN_MEMORY
+from trimtab.train.plan.models import PlannedModel
 from trimtab.train.plan.speed import LAYER_SECONDS, OPTIMISER_BYTES, Clock, config_of, size
 
-MAIN_MEMORY = 25e9  # bytes a second that one process reads and writes where the optimiser is in main memory
 REDUCE_SECONDS = 20e-6  # the least time of a sum over the devices of an engine
 PARTS = ("rollout", "sync", "scoring", "update", "moving")
 

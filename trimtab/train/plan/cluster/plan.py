@@ -12,10 +12,10 @@ from trimtab.errors import UserError
 from trimtab.models.hugging_face import first_line
 from trimtab.train.plan.cluster.candidates import UNITS, candidates
 from trimtab.train.plan.cluster.iteration import Iteration, Timing, activation_bytes
-from trimtab.train.plan.cluster.machines import Machines
-from trimtab.train.plan.cluster.models import PlannedModel, planned_models
 from trimtab.train.plan.cluster.shares import EngineShare, Share, Shares
+from trimtab.train.plan.machines import Machines
 from trimtab.train.plan.memory import FILL
+from trimtab.train.plan.models import PlannedModel, planned_models
 from trimtab.train.plan.plan import refuse_unplannable
 from trimtab.train.plan.speed import COUNTED_TOKENS, Clock
 from trimtab.train.plan.work import supposed

@@ -8,15 +8,15 @@ Small models keep whole gradient sums between the passes of a step; those of oth
 are split layer by layer (distributed/sharding).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.distributed.cluster.layout import Engines, Layout, Pool
 from trimtab.distributed.sharding import GRADIENT_DTYPES, keeps_whole_sums
-from trimtab.train.plan.cluster.machines import Machines
-from trimtab.train.plan.cluster.models import PlannedModel
-from trimtab.train.plan.memory import FILL, MOST_TOKENS, PHASES, SAMPLED_COPIES, Memory, Part
+from trimtab.train.plan.machines import Machines
+from trimtab.train.plan.memory import FILL, MOST_TOKENS, PHASES, SAMPLED_COPIES, Memory, Part, total
+from trimtab.train.plan.models import PlannedModel
 from trimtab.train.plan.work import Work, given_budget
 
 LAYERS_IN_HAND = 2  # gathered at a time: the one that works and the next
@@ -141,7 +141,7 @@ class Shares:
             parts.append(Part("a pass of scoring", max(scored), ("scoring",)))
         # Actor and critic take turns: the one that needs more decides.
         updates = [self._update(model, pool, tokens, passes) for model in models if model.trained]
-        return parts + max(updates, key=_sum, default=[])
+        return parts + max(updates, key=total, default=[])
 
     def _update(self, model: PlannedModel, pool: Pool, tokens: int, passes: int) -> list[Part]:
         width = GRADIENT_DTYPES[self.options.grad_accum_dtype].itemsize
@@ -204,7 +204,3 @@ class Shares:
         taken = beside.during("rollout") if sleep else beside.peak
         share = max(0.0, FILL - taken / hardware.memory)
         return self.of_engine(layout.engines, int(20 * share) / 20)
-
-
-def _sum(parts: Iterable[Part]) -> int:
-    return sum(part.size for part in parts)

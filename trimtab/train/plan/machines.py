@@ -6,6 +6,7 @@ from trimtab.errors import UserError
 from trimtab.train.plan.hardware import Hardware
 
 LINK_SHARE = 0.7  # of a link's speed that a collective reaches
+MAIN_MEMORY = 25e9  # bytes a second that one process reads and writes where the optimiser is in main memory
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,18 @@ class Machines:
         """Bytes a second that one device sends to another machine, over its share of the cards."""
         return LINK_SHARE * self.network / self.gpus
 
-    def collective(self, devices: int) -> float:
+    def collective(self, devices: int, stride: int = 1) -> float:
         """Bytes a second through each device of so many that gather or sum together, machine by machine in a ring: the
-        slower of what devices and machines pass on."""
-        if devices <= self.gpus:
+        slower of what devices and machines pass on. `stride` n: only every n-th device is in the ring, and the
+        others have rings of their own at the same time."""
+        if devices * stride <= self.gpus:
             return self.within()
-        return min(self.within(), LINK_SHARE * self.network)
+        return min(self.within(), LINK_SHARE * self.network / min(stride, self.gpus))
 
-    def gathering(self, size: int, devices: int) -> float:
+    def gathering(self, size: float, devices: int, stride: int = 1) -> float:
         """Seconds in which each of the devices gets all of a model that is split over them; as many as it takes to add
         gradients up and split them."""
-        return size * (devices - 1) / devices / self.collective(devices) if devices > 1 else 0.0
+        return size * (devices - 1) / devices / self.collective(devices, stride) if devices > 1 else 0.0
 
     def moving(self, size: float) -> float:
         """Seconds in which each device moves so much to main memory, or back."""

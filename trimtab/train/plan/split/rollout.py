@@ -1,0 +1,31 @@
+"""What a process of a split RL job has on its device while the built-in engine answers: all weights of the policy, of
+cut layers its part, keys and values by the engine's own rule, and a pass over prompts."""
+
+from typing import TYPE_CHECKING
+
+from trimtab.config.rl_jobs import RLOptions
+from trimtab.train.plan.memory import SAMPLED_COPIES, Part
+
+if TYPE_CHECKING:
+    from trimtab.train.plan.split.share import ProcessShare
+
+ROLLOUT = ("rollout",)
+
+
+def rollout_parts(share: "ProcessShare", held: int) -> list[Part]:
+    """`held`: bytes that the process has anyway."""
+    options, actor, rows = share.options, share.models[0], share.work.rows
+    assert isinstance(options, RLOptions)
+    at_once = options.vllm_generate_batch_size if options.dynamic_filtering else None
+    prompts = -(-(at_once or options.rollout_batch_size) // share.split.data)
+    slots = min(options.rollout_slots, prompts * options.n_samples_per_prompt)
+    engine = actor.engine_memory()
+    free = max(0, share.hardware.memory - held - actor.weights)
+    size = engine.keys_and_values(slots, rows.longest, free) if free else 0
+    read = actor.scoring_bytes(max(1, min(engine.read_tokens, prompts * rows.prompt)))
+    vocabulary = actor.whole.model.config.get_text_config().vocab_size
+    return [
+        Part("actor: weights, gathered to answer", actor.weights, ROLLOUT),
+        Part(f"keys and values of {size // engine.token_bytes:,} tokens", size, ROLLOUT),
+        Part("a pass over prompts, or drawing tokens", max(read, SAMPLED_COPIES * slots * vocabulary * 4), ROLLOUT),
+    ]
