@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.models.splitting import gradients, load_split, options_of, some_batch, values
 from trimtab.distributed import branches
 from trimtab.distributed.device import find_device
-from trimtab.distributed.sharding import whole
+from trimtab.distributed.sharding import keep_part, whole
 from trimtab.distributed.world import find_world, leave_world
 from trimtab.models import cut_layers, tensor_parallel
 from trimtab.models.cut_layers import Head
@@ -35,6 +35,7 @@ def differences(world, job, model, words):
     mesh = mesh_of(options, world)
     split = load_split(job, options, mesh).model
     alone = load_split(job, options, None, whole=True).model
+    fill_adapters(split, alone)
     batch, name = some_batch(), f"{model} {words}"
     with torch.no_grad(), scoring(split), scoring(alone):
         off = (values(split, batch) - values(alone, batch)).abs().max().item()
@@ -51,6 +52,16 @@ def differences(world, job, model, words):
         off = relative(found[parameter], gradient)
         if not off <= PRECISION:
             yield f"{name}: {parameter} differs by {off:.1e}"
+
+
+def fill_adapters(*models):
+    """The second matrix of every adapter begins at 0, and the first one's gradient would be 0 too."""
+    for model in models:
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                with torch.no_grad():
+                    keep_part(0.2 * torch.randn(parameter.shape, generator=generator), parameter)
 
 
 def split_gradients(model, batch, mesh):

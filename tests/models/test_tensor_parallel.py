@@ -115,7 +115,7 @@ def test_a_head_that_is_cut_says_what_a_whole_one_says():
         ("sft", "mixtral", ""),
         ("sft", "tied", "--bf16 --lora_rank 4"),
         ("sft", "qwen3", "--zero_stage 0"),
-        ("rm", "one key", "--bf16 --lora_rank 2"),
+        ("rm", "one key", "--lora_rank 2"),
     ],
 )
 def test_what_is_read_in_parts_is_what_is_loaded_whole_and_cut(model, processes, job, name, words):

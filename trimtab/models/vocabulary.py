@@ -6,8 +6,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from trimtab.distributed.blocks import blocks_of
-
 
 @dataclass(frozen=True)
 class Words:
@@ -22,11 +20,11 @@ class Words:
         if not isinstance(weight, DTensor):
             return None
         assert weight.device_mesh.ndim == 1, "read while it is gathered but for the tensor dimension"
-        (block,) = blocks_of(weight)
-        parts = weight.device_mesh.size()
-        most = -(-weight.shape[0] // parts)
-        widths = [min(most, weight.shape[0] - part * most) for part in range(parts)]
-        return cls(block.offsets[0], block.lengths[0], widths, weight.device_mesh.get_group())
+        words, parts, part = weight.shape[0], weight.device_mesh.size(), weight.device_mesh.get_local_rank()
+        most = -(-words // parts)
+        widths = [min(most, words - place * most) for place in range(parts)]
+        assert weight.to_local().shape[0] == widths[part]
+        return cls(part * most, widths[part], widths, weight.device_mesh.get_group())
 
     def places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Among the words that are here, the place of each; and whether it is one of them (else the place is any)."""
