@@ -28,7 +28,7 @@ def test_a_stride_that_does_not_divide_the_heads_of_a_process(model, stride, ten
 
 
 def test_a_model_without_grouped_heads_has_as_many_of_keys(tmp_path):
-    GPT2Config(n_head=12, n_embd=96).save_pretrained(tmp_path)
+    GPT2Config(n_head=12, n_embd=96, attn_pdrop=0.0).save_pretrained(tmp_path)
     check_splits(str(tmp_path), SFTOptions(ring_attn_size=2, ring_head_stride=12), "--pretrain")
     with pytest.raises(UserError, match="divide the 12 heads of keys"):
         check_splits(str(tmp_path), SFTOptions(ring_attn_size=2, ring_head_stride=5), "--pretrain")
@@ -38,5 +38,10 @@ def test_a_model_without_grouped_heads_has_as_many_of_keys(tmp_path):
 def test_dropped_attention_weights(model, how):
     check_splits(model, DPOOptions(**how), "--pretrain")
     check_splits(model, DPOOptions(keep_dropout=True), "--pretrain")
+    check_splits(model, DPOOptions(**how, keep_dropout=True), "--ref_pretrain")
+    with pytest.raises(
+        UserError, match=r"^--pretrain .* drops attention weights .*; set attention_dropout to 0 in its"
+    ):
+        check_splits(model, SFTOptions(**how), "--pretrain")
     with pytest.raises(UserError, match=r"^--keep_dropout: --pretrain .* drops attention weights \(attention_dropout"):
         check_splits(model, DPOOptions(**how, keep_dropout=True), "--pretrain")

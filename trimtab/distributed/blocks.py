@@ -68,6 +68,11 @@ def blocks_of(tensor: Tensor) -> list[Block]:
     return [Block(*zip(*run)) if run else Block((), (), ()) for run in runs]
 
 
+def in_stripes(tensor: DTensor) -> bool:
+    """Whether it is cut into several stretches of a dimension, of each of which a process has a part."""
+    return any(_is_striped(tensor.placements, axis) for axis in range(len(tensor.placements)))
+
+
 def is_first_holder(tensor: Tensor) -> bool:
     """Whether this process is the first of those that hold the same part of a split tensor."""
     if not isinstance(tensor, DTensor):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trimtab.distributed.blocks import blocks_of
+from trimtab.distributed.blocks import blocks_of, in_stripes
 from trimtab.distributed.device import release_main_memory
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.neighbours import keep_among
@@ -141,7 +141,17 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """The tensor itself, gathered from its parts. Every process must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return _from_stripes(tensor) if in_stripes(tensor) else tensor.full_tensor()
+
+
+def _from_stripes(tensor: DTensor) -> Tensor:
+    """Torch 2.11 cannot gather what was cut in stripes by hand."""
+    gathered = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.to_local().device)
+    for block in blocks_of(tensor):
+        gathered[block.slices] = tensor.to_local()[block.held]
+    return sum_over_parts(gathered, tensor)
 
 
 def keep_part(whole: Tensor, tensor: Tensor) -> None:

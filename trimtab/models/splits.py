@@ -10,6 +10,7 @@ from trimtab.models.hugging_face import from_pretrained
 from trimtab.models.miniature import KEY_VALUE_HEADS
 
 NOT_ADAPTED = ("embed_tokens", "lm_head")
+TRAINED = ("--pretrain", "--critic_pretrain")  # others drop nothing
 
 
 def check_splits(pretrain: str, options: ShardingOptions, flag: str) -> None:
@@ -26,7 +27,8 @@ def check_splits(pretrain: str, options: ShardingOptions, flag: str) -> None:
         _check_adapted(options, asked)
     if context > 1:
         _check_stride(config, options, f"{flag} {pretrain}")
-    _check_dropout(config, options, f"{flag} {pretrain}")
+    if flag in TRAINED:
+        _check_dropout(config, options, f"{flag} {pretrain}")
 
 
 def _check_adapted(options: ShardingOptions, asked: str) -> None:
@@ -59,11 +61,14 @@ def key_heads(config: Any, parts: int) -> set[int]:
 
 
 def _check_dropout(config: Any, options: ShardingOptions, model: str) -> None:
-    if not isinstance(options, DropoutOptions) or not options.keep_dropout:
+    """Jobs without the option keep a model's dropout."""
+    chosen = isinstance(options, DropoutOptions)
+    if isinstance(options, DropoutOptions) and not options.keep_dropout:
         return
     for name, value in vars(config.get_text_config()).items():
         if "att" in name and "drop" in name and isinstance(value, float) and value > 0:
+            told, mend = ("--keep_dropout: ", "leave it out") if chosen else ("", f"set {name} to 0 in its config.json")
             raise UserError(
-                f"--keep_dropout: {model} drops attention weights ({name} {value:g}), which processes that share rows "
-                "or layers cannot draw together; leave it out"
+                f"{told}{model} drops attention weights ({name} {value:g}), which processes that share rows or layers "
+                f"cannot draw together; {mend}"
             )

@@ -62,10 +62,18 @@ def gathered_parts(options: RLOptions, processes: int, *, accelerator: bool) -> 
             parts.append(Part(f"{name}: masters and moments, its share", (12 * learnt + averaged) // share, PHASES))
         parts.append(Part(f"{name}: frozen weights, its share", frozen * _bytes(options) // share, PHASES))
     for found in frozen_models(options):
-        split = sizes[found.name.split()[0]] if options.zero_stage == 3 else tensor
+        split = _processes_of_frozen(options, sizes[found.name.split()[0]])
         if not (found.offload and accelerator):
             parts.append(Part(f"{found.name}: weights", _working(options, found.model) // split, PHASES))
     return parts
+
+
+def _processes_of_frozen(options: RLOptions, processes: int) -> int:
+    """Over how many of its processes a model is split that only scores."""
+    if options.zero_stage < 3 and options.ds_tensor_parallel_size == 1:
+        return 1
+    copies = options.mesh_sizes(processes, learns=False)["replicate"] if options.shard_size else 1
+    return processes // copies
 
 
 def _working(options: RLOptions, model: PackedModel) -> int:

@@ -116,7 +116,7 @@ class ProcessShare:
 
     def _scorer(self, model: PlannedModel) -> list[Part]:
         away = model.offload and self.hardware.accelerator
-        if self.options.zero_stage < 3 and not model.offload:
+        if self.options.zero_stage < 3 and self.split.tensor == 1 and not model.offload:
             return [Part(f"{model.name}: weights", model.weights)]
         return [] if away else [Part(f"{model.name}: weights", model.weights // self.parts_of(model))]
 
