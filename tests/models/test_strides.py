@@ -40,7 +40,7 @@ def test_dropped_attention_weights(model, how):
     check_splits(model, DPOOptions(keep_dropout=True), "--pretrain")
     check_splits(model, DPOOptions(**how, keep_dropout=True), "--ref_pretrain")
     with pytest.raises(
-        UserError, match=r"^--pretrain .* drops attention weights .*; set attention_dropout to 0 in its"
+        UserError, match=r"^--pretrain .* drops attention weights .*; set attention_dropout to 0"
     ):
         check_splits(model, SFTOptions(**how), "--pretrain")
     with pytest.raises(UserError, match=r"^--keep_dropout: --pretrain .* drops attention weights \(attention_dropout"):
