@@ -39,9 +39,7 @@ def test_dropped_attention_weights(model, how):
     check_splits(model, DPOOptions(**how), "--pretrain")
     check_splits(model, DPOOptions(keep_dropout=True), "--pretrain")
     check_splits(model, DPOOptions(**how, keep_dropout=True), "--ref_pretrain")
-    with pytest.raises(
-        UserError, match=r"^--pretrain .* drops attention weights .*; set attention_dropout to 0"
-    ):
+    with pytest.raises(UserError, match=r"^--pretrain .* drops attention weights .*; set attention_dropout to 0"):
         check_splits(model, SFTOptions(**how), "--pretrain")
     with pytest.raises(UserError, match=r"^--keep_dropout: --pretrain .* drops attention weights \(attention_dropout"):
         check_splits(model, DPOOptions(**how, keep_dropout=True), "--pretrain")
