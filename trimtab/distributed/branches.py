@@ -19,7 +19,7 @@ def branch(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return _Branch.apply(tensor, group)
 
 
-def join(tensor: Tensor, group: ProcessGroup) -> Tensor:
+def join(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     return _Join.apply(tensor, group)
 
 
@@ -35,12 +35,12 @@ def gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return torch.stack(parts)
 
 
-def add_up(tensor: Tensor, group: ProcessGroup) -> None:
+def add_up(tensor: Tensor, group: ProcessGroup | None) -> None:
     """In place, over the processes, without gradients."""
     dist.all_reduce(tensor, group=group)
 
 
-def _sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
+def _sum(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     add_up(total, group)
     return total

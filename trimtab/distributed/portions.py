@@ -1,12 +1,11 @@
 """Tensors of which every one of some processes has a portion, all of the same shape: put together, and given back.
 
-Gradients take one of two ways. What processes put together and then use each in its own way has a gradient in each of
-them, to be added up for the owner of a portion (`sum_portions`). What all of them use alike has the same gradient in
-all, of which each takes its own portion (`total`): nothing is added up.
+What processes put together and then use each in its own way has a gradient in each of them, to be added up for the
+owner of a portion (`sum_portions`). What all of them use alike has the same gradient in all, and nothing is added up
+(branches.py).
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,18 +49,3 @@ def sum_portions(parts: Tensor, peers: Peers) -> Tensor:
         return parts.chunk(peers.size)[peers.rank].clone()
     _reduce_scatter(own, parts.contiguous(), group=peers.group)
     return own
-
-
-def total(portion: Tensor, peers: Peers) -> Tensor:
-    """The sum over processes, which all use alike."""
-    return _Total.apply(portion, peers)
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, portion: Tensor, peers: Peers) -> Tensor:
-        return peers.sum(portion)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None

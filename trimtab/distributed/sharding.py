@@ -1,6 +1,6 @@
 """Split a model over the processes of a mesh with PyTorch's FSDP2. A mesh of one gets no wrapper.
 
-    --zero_stage 0    every process keeps everything; gradients are summed
+    --zero_stage 0    every process keeps everything (but for those that share a row); gradients are summed
     --zero_stage 1, 2 gradients and optimiser are split; parameters stay gathered after a forward pass
     --zero_stage 3    parameters too are gathered only while a layer works; with --zpg few neighbours keep them
                       between them from its forward to its backward pass (neighbours.py)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
-from trimtab.distributed.portions import total
+from trimtab.distributed.branches import join
 from trimtab.distributed.watch import pulse
 from trimtab.models.attention import PackedPass, PackedRow, Row
 from trimtab.models.context import Located, ReadStates, Routers
@@ -88,7 +88,7 @@ class PackedModel(nn.Module):
 
     def sum_over_row(self, values: Tensor) -> Tensor:
         """Sums over the tokens of a row, from sums over those that are here."""
-        return values if self.context is None else total(values, self.context.peers)
+        return values if self.context is None else join(values, self.context.peers.group)
 
     # What the self-check compares: our values, and the model's own for each sequence alone.
 

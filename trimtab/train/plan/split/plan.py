@@ -78,12 +78,12 @@ class SplitPlanner:
     def tried(self, changes: dict[str, Any]) -> Tried | None:
         """None: these options do not go together, or not on so many devices."""
         options = dataclasses.replace(self.options, **changes)
+        checkpointing, offload = options.gradient_checkpointing, options.offload_activations
         try:
             split = Split.of(options, self.machines.devices)
-        except UserError:
+            models = self.models(split.tensor, checkpointing=checkpointing, offload=offload)
+        except UserError:  # a model beside the policy may be of a family that cannot be cut
             return None
-        checkpointing, offload = options.gradient_checkpointing, options.offload_activations
-        models = self.models(split.tensor, checkpointing=checkpointing, offload=offload)
         share = ProcessShare(options, self.machines.hardware, self.work, split, models)
         memory = share.given() if options.given & PASS_SIZES else share.proposed()
         plain = lambda: self.models(split.tensor, checkpointing=False)  # noqa: E731
