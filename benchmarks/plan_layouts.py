@@ -59,7 +59,8 @@ WORDS, LENGTH = 400, 256
 def make_folder(folder: Path, shape: dict) -> None:
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 2048}
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**shape, **special)).save_pretrained(folder)
+    # In another type than it is read in: a file that is mapped into memory as it is would not be counted.
+    LlamaForCausalLM(LlamaConfig(**shape, **special)).bfloat16().save_pretrained(folder)
     known = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, WORDS)}
     tokenizer = Tokenizer(models.WordLevel(known, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

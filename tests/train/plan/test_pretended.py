@@ -97,6 +97,14 @@ def test_weights_masters_and_gradient_sums_are_those_of_the_optimiser():
     assert 8 * said.trained() == sum(m.nbytes for m in moments)
 
 
+def test_what_the_files_hold_is_not_what_is_worked_with():
+    with torch.device("meta"):
+        half = Policy(tiny_model("llama").bfloat16())
+        whole = Policy(tiny_model("llama"))
+    sizes = [Pretended(model, SFTOptions(), accelerator=True).weights() for model in (half, whole)]
+    assert sizes[0] == sizes[1] == 4 * sum(p.numel() for p in whole.parameters())
+
+
 def test_checkpointing_keeps_a_fraction_and_scoring_keeps_nothing():
     rows, deep = Rows(0, 128), {"num_hidden_layers": 8}
     plain = Pretended(skeleton("llama", **deep), SFTOptions(bf16=True), accelerator=True)

@@ -88,8 +88,7 @@ class Pretended:
         with self.mode:
             if not accelerator:
                 _hollow(model)
-            if options.bf16:
-                cast_parameters(model, torch.bfloat16)
+            cast_parameters(model, torch.bfloat16 if options.bf16 else torch.float32)  # whatever its files hold
         if not frozen:
             recompute(model, options)
         if not frozen and options.offload_activations and accelerator:

@@ -88,8 +88,6 @@ def test_a_job_that_does_not_fit_names_the_flag_that_makes_it_fit(model):
     small = dataclasses.replace(DEVICE, memory=2 * MIB)
     told = flags_that_fit(options, small, work, 2, propose=False)
     assert told.startswith("try --") and "--gradient_checkpointing" in told
-    none = dataclasses.replace(DEVICE, memory=MIB // 16)
-    assert flags_that_fit(options, none, work, 2, propose=False).startswith("no flag makes it fit")
 
 
 @pytest.mark.long

@@ -116,9 +116,12 @@ class ProcessShare:
 
     def _scorer(self, model: PlannedModel) -> list[Part]:
         away = model.offload and self.hardware.accelerator
-        if self.options.zero_stage < 3 and self.split.tensor == 1 and not model.offload:
+        if not self._scorer_is_split(model):
             return [Part(f"{model.name}: weights", model.weights)]
         return [] if away else [Part(f"{model.name}: weights", model.weights // self.parts_of(model))]
+
+    def _scorer_is_split(self, model: PlannedModel) -> bool:
+        return self.split.zero_stage == 3 or model.offload or self.split.tensor > 1
 
     # ---- passes
 
@@ -136,7 +139,7 @@ class ProcessShare:
         taken = model.scoring_bytes(own) + self._gathered_keys(model, tokens, SCORED_KEYS)
         if model.trained:
             return taken + (self._in_hand(model) if self.split.zero_stage == 3 else model.weights)
-        return taken + (self._in_hand(model) if self.split.zero_stage == 3 or model.offload else 0)
+        return taken + (self._in_hand(model) if self._scorer_is_split(model) else 0)
 
     def _update(self, model: PlannedModel, tokens: int, own: int) -> list[Part]:
         options, parts, name = self.options, self.parts_of(model), model.name
