@@ -165,9 +165,11 @@ class PlannedModel:
         kept = longer.kept + grown * (len(self.layers) - SHORT[1])
         return PassBytes(kept, kept + max(taken.peak - taken.kept for taken in passes))
 
-    def engine_memory(self) -> EngineMemory:
+    def engine_memory(self, tokens: int | None = None) -> EngineMemory:
+        """`tokens`: whose keys and values it may keep, if that is said."""
         assert isinstance(self.whole.model, Policy)
-        return EngineMemory(self.whole.model, None)
+        with self.whole.mode:
+            return EngineMemory(self.whole.model, tokens)
 
 
 def planned_models(

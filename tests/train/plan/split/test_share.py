@@ -9,7 +9,7 @@ from trimtab.config.checks import settle
 from trimtab.config.jobs import DPOOptions, GRPOOptions, SFTOptions
 from trimtab.config.parse import parse
 from trimtab.distributed import sharding
-from trimtab.train.plan.hardware import NAMED
+from trimtab.train.plan.hardware import NAMED, Hardware
 from trimtab.train.plan.split.plan import share_of
 from trimtab.train.plan.split.share import LEARNT_KEYS
 from trimtab.train.plan.work import supposed
@@ -68,6 +68,9 @@ def test_who_answers_has_all_weights_and_who_is_cut_has_a_part(model):
     count = sum(p.numel() for p in model[1].parameters())
     found, memory = sizes(model, f"--bf16 {RL} --zero_stage 3 --init_kl_coef 0", 2, GRPOOptions)
     assert found["weights, gathered to answer"] == 2 * count and memory.during("rollout") > 2 * count
+    options = settle(parse(GRPOOptions, f"--pretrain {model[0]} {RL} --init_kl_coef 0 --nproc 2".split()))[0]
+    here = share_of(options, Hardware("CPU", 2**30, accelerator=False), supposed(options), 2).given()
+    assert here.during("rollout") > 4 * count, "of a CPU as well"
     cut, _ = sizes(model, f"--bf16 {RL} --zero_stage 3 --init_kl_coef 0 --ds_tensor_parallel_size 2", 2, GRPOOptions)
     assert 0.5 * 2 * count <= cut["weights, gathered to answer"] < 0.55 * 2 * count
 

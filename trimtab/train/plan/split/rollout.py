@@ -19,7 +19,7 @@ def rollout_parts(share: "ProcessShare", held: int) -> list[Part]:
     at_once = options.vllm_generate_batch_size if options.dynamic_filtering else None
     prompts = -(-(at_once or options.rollout_batch_size) // share.split.data)
     slots = min(options.rollout_slots, prompts * options.n_samples_per_prompt)
-    engine = actor.engine_memory()
+    engine = actor.engine_memory(options.rollout_kv_tokens)
     free = max(0, share.hardware.memory - held - actor.weights)
     size = engine.keys_and_values(slots, rows.longest, free) if free else 0
     read = actor.scoring_bytes(max(1, min(engine.read_tokens, prompts * rows.prompt)))
