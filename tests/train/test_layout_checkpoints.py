@@ -35,8 +35,9 @@ STEPS, SAVED = 4, 2  # 11 samples, 6 a step, two epochs
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("task")
     tokenizer = make_tokenizer()
-    tiny_model("llama_tied", vocab_size=len(tokenizer)).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    for name, family in (("model", "llama_tied"), ("experts", "mixtral")):
+        tiny_model(family, vocab_size=len(tokenizer)).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in make_rows(11, seed=1)))
     return folder
 
@@ -115,6 +116,13 @@ def test_a_run_goes_on_in_another_layout(folder, uninterrupted, tmp_path, first,
     resumed(folder, uninterrupted(first), tmp_path, second)
     torch.testing.assert_close(curve(tmp_path), curve(uninterrupted("alone")), atol=1e-4, rtol=1e-4)
     assert "resumed with another layout" in (tmp_path / "log.0").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("first", "second"), [("tensor", "split"), ("split", "grid"), ("grid", "alone")])
+def test_experts_that_were_cut_in_stripes_are_read_in_another_layout(folder, uninterrupted, tmp_path, first, second):
+    model = "--pretrain", f"{folder}/experts"
+    resumed(folder, uninterrupted(first, *model), tmp_path, second, *model)
 
 
 @pytest.mark.short(1)

@@ -90,7 +90,7 @@ class Strips:
         index = (torch.from_numpy(x).to(self.device) for x in (slots.ravel(), np.flatnonzero(real), flat))
         return (*index, len(np.unique(flat)) < len(flat))
 
-    @cached_property
+    @property
     def _seen(self) -> Tensor:
         """[1 or pieces, 1, queries, keys]"""
         counts = [piece.keys(self.window) for piece in self.pieces]
