@@ -42,7 +42,7 @@ def test_a_run_gets_its_options_and_succeeds(capsys):
         ([*GOOD, "--learning_rat", "1"], "unknown option --learning_rat; did you mean --learning_rate?"),
         ([*GOOD, "--max_len", "x"], "--max_len: takes a whole number, not 'x'"),
         (["--dataset", "owner/data"], "--pretrain is missing: give a hub name or a model folder"),
-        ([*GOOD, "--zpg", "8"], "--zpg (ZeRO++ hierarchical partitions) is not implemented yet; leave it at 1"),
+        ([*GOOD, "--zpg", "8"], "--zpg keeps split what --zero_stage 2 does not split: use --zero_stage 3"),
     ],
 )
 @pytest.mark.parametrize("dry", [[], ["--dry_run"]])
