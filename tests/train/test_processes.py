@@ -77,6 +77,13 @@ def same_curve(first, second):
     torch.testing.assert_close(curve(first), curve(second), atol=1e-4, rtol=1e-4)
 
 
+def same_model(first, second):
+    weights, expected = (load_file(out / "model.safetensors") for out in (first, second))
+    assert weights.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(weights[name], expected[name], atol=1e-3, rtol=1e-3)
+
+
 QUICK = [("sft", 0), ("sft", 3), ("rm", 2), ("dpo", 3), ("kto", 2), ("kd", 3)]
 ALL = [(job, stage) for job in JOBS for stage in (0, 1, 2, 3)]
 
@@ -88,10 +95,7 @@ ALL = [(job, stage) for job in JOBS for stage in (0, 1, 2, 3)]
 def test_two_processes_follow_the_curve_of_one(folder, alone, tmp_path, job, stage):
     assert warm.run_world(arguments(folder, tmp_path, job, f"--zero_stage {stage}"), 2) == [0, 0]
     same_curve(tmp_path, alone(job))
-    weights, expected = (load_file(out / "model.safetensors") for out in (tmp_path, alone(job)))
-    assert weights.keys() == expected.keys()
-    for name in expected:
-        torch.testing.assert_close(weights[name], expected[name], atol=1e-3, rtol=1e-3)
+    same_model(tmp_path, alone(job))
 
 
 @pytest.mark.short(2)

@@ -82,6 +82,11 @@ class ShardingOptions(ProcessOptions):
             raise UserError(f"--shard_size {self.shard_size} must divide {_counted(splitting)}{of}")
         return splitting // size
 
+    def splits_frozen(self, *, offload: bool) -> bool:
+        """Whether a model without gradients is split over several processes: where the trained one's weights are, where
+        layers are cut, or where it is kept off the device."""
+        return self.zero_stage == 3 or self.ds_tensor_parallel_size > 1 or offload
+
     def row_tokens(self, tokens: int) -> int:
         """Tokens of a row of which every process that works on it has so many."""
         return tokens * self.ring_attn_size

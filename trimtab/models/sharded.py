@@ -45,8 +45,7 @@ def shard_trained(model: PackedModel, options: TrainedModelOptions, mesh: Mesh) 
 
 
 def frozen_is_split(options: ShardingOptions, mesh: Mesh, *, offload: bool) -> bool:
-    """A model without gradients is worth splitting where the trained one is, or where it is kept off the device."""
-    return mesh.size > 1 and (options.zero_stage == 3 or offload or mesh.sizes["tensor"] > 1)
+    return mesh.size > 1 and options.splits_frozen(offload=offload)
 
 
 def shard_frozen(model: PackedModel, mesh: Mesh, *, offload: bool) -> None:

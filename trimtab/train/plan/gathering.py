@@ -6,11 +6,10 @@ must fit beside what a process holds anyway: its share of masters, Adam's moment
 bound, of which keys and values are no part; where even it does not fit, nothing else needs to be tried.
 """
 
-from typing import Any
-
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
+from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel
 from trimtab.train.plan import advice
 from trimtab.train.plan.hardware import GIB, Hardware, of_device
@@ -33,7 +32,8 @@ def refuse_ungatherable(options: RLOptions, device: Device, processes: int) -> N
         raise UserError(f"--pretrain {options.pretrain}: {told}; {advice.in_words(found)}")
 
 
-def _needed(options: Any, processes: int, hardware: Hardware) -> int:
+def _needed(options: TrainedModelOptions, processes: int, hardware: Hardware) -> int:
+    assert isinstance(options, RLOptions)
     parts = gathered_parts(options, processes, accelerator=hardware.accelerator)
     return sum(part.size for part in parts)
 
@@ -62,18 +62,11 @@ def gathered_parts(options: RLOptions, processes: int, *, accelerator: bool) -> 
             parts.append(Part(f"{name}: masters and moments, its share", (12 * learnt + averaged) // share, PHASES))
         parts.append(Part(f"{name}: frozen weights, its share", frozen * _bytes(options) // share, PHASES))
     for found in frozen_models(options):
-        split = _processes_of_frozen(options, sizes[found.name.split()[0]])
+        split = sizes[found.name.split()[0]] if options.splits_frozen(offload=found.offload) else 1
+        split //= options.mesh_sizes(split, learns=False)["replicate"] if split > 1 and options.shard_size else 1
         if not (found.offload and accelerator):
             parts.append(Part(f"{found.name}: weights", _working(options, found.model) // split, PHASES))
     return parts
-
-
-def _processes_of_frozen(options: RLOptions, processes: int) -> int:
-    """Over how many of its processes a model is split that only scores."""
-    if options.zero_stage < 3 and options.ds_tensor_parallel_size == 1:
-        return 1
-    copies = options.mesh_sizes(processes, learns=False)["replicate"] if options.shard_size else 1
-    return processes // copies
 
 
 def _working(options: RLOptions, model: PackedModel) -> int:

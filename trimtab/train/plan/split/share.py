@@ -110,7 +110,6 @@ class ProcessShare:
             found.append(Part(f"{model.name}: Adam's moments, 1 / {parts}", 8 * model.learnt // parts))
             if average:
                 found.append(Part(f"{model.name}: average (EMA), 1 / {parts}", 4 * model.learnt // parts))
-        if not (options.adam_offload and self.hardware.accelerator):
             found.append(Part(f"{model.name}: frozen weights, 1 / {parts}", model.frozen_weights // parts))
         return found
 
@@ -121,7 +120,7 @@ class ProcessShare:
         return [] if away else [Part(f"{model.name}: weights", model.weights // self.parts_of(model))]
 
     def _scorer_is_split(self, model: PlannedModel) -> bool:
-        return self.split.zero_stage == 3 or model.offload or self.split.tensor > 1
+        return self.options.splits_frozen(offload=model.offload)
 
     # ---- passes
 
