@@ -14,7 +14,8 @@ from trimtab.config.parse import parse
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.tokenizer import load_tokenizer
-from trimtab.distributed.device import find_device, seed_everything
+from trimtab.distributed.device import find_device
+from trimtab.distributed.random_state import seed_everything
 from trimtab.distributed.sharding import local
 from trimtab.distributed.world import find_world, leave_world
 from trimtab.errors import UserError

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.rollout.test_builtin_engine import policy_of, prompts
-from trimtab.distributed.device import free_memory
+from trimtab.distributed.memory import free_memory
 from trimtab.errors import UserError
 from trimtab.rollout.builtin import memory
 from trimtab.rollout.builtin.cache import KVCache, KVShape

@@ -11,7 +11,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start(options: AttackOptions) -> None:
-    from trimtab.distributed.device import find_device, seed_everything
+    from trimtab.distributed.device import find_device
+    from trimtab.distributed.random_state import seed_everything
     from trimtab.evaluate.attack.run import attack, check_output
     from trimtab.models.hugging_face import quiet_transformers
     from trimtab.train.restored import restored_policy

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trimtab.distributed.device import Device, random_state, restore_random_state
+from trimtab.distributed.device import Device
+from trimtab.distributed.random_state import random_state, restore_random_state
 
 
 class Role:

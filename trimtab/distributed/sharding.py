@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trimtab.distributed.blocks import blocks_of, in_stripes
-from trimtab.distributed.device import release_main_memory
+from trimtab.distributed.memory import release_main_memory
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.neighbours import keep_among
 from trimtab.distributed.watch import pulse

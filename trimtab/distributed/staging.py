@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.distributed.device import Device, process_seed, random_state, restore_random_state, seed_everything
+from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
+from trimtab.distributed.random_state import process_seed, random_state, restore_random_state, seed_everything
 from trimtab.distributed.roles import Group, LocalGroup, Processes
 from trimtab.distributed.switchboard import Switchboard
 from trimtab.distributed.world import World

@@ -12,7 +12,8 @@ from trimtab.config.jobs import ChatOptions
 from trimtab.data.chat import ChatRenderer, in_template
 from trimtab.data.formats import Message
 from trimtab.data.post_processing import conditioned
-from trimtab.distributed.device import find_device, seed_everything
+from trimtab.distributed.device import find_device
+from trimtab.distributed.random_state import seed_everything
 from trimtab.errors import UserError
 from trimtab.evaluate.generation import load_job_tokenizer, sampling_of
 from trimtab.models.load import load_frozen_policy

@@ -18,7 +18,8 @@ from trimtab.data.prompts import PromptReport, PromptStore, build_prompt_store
 from trimtab.data.rendering import as_messages
 from trimtab.data.sources import load_rows
 from trimtab.data.tokenizer import load_tokenizer
-from trimtab.distributed.device import Device, find_device, seed_everything
+from trimtab.distributed.device import Device, find_device
+from trimtab.distributed.random_state import seed_everything
 from trimtab.distributed.stopping import heard_by_all
 from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import UserError

@@ -20,7 +20,8 @@ from trimtab.data.rendering import AnswerRenderer
 from trimtab.data.sources import load_rows
 from trimtab.data.token_cache import rows_hash
 from trimtab.data.tokenising import tokenise
-from trimtab.distributed.device import Device, find_device, seed_everything
+from trimtab.distributed.device import Device, find_device
+from trimtab.distributed.random_state import seed_everything
 from trimtab.distributed.stopping import heard_by_all
 from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import UserError

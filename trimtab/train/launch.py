@@ -13,7 +13,8 @@ from trimtab.config.groups import LoggingOptions
 from trimtab.config.jobs import SupervisedOptions
 from trimtab.config.objectives import DistillationOptions, ReferenceOptions
 from trimtab.data.tokenizer import load_tokenizer
-from trimtab.distributed.device import Device, find_device, process_seed, seed_everything
+from trimtab.distributed.device import Device, find_device
+from trimtab.distributed.random_state import process_seed, seed_everything
 from trimtab.distributed.watch import pulse
 from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import UserError

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from trimtab.distributed.calling_off import call_off, reason_to_call_off
-from trimtab.distributed.device import is_out_of_memory, random_state, restore_random_state
+from trimtab.distributed.memory import is_out_of_memory
+from trimtab.distributed.random_state import random_state, restore_random_state
 from trimtab.errors import OutOfMemory, RunFailed
 from trimtab.train.optimiser import Optimiser
 

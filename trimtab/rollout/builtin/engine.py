@@ -10,7 +10,7 @@ from collections.abc import Collection, Generator, Sequence
 
 import torch
 
-from trimtab.distributed.device import free_memory
+from trimtab.distributed.memory import free_memory
 from trimtab.distributed.peers import Peers
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy

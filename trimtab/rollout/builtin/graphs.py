@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from trimtab.distributed.device import Graph, capture
+from trimtab.distributed.captures import Graph, capture
 from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.builtin.sampler import Drawn, Sampler

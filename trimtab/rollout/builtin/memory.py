@@ -2,7 +2,8 @@
 
 import torch
 
-from trimtab.distributed.device import free_memory, has_kernels
+from trimtab.distributed.device import has_kernels
+from trimtab.distributed.memory import free_memory
 from trimtab.distributed.peers import Peers
 from trimtab.rollout.builtin.cache import KVCache, KVShape
 from trimtab.rollout.builtin.kept import KeptPages

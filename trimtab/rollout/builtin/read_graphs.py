@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.distributed.device import Graph
+from trimtab.distributed.captures import Graph
 from trimtab.models.attention import PackedRow
 from trimtab.rollout.builtin.graphs import capture_or_explain
 from trimtab.rollout.builtin.runner import Runner

@@ -1,0 +1,51 @@
+"""Random numbers of a run: seeds, and the state of every generator it draws from."""
+
+import os
+import random
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int, *, deterministic: bool = False) -> None:
+    """Seed every generator; `deterministic` also forbids kernels whose result depends on scheduling."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def process_seed(seed: int, rank: int, step: int = 0) -> int:
+    """For what differs between processes, such as dropout; `step`: at which they were shared out anew."""
+    return seed + 1_000_003 * rank + 15_485_863 * step
+
+
+def random_state() -> dict:
+    """State of every generator a run draws from, as plain values that JSON can hold."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state = {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    return state
+
+
+def restore_random_state(state: dict) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(_bytes_tensor(state["torch"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]))
+
+
+def _bytes_tensor(digits: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(digits), dtype=torch.uint8)
