@@ -163,6 +163,9 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
     own |= {"ray", "max_restarts", "restart_wait", "rollout_engine", "vllm_sync_lora"}
     own |= {"mismatch_correction", "mismatch_range", "teacher_model", "teacher_coef", "record", "replay"}
     own |= {"placeholder_token", "reward_tokens", "step_reward", "step_separator", "reward_func", "reward_timeout"}
+    own |= {"generate_min_len", "repetition_penalty", "adam_eps", "policy_loss_coef", "kl_clip", "running_reward_norm"}
+    own |= {"micro_logprob_batch_size", "micro_reward_batch_size", "micro_value_batch_size"}
+    own |= {"dynamic_filtering_rule", "dynamic_filtering_batches", "truncate_prompts", "drop_last", "no_shuffle"}
     assert options_of(PPOOptions).keys() == expected.keys() | own
 
 

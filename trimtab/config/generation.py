@@ -87,8 +87,6 @@ class DrawingOptions(SamplingOptions):
 
     greedy_sampling: bool = False
     """Always take the most likely token."""
-    repetition_penalty: float = option(1.0, above=0)
-    """Tokens that were there before are made less likely by this factor; 1: not."""
 
     def check(self) -> Iterable[str]:
         aside = [f"--{name}" for name in ("temperature", "top_p") if self.greedy_sampling and self.asks(name)]

@@ -20,7 +20,11 @@ SCHEDULERS = (
     *("constant", "constant_with_warmup", "inverse_sqrt"),
 )
 # Who says how large a pass is does not want it chosen.
-PASS_SIZES = {"micro_train_batch_size", "train_max_tokens_per_gpu", "micro_rollout_batch_size", "use_dynamic_batch"}
+SAMPLES_IN_A_PASS = {
+    *("micro_train_batch_size", "micro_rollout_batch_size"),
+    *("micro_logprob_batch_size", "micro_reward_batch_size", "micro_value_batch_size"),
+}
+PASS_SIZES = SAMPLES_IN_A_PASS | {"train_max_tokens_per_gpu", "use_dynamic_batch"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +189,8 @@ class UpdateOptions(Options):
     """Weight decay; biases and norms are left out."""
     adam_betas: tuple[float, float] = option((0.9, 0.95), at_least=0, below=1)
     """Decay of Adam's two averages."""
+    adam_eps: float = option(1e-8, above=0)
+    """What Adam adds to the root of the second average before it divides by it."""
     max_norm: float = option(1.0, at_least=0)
     """Gradients are scaled down to this norm; 0 means no clipping."""
 
@@ -261,8 +267,8 @@ class BatchOptions(PackingOptions):
         if self.fit_memory:
             yield from self.idle(sorted(PASS_SIZES), "beside --fit_memory, which chooses the passes")
         elif self.token_budget_option:
-            sizes = ("micro_train_batch_size", "micro_rollout_batch_size")
-            yield from self.idle(sizes, f"beside --{self.token_budget_option}: passes are cut by tokens")
+            why = f"beside --{self.token_budget_option}: passes are cut by tokens"
+            yield from self.idle(sorted(SAMPLES_IN_A_PASS), why)
         whole, micro = self.train_batch_size, self.micro_train_batch_size
         if whole % micro and not self.token_budget_option:
             divisor = max(number for number in range(1, min(micro, whole) + 1) if whole % number == 0)
@@ -281,6 +287,8 @@ class SamplingOptions(Options):
     """Temperature of sampling; in RL the trained log-probabilities are taken at the same one."""
     top_p: float = option(1.0, above=0, at_most=1)
     """Draw among the most likely tokens that together have this probability."""
+    repetition_penalty: float = option(1.0, above=0)
+    """Tokens that were there before are made less likely by this factor; 1: not."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,13 @@ class PromptOptions(RowOptions, PromptLengthOptions):
     """Share of each source, separated by commas; unset: the sources are concatenated."""
     prompt_split: str = "train"
     """Split to train on."""
+    truncate_prompts: bool = option(False, refused="is not implemented yet; leave it out")
+    """Cut prompts longer than --prompt_max_len instead of leaving them out: the last tokens stay, and they are
+    counted."""
+    no_shuffle: bool = option(False, refused="is not implemented yet; leave it out")
+    """Take the prompts in the order of the data, in every episode."""
+    drop_last: bool = option(False, refused="is not implemented yet; leave it out")
+    """Leave out the prompts at the end of an episode that do not fill an iteration."""
     # Unlike --max_len of the other jobs, which is always a number.
     max_len: int | None = None
     """At most this many tokens in prompt and answer together; unset: prompt_max_len + generate_max_len. Deprecated."""
@@ -85,9 +92,17 @@ class RolloutOptions(SamplingOptions):
     """Answers to each prompt; they form a group."""
     generate_max_len: int = option(1024, at_least=1)
     """At most this many tokens in an answer."""
+    generate_min_len: int = option(0, at_least=0)
+    """No answer ends before it has so many tokens."""
     micro_rollout_batch_size: int = option(8, at_least=1)
     """Answers in one pass of scoring (log-probabilities, values, rewards); it changes memory and speed, not the
     result."""
+    micro_logprob_batch_size: int | None = option(None, at_least=1)
+    """Answers in one pass that computes log-probabilities; unset: micro_rollout_batch_size."""
+    micro_reward_batch_size: int | None = option(None, at_least=1)
+    """Answers in one pass of a reward model; unset: micro_rollout_batch_size."""
+    micro_value_batch_size: int | None = option(None, at_least=1)
+    """Answers in one pass that computes the critic's values; unset: micro_rollout_batch_size."""
     rollout_max_tokens_per_gpu: int | None = None
     """Token budget of a pass of scoring, with --use_dynamic_batch; unset: that of training."""
     use_dynamic_batch: bool = False
@@ -96,12 +111,23 @@ class RolloutOptions(SamplingOptions):
     """Prompts answered in one go; unset: rollout_batch_size. With --dynamic_filtering more of them wait less often."""
     dynamic_filtering: bool = False
     """Leave out groups whose mean score is outside the range below, and sample on until the iteration is full."""
+    dynamic_filtering_rule: str = option(
+        "mean", choices=("mean", "differing"), refused="is not implemented yet; leave it out"
+    )
+    """Which groups are kept: mean, by the range below; differing, those whose scores are not all alike."""
+    dynamic_filtering_batches: int | None = option(None, at_least=1, refused="is not implemented yet; leave it out")
+    """At most so many rounds of sampling for an iteration, which is then made of the groups there are; unset: as many
+    as it takes."""
     dynamic_filtering_reward_range: tuple[float, float] = option((0.0, 1.0), needs="dynamic_filtering")
     """Mean scores between these two, both excluded, are kept."""
 
     def check(self) -> Iterable[str]:
         if self.temperature <= 0:
             raise UserError(f"--temperature is {self.temperature:g}: it must be above 0")
+        if self.generate_min_len > self.generate_max_len:
+            raise UserError(
+                f"--generate_min_len {self.generate_min_len} is more than --generate_max_len {self.generate_max_len}"
+            )
         low, high = self.dynamic_filtering_reward_range
         if low >= high:
             raise UserError(f"--dynamic_filtering_reward_range {low:g} {high:g}: the first must be below the second")
@@ -167,6 +193,8 @@ class KLOptions(Options):
     """With d the difference in log-probability: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d."""
     use_kl_loss: bool = option(False, needs="init_kl_coef")
     """The KL is a term of the loss, not of the reward."""
+    kl_clip: float | None = option(None, above=0, needs="use_kl_loss")
+    """In the loss a token's KL is kept between minus this and this, and has no gradient beyond; unset: it is not."""
 
     def check(self) -> Iterable[str]:
         if not self.init_kl_coef:
@@ -188,6 +216,8 @@ class PolicyLossOptions(Options):
 
     policy_loss_type: str = option("ppo", choices=("ppo", "gspo", "cispo"))
     """ppo (a ratio for each token), gspo (one ratio for each answer) or cispo (the ratio is a clipped weight)."""
+    policy_loss_coef: float = option(1.0, at_least=0)
+    """Weight of the policy loss beside the KL and the entropy."""
     loss_reduction: str | None = option(None, choices=("token", "answer", "constant"))
     """What the mean is over: token (all tokens alike), answer (all answers alike) or constant (--generate_max_len
     tokens for each answer, as in Dr. GRPO); unset: token, for gspo answer."""

@@ -41,15 +41,22 @@ from trimtab.errors import UserError
 
 DYNAMIC_BUDGET = 16_192
 OF_EVALUATION = ("eval_max_samples", "eval_steps", "eval_temperature", "eval_n_samples_per_prompt")
-OF_SAMPLING = ("top_p", "dynamic_filtering", "vllm_generate_batch_size")
+OF_SAMPLING = (
+    *("top_p", "repetition_penalty", "generate_min_len"),
+    *("dynamic_filtering", "dynamic_filtering_rule", "dynamic_filtering_batches", "vllm_generate_batch_size"),
+)
 OF_THE_ENGINE = ("rollout_slots", "rollout_kv_tokens", "weight_only_int8")
-OF_THE_CRITIC = ("critic_pretrain", "critic_learning_rate", "value_clip", "save_value_network", "lambd")
+OF_THE_CRITIC = (
+    *("critic_pretrain", "critic_learning_rate", "value_clip", "save_value_network", "lambd"),
+    "micro_value_batch_size",
+)
 # Options of other RL jobs that would change what is sampled, or what a return is, unseen by the formulas of tail.
 _OF_OTHER_METHODS = (
     *("temperature", "top_p", "weight_only_int8", "max_epochs", "gamma", "use_kl_loss", "kl_estimator", "kl_target"),
     *("dynamic_filtering", "overlong_buffer_len", "entropy_loss_coef", "policy_loss_type", "no_advantage_std_norm"),
     *("eps_clip", "eps_clip_low_high", "dual_clip", "aux_loss_coef", "loss_reduction", "mismatch_correction"),
-    *("teacher_model", "pretrain_data", "freezing_actor_steps"),
+    *("teacher_model", "pretrain_data", "freezing_actor_steps", "repetition_penalty", "generate_min_len"),
+    *("policy_loss_coef", "kl_clip", "running_reward_norm"),
 )
 
 
@@ -238,6 +245,8 @@ class RLOptions(
             yield from self.idle(OF_EVALUATION, "without --eval_dataset")
         if not self.reward_pretrain and not self.estimator.critic:
             yield from self.idle(["value_head_prefix"], "without a reward model or a critic")
+        if not self.reward_pretrain:
+            yield from self.idle(["micro_reward_batch_size"], "without --reward_pretrain")
         if self.asks("ref_reward_offload"):
             yield from self._about_offload()
         if self.replay:

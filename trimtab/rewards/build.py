@@ -107,7 +107,8 @@ def _model(
         passes: dict[str, Any] = {"max_samples": options.micro_batch_size}
         normalize = False  # what is compared within a prompt needs none
     else:
-        passes = {"max_samples": None if options.use_dynamic_batch else options.micro_rollout_batch_size}
+        count = options.micro_reward_batch_size or options.micro_rollout_batch_size
+        passes = {"max_samples": None if options.use_dynamic_batch else count}
         normalize = options.normalize_reward
     if isinstance(options, StepScoreOptions) and options.placeholder_token:
         place, separator = options.step_reward, options.step_separator

@@ -49,7 +49,11 @@ class Optimiser:
             if parameter.dtype != gradient_dtype and not isinstance(parameter, DTensor):
                 parameter.register_post_accumulate_grad_hook(self._accumulate_into(name))
         self.adam = torch.optim.AdamW(
-            self._groups(options.l2), lr=learning_rate, betas=tuple(options.adam_betas), fused=fused
+            self._groups(options.l2),
+            lr=learning_rate,
+            betas=tuple(options.adam_betas),
+            eps=options.adam_eps,
+            fused=fused,
         )
         self.factor: Callable[[int], float] | None = None
         if total_steps is not None:

@@ -106,6 +106,8 @@ class Controller:
             n=options.n_samples_per_prompt,
             temperature=options.temperature,
             top_p=options.top_p,
+            min_new_tokens=options.generate_min_len,
+            repetition_penalty=options.repetition_penalty,
             stop_token_ids=tuple(actor["stop_token_ids"]),
         )
         evaluation = None

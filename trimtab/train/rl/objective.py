@@ -1,7 +1,8 @@
 """What the actor and the critic minimise: a micro-batch's share of one optimiser step.
 
     policy    over all answer tokens of the step, the mean of
-                  surrogate (ppo, gspo or cispo)  + beta KL(policy, reference)  [--use_kl_loss]  - coefficient x entropy
+                  coefficient x surrogate (ppo, gspo or cispo)  + beta KL(policy, reference)  [--use_kl_loss]
+                  - coefficient x entropy
     critic    over the same tokens, the mean of the clipped squared distance from the returns
 
 The means are over the whole step: how it is cut, packed or dealt out changes nothing. `totals` has the `tokens` and
@@ -45,9 +46,12 @@ def policy_share(
         correction_N = mismatch.weights(kind, old_N, extra["sampled_N"], *sequences, *bounds)
         loss_N = loss_N * correction_N
         figures["correction"] = correction_N.sum() / totals["seen_tokens"]
-    loss = figures["policy_loss"] = (loss_N * weights_N).sum()
+    figures["policy_loss"] = (loss_N * weights_N).sum()
+    loss = options.policy_loss_coef * figures["policy_loss"]
     if options.use_kl_loss and "reference_N" in extra:
         kl_N = kl.estimate(log_probs_N, extra["reference_N"], options.kl_estimator)
+        if options.kl_clip is not None:
+            kl_N = kl_N.clamp(-options.kl_clip, options.kl_clip)
         figures["kl_loss"] = (kl_N * weights_N).sum()
         loss = loss + kl_coefficient * figures["kl_loss"]
     if options.entropy_loss_coef is not None:

@@ -30,8 +30,11 @@ class Passes:
 
     def fill(self, experience: Experience, column: str, role: Group, method: str) -> None:
         """A column of tokens from what a role says of every sample."""
-        count, budget = self.options.micro_rollout_batch_size, self.options.rollout_max_tokens_per_gpu
-        budget = None if budget is None else self.options.row_tokens(budget)
+        options = self.options
+        count = options.micro_value_batch_size if method == "values" else options.micro_logprob_batch_size
+        count = count or options.micro_rollout_batch_size
+        budget = options.rollout_max_tokens_per_gpu
+        budget = None if budget is None else options.row_tokens(budget)
         by_tokens = budget is not None or self.token_budget() is not None
 
         def ask() -> None:
