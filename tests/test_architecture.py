@@ -14,7 +14,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 MAY_IMPORT = {
     "cli": {
         *("config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded", "data.hub"),
-        *("errors", "files", "output"),
+        *("data.knights", "errors", "files", "output"),
     },
     "train": {
         *("data", "models", "algos", "rollout", "rewards", "distributed", "config", "progress", "interrupts"),

@@ -7,6 +7,7 @@ import pytest
 
 from tests.cli.conftest import STEP_END, write_rows
 from trimtab.cli.main import VERBS, main
+from trimtab.embedded.knights_task import make_puzzles
 from trimtab.embedded.sort_task import make_prompts
 
 SUPERVISED = "--pretrain model --max_len 64 --train_batch_size 4 --micro_train_batch_size 4 --max_samples 4"
@@ -55,6 +56,7 @@ RUNS = {
         ],
         "out.jsonl",
     ),
+    "kk-data": (["kk-data puzzles.jsonl out.jsonl"], "out.jsonl"),
     "plan": (["plan sft --pretrain model --on H200"], None),
     "jobs": (["jobs --seeds 1 --shell --output out -- trimtab sft --pretrain model"], "out/start_all.sh"),
     "report": ([f"sft {SUPERVISED} --dataset train.jsonl {OUT}", "report out --output page.html"], "page.html"),
@@ -74,6 +76,7 @@ def test_every_verb_is_here_or_elsewhere():
 @pytest.mark.parametrize("verb", RUNS)
 def test_it_runs_and_leaves_what_it_should(verb, place, monkeypatch, capsys):
     write_rows(place / "prompts.jsonl", make_prompts(4, 1))
+    write_rows(place / "puzzles.jsonl", make_puzzles(2, 1))
     (place / "goals.csv").write_text("goal,target\nHow are you,Sure\n")
     monkeypatch.setattr("sys.stdin", io.StringIO("exit\n"))
     commands, left = RUNS[verb]

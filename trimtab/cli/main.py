@@ -29,6 +29,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "chat": ("trimtab.cli.interactive_chat", "a conversation with a model"),
     "lora-combine": ("trimtab.cli.lora_combiner", "merge a LoRA adapter into its model"),
     "serve-rm": ("trimtab.cli.serve_rm", "a reward model, a process reward model or a verifier as an HTTP server"),
+    "kk-data": ("trimtab.cli.kk_data", "knights-and-knaves puzzles as rows of PaddleNLP's recipe"),
     "attack": ("trimtab.cli.attack", "search for suffixes that make a model misbehave (GCG)"),
     "plot": ("trimtab.cli.plot", "draw curves and frontiers of several runs"),
     "plan": ("trimtab.cli.plan", "what memory and time a training job needs, on this device or another"),
