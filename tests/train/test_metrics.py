@@ -1,10 +1,13 @@
 import sys
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 from trimtab.config.groups import LoggingOptions
 from trimtab.errors import UserError
 from trimtab.train.metrics import MetricsFile, open_logs, read_rows
+from trimtab.train.run_log import RunLog
 
 
 def write(path, steps, resume_from=None):
@@ -41,6 +44,48 @@ def test_visualdl_gets_the_same_numbers_in_a_folder_of_the_run(tmp_path):
     reader = visualdl.LogReader(file_path=str(records))
     assert sorted(reader.get_tags()["scalar"]) == ["eval/loss", "train/loss"]
     assert [(point.id, point.value) for point in reader.get_data("scalar", "train/loss")] == [(1, 1.0), (2, 0.5)]
+
+
+class Records:
+    """Stands for VisualDL's writer: a new record for each that is opened."""
+
+    opened: ClassVar[list[list[tuple]]] = []
+
+    def __init__(self, logdir):
+        self.opened.append([])
+
+    def add_scalar(self, tag, value, step):
+        self.opened[-1].append((tag, value, step))
+
+    def flush(self):
+        pass
+
+    close = flush
+
+
+def test_the_newest_visualdl_record_of_a_resumed_run_tells_all_of_it(tmp_path, monkeypatch):
+    """VisualDL's server reads no other record of a folder."""
+    monkeypatch.setitem(sys.modules, "visualdl", SimpleNamespace(LogWriter=Records))
+    monkeypatch.setattr(Records, "opened", [])
+    options = LoggingOptions(use_visualdl=str(tmp_path / "board"), logging_steps=2)
+    for start, steps in ((0, range(1, 8)), (4, range(5, 10))):
+        log = RunLog(
+            options,
+            {},
+            tmp_path,
+            verb="sft",
+            total=9,
+            start=start,
+            resumed=start > 0,
+            space=SimpleNamespace(warning=lambda: None),
+            shown=lambda row: {},
+        )
+        for step in steps:
+            log.write({"step": step, "loss": 1.0 / step})
+        log.close()
+    first, second = Records.opened
+    assert [step for _, _, step in first] == [2, 4, 6]
+    assert second == [("train/loss", 1.0 / step, step) for step in (2, 4, 6, 8, 9)]
 
 
 def test_a_logger_that_cannot_start_is_one_line_and_the_others_go_on(tmp_path, monkeypatch, capsys):

@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,10 +98,13 @@ class TensorBoardLog:
 
 
 class VisualDLLog:
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, earlier: Sequence[dict]):
         from visualdl import LogWriter
 
         self._writer = LogWriter(logdir=str(folder))
+        # Of the records in a folder VisualDL shows the newest alone, so that one must tell the whole run.
+        for row in earlier:
+            self.write(row)
 
     def write(self, row: dict) -> None:
         for curve, value in _curves(row).items():
@@ -192,7 +195,8 @@ def _curves(row: dict) -> dict[str, float]:
     }
 
 
-def open_logs(options: LoggingOptions, config: dict, folder: Path) -> list[SteadyLog]:
+def open_logs(options: LoggingOptions, config: dict, folder: Path, earlier: Sequence[dict] = ()) -> list[SteadyLog]:
+    """`earlier`: the rows of a resumed run up to where it goes on."""
     logs = []
     if options.use_wandb:
         logs.append(SteadyLog("wandb", lambda: WandbLog(options, config, folder)))
@@ -200,5 +204,5 @@ def open_logs(options: LoggingOptions, config: dict, folder: Path) -> list[Stead
     if board := options.use_tensorboard:
         logs.append(SteadyLog("TensorBoard", lambda: TensorBoardLog(Path(board) / name)))
     if visual := options.use_visualdl:
-        logs.append(SteadyLog("VisualDL", lambda: VisualDLLog(Path(visual) / name)))
+        logs.append(SteadyLog("VisualDL", lambda: VisualDLLog(Path(visual) / name, earlier)))
     return logs

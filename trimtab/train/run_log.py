@@ -37,9 +37,10 @@ class RunLog:
         self._cannot_write = f"--save_path {folder}: cannot write there"
         with writing(self._cannot_write):
             self._metrics = MetricsFile(folder / "metrics.jsonl", resume_from=start if resumed else None)
-            for row in read_rows(folder / "metrics.jsonl"):
-                self._watch.see(row)
-        self._logs = open_logs(options, manifest, folder)
+            earlier = read_rows(folder / "metrics.jsonl")
+        for row in earlier:
+            self._watch.see(row)
+        self._logs = open_logs(options, manifest, folder, list(filter(self._is_told, earlier)))
         self._progress = RunProgress(verb, total, max(0, start), every=self.every)
         self._space = space
         self._tell_of_space()
@@ -49,7 +50,7 @@ class RunLog:
             row["alarms"] = alarms
         with writing(self._cannot_write):
             self._metrics.write(row)
-        if row["step"] % self.every == 0 or row["step"] == self.total:
+        if self._is_told(row):
             for log in self._logs:
                 log.write(row)
         self._progress.advance(row["step"], self._shown(row))
@@ -58,6 +59,9 @@ class RunLog:
                 self._told.add(kind)
                 self._progress.say(f"step {row['step']}: {alarm}")
         self._tell_of_space()
+
+    def _is_told(self, row: dict) -> bool:
+        return row["step"] % self.every == 0 or row["step"] == self.total
 
     def _tell_of_space(self) -> None:
         if warning := self._space.warning():
