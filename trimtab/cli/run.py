@@ -15,6 +15,7 @@ from trimtab.config.parse import parse
 from trimtab.config.placement import ClusterOptions
 from trimtab.config.support import hardware_problems
 from trimtab.data.hub import trusting
+from trimtab.distributed.launch import STORE_SOCKET
 from trimtab.errors import Interrupted, RunFailed, UserError
 
 Job = TypeVar("Job", bound=CallOptions)
@@ -42,6 +43,8 @@ def run_job(
         problems = hardware_problems(options, _accelerators)
         if problems and not options.dry_run:
             raise UserError("; ".join(problems))
+        for note in options.notes if _first_to_speak() else ():
+            say(f"{name}: note: {note}", options)
         for warning in warnings + problems:
             say(f"{name}: warning: {warning}", options)
         if isinstance(options, PrecisionOptions) and options.bf16 and not _only_launches(options):
@@ -62,6 +65,11 @@ def run_job(
     except KeyboardInterrupt:
         say(f"{name}: interrupted", options)
         return 130
+
+
+def _first_to_speak() -> bool:
+    """Whether nobody has said already what every process of a run could say."""
+    return os.environ.get("RANK", "0") == "0" and STORE_SOCKET not in os.environ
 
 
 def _only_launches(options: CallOptions) -> bool:

@@ -9,7 +9,7 @@ disagree v0.8.5 decides. Options of rows are in data.py, those that say what is 
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from trimtab.config.option import Options, every, of_this_call, option, required, secret
@@ -34,6 +34,8 @@ class CallOptions(Options):
     verb: ClassVar[str]
     trainer: ClassVar[str]
     """The module of trimtab.train that does the job, where it is a training job."""
+    notes: tuple[str, ...] = field(default=(), compare=False, repr=False, metadata={"no_option": True})
+    """What there is to say about how the options were read."""
 
     config: str | None = of_this_call(None)
     """YAML file of options under these same names; what the command line says wins."""
@@ -371,6 +373,8 @@ class LoggingOptions(Options):
     """wandb group."""
     wandb_project: str = option("trimtab", needs="use_wandb")
     """wandb project."""
+    wandb_http_proxy: str | None = option(None, needs="use_wandb", addresses=True)
+    """Address of an HTTP proxy that wandb's traffic goes through, and nothing else."""
     wandb_run_name: str | None = None
     """Name of the run in wandb, and of its folder in TensorBoard and VisualDL; unset: the job and the time."""
     use_tensorboard: str | None = None

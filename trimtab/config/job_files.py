@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from trimtab.config.paddle_spelling import with_config
 from trimtab.config.ray_slurm import SAVING_SECONDS, ray_script
 from trimtab.errors import UserError
 
@@ -81,6 +82,8 @@ def read_command(words: Sequence[str], verbs: dict[str, str]) -> Command:
         module, rest = words[marks[0] + 1], words[marks[0] + 2 :]
     if module.startswith("openrlhf."):
         raise UserError(f"{module} is another project's: write {module.replace('openrlhf', 'trimtab', 1)}")
+    if module == "trimtab.cli.run_rl":
+        module, rest = verbs["rl"], with_config(rest)
     return Command(module, tuple(_options(rest)))
 
 

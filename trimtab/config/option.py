@@ -130,7 +130,7 @@ class Options:
     def changed(self, name: str) -> bool:
         """Whether an option is not at its default."""
         known = type(self).__dataclass_fields__[name]
-        return known.name != "given" and getattr(self, name) != known.default
+        return "no_option" not in known.metadata and getattr(self, name) != known.default
 
     def asks(self, name: str) -> bool:
         """Whether the job has this option and the user set it to anything but off."""

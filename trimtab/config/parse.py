@@ -1,6 +1,7 @@
 """Command line and YAML file to a job's options. Imports nothing heavy: an error must come before torch does."""
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,10 @@ import yaml
 from trimtab.config.catalogue import Option, find, options_of, suggestion
 from trimtab.config.dump import MARK
 from trimtab.config.estimators import ESTIMATORS
-from trimtab.config.groups import PER_DEVICE, CallOptions, checkpoints_in
+from trimtab.config.groups import PASS_SIZES, PER_DEVICE, CallOptions, checkpoints_in
 from trimtab.config.help import help_text
+from trimtab.config.paddle_file import Entry
+from trimtab.config.paddle_spelling import accumulation, in_our_words, is_paddle
 from trimtab.config.values import from_text, from_yaml
 from trimtab.config.words import advice
 from trimtab.errors import UserError
@@ -31,7 +34,10 @@ def parse(job_class: type[Job], argv: Sequence[str]) -> Job:
     on_the_line = _from_command_line(job_class, argv)
     path = on_the_line.get("config")
     text = _text(path) if path else ""  # once: it may be a pipe
-    in_the_file = _from_file(job_class, path, text) if path else {}
+    entries = _entries(path, text) if path else []
+    if path and is_paddle(entries):
+        return _of_paddle(job_class, path, entries, on_the_line)
+    in_the_file = _from_file(job_class, path, entries) if path else {}
     chosen = {**in_the_file, **on_the_line}
     given = {*on_the_line, *in_the_file}
     if path:
@@ -47,6 +53,18 @@ def parse(job_class: type[Job], argv: Sequence[str]) -> Job:
     # Which word was used matters where two mean the same option but not the same step (see BatchOptions).
     given |= {name for name in map(_name, argv) if name in PER_DEVICE}
     return job_class(**chosen, given=frozenset(given))
+
+
+def _of_paddle(job_class: type[Job], path: str, entries: Sequence[Entry], on_the_line: dict[str, Any]) -> Job:
+    """The options of a file of PaddleNLP: it has a value for everything, and only some are somebody's wish."""
+    if job_class.verb != "rl":
+        raise UserError(f"--config {path} is PaddleNLP's: use trimtab rl, which does what a file says")
+    in_the_file, notes = in_our_words(job_class, path, entries, on_the_line)
+    defaults = options_of(job_class)
+    wished = {name for name, value in in_the_file.items() if value != defaults[name].default}
+    given = {*on_the_line, *wished, *(PASS_SIZES & in_the_file.keys())}
+    options = job_class(**{**in_the_file, **on_the_line}, given=frozenset(given))
+    return dataclasses.replace(options, notes=(*notes, accumulation(options)))
 
 
 def _check_verb(
@@ -147,9 +165,9 @@ def _unknown(job_class: type[CallOptions], shown: str, name: str, prefix: str) -
     )
 
 
-def _from_file(job_class: type[CallOptions], path: str, text: str) -> dict[str, Any]:
+def _from_file(job_class: type[CallOptions], path: str, entries: Sequence[Entry]) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
-    for line, key, value in _entries(path, text):
+    for line, key, value in entries:
         where = f"{path} line {line}"
         option = find(job_class, key)
         if option is None:
@@ -174,7 +192,7 @@ def _text(path: str) -> str:
         raise UserError(f"--config {path}: {reason}") from None
 
 
-def _entries(path: str, text: str) -> list[tuple[int, str, Any]]:
+def _entries(path: str, text: str) -> list[Entry]:
     """The file's (line, key, value) triples, repeated keys included."""
     try:
         loader = yaml.SafeLoader(text)

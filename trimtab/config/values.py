@@ -21,11 +21,7 @@ def from_text(option: Option, text: str) -> Any:
         return None
     if option.bare and text.lower() in ("true", "false"):
         return option.bare if text.lower() == "true" else None
-    if option.kind is bool:
-        return _truth(text)
-    if option.kind is str:
-        return text
-    return _number(option.kind, text)
+    return plain(option.kind, text)
 
 
 def from_yaml(option: Option, value: Any) -> Any:
@@ -48,15 +44,21 @@ def _one_from_yaml(option: Option, value: Any) -> Any:
         return None
     if isinstance(value, bool) and option.bare:
         return from_text(option, str(value))
-    if isinstance(value, bool) and option.kind is bool:
+    return plain(option.kind, value, shown="what is there" if option.secret else None)
+
+
+def plain(kind: type, value: Any, shown: str | None = None) -> Any:
+    """A value of this type, from what a YAML file or a word holds. `shown`: what an error says of the value."""
+    if isinstance(value, str):
+        return _truth(value) if kind is bool else value if kind is str else _number(kind, value)
+    if isinstance(value, bool) and kind is bool:
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and option.kind in (int, float):
-        return _number(option.kind, repr(value))
-    if number and option.kind is str:
+    if number and kind in (int, float):
+        return _number(kind, repr(value))
+    if number and kind is str:
         return str(value)
-    shown = "what is there" if option.secret else repr(value)
-    raise ValueError(f"takes {_NAMES[option.kind]}, not {shown}")
+    raise ValueError(f"takes {_NAMES[kind]}, not {shown or repr(value)}")
 
 
 def _truth(text: str) -> bool:

@@ -125,6 +125,8 @@ class WandbLog:
         settings = wandb.Settings(
             silent=True, console="off", disable_code=True, init_timeout=30, login_timeout=30, finish_timeout=120
         )
+        if options.wandb_http_proxy:
+            settings.http_proxy = settings.https_proxy = options.wandb_http_proxy
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # wandb's reports about itself
         ambient = wandb.setup(wandb.Settings(silent=True)).settings  # the environment's and wandb's own files
         mode: Any = ambient.mode
@@ -132,7 +134,7 @@ class WandbLog:
         if options.use_wandb in ("offline", "online"):
             mode = options.use_wandb
         if mode == "online":
-            if not answered(lambda: httpx.head(server, timeout=PROBE_SECONDS)):
+            if not answered(lambda: httpx.head(server, timeout=PROBE_SECONDS, proxy=options.wandb_http_proxy)):
                 mode = "offline"
                 print(f"wandb: {server} cannot be reached; send the metrics later with: wandb sync {folder}/wandb/*")
             elif key:
