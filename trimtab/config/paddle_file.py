@@ -43,7 +43,7 @@ class PaddleFile:
     def refuse(self, name: str, why: str) -> NoReturn:
         where = f"{self.path} line {self.lines[name]}" if name in self.lines else self.path
         value = self[name]
-        shown = str(value).lower() if isinstance(value, bool) else value
+        shown = " ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else value
         raise UserError(f"{where}: {name} {'is missing' if value is None else shown}: {why}")
 
     @property

@@ -99,7 +99,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         same("update_iters", "max_epochs", int, 1),
         Key("per_device_train_batch_size", int, 8, "`--micro_train_batch_size`; `--micro_rollout_batch_size` too"),
         same("per_device_logprob_batch_size", "micro_logprob_batch_size", int),
-        same("per_device_reward_batch_size", "micro_reward_batch_size", int),
+        Key("per_device_reward_batch_size", int, None, "`--micro_reward_batch_size`, of a reward model"),
         Key("per_device_value_batch_size", int, None, "`--micro_value_batch_size` (ppo)"),
         noted("gradient_accumulation_steps", "it follows from the batch sizes, and is printed", int),
         Key("num_train_epochs", float, 1.0, "`--num_episodes`, unless max_steps says how long"),

@@ -24,7 +24,7 @@ _LAMBDA = 0.95  # no key of a file: PaddleNLP's code has it
 _UNCLIPPED = (-1e9, 1e9)
 _ALWAYS = ("balance_batch", "use_remove_padding", "use_flash_attention", "use_fp32_compute")
 
-Options = dict[str, Any]
+Chosen = dict[str, Any]
 
 
 def with_config(words: Sequence[str]) -> list[str]:
@@ -39,7 +39,7 @@ def is_paddle(entries: Sequence[Entry]) -> bool:
 
 def in_our_words(
     job_class: type, path: str, entries: Sequence[Entry], on_the_line: Container[str]
-) -> tuple[Options, list[str]]:
+) -> tuple[Chosen, list[str]]:
     """The options that a file asks for, and what there is to say about it. `on_the_line`: options that the command line
     has, which win."""
     file = PaddleFile(job_class, path, entries, on_the_line)
@@ -75,7 +75,7 @@ def _without_meaning(file: PaddleFile) -> Iterator[str]:
 # ---- keys that are read together: each function adds to the options and tells what there is to say
 
 
-def _method(file: PaddleFile, options: Options) -> Iterator[str]:
+def _method(file: PaddleFile, options: Chosen) -> Iterator[str]:
     if file.method not in _ESTIMATORS:
         file.refuse("rl_algorithm", f"it must be one of {', '.join(_ESTIMATORS)}")
     if not file.says("rl_algorithm"):
@@ -99,7 +99,7 @@ def _method(file: PaddleFile, options: Options) -> Iterator[str]:
             file.refuse(f"critic_{name}", f"the critic shares the policy's {name}, which is {file[name]}")
 
 
-def _rewards(file: PaddleFile, options: Options) -> Iterator[str]:
+def _rewards(file: PaddleFile, options: Chosen) -> Iterator[str]:
     model, server = file["reward_model_name_or_path"], file["reward_server"]
     if file["use_rm_server"]:
         if server is None:
@@ -109,13 +109,14 @@ def _rewards(file: PaddleFile, options: Options) -> Iterator[str]:
             yield f"reward_model_name_or_path {model} is not used: use_rm_server is true"
     elif model:
         options["reward_pretrain"] = model
+        _copy(file, options, per_device_reward_batch_size="micro_reward_batch_size")
     elif not any(name in file.on_the_line for name in _REWARDS):
         if file["use_rule_reward"]:
             file.refuse("use_rule_reward", "name the rule on the command line, for example --reward_verifier gsm8k:1.0")
         file.refuse("reward_model_name_or_path", "use_rm_server is false, so a reward model is needed")
 
 
-def _loggers(file: PaddleFile, options: Options) -> Iterator[str]:
+def _loggers(file: PaddleFile, options: Chosen) -> Iterator[str]:
     named = file["report_to"]
     if unknown := [name for name in named if name not in (*_LOGGERS, "all", "none")]:
         file.refuse("report_to", f"{unknown[0]} is none of all, none, {', '.join(_LOGGERS)}")
@@ -135,7 +136,7 @@ def _loggers(file: PaddleFile, options: Options) -> Iterator[str]:
         _copy(file, options, run_name="wandb_run_name")
 
 
-def _data(file: PaddleFile, options: Options) -> Iterator[str]:
+def _data(file: PaddleFile, options: Chosen) -> Iterator[str]:
     options["truncate_prompts"] = True
     if not file["dataloader_shuffle"]:
         options["no_shuffle"] = True
@@ -148,7 +149,7 @@ def _data(file: PaddleFile, options: Options) -> Iterator[str]:
         yield f"max_length {longest} is max_prompt_len + max_dec_len, and PaddleNLP asks for more: nothing is cut here"
 
 
-def _layout(file: PaddleFile, options: Options) -> Iterator[str]:
+def _layout(file: PaddleFile, options: Chosen) -> Iterator[str]:
     for name in ("pipeline_parallel_degree", "virtual_pp_degree"):
         if file[name] > 1:
             file.refuse(name, "there are no pipelines here; use tensor_parallel_degree and sharding")
@@ -169,7 +170,7 @@ def _layout(file: PaddleFile, options: Options) -> Iterator[str]:
         options["adam_offload"] = True
 
 
-def _sampling(file: PaddleFile, options: Options) -> Iterable[str]:
+def _sampling(file: PaddleFile, options: Chosen) -> Iterable[str]:
     for name in ("rollout_quant_type", "quant_type"):
         if file[name] not in (None, "weight_only_int8"):
             file.refuse(name, "it must be weight_only_int8 or empty")
@@ -185,7 +186,7 @@ def _sampling(file: PaddleFile, options: Options) -> Iterable[str]:
     return ()
 
 
-def _steps(file: PaddleFile, options: Options) -> Iterator[str]:
+def _steps(file: PaddleFile, options: Chosen) -> Iterator[str]:
     """Batches, and what is counted in steps: PaddleNLP's are optimiser steps, ours rollouts with all their updates."""
     micro = file["per_device_train_batch_size"]
     options |= {"micro_train_batch_size": micro, "micro_rollout_batch_size": micro}
@@ -224,7 +225,7 @@ def _steps(file: PaddleFile, options: Options) -> Iterator[str]:
         yield f"PaddleNLP counts each of an iteration's {file.updates} updates as a step: {said} are {made} iterations"
 
 
-def _optimiser(file: PaddleFile, options: Options) -> Iterable[str]:
+def _optimiser(file: PaddleFile, options: Chosen) -> Iterable[str]:
     options["adam_betas"] = (file["adam_beta1"], file["adam_beta2"])
     if file["warmup_steps"] > 0:
         if file["max_steps"] <= 0:
@@ -243,7 +244,7 @@ def _optimiser(file: PaddleFile, options: Options) -> Iterable[str]:
     return ()
 
 
-def _objective(file: PaddleFile, options: Options) -> Iterator[str]:
+def _objective(file: PaddleFile, options: Chosen) -> Iterator[str]:
     grouped, bound = file.method == "grpo", file["clip_range_score"]
     if bound <= 0:
         file.refuse("clip_range_score", "it must be above 0")
@@ -270,7 +271,7 @@ def _objective(file: PaddleFile, options: Options) -> Iterator[str]:
         yield "normalize_advantage false: ppo's advantages are whitened over the iteration all the same"
 
 
-def _memory(file: PaddleFile, options: Options) -> Iterable[str]:
+def _memory(file: PaddleFile, options: Chosen) -> Iterable[str]:
     if file["fp16"]:
         file.refuse("fp16", "use bf16, which needs no loss scaling")
     level = file["fp16_opt_level"]
@@ -294,6 +295,6 @@ def _memory(file: PaddleFile, options: Options) -> Iterable[str]:
     return ()
 
 
-def _copy(file: PaddleFile, options: Options, **names: str) -> None:
-    """Options that are set only where the file has the key."""
+def _copy(file: PaddleFile, options: Chosen, **names: str) -> None:
+    """Chosen that are set only where the file has the key."""
     options |= {ours: file[theirs] for theirs, ours in names.items() if file.says(theirs)}
