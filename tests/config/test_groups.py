@@ -155,7 +155,7 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
     shared = {name: value for name, value in SHARED_DEFAULTS.items() if not name.startswith("dataset")}
     expected = shared | PPO_DEFAULTS
     assert {name: getattr(PPOOptions(), name) for name in expected} == expected
-    own = {"config", "dry_run", "nproc", "num_workers", "use_visualdl", "attn_implementation"}
+    own = {"config", "dry_run", "nproc", "num_workers", "use_visualdl", "attn_implementation", "wandb_http_proxy"}
     own |= {"tokenizer_chat_template", "wandb_run_name", "train_max_tokens_per_gpu", "loss_reduction"}
     own |= {"report_samples", "fit_memory", "eval_max_samples", "trust_remote_code", "keep_dropout", "hang_timeout"}
     own |= {"max_steps", "gradient_accumulation_steps", "overwrite", "controller_apart", "shard_size"}
@@ -223,7 +223,7 @@ def test_no_option_is_declared_in_two_groups():
 @pytest.mark.parametrize("job_class", EVERY_JOB)
 def test_every_option_has_help_and_no_empty_one(job_class):
     assert all(option.help for option in options_of(job_class).values())
-    assert options_of(job_class).keys() | {"given"} == {known.name for known in dataclasses.fields(job_class)}
+    assert options_of(job_class).keys() | {"given", "notes"} == {known.name for known in dataclasses.fields(job_class)}
 
 
 def test_every_alias_leads_to_an_option_and_hides_none():
