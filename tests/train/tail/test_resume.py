@@ -131,6 +131,7 @@ import pathlib, time
 
 def reward_func(queries, prompts, labels):
     if pathlib.Path({flag!r}).exists():
+        pathlib.Path({flag!r} + ".slept").touch()
         time.sleep(1000)
     return [len(set(query)) / 10 for query in queries]
 """
@@ -146,7 +147,8 @@ def test_a_signal_while_the_proposals_reward_sleeps_is_obeyed_at_once_and_nothin
     reward = [f"{tmp_path}/reward.py"]
     log = tmp_path / "log"
     process = warm.start(words(out), prepare=partial(fall_asleep, flag), log=log)
-    warm.wait_until(lambda: log.exists() and "waiting for" in log.read_text(), process)
+    slept = tmp_path / "night.slept"  # on a busy machine it may have been waited for before, too
+    warm.wait_until(lambda: slept.exists() and "waiting for" in log.read_text(), process)
     began = time.monotonic()
     os.kill(process.pid, signal.SIGTERM)
     process.join(60)
