@@ -144,7 +144,7 @@ def test_the_door_is_open_on_the_address_of_the_node_alone():
 
 
 def test_a_receiver_on_a_senders_device_shares_its_memory():
-    offers = [{"store": ["h", 1], "device": "gpu0"}, {"store": ["h", 2], "device": "gpu1"}]
+    offers = [{"store": ["h", number + 1], "device": f"gpu{number}", "shares": True} for number in range(2)]
     told = {"backend": "nccl", "tensors": [], "about": {}, "patience": 1.0}
 
     def links(*devices):

@@ -19,6 +19,8 @@ from trimtab.distributed.launch import STORE_SOCKET
 from trimtab.errors import Interrupted, RunFailed, UserError
 
 Job = TypeVar("Job", bound=CallOptions)
+# What torch says, and how to go on without, when a package that brings another device to it cannot be loaded.
+NO_BACKEND = "Failed to load the backend extension"
 UNINSTALL = "pip uninstall torchvision torchaudio torchcodec, which text models do not need"
 
 
@@ -40,7 +42,7 @@ def run_job(
         # Loggers copy the command line of the process, however it got here.
         sys.argv[1:] = [redact(word, options) for word in sys.argv[1:]]
         options, warnings = settled_and_checked(options)
-        problems = hardware_problems(options, _accelerators)
+        problems = hardware_problems(options, _accelerators, _lacks)
         if problems and not options.dry_run:
             raise UserError("; ".join(problems))
         for note in options.notes if _first_to_speak() else ():
@@ -86,10 +88,12 @@ def _in_working_precision(options: Job) -> Job:
     """Single precision where bfloat16 fails, with a line that says so."""
     from trimtab.distributed.device import find_device
 
-    fault = find_device().bf16_fault()
+    device = find_device()
+    fault = device.bf16_fault()
     if fault is None:
         return options
-    say(f"trimtab {options.verb}: warning: --bf16 does not work on this CPU ({fault}): fp32 is used instead", options)
+    where = device.name if device.is_accelerator else "this CPU"
+    say(f"trimtab {options.verb}: warning: --bf16 does not work on {where} ({fault}): fp32 is used instead", options)
     changes: dict[str, Any] = {"bf16": False}
     return dataclasses.replace(options, **changes)
 
@@ -98,6 +102,12 @@ def _accelerators() -> int:
     from trimtab.distributed.device import count_accelerators
 
     return count_accelerators()
+
+
+def _lacks(feature: str) -> str | None:
+    from trimtab.distributed.device import here
+
+    return here().lacking(feature)
 
 
 def guarded(name: str, action: Callable[[], int | None]) -> int:
@@ -114,6 +124,10 @@ def guarded(name: str, action: Callable[[], int | None]) -> int:
 def _exit_code(name: str, error: Exception, options: Options | None = None) -> int:
     if _torchvision_does_not_fit(error):
         say(f"{name}: error: torchvision was built for another torch: {UNINSTALL}", options)
+        return 2
+    if isinstance(error, RuntimeError) and str(error).startswith(NO_BACKEND):
+        reason = (str(error.__cause__).strip().splitlines() or ["no reason given"])[0]
+        say(f"{name}: error: {' '.join(str(error).splitlines())} The reason: {reason}", options)
         return 2
     if isinstance(error, UserError):
         say(f"{name}: error: {' '.join(str(error).splitlines())}", options)

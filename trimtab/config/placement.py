@@ -93,8 +93,9 @@ class VLLMOptions(PrefixOptions):
     """GPUs of one engine."""
     vllm_gpu_memory_utilization: float = option(0.95, above=0, at_most=1)
     """Share of the memory that an engine may take."""
-    vllm_sync_backend: str = option("nccl", choices=("nccl", "gloo"))
-    """How weights go to the engines: nccl between GPUs, or gloo. The built-in engine reads the policy's own."""
+    vllm_sync_backend: str = option("nccl", choices=("nccl", "hccl", "xccl", "gloo"))
+    """How weights go to the engines: by the devices' own library, whichever of the first three it is, or by gloo. The
+    built-in engine reads the policy's own."""
     vllm_sync_with_ray: bool = False
     """Send the weights through Ray. They go over a link of their own here, which needs no more."""
     vllm_sync_lora: str = option("adapter", choices=("adapter", "merged"), needs=("rollout_engine", "vllm"))

@@ -5,6 +5,8 @@ import os
 import socket
 import struct
 
+from trimtab.distributed.devices import INTERFACES
+
 GET_ADDRESS = 0x8915  # of an interface: SIOCGIFADDR
 
 
@@ -12,7 +14,8 @@ def speak_at(address: str) -> None:
     """Have the sockets between processes use the interface that has this address, unless another is asked for."""
     if (name := interface_at(address)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+        for variable in INTERFACES:
+            os.environ.setdefault(variable, name)
 
 
 def interface_at(address: str) -> str | None:

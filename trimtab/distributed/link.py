@@ -4,7 +4,7 @@ A link has a store of its own, on the sender, bound to the address of its node, 
 one. Tensors travel in buckets; their names, types and shapes are told once, in the plan.
 
     gloo     through main memory
-    nccl     between accelerators
+    nccl     between accelerators, or what else their library is called (devices.py)
     shared   between processes on one accelerator: both see the sender's bucket (CUDA IPC), gloo says when
 
 A *plan* is a list of links, the same for all that take part, in plain values: the `store` of each, its `way`, the
@@ -25,11 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.distributed.buckets import BUCKET, opened, packed, parts
+from trimtab.distributed.device import device_name, kind_of
 from trimtab.distributed.interfaces import speak_at
 from trimtab.distributed.watch import pulse
+from trimtab.distributed.world import collectives_of
 
 NODE_ADDRESS = "TRIMTAB_NODE_ADDRESS"
 """Environment variable: this machine's address among those of a cluster."""
+GLOO, SHARED = "gloo", "shared"
+IN_MAIN_MEMORY = (GLOO, SHARED)  # what is said besides tensors
 LOOPBACK = "127.0.0.1"
 Plan = list[dict[str, Any]]
 
@@ -53,7 +57,12 @@ class Offer:
         self.device = device
 
     def described(self) -> dict[str, Any]:
-        return {"store": self.store, "device": _device_name(self.device)}
+        return {
+            "store": self.store,
+            "device": _device_name(self.device),
+            "library": collectives_of(self.device),
+            "shares": kind_of(self.device).shared_memory,
+        }
 
     def accept(self, plan: Plan) -> "Link | None":
         """The link of the plan that begins here; None: there is none."""
@@ -84,12 +93,14 @@ def plan_links(
     others: list[str] = []
     for found in seats:
         near = [i for i, offer in enumerate(offers) if found["device"] and offer["device"] == found["device"]]
+        if near and not offers[near[0]]["shares"]:
+            near, backend = [], GLOO  # between devices, which a library wants to be different ones
         (sharing.setdefault(near[0], []) if near else others).append(found["seat"])
     common = {"tensors": tensors, "about": about, "patience": patience}
-    plan = [{"store": offers[i]["store"], "way": "shared", "seats": near, **common} for i, near in sharing.items()]
+    plan = [{"store": offers[i]["store"], "way": SHARED, "seats": near, **common} for i, near in sharing.items()]
     if others and 0 in sharing:
         # The first sender has one door, and it is taken: all hear it through main memory.
-        plan[list(sharing).index(0)] |= {"way": "gloo", "seats": [*sharing[0], *others]}
+        plan[list(sharing).index(0)] |= {"way": GLOO, "seats": [*sharing[0], *others]}
     elif others:
         plan.append({"store": offers[0]["store"], "way": backend, "seats": others, **common})
     return plan
@@ -99,7 +110,7 @@ class Link:
     def __init__(self, entry: dict[str, Any], rank: int, device: torch.device, listening: int | None = None):
         """`rank`: 0 is the sender, whose store listens on the socket `listening`."""
         self.way, self.rank, self.about = entry["way"], rank, entry["about"]
-        self.device = torch.device("cpu") if self.way == "gloo" else device
+        self.device = torch.device("cpu") if self.way == GLOO else device
         self.tensors = [(name, dtype, tuple(shape)) for name, dtype, shape in entry["tensors"]]
         self.parts = parts(self.tensors)
         size, patience = len(entry["seats"]) + 1, timedelta(seconds=entry["patience"])
@@ -109,7 +120,7 @@ class Link:
             self.store = dist.TCPStore(address, port, size, timeout=patience, wait_for_workers=False, **server)
             self.group = _group(self.way, self.store, rank, size, patience, address)
             self._barrier()
-        self._shared = _shared_bucket(self.store, rank, self.device, self.parts) if self.way == "shared" else None
+        self._shared = _shared_bucket(self.store, rank, self.device, self.parts) if self.way == SHARED else None
 
     # ---- buckets
 
@@ -120,7 +131,7 @@ class Link:
                 self.group.broadcast(bucket, 0).wait()
                 return
             self._shared[: len(bucket)].copy_(bucket)
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
             self._barrier()  # it is there
             self._barrier()  # it was taken
 
@@ -151,7 +162,7 @@ class Link:
                 return
             self._barrier()
             bucket.copy_(self._shared[: len(bucket)])
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
             self._barrier()
 
     def close(self) -> None:
@@ -161,8 +172,9 @@ class Link:
 
     def _barrier(self) -> None:
         options = dist.BarrierOptions()
-        if self.way == "nccl":  # left to itself it takes a device by its own rank
-            options.device_ids = [torch.cuda.current_device() if self.device.index is None else self.device.index]
+        if self.way not in IN_MAIN_MEMORY:  # left to itself it takes a device by its own rank
+            index = self.device.index
+            options.device_ids = [torch.accelerator.current_device_index() if index is None else index]
         self.group.barrier(options).wait()
 
 
@@ -216,16 +228,29 @@ class Outgoing:
 
 
 def _group(way: str, store: dist.Store, rank: int, size: int, patience: timedelta, address: str) -> Any:
-    if way == "nccl":
+    if way not in IN_MAIN_MEMORY:
         if NODE_ADDRESS in os.environ:
             speak_at(node_address())
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = patience
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        return _group_of_devices(way, store, rank, size, patience)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = patience
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address_towards(address))]
     return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _group_of_devices(library: str, store: dist.Store, rank: int, size: int, patience: timedelta) -> Any:
+    """A group outside torch's own list of them: of a library that torch has, or that another package has brought."""
+    if (own := getattr(dist, f"ProcessGroup{library.upper()}", None)) is not None:
+        options = own.Options()
+        options._timeout = patience
+        return own(store, rank, size, options)
+    brought = dist.Backend._plugins[library.upper()]
+    if not brought.extended_api:
+        return brought.creator_fn(store, rank, size, patience)
+    about = dist.distributed_c10d._DistributedBackendOptions()
+    about.store, about.timeout, about.group_id = store, patience, "link"
+    about.group_rank, about.group_size, about.global_ranks_in_group = rank, size, list(range(size))
+    return brought.creator_fn(about, None)
 
 
 def _address_towards(other: str) -> str:
@@ -236,10 +261,9 @@ def _address_towards(other: str) -> str:
 
 
 def _device_name(device: torch.device) -> str | None:
-    """Of an accelerator, a name that all processes of the machine give it."""
-    if device.type != "cuda":
-        return None
-    return f"{node_address()}/{torch.cuda.get_device_properties(device).uuid}"
+    """Of an accelerator, a name that all processes of the cluster give it."""
+    name = device_name(device)
+    return None if name is None else f"{node_address()}/{name}"
 
 
 def _shared_bucket(store: dist.Store, rank: int, device: torch.device, plan: Sequence[Any]) -> Tensor:

@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,17 +14,24 @@ import torch
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
+def allocator_of(device: torch.device) -> Any:
+    """torch's module of a device that has memory of its own and counts it; None: it is main memory, or as good as."""
+    module = getattr(torch, device.type, None)
+    return module if hasattr(module, "mem_get_info") else None
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that this process may still take; of main memory, its share among the processes of this machine."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if (allocator := allocator_of(device)) is not None:
+        free, _ = allocator.mem_get_info(device)
+        return free + allocator.memory_reserved(device) - allocator.memory_allocated(device)
     return _free_main_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def total_memory(device: torch.device) -> int:
     """Bytes of an accelerator, whoever uses them; of main memory, what this process may still take."""
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else free_memory(device)
+    allocator = allocator_of(device)
+    return free_memory(device) if allocator is None else allocator.mem_get_info(device)[1]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

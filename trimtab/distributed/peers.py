@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trimtab.distributed.device import widest
 from trimtab.distributed.watch import pulse
 from trimtab.distributed.wire import Wire
 
@@ -28,8 +29,12 @@ class Peers:
         """The sum of every figure over all of them, which all then know."""
         if not values:
             return {}
-        stacked = torch.stack([v.detach().double().reshape(()) for v in values.values()])
+        stacked = torch.stack([self._wide(v.detach()).reshape(()) for v in values.values()])
         return dict(zip(values, self.sum(stacked).tolist()))
+
+    def _wide(self, value: Tensor) -> Tensor:
+        """In double precision, in main memory if the device has none."""
+        return (value if widest(value.device) == torch.float64 else value.cpu()).double()
 
     def sum(self, tensor: Tensor) -> Tensor:
         if self.size > 1:

@@ -2,9 +2,12 @@
 
 import os
 import random
+from typing import Any
 
 import numpy as np
 import torch
+
+from trimtab.distributed.device import accelerator
 
 
 def seed_everything(seed: int, *, deterministic: bool = False) -> None:
@@ -32,8 +35,9 @@ def random_state() -> dict:
         "numpy": [kind, keys.tolist(), position, has_gauss, cached],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    if (found := _own_generator()) is not None:
+        kind_of_device, module = found
+        state[kind_of_device] = module.get_rng_state().numpy().tobytes().hex()
     return state
 
 
@@ -43,8 +47,17 @@ def restore_random_state(state: dict) -> None:
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(_bytes_tensor(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]))
+    if (found := _own_generator()) is not None:
+        kind_of_device, module = found
+        if kind_of_device in state:  # it was saved on such a device
+            module.set_rng_state(_bytes_tensor(state[kind_of_device]))
+
+
+def _own_generator() -> tuple[str, Any] | None:
+    """torch's name of the accelerator that is here, which is the name of its state, and its module."""
+    device = accelerator()
+    module = None if device is None else torch.get_device_module(device)
+    return (device.type, module) if device is not None and hasattr(module, "get_rng_state") else None
 
 
 def _bytes_tensor(digits: str) -> torch.Tensor:

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from trimtab.distributed.connections import opening
-from trimtab.distributed.device import Device
+from trimtab.distributed.device import Device, kind_of
 from trimtab.distributed.launch import STORE_SOCKET
 from trimtab.distributed.peers import Peers
 from trimtab.distributed.watch import pulse, watch_others
+from trimtab.errors import UserError
 
 Item = TypeVar("Item")
 
@@ -45,10 +46,20 @@ def find_world(device: Device) -> World:
 def join(device: torch.device, **place: Any) -> None:
     """Meet the other processes at `place`: a store, this process's rank and how many they are."""
     # What is kept in main memory is summed there.
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{collectives_of(device)}"
     options = {} if device.type == "cpu" else {"device_id": device}
     with opening():
         dist.init_process_group(backend, timeout=PATIENCE, **place, **options)
+
+
+def collectives_of(device: torch.device) -> str:
+    """The library by which processes on such devices speak to each other."""
+    if (known := kind_of(device).collectives) is not None:
+        return known
+    try:
+        return dist.get_default_backend_for_device(device.type)
+    except ValueError as error:
+        raise UserError(f"{kind_of(device).name} has no collectives in this torch: start one process") from error
 
 
 def _meeting_place(size: int) -> dict[str, Any]:

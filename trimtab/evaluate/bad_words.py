@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trimtab.data.batches import TokenBatch
+from trimtab.distributed.device import widest
 from trimtab.errors import UserError
 from trimtab.models.lm_head import chunk_tokens, shaped_logits
 from trimtab.models.packed import scoring
@@ -38,16 +39,17 @@ def log_bad_probability(
         raise UserError(f"the probability of bad words needs hidden states, which {type(policy.inner).__name__} hides")
     bad = sorted(set(bad_tokens))
     good = _without(policy.config.get_text_config().vocab_size, {*bad_tokens, *stop_tokens})
-    total = torch.tensor(-math.inf, dtype=torch.float64, device=policy.device)
+    exactly = {"dtype": widest(policy.device), "device": policy.device}
+    total = torch.tensor(-math.inf, **exactly)
     # What the model may have said so far [F, t], and the log-probability of having said it.
-    said, log_probs_F = np.zeros((1, 0), dtype=np.int64), torch.zeros(1, dtype=torch.float64, device=policy.device)
+    said, log_probs_F = np.zeros((1, 0), dtype=np.int64), torch.zeros(1, **exactly)
     with scoring(policy):
         for place in range(tokens):
             going_on = place < tokens - 1
             asked = torch.tensor([*bad, *good] if going_on else bad, device=policy.device)
             pieces = []
             for rows, next_RK in next_log_probs(policy, prompt, said, asked):
-                joint_RK = next_RK.double() + log_probs_F[rows, None]
+                joint_RK = next_RK.to(total.dtype) + log_probs_F[rows, None]
                 total = torch.logaddexp(total, joint_RK[:, : len(bad)].logsumexp((0, 1)))
                 pieces.append(joint_RK[:, len(bad) :].flatten())
             if going_on:

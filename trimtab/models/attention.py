@@ -5,7 +5,7 @@ interface runs it unchanged. A name without a registered mask function gets no m
 sequences' spans say everything.
 
 Two kernels give the same numbers:
-- `varlen_attn` (torch's own variable-length flash attention): CUDA, half precision, no soft cap;
+- `varlen_attn` (torch's own variable-length flash attention): where a device has it, in half precision, no soft cap;
 - dense blocks: sequences of similar length are gathered into a right-padded block and go through SDPA with the causal
   flag. A padded position lies after every real one, so causality alone keeps it out; no mask is built.
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.distributed.branches import add_up, beside, branch, gather, join
+from trimtab.distributed.device import kind_of
 from trimtab.distributed.sharding import local
 from trimtab.models.vocabulary import Words
 
@@ -152,10 +153,10 @@ def _from_module(hidden, head, targets, shape, temperature):
 
 
 def raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """fp32 result; on CUDA also for half-precision operands, without rounding the logits first."""
+    """fp32 result; where there are such products also of half-precision operands, without rounding the logits first."""
     if hidden.is_meta:  # stands for an accelerator (train/plan); not every torch knows the product below on it
         raw = hidden.new_empty(hidden.shape[0], weight.shape[0], dtype=torch.float32)
-    elif hidden.is_cuda and hidden.dtype != torch.float32:
+    elif kind_of(hidden.device).wide_products and hidden.dtype != torch.float32:
         raw = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
         raw = torch.mm(hidden, weight.t()).float()

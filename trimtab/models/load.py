@@ -283,7 +283,7 @@ def _four_bit():
     try:
         import bitsandbytes  # noqa: F401
         from transformers import BitsAndBytesConfig
-    except Exception as error:  # a broken CUDA set-up raises anything
+    except Exception as error:  # a broken set-up raises anything
         raise UserError(f"--load_in_4bit: bitsandbytes does not work here ({first_line(error)}); drop it") from error
     return BitsAndBytesConfig(
         load_in_4bit=True,

@@ -6,6 +6,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trimtab.distributed.device import kind_of
+
+HALF = (torch.bfloat16, torch.float16)
+
 
 class Sequences(Protocol):
     query_starts: Tensor  # [sequences + 1] int32, and
@@ -17,7 +21,7 @@ class Sequences(Protocol):
 def varlen_applies(query: Tensor, value: Tensor, softcap: float | None, dropout: float) -> bool:
     return (
         # A tensor without contents stands for one on an accelerator (train/plan), where memory is linear in any dtype.
-        (query.is_meta or (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)))
+        (query.is_meta or (kind_of(query.device).varlen and query.dtype in HALF))
         and softcap is None
         and dropout == 0.0
         and query.shape[-1] == value.shape[-1] <= 256

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from trimtab.distributed.cluster.layout import Layout, Pool
+from trimtab.distributed.devices import RESOURCES
 from trimtab.errors import UserError
 
-ACCELERATORS = ("GPU", "NPU")
 # Of a processor, what a process reserves: enough to be counted, and little enough to fit on any node.
 CPU_SHARE = 0.1
 _ROUNDING = 1e-6
@@ -36,7 +36,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Placement:
-    resource: str | None  # GPU or NPU; None: no accelerator in the cluster
+    resource: str | None  # one of RESOURCES; None: no accelerator in the cluster
     bundles: list[dict[str, float]]  # of one placement group
     bundle_nodes: list[Node]  # where each bundle must be
     workers: list[Seat]  # by rank
@@ -55,7 +55,7 @@ def place(layout: Layout, nodes: Sequence[Node]) -> Placement:
 
 def resource_of(nodes: Iterable[Node]) -> str | None:
     """What Ray calls the accelerators of the cluster."""
-    return next((name for name in ACCELERATORS if any(node.resources.get(name, 0) > 0 for node in nodes)), None)
+    return next((name for name in RESOURCES if any(node.resources.get(name, 0) > 0 for node in nodes)), None)
 
 
 @dataclass

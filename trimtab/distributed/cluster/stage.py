@@ -23,6 +23,7 @@ from trimtab.distributed.cluster.nodes import living_nodes
 from trimtab.distributed.cluster.seats import CPU_SHARE, Placement, missing
 from trimtab.distributed.cluster.worker import Job, Seating, Worker
 from trimtab.distributed.device import Device, showing
+from trimtab.distributed.devices import Kind, of_resource
 from trimtab.distributed.roles import Group, Processes
 from trimtab.distributed.staging import HOST, Stage, Unit
 from trimtab.distributed.wire import Wire
@@ -32,7 +33,6 @@ from trimtab.interrupts import StopRequest
 
 TO_PLACE = 60.0  # seconds until what was free a moment ago is reserved
 TO_START = 300.0  # until a process runs, with everything imported and the others met
-UNCHANGED_DEVICES = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 # What the controller's environment says to libraries, and a node's may not.
 PASSED_ON = ("HF_HUB_OFFLINE", "HF_HOME", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM")
 
@@ -106,9 +106,15 @@ class RayStage(Stage):
                 for name in found["devices"]
                 if seat.bundle in bundles
             ]
-            environment |= showing(shown) | {UNCHANGED_DEVICES: "1"}
+            if shown:
+                environment |= showing(self._kind(), shown)
         shares = self.layout.engines.pool is not None
         member.handle = self._start(bundles[0], environment, self.placement.share if shares else devices)
+
+    def _kind(self) -> Kind:
+        """Of the devices that Ray gives out; a process that does not see its own is of a CPU."""
+        seen = self.found[0]["kind"]
+        return seen if seen.visible is not None else of_resource(self.placement.resource)
 
     def _reserve(self) -> Any:
         placement = self.placement

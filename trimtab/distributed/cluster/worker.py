@@ -73,12 +73,13 @@ class Worker:
     # ---- where it is
 
     def where(self) -> dict[str, Any]:
-        context = ray.get_runtime_context()
+        context, device = ray.get_runtime_context(), find_device()
         return {
             "node": context.get_node_id(),
             "address": ray.util.get_node_ip_address(),
             "process": os.getpid(),
-            "bf16_fault": find_device().bf16_fault(),
+            "kind": device.kind,
+            "bf16_fault": device.bf16_fault(),
             "devices": [name for names in context.get_accelerator_ids().values() for name in names],
         }
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from trimtab.distributed.device import has_kernels
+from trimtab.distributed.device import has_graphs
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.graphs import CannotCapture, DecodeGraphs
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class CapturedGraphs:
     def __init__(self, policy: Policy, slots: int, *, possible: bool = True):
         self.policy, self.slots = policy, slots
-        self.possible = possible and has_kernels(policy.device)
+        self.possible = possible and has_graphs(policy.device)
         self.release()
 
     def release(self) -> None:

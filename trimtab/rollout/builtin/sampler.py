@@ -17,7 +17,7 @@ from trimtab.rollout.types import Sampling
 def uniform(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
     """A number in [0, 1) for each (seed, position): two rounds of the splitmix64 mixer, the top 24 bits."""
     x = _mix(seeds_B + _wrapped(0x9E3779B97F4A7C15) * (positions_B + 1))
-    return ((_mix(x) >> 40) & 0xFFFFFF).double() / 2**24
+    return ((_mix(x) >> 40) & 0xFFFFFF).float() / 2**24  # exact
 
 
 def _mix(x: Tensor) -> Tensor:

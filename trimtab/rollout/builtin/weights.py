@@ -2,6 +2,7 @@
 
 import torch
 
+from trimtab.distributed.device import widest
 from trimtab.models.policy import Policy
 
 _LOOKED_AT = 16  # numbers of every tensor
@@ -28,6 +29,7 @@ def state_of(policy: Policy) -> tuple:
     count, through `.data`, a few are looked at in every tensor."""
     tensors = [*policy.parameters(), *policy.buffers()]
     counted = tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
-    looked_at = [tensor.reshape(-1)[:: max(1, tensor.numel() // _LOOKED_AT)].double() for tensor in tensors]
+    wide = widest(policy.device)
+    looked_at = [tensor.reshape(-1)[:: max(1, tensor.numel() // _LOOKED_AT)].to(wide) for tensor in tensors]
     numbers = torch.cat(looked_at).cpu().numpy().tobytes() if looked_at else b""
     return counted, switches(policy), numbers

@@ -9,6 +9,7 @@ import os
 import time
 
 from trimtab.config.jobs import RLOptions
+from trimtab.config.support import device_problems
 from trimtab.data.hub import trust
 from trimtab.distributed.cluster.connect import connected, stop_line
 from trimtab.distributed.cluster.layout import Layout, table
@@ -17,6 +18,7 @@ from trimtab.distributed.cluster.preflight import preflight
 from trimtab.distributed.cluster.seats import Placement
 from trimtab.distributed.cluster.stage import RayStage
 from trimtab.distributed.cluster.worker import Job
+from trimtab.distributed.devices import of_resource
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.hugging_face import quiet_transformers
@@ -41,6 +43,7 @@ def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
         check_shares(options, units)
         layout = layout_of_units(options, units)
         placement = preflight(layout, places_of(options), stop)
+        refuse_on(placement.resource, options)
         print(*table(layout.rows(placement.resource)), sep="\n", flush=True)
         for restart in range(options.max_restarts + 1):
             try:
@@ -80,6 +83,12 @@ def train_once(
         raise
     finally:
         stage.close(kindly=kindly)
+
+
+def refuse_on(resource: str | None, options: RLOptions) -> None:
+    """What the devices of the cluster do not offer, before anything is loaded there."""
+    if problems := device_problems(options, of_resource(resource).lacking):
+        raise UserError("; ".join(problems))
 
 
 def in_working_precision(options: RLOptions, stage: RayStage) -> RLOptions:

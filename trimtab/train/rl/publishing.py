@@ -12,7 +12,7 @@ from typing import Protocol
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.cluster.losses import EngineLost
-from trimtab.distributed.link import plan_links
+from trimtab.distributed.link import GLOO, plan_links
 from trimtab.distributed.roles import Group
 from trimtab.train.rl.passes import Passes
 from trimtab.train.rl.probe import Probe
@@ -73,10 +73,11 @@ class SentWeights:
 
     def connect(self) -> None:
         offers, found = self.roles.actor.call("offer_link"), self.roles.rollouts.call("seats")
-        accelerated = all(offer["device"] for offer in offers)
-        backend = self.options.vllm_sync_backend if accelerated else "gloo"
-        if backend != self.options.vllm_sync_backend and self.options.asks("vllm_sync_backend"):
-            print(f"--vllm_sync_backend {self.options.vllm_sync_backend} needs accelerators: gloo is used", flush=True)
+        library, asked = offers[0]["library"], self.options.vllm_sync_backend
+        backend = asked if asked == GLOO else library
+        if backend != asked and self.options.asks("vllm_sync_backend"):
+            why = "needs accelerators" if library == GLOO else "is another device's"
+            print(f"--vllm_sync_backend {asked} {why}: {library} is used", flush=True)
         plan = plan_links(
             offers,
             [seat for engine in found for seat in engine],
