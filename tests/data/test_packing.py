@@ -41,8 +41,23 @@ def test_a_step_can_be_asked_for_in_any_order():
     assert [again.step_samples(k) for k in reversed(range(order.steps))] == forwards[::-1]
 
 
+def test_without_shuffling_every_epoch_is_in_the_order_of_the_data():
+    order = SampleOrder(samples=5, batch_size=2, epochs=2, seed=7, shuffled=False)
+    assert [order.step_samples(k) for k in range(order.steps)] == [[0, 1], [2, 3], [4]] * 2
+
+
+def test_an_epoch_leaves_out_what_does_not_fill_a_multiple_and_the_next_one_others():
+    order = SampleOrder(samples=10, batch_size=1, epochs=40, seed=7, multiple=4)
+    assert order.samples_per_epoch == 8 and order.steps == 320
+    epochs = [{order.step_samples(k)[0] for k in range(8 * e, 8 * e + 8)} for e in range(40)]
+    assert {len(epoch) for epoch in epochs} == {8} and set.union(*epochs) == set(range(10))
+    whole = SampleOrder(samples=10, batch_size=1, epochs=40, seed=7)
+    assert [order.step_samples(k) for k in range(8)] == [whole.step_samples(k) for k in range(8)]
+
+
 def test_another_seed_batch_or_content_is_another_fingerprint():
     base = SampleOrder(10, 4, 2, 7)
     others = [SampleOrder(11, 4, 2, 7), SampleOrder(10, 5, 2, 7), SampleOrder(10, 4, 2, 8)]
+    others += [SampleOrder(10, 4, 2, 7, shuffled=False), SampleOrder(10, 4, 2, 7, multiple=4)]
     prints = {o.fingerprint("x") for o in [base, *others]} | {base.fingerprint("y")}
-    assert len(prints) == 5 and SampleOrder(10, 4, 3, 7).fingerprint("x") == base.fingerprint("x")
+    assert len(prints) == 7 and SampleOrder(10, 4, 3, 7).fingerprint("x") == base.fingerprint("x")

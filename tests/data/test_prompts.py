@@ -96,6 +96,35 @@ def test_longer_prompts_are_left_out_and_counted_and_the_rest_keep_their_rows(ma
     assert "1 prompts left out: empty" in lines
 
 
+def test_longer_prompts_are_cut_where_that_is_asked_for_and_keep_their_first_tokens(make_tokenizer):
+    tokenizer = make_tokenizer()
+    rows = [{"input": f"{n} " + "hello " * n} for n in (1, 50, 2)]
+    longest = len(tokenizer(rows[2]["input"])["input_ids"])
+    store, report = build(tokenizer, *rows, prompt_max_len=longest, truncate_prompts=True)
+    assert store.ids(1) == tokenizer(rows[1]["input"])["input_ids"][:longest]
+    assert store.text(1) == tokenizer.decode(store.ids(1)) and rows[1]["input"].startswith(store.text(1))
+    assert [store.text(i) for i in (0, 2)] == [rows[0]["input"], rows[2]["input"]]
+    assert (report.rows_kept, report.rows_truncated, report.rows_over_long) == (3, 1, 0)
+    assert f"1 prompts cut to their first {longest} tokens (--truncate_prompts): they lack their end" in report.lines()
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_prompts_and_labels_of_paddlenlp_are_texts_or_lists_of_one(make_tokenizer, as_list):
+    rows = [{"src": "hello", "tgt": "a"}, {"src": "The quick fox", "tgt": "b"}]
+    held = [{name: [text] for name, text in row.items()} for row in rows] if as_list else rows
+    store, report = build(make_tokenizer(CHATML), *held, input_key="src", label_key="tgt")
+    assert [store.text(i) for i in range(2)] == [store.prompt(i) for i in range(2)] == ["hello", "The quick fox"]
+    assert [store.label(i) for i in range(2)] == ["a", "b"]
+    assert report.template_unused, "they reach the model as they stand"
+
+
+def test_a_label_in_a_list_stays_one_where_the_rows_are_not_paddlenlps(make_tokenizer):
+    store, _ = build(make_tokenizer(), {"input": "hello", "gold": ["a"]}, label_key="gold")
+    assert store.label(0) == ["a"]
+    with pytest.raises(UserError, match=r"^row 1 of the train data: message 1 of column 'src' is a string"):
+        build(make_tokenizer(), {"src": ["hello", "again"]}, input_key="src")
+
+
 def test_no_prompt_left_is_one_line(make_tokenizer):
     with pytest.raises(UserError, match=r"of 2, 1 have more than 4 tokens \(raise --prompt_max_len\), 1 are empty"):
         build(make_tokenizer(), {"input": "hello " * 9}, {"input": ""}, prompt_max_len=4)

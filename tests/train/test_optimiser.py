@@ -13,7 +13,7 @@ from trimtab.train.tensor_parts import TensorParts, write_parts
 def settings(**changes):
     values = {
         "learning_rate": 1e-2, "l2": 0.1, "adam_betas": (0.9, 0.95), "max_norm": 1.0, "lr_warmup_ratio": 0.0,
-        "lr_scheduler": "constant", "min_lr_ratio": 0.1,
+        "lr_scheduler": "constant", "min_lr_ratio": 0.1, "adam_eps": 1e-8,
     }  # fmt: skip
     return SimpleNamespace(**(values | changes))
 
@@ -51,6 +51,17 @@ def test_equals_torch_adamw_with_clipping_and_undecayed_vectors():
         reference.zero_grad()
         assert optimiser.step(step).applied
     torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()))
+
+
+def test_adams_epsilon_is_the_one_that_was_asked_for():
+    net = network()
+    before = net[0].weight.detach().clone()
+    optimiser = make(net, settings(l2=0.0, max_norm=0.0, adam_eps=0.5), 10, fused=False)
+    backward(net, 0)
+    gradient = net[0].weight.grad.clone()
+    optimiser.step(0)
+    # In the first step both corrected averages are the gradient and its square.
+    torch.testing.assert_close(net[0].weight, before - 1e-2 * gradient / (gradient.abs() + 0.5))
 
 
 def test_small_updates_survive_in_the_fp32_masters_of_bf16_weights():

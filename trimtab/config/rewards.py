@@ -94,8 +94,9 @@ class RewardOptions(RewardSourceOptions, RewardScaleOptions):
 
     reward_clip_range: tuple[float, float] = (-10.0, 10.0)
     """The reward of an answer, after shaping, is kept between these two."""
-    running_reward_norm: bool = option(False, refused="is not implemented yet; leave it out")
-    """Subtract the mean and divide by the deviation of all rewards of the run so far."""
+    running_reward_norm: bool = False
+    """Subtract the mean of all rewards of the run so far, and divide by their deviation, before anything else is made
+    of them."""
     overlong_buffer_len: float | None = option(None, above=0)
     """Tokens before --generate_max_len in which an answer's length is penalised, the longer the more; unset: none."""
     overlong_penalty_factor: float = option(1.0, at_least=0, needs="overlong_buffer_len")

@@ -24,12 +24,12 @@ class PromptOptions(RowOptions, PromptLengthOptions):
     """Share of each source, separated by commas; unset: the sources are concatenated."""
     prompt_split: str = "train"
     """Split to train on."""
-    truncate_prompts: bool = option(False, refused="is not implemented yet; leave it out")
-    """Cut prompts longer than --prompt_max_len instead of leaving them out: the last tokens stay, and they are
-    counted."""
-    no_shuffle: bool = option(False, refused="is not implemented yet; leave it out")
+    truncate_prompts: bool = False
+    """Cut prompts longer than --prompt_max_len, whose first tokens stay, instead of leaving them out; they are counted
+    too."""
+    no_shuffle: bool = False
     """Take the prompts in the order of the data, in every episode."""
-    drop_last: bool = option(False, refused="is not implemented yet; leave it out")
+    drop_last: bool = False
     """Leave out the prompts at the end of an episode that do not fill an iteration."""
     # Unlike --max_len of the other jobs, which is always a number.
     max_len: int | None = None
@@ -111,14 +111,12 @@ class RolloutOptions(SamplingOptions):
     """Prompts answered in one go; unset: rollout_batch_size. With --dynamic_filtering more of them wait less often."""
     dynamic_filtering: bool = False
     """Leave out groups whose mean score is outside the range below, and sample on until the iteration is full."""
-    dynamic_filtering_rule: str = option(
-        "mean", choices=("mean", "differing"), refused="is not implemented yet; leave it out"
-    )
+    dynamic_filtering_rule: str = option("mean", choices=("mean", "differing"), needs="dynamic_filtering")
     """Which groups are kept: mean, by the range below; differing, those whose scores are not all alike."""
-    dynamic_filtering_batches: int | None = option(None, at_least=1, refused="is not implemented yet; leave it out")
+    dynamic_filtering_batches: int | None = option(None, at_least=1, needs="dynamic_filtering")
     """At most so many rounds of sampling for an iteration, which is then made of the groups there are; unset: as many
     as it takes."""
-    dynamic_filtering_reward_range: tuple[float, float] = option((0.0, 1.0), needs="dynamic_filtering")
+    dynamic_filtering_reward_range: tuple[float, float] = option((0.0, 1.0), needs=("dynamic_filtering_rule", "mean"))
     """Mean scores between these two, both excluded, are kept."""
 
     def check(self) -> Iterable[str]:
@@ -139,7 +137,9 @@ class RolloutOptions(SamplingOptions):
                 f"--vllm_generate_batch_size {at_once} is more than --rollout_batch_size {self.rollout_batch_size}: "
                 "without --dynamic_filtering an iteration needs no more prompts than that"
             )
-        return () if self.dynamic_filtering else self.idle(["vllm_generate_batch_size"], "without --dynamic_filtering")
+        if self.dynamic_filtering:
+            return ()
+        return self.idle(["vllm_generate_batch_size", "dynamic_filtering_reward_range"], "without --dynamic_filtering")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,10 +42,14 @@ from trimtab.errors import UserError
 DYNAMIC_BUDGET = 16_192
 OF_EVALUATION = ("eval_max_samples", "eval_steps", "eval_temperature", "eval_n_samples_per_prompt")
 OF_SAMPLING = (
-    *("top_p", "repetition_penalty", "generate_min_len"),
-    *("dynamic_filtering", "dynamic_filtering_rule", "dynamic_filtering_batches", "vllm_generate_batch_size"),
+    *("top_p", "no_shuffle", "vllm_generate_batch_size"),
+    *("dynamic_filtering", "dynamic_filtering_rule", "dynamic_filtering_batches"),
 )
-OF_THE_ENGINE = ("rollout_slots", "rollout_kv_tokens", "weight_only_int8")
+OF_ALL_ANSWERS = (
+    *("rollout_slots", "rollout_kv_tokens", "weight_only_int8"),
+    *("repetition_penalty", "generate_min_len"),
+)
+"""In evaluation too."""
 OF_THE_CRITIC = (
     *("critic_pretrain", "critic_learning_rate", "value_clip", "save_value_network", "lambd"),
     "micro_value_batch_size",
@@ -150,6 +154,10 @@ class RLOptions(
             raise UserError(
                 f"--step_reward steps: --advantage_estimator {estimator.name} judges whole answers; use min or last"
             )
+        if self.running_reward_norm and self.placeholder_token is not None and self.step_reward == "steps":
+            raise UserError("--running_reward_norm: with --step_reward steps a step is scored; use min or last")
+        if self.running_reward_norm and estimator.group == "standardised":
+            yield f"--running_reward_norm has no effect: {estimator.name} standardises the rewards of each group"
         self._check_rewarded()
         self._check_splits()
         if self.max_len is not None and self.max_len < self.longest_rollout:
@@ -250,8 +258,7 @@ class RLOptions(
         if self.asks("ref_reward_offload"):
             yield from self._about_offload()
         if self.replay:
-            # Evaluation samples too, but with settings of its own.
-            idle = OF_SAMPLING if self.eval_dataset else (*OF_SAMPLING, *OF_THE_ENGINE)
+            idle = OF_SAMPLING if self.eval_dataset else (*OF_SAMPLING, *OF_ALL_ANSWERS)
             if names := [f"--{name}" for name in idle if self.asks(name)]:
                 yield f"{', '.join(names)} without effect: --replay samples nothing"
 

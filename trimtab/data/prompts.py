@@ -1,6 +1,7 @@
 """Prompts to sample answers to: rendered up to where the answer begins, with what their rows hold for the reward.
 
-A prompt longer than `--prompt_max_len` is left out and counted, never cut: half a question has another answer.
+A prompt longer than `--prompt_max_len` is left out and counted: half a question has another answer. Only where
+`--truncate_prompts` asks for it, its first tokens are kept.
 """
 
 import functools
@@ -27,6 +28,9 @@ from trimtab.data.tokenising import tokenise
 from trimtab.errors import UserError
 
 SOURCE_COLUMNS = ("datasource", "data_source", SOURCE_COLUMN)  # the first that says something
+
+
+PADDLE_LABEL = "tgt"
 
 
 class PromptTextOptions(Protocol):
@@ -86,6 +90,8 @@ class PromptSettings:
     prompt_max_len: int
     condition: str | None = None
     """Words that follow every prompt and ask for a reward (see post_processing.py)."""
+    truncate_prompts: bool = False
+    """Prompts that are too long keep their first tokens."""
 
 
 @dataclass
@@ -109,6 +115,11 @@ class PromptReport(DataReport):
         if self.rows_over_long:
             text.append(
                 f"{self.rows_over_long:,} {self.noun} left out: more than {self.max_len:,} tokens (--prompt_max_len)"
+            )
+        if self.rows_truncated:
+            text.append(
+                f"{self.rows_truncated:,} {self.noun} cut to their first {self.max_len:,} tokens (--truncate_prompts): "
+                "they lack their end"
             )
         if self.rows_empty:
             text.append(f"{self.rows_empty:,} {self.noun} left out: empty")
@@ -177,11 +188,17 @@ class PromptStore:
 
     def prompt(self, index: int) -> str | list[Message]:
         """The prompt as its row holds it, without template and condition."""
-        return text_or_messages(self._row(index)[self.input_key], self.input_key, f"prompt {index + 1}")
+        value = the_one_text(self._row(index)[self.input_key])
+        return text_or_messages(value, self.input_key, f"prompt {index + 1}")
 
     def label(self, index: int) -> Any:
-        """What `--label_key` names, or None."""
-        return None if self._label_key is None else self._row(index)[self._label_key]
+        """What `--label_key` names, or None. In PaddleNLP's rows it may be a list of one text, as the prompt may."""
+        if self._label_key is None:
+            return None
+        row = self._row(index)
+        label, prompt = row[self._label_key], row[self.input_key]
+        as_list = self._label_key == PADDLE_LABEL or the_one_text(prompt) is not prompt
+        return the_one_text(label) if as_list else label
 
     def unlabelled(self) -> list[int]:
         """The prompts without a label, neither in that column nor, as in verl's data, in `reward_model`."""
@@ -201,6 +218,11 @@ class PromptStore:
         """Where the prompt comes from: the row's own word for it, or the file's or data set's name."""
         row = self._row(index)
         return next((str(row[name]) for name in SOURCE_COLUMNS if row.get(name) is not None), "")
+
+
+def the_one_text(value: Any) -> Any:
+    """PaddleNLP's rows: a list of one text is that text."""
+    return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) else value
 
 
 def _truth(row: dict[str, Any], names: Sequence[str]) -> Any:
@@ -279,12 +301,12 @@ def build_prompt_store(
         "prompts",
         rows,
         renderer,
-        PromptCollector(tokenizer, settings.prompt_max_len, report),
+        PromptCollector(tokenizer, settings, report),
         lambda arrays: PromptTokens(**arrays),
         settings,
         **workers_of(options, workers),
     )
-    plain = isinstance(first[input_key], str) and not settings.apply_chat_template
+    plain = isinstance(the_one_text(first[input_key]), str) and not settings.apply_chat_template
     report.template_unused = plain and settings.input_template is None and tokenizer.chat_template is not None
     store = PromptStore(tokens, rows, input_key, options.label_key)
     if options.label_key is not None and (missing := store.unlabelled()):
@@ -318,7 +340,7 @@ class PromptRenderer(AnswerRenderer):
         self.input_key, self.condition = input_key, settings.condition
 
     def render(self, row: dict[str, Any], where: str) -> Rendering | None:
-        prompt = text_or_messages(row[self.input_key], self.input_key, where)
+        prompt = text_or_messages(the_one_text(row[self.input_key]), self.input_key, where)
         if not prompt:
             return None
         if isinstance(prompt, str) and not self.as_chat:
@@ -334,8 +356,9 @@ class PromptRenderer(AnswerRenderer):
 class PromptCollector:
     """Takes renderings, chunk by chunk, and keeps the prompts that are neither empty nor too long."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_len: int, report: PromptReport):
-        self.tokenizer, self.max_len, self.report = tokenizer, max_len, report
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: PromptSettings, report: PromptReport):
+        self.tokenizer, self.report = tokenizer, report
+        self.max_len, self.cuts = settings.prompt_max_len, settings.truncate_prompts
         self._seen = 0
         self._rows: list[int] = []
         self._ids: list[np.ndarray] = []
@@ -345,12 +368,17 @@ class PromptCollector:
         present = [(place, rendering) for place, rendering in enumerate(renderings) if rendering is not None]
         tokenised = tokenise([rendering for _, rendering in present], self.tokenizer)
         for (place, rendering), (ids, _) in zip(present, tokenised):
+            text = rendering.text
+            if len(ids) > self.max_len and self.cuts:
+                self.report.rows_truncated += 1
+                ids = ids[: self.max_len]
+                text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
             if len(ids) > self.max_len:
                 self.report.rows_over_long += 1
             elif len(ids):
                 self._rows.append(self._seen + place)
                 self._ids.append(ids)
-                self._texts.append(rendering.text.encode())
+                self._texts.append(text.encode())
         self._seen += len(renderings)
 
     def finish(self) -> Arrays:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.config.jobs import RLOptions, TailOptions
+from trimtab.data.order import SampleOrder
 from trimtab.data.prompts import PromptStore
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.staging import Unit
@@ -48,6 +49,15 @@ def check_model(model: PackedModel, options: RLOptions, stores: dict[str, Prompt
         )
     if options.aux_loss_coef > 0 and not hasattr(model.config, "num_experts_per_tok"):
         raise UserError(f"--aux_loss_coef {options.aux_loss_coef}: {name} has no experts; drop it")
+
+
+def check_drop_last(order: SampleOrder, options: RLOptions) -> None:
+    """Refuse to leave out everything."""
+    if not order.samples_per_epoch:
+        raise UserError(
+            f"--drop_last leaves out all {order.samples} prompts: they do not fill an iteration, which takes "
+            f"{order.multiple}; lower --rollout_batch_size"
+        )
 
 
 def check_teacher(options: RLOptions, tokenizer: Any) -> None:

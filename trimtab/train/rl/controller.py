@@ -20,14 +20,21 @@ from trimtab.train.launch import load_job_tokenizer, notes
 from trimtab.train.manifest import make_manifest, settings
 from trimtab.train.plan.passes import for_manifest, with_planned_passes, work_of_prompts
 from trimtab.train.rl.asking import Asking
-from trimtab.train.rl.checks import check_model, check_places, check_shares, check_teacher, critic_start
+from trimtab.train.rl.checks import (
+    check_drop_last,
+    check_model,
+    check_places,
+    check_shares,
+    check_teacher,
+    critic_start,
+)
 from trimtab.train.rl.description import units_of
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.loop import RLRun
 from trimtab.train.rl.recording import Recording
 from trimtab.train.rl.role_groups import Roles
-from trimtab.train.rl.supply import Recorded, Replayed, SampledNow, Supply
+from trimtab.train.rl.supply import Recorded, Replayed, SampledNow, Supply, order_of_prompts
 from trimtab.train.rl.text import TextMixture, load_text
 
 
@@ -43,7 +50,8 @@ class Controller:
         self.stores, self.reports = self._prompts()
         check_labels(self.stores, options.reward_verifier, options.label_key)
         store = self.stores["train"]
-        self.order = SampleOrder(len(store), 1, self.episodes(), options.seed)
+        self.order = order_of_prompts(len(store), options, self.episodes())
+        check_drop_last(self.order, options)
         self.iterations = iterations_of(self.order, options)
         self.recording = Recording.of(options, store)
         if options.replay:

@@ -2,13 +2,14 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from trimtab.algos import running
 from trimtab.errors import RunFailed
 from trimtab.train.rl.alarms import alarms
 from trimtab.train.rl.experience import Experience
@@ -31,6 +32,7 @@ class Counters:
     skipped_in_a_row: int = 0
     first_entropy: float = 0.0
     start_is_measured: bool = False
+    reward_moments: Sequence[float] = running.NONE  # of all rewards, with --running_reward_norm
 
     def count(self, applied: bool) -> None:
         """An update that was applied, or skipped because its loss or gradient was not finite."""

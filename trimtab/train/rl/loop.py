@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from trimtab.algos import running
 from trimtab.algos.kl import adapted
 from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
@@ -31,7 +32,7 @@ from trimtab.train.rl.passes import Passes, counted, totals_of
 from trimtab.train.rl.publishing import publishing_of
 from trimtab.train.rl.recording import Sampled
 from trimtab.train.rl.role_groups import Roles
-from trimtab.train.rl.shaping import shape, with_advantage
+from trimtab.train.rl.shaping import penalties, shape, with_advantage
 from trimtab.train.rl.supply import Supply
 from trimtab.train.rl.text import TextMixture
 
@@ -195,7 +196,12 @@ class RLRun:
 
     def shape(self, experience: Experience) -> dict[str, float]:
         """Rewards become advantages; what there is to say of them."""
-        return shape(experience, self.options, self.counters.kl_coefficient)
+        options, counters = self.options, self.counters
+        if not options.running_reward_norm:
+            return shape(experience, options, counters.kl_coefficient)
+        rewards_S = experience.rewards_S - penalties(experience, options)
+        counters.reward_moments = running.joined(counters.reward_moments, rewards_S)
+        return shape(experience, options, counters.kl_coefficient, counters.reward_moments)
 
     def updates_of(self, work: Iteration) -> list[list[int]]:
         """The samples of every update of an iteration: a pure function of its number."""
@@ -304,7 +310,7 @@ class RLRun:
         self.iteration = None
         row = row_of(work, counters)
         row |= {
-            "epoch": round(counters.prompts_used / self.order.samples, 6),
+            "epoch": round(counters.prompts_used / self.order.samples_per_epoch, 6),
             **self.passes.limit.columns(),
             **measured,
         }

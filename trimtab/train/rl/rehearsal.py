@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 from trimtab.config.jobs import RLOptions
-from trimtab.data.order import SampleOrder
 from trimtab.data.prompts import load_prompt_stores
 from trimtab.distributed.cluster.layout import table
 from trimtab.distributed.device import find_device
@@ -21,6 +20,7 @@ from trimtab.train.rl.controller import iterations_of
 from trimtab.train.rl.cut import updates_per_iteration
 from trimtab.train.rl.description import layout_of_units, units_of
 from trimtab.train.rl.recording import Recording
+from trimtab.train.rl.supply import order_of_prompts
 from trimtab.train.rl.text import load_text
 
 # This process is on none of its devices.
@@ -51,7 +51,7 @@ def rehearse_rl(
         check_teacher(options, tokenizer)
     note = critic_start(options, tokenizer)[1] if options.estimator.critic else None
     rewarded = try_reward(options, device, tokenizer, stores["train"])
-    order = SampleOrder(len(stores["train"]), 1, episodes or options.num_episodes, options.seed)
+    order = order_of_prompts(len(stores["train"]), options, episodes or options.num_episodes)
     if options.replay and (recording := Recording.of(options)):
         recording.check_holds(
             order.steps, iterations_of(order, options)

@@ -1,15 +1,18 @@
 """From rewards to advantages: the estimators, put together from their parts in algos/.
 
-R of each answer, less what it is too long; seen against its group (group_rewards); clipped
+R of each answer, less what it is too long; standardised by all rewards of the run (running); seen against its group
+(group_rewards); clipped
 r of each token: -beta KL, and R on the last one (token_rewards); on the last token of each step the step's reward,
 seen against the group's steps (step_rewards); a teacher adds log teacher - log policy
 A of each token: GAE with a critic, the discounted sum of r without (advantages); whitened, where that belongs
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from trimtab.algos import kl
+from trimtab.algos import kl, running
 from trimtab.algos.advantages import discounted_sums, gae, whiten
 from trimtab.algos.answers import sums
 from trimtab.algos.group_rewards import SHAPED_BY, equal_groups
@@ -21,18 +24,25 @@ from trimtab.config.jobs import RLOptions
 from trimtab.train.rl.experience import FINISHES, Experience
 
 
-def shape(experience: Experience, options: RLOptions, kl_coefficient: float) -> dict[str, float]:
-    """Give the experience its advantages (and returns); the figures of rewards, KL and lengths."""
+def penalties(experience: Experience, options: RLOptions) -> Tensor:
+    """What is taken from each answer's reward because it is too long."""
+    if options.overlong_buffer_len is None:
+        return torch.zeros_like(experience.rewards_S)
+    return overlong_penalty(
+        experience.lengths_S, options.generate_max_len, options.overlong_buffer_len, options.overlong_penalty_factor
+    )
+
+
+def shape(
+    experience: Experience, options: RLOptions, kl_coefficient: float, moments: Sequence[float] | None = None
+) -> dict[str, float]:
+    """Give the experience its advantages (and returns); the figures of rewards, KL and lengths. `moments`: of all
+    rewards of the run, these among them, where they are standardised by them."""
     estimator = options.estimator
-    penalty_S = torch.zeros_like(experience.rewards_S)
-    if options.overlong_buffer_len is not None:
-        penalty_S = overlong_penalty(
-            experience.lengths_S,
-            options.generate_max_len,
-            options.overlong_buffer_len,
-            options.overlong_penalty_factor,
-        )
+    penalty_S = penalties(experience, options)
     rewards_S, groups_S = experience.rewards_S - penalty_S, experience.groups_S
+    if moments is not None:
+        rewards_S = running.standardised(rewards_S, moments)
     shaped_S = for_answers(SHAPED_BY[estimator.group], groups_S, rewards_S)
     kl_N = None
     if experience.reference_N is not None:
@@ -65,6 +75,8 @@ def shape(experience: Experience, options: RLOptions, kl_coefficient: float) -> 
     if experience.step_scores is not None:
         equal_G = for_groups(equal_groups, groups_S, rewards_S) & equal_steps(experience, options)
         figures["equal_groups"] = share_of_several(equal_G, experience)
+    if moments is not None:
+        figures |= {"reward_mean_so_far": moments[1], "reward_std_so_far": running.deviation(moments)}
     if options.overlong_buffer_len is not None:
         figures["overlong_penalty"] = penalty_S.mean()
     if experience.teacher_N is not None:

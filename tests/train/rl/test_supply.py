@@ -1,0 +1,79 @@
+"""Which answers an iteration is made of, where groups that teach nothing are left out."""
+
+import numpy as np
+import pytest
+
+from trimtab.config.jobs import GRPOOptions
+from trimtab.interrupts import StopRequest
+from trimtab.rewards.types import RewardFailed, RewardResult
+from trimtab.rollout.types import Rollout, Sampling
+from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.supply import SampledNow, order_of_prompts
+
+PROMPTS = 10
+
+
+class Answered:
+    """Two answers to every prompt; those to even ones are scored 0.5 each, to odd ones 0 and 1."""
+
+    def __init__(self, useful=lambda row: row % 2 == 1):
+        self.useful, self.asked = useful, []
+
+    def __call__(self, requests, store, sampling):
+        rows = [row for row, _ in requests]
+        self.asked.append(rows)
+        drawn = [Rollout(p, k, [1], [2], np.zeros(1, np.float32), "stop") for p in range(len(rows)) for k in (0, 1)]
+        scores = [score for row in rows for score in ((0.0, 1.0) if self.useful(row) else (0.5, 0.5))]
+        return Experience.of([row for row in rows for _ in (0, 1)], drawn, RewardResult(scores))
+
+
+def iterations(asking, **changes):
+    """The rows of every iteration until the supply ends."""
+    fixed = {"rollout_batch_size": 3, "n_samples_per_prompt": 2, "dynamic_filtering": True, "no_shuffle": True}
+    options = GRPOOptions(**fixed | changes)
+    order = order_of_prompts(PROMPTS, options, 1)
+    supply, used, found = SampledNow(options, order, Sampling(), asking), 0, []
+    while used < order.steps:
+        experience, taken, figures = supply.next(len(found), used, StopRequest())
+        if experience is None:
+            return found
+        used += taken
+        found.append(experience.rows_S[::2].tolist())
+        assert figures.get("filtered_groups", 0) == taken - len(found[-1]) or len(found[-1]) == 3
+    return found
+
+
+def test_differing_keeps_groups_whose_scores_are_not_all_alike_whatever_their_mean():
+    assert iterations(Answered(), dynamic_filtering_rule="differing") == [[1, 3, 5], [7, 9]]
+    # All means are 0.5, so by the mean all groups are alike.
+    assert iterations(Answered()) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+
+
+def test_after_so_many_rounds_an_iteration_is_made_of_what_there_is():
+    asking = Answered()
+    assert iterations(asking, dynamic_filtering_rule="differing", dynamic_filtering_batches=1) == [
+        [1],
+        [3, 5],
+        [7],
+        [9],
+    ]
+    assert asking.asked == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
+    asking = Answered()
+    two = iterations(
+        asking, dynamic_filtering_rule="differing", dynamic_filtering_batches=2, vllm_generate_batch_size=2
+    )
+    assert two == [[1, 3], [5, 7], [9]] and asking.asked == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_where_no_group_is_of_use_after_so_many_rounds_the_run_is_told():
+    asking = Answered(useful=lambda row: False)
+    with pytest.raises(RewardFailed, match=r"no group of answers was of use in 2 rounds of sampling \(--dynamic_filt"):
+        iterations(asking, dynamic_filtering_rule="differing", dynamic_filtering_batches=2)
+    assert len(asking.asked) == 2
+    assert iterations(asking, dynamic_filtering_rule="differing") == [], "without a limit the prompts run out"
+
+
+@pytest.mark.parametrize("changes", [{"dynamic_filtering": False}, {"dynamic_filtering_rule": "differing"}])
+def test_with_drop_last_no_iteration_is_smaller(changes):
+    found = iterations(Answered(), drop_last=True, **changes)
+    assert found == ([[0, 1, 2], [3, 4, 5], [6, 7, 8]] if "dynamic_filtering" in changes else [[1, 3, 5]])
