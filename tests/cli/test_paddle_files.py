@@ -1,0 +1,116 @@
+"""PaddleNLP's files as they are, on a tiny model: what a user of theirs types first."""
+
+import json
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from tests.tiny import tiny_model
+from tests.train.job_run import write_rows
+from trimtab.cli.run_rl import main as run_rl
+from trimtab.cli.train_rl import main as rl
+from trimtab.embedded.sort_task import make_prompts, make_tokenizer
+from trimtab.train.metrics import read_rows
+
+FILES = Path(__file__).parents[2] / "examples" / "paddlenlp"
+# What a tiny model on one CPU needs; all else is the file's.
+SCALED = """--ds_tensor_parallel_size 1 --use_visualdl None --prompt_max_len 40 --generate_max_len 8
+    --generate_min_len 2 --rollout_batch_size 2 --train_batch_size 16 --max_steps 2 --save_steps 1 --eval_steps 2
+    --bf16 False --actor_learning_rate 1e-3"""
+
+
+class PaddleServer(BaseHTTPRequestHandler):
+    """A reward server that speaks PaddleNLP's protocol and no other, and keeps what it was asked."""
+
+    asked: ClassVar[list[dict]] = []
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        scores = [len(set(answer)) / 10 for answer in body["response"]]
+        answer = json.dumps({"error_code": 0, "error_msg": "Success", "score": scores}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), PaddleServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("task")
+    tokenizer = make_tokenizer()
+    tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=40_960).save_pretrained(folder / "policy")
+    tokenizer.save_pretrained(folder / "policy")
+    rows = [{"src": [row["input"][0]["content"]], "tgt": row["label"]} for row in make_prompts(6, 1)]
+    for name in ("34567ppl/train", "5ppl/test"):
+        (folder / "ppo-kk" / name).parent.mkdir(parents=True)
+        write_rows(folder / "ppo-kk" / f"{name}.jsonl", rows)
+    return folder
+
+
+@pytest.fixture
+def here(made, server, tmp_path, monkeypatch):
+    """A folder with the data where the files look for it, and the words for what is elsewhere."""
+    shutil.copytree(made, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    PaddleServer.asked.clear()
+    return ["--pretrain", "policy", "--remote_rm_url", server]
+
+
+@pytest.mark.parametrize("name", ["grpo_argument", "reinforce_plus_plus_argument", "grpo_32b_argument"])
+def test_a_file_passes_a_dry_run_which_prints_a_config_of_ours(here, tmp_path, capsys, name):
+    words = ["--config", str(FILES / f"{name}.yaml"), *here, "--nproc", "4", "--dry_run"]
+    assert rl(words) == 0, capsys.readouterr().err
+    first = capsys.readouterr()
+    assert "trimtab rl: note: gradient accumulation" in first.err and "use_fused_rms_norm" in first.err
+    assert "rl_algorithm" not in first.out and PaddleServer.asked
+    (tmp_path / "resolved.yaml").write_text(first.out)
+    assert rl(["--config", str(tmp_path / "resolved.yaml"), *here[2:], "--nproc", "4", "--dry_run"]) == 0
+    again = capsys.readouterr()
+    assert "note:" not in again.err
+    options = [line for line in first.out.splitlines() if not line.startswith("#")]
+    assert [line for line in again.out.splitlines() if not line.startswith("#")] == options
+
+
+@pytest.mark.parametrize("name", ["grpo_argument", "reinforce_plus_plus_argument"])
+def test_a_file_trains_a_tiny_model(here, capsys, name):
+    assert run_rl([str(FILES / f"{name}.yaml"), *here, *SCALED.split(), "--save_path", "out"]) == 0, (
+        capsys.readouterr().err
+    )
+    rows = [row for row in read_rows(Path("out/metrics.jsonl")) if row["step"] > 0]
+    assert [row["step"] for row in rows] == [1, 2] and all(row["skipped_steps"] == 0 for row in rows)
+    asked = PaddleServer.asked[-1]
+    assert set(asked) == {"src", "tgt", "response"} and len(asked["src"]) == len(asked["response"])
+    assert all(isinstance(text, str) for key in asked for text in asked[key])
+    assert Path("out/model.safetensors").is_file()
+    # ignore_save_lr_and_optim: checkpoints are models, and nothing else.
+    saved = sorted(path.name for path in Path("out/checkpoints").iterdir())
+    assert saved and all(list((Path("out/checkpoints") / name).glob("*.safetensors")) for name in saved)
+
+
+def test_mistakes_are_one_line(here, tmp_path, capsys):
+    text = (FILES / "grpo_argument.yaml").read_text()
+    for wrong, told in (
+        ("rollout_n: 8\nrolout: 1", "unknown key rolout"),
+        ("rollout_n: 8\npipeline_parallel_degree: 1", "set twice"),
+    ):
+        (tmp_path / "wrong.yaml").write_text(text.replace("rollout_n: 8", wrong))
+        assert run_rl([str(tmp_path / "wrong.yaml"), *here]) == 2
+        error = capsys.readouterr().err
+        assert told in error and error.count("\n") == 1 and "wrong.yaml line " in error
