@@ -73,19 +73,26 @@ def here(made, server, tmp_path, monkeypatch):
     return ["--pretrain", "policy", "--remote_rm_url", server]
 
 
-@pytest.mark.parametrize("name", ["grpo_argument", "reinforce_plus_plus_argument", "grpo_32b_argument"])
-def test_a_file_passes_a_dry_run_which_prints_a_config_of_ours(here, tmp_path, capsys, name):
-    words = ["--config", str(FILES / f"{name}.yaml"), *here, "--nproc", "4", "--dry_run"]
-    assert rl(words) == 0, capsys.readouterr().err
-    first = capsys.readouterr()
-    assert "trimtab rl: note: gradient accumulation" in first.err and "use_fused_rms_norm" in first.err
-    assert "rl_algorithm" not in first.out and PaddleServer.asked
-    (tmp_path / "resolved.yaml").write_text(first.out)
-    assert rl(["--config", str(tmp_path / "resolved.yaml"), *here[2:], "--nproc", "4", "--dry_run"]) == 0
-    again = capsys.readouterr()
-    assert "note:" not in again.err
-    options = [line for line in first.out.splitlines() if not line.startswith("#")]
-    assert [line for line in again.out.splitlines() if not line.startswith("#")] == options
+@pytest.mark.parametrize("name", ["reinforce_plus_plus_argument", "grpo_32b_argument"])
+def test_a_file_passes_a_dry_run(here, capsys, name):
+    assert rl(["--config", str(FILES / f"{name}.yaml"), *here, "--nproc", "4", "--dry_run"]) == 0, (
+        capsys.readouterr().err
+    )
+    told = capsys.readouterr()
+    assert "trimtab rl: note: gradient accumulation" in told.err and "use_fused_rms_norm" in told.err
+    assert "rl_algorithm" not in told.out and PaddleServer.asked
+
+
+def test_what_a_dry_run_prints_is_a_config_of_ours(here, tmp_path, capsys):
+    def options(words: list[str]) -> list[str]:
+        assert rl([*words, *here[2:], "--nproc", "4", "--dry_run"]) == 0, capsys.readouterr().err
+        told = capsys.readouterr()
+        (tmp_path / "resolved.yaml").write_text(told.out)
+        assert ("note:" in told.err) == ("resolved" not in words[1])
+        return [line for line in told.out.splitlines() if not line.startswith("#")]
+
+    first = options(["--config", str(FILES / "grpo_argument.yaml"), *here[:2]])
+    assert options(["--config", str(tmp_path / "resolved.yaml")]) == first
 
 
 @pytest.mark.parametrize("name", ["grpo_argument", "reinforce_plus_plus_argument"])

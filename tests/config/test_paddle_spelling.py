@@ -303,6 +303,11 @@ def test_the_resolved_config_of_a_paddlenlp_file_is_one_of_ours(tmp_path, name):
     assert not check(of_example(name, "--nproc 8 --prompt_data owner/prompts --eval_dataset owner/test"))
 
 
+def test_a_key_on_the_command_line_is_told_in_our_words():
+    with pytest.raises(UserError, match=r"unknown option --rl_algorithm; PaddleNLP's rl_algorithm is --advantage_est"):
+        parse(AnyRLOptions, ["--rl_algorithm", "grpo"])
+
+
 def test_run_rl_takes_the_file_as_its_first_word():
     assert with_config(["a.yaml", "--seed", "1"]) == ["--config", "a.yaml", "--seed", "1"]
     assert with_config(["--config", "a.yaml"]) == ["--config", "a.yaml"]

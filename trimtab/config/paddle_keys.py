@@ -4,6 +4,8 @@ table says; the table of docs/paddlenlp.md is made from it.
 Names and defaults are those of PaddleNLP's llm/alignment/rl of mid-2025.
 """
 
+import re
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +33,9 @@ def noted(name: str, why: str, kind: type = str) -> Key:
     return Key(name, kind, None, why, noted=True)
 
 
-KERNELS = "Paddle's kernels: PyTorch has its own"
-CASTING = "nothing is cast on the way here: with `--bf16` weights are bf16, and their masters and gradient sums fp32"
-SHOWN = "what Paddle shows of itself: times and progress are always measured here"
+KERNELS = "Paddle's kernels, for which PyTorch has its own"
+CASTING = "nothing is cast on the way here; with `--bf16` weights are bf16, their masters and gradient sums fp32"
+SHOWN = "times and progress are always measured here"
 
 SECTIONS: dict[str, tuple[Key, ...]] = {
     "Method, models and rewards": (
@@ -70,7 +72,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("sequence_parallel", bool, False, "nothing: cut layers keep whole rows between them; only memory differs"),
         Key("sharding", list, None, "`--zero_stage` 1, 2, 3, empty 0; offload: `--adam_offload`"),
         Key("sharding_parallel_degree", int, -1, "`--shard_size`; -1: all processes; 1: `--zero_stage 0`"),
-        noted("sharding_parallel_config", "Paddle's overlapping: gradients are always exchanged on the way back", list),
+        noted("sharding_parallel_config", "gradients are always exchanged while the backward pass goes on", list),
         Key("pipeline_parallel_degree", int, 1, "above 1 is refused: use tensor_parallel_degree and sharding"),
         Key("virtual_pp_degree", int, 1, "above 1 is refused"),
         Key("rollout_tensor_parallel_degree", int, -1, "tensor_parallel_degree, or it is refused"),
@@ -185,6 +187,15 @@ FLAGS = "FLAGS_"
 def found(name: str) -> Key | None:
     """The entry of a key as a file has it."""
     return KEYS["FLAGS_*"] if name.startswith(FLAGS) else KEYS.get(name)
+
+
+def told(name: str, known: Container[str]) -> str | None:
+    """What a key is here, for who puts it on the command line of a job that has the options `known`."""
+    key = KEYS.get(name)
+    options = re.findall(r"--(\w+)", key.here) if key and not key.noted else []
+    if key is None or not options or not all(option in known for option in options):
+        return None
+    return f"PaddleNLP's {name} is {key.here.replace('`', '')}"
 
 
 def table() -> str:

@@ -55,8 +55,10 @@ def accumulation(options: Any) -> str:
     answers, group, micro = options.train_batch_size, options.n_samples_per_prompt, options.micro_train_batch_size
     processes = options.data_parts(int(os.environ.get("WORLD_SIZE", options.processes)))
     passes = math.ceil(answers / (micro * processes))
-    parts = f"{answers // group} prompts x {group} answers / {micro} in a pass / {processes} data-parallel processes"
-    return f"gradient accumulation {passes}: {parts}"
+    shared = "1 data-parallel process" if processes == 1 else f"{processes} data-parallel processes"
+    return (
+        f"gradient accumulation {passes}: {answers // group} prompts x {group} answers / {micro} in a pass / {shared}"
+    )
 
 
 def _without_meaning(file: PaddleFile) -> Iterator[str]:

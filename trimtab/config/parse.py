@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from trimtab.config import paddle_keys
 from trimtab.config.catalogue import Option, find, options_of, suggestion
 from trimtab.config.dump import MARK
 from trimtab.config.estimators import ESTIMATORS
@@ -157,7 +158,7 @@ def _not_understood(job_class: type[CallOptions], word: str) -> str:
 
 
 def _unknown(job_class: type[CallOptions], shown: str, name: str, prefix: str) -> str:
-    if told := advice(name, options_of(job_class)):
+    if told := advice(name, options_of(job_class)) or paddle_keys.told(name, options_of(job_class)):
         return f"unknown option {shown}; {told}"
     nearest = suggestion(job_class, name)
     return f"unknown option {shown}; " + (
