@@ -35,6 +35,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("trimtab.cli.plan", "what memory and time a training job needs, on this device or another"),
     "jobs": ("trimtab.cli.jobs", "write Slurm or shell files for a command over seeds"),
     "report": ("trimtab.cli.report", "turn a run's metrics into a page to look at"),
+    "compare": ("trimtab.cli.compare", "judge whether two runs are the same training on two devices"),
 }
 
 

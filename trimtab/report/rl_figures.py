@@ -13,7 +13,7 @@ PART = "reward/"
 TWINS = {"score": "reward", "loss": "policy_loss"}
 """Often the same number under two names; then the first one is not drawn."""
 ASIDE = {"return", "kl_answer", "kl_loss", "log_prob_ratio", "prompt_tokens", "kl_coefficient", *TWINS}
-ASIDE |= {"reward_min", "reward_max"}
+ASIDE |= {"reward_min", "reward_max", "log_prob", "advantage_size"}
 """What has no picture of its own: others show as much, or it never changes."""
 
 REWARD = Picture("Reward", {"reward": "reward", "score": "score"}, "means", better=1, noun="of the answers")

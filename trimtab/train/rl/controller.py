@@ -128,12 +128,15 @@ class Controller:
         asking = Asking(self.stores, self.tokenizer, groups["rollouts"], groups.get("reward"))
         self.world.say(f"reward: {in_words(asking.in_words, options)}")
         manifest = self.manifest(actor, asking.weighing.name) | (placed or {})
+        if self.recording is not None:
+            self.recording.sampler = {name: manifest[name] for name in ("device_type", "dtype")}
+            self.recording.sampler |= {"exact": asking.exact}
         return self.make_run(groups, asking, self.supply(sampling, asking), sampling, manifest, evaluation, text)
 
     def supply(self, sampling: Sampling, asking: Asking) -> Supply:
         if self.options.replay:
             assert self.recording is not None
-            return Replayed(self.recording)
+            return Replayed(self.recording, asking)
         supply = SampledNow(self.options, self.order, sampling, asking)
         return supply if self.recording is None else Recorded(supply, self.recording)
 

@@ -183,7 +183,7 @@ class RLRun:
     def score(self, experience: Experience) -> None:
         """What the other models say of the sampled tokens."""
         roles = self.roles
-        if self.asking.exact:
+        if self.supply.exact:
             experience.old_N = experience.sampled_N
         elif updates_per_iteration(self.options) > 1 or roles.reference is not None or roles.teacher is not None:
             # Where the engine's and the trainer's sums differ, a ratio must compare like with like.

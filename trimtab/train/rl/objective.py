@@ -91,9 +91,11 @@ def token_weights(batch: TokenBatch, totals: Totals, options: RLOptions) -> Tens
 
 @torch.no_grad()
 def agreement(log_probs_N: Tensor, old_N: Tensor, sampled_N: Tensor, tokens: float) -> dict[str, Tensor]:
-    """How far the policy has moved in this iteration, and how far what is trained is from what was sampled."""
+    """What the policy makes of the drawn tokens, how far it has moved in this iteration, and how far what is trained is
+    from what was sampled."""
     gap_N = log_probs_N - sampled_N
     return {
+        "log_prob": log_probs_N.sum() / tokens,
         "policy_kl": kl.estimate(old_N, log_probs_N, "k3").sum() / tokens,
         "log_prob_gap": gap_N.abs().sum() / tokens,
         "log_prob_ratio": gap_N.exp().sum() / tokens,

@@ -32,6 +32,8 @@ class Recording:
         self.folder, self.cut, self.data = folder, cut, data
         self.compared = False  # whether the answers of a group are compared with each other
         self.rows: int | None = None  # how many prompts there are, if that is known
+        self.sampler: dict[str, Any] = {}  # what decides how the log-probs of drawn tokens are rounded
+        self.sampled_alike = True  # whether those of the iteration read last were rounded as this run does it
 
     @classmethod
     def of(cls, options: RLOptions, prompts: PromptStore | None = None) -> "Recording | None":
@@ -72,6 +74,7 @@ class Recording:
         for later in [found for found in self._paths() if found.name > path.name]:
             later.unlink()  # written before the run went back to its checkpoint
         described = {"cut": self.cut, "data": self.data, "prompts": prompts, "figures": figures}
+        described |= {"sampler": self.sampler}
         tensors = {} if experience is None else experience.tensors()
         with replacing(path) as beside:
             save_file(tensors, beside, metadata={"iteration": json.dumps(described)})
@@ -82,6 +85,8 @@ class Recording:
             experience = Experience.from_tensors(tensors) if tensors else None
             if experience is not None:
                 self._check_groups(experience, self._path(iteration))
+            # Recordings made by hand do not say it: their log-probs are taken as they are.
+            self.sampled_alike = described.get("sampler", self.sampler) == self.sampler
             return experience, described["prompts"], described["figures"]
 
     def _check_groups(self, experience: Experience, path: Path) -> None:

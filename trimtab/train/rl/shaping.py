@@ -72,6 +72,7 @@ def shape(
         advantages_N = whiten(advantages_N, scale=not options.no_advantage_std_norm)
     experience.advantages_N = advantages_N
     figures = described(experience, rewards_S, sums(rewards_N, experience.owners_N, len(experience)), kl_N)
+    figures["advantage_size"] = advantages_N.abs().mean()
     if experience.step_scores is not None:
         equal_G = for_groups(equal_groups, groups_S, rewards_S) & equal_steps(experience, options)
         figures["equal_groups"] = share_of_several(equal_G, experience)

@@ -22,6 +22,11 @@ from trimtab.train.rl.recording import Recording, Sampled
 
 
 class Supply(Protocol):
+    @property
+    def exact(self) -> bool:
+        """Whether the log-probs of what was handed out last are those that the trainer would give."""
+        ...
+
     def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None: ...
 
 
@@ -44,6 +49,10 @@ class SampledNow:
     def __init__(self, options: RLOptions, order: SampleOrder, sampling: Sampling, asking: Asking):
         """`order`: the prompts one by one, over all episodes."""
         self.options, self.order, self.sampling, self.asking = options, order, sampling, asking
+
+    @property
+    def exact(self) -> bool:
+        return self.asking.exact
 
     def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
         options, left = self.options, self.order.steps - prompts_used
@@ -95,8 +104,12 @@ class SampledNow:
 class Replayed:
     """What a run recorded."""
 
-    def __init__(self, recording: Recording):
-        self.recording = recording
+    def __init__(self, recording: Recording, asking: Asking):
+        self.recording, self.asking = recording, asking
+
+    @property
+    def exact(self) -> bool:
+        return self.asking.exact and self.recording.sampled_alike
 
     def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
         return self.recording.read(iteration)
@@ -107,6 +120,10 @@ class Recorded:
 
     def __init__(self, supply: Supply, recording: Recording):
         self.supply, self.recording = supply, recording
+
+    @property
+    def exact(self) -> bool:
+        return self.supply.exact
 
     def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
         sampled = self.supply.next(iteration, prompts_used, stop)
