@@ -101,20 +101,24 @@ def joined(a: Run, b: Run, judged: Judged, most: int | None = None) -> list[Plac
     for step in sorted(in_a):
         if judged.metric not in in_a[step] and judged.metric not in in_b[step]:
             continue  # such as the policy's loss while the critic learns alone
-        values = [finite(rows[step].get(judged.metric)) for rows in (in_a, in_b)]
-        if None in values:
-            run = (a, b)[values.index(None)]
-            raise UserError(
-                f"{run.folder}: {judged.words} of {run.unit} {step} is no number, so there is nothing to compare"
-            )
-        size = max(abs(values[0]), judged.floor, finite(in_a[step].get(judged.scale)) or 0.0)
-        places.append(Place(step, *values, size))
+        first, second = _value(a, in_a[step], judged), _value(b, in_b[step], judged)
+        size = max(abs(first), judged.floor, finite(in_a[step].get(judged.scale)) or 0.0)
+        places.append(Place(step, first, second, size))
     if len(places) < FEWEST_STEPS:
         raise UserError(
             f"{a.folder} and {b.folder}: {judged.words} is there in {plural(len(places), a.unit)} of both; at least "
             f"{FEWEST_STEPS} are needed to compare them"
         )
     return places
+
+
+def _value(run: Run, row: dict[str, Any], judged: Judged) -> float:
+    value = finite(row.get(judged.metric))
+    if value is None:
+        raise UserError(
+            f"{run.folder}: {judged.words} of {run.unit} {row['step']} is no number, so there is nothing to compare"
+        )
+    return value
 
 
 def _check_steps(a: Run, in_a: dict[int, dict], b: Run, in_b: dict[int, dict]) -> None:
