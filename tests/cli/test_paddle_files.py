@@ -12,7 +12,11 @@ import pytest
 from tests.tiny import tiny_model
 from tests.train.job_run import write_rows
 from trimtab.cli.run_rl import main as run_rl
+from trimtab.cli.train_grpo import main as grpo
 from trimtab.cli.train_rl import main as rl
+from trimtab.config.checks import settle
+from trimtab.config.parse import parse
+from trimtab.config.rl_jobs import AnyRLOptions
 from trimtab.embedded.sort_task import make_prompts, make_tokenizer
 from trimtab.train.metrics import read_rows
 
@@ -55,7 +59,8 @@ def server():
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("task")
     tokenizer = make_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=40_960).save_pretrained(folder / "policy")
+    changes = {"num_hidden_layers": 1, "max_position_embeddings": 40_960}
+    tiny_model("llama", vocab_size=len(tokenizer), **changes).save_pretrained(folder / "policy")
     tokenizer.save_pretrained(folder / "policy")
     rows = [{"src": [row["input"][0]["content"]], "tgt": row["label"]} for row in make_prompts(6, 1)]
     for name in ("34567ppl/train", "5ppl/test"):
@@ -73,26 +78,16 @@ def here(made, server, tmp_path, monkeypatch):
     return ["--pretrain", "policy", "--remote_rm_url", server]
 
 
-@pytest.mark.parametrize("name", ["reinforce_plus_plus_argument", "grpo_32b_argument"])
-def test_a_file_passes_a_dry_run(here, capsys, name):
-    assert rl(["--config", str(FILES / f"{name}.yaml"), *here, "--nproc", "4", "--dry_run"]) == 0, (
-        capsys.readouterr().err
-    )
+@pytest.mark.parametrize("name", ["grpo_argument", "reinforce_plus_plus_argument", "grpo_32b_argument"])
+def test_a_file_passes_a_dry_run_which_prints_a_config_of_ours(here, tmp_path, capsys, name):
+    words = ["--config", str(FILES / f"{name}.yaml"), *here, "--nproc", "4"]
+    assert rl([*words, "--dry_run"]) == 0, capsys.readouterr().err
     told = capsys.readouterr()
     assert "trimtab rl: note: gradient accumulation" in told.err and "use_fused_rms_norm" in told.err
-    assert "rl_algorithm" not in told.out and PaddleServer.asked
-
-
-def test_what_a_dry_run_prints_is_a_config_of_ours(here, tmp_path, capsys):
-    def options(words: list[str]) -> list[str]:
-        assert rl([*words, *here[2:], "--nproc", "4", "--dry_run"]) == 0, capsys.readouterr().err
-        told = capsys.readouterr()
-        (tmp_path / "resolved.yaml").write_text(told.out)
-        assert ("note:" in told.err) == ("resolved" not in words[1])
-        return [line for line in told.out.splitlines() if not line.startswith("#")]
-
-    first = options(["--config", str(FILES / "grpo_argument.yaml"), *here[:2]])
-    assert options(["--config", str(tmp_path / "resolved.yaml")]) == first
+    assert PaddleServer.asked
+    (tmp_path / "resolved.yaml").write_text(told.out)
+    again = parse(AnyRLOptions, ["--config", str(tmp_path / "resolved.yaml"), "--nproc", "4"])
+    assert settle(again)[0] == settle(parse(AnyRLOptions, words))[0] and not again.notes
 
 
 @pytest.mark.parametrize("name", ["grpo_argument", "reinforce_plus_plus_argument"])
@@ -109,6 +104,22 @@ def test_a_file_trains_a_tiny_model(here, capsys, name):
     # ignore_save_lr_and_optim: checkpoints are models, and nothing else.
     saved = sorted(path.name for path in Path("out/checkpoints").iterdir())
     assert saved and all(list((Path("out/checkpoints") / name).glob("*.safetensors")) for name in saved)
+
+
+def test_a_file_learns_what_the_same_words_of_ours_do(here, capsys):
+    ours = """--prompt_data ppo-kk/34567ppl/train.jsonl --input_key src --label_key tgt --no_shuffle --drop_last
+        --temperature 0.7 --n_samples_per_prompt 8 --micro_train_batch_size 8 --lr_scheduler constant --l2 0.01
+        --lr_warmup_ratio 0 --adam_betas 0.9 0.999 --num_episodes 2 --use_kl_loss --kl_estimator k3 --init_kl_coef 0.001
+        --kl_clip 10 --entropy_loss_coef 0"""
+    shared = [*here, *SCALED.split(), "--eval_dataset", "None"]
+    assert run_rl([str(FILES / "grpo_argument.yaml"), *shared, "--save_path", "theirs"]) == 0, capsys.readouterr().err
+    assert grpo([*ours.split(), *shared, "--save_path", "ours"]) == 0, capsys.readouterr().err
+    names = ("reward", "length", "kl", "policy_loss", "kl_loss", "entropy", "loss", "learning_rate", "grad_norm")
+    theirs, own = (
+        [{name: row[name] for name in names} for row in read_rows(Path(run) / "metrics.jsonl")]
+        for run in ("theirs", "ours")
+    )
+    assert theirs == own and len(own) == 2
 
 
 def test_mistakes_are_one_line(here, tmp_path, capsys):
