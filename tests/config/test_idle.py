@@ -340,7 +340,46 @@ CASES = [
             f"{flag.split()[0]} without effect: --replay samples nothing",
             "--replay None",
         )
-        for flag in ("--rollout_slots 256", "--rollout_kv_tokens 9999", "--weight_only_int8", "--top_p 1.0")
+        for flag in (
+            *("--rollout_slots 256", "--rollout_kv_tokens 9999", "--weight_only_int8", "--top_p 1.0", "--no_shuffle"),
+            *("--repetition_penalty 1.1", "--generate_min_len 3"),
+        )
+    ),
+    ("ppo", f"{RL} --replay rec --repetition_penalty 1.1", "--repetition_penalty without", "--eval_dataset a/b"),
+    *(
+        ("grpo", f"{RL} {flag}", f"{flag.split()[0]} has no effect without --dynamic_filtering", "--dynamic_filtering")
+        for flag in ("--dynamic_filtering_rule differing", "--dynamic_filtering_batches 3")
+    ),
+    (
+        "dapo",
+        f"{RL} --dynamic_filtering_reward_range 0 2 --dynamic_filtering_rule differing",
+        "--dynamic_filtering_reward_range has no effect without --dynamic_filtering_rule mean",
+        "--dynamic_filtering_rule mean",
+    ),
+    ("ppo", f"{RL} --kl_clip 10", "--kl_clip has no effect without --use_kl_loss", "--use_kl_loss --kl_estimator k3"),
+    (
+        "grpo",
+        f"{RL} --running_reward_norm",
+        "--running_reward_norm has no effect with --advantage_estimator group_norm: it standardises",
+        "--advantage_estimator rloo",
+    ),
+    (
+        "grpo",
+        f"{RL} --micro_value_batch_size 2",
+        "--micro_value_batch_size without effect: --advantage_estimator group_norm has no critic",
+        "--advantage_estimator gae",
+    ),
+    (
+        "ppo",
+        "--pretrain a/b --prompt_data a/b --reward_verifier exact --micro_reward_batch_size 2",
+        "--micro_reward_batch_size has no effect without --reward_pretrain",
+        "--reward_pretrain a/b",
+    ),
+    (
+        "ppo",
+        f"{RL} --use_dynamic_batch --micro_logprob_batch_size 2",
+        "--micro_logprob_batch_size has no effect beside --use_dynamic_batch",
+        "--use_dynamic_batch False",
     ),
     ("ppo", f"{RL} --replay rec --rollout_slots 8", "--rollout_slots without effect", "--eval_dataset a/b"),
     ("ppo", f"{RL} --vllm_num_engines 1 --vllm_tensor_parallel_size 2", "--vllm_tensor_parallel_size set aside", None),

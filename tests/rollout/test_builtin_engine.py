@@ -1,6 +1,7 @@
 """The built-in engine against Hugging Face's own generation, against the trainer's log-probs, and against chance."""
 
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,11 +34,11 @@ def policy_of(family="llama", **changes):
     return policy
 
 
-def hugging_face(model, ids, count):
+def hugging_face(model, ids, count, **settings):
     model.generation_config.eos_token_id = None
     mask = torch.ones(1, len(ids), dtype=torch.long)
     out = model.generate(
-        torch.tensor([ids]), attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0
+        torch.tensor([ids]), attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0, **settings
     )
     return out[0, len(ids) :].tolist()
 
@@ -51,6 +52,27 @@ def test_greedy_answers_equal_hugging_faces_in_any_memory(family):
     for memory in MEMORIES:
         answers = BuiltinEngine(policy, **memory).generate(prompts(), Sampling(max_new_tokens=20, temperature=0))
         assert [a.ids for a in answers] == expected, memory
+
+
+def test_penalised_answers_equal_hugging_faces_in_any_memory_and_have_the_policys_own_log_probs():
+    model = tiny_model("llama")
+    expected = [hugging_face(model, ids, 20, repetition_penalty=1.3) for ids in prompts()]
+    assert expected != [hugging_face(model, ids, 20) for ids in prompts()]
+    policy = Policy(model)
+    choose_path(policy)
+    sampling = Sampling(max_new_tokens=20, temperature=0, repetition_penalty=1.3)
+    for memory in MEMORIES:
+        answers = BuiltinEngine(policy, **memory).generate(prompts(), sampling)
+        assert [a.ids for a in answers] == expected, memory
+    sampling = Sampling(max_new_tokens=20, temperature=0.6, repetition_penalty=1.3, stop_token_ids=(3, 4))
+    answers = BuiltinEngine(policy, **TIGHT).generate(prompts(), replace(sampling, min_new_tokens=12, n=2))
+    assert min(len(answer.ids) for answer in answers) >= 12
+    for answer in answers:
+        ids = np.array(answer.prompt_ids + answer.ids)
+        batch = TokenBatch.of([(ids, np.arange(len(ids)) >= len(answer.prompt_ids))])
+        with torch.no_grad():
+            own = policy(batch, temperature=0.6).log_probs_N
+        torch.testing.assert_close(torch.from_numpy(answer.log_probs), own, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

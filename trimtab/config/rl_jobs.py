@@ -156,8 +156,9 @@ class RLOptions(
             )
         if self.running_reward_norm and self.placeholder_token is not None and self.step_reward == "steps":
             raise UserError("--running_reward_norm: with --step_reward steps a step is scored; use min or last")
-        if self.running_reward_norm and estimator.group == "standardised":
-            yield f"--running_reward_norm has no effect: {estimator.name} standardises the rewards of each group"
+        if estimator.group == "standardised":
+            why = f"with --advantage_estimator {estimator.name}: it standardises the rewards of each group"
+            yield from self.idle(["running_reward_norm"], why)
         self._check_rewarded()
         self._check_splits()
         if self.max_len is not None and self.max_len < self.longest_rollout:
@@ -225,8 +226,11 @@ class RLOptions(
             raise UserError("--rollout_engine vllm takes no weights of 4 bits: drop --load_in_4bit, or use builtin")
         if names := [f"--{name}" for name in ("rollout_kv_tokens", "weight_only_int8") if self.asks(name)]:
             yield f"{', '.join(names)} without effect: they belong to the built-in engine"
-        if self.top_p < 1:
-            yield "--top_p: vLLM's log-probs are of the tokens that it leaves, and so is the gap to the trainer's"
+        if names := [f"--{name}" for name in ("top_p", "repetition_penalty", "generate_min_len") if self.changed(name)]:
+            yield (
+                f"{', '.join(names)}: vLLM's log-probs are of what is drawn from then, and so is the gap to the "
+                "trainer's"
+            )
 
     def _about_placement(self) -> Iterable[str]:
         """With --ray, of models that are not there."""

@@ -143,7 +143,7 @@ class BuiltinSession:
         fresh, finished = [a.sample for a in admissions if not a.sample.ids], []
         if fresh:
             hidden = torch.stack([reader.hidden[s.prompt] for s in fresh])
-            finished = self._take(scheduler, fresh, self._draw(hidden, fresh))
+            finished = self._take(scheduler, fresh, self._draw(hidden, fresh, seen=self._seen(fresh)))
         scheduler.settled()
         reader.forget()
         return finished
@@ -182,21 +182,34 @@ class BuiltinSession:
         drawn = torch.tensor([len(s.ids) for s in running], device=self.device)
         last = tables.shape[1] * runner.cache.size - 1
         results: list[Drawn] = []
+        seen = self._seen(running)
         for step in range(steps):
             # A sample past its end writes to page 0, which nobody reads.
             hidden = runner.decode(tokens, (positions + step).clamp(max=last), tables)
-            results.append(self._draw(hidden, running, drawn + step, results))
+            results.append(self._draw(hidden, running, drawn + step, seen))
             tokens = results[-1].tokens_B
+            if seen is not None:
+                seen.scatter_(1, tokens[:, None], True)
         return Drawn.stacked(results)
 
-    def _draw(self, hidden, samples, drawn=None, newer=()) -> Drawn:
+    def _draw(self, hidden, samples, drawn=None, seen=None) -> Drawn:
         seeds = torch.tensor([s.seed for s in samples], device=self.device)
         drawn = torch.zeros_like(seeds) if drawn is None else drawn
-        logits = self._runner.logits(hidden)
-        seen = _seen(samples, logits, newer) if self.sampling.repetition_penalty != 1.0 else None
-        found = self._sampler.draw(logits, seeds, drawn, seen)
+        found = self._sampler.draw(self._runner.logits(hidden), seeds, drawn, seen)
         # One different bit would part them for good.
         return replace(found, tokens_B=self.engine.tensor.of_first(found.tokens_B))
+
+    def _seen(self, samples: list[Sample]) -> torch.Tensor | None:
+        """With a repetition penalty: which tokens stand in each sample or its prompt, [samples, vocabulary]."""
+        if self.sampling.repetition_penalty == 1.0:
+            return None
+        texts = [sample.prompt.ids + sample.ids for sample in samples]
+        rows = np.repeat(np.arange(len(texts)), [len(ids) for ids in texts])
+        places = torch.from_numpy(np.stack([rows, np.concatenate(texts)])).to(self.device)
+        shape = len(samples), self.engine.policy.head.out_features
+        seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        seen[places[0], places[1]] = True
+        return seen
 
     # ---- what was drawn
 
@@ -248,12 +261,3 @@ class BuiltinSession:
         return Rollout(
             prompt.index, sample.number, prompt.ids, sample.ids, log_probs, finish, plain, self.engine.version
         )
-
-
-def _seen(samples: list[Sample], logits_BV: torch.Tensor, newer) -> torch.Tensor:
-    seen = torch.zeros_like(logits_BV, dtype=torch.bool)
-    for row, sample in enumerate(samples):
-        seen[row, sample.prompt.ids + sample.ids] = True
-    for result in newer:
-        seen.scatter_(1, result.tokens_B[:, None], True)
-    return seen
