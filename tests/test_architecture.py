@@ -1,6 +1,7 @@
 """What docs/architecture.md says about imports, read off the source."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,8 +42,13 @@ MAY_IMPORT = {
     "errors": set(),
 }
 
-# Kernels that exist on one kind of device only: these ask the tensor at hand, and choose no device.
-ASKS_A_TENSOR = {("models/varlen.py", "is_cuda"), ("models/lm_head.py", "is_cuda")}
+# Names of devices, of what torch calls them, and of the libraries between them.
+OF_DEVICES = re.compile(r"cuda|(?<![a-z])(nccl|hccl|xccl|rocm|npu|xpu|mps|nvidia|ascend)(?![a-z])", re.IGNORECASE)
+# Where they may be named: what knows devices, kernels for one kind, and figures of data sheets.
+KNOWS_DEVICES = ("distributed/", "rollout/builtin/kernels/", "train/plan/hardware.py")
+ASKS_FOR_ONE = re.compile(
+    r"torch\.(cuda|npu|xpu|mps|backends\.(cuda|cudnn|mps))|is_(cuda|xpu|mps|npu)\b|\.cuda\(|[\"'](cuda|npu|xpu|mps)\b"
+)
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
@@ -179,13 +185,35 @@ def test_only_distributed_names_an_accelerator():
     found = {
         (str(path.relative_to(ROOT)), word)
         for path in FILES
-        if part_of(path) != "distributed"
+        if not path.relative_to(ROOT).as_posix().startswith(KNOWS_DEVICES)
         for word in names_and_words(path)
-        if any(device in word.lower() for device in ("cuda", "nccl", "rocm", "torch_npu", "xpu"))
+        if OF_DEVICES.search(word)
     }
-    # A value in other people's commands, and a name of httpx.
-    words_of_others = {("config/placement.py", "nccl"), ("rewards/client.py", "AsyncClient")}
-    assert found - ASKS_A_TENSOR - words_of_others == set()
+    # Values in other people's commands.
+    words_of_others = {("config/placement.py", name) for name in ("nccl", "hccl", "xccl")}
+    assert found - words_of_others == set()
+
+
+def test_no_other_file_asks_torch_for_one_kind_of_device():
+    """Comments and documentation included: whoever greps for it finds nothing."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in FILES
+        if not path.relative_to(ROOT).as_posix().startswith(KNOWS_DEVICES)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if ASKS_FOR_ONE.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("word", ["is_cuda", "npu", "cpu:gloo,xpu:xccl", "torch_npu", "NCCL_DEBUG", "mps"])
+def test_the_name_of_a_device_is_seen(word):
+    assert OF_DEVICES.search(word)
+
+
+@pytest.mark.parametrize("word", ["AsyncClient", "input", "samples", "clamps", "output", "descend"])
+def test_other_words_are_not_taken_for_one(word):
+    assert not OF_DEVICES.search(word)
 
 
 @pytest.mark.parametrize(

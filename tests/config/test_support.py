@@ -121,3 +121,40 @@ def test_an_engine_larger_than_this_machine_is_a_problem():
     (problem,) = problems(GenerateOptions(tp_size=4), here=2)
     assert problem == "--tp_size 4 asks for more GPUs than the 2 of this machine: leave it out"
     assert problems(GenerateOptions(tp_size=2), here=2) == problems(GenerateOptions(tp_size=1)) == []
+
+
+NEEDS_MORE = {
+    "ring attention": (SFTOptions, {"ring_attn_size": 2, "nproc": 2}, "--ring_attn_size 2"),
+    "tensor parallel": (SFTOptions, {"ds_tensor_parallel_size": 2, "nproc": 2}, "--ds_tensor_parallel_size 2"),
+    "four bit": (SFTOptions, {"load_in_4bit": True}, "--load_in_4bit"),
+    "liger": (SFTOptions, {"use_liger_kernel": True}, "--use_liger_kernel"),
+    "sleeping engines": (
+        PPOOptions,
+        {"ray": True, "rollout_engine": "vllm", "vllm_num_engines": 1, "vllm_enable_sleep": True},
+        "--vllm_enable_sleep with --rollout_engine vllm",
+    ),
+}
+
+
+@pytest.mark.parametrize("feature", NEEDS_MORE)
+def test_what_a_device_does_not_offer_is_refused_there_alone_with_something_to_do_instead(feature):
+    kind, changes, flag = NEEDS_MORE[feature]
+    found = support.device_problems(kind(**changes), lambda asked: "such a device" if asked == feature else None)
+    assert len(found) == 1 and found[0].startswith(f"{flag} is not offered on such a device: ")
+    assert len(found[0].partition("such a device: ")[2]) > 5
+    assert support.device_problems(kind(**changes), lambda asked: None) == []
+    assert support.device_problems(kind(), lambda asked: "such a device") == []
+
+
+def test_a_package_is_not_asked_for_where_it_would_not_help():
+    everything = lambda feature: "such a device"  # noqa: E731
+    (problem,) = support.hardware_problems(SFTOptions(load_in_4bit=True), lambda: 1, everything)
+    assert "is not offered on such a device" in problem
+    # A device without the package has an operator of its own.
+    assert support.hardware_problems(SFTOptions(attn_implementation="flash_attention_2"), lambda: 1, everything) == []
+
+
+def test_the_devices_of_a_cluster_are_not_those_of_this_machine(monkeypatch):
+    monkeypatch.setattr(support, "find_spec", lambda module: object())
+    kind, changes, _ = NEEDS_MORE["sleeping engines"]
+    assert support.hardware_problems(kind(**changes), lambda: 0, lambda feature: "such a device") == []

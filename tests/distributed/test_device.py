@@ -3,7 +3,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimtab.distributed.device import Device
+from trimtab.distributed import device, random_state
+from trimtab.distributed.device import Device, has_graphs, has_kernels, showing, widest
+from trimtab.distributed.devices import KINDS, LACKING, OTHER, of_resource
+from trimtab.errors import UserError
 
 
 @pytest.mark.parametrize(
@@ -18,3 +21,91 @@ from trimtab.distributed.device import Device
 def test_fast_bf16_is_known_by_the_flags_of_every_kind_of_cpu(monkeypatch, described, fast):
     monkeypatch.setattr(Path, "read_text", lambda path: described)
     assert Device(torch.device("cpu"), "").has_fast_bf16() is fast
+
+
+def test_the_table_names_everything_a_run_may_be_refused_for():
+    asked = {feature for kind in KINDS.values() for feature in kind.lacks} | OTHER.lacks
+    assert asked == LACKING
+    assert KINDS["npu"].lacking("four bit") == "an Ascend NPU" and KINDS["cuda"].lacking("four bit") is None
+    with pytest.raises(AssertionError):
+        KINDS["npu"].lacking("fourbit")  # a feature that no row knows would be offered everywhere
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "other"])
+def test_what_is_captured_has_kernels_in_it_and_what_ray_counts_can_be_shown(kind):
+    row = KINDS.get(kind, OTHER)
+    assert row.triton or not row.graphs
+    assert (row.visible is None) == (row.left_visible is None) == (row.resource is None)
+
+
+def test_a_process_is_shown_devices_in_the_words_of_their_kind():
+    assert showing(KINDS["npu"], ["1", "3"]) == {
+        "ASCEND_RT_VISIBLE_DEVICES": "1,3",
+        "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
+    }
+    assert showing(KINDS["cuda"], ["0"]) == {
+        "CUDA_VISIBLE_DEVICES": "0",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    }
+    assert (
+        of_resource("NPU") is KINDS["npu"] and of_resource("GPU") is KINDS["cuda"] and of_resource(None) is KINDS["cpu"]
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, double, kernels", [("cpu", True, False), ("xpu", False, False), ("mps", False, False), ("hpu", False, False)]
+)
+def test_a_device_is_used_by_what_the_table_says_of_it(kind, double, kernels):
+    found = torch.device(kind)
+    assert (widest(found) == torch.float64) is double
+    assert has_kernels(found) is has_graphs(found) is kernels
+
+
+class Generator:
+    """A device's module, as torch has one for each."""
+
+    def __init__(self):
+        self.state = torch.arange(4, dtype=torch.uint8)
+
+    def get_rng_state(self):
+        return self.state.clone()
+
+    def set_rng_state(self, state):
+        self.state = state
+
+
+def test_random_state_is_kept_under_the_devices_name_and_that_of_another_is_left(monkeypatch):
+    """Checkpoints that were made on one kind of device are read there, and do no harm elsewhere."""
+    module = Generator()
+    monkeypatch.setattr(random_state, "accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    saved = random_state.random_state()
+    assert saved["cuda"] == "00010203"
+    module.state = torch.zeros(4, dtype=torch.uint8)
+    random_state.restore_random_state(saved)
+    assert module.state.tolist() == [0, 1, 2, 3]
+    monkeypatch.setattr(random_state, "accelerator", lambda: torch.device("xpu"))
+    module.state = torch.full((4,), 7, dtype=torch.uint8)
+    random_state.restore_random_state(saved)
+    assert module.state.tolist() == [7, 7, 7, 7]
+    with random_state.drawing_aside():
+        drawn, module.state = torch.rand(3), module.state * 0
+    assert module.state.tolist() == [7, 7, 7, 7]
+    random_state.restore_random_state(saved)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_a_package_of_a_device_that_cannot_be_imported_is_named(monkeypatch):
+    def broken(name):
+        raise ImportError("libascend_hal.so: cannot open shared object file\nand more")
+
+    monkeypatch.setattr(device, "find_spec", lambda name: object())
+    monkeypatch.setattr(device.importlib, "import_module", broken)
+    device._meet_extensions.cache_clear()
+    with pytest.raises(
+        UserError, match=r"torch_npu is installed and cannot be imported \(libascend_hal.so: [^\n]*AUTOLOAD=0"
+    ):
+        device.accelerator()
+    monkeypatch.setenv(device.AUTOLOAD, "0")
+    assert device.accelerator() is None
+    device._meet_extensions.cache_clear()

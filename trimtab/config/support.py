@@ -39,8 +39,10 @@ def hardware_problems(options: Options, accelerators: Callable[[], int], lacks: 
     if asked > 1 and asked > (found := accelerators()):
         problems.append(f"--tp_size {asked} asks for more GPUs than the {found} of this machine: leave it out")
     problems += device_problems(options, lacks)
+    of_device = _asked_of_device(options)
     for flag, (module, package) in _packages(options, lacks).items():
-        if not _installed(module):
+        refused = flag in of_device and lacks(of_device[flag][0])  # then to install it would be no help
+        if not refused and not _installed(module):
             problems.append(f"{flag} needs the package {module}: pip install {package}, or leave the option out")
     if isinstance(options, ClusterOptions) and options.ray and not _installed("ray"):
         problems.append(

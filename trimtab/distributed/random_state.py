@@ -1,7 +1,9 @@
 """Random numbers of a run: seeds, and the state of every generator it draws from."""
 
+import contextlib
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,19 @@ def restore_random_state(state: dict) -> None:
         kind_of_device, module = found
         if kind_of_device in state:  # it was saved on such a device
             module.set_rng_state(_bytes_tensor(state[kind_of_device]))
+
+
+@contextlib.contextmanager
+def drawing_aside() -> Iterator[None]:
+    """What is drawn inside leaves the generators as they were: the CPU's, and that of this process's device."""
+    host, own = torch.get_rng_state(), _own_generator()
+    device = None if own is None else own[1].get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        if own is not None:
+            own[1].set_rng_state(device)
 
 
 def _own_generator() -> tuple[str, Any] | None:

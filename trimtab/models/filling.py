@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.distributed.blocks import blocks_of
+from trimtab.distributed.random_state import drawing_aside
 from trimtab.distributed.sharding import local
 from trimtab.models.packed import PackedModel
 from trimtab.models.weight_files import WeightFiles
@@ -63,7 +64,7 @@ class ByConversion:
             dtype=torch.float32,
             weight_mapping=get_model_conversion_mapping(model, self.renamed, None),
         )
-        with torch.random.fork_rng(), torch.no_grad():  # what is missing would be drawn
+        with drawing_aside(), torch.no_grad():  # what is missing would be drawn
             info, _ = model._load_pretrained_model(model, None, [str(path) for path in self.files.paths], config)
             found = model._finalize_model_loading(model, config, info)
         return {"missing_keys": found.missing_keys, "mismatched_keys": found.mismatched_keys}
@@ -180,7 +181,7 @@ def compute_buffers(model: nn.Module) -> None:
     """What is in no file: rotary frequencies and the like, from the configuration."""
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # those are left alone
-    with torch.random.fork_rng(), torch.no_grad():
+    with drawing_aside(), torch.no_grad():
         for module in model.modules():
             if module._non_persistent_buffers_set:
                 model._init_weights(module)
