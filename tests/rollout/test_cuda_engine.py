@@ -14,9 +14,10 @@ from tests.tiny import tiny_model
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
-from trimtab.rollout.builtin import attention, captured, fused_layers, graphs, sampler
+from trimtab.rollout.builtin import attention, captured, fused_layers, graphs, int8, sampler
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.kernels import attention as kernels
+from trimtab.rollout.builtin.kernels import int8 as int8_kernels
 from trimtab.rollout.types import Sampling
 
 # Minutes in the interpreter.
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.long if DEVICE == "cpu" else []
 TIGHT = {"kv_tokens": 160 if DEVICE == "cuda" else 40, "slots": 3, "page_size": 8}
 # The interpreter takes a second for a step.
 SHORT, NEW = (prompts((5, 17, 33, 1)), 20) if DEVICE == "cuda" else (prompts((3, 9)), 6)
-USERS_OF_KERNELS = (attention, captured, fused_layers, sampler)
+USERS_OF_KERNELS = (attention, fused_layers, int8, sampler)
 
 
 class DoneAgain:
@@ -45,6 +46,7 @@ def _kernels(monkeypatch):
 def use_kernels(monkeypatch, use: bool) -> None:
     for module in USERS_OF_KERNELS:
         monkeypatch.setattr(module, "has_kernels", lambda device: use)
+    monkeypatch.setattr(captured, "has_graphs", lambda device: use)
 
 
 def policy_of(family="llama", dtype=torch.float32, **changes):
@@ -179,6 +181,25 @@ def test_log_probs_in_half_precision_are_the_trainers_but_for_rounding():
     trained = policy(TokenBatch.of(examples).to(torch.device(DEVICE))).log_probs_N.detach().cpu().numpy()
     difference = trained - np.concatenate([a.log_probs for a in given])
     assert np.abs(difference).mean() < 5e-3 and abs(np.exp(difference).mean() - 1) < 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # the second with biases
+def test_int8_kernels_sample_from_the_policy_that_unpacking_gives(family, monkeypatch):
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    monkeypatch.setattr(int8_kernels, "DTYPES", (dtype,))
+    multiplied = []
+    monkeypatch.setattr(int8_kernels, "_height", lambda rows: multiplied.append(rows) or 16)
+    wide = {"hidden_size": 64, "num_key_value_heads": 4, "spread": 0.1}
+    policy = policy_of(family, dtype, **wide)
+    given = BuiltinEngine(policy, weight_only_int8=True).generate(SHORT, Sampling(max_new_tokens=NEW, n=2))
+    assert len(multiplied) > NEW
+    whole = [np.array(a.prompt_ids + a.ids) for a in given]
+    batch = TokenBatch.of([(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, given)])
+    use_kernels(monkeypatch, False)
+    with torch.no_grad(), int8.Int8Layers(policy):
+        expected = policy(batch.to(torch.device(DEVICE))).log_probs_N.cpu().numpy()
+    off = np.abs(np.concatenate([a.log_probs for a in given]) - expected)
+    assert off.max() < 1e-4 if dtype == torch.float32 else off.mean() < 5e-2
 
 
 def test_a_model_that_cannot_be_recorded_decodes_step_by_step(monkeypatch):

@@ -15,7 +15,7 @@ from trimtab.models.lora import add_adapters
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.int8 import quantised
+from trimtab.rollout.builtin.int8 import Int8Weight, packed, quantised
 from trimtab.rollout.types import Sampling
 
 SAMPLING = Sampling(max_new_tokens=16, n=2, seed=3)
@@ -57,6 +57,13 @@ def test_a_weight_is_off_by_half_a_step_at_most():
     codes, scales = quantised(weight)
     assert codes.dtype == torch.int8 and torch.isfinite(scales).all()
     assert ((codes * scales[:, None] - weight).abs() <= scales[:, None] / 2 * 1.0001).all()
+
+
+@pytest.mark.parametrize("inner", [128, 127])
+def test_packing_keeps_every_code(inner):
+    codes = torch.arange(-127, 128, dtype=torch.int8).repeat(3)[: 5 * inner].view(5, inner)
+    weight = Int8Weight(packed(codes), torch.ones(5), None, inner)
+    assert weight.words_OJ.shape == (5, 64) and torch.equal(weight.codes(torch.bfloat16), codes.bfloat16())
 
 
 def test_trained_weights_stay_bit_for_bit_and_training_uses_them():

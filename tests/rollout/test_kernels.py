@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.rollout.kernel_device import DEVICE
+from trimtab.rollout.builtin.int8 import Int8Weight, packed, quantised
 from trimtab.rollout.builtin.kernels.attention import paged_attention
+from trimtab.rollout.builtin.kernels.int8 import Tiles, added, int8_gated, int8_product, unpacked
 from trimtab.rollout.builtin.kernels.layers import add_norm, gated, rotate_and_store
 from trimtab.rollout.builtin.kernels.linear import gated_linear, joined_linear
 from trimtab.rollout.builtin.kernels.sampling import draw_plainly
@@ -107,6 +109,49 @@ def test_joined_products_equal_separate_ones(biased):
             up = torch.nn.Linear(72, 192, bias=False, device=DEVICE, dtype=dtype)
             expected = F.silu(modules[0](x)) * up(x)
             torch.testing.assert_close(gated_linear(x, modules[0], up), expected, **close)
+
+
+def int8_weight(outputs, inner, seed=0, bias=None):
+    codes, scales = quantised(noise(outputs, inner, seed=seed))
+    return Int8Weight(packed(codes), scales, bias, inner), codes.double() * scales[:, None].double()
+
+
+# 48 words make half a step of the inner dimension, and leave a third part nothing to do.
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows, tiles", [(1, None), (20, Tiles(16, 64, 32, 3, 4, 3)), (70, Tiles(32, 64, 16, 2, 2, 3))])
+def test_int8_products_are_those_of_the_rounded_weights(rows, tiles, biased):
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    x = noise(rows, 96, dtype=dtype)
+    biases = [noise(n, dtype=dtype) if biased else None for n in (128, 64, 64)]
+    made = [int8_weight(n, 96, seed, bias) for seed, (n, bias) in enumerate(zip((128, 64, 64), biases))]
+    weights, wide = zip(*made)
+    expected = torch.cat([x.double() @ w.T + (0 if b is None else b.double()) for w, b in zip(wide, biases)], 1)
+    close = {"atol": 1e-4, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 1e-2}
+    for given, width in ((list(weights), 256), ([weights[0]], 128)):
+        found = int8_product(x, given, parts=True, tiles=tiles)
+        assert (found.ndim == 3) == (tiles is not None)
+        torch.testing.assert_close(added(found, dtype).double(), expected[:, :width], **close)
+    if not biased:
+        (gate, gate_wide), (up, up_wide) = int8_weight(64, 96, 5), int8_weight(64, 96, 6)
+        expected = F.silu(x.double() @ gate_wide.T) * (x.double() @ up_wide.T)
+        found = int8_gated(x, gate, up, tiles=tiles)
+        torch.testing.assert_close(found.double(), expected, atol=close["atol"] * 10, rtol=close["rtol"] * 2)
+
+
+@pytest.mark.parametrize("inner", [256, 255])
+def test_every_int8_code_is_unpacked_exactly(inner):
+    codes = torch.arange(-127, 128, dtype=torch.int8).repeat(6)[: 5 * inner].view(5, inner).to(DEVICE)
+    weight = Int8Weight(packed(codes), torch.ones(5, device=DEVICE), None, inner)
+    for dtype in [torch.float32, torch.float16, torch.bfloat16][: 1 if DEVICE == "cpu" else 3]:
+        assert torch.equal(unpacked(weight, dtype), codes.to(dtype))
+
+
+def test_parts_of_a_sum_are_added_to_the_stream_as_their_sum():
+    parts, weight = noise(3, 5, 96), noise(96)
+    streams = [noise(5, 96, seed=1) for _ in range(2)]
+    found = add_norm(parts, streams[0], weight, 1e-5), add_norm(parts.sum(0), streams[1], weight, 1e-5)
+    torch.testing.assert_close(*streams)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("vocabulary, temperature", [(61, 1.0), (5000, 0.7)])

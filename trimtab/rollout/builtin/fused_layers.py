@@ -2,7 +2,7 @@
 
 A model is recognised by its structure and then believed only after its hidden states on a few tokens, read and decoded,
 equal those of its own modules. Anything else runs through its modules. A projection that is more than a plain Linear
-(an adapter, int8) is called as the module it is.
+(an adapter) is called as the module it is; int8 weights have kernels of their own.
 """
 
 from functools import partial
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trimtab.distributed.device import has_kernels
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.cache import KVCache, KVShape
+from trimtab.rollout.builtin.int8 import int8_weights
 from trimtab.rollout.builtin.runner import Runner
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -43,25 +44,45 @@ class FusedLayers:
             rotate_and_store(query, key, value, cos, sin, keys, values, places_T, _head_norms(attention))
             mixed = attend(index, query, key, value, self.arguments[index])
             norm = layer.post_attention_layernorm
-            x = add_norm(attention.o_proj(mixed.flatten(1)), stream, norm.weight, norm.variance_epsilon)
-            new = layer.mlp.down_proj(_opened(layer.mlp, x))
+            x = add_norm(_summands(attention.o_proj, mixed.flatten(1)), stream, norm.weight, norm.variance_epsilon)
+            new = _summands(layer.mlp.down_proj, _opened(layer.mlp, x))
         return add_norm(new, stream, backbone.norm.weight, backbone.norm.variance_epsilon)
 
 
 def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
+    from trimtab.rollout.builtin.kernels.int8 import can_multiply, int8_product
     from trimtab.rollout.builtin.kernels.linear import can_join, joined_linear
 
     modules = [attention.q_proj, attention.k_proj, attention.v_proj]
-    if len(x_TD) <= ROWS_OF_JOINED_PRODUCTS and can_join(x_TD, modules):
-        return joined_linear(x_TD, modules).split([module.out_features for module in modules], 1)
-    return tuple(module(x_TD) for module in modules)
+    weights = int8_weights(modules)
+    if weights is not None and can_multiply(x_TD, weights):
+        joined = int8_product(x_TD, weights)
+    elif len(x_TD) <= ROWS_OF_JOINED_PRODUCTS and can_join(x_TD, modules):
+        joined = joined_linear(x_TD, modules)
+    else:
+        return tuple(module(x_TD) for module in modules)
+    return joined.split([module.out_features for module in modules], 1)
+
+
+def _summands(module: nn.Module, x_TD: Tensor) -> Tensor:
+    """What the module gives [T, D], or parts of its sum [parts, T, D]."""
+    from trimtab.rollout.builtin.kernels.int8 import can_multiply, int8_product
+
+    weights = int8_weights([module])
+    if weights is not None and can_multiply(x_TD, weights):
+        return int8_product(x_TD, weights, parts=True)
+    return module(x_TD)
 
 
 def _opened(mlp: nn.Module, x_TD: Tensor) -> Tensor:
+    from trimtab.rollout.builtin.kernels.int8 import can_multiply, int8_gated
     from trimtab.rollout.builtin.kernels.layers import gated
     from trimtab.rollout.builtin.kernels.linear import can_join, gated_linear
 
     modules = [mlp.gate_proj, mlp.up_proj]
+    weights = int8_weights(modules)
+    if weights is not None and weights[0].bias_O is None and can_multiply(x_TD, weights):
+        return int8_gated(x_TD, *weights)
     if len(x_TD) <= ROWS_OF_JOINED_PRODUCTS and modules[0].bias is None and can_join(x_TD, modules):
         return gated_linear(x_TD, *modules)
     return gated(*(module(x_TD) for module in modules))

@@ -3,17 +3,50 @@
     w ~ scale * round(w / scale),     scale = max |w| / 127 over the row of one output
 
 The trained weights are only read, so training goes on with them bit for bit. The LM head stays as it is, and so does
-what is not a plain linear layer (adapters, experts in one tensor, GPT-2's transposed layers). The product unpacks the
-copy to the activations' dtype; that is right on every device, and no faster than the weights themselves.
+what is not a plain linear layer (adapters, experts in one tensor, GPT-2's transposed layers). In half precision, up to
+many rows, kernels multiply by the copies as they are (kernels/int8.py); elsewhere a product unpacks its copy to the
+activations' dtype, which holds every code exactly. Both are products with the same weights.
 """
 
-import functools
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trimtab.distributed.device import has_kernels
 from trimtab.models.policy import Policy
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """What a linear layer multiplies by, in the place of its own `forward`."""
+
+    words_OJ: Tensor
+    """int16: in the low byte a code of the first half of the inputs, in the high one the same place's of the second,
+    each plus 128. So a kernel has two numbers that stand side by side in one register."""
+    scales_O: Tensor  # fp32
+    bias_O: Tensor | None
+    inner: int
+
+    def codes(self, dtype: torch.dtype) -> Tensor:
+        """[O, I], which every dtype of activations holds exactly."""
+        if has_kernels(self.words_OJ.device):
+            from trimtab.rollout.builtin.kernels.int8 import unpacked
+
+            return unpacked(self, dtype)
+        bytes_O2J = self.words_OJ.view(torch.uint8).unflatten(1, (-1, 2)).transpose(1, 2)
+        return bytes_O2J.to(dtype, memory_format=torch.contiguous_format).sub_(128).flatten(1)[:, : self.inner]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if has_kernels(x.device):
+            from trimtab.rollout.builtin.kernels.int8 import added, can_multiply, int8_product
+
+            x_TI = x.flatten(0, -2)
+            if can_multiply(x_TI, [self]):
+                return added(int8_product(x_TI, [self], parts=True), x.dtype).view(*x.shape[:-1], -1)
+        out = F.linear(x, self.codes(x.dtype)).mul_(self.scales_O)
+        return out if self.bias_O is None else out + self.bias_O
 
 
 class Int8Layers:
@@ -31,13 +64,14 @@ class Int8Layers:
     @torch.no_grad()
     def __enter__(self) -> None:
         for layer in self.layers:
-            fresh = quantised(layer.weight)
+            codes, scales = quantised(layer.weight)
+            fresh = packed(codes), scales
             if layer in self._copies:  # in place: whoever knows the addresses may go on using them
                 for old, new in zip(self._copies[layer], fresh):
                     old.copy_(new)
             else:
                 self._copies[layer] = fresh
-            layer.forward = functools.partial(int8_linear, *self._copies[layer], layer.bias)
+            layer.forward = Int8Weight(*self._copies[layer], layer.bias, layer.in_features)
 
     def __exit__(self, *_) -> None:
         for layer in self.layers:
@@ -49,11 +83,20 @@ class Int8Layers:
 
 def quantised(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """(int8 weights [O, I], fp32 scales [O]), symmetric for each output."""
-    weight = weight_OI.float()
-    scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-    return (weight / scales[:, None]).round().to(torch.int8), scales
+    largest = torch.linalg.vector_norm(weight_OI, torch.inf, 1, dtype=torch.float32)
+    scales = largest.clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return (weight_OI / scales[:, None]).round_().to(torch.int8), scales
 
 
-def int8_linear(weight_OI: Tensor, scales_O: Tensor, bias_O: Tensor | None, x: Tensor) -> Tensor:
-    out = (F.linear(x, weight_OI.to(x.dtype)) * scales_O).to(x.dtype)
-    return out if bias_O is None else out + bias_O
+def packed(codes_OI: Tensor) -> Tensor:
+    """int16 [O, J], as in Int8Weight."""
+    even = F.pad(codes_OI, (0, codes_OI.shape[1] % 2))
+    bytes_OJ2 = (even.view(torch.uint8) ^ 128).unflatten(1, (2, -1)).transpose(1, 2).contiguous()
+    return bytes_OJ2.view(torch.int16)[..., 0]
+
+
+def int8_weights(modules: list[nn.Module]) -> list[Int8Weight] | None:
+    """What the modules multiply by now, if that is int8 in all of them."""
+    found = [vars(module).get("forward") for module in modules]
+    weights = [forward for forward in found if isinstance(forward, Int8Weight)]
+    return weights if len(weights) == len(modules) else None

@@ -11,12 +11,17 @@ from torch import Tensor
 
 
 @triton.jit
-def _add_norm(new, stream, weight, out, epsilon, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr):
+def _add_norm(
+    new, stream, weight, out, epsilon, part, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     kept = column < WIDTH
     x = tl.load(stream + row * WIDTH + column, kept, 0.0)
-    if ADD:
-        x = (x.to(tl.float32) + tl.load(new + row * WIDTH + column, kept, 0.0).to(tl.float32)).to(x.dtype)
+    if PARTS > 0:
+        added = tl.load(new + row * WIDTH + column, kept, 0.0).to(tl.float32)
+        for i in tl.static_range(1, PARTS):
+            added += tl.load(new + i * part + row * WIDTH + column, kept, 0.0)
+        x = (x.to(tl.float32) + added.to(x.dtype).to(tl.float32)).to(x.dtype)
         tl.store(stream + row * WIDTH + column, x, kept)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon)
@@ -25,13 +30,15 @@ def _add_norm(new, stream, weight, out, epsilon, WIDTH: tl.constexpr, COLUMNS: t
     tl.store(out + row * WIDTH + column, normed.to(x.dtype), kept)
 
 
-def add_norm(new_TD: Tensor | None, stream_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """Adds `new_TD` (if any) to the residual stream in place; returns the stream's RMS norm."""
+def add_norm(new: Tensor | None, stream_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    """Adds `new` (if any) to the residual stream in place; returns the stream's RMS norm. `new`: [T, D], or parts of
+    its sum in fp32 [parts, T, D]."""
     width = stream_TD.shape[-1]
     out = torch.empty_like(stream_TD)
     _add_norm[stream_TD.shape[0],](
-        stream_TD if new_TD is None else new_TD, stream_TD, weight_D, out, epsilon,
-        WIDTH=width, COLUMNS=triton.next_power_of_2(width), ADD=new_TD is not None,
+        stream_TD if new is None else new, stream_TD, weight_D, out, epsilon, stream_TD.numel(),
+        WIDTH=width, COLUMNS=triton.next_power_of_2(width),
+        PARTS=0 if new is None else len(new) if new.ndim == 3 else 1,
         num_warps=4 if width <= 2048 else 8,
     )  # fmt: skip
     return out
