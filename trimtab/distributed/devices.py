@@ -28,6 +28,8 @@ class Kind:
     """In kernels and collectives alike."""
     fused_adam: bool = False
     triton: bool = False
+    ptx: bool = False
+    """Its instructions can stand inside Triton's kernels."""
     graphs: bool = False
     """Captured work, with Triton's kernels in it."""
     varlen: bool = False
@@ -59,6 +61,7 @@ CUDA = Kind(
     float64=True,
     fused_adam=True,
     triton=True,
+    ptx=True,
     graphs=True,
     varlen=True,
     wide_products=True,
@@ -72,6 +75,7 @@ KINDS = {
     "rocm": replace(
         CUDA,
         name="an AMD GPU",
+        ptx=False,
         visible="HIP_VISIBLE_DEVICES",
         left_visible="RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES",
     ),

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trimtab.distributed.device import kind_of
 from trimtab.rollout.builtin.int8 import Int8Weight
 
 
@@ -185,7 +186,7 @@ def int8_product(x_TI: Tensor, weights: list[Int8Weight], *, parts: bool = False
         x_TI, *(w.words_OJ for w in joined), *(w.scales_O for w in joined),
         *((w.bias_O if biased else w.scales_O) for w in joined), out,
         rows, half, share, x_TI.stride(0), out.stride(1), out.stride(0), widths[0], sum(widths[1:2]),
-        BIASED=biased, WHOLE=share * tiles.splits == half, ASM=_has_ptx(x_TI.dtype),
+        BIASED=biased, WHOLE=share * tiles.splits == half, ASM=_in_ptx(x_TI),
         BM=tiles.rows, BN=tiles.outputs, BK=tiles.words, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out if tiles.splits > 1 else out[0]
@@ -199,7 +200,7 @@ def int8_gated(x_TI: Tensor, gate: Int8Weight, up: Int8Weight, *, tiles: Tiles |
     out = torch.empty(rows, outputs, dtype=x_TI.dtype, device=x_TI.device)
     _gated[triton.cdiv(rows, tiles.rows), outputs // tiles.outputs](
         x_TI, gate.words_OJ, up.words_OJ, gate.scales_O, up.scales_O, out,
-        rows, half, x_TI.stride(0), out.stride(0), WHOLE=half % tiles.words == 0, ASM=_has_ptx(x_TI.dtype),
+        rows, half, x_TI.stride(0), out.stride(0), WHOLE=half % tiles.words == 0, ASM=_in_ptx(x_TI),
         BM=tiles.rows, BN=tiles.outputs, BK=tiles.words, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return out
@@ -219,7 +220,7 @@ def unpacked(weight: Int8Weight, dtype: torch.dtype) -> Tensor:
     outputs, half = weight.words_OJ.shape
     out = torch.empty(outputs, 2 * half, dtype=dtype, device=weight.words_OJ.device)
     _unpacked[triton.cdiv(half, 512), triton.cdiv(outputs, 16)](
-        weight.words_OJ, out, outputs, half, ASM=_has_ptx(dtype), BN=16, BK=512, num_warps=4
+        weight.words_OJ, out, outputs, half, ASM=_in_ptx(out), BN=16, BK=512, num_warps=4
     )
     return out[:, : weight.inner]
 
@@ -261,12 +262,9 @@ def _shared_memory() -> int:
     return driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
 
 
-@functools.cache
-def _has_ptx(dtype: torch.dtype) -> bool:
+def _in_ptx(out: Tensor) -> bool:
     """Whether the instructions in _halves are the device's own, and give this dtype."""
-    if INTERPRETED or dtype != torch.bfloat16:
-        return False
-    return triton.runtime.driver.active.get_current_target().backend == "cuda"
+    return out.dtype == torch.bfloat16 and kind_of(out.device).ptx
 
 
 INTERPRETED = not isinstance(_product, triton.JITFunction)
