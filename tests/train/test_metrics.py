@@ -1,4 +1,6 @@
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -6,7 +8,7 @@ import pytest
 
 from trimtab.config.groups import LoggingOptions
 from trimtab.errors import UserError
-from trimtab.train.metrics import MetricsFile, open_logs, read_rows
+from trimtab.train.metrics import MetricsFile, WandbLog, open_logs, read_rows
 from trimtab.train.run_log import RunLog
 
 
@@ -120,3 +122,26 @@ def test_closing_a_file_on_a_full_disk_does_not_hide_what_was_told(tmp_path):
     with pytest.raises(OSError, match="No space left"):
         file.write({"step": 1})
     file.close()
+
+
+def test_wandb_s_traffic_goes_through_its_proxy(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    asked, begun = [], {}
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_CONNECT(self):
+            asked.append(self.path)
+            self.send_error(403)
+
+        def log_message(self, *_):
+            pass
+
+    proxy = HTTPServer(("127.0.0.1", 0), Proxy)
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{proxy.server_port}"
+    monkeypatch.setattr(wandb, "init", lambda **settings: begun.update(settings))
+    WandbLog(LoggingOptions(use_wandb="online", wandb_http_proxy=address), {}, tmp_path)
+    proxy.shutdown()
+    assert asked and asked[0].endswith(":443")
+    assert (begun["settings"].http_proxy, begun["settings"].https_proxy) == (address, address)
+    assert begun["mode"] == "offline"  # the proxy lets nothing through
