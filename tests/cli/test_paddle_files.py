@@ -106,6 +106,16 @@ def test_a_file_trains_a_tiny_model(here, capsys, name):
     assert saved and all(list((Path("out/checkpoints") / name).glob("*.safetensors")) for name in saved)
 
 
+@pytest.mark.long
+def test_a_file_trains_in_the_layout_that_it_asks_for(here, capfd):
+    """tensor_parallel_degree 2: two processes, each with half of every layer."""
+    words = [str(FILES / "grpo_argument.yaml"), *here, *SCALED.split()[2:]]
+    assert run_rl(words) == 2 and "start a multiple of 2 (--nproc 2)" in capfd.readouterr().err
+    assert run_rl([*words, "--nproc", "2", "--save_path", "out"]) == 0
+    assert capfd.readouterr().err.count("note: gradient accumulation 2: 2 prompts x 8") == 1
+    assert [row["step"] for row in read_rows(Path("out/metrics.jsonl"))][-1] == 2
+
+
 def test_a_file_learns_what_the_same_words_of_ours_do(here, capsys):
     ours = """--prompt_data ppo-kk/34567ppl/train.jsonl --input_key src --label_key tgt --no_shuffle --drop_last
         --temperature 0.7 --n_samples_per_prompt 8 --micro_train_batch_size 8 --lr_scheduler constant --l2 0.01

@@ -1,9 +1,11 @@
 """PaddleNLP's files: every key of its guide means what the specification of its behaviour says, or is refused."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from trimtab.config.catalogue import options_of
 from trimtab.config.checks import check, settle
@@ -158,6 +160,13 @@ sharding: stage2 offload\nkl_coeff:\nreward_model_name_or_path: ""\nrecompute: y
         },
         **{"zero_stage": 2, "adam_offload": True, "gradient_checkpointing": True},
     )
+
+
+def test_a_json_file_says_the_same(tmp_path):
+    entries = yaml.safe_load((FILES / "grpo_argument.yaml").read_text())
+    (tmp_path / "grpo_argument.json").write_text(json.dumps({**entries, "learning_rate": 5e-7}, indent=2))
+    told = parse(AnyRLOptions, ["--config", str(tmp_path / "grpo_argument.json")])
+    assert told == of_example("grpo_argument") and told.actor_learning_rate == 5e-7
 
 
 def test_the_command_line_wins_in_our_words(read):
