@@ -14,7 +14,8 @@ tiny() { [[ ${TINY:-0} == 1 ]]; }
 
 if tiny; then
     TINY_FOLDER=${TINY_FOLDER:-./tiny}
-    TASK=$TINY_FOLDER/task
+    # A recipe with a task of its own names it before it reads this file.
+    TASK=$TINY_FOLDER/${TINY_TASK:-task}
     # Options that are too large for the tiny models and their few rows.
     SMALL=(--max_len 64 --train_batch_size 8 --micro_train_batch_size 4 --learning_rate 1e-2)
     SMALL_RL=(--prompt_max_len 64 --generate_max_len 12 --rollout_batch_size 8 --train_batch_size 8
@@ -24,7 +25,7 @@ if tiny; then
         --actor_learning_rate 1e-2 --max_samples 16 --vllm_num_engines 0 --vllm_tensor_parallel_size 1 --actor_num_nodes 1
         --actor_num_gpus_per_node 2 --ref_num_nodes 1 --ref_num_gpus_per_node 2 --critic_num_nodes 1
         --critic_num_gpus_per_node 2 --reward_num_nodes 1 --reward_num_gpus_per_node 2)
-    [[ -e $TASK ]] || "$PYTHON" -m trimtab.embedded.tiny_recipes "$TASK"
+    [[ -e $TASK ]] || "$PYTHON" -m "trimtab.embedded.${TINY_TASK:-tiny_recipes}" "$TASK"
 fi
 
 processes() {
