@@ -91,3 +91,13 @@ def test_what_another_job_holds_is_said_to_be_taken(cluster, tmp_path, monkeypat
             found_by(options_of("--actor_num_gpus_per_node 4", tmp_path))
     finally:
         remove_placement_group(held)
+
+
+def test_what_the_devices_of_the_cluster_do_not_offer_is_refused_before_anything_is_loaded(tmp_path):
+    from trimtab.train.rl.on_cluster import refuse_on
+
+    options = options_of("--actor_num_gpus_per_node 2 --ds_tensor_parallel_size 2", tmp_path)
+    for resource in ("GPU", None):
+        refuse_on(resource, options)
+    with pytest.raises(UserError, match="^--ds_tensor_parallel_size 2 is not offered on an Ascend NPU: "):
+        refuse_on("NPU", options)

@@ -39,7 +39,7 @@ def test_what_is_captured_has_kernels_in_it_and_what_ray_counts_can_be_shown(kin
 
 
 def test_a_process_is_shown_devices_in_the_words_of_their_kind():
-    assert showing(KINDS["npu"], ["1", "3"]) == {
+    assert showing(KINDS["npu"], ["3", "1"]) == {
         "ASCEND_RT_VISIBLE_DEVICES": "1,3",
         "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
     }
@@ -109,3 +109,19 @@ def test_a_package_of_a_device_that_cannot_be_imported_is_named(monkeypatch):
     monkeypatch.setenv(device.AUTOLOAD, "0")
     assert device.accelerator() is None
     device._meet_extensions.cache_clear()
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "ascend.md"
+COLUMNS = ("collectives", "resource", "visible", "bf16", "float64", "fused_adam", "triton", "graphs", "varlen")
+
+
+def test_the_table_of_the_page_is_the_codes():
+    def told(value):
+        return {None: "", True: "yes", False: ""}[value] if not isinstance(value, str) else f"`{value}`"
+
+    page = PAGE.read_text()
+    for name, kind in KINDS.items():
+        row = f"| {kind.name} (`{name}`) | {' | '.join(told(getattr(kind, column)) for column in COLUMNS)} |"
+        assert row in page, row
+        refused = ", ".join(sorted(kind.lacks - {"flash-attn"})) or "nothing"
+        assert f"| {kind.name} | {refused} |" in page, (kind.name, refused)

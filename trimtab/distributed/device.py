@@ -165,23 +165,26 @@ def device_name(device: torch.device) -> str | None:
 def showing(kind: Kind, names: Sequence[str]) -> dict[str, str]:
     """The environment of a process that is to see these accelerators and no others, whatever Ray shows it."""
     assert kind.visible is not None and kind.left_visible is not None, "Ray counts such devices"
-    return {kind.visible: ",".join(names), kind.left_visible: "1"}
+    # By number, since not every driver takes them in another order.
+    ordered = sorted(names, key=int) if all(name.isdigit() for name in names) else names
+    return {kind.visible: ",".join(ordered), kind.left_visible: "1"}
 
 
 @functools.cache
 def _bf16_fault(device: torch.device) -> str | None:
     """On some CPUs a kernel of the library behind PyTorch is missing, and a run would end in its stack trace."""
     try:
-        _try_bf16(device)
+        with device:
+            _try_bf16()
     except RuntimeError as error:
         return str(error).strip().splitlines()[0]
     return None
 
 
-def _try_bf16(device: torch.device) -> None:
+def _try_bf16() -> None:
     """What training does with bfloat16 weights, on a few numbers: layers, attention, a norm, and back."""
-    x = torch.ones(1, 2, 4, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
-    weight = torch.ones(16, 16, dtype=torch.bfloat16, device=device, requires_grad=True)
+    x = torch.ones(1, 2, 4, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(16, 16, dtype=torch.bfloat16, requires_grad=True)
     attended = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
     hidden = torch.nn.functional.rms_norm(torch.nn.functional.linear(attended, weight), (16,))
     torch.nn.functional.silu(hidden).float().logsumexp(-1).sum().backward()
