@@ -99,5 +99,5 @@ def test_what_the_devices_of_the_cluster_do_not_offer_is_refused_before_anything
     options = options_of("--actor_num_gpus_per_node 2 --ds_tensor_parallel_size 2", tmp_path)
     for resource in ("GPU", None):
         refuse_on(resource, options)
-    with pytest.raises(UserError, match="^--ds_tensor_parallel_size 2 is not offered on an Ascend NPU: "):
+    with pytest.raises(UserError, match=r"^--ds_tensor_parallel_size 2 is not offered on an Ascend NPU: "):
         refuse_on("NPU", options)
