@@ -223,7 +223,9 @@ def test_no_option_is_declared_in_two_groups():
 @pytest.mark.parametrize("job_class", EVERY_JOB)
 def test_every_option_has_help_and_no_empty_one(job_class):
     assert all(option.help for option in options_of(job_class).values())
-    assert options_of(job_class).keys() | {"given", "notes"} == {known.name for known in dataclasses.fields(job_class)}
+    assert options_of(job_class).keys() | {"given", "notes", "origins"} == {
+        known.name for known in dataclasses.fields(job_class)
+    }
 
 
 def test_every_alias_leads_to_an_option_and_hides_none():

@@ -11,6 +11,7 @@ from trimtab.config.catalogue import options_of
 from trimtab.config.checks import check, settle
 from trimtab.config.dump import to_yaml
 from trimtab.config.job_files import read_command
+from trimtab.config.paddle_file import placed
 from trimtab.config.paddle_keys import KEYS, table
 from trimtab.config.paddle_spelling import with_config
 from trimtab.config.parse import parse
@@ -141,7 +142,14 @@ def test_keys_that_are_absent_take_paddlenlp_s_defaults(read):
         **{"lr_scheduler": "linear", "actor_learning_rate": 5e-5, "lr_warmup_ratio": 0.0, "bf16": False},
         **{"temperature": 1.0, "generate_max_len": 512, "init_kl_coef": 0.001, "zero_stage": 0, "drop_last": False},
         **{"gradient_checkpointing": False, "eval_dataset": None, "train_batch_size": 32, "rollout_batch_size": 8},
-        **{"save_steps": 500, "save_hf_ckpt": False, "use_visualdl": None, "input_key": "src", "no_shuffle": False},
+        **{
+            "max_ckpt_num": 1_000_000,
+            "save_steps": 500,
+            "save_hf_ckpt": False,
+            "use_visualdl": None,
+            "input_key": "src",
+            "no_shuffle": False,
+        },
     )
 
 
@@ -183,11 +191,14 @@ def test_the_command_line_wins_in_our_words(read):
         ("reinforce_plus_plus", "clip_range_score: 3", {"kl_clip": None, "reward_clip_range": (-3.0, 3.0)}),
         ("reinforce_plus_plus", "kl_coeff: 0.05", {"init_kl_coef": 0.05, "use_kl_loss": False, "kl_estimator": "k1"}),
         ("reinforce_plus_plus", "normalize_reward: true", {"running_reward_norm": True}),
-        ("ppo", "clip_range_value: 2", {"value_clip": 2.0, "advantage_estimator": "gae", "lambd": 0.95}),
+        ("ppo", "clip_range_value: 2", {"value_clip": 2.0, "advantage_estimator": "gae", "lambd": 1.0}),
         ("ppo", "learning_rate: 2e-6", {"critic_learning_rate": 2e-6, "init_kl_coef": 0.02}),
         ("ppo", "critic_learning_rate: 1e-5\nper_device_value_batch_size: 3", {"micro_value_batch_size": 3}),
         ("grpo", "clip_range_ratio_high: 0.28", {"eps_clip_low_high": (0.2, 0.28)}),
         ("grpo", "clip_range_ratio: 0.1", {"eps_clip": 0.1, "eps_clip_low_high": None}),
+        ("grpo", "clip_range_ratio_low: 0", {"eps_clip_low_high": (0.0, 0.2)}),
+        ("grpo", "save_total_limit: 2", {"max_ckpt_num": 2}),
+        ("grpo", "recompute: true\nrecompute_granularity: full_attn", {"gradient_checkpointing_keep": "products"}),
         ("grpo", "dynamic_sampling: true\nmax_gen_batches: 3", {"dynamic_filtering_batches": 3}),
         ("grpo", "dynamic_sampling: true", {"dynamic_filtering": True, "dynamic_filtering_rule": "differing"}),
         ("grpo", "max_gen_batches: 3", {"dynamic_filtering": False, "dynamic_filtering_batches": None}),
@@ -229,6 +240,7 @@ def test_keys_that_are_read_together(read, method, lines, expected):
         ("normalize_advantage: true", "normalize_advantage is off in grpo"),
         ("max_length: 768\nmax_prompt_len: 256", "max_length 768 is max_prompt_len + max_dec_len"),
         ("critic_learning_rate: 1e-5", "critic_learning_rate: grpo has no critic"),
+        ("do_eval: true", "nothing is evaluated: there are no eval_datasets"),
         ("num_train_epochs: 6\nmax_steps: 5", "max_steps 5 says how long"),
         (
             "update_iters: 2\nmax_steps: 5",
@@ -271,6 +283,11 @@ def test_nothing_but_the_accumulation_is_said_of_a_file_without_oddities(read):
         ("bf16: maybe", "bf16 takes True or False, not 'maybe'"),
         ("seed: 1\nseed: 2", "seed is set twice in this file"),
         ("do_train: false", "do_train false: this command trains"),
+        ("global_batch_size: 0", "global_batch_size 0: it must be at least 1"),
+        ("per_device_logprob_batch_size: -1", "per_device_logprob_batch_size -1: it must be at least 1"),
+        ("save_steps: 0", "save_steps 0: it must be at least 1"),
+        ("offload_level: eval", "offload_level eval: eval is none of freeze_model, train_model, optimizer"),
+        ("lr_scheduler_type: cosine\nmin_learning_rate: 0\nlearning_rate: 0", "learning_rate 0.0: it must be above 0"),
         ("rolout_n: 8", "unknown key rolout_n of PaddleNLP; did you mean rollout_n?"),
         ("mini_batch_size: 8", "unknown key mini_batch_size of PaddleNLP; did you mean global_mini_batch_size?"),
         ("lora_rank: 8", "lora_rank is an option of ours in a file of PaddleNLP: put --lora_rank on the command line"),
@@ -287,6 +304,47 @@ def test_what_cannot_be_meant_is_one_line_with_its_place(read, tmp_path, lines, 
     number = max(i for i, line in enumerate(written, 1) if line.split(":")[0] == name)
     if "is missing" not in told and "max_prompt_len" not in lines:
         assert f"line {number}: " in message
+
+
+@pytest.mark.parametrize(
+    ("lines", "words", "told"),
+    [
+        ("rollout_n: 1", "", "lines 1, {}: rl_algorithm, rollout_n: --advantage_estimator group_norm compares"),
+        ("global_mini_batch_size: 3", "", " line {}: global_mini_batch_size: --train_batch_size 12 is not a multiple"),
+        ("top_p: 1.5", "", " line {}: top_p: --top_p is 1.5"),
+        ("lr_scheduler_type: foo", "", " line {}: lr_scheduler_type: --lr_scheduler is foo"),
+        ("min_dec_len: 600", "", " line {}: min_dec_len: --generate_min_len 600 is more than --generate_max_len 512"),
+        ("max_steps: 5\nwarmup_steps: 10", "", " line {}: warmup_steps: --lr_warmup_ratio is 2"),
+        ("actor_model_name_or_path:", "", " line {}: actor_model_name_or_path: --pretrain is missing"),
+        ("top_p: 0.9", "--top_p 1.5", "--top_p is 1.5"),
+    ],
+)
+def test_what_our_checks_refuse_is_told_with_the_keys_of_the_file(read, tmp_path, lines, words, told):
+    options = read(lines, words)
+    with pytest.raises(UserError) as refused:
+        check(settle(options)[0])
+    written = (tmp_path / "file.yaml").read_text().splitlines()
+    last = len(written)
+    expected = told.format(last) if words else f"{tmp_path / 'file.yaml'} {told.format(last).strip()}"
+    assert placed(str(refused.value), options).startswith(expected)
+
+
+def test_what_is_derived_follows_the_command_line(read):
+    options = read("rollout_n: 4\nglobal_batch_size: 8\nmax_steps: 8\nupdate_iters: 2", "--n_samples_per_prompt 2")
+    holds(options, n_samples_per_prompt=2, train_batch_size=16, max_steps=4)
+    assert options.notes[-1].startswith("gradient accumulation 2: 8 prompts x 2 answers / 8 in a pass / 1")
+    holds(read("max_steps: 8\nupdate_iters: 2", "--max_epochs 1"), max_epochs=1, max_steps=8)
+
+
+def test_a_reward_of_the_command_line_takes_the_place_of_the_file_s(read):
+    options = read("", "--reward_verifier kk")
+    holds(options, reward_verifier="kk", remote_rm_url=None)
+    assert [note for note in options.notes if "is not asked: --reward_verifier of the command line" in note]
+
+
+def test_evaluation_of_the_command_line_s_data_is_the_file_s(read):
+    options = read("do_eval: true\nevaluation_strategy: steps\neval_steps: 7", "--eval_dataset owner/test")
+    holds(options, eval_dataset="owner/test", eval_steps=7, eval_temperature=0.0)
 
 
 def test_a_reward_of_the_command_line_serves_a_file_without_one(read):
@@ -315,6 +373,8 @@ def test_the_resolved_config_of_a_paddlenlp_file_is_one_of_ours(tmp_path, name):
 def test_a_key_on_the_command_line_is_told_in_our_words():
     with pytest.raises(UserError, match=r"unknown option --rl_algorithm; PaddleNLP's rl_algorithm is --advantage_est"):
         parse(AnyRLOptions, ["--rl_algorithm", "grpo"])
+    with pytest.raises(UserError, match=r"unknown option --logging_dir; logging_dir is a key of PaddleNLP's file"):
+        parse(AnyRLOptions, ["--logging_dir", "logs"])
 
 
 def test_run_rl_takes_the_file_as_its_first_word():

@@ -36,6 +36,10 @@ class CallOptions(Options):
     """The module of trimtab.train that does the job, where it is a training job."""
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False, metadata={"no_option": True})
     """What there is to say about how the options were read."""
+    origins: tuple[tuple[str, str, int | None], ...] = field(
+        default=(), compare=False, repr=False, metadata={"no_option": True}
+    )
+    """Of options that a file in other words has set: the word, and its line."""
 
     config: str | None = of_this_call(None)
     """YAML file of options under these same names; what the command line says wins."""

@@ -2,21 +2,23 @@
 
 import difflib
 import math
-from collections.abc import Container, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from trimtab.config.catalogue import find
-from trimtab.config.paddle_keys import KEYS, Key, found
+from trimtab.config.paddle_keys import KEYS, Key, found, options_named
 from trimtab.config.values import plain
 from trimtab.errors import UserError
 
 Entry = tuple[int, str, Any]  # line, key, value
+Origin = tuple[str, str, int | None]  # an option, a key that sets it, and its line, if the file has it
 
 
 class PaddleFile:
     """The values of a file by key, with PaddleNLP's own where it has none; a mistake names file and line."""
 
-    def __init__(self, job_class: type, path: str, entries: Sequence[Entry], on_the_line: Container[str]):
+    def __init__(self, job_class: type, path: str, entries: Sequence[Entry], on_the_line: Mapping[str, Any]):
         self.path, self.on_the_line = path, on_the_line
         self.lines: dict[str, int] = {}
         self._values: dict[str, Any] = {}
@@ -40,11 +42,25 @@ class PaddleFile:
     def says(self, name: str) -> bool:
         return self._values.get(name) is not None
 
+    def now(self, name: str) -> Any:
+        """The value after the command line, which wins."""
+        return self.on_the_line.get(KEYS[name].option or "", self[name])
+
     def refuse(self, name: str, why: str) -> NoReturn:
         where = f"{self.path} line {self.lines[name]}" if name in self.lines else self.path
         value = self[name]
         shown = " ".join(value) if isinstance(value, list) else str(value).lower() if isinstance(value, bool) else value
         raise UserError(f"{where}: {name} {'is missing' if value is None else shown}: {why}")
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Where options come from that the command line does not have."""
+        return tuple(
+            (option, key.name, self.lines.get(key.name))
+            for key in KEYS.values()
+            for option in options_named(key)
+            if option not in self.on_the_line
+        )
 
     @property
     def method(self) -> str:
@@ -53,16 +69,28 @@ class PaddleFile:
     @property
     def updates(self) -> int:
         """Optimiser steps that PaddleNLP makes of a rollout."""
-        return math.ceil(self["global_batch_size"] / self.prompts_at_once) * self["update_iters"]
+        return math.ceil(self.now("global_batch_size") / self.prompts_at_once) * self.now("update_iters")
 
     @property
     def prompts_at_once(self) -> int:
         mini = self["global_mini_batch_size"]
-        return mini if mini > 0 else self["global_batch_size"]
+        return mini if mini > 0 else self.now("global_batch_size")
 
     def iterations(self, name: str) -> int:
         """So many of PaddleNLP's steps, in rollouts."""
-        return max(1, math.ceil(self[name] / max(1, self.updates)))
+        return math.ceil(self[name] / self.updates)
+
+
+def placed(text: str, options: Any) -> str:
+    """What is said of options, with the keys of the file, and their lines, that it is about."""
+    named = re.findall(r"--(\w+)", text)
+    about = [(key, line) for option, key, line in options.origins if option in named]
+    if not about:
+        return text
+    present = [(key, line) for key, line in about if line is not None] or about[:1]
+    lines = [str(line) for _, line in sorted(set(present), key=lambda pair: pair[1] or 0) if line is not None]
+    where = f" line{'s' * (len(lines) > 1)} {', '.join(lines)}" if lines else ""
+    return f"{options.config}{where}: {', '.join(dict.fromkeys(key for key, _ in present))}: {text}"
 
 
 def _converted(key: Key, value: Any) -> Any:

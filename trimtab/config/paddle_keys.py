@@ -54,6 +54,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("report_to", list, "visualdl", "`--use_visualdl`, `--use_tensorboard`, `--use_wandb`"),
         Key("wandb_http_proxy", str, None, "`--wandb_http_proxy`, where report_to has wandb"),
         Key("run_name", str, None, "`--wandb_run_name`, also in TensorBoard and VisualDL"),
+        noted("logging_strategy", "logging_steps counts"),
         noted("disable_tqdm", SHOWN, bool),
         noted("skip_profile_timer", SHOWN, bool),
     ),
@@ -64,7 +65,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         same("response_key", "label_key", str, "tgt"),
         same("dataloader_drop_last", "drop_last", bool, False),
         Key("dataloader_shuffle", bool, True, "false: `--no_shuffle`"),
-        Key("balance_batch", bool, False, "always: groups are dealt out whole, by their tokens"),
+        Key("balance_batch", bool, False, "always: passes are dealt out by their tokens; advantages know whole groups"),
         Key("use_remove_padding", bool, False, "always: samples are packed"),
     ),
     "Parallel layout": (
@@ -103,6 +104,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         same("per_device_logprob_batch_size", "micro_logprob_batch_size", int),
         Key("per_device_reward_batch_size", int, None, "`--micro_reward_batch_size`, of a reward model"),
         Key("per_device_value_batch_size", int, None, "`--micro_value_batch_size` (ppo)"),
+        noted("per_device_rollout_batch_size", "rollout_max_num_seqs are written at once", int),
         noted("gradient_accumulation_steps", "it follows from the batch sizes, and is printed", int),
         Key("num_train_epochs", float, 1.0, "`--num_episodes`, unless max_steps says how long"),
         Key("max_steps", int, -1, "`--max_steps`, in iterations, with as many episodes as it takes"),
@@ -125,7 +127,10 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("critic_recompute", bool, None, "recompute, or it is refused (ppo)"),
         Key("save_steps", int, 500, "`--save_steps`, in iterations"),
         Key("save_strategy", str, "steps", "no: `--save_steps -1`; epoch is refused: give save_steps"),
-        same("save_total_limit", "max_ckpt_num", int),
+        same("save_total_limit", "max_ckpt_num", int, 1_000_000),
+        noted("unified_checkpoint", "a checkpoint made here loads in any layout", bool),
+        noted("overwrite_output_dir", "a finished run in output_dir is set aside; `--overwrite` replaces it", bool),
+        noted("resume_from_checkpoint", "`--load_checkpoint` on the command line goes on from a checkpoint"),
         Key("ignore_save_lr_and_optim", bool, False, "weights alone: `--disable_ds_ckpt --save_hf_ckpt`"),
     ),
     "Objective": (
@@ -159,7 +164,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
     "Memory and precision": (
         Key("use_flash_attention", bool, False, "always: the best exact attention of the device"),
         Key("recompute", bool, False, "`--gradient_checkpointing`"),
-        Key("recompute_granularity", str, "full", "`--gradient_checkpointing_keep`"),
+        Key("recompute_granularity", str, "full", "full; others: `--gradient_checkpointing_keep products`"),
         noted("recompute_use_reentrant", "both forms compute the same", bool),
         same("bf16", "bf16", bool, False),
         Key("fp16", bool, False, "true is refused: use bf16"),
@@ -189,13 +194,18 @@ def found(name: str) -> Key | None:
     return KEYS["FLAGS_*"] if name.startswith(FLAGS) else KEYS.get(name)
 
 
+def options_named(key: Key) -> list[str]:
+    """The options of ours that a key may set."""
+    return re.findall(r"--(\w+)", key.here)
+
+
 def told(name: str, known: Container[str]) -> str | None:
     """What a key is here, for who puts it on the command line of a job that has the options `known`."""
     key = KEYS.get(name)
-    options = re.findall(r"--(\w+)", key.here) if key and not key.noted else []
-    if key is None or not options or not all(option in known for option in options):
+    if key is None or "rollout_batch_size" not in known:
         return None
-    return f"PaddleNLP's {name} is {key.here.replace('`', '')}"
+    here = key.here.replace("`", "")
+    return f"PaddleNLP's {name} is {here}" if "--" in here else f"{name} is a key of PaddleNLP's file ({here})"
 
 
 def table() -> str:

@@ -6,11 +6,11 @@ PaddleNLP's, every key of it goes through the table alone: names that both sides
 
 import math
 import os
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from trimtab.config.paddle_file import Entry, PaddleFile
+from trimtab.config.paddle_file import Entry, Origin, PaddleFile
 from trimtab.config.paddle_keys import KEYS, found
 
 _MARKS = {"rl_algorithm", "actor_model_name_or_path", "use_rm_server", "train_datasets"}
@@ -18,9 +18,13 @@ _MARKS = {"rl_algorithm", "actor_model_name_or_path", "use_rm_server", "train_da
 _ESTIMATORS = {"grpo": "group_norm", "reinforce_plus_plus": "reinforce", "ppo": "gae"}
 _REWARDS = ("reward_pretrain", "reward_func", "remote_rm_url", "reward_verifier", "replay")
 _STAGES = {"stage1": 1, "stage2": 2, "stage3": 3}
-_KEPT = {"full": "nothing", "full_attn": "attention", "core_attn": "products"}
+_KEPT = {"full": "nothing", "full_attn": "products", "core_attn": "products"}
+_OFFLOADED = ("freeze_model", "train_model", "optimizer")
+_COUNTS = (
+    *("global_batch_size", "rollout_n", "update_iters", "logging_steps", "save_steps", "eval_steps"),
+    *(f"per_device_{what}_batch_size" for what in ("train", "logprob", "reward", "value")),
+)
 _LOGGERS = ("visualdl", "tensorboard", "wandb")
-_LAMBDA = 0.95  # no key of a file: PaddleNLP's code has it
 _UNCLIPPED = (-1e9, 1e9)
 _ALWAYS = ("balance_batch", "use_remove_padding", "use_flash_attention", "use_fp32_compute")
 
@@ -38,21 +42,34 @@ def is_paddle(entries: Sequence[Entry]) -> bool:
 
 
 def in_our_words(
-    job_class: type, path: str, entries: Sequence[Entry], on_the_line: Container[str]
-) -> tuple[Chosen, list[str]]:
-    """The options that a file asks for, and what there is to say about it. `on_the_line`: options that the command line
-    has, which win."""
+    job_class: type, path: str, entries: Sequence[Entry], on_the_line: Mapping[str, Any]
+) -> tuple[Chosen, list[str], tuple[Origin, ...]]:
+    """The options that a file asks for, what there is to say about it, and where each option comes from.
+    `on_the_line`: what the command line has, which wins."""
     file = PaddleFile(job_class, path, entries, on_the_line)
     options = {key.option: file[key.name] for key in KEYS.values() if key.option and file[key.name] is not None}
     notes = list(_without_meaning(file))
-    for part in (_method, _rewards, _loggers, _data, _layout, _sampling, _steps, _optimiser, _objective, _memory):
+    for part in (
+        _counts,
+        _method,
+        _rewards,
+        _loggers,
+        _data,
+        _layout,
+        _sampling,
+        _steps,
+        _optimiser,
+        _objective,
+        _memory,
+    ):
         notes += part(file, options)
-    return options, notes
+    return options, notes, file.origins
 
 
 def accumulation(options: Any) -> str:
     """How many passes a process makes for an optimiser step: PaddleNLP derives that, and so do we."""
-    answers, group, micro = options.train_batch_size, options.n_samples_per_prompt, options.micro_train_batch_size
+    group, micro = options.n_samples_per_prompt, options.micro_train_batch_size
+    answers = min(options.train_batch_size, options.rollout_batch_size * group)
     processes = options.data_parts(int(os.environ.get("WORLD_SIZE", options.processes)))
     passes = math.ceil(answers / (micro * processes))
     shared = "1 data-parallel process" if processes == 1 else f"{processes} data-parallel processes"
@@ -77,6 +94,13 @@ def _without_meaning(file: PaddleFile) -> Iterator[str]:
 # ---- keys that are read together: each function adds to the options and tells what there is to say
 
 
+def _counts(file: PaddleFile, options: Chosen) -> Iterable[str]:
+    for name in _COUNTS:
+        if file[name] is not None and file[name] < 1:
+            file.refuse(name, "it must be at least 1")
+    return ()
+
+
 def _method(file: PaddleFile, options: Chosen) -> Iterator[str]:
     if file.method not in _ESTIMATORS:
         file.refuse("rl_algorithm", f"it must be one of {', '.join(_ESTIMATORS)}")
@@ -90,7 +114,7 @@ def _method(file: PaddleFile, options: Chosen) -> Iterator[str]:
         if critics:
             yield f"{', '.join(critics)}: {file.method} has no critic"
         return
-    options["lambd"] = _LAMBDA
+    yield "ppo's lambda is that of --lambd, 1 if it is not given: no key says it"
     options["critic_learning_rate"] = file["critic_learning_rate"] or file["learning_rate"]
     _copy(
         file, options, critic_model_name_or_path="critic_pretrain", per_device_value_batch_size="micro_value_batch_size"
@@ -103,7 +127,10 @@ def _method(file: PaddleFile, options: Chosen) -> Iterator[str]:
 
 def _rewards(file: PaddleFile, options: Chosen) -> Iterator[str]:
     model, server = file["reward_model_name_or_path"], file["reward_server"]
-    if file["use_rm_server"]:
+    if instead := [name for name in _REWARDS if name in file.on_the_line]:
+        if server and instead != ["remote_rm_url"]:
+            yield f"reward_server {server} is not asked: --{instead[0]} of the command line takes its place"
+    elif file["use_rm_server"]:
         if server is None:
             file.refuse("reward_server", "use_rm_server is true; give its address, such as http://127.0.0.1:8731")
         options["remote_rm_url"] = server
@@ -112,9 +139,9 @@ def _rewards(file: PaddleFile, options: Chosen) -> Iterator[str]:
     elif model:
         options["reward_pretrain"] = model
         _copy(file, options, per_device_reward_batch_size="micro_reward_batch_size")
-    elif not any(name in file.on_the_line for name in _REWARDS):
-        if file["use_rule_reward"]:
-            file.refuse("use_rule_reward", "name the rule on the command line, for example --reward_verifier gsm8k:1.0")
+    elif file["use_rule_reward"]:
+        file.refuse("use_rule_reward", "name the rule on the command line, for example --reward_verifier gsm8k:1.0")
+    else:
         file.refuse("reward_model_name_or_path", "use_rm_server is false, so a reward model is needed")
 
 
@@ -142,7 +169,7 @@ def _data(file: PaddleFile, options: Chosen) -> Iterator[str]:
     options["truncate_prompts"] = True
     if not file["dataloader_shuffle"]:
         options["no_shuffle"] = True
-    longest, together = file["max_length"], file["max_prompt_len"] + file["max_dec_len"]
+    longest, together = file["max_length"], file.now("max_prompt_len") + file.now("max_dec_len")
     if longest is None:
         return
     if longest < together:
@@ -192,12 +219,12 @@ def _steps(file: PaddleFile, options: Chosen) -> Iterator[str]:
     """Batches, and what is counted in steps: PaddleNLP's are optimiser steps, ours rollouts with all their updates."""
     micro = file["per_device_train_batch_size"]
     options |= {"micro_train_batch_size": micro, "micro_rollout_batch_size": micro}
-    options["train_batch_size"] = file.prompts_at_once * file["rollout_n"]
+    options["train_batch_size"] = file.prompts_at_once * file.now("rollout_n")
     options["logging_steps"] = file.iterations("logging_steps")
     counted = ["logging_steps"]
     if file["save_strategy"] not in ("steps", "no"):
         file.refuse("save_strategy", "give steps and save_steps, or no")
-    if file["save_strategy"] == "steps" and file["save_steps"] > 0:
+    if file["save_strategy"] == "steps":
         options["save_steps"] = file.iterations("save_steps")
         counted.append("save_steps")
         if file["ignore_save_lr_and_optim"]:
@@ -212,10 +239,13 @@ def _steps(file: PaddleFile, options: Chosen) -> Iterator[str]:
         file.refuse("num_train_epochs", "give a whole number of at least 1, or max_steps")
     else:
         options["num_episodes"] = int(file["num_train_epochs"])
-    evaluated, strategy = file["eval_datasets"], file["evaluation_strategy"]
+    strategy, evaluated = file["evaluation_strategy"], file.on_the_line.get("eval_dataset", file["eval_datasets"])
     if strategy not in ("steps", "epoch", "no"):
         file.refuse("evaluation_strategy", "it must be steps, epoch or no")
-    if evaluated and (file["do_eval"] or strategy != "no"):
+    wanted = file["do_eval"] or strategy != "no"
+    if wanted and not evaluated:
+        yield "nothing is evaluated: there are no eval_datasets"
+    elif wanted:
         options |= {"eval_dataset": evaluated, "eval_temperature": 0.0, "eval_n_samples_per_prompt": 1}
         if strategy == "steps":
             name = "eval_steps" if file.says("eval_steps") else "logging_steps"
@@ -235,13 +265,15 @@ def _optimiser(file: PaddleFile, options: Chosen) -> Iterable[str]:
         options["lr_warmup_ratio"] = file["warmup_steps"] / file["max_steps"]
     least, peak = file["min_learning_rate"], file["learning_rate"]
     if least is not None and file["lr_scheduler_type"] == "cosine":
+        if peak <= 0:
+            file.refuse("learning_rate", "it must be above 0")
         options |= {"lr_scheduler": "cosine_with_min_lr", "min_lr_ratio": least / peak}
     elif least is not None and file["lr_scheduler_type"] == "linear":
         file.refuse("min_learning_rate", "lr_scheduler_type linear ends at 0 here; use cosine, or leave it out")
     lowest = file["critic_min_learning_rate"]
     if file.method == "ppo" and lowest is not None and file["lr_scheduler_type"] == "cosine":
         share = options.get("min_lr_ratio", 0.0)
-        if not math.isclose(lowest / options["critic_learning_rate"], share):
+        if not math.isclose(lowest, share * options["critic_learning_rate"]):
             file.refuse("critic_min_learning_rate", f"the critic ends at the policy's share of the peak, {share:g}")
     return ()
 
@@ -259,7 +291,8 @@ def _objective(file: PaddleFile, options: Chosen) -> Iterator[str]:
         yield f"{other} is not {file.method}'s, which has {weight}, as in PaddleNLP"
     _copy(file, options, entropy_coeff="entropy_loss_coef")
     both = file["clip_range_ratio"]
-    low, high = (file[f"clip_range_ratio_{end}"] or both for end in ("low", "high"))
+    ends = [f"clip_range_ratio_{end}" for end in ("low", "high")]
+    low, high = (file[end] if file.says(end) else both for end in ends)
     options |= {"eps_clip": low} if low == high else {"eps_clip_low_high": (low, high)}
     if file["enable_overlong_reward_buffer"]:
         options["overlong_buffer_len"] = file["overlong_reward_buffer"]
@@ -289,6 +322,8 @@ def _memory(file: PaddleFile, options: Chosen) -> Iterable[str]:
             file.refuse("recompute_granularity", f"it must be one of {', '.join(_KEPT)}")
         options |= {"gradient_checkpointing": True, "gradient_checkpointing_keep": kept}
     levels = file["offload_level"] or []
+    if unknown := [level for level in levels if level not in _OFFLOADED]:
+        file.refuse("offload_level", f"{unknown[0]} is none of {', '.join(_OFFLOADED)}")
     frozen = options["init_kl_coef"] or "reward_pretrain" in options
     if "freeze_model" in levels and frozen:
         options["ref_reward_offload"] = True

@@ -60,12 +60,12 @@ def _of_paddle(job_class: type[Job], path: str, entries: Sequence[Entry], on_the
     """The options of a file of PaddleNLP: it has a value for everything, and only some are somebody's wish."""
     if job_class.verb != "rl":
         raise UserError(f"--config {path} is PaddleNLP's: use trimtab rl, which does what a file says")
-    in_the_file, notes = in_our_words(job_class, path, entries, on_the_line)
+    in_the_file, notes, origins = in_our_words(job_class, path, entries, on_the_line)
     defaults = options_of(job_class)
     wished = {name for name, value in in_the_file.items() if value != defaults[name].default}
     given = {*on_the_line, *wished, *(PASS_SIZES & in_the_file.keys())}
     options = job_class(**{**in_the_file, **on_the_line}, given=frozenset(given))
-    return dataclasses.replace(options, notes=(*notes, accumulation(options)))
+    return dataclasses.replace(options, notes=(*notes, accumulation(options)), origins=origins)
 
 
 def _check_verb(
