@@ -38,6 +38,10 @@ def server():
         yield server
 
 
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def commands(place: Path, *words: str, **settings: str) -> list[tuple[str, list[str]]]:
     """The modules and options that the recipe runs one after the other: its Python is one that repeats its words."""
     repeating = place / "python"
@@ -50,7 +54,6 @@ def commands(place: Path, *words: str, **settings: str) -> list[tuple[str, list[
     ]
 
 
-@pytest.mark.short(5)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_recipe_learns_the_form_of_answers_in_its_tiny_mode(method, folder, server, tmp_path, capsys):
     tiny = {"TINY": "1", "TINY_FOLDER": str(folder), "REWARD_URL": server.url}
@@ -59,19 +62,14 @@ def test_the_recipe_learns_the_form_of_answers_in_its_tiny_mode(method, folder, 
     for module, words in chain:
         assert importlib.import_module(module).main(words) == 0, capsys.readouterr().err
     place = folder / f"knights-{method}"
-    rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-    rewards = [row["reward"] for row in rows if row["step"] > 0]
+    puzzles, made = read(folder / "knights_task/train.jsonl"), read(place / "data/train.jsonl")
+    assert len(made) == len(puzzles) == 900
+    assert all(puzzle["quiz"] in row["src"][0] for row, puzzle in zip(made, puzzles))
+    rewards = [row["reward"] for row in read(place / "metrics.jsonl") if row["step"] > 0]
     assert len(rewards) == 10 and all(-3 <= reward <= 3 for reward in rewards)
     assert statistics.fmean(rewards[-4:]) > statistics.fmean(rewards[:2]) + 0.1
     assert (place / "report.html").is_file() and (place / "model.safetensors").is_file()
     assert [module for module, _ in commands(tmp_path, method, **tiny)] == ["trimtab.cli.run_rl"], "rows are there"
-
-
-def test_the_files_of_the_recipe_are_the_puzzles(folder):
-    made = [json.loads(line) for line in (folder / "knights-grpo/data/train.jsonl").read_text().splitlines()]
-    puzzles = [json.loads(line) for line in (folder / "knights_task/train.jsonl").read_text().splitlines()]
-    assert len(made) == len(puzzles) == 900
-    assert all(puzzle["quiz"] in row["src"][0] for row, puzzle in zip(made, puzzles))
 
 
 @pytest.mark.parametrize("method", METHODS)
