@@ -3,10 +3,8 @@
 import importlib
 import json
 import os
-import runpy
 import shutil
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from tests.rewards.running import running
 from trimtab.config.paddle_spelling import with_config
 from trimtab.config.parse import parse
 from trimtab.config.rl_jobs import AnyRLOptions
+from trimtab.embedded import knights_task
 from trimtab.rewards.verify import make_verifier
 
 METHODS = ("grpo", "reinforce_plus_plus")
@@ -26,9 +25,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="the recipe
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("knights")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["knights_task", str(folder / "knights_task")])
-        runpy.run_module("trimtab.embedded.knights_task", run_name="__main__")
+    knights_task.write(folder / "knights_task")
     return folder
 
 
