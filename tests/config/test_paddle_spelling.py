@@ -207,7 +207,11 @@ def test_the_command_line_wins_in_our_words(read):
         ("grpo", "rollout_quant_type: weight_only_int8", {"weight_only_int8": True}),
         ("grpo", "update_iters: 2\nmax_steps: 9\nsave_steps: 4", {"max_epochs": 2, "max_steps": 5, "save_steps": 2}),
         ("grpo", "num_train_epochs: 3", {"num_episodes": 3, "max_steps": -1}),
-        ("grpo", "use_rm_server: false\nreward_model_name_or_path: owner/judge", {"remote_rm_url": None}),
+        (
+            "grpo",
+            "use_rm_server: false\nreward_model_name_or_path: owner/judge",
+            {"remote_rm_url": None, "label_key": None},
+        ),
         ("grpo", "sharding: stage2\nsharding_parallel_degree: 4", {"zero_stage": 2, "shard_size": 4}),
         ("grpo", "sharding: stage1\nsharding_parallel_degree: 1", {"zero_stage": 0, "shard_size": None}),
         ("grpo", "recompute: true\nrecompute_granularity: core_attn", {"gradient_checkpointing_keep": "products"}),

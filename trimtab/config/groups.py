@@ -42,7 +42,8 @@ class CallOptions(Options):
     """Of options that a file in other words has set: the word, and its line."""
 
     config: str | None = of_this_call(None)
-    """YAML file of options under these same names; what the command line says wins."""
+    """YAML file of options under these same names, or for `trimtab rl` one of PaddleNLP's; what the command line says
+    wins."""
     dry_run: bool = of_this_call(False)
     """Print the resolved config and stop. Training jobs first try all that needs no training (the reward too), and
     tell a sample with its loss mask, the steps and the memory of the run."""

@@ -62,7 +62,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         same("train_datasets", "prompt_data", str),
         Key("eval_datasets", str, None, "`--eval_dataset`, where do_eval or evaluation_strategy asks for it"),
         same("prompt_key", "input_key", str, "src"),
-        same("response_key", "label_key", str, "tgt"),
+        Key("response_key", str, "tgt", "`--label_key`, unless a reward model scores, which needs no label"),
         same("dataloader_drop_last", "drop_last", bool, False),
         Key("dataloader_shuffle", bool, True, "false: `--no_shuffle`"),
         Key("balance_batch", bool, False, "always: passes are dealt out by their tokens; advantages know whole groups"),

@@ -167,6 +167,8 @@ def _loggers(file: PaddleFile, options: Chosen) -> Iterator[str]:
 
 def _data(file: PaddleFile, options: Chosen) -> Iterator[str]:
     options["truncate_prompts"] = True
+    if "reward_pretrain" not in options:
+        options["label_key"] = file["response_key"]
     if not file["dataloader_shuffle"]:
         options["no_shuffle"] = True
     longest, together = file["max_length"], file.now("max_prompt_len") + file.now("max_dec_len")
