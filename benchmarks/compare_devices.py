@@ -45,7 +45,7 @@ CONTROLS = (
 
 RL = (
     "--prompt_data {task}/prompts.jsonl --label_key label --apply_chat_template --reward_verifier exact "
-    "--rollout_batch_size 16 --n_samples_per_prompt 4 --train_batch_size 32 --micro_train_batch_size 32 "
+    "--rollout_batch_size 16 --n_samples_per_prompt 8 --train_batch_size 64 --micro_train_batch_size 64 "
     "--prompt_max_len 64 --generate_max_len 12 --packing_samples --max_steps {steps} --lr_warmup_ratio 0.1"
 )
 FIXED = "--max_len 64 --train_batch_size 32 --micro_train_batch_size 32 --max_steps {steps}"
@@ -56,9 +56,9 @@ JOBS = {
     "DPO": ("dpo", "start", 1e-4, f"--dataset {{task}}/pairs.jsonl --beta 0.1 {FIXED}"),
     "KTO": ("kto", "start", 1e-4, f"--dataset {{task}}/unpaired.jsonl --beta 0.5 {FIXED}"),
     "PRM": ("prm", "start", 1e-4, f"--dataset {{task}}/steps.jsonl --placeholder_token . --reward_tokens y n {FIXED}"),
-    "PPO": ("ppo", "start", 1e-5, f"--critic_learning_rate 3e-5 --init_kl_coef 0.05 {RL}"),
-    "GRPO": ("grpo", "start", 1e-5, f"--init_kl_coef 0.05 {RL}"),
-    "REINFORCE++": ("reinforce", "start", 1e-5, f"--init_kl_coef 0.05 {RL}"),
+    "PPO": ("ppo", "start", 5e-6, f"--critic_learning_rate 3e-5 --init_kl_coef 0.05 {RL}"),
+    "GRPO": ("grpo", "start", 5e-6, f"--init_kl_coef 0.05 {RL}"),
+    "REINFORCE++": ("reinforce", "start", 5e-6, f"--init_kl_coef 0.05 {RL}"),
 }
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.embedded.test_docs_commands import commands
 from tests.tiny import tiny_model
 from tests.train.job_run import write_rows
 from tests.train.rl.rl_run import REWARD, rows
@@ -96,3 +97,15 @@ def test_log_probs_of_another_precision_are_not_taken_for_the_own(folder):
     out = train(folder, "grpo", "replayed_in_fp32", f"--replay {folder}/recording_bf16")
     assert abs(rows(out)[0]["kl"]) < 1e-10
     assert rows(out)[0]["log_prob_gap"] > 1e-4, "what was drawn was rounded to bf16"
+
+
+@pytest.mark.long
+def test_the_commands_of_the_page_work_and_their_pairs_agree(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words in commands("compare"):
+        shorter = ["--steps", "100", "--iterations", "1"] if words[1] == "quickstart" else []
+        # After a shorter quickstart no answer is quite right.
+        words = ["regex(^[0-4])" if word == "exact" else word for word in words]
+        assert main([*words[1:], *shorter]) == 0, words
+    told = capsys.readouterr().out
+    assert told.count("A and B agree") == 2 and "both learnt from the same recorded answers" in told

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(argv: Sequence[str]) -> int:
-    from trimtab.report.judgement import DRAWN_TOLERANCE, FIRST_TOLERANCE, TOLERANCE, judge
+    from trimtab.report.judgement import DRAWN_TOLERANCE, FIRST_TOLERANCE, LOG_PROB_TOLERANCE, TOLERANCE, judge
     from trimtab.report.judgement_page import write_judgement
     from trimtab.report.read import read_run
 
@@ -36,8 +36,8 @@ def compare(argv: Sequence[str]) -> int:
         "--first_tolerance",
         type=float,
         metavar="SHARE",
-        help=f"largest relative error of the first step; unset: {FIRST_TOLERANCE:g}, and {DRAWN_TOLERANCE:g} of the "
-        "length of answers that each run of RL draws itself",
+        help=f"largest relative error of the first step; unset: {FIRST_TOLERANCE:g} of a loss, in RL "
+        f"{LOG_PROB_TOLERANCE:g} of the log-prob of recorded answers, {DRAWN_TOLERANCE:g} of the length of drawn ones",
     )
     parser.add_argument("--steps", type=int, metavar="N", help="compare the first N steps only; unset: all")
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")

@@ -22,8 +22,10 @@ from trimtab.report.subject import job_name
 TOLERANCE = 0.02
 FIRST_TOLERANCE = 0.001
 """Twice what bfloat16 does to a first step, and half of what another order does (docs/compare.md)."""
+LOG_PROB_TOLERANCE = 0.005
+"""The same of log-probs: a mean over few tokens, of which a first update may already have moved the later ones."""
 DRAWN_TOLERANCE = 0.02
-"""The same of answers that each run draws itself: rounding makes single ones others."""
+"""The same of the length of answers that each run draws itself: rounding makes single ones others."""
 KL_FLOOR = 0.05
 """Nats a token. KL begins at 0, and rounding alone moves it by half a thousandth (docs/compare.md): with this floor a
 difference counts from a thousandth on."""
@@ -32,7 +34,7 @@ LOSS = Judged("loss", "loss", first=FIRST_TOLERANCE)
 KL = Judged("kl", "KL", floor=KL_FLOOR)
 SAMPLED = (Judged("reward", "reward"), Judged("length", "answer length", first=DRAWN_TOLERANCE), KL)
 REPLAYED = (
-    Judged("log_prob", "log-prob of the answers", first=FIRST_TOLERANCE),
+    Judged("log_prob", "log-prob of the answers", first=LOG_PROB_TOLERANCE),
     # Advantages of both signs cancel in the loss, so it is seen against their size.
     Judged("policy_loss", "policy loss", scale="advantage_size"),
     KL,
