@@ -4,6 +4,7 @@ import pytest
 
 from tests.train.rl.rl_run import arguments, rows, write_task
 from tests.vllm.conftest import SIZES
+from trimtab.train.metrics import read_rows
 
 SHORT = "--rollout_engine vllm --rollout_slots 16 --max_steps 2 --enable_prefix_caching"
 
@@ -27,6 +28,19 @@ def test_grpo_learns_from_answers_of_a_vllm_engine(task, tmp_path, in_command, c
     assert all(row["log_prob_gap"] < 1e-4 and abs(row["correction"] - 1) < 1e-3 for row in found[1:])
     assert found[2]["policy_kl"] > 1e-3  # it has moved
     assert "--mismatch_correction tis" in capsys.readouterr().err
+
+
+def test_with_a_penalty_and_a_least_length_the_correction_is_for_what_was_drawn_from(tied_task, tmp_path, in_command):
+    """The ratio is that of the policy with itself, 1 while nothing is learnt; the engine's share is the correction."""
+    drawn = "--generate_min_len 9 --repetition_penalty 1.5 --actor_learning_rate 0 --save_rollouts 64"
+    assert in_command(arguments(tied_task, tmp_path / "out", "grpo", SHORT, drawn, "--max_steps 1")) == 0
+    row = rows(tmp_path / "out")[1]
+    assert row["policy_kl"] < 1e-6 and row["clip_fraction"] == 0
+    assert (
+        row["log_prob_gap"] > 0.01 and 0.5 < row["correction"] < 1.5 and row["correction"] != pytest.approx(1, abs=1e-3)
+    )
+    kept = read_rows(tmp_path / "out" / "rollouts.jsonl")
+    assert min(answer["tokens"] for answer in kept if answer["step"] == 1) >= 9
 
 
 @pytest.mark.parametrize("way", ["adapter", "merged"])

@@ -21,7 +21,8 @@ from trimtab.train.plan.work import Work, frozen_models, trained_models
 
 FILL = 0.85  # of a device's memory; the rest is for what is not seen here, and for gaps between tensors
 MOST_TOKENS = 2**17  # larger passes are no faster
-SAMPLED_COPIES = 3  # fp32 matrices [answers, vocabulary] while tokens are drawn
+SAMPLED_COPIES = 3  # fp32 matrices [answers, vocabulary] while tokens are drawn, and
+PENALISED_COPIES = 3  # so many more with a repetition penalty
 
 PHASES = ("rollout", "scoring", "update", "reduction")
 
@@ -46,6 +47,12 @@ class Memory:
     @property
     def peak(self) -> int:
         return max(self.during(phase) for phase in PHASES)
+
+
+def drawing(options: RLOptions, slots: int, vocabulary: int) -> int:
+    """Bytes while the built-in engine draws tokens."""
+    copies = SAMPLED_COPIES + (PENALISED_COPIES if options.repetition_penalty != 1 else 0)
+    return copies * slots * vocabulary * 4
 
 
 class MemoryModel:
@@ -127,7 +134,7 @@ class MemoryModel:
         phases = PHASES if size <= free - size else ("rollout",)
         prompts = options.rollout_batch_size * self.work.rows.prompt
         read = actor.scoring_pass(self.work.rows, min(self._engine.read_tokens, prompts))
-        drawn = SAMPLED_COPIES * slots * actor.model.head.out_features * 4
+        drawn = drawing(options, slots, actor.model.head.out_features)
         return [
             Part(f"keys and values of {size // self.kv_token_bytes:,} tokens", size, phases),
             Part("a pass over prompts, or drawing tokens", max(read, drawn), ("rollout",)),

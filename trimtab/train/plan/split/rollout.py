@@ -4,7 +4,7 @@ cut layers its part, keys and values by the engine's own rule, and a pass over p
 from typing import TYPE_CHECKING
 
 from trimtab.config.rl_jobs import RLOptions
-from trimtab.train.plan.memory import SAMPLED_COPIES, Part
+from trimtab.train.plan.memory import Part, drawing
 
 if TYPE_CHECKING:
     from trimtab.train.plan.split.share import ProcessShare
@@ -27,5 +27,5 @@ def rollout_parts(share: "ProcessShare", held: int) -> list[Part]:
     return [
         Part("actor: weights, gathered to answer", actor.weights, ROLLOUT),
         Part(f"keys and values of {size // engine.token_bytes:,} tokens", size, ROLLOUT),
-        Part("a pass over prompts, or drawing tokens", max(read, SAMPLED_COPIES * slots * vocabulary * 4), ROLLOUT),
+        Part("a pass over prompts, or drawing tokens", max(read, drawing(options, slots, vocabulary)), ROLLOUT),
     ]
