@@ -39,14 +39,22 @@ def _headline(judgement: Judgement) -> str:
 
 
 def _reasons(judgement: Judgement) -> str:
-    wrong = "".join(f"<li>{sentence(_capital(told))}.</li>" for told in judgement.complaints)
-    if not wrong:
-        told = [f"{found.judged.words} within {share(found.tolerance)}" for found in judgement.findings]
-        wrong = f"<li>{escape(_capital('; '.join(told)))}. Weights, data, order, seed and settings are the same.</li>"
-    allowed = "".join(f"<li>{sentence(_capital(told))}</li>" for told in judgement.differences.allowed)
-    answers = "<p class=words>Both learnt from the same recorded answers.</p>" if judgement.same_answers else ""
-    found = f"<ul class='findings{' calm' if judgement.passes else ''}'>{wrong}</ul>{answers}"
-    return found + (f"<h2>Differences that may be</h2><ul class='findings calm'>{allowed}</ul>" if allowed else "")
+    told = judgement.complaints or [
+        "; ".join(map(_limits, judgement.findings)),
+        "initial weights, trained parameters, data and their order, seed and settings are the same",
+    ]
+    if judgement.same_answers:
+        told = [*told, "both learnt from the same recorded answers"]
+    entries = "".join(f"<li>{sentence(_capital(words))}.</li>" for words in told)
+    allowed = "".join(f"<li>{sentence(_capital(words))}</li>" for words in judgement.differences.allowed)
+    reasons = f"<ul class='findings{' calm' if judgement.passes else ''}'>{entries}</ul>"
+    return reasons + (f"<h2>Differences that may be</h2><ul class='findings calm'>{allowed}</ul>" if allowed else "")
+
+
+def _limits(found: Finding) -> str:
+    first = found.judged.first
+    own = f", at first within {share(first)}" if first is not None else ""
+    return f"{found.judged.words} within {share(found.tolerance)}{own}"
 
 
 def _capital(text: str) -> str:
