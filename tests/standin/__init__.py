@@ -25,6 +25,13 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
+def why_not() -> str | None:
+    """Why it cannot be used here."""
+    if torch.accelerator.is_available():
+        return "there is an accelerator, and a process has one kind"
+    return None if compiler() else "the stand-in is built with a C++ compiler"
+
+
 def library() -> Path:
     """The compiled device, built once for this source and this torch, by whoever comes first."""
     made_of = SOURCE.read_bytes() + torch.__version__.encode()
