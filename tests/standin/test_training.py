@@ -50,6 +50,11 @@ def sft(folder: Path, out: Path, more: str) -> list[str]:
     ).split()
 
 
+def rl(folder: Path, out: Path, estimator: str, more: str) -> list[str]:
+    words = rl_run.arguments(folder, out, estimator, f"--num_episodes 1 --max_epochs 1 {more}")
+    return rl_run.without(words, "--eval_dataset", "--eval_split", "--eval_steps", "--eval_n_samples_per_prompt")
+
+
 def figures(out: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in CLOCK_FIELDS} for row in read_rows(out / "metrics.jsonl")]
 
@@ -94,9 +99,7 @@ def test_a_run_resumed_from_its_checkpoint_is_the_run_that_was_not_stopped(folde
 def test_answers_are_drawn_and_learnt_from_as_on_the_cpu(tmp_path):
     rl_run.write_task(tmp_path)
     outs = tmp_path / "cpu", tmp_path / "standin"
-    asked = "--num_episodes 1 --max_samples 8 --max_epochs 1"
-    evaluating = ("--eval_dataset", "--eval_split", "--eval_steps", "--eval_n_samples_per_prompt")
-    commands = [rl_run.without(rl_run.arguments(tmp_path, out, "grpo", asked), *evaluating) for out in outs]
+    commands = [rl(tmp_path, out, "grpo", "--max_samples 8") for out in outs]
     assert warm.run(commands[0]) == 0
     (device,) = at_work.run(tmp_path, commands[1])
     assert device["kernels"] > 5_000
@@ -112,3 +115,12 @@ def test_two_processes_with_a_device_each_split_a_model_and_give_the_same_number
     devices = at_work.run(tmp_path, sft(folder, tmp_path, f"{PACKED} --zero_stage 3"), size=2)
     assert_same_losses(tmp_path, on_cpu)
     assert all(device["collectives"] > 20 and device["kernels"] > 500 for device in devices)
+
+
+def test_rl_in_two_processes_with_a_device_each(tmp_path):
+    """Its processes speak over a group of gloo alone, too."""
+    rl_run.write_task(tmp_path)
+    command = rl(tmp_path, tmp_path / "out", "ppo", "--max_samples 4 --zero_stage 3")
+    devices = at_work.run(tmp_path, command, size=2)
+    assert all(device["kernels"] > 3000 and device["collectives"] > 20 for device in devices)
+    assert [row["step"] for row in read_rows(tmp_path / "out" / "metrics.jsonl")] == [1]

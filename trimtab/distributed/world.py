@@ -47,7 +47,9 @@ def join(device: torch.device, **place: Any) -> None:
     """Meet the other processes at `place`: a store, this process's rank and how many they are."""
     # What is kept in main memory is summed there.
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{collectives_of(device)}"
-    options = {} if device.type == "cpu" else {"device_id": device}
+    # A device that is bound must be known to every group, also to those that speak gloo alone.
+    known = device.type != "cpu" and device.type in dist.Backend.backend_capability[dist.Backend.GLOO]
+    options = {"device_id": device} if known else {}
     with opening():
         dist.init_process_group(backend, timeout=PATIENCE, **place, **options)
 
