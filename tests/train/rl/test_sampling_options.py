@@ -4,6 +4,7 @@ import signal
 from functools import partial
 
 import pytest
+import torch
 
 from tests import warm
 from tests.train.rl.rl_run import arguments, assert_identical, result, rows, weights, without, write_task
@@ -119,8 +120,41 @@ def test_prompts_in_the_order_of_the_data_and_whole_iterations_alone(folder, tmp
     assert [row["loss"] for row in replayed] == [row["loss"] for row in found]
 
 
-def test_drop_last_that_would_leave_nothing_is_one_line(folder, tmp_path):
+@pytest.mark.parametrize("how", [[], ["--dry_run"]])
+def test_drop_last_that_would_leave_nothing_is_one_line(folder, tmp_path, how):
     log = tmp_path / "log"
-    words = [*arguments(folder, tmp_path / "out", "grpo"), "--rollout_batch_size", "16", "--drop_last"]
+    words = [*arguments(folder, tmp_path / "out", "grpo"), "--rollout_batch_size", "16", "--drop_last", *how]
     assert warm.run(words, log=log) == 2
     assert "--drop_last leaves out all 9 prompts: they do not fill an iteration, which takes 16" in log.read_text()
+
+
+@pytest.mark.long
+def test_two_processes_learn_with_all_of_it_what_one_does(folder, tmp_path):
+    words = (
+        "--max_steps 2 --temperature 0.7 --generate_min_len 3 --repetition_penalty 1.2 --running_reward_norm "
+        "--no_shuffle --drop_last --policy_loss_coef 0.5 --micro_logprob_batch_size 3 --adam_eps 1e-6 "
+        "--dynamic_filtering --dynamic_filtering_rule differing --dynamic_filtering_batches 2 "
+        "--n_samples_per_prompt 4 --train_batch_size 16 --use_kl_loss --kl_estimator k3 --kl_clip 0.5"
+    )
+    one = run(folder, tmp_path / "one", words, estimator="reinforce")
+    fixed = without(arguments(folder, tmp_path / "two", "reinforce"), "--eval_dataset", "--eval_split", "--eval_steps")
+    fixed = without(fixed, "--eval_n_samples_per_prompt", "--max_epochs", "--save_steps")
+    assert warm.run_world([*fixed, *words.split()], 2) == [0, 0]
+    for mine, theirs in zip(one, rows(tmp_path / "two"), strict=True):
+        assert mine["reward"] == theirs["reward"] and mine["filtered_groups"] == theirs["filtered_groups"]
+        for name in ("loss", "kl_loss", "grad_norm", "reward_mean_so_far", "reward_std_so_far"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
+
+
+def test_checkpoints_of_weights_alone_load_as_models_and_are_nothing_to_go_on_from(folder, tmp_path):
+    """PaddleNLP's ignore_save_lr_and_optim."""
+    out, log = tmp_path / "out", tmp_path / "log"
+    words = f"--max_steps 2 --save_steps 1 --save_hf_ckpt --disable_ds_ckpt --ckpt_path {out}/checkpoints"
+    run(folder, out, words)
+    kept = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert kept == ["global_step1_hf", "global_step2_hf"]
+    assert not list((out / "checkpoints").glob("**/tensors*")), "no state of an optimiser"
+    last = weights(out / "checkpoints" / "global_step2_hf")
+    assert all(torch.equal(last[name], weight) for name, weight in weights(out).items())
+    run(folder, tmp_path / "again", f"{words} --load_checkpoint", log=log)
+    assert "starting from the beginning" in log.read_text()

@@ -15,7 +15,14 @@ from trimtab.rewards.trial import try_reward
 from trimtab.train.launch import load_job_tokenizer, notes, of_few_rows
 from trimtab.train.plan.passes import work_of_prompts
 from trimtab.train.rehearsal import memory_line, one_line, usable_rows
-from trimtab.train.rl.checks import check_model, check_places, check_shares, check_teacher, critic_start
+from trimtab.train.rl.checks import (
+    check_drop_last,
+    check_model,
+    check_places,
+    check_shares,
+    check_teacher,
+    critic_start,
+)
 from trimtab.train.rl.controller import iterations_of
 from trimtab.train.rl.cut import updates_per_iteration
 from trimtab.train.rl.description import layout_of_units, units_of
@@ -58,6 +65,8 @@ def rehearse_rl(
         )  # the run itself knows all prompts, and asks for more
     prompts, about = usable_rows(reports["train"], options.max_samples, len(stores["train"]))
     whole = dataclasses.replace(order, samples=prompts)
+    if not about:
+        check_drop_last(whole, options)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return [

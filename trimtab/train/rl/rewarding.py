@@ -39,6 +39,6 @@ class RewardModels(Role):
 
 def no_room(shortage: OutOfMemory) -> NoRoom:
     return NoRoom(
-        f"the reward models do not fit into memory ({shortage}); lower --micro_rollout_batch_size, --generate_max_len "
+        f"the reward models do not fit into memory ({shortage}); lower --micro_reward_batch_size, --generate_max_len "
         "or --prompt_max_len, or give --ref_reward_offload"
     )
