@@ -111,10 +111,6 @@ def test_defaults_pass_without_a_word(job_class):
         ({"actor_num_nodes": 0}, "--actor_num_nodes is 0"),
         ({"critic_num_gpus_per_node": 0}, "--critic_num_gpus_per_node is 0"),
         ({"vllm_num_engines": -1}, "--vllm_num_engines is -1"),
-        (
-            {"nproc": 2, "ds_tensor_parallel_size": 2, "weight_only_int8": True},
-            "--weight_only_int8 copies whole layers",
-        ),
         ({"nproc": 3, "ds_tensor_parallel_size": 2}, "--ds_tensor_parallel_size 2: 3 processes cannot be shared out"),
         (
             {"ray": True, "rollout_engine": "vllm", "vllm_num_engines": 0},

@@ -34,28 +34,32 @@ def answers(policy: Policy, **settings) -> list[Rollout]:
     return found
 
 
-def cut_over_two(family: str, **changes) -> None:
+def cut_over_two(family: str, int8: bool, **changes) -> None:
     world = find_world(find_device())
     mesh = Mesh(world, tensor=2)
     policy = Policy(tiny_model(family, **changes))
     cut(policy, mesh.for_cutting())
     shard(policy, decoder_layers(policy), mesh, zero_stage=3)
-    expected = answers(Policy(tiny_model(family, **changes)))
+    expected = answers(Policy(tiny_model(family, **changes)), weight_only_int8=int8)
     # The second process has room for two sequences at once, and gives its memory back after every call.
     plenty = memory.free_memory
     engines.free_memory = (lambda device: 0) if world.rank else plenty
     memory.free_memory = (lambda device: 2**16) if world.rank else plenty
-    found = answers(policy, tensor=mesh.tensor)
+    found = answers(policy, tensor=mesh.tensor, weight_only_int8=int8)
     for one, other in zip(found, expected, strict=True):
         assert (one.prompt, one.sample, one.ids, one.finish) == (other.prompt, other.sample, other.ids, other.finish)
         torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), atol=2e-5, rtol=0)
     leave_world()
 
 
-@pytest.mark.short(1)
-@pytest.mark.parametrize("family", ["qwen3", "llama_tied", "mixtral"])
-def test_processes_that_share_every_layer_draw_the_tokens_of_one(family):
-    assert warm.call_world(cut_over_two, 2, family) == [0, 0]
+@pytest.mark.short(2)
+@pytest.mark.parametrize(
+    "family, int8",
+    [("qwen3", False), ("qwen2", True), ("llama_tied", False), ("mixtral", False), ("mixtral", True)],
+)
+def test_processes_that_share_every_layer_draw_the_tokens_of_one(family, int8):
+    """With int8 weights too: their scales are those of whole layers."""
+    assert warm.call_world(cut_over_two, 2, family, int8) == [0, 0]
 
 
 def hand_over(cases) -> None:

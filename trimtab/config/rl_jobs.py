@@ -160,7 +160,6 @@ class RLOptions(
             why = f"with --advantage_estimator {estimator.name}: it standardises the rewards of each group"
             yield from self.idle(["running_reward_norm"], why)
         self._check_rewarded()
-        self._check_splits()
         if self.max_len is not None and self.max_len < self.longest_rollout:
             raise UserError(
                 f"--max_len {self.max_len} is less than --prompt_max_len + --generate_max_len "
@@ -212,12 +211,6 @@ class RLOptions(
             raise UserError(f"--freezing_actor_steps trains the critic alone, and {estimator.name} has none: drop it")
         if names := [f"--{name}" for name in OF_THE_CRITIC if self.asks(name)]:
             yield f"{', '.join(names)} without effect: --advantage_estimator {estimator.name} has no critic"
-
-    def _check_splits(self) -> None:
-        if self.weight_only_int8 and self.ds_tensor_parallel_size > 1 and not self.uses_vllm:
-            raise UserError(
-                "--weight_only_int8 copies whole layers, and --ds_tensor_parallel_size cuts them: leave one out"
-            )
 
     def _about_vllm(self) -> Iterable[str]:
         if not self.uses_vllm:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import Partial
 
-from trimtab.distributed.branches import beside, branch, join
+from trimtab.distributed.branches import beside, branch, gather, join
 from trimtab.distributed.sharding import local
 from trimtab.models.vocabulary import Words
 
@@ -30,6 +30,14 @@ class Local:
     def part(self, name: str, parameter: Tensor) -> Tensor | None:
         return local(parameter)
 
+    def parts(self, module: nn.Module) -> dict[str, Tensor | None]:
+        """What the module's parameters are while it works."""
+        return {name: p if p is None else self.part(name, p) for name, p in module._parameters.items()}
+
+    def of_whole_rows(self, largest_O: Tensor) -> Tensor:
+        """From what is largest in a part of each row of the weight to what is largest in all of it."""
+        return largest_O
+
     def enter(self, *arguments: Any) -> Arguments:
         return arguments
 
@@ -39,14 +47,14 @@ class Local:
     def _before(self, module: nn.Module, arguments: Arguments) -> Arguments:
         arguments = self.enter(*arguments)
         self._parameters = dict(module._parameters)
-        parts = {name: p if p is None else self.part(name, p) for name, p in module._parameters.items()}
-        module._parameters.update(parts)
+        module._parameters.update(self.parts(module))
         return arguments
 
     def _after(self, module: nn.Module, arguments: Arguments, result: Tensor | None) -> Tensor | None:
         module._parameters.update(self._parameters)
+        result = None if result is None else self.leave(result)  # None: it failed
         self._parameters = {}
-        return None if result is None else self.leave(result)  # None: it failed
+        return result
 
 
 class OfHeads(Local):
@@ -84,19 +92,15 @@ class Keys(SomeRows):
 class Inputs(Local):
     """A linear layer cut by its inputs. A bias is added once, to the sum."""
 
-    def __init__(self, module: nn.Module, group: ProcessGroup):
-        super().__init__(module, group)
-        self._bias: Tensor | None = None
-
     def part(self, name: str, parameter: Tensor) -> Tensor | None:
-        if name == "bias":
-            self._bias = local(parameter)
-            return None
-        return local(parameter)
+        return None if name == "bias" else local(parameter)
+
+    def of_whole_rows(self, largest_O: Tensor) -> Tensor:
+        return gather(largest_O, self.group).amax(0)
 
     def leave(self, result: Tensor) -> Tensor:
-        total, self._bias, bias = join(result, self.group), None, self._bias
-        return total if bias is None else total + bias
+        total, bias = join(result, self.group), self._parameters.get("bias")
+        return total if bias is None else total + local(bias)
 
 
 class Experts(Local):
@@ -162,6 +166,12 @@ class DropoutOfPart(nn.Dropout):
             return input
         mask = nn.functional.dropout(input.new_ones(*input.shape[:-1], self.width), self.p)
         return input * mask[..., self.columns]
+
+
+def way_of_work(module: nn.Module) -> Local | None:
+    """How a module works on its parts; None: it is not cut."""
+    hooks = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return next((way for way in hooks if isinstance(way, Local)), None)
 
 
 def _words(module: nn.Embedding | nn.Linear) -> Words:

@@ -53,7 +53,6 @@ class BuiltinEngine:
         self.read_tokens, self.keep_prefixes = read_tokens, keep_prefixes
         self.tensor = tensor or Peers()
         cut = self.tensor.size > 1
-        assert not (cut and weight_only_int8), "refused with the options"
         with policy.at_work():
             shape, arguments = Runner.measure(policy)
             # Fused layers read whole weights. Of cut ones the modules know how to add up.

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.distributed.device import has_kernels
+from trimtab.models.cut_layers import Local, way_of_work
 from trimtab.models.policy import Policy
 
 
@@ -64,14 +65,18 @@ class Int8Layers:
     @torch.no_grad()
     def __enter__(self) -> None:
         for layer in self.layers:
-            codes, scales = quantised(layer.weight)
+            way = way_of_work(layer)
+            parts = layer._parameters if way is None else way.parts(layer)
+            weight_OI = parts["weight"]
+            assert weight_OI is not None
+            codes, scales = quantised(weight_OI, way)
             fresh = packed(codes), scales
             if layer in self._copies:  # in place: whoever knows the addresses may go on using them
                 for old, new in zip(self._copies[layer], fresh):
                     old.copy_(new)
             else:
                 self._copies[layer] = fresh
-            layer.forward = Int8Weight(*self._copies[layer], layer.bias, layer.in_features)
+            layer.forward = Int8Weight(*self._copies[layer], parts["bias"], weight_OI.shape[1])
 
     def __exit__(self, *_) -> None:
         for layer in self.layers:
@@ -81,11 +86,14 @@ class Int8Layers:
         self._copies.clear()
 
 
-def quantised(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 weights [O, I], fp32 scales [O]), symmetric for each output."""
-    largest = torch.linalg.vector_norm(weight_OI, torch.inf, 1, dtype=torch.float32)
-    scales = largest.clamp(min=torch.finfo(torch.float32).tiny) / 127
-    return (weight_OI / scales[:, None]).round_().to(torch.int8), scales
+def quantised(weight_OI: Tensor, way: Local | None = None) -> tuple[Tensor, Tensor]:
+    """(int8 weights [O, I], fp32 scales [O]), symmetric for each output. `way`: how the layer is cut over processes, if
+    it is; scales are those of the whole layer, so that the policy is the same however it is cut."""
+    largest_O = torch.linalg.vector_norm(weight_OI, torch.inf, 1, dtype=torch.float32)
+    if way is not None:
+        largest_O = way.of_whole_rows(largest_O)
+    scales_O = largest_O.clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return (weight_OI / scales_O[:, None]).round_().to(torch.int8), scales_O
 
 
 def packed(codes_OI: Tensor) -> Tensor:
