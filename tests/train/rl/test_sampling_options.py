@@ -146,6 +146,7 @@ def test_two_processes_learn_with_all_of_it_what_one_does(folder, tmp_path):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
 
 
+@pytest.mark.long
 def test_checkpoints_of_weights_alone_load_as_models_and_are_nothing_to_go_on_from(folder, tmp_path):
     """PaddleNLP's ignore_save_lr_and_optim."""
     out, log = tmp_path / "out", tmp_path / "log"
