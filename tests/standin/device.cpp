@@ -293,7 +293,17 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
               ", and one is on the CPU");
   const auto device = target.value_or(here());
   counts[device.index()].kernels++;
-  op.callBoxedForDispatchKey(c10::DispatchKey::CPU, *stack);
+  if (schema.name() == "aten::native_dropout") {  // draws without being given a generator
+    auto host = at::detail::getDefaultCPUGenerator();
+    auto own = draws_of(-1);
+    const auto kept = host.get_state();
+    host.set_state(own.get_state());
+    op.callBoxedForDispatchKey(c10::DispatchKey::CPU, *stack);
+    own.set_state(host.get_state());
+    host.set_state(kept);
+  } else {
+    op.callBoxedForDispatchKey(c10::DispatchKey::CPU, *stack);
+  }
   if (borrowed) drawn_with->set_state(borrowed->get_state());
 
   for (auto& operand : operands) {
