@@ -141,3 +141,21 @@ def test_a_torchvision_of_another_torch_is_told_with_its_cure(capsys):
     assert guarded("trimtab sft", action) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "pip uninstall torchvision torchaudio torchcodec" in told
+
+
+def test_a_device_that_torch_cannot_load_is_a_line_and_not_a_trace(capsys):
+    """As torch raises it when it is imported, where a package of another device is installed without its driver."""
+
+    def importing_torch():
+        try:
+            raise ImportError("libascend_hal.so: cannot open shared object file\nand a trace")
+        except ImportError as error:
+            advice = "You can disable extension auto-loading with TORCH_DEVICE_BACKEND_AUTOLOAD=0."
+            raise RuntimeError(f"Failed to load the backend extension: torch_npu. {advice}") from error
+
+    assert guarded("trimtab sft", importing_torch) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith(
+        "trimtab sft: error: Failed to load the backend extension: torch_npu"
+    )
+    assert "AUTOLOAD=0" in said and said.endswith("The reason: libascend_hal.so: cannot open shared object file\n")
