@@ -103,9 +103,10 @@ def test_every_setting_gives_the_tokens_of_step_by_step(changes, monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_log_probs_equal_the_trainers(temperature):
+@pytest.mark.parametrize("late", [{}, {"stop_token_ids": tuple(range(3, 50)), "min_new_tokens": 4}])
+def test_log_probs_equal_the_trainers(temperature, late):
     policy = policy_of()
-    sampling = Sampling(max_new_tokens=NEW, n=2, temperature=temperature, plain_log_probs=True)
+    sampling = Sampling(max_new_tokens=NEW, n=2, temperature=temperature, plain_log_probs=True, **late)
     given = BuiltinEngine(policy, **TIGHT).generate(SHORT, sampling)
     whole = [np.array(a.prompt_ids + a.ids) for a in given]
     examples = [(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, given)]

@@ -1,5 +1,8 @@
 """Drawing is exact: 200,000 draws on a tiny vocabulary against the distribution worked out apart."""
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -64,6 +67,28 @@ def test_min_new_tokens_takes_stop_tokens_out_and_lets_them_in_again():
     assert_frequencies(early, renormalised(shares, others))
     later = np.bincount(draws(sampling, position=3), minlength=VOCABULARY)
     assert_frequencies(later, shares / shares.sum())
+
+
+def reference_draw(logits_BV, seeds_B, drawn_B, temperature):
+    """Stands for the kernel."""
+    drawn = Sampler(Sampling(temperature=temperature), logits_BV.shape[1], logits_BV.device).draw(
+        logits_BV.clone(), seeds_B, drawn_B, None
+    )
+    return drawn.tokens_B, drawn.log_probs_B
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_kernel_that_knows_no_stop_tokens_draws_without_them_while_they_must_wait(monkeypatch, temperature):
+    sampling = Sampling(min_new_tokens=3, stop_token_ids=(2, 5), temperature=temperature, plain_log_probs=True)
+    logits, seeds, drawn = LOGITS.repeat(1000, 1), SEEDS[:1000], SEEDS[:1000] % 6
+    expected = Sampler(sampling, VOCABULARY, torch.device("cpu")).draw(logits, seeds, drawn, None)
+    name = "trimtab.rollout.builtin.kernels.sampling"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(draw_plainly=reference_draw))
+    by_kernel = Sampler(sampling, VOCABULARY, torch.device("cpu"))._draw_by_kernel(logits, seeds, drawn)
+    assert torch.equal(by_kernel.tokens_B, expected.tokens_B)
+    torch.testing.assert_close(by_kernel.log_probs_B, expected.log_probs_B)
+    torch.testing.assert_close(by_kernel.plain_B, expected.plain_B)
+    assert torch.equal(logits, LOGITS.repeat(1000, 1))
 
 
 def test_successive_draws_of_a_request_are_independent():

@@ -68,13 +68,13 @@ class Sampler:
                 self.bias[token] = value
             self.bias[list(sampling.forbidden_tokens)] = float("-inf")
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
-        # Nothing but a temperature between the model's logits and the draw.
+        # Nothing but a temperature between the model's logits and the draw, once an answer may end.
         self.plainly = (
             sampling.temperature > 0
             and self.bias is None
             and (sampling.top_k, sampling.top_p, sampling.repetition_penalty) == (0, 1, 1)
-            and (sampling.min_new_tokens == 0 or not sampling.stop_token_ids)
         )
+        self.waits = sampling.min_new_tokens > 0 and bool(sampling.stop_token_ids)
 
     def draw(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> Drawn:
         """`drawn_B`: how many tokens each sequence has drawn; `seen_BV`: tokens it has had (repetition penalty)."""
@@ -98,7 +98,17 @@ class Sampler:
     def _draw_by_kernel(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> Drawn:
         from trimtab.rollout.builtin.kernels.sampling import draw_plainly
 
-        tokens, log_probs = draw_plainly(logits_BV, seeds_B, drawn_B, self.sampling.temperature)
+        temperature = self.sampling.temperature
+        if not self.waits:
+            tokens, log_probs = draw_plainly(logits_BV, seeds_B, drawn_B, temperature)
+        else:  # without stop tokens, in place and for the draw alone; then what they weigh is put back
+            early_B, stops_BK = drawn_B < self.sampling.min_new_tokens, logits_BV[:, self.stops]
+            logits_BV[:, self.stops] = stops_BK.masked_fill(early_B[:, None], float("-inf"))
+            tokens, drawn_from = draw_plainly(logits_BV, seeds_B, drawn_B, temperature)
+            logits_BV[:, self.stops] = stops_BK
+            picked = logits_BV.gather(-1, tokens[:, None])[:, 0] / temperature
+            whole = torch.logaddexp(picked - drawn_from, (stops_BK / temperature).logsumexp(-1))
+            log_probs = torch.where(early_B, picked - whole, drawn_from)
         return Drawn(tokens, log_probs, _log_probs(logits_BV, tokens) if self.sampling.plain_log_probs else None)
 
     def _adjusted(self, logits: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> Tensor:
@@ -109,7 +119,7 @@ class Sampler:
             logits = torch.where(seen_BV, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
         if self.bias is not None:
             logits = logits + self.bias
-        if sampling.min_new_tokens > 0 and len(self.stops):
+        if self.waits:
             early = (drawn_B < sampling.min_new_tokens)[:, None]
             logits = logits.index_fill(1, self.stops, float("-inf")).where(early, logits)
         return logits
