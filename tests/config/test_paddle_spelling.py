@@ -292,6 +292,7 @@ def test_nothing_but_the_accumulation_is_said_of_a_file_without_oddities(read):
         ("save_steps: 0", "save_steps 0: it must be at least 1"),
         ("offload_level: eval", "offload_level eval: eval is none of freeze_model, train_model, optimizer"),
         ("lr_scheduler_type: cosine\nmin_learning_rate: 0\nlearning_rate: 0", "learning_rate 0.0: it must be above 0"),
+        ("max_steps: 9\ndecay_steps: 5", "decay_steps 5: the rate falls until the run ends, at max_steps, which is 9"),
         ("rolout_n: 8", "unknown key rolout_n of PaddleNLP; did you mean rollout_n?"),
         ("mini_batch_size: 8", "unknown key mini_batch_size of PaddleNLP; did you mean global_mini_batch_size?"),
         ("lora_rank: 8", "lora_rank is an option of ours in a file of PaddleNLP: put --lora_rank on the command line"),
@@ -314,10 +315,19 @@ def test_what_cannot_be_meant_is_one_line_with_its_place(read, tmp_path, lines, 
     ("lines", "words", "told"),
     [
         ("rollout_n: 1", "", "lines 1, {}: rl_algorithm, rollout_n: --advantage_estimator group_norm compares"),
-        ("global_mini_batch_size: 3", "", " line {}: global_mini_batch_size: --train_batch_size 12 is not a multiple"),
+        (
+            "global_mini_batch_size: 3",
+            "",
+            " line {}: global_mini_batch_size, per_device_train_batch_size (absent): --train_batch_size 12 is not a",
+        ),
+        ("rollout_n:", "", "lines 1, {}: rl_algorithm, rollout_n: --advantage_estimator group_norm compares"),
         ("top_p: 1.5", "", " line {}: top_p: --top_p is 1.5"),
         ("lr_scheduler_type: foo", "", " line {}: lr_scheduler_type: --lr_scheduler is foo"),
-        ("min_dec_len: 600", "", " line {}: min_dec_len: --generate_min_len 600 is more than --generate_max_len 512"),
+        (
+            "min_dec_len: 600",
+            "",
+            " line {}: min_dec_len, max_dec_len (absent): --generate_min_len 600 is more than --generate_max_len 512",
+        ),
         ("max_steps: 5\nwarmup_steps: 10", "", " line {}: warmup_steps: --lr_warmup_ratio is 2"),
         ("actor_model_name_or_path:", "", " line {}: actor_model_name_or_path: --pretrain is missing"),
         ("top_p: 0.9", "--top_p 1.5", "--top_p is 1.5"),
@@ -331,6 +341,23 @@ def test_what_our_checks_refuse_is_told_with_the_keys_of_the_file(read, tmp_path
     last = len(written)
     expected = told.format(last) if words else f"{tmp_path / 'file.yaml'} {told.format(last).strip()}"
     assert placed(str(refused.value), options).startswith(expected)
+
+
+def test_a_key_that_is_to_be_added_is_named(read, tmp_path):
+    options = read(least=LEAST.replace("rollout_n: 4\n", ""))
+    with pytest.raises(UserError) as refused:
+        check(settle(options)[0])
+    told = f"{tmp_path / 'file.yaml'} line 1: rl_algorithm, rollout_n (absent): --advantage_estimator group_norm"
+    assert placed(str(refused.value), options).startswith(told)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["rollout_batch_size", "n_samples_per_prompt", "max_epochs", "micro_train_batch_size", "ring_attn_size"],
+)
+def test_a_size_of_nothing_on_the_command_line_is_refused_as_without_a_file(read, name):
+    with pytest.raises(UserError, match=f"--{name}.* 0"):
+        check(settle(read(words=f"--{name} 0"))[0])
 
 
 def test_what_is_derived_follows_the_command_line(read):

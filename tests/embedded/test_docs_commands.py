@@ -20,6 +20,7 @@ EXTRA |= {verb: TWO_ITERATIONS for verb in ("ppo", "grpo", "reinforce", "rloo")}
 EXTRA["serve-rm"] = ["--dry_run"]  # else it would serve for ever; tests/rewards/test_server.py talks to one
 
 OF_PLAN = ("on", "device_memory", "nodes", "gpus", "network")  # its own words
+OF_OTHERS = ("devices", "logdir", "host", "nproc_per_node")  # Paddle's launcher, VisualDL, torchrun
 LEFT_BY = {  # page: what its commands must have made
     "sft": ["my-adapter/adapter_config.json", "my-model/report.html"],
     "reward_model": ["my-reward-model/rewards.json", "my-merged-reward-model/config.json"],
@@ -102,11 +103,11 @@ def test_the_pages_promise_of_what_a_run_leaves_is_kept(folder):
         assert (folder / "quickstart" / "sft" / name).is_file(), name
 
 
-@pytest.mark.parametrize("page", [*LEFT_BY, "sharding"])
+@pytest.mark.parametrize("page", [*LEFT_BY, "sharding", "paddlenlp"])
 def test_every_option_a_page_names_exists_and_every_link_leads_somewhere(page):
     text = (DOCS / f"{page}.md").read_text()
     unknown = {name for name in re.findall(r"--(\w+)", text) if not any(find(job, name) for job in EVERY_JOB)}
-    assert not unknown - {"help", "module", *OF_PLAN}
+    assert not unknown - {"help", "module", *OF_PLAN, *OF_OTHERS}
     for target in re.findall(r"\]\((\w+\.md)", text):
         assert (DOCS / target).is_file(), target
 

@@ -66,7 +66,7 @@ def test_the_recipe_learns_the_form_of_answers_in_its_tiny_mode(method, folder, 
     assert len(rewards) == 10 and all(-3 <= reward <= 3 for reward in rewards)
     assert statistics.fmean(rewards[-4:]) > statistics.fmean(rewards[:2]) + 0.1
     assert (place / "report.html").is_file() and (place / "model.safetensors").is_file()
-    assert [module for module, _ in commands(tmp_path, method, **tiny)] == ["trimtab.cli.run_rl"], "rows are there"
+    assert commands(tmp_path, method, **tiny) == chain, "rows of an earlier run are not taken for those of this one"
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -68,13 +68,13 @@ class PaddleFile:
 
     @property
     def updates(self) -> int:
-        """Optimiser steps that PaddleNLP makes of a rollout."""
-        return math.ceil(self.now("global_batch_size") / self.prompts_at_once) * self.now("update_iters")
+        """Optimiser steps that PaddleNLP makes of a rollout; what the command line has is not yet checked."""
+        return max(1, math.ceil(self.now("global_batch_size") / self.prompts_at_once) * self.now("update_iters"))
 
     @property
     def prompts_at_once(self) -> int:
         mini = self["global_mini_batch_size"]
-        return mini if mini > 0 else self.now("global_batch_size")
+        return mini if mini > 0 else max(1, self.now("global_batch_size"))
 
     def iterations(self, name: str) -> int:
         """So many of PaddleNLP's steps, in rollouts."""
@@ -82,15 +82,17 @@ class PaddleFile:
 
 
 def placed(text: str, options: Any) -> str:
-    """What is said of options, with the keys of the file, and their lines, that it is about."""
-    named = re.findall(r"--(\w+)", text)
-    about = [(key, line) for option, key, line in options.origins if option in named]
-    if not about:
+    """What is said of options, with the keys of the file that it is about: their lines, or that they are not there."""
+    keys: dict[str, int | None] = {}
+    for named in re.findall(r"--(\w+)", text):
+        about = {key: line for option, key, line in options.origins if option == named}
+        keys |= {key: line for key, line in about.items() if line is not None} or dict(list(about.items())[:1])
+    if not keys:
         return text
-    present = [(key, line) for key, line in about if line is not None] or about[:1]
-    lines = [str(line) for _, line in sorted(set(present), key=lambda pair: pair[1] or 0) if line is not None]
+    lines = [str(line) for line in sorted({line for line in keys.values() if line is not None})]
     where = f" line{'s' * (len(lines) > 1)} {', '.join(lines)}" if lines else ""
-    return f"{options.config}{where}: {', '.join(dict.fromkeys(key for key, _ in present))}: {text}"
+    told = ", ".join(key if line is not None else f"{key} (absent)" for key, line in keys.items())
+    return f"{options.config}{where}: {told}: {text}"
 
 
 def _converted(key: Key, value: Any) -> Any:

@@ -66,14 +66,16 @@ def in_our_words(
     return options, notes, file.origins
 
 
-def accumulation(options: Any) -> str:
+def accumulation(options: Any) -> Iterator[str]:
     """How many passes a process makes for an optimiser step: PaddleNLP derives that, and so do we."""
     group, micro = options.n_samples_per_prompt, options.micro_train_batch_size
+    if min(group, micro, options.ring_attn_size, options.ds_tensor_parallel_size) < 1:
+        return  # of the command line, which is checked after this
     answers = min(options.train_batch_size, options.rollout_batch_size * group)
     processes = options.data_parts(int(os.environ.get("WORLD_SIZE", options.processes)))
     passes = math.ceil(answers / (micro * processes))
     shared = "1 data-parallel process" if processes == 1 else f"{processes} data-parallel processes"
-    return (
+    yield (
         f"gradient accumulation {passes}: {answers // group} prompts x {group} answers / {micro} in a pass / {shared}"
     )
 
@@ -120,7 +122,7 @@ def _method(file: PaddleFile, options: Chosen) -> Iterator[str]:
         file, options, critic_model_name_or_path="critic_pretrain", per_device_value_batch_size="micro_value_batch_size"
     )
     options["value_clip"] = file["clip_range_value"]
-    for name in ("lr_scheduler_type", "weight_decay", "warmup_ratio", "recompute"):
+    for name in ("lr_scheduler_type", "weight_decay", "warmup_ratio", "recompute", "recompute_granularity"):
         if file.says(f"critic_{name}") and file[f"critic_{name}"] != file[name]:
             file.refuse(f"critic_{name}", f"the critic shares the policy's {name}, which is {file[name]}")
 
@@ -265,6 +267,8 @@ def _optimiser(file: PaddleFile, options: Chosen) -> Iterable[str]:
         if file["max_steps"] <= 0:
             file.refuse("warmup_steps", "without max_steps it is no share of the run; give warmup_ratio")
         options["lr_warmup_ratio"] = file["warmup_steps"] / file["max_steps"]
+    if file["decay_steps"] not in (None, file["max_steps"]) and file["lr_scheduler_type"] != "constant":
+        file.refuse("decay_steps", f"the rate falls until the run ends, at max_steps, which is {file['max_steps']}")
     least, peak = file["min_learning_rate"], file["learning_rate"]
     if least is not None and file["lr_scheduler_type"] == "cosine":
         if peak <= 0:

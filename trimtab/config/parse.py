@@ -65,7 +65,7 @@ def _of_paddle(job_class: type[Job], path: str, entries: Sequence[Entry], on_the
     wished = {name for name, value in in_the_file.items() if value != defaults[name].default}
     given = {*on_the_line, *wished, *(PASS_SIZES & in_the_file.keys())}
     options = job_class(**{**in_the_file, **on_the_line}, given=frozenset(given))
-    return dataclasses.replace(options, notes=(*notes, accumulation(options)), origins=origins)
+    return dataclasses.replace(options, notes=(*notes, *accumulation(options)), origins=origins)
 
 
 def _check_verb(
