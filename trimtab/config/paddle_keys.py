@@ -139,7 +139,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("kl_coeff", float, 0.02, "`--init_kl_coef`, a k1 in the reward (ppo, reinforce_plus_plus)"),
         Key("kl_loss_coeff", float, 0.001, "`--init_kl_coef --use_kl_loss --kl_estimator k3` (grpo)"),
         same("pg_loss_coeff", "policy_loss_coef", float, 1.0),
-        noted("ptx_coeff", "a file has no such data; `--pretrain_data` and `--ptx_coef` on the command line add them", float),
+        noted("ptx_coeff", "the data for it come with `--pretrain_data` and `--ptx_coef` on the command line", float),
         Key("entropy_coeff", float, None, "`--entropy_loss_coef`; 0: measured, not trained"),
         Key("clip_range_ratio", float, 0.2, "`--eps_clip`"),
         Key("clip_range_ratio_low", float, None, "`--eps_clip_low_high`, the first; unset: clip_range_ratio"),
