@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.report.pages import FIGURES, write_rl_run, write_run
-from trimtab.report.compare import write_comparison
+from trimtab.report.comparison import write_comparison
 from trimtab.report.page import write_report
 
 CHROMIUM = next(

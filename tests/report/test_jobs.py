@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.report.pages import FIGURES, Checked, write_run
-from trimtab.report.compare import write_comparison
+from trimtab.report.comparison import write_comparison
 from trimtab.report.figures import OBJECTIVES
 from trimtab.report.page import write_report
 from trimtab.report.read import read_run

@@ -10,7 +10,7 @@ from tests.report.pages import Checked, rl_evaluation, rl_row, write_metrics, wr
 from trimtab.cli.main import main
 from trimtab.config import jobs
 from trimtab.report.browser import edges_of
-from trimtab.report.compare import comparability, write_comparison
+from trimtab.report.comparison import comparability, write_comparison
 from trimtab.report.figures import objective_pictures
 from trimtab.report.page import write_report
 from trimtab.report.read import RL_JOBS, read_run

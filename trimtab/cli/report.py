@@ -25,7 +25,7 @@ def report(argv: Sequence[str]) -> None:
     )
     options = parser.parse_args(argv)
 
-    from trimtab.report.compare import write_comparison
+    from trimtab.report.comparison import write_comparison
     from trimtab.report.page import write_report
 
     # What a shell makes of runs/* may hold files as well, such as those of an attack.

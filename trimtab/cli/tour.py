@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tour(lesson: Lesson) -> None:
-    from trimtab.report.compare import write_comparison
+    from trimtab.report.comparison import write_comparison
 
     lesson.say("[bold]A tour of Trimtab[/]: a tiny chat model learns to put digits in order, in several ways.\n")
     seconds = learn_to_imitate(lesson)

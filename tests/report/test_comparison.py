@@ -7,7 +7,7 @@ import pytest
 from tests.report.pages import Checked, step_row, write_metrics, write_rl_run, write_run
 from trimtab.cli import main as trimtab_main
 from trimtab.report.columns import columns_of, names_of
-from trimtab.report.compare import comparability, write_comparison
+from trimtab.report.comparison import comparability, write_comparison
 from trimtab.report.read import read_run
 
 
