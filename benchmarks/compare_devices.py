@@ -1,9 +1,10 @@
 """How far two devices, or two precisions, train apart: every kind of job on each, and what `trimtab compare` says.
 
 Model: the sort task's Llama of 0.86 million parameters, for SFT with random weights, for the other jobs after some SFT.
-RL learns on all sides from the answers of the first one (--record, --replay). Sides are CPU fp32 and bf16 and, where
-there is an accelerator, the same on it; the first is what the others are compared with. Then come the controls, pairs
-that must not pass: another order, other initial weights, a learning rate 10 % higher. Prints one line a pair.
+RL learns on all sides from the answers of the first one (--record, --replay), or with --own_answers each from its own.
+Sides are CPU fp32 and bf16 and, where there is an accelerator, the same on it; the first is what others are compared
+with. Then come the controls, pairs that must not pass: another order, other initial weights, a learning rate 10 %
+higher. Prints one line a pair, with what the figures alone would say of it.
 
     python benchmarks/compare_devices.py --folder /tmp/sides
 """
@@ -62,14 +63,15 @@ JOBS = {
 }
 
 
-def words_of(job: str, side: Side, folder: Path, steps: int) -> list[str]:
+def words_of(job: str, side: Side, folder: Path, steps: int, own_answers: bool) -> list[str]:
     verb, start, rate, words = JOBS[job]
     is_rl = "--prompt_data" in words
     name = "actor_learning_rate" if is_rl else "learning_rate"
     words = f"{verb} --pretrain {folder / side.task / start} --{name} {rate * side.rate:g} {words} {side.words}"
     if is_rl:
-        words += f" --{'record' if side == FIRST else 'replay'} {folder / 'recordings' / verb}"
         steps = steps * 3 // 4
+        if not own_answers:
+            words += f" --{'record' if side == FIRST else 'replay'} {folder / 'recordings' / verb}"
     return f"{words} --save_path {run_of(job, side, folder)}".format(task=folder / "task", steps=steps).split()
 
 
@@ -101,13 +103,13 @@ def make_task(folder: Path, seed: int) -> None:
     called(words.split())
 
 
-def run_side(side: Side, folder: Path, jobs: list[str], steps: int) -> None:
+def run_side(side: Side, folder: Path, jobs: list[str], steps: int, own_answers: bool) -> None:
     """In a process of its own, whose environment says which devices there are."""
     for seed, task in enumerate(("task", "another_task")):
         if task == side.task and not (folder / task / "start" / "config.json").is_file():
             make_task(folder / task, seed)
     for job in jobs:
-        called(words_of(job, side, folder, steps))
+        called(words_of(job, side, folder, steps, own_answers))
         print(f"{side.name}: {job} is done", flush=True)
 
 
@@ -120,7 +122,10 @@ def compare(job: str, side: Side, folder: Path) -> str:
         for name, figure in found["figures"].items()
     )
     told = "; ".join(found["complaints"]).replace("\u00a0", " ")
-    return f"{side.name:26s}{job:12s}{'passes' if found['passes'] else 'fails ':8s}{errors}{' | ' * bool(told)}{told}"
+    # What would be said if the manifests said nothing: the last of the complaints are those of the figures.
+    figures = "fail" if found["complaints"][len(found["disagreements"]) :] else "pass"
+    verdict = f"{'passes' if found['passes'] else 'fails ':8s}figures alone {figures}  "
+    return f"{side.name:26s}{job:12s}{verdict}{errors}{' | ' * bool(told)}{told}"
 
 
 def main() -> None:
@@ -128,16 +133,18 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40, help="of RL three quarters of them")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--own_answers", action="store_true", help="RL draws its answers on every side")
     parser.add_argument("--at_once", type=int, default=1, help="how many sides after the first run at a time")
     parser.add_argument("--side", type=int, help="train this side alone; used from within")
     options = parser.parse_args()
     sides = (FIRST, *OTHERS, *CONTROLS)
     if options.side is not None:
-        run_side(sides[options.side], options.folder, options.jobs, options.steps)
+        run_side(sides[options.side], options.folder, options.jobs, options.steps, options.own_answers)
         return
     import torch
 
     words = ["--folder", str(options.folder), "--steps", str(options.steps), "--jobs", *options.jobs]
+    words += ["--own_answers"] if options.own_answers else []
 
     def start(side: Side) -> None:
         command = [sys.executable, __file__, *words, "--side", str(sides.index(side))]

@@ -85,6 +85,14 @@ def test_rl_in_two_precisions_agrees_on_the_same_answers(capsys, folder):
     assert all(0 < apart[name] < 0.02 for name in ("log_prob", "kl", "grad_norm"))
 
 
+def test_the_kl_of_a_replay_in_the_same_precision_is_that_of_the_recording(capsys, folder):
+    """Whatever the replay learnt, so that it is not judged."""
+    out = train(folder, "grpo", "rate", f"--actor_learning_rate 2e-4 --replay {folder}/recording")
+    _, found = against_the_first(capsys, folder, out)
+    assert found["figures"]["kl"]["as_recorded"] and found["figures"]["kl"]["weighted"] < 1e-6
+    assert found["figures"]["log_prob"]["weighted"] > 1e-4
+
+
 def test_the_log_prob_of_a_row_is_that_of_the_tokens_that_were_drawn(folder):
     """In fp32, and with one update an iteration, the trainer's log-probs are those of the sampler."""
     for row in rows(folder / "grpo" / "first"):

@@ -161,6 +161,7 @@ def write_run(folder, job: str = "sft", steps: int = 40, **options):
     if job in ("rm", "dpo"):
         counts |= {"rows_equal": 2, "prompts_shared": 390, "tokens_shared": 3000}
     manifest = {"job": job, "steps": steps, "device": "CPU, 1 threads", "dtype": "float32", "initial_weights": "abc"}
+    manifest |= {"data_order": "order", "seed": 1, "trainable": "names", "settings": {}}
     manifest |= {"parameters": 1000, "trainable_parameters": 1000, "data": {**counts, "evaluation": counts}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     if job == "rm":

@@ -63,6 +63,7 @@ def test_a_floor_is_what_small_values_count_as(tmp_path):
     differences = [abs(x - y) for x, y in zip(a, b)]
     assert found.weighted == pytest.approx(sum(differences) / (4 * 0.05 + 0.2))
     assert found.first == pytest.approx(0.0005 / 0.05)
+    assert found.without_floor == pytest.approx(sum(differences) / sum(a))
 
 
 def test_a_figure_whose_terms_cancel_is_seen_against_their_size(tmp_path):

@@ -3,12 +3,17 @@ hand; tests/cli/test_compare.py trains some."""
 
 import json
 import re
+from dataclasses import fields
 
 import pytest
 
 from tests.report.pages import Checked, write_metrics, write_rl_run, write_run
 from trimtab.cli.main import main
+from trimtab.config.placement import ClusterOptions
+from trimtab.config.rl import EngineOptions
+from trimtab.report.differences import OF_THE_DEVICE
 from trimtab.report.read import read_run
+from trimtab.train.manifest import WITHOUT_EFFECT
 
 SETTINGS = {"learning_rate": 1e-4, "train_batch_size": 8, "max_epochs": 1}
 RL_SETTINGS = {"actor_learning_rate": 1e-4, "record": None, "replay": None, "reward_verifier": "exact"}
@@ -153,6 +158,34 @@ def test_the_kl_has_a_floor(capsys, rl_pair):
     assert code == 1 and found["figures"]["kl"]["weighted"] == pytest.approx(0.0016 / 0.05)
 
 
+@pytest.mark.parametrize(
+    "control, columns, told",
+    [
+        ("another order", {"reward": (1, 1.1, 0), "length": (1.012, 1.039, 0)}, ["reward is ", "answer length is "]),
+        ("another model", {"reward": (1.26, 1.14, 0)}, ["reward is "]),
+        ("other prompts, first seen in the length", {"length": (1.03, 1, 0)}, ["answer length of the first step"]),
+        ("learning rate 10 % higher", {"reward": (1, 1.011, 0), "kl": (1, 1, 0.00035)}, []),
+    ],
+)
+def test_what_the_figures_alone_catch(capsys, rl_pair, control, columns, told):
+    """The manifests agree here: as far apart as docs/compare.md measured the controls, which the last one passes."""
+    scale_rows(rl_pair[1], **columns)
+    code, found = compared(capsys, *rl_pair)
+    assert code == bool(told) and not found["disagreements"]
+    assert len(found["complaints"]) == len(told)
+    assert all(complaint.startswith(words) for complaint, words in zip(found["complaints"], told))
+
+
+def test_the_error_without_the_floor_is_told_where_the_floor_decides(capsys, rl_pair):
+    scale_rows(rl_pair[1], kl=(1.05, 1.05, 0))
+    assert main(["compare", *map(str, rl_pair)]) == 0
+    told = capsys.readouterr().out.replace("\u00a0", " ")
+    (line,) = [line for line in told.splitlines() if line.startswith("KL ")]
+    assert "1.03 % (5 % without its floor)" in line
+    assert told.count("without its floor") == 1, "no other figure has one"
+    assert "without its floor" in (rl_pair[1] / "agreement.html").read_text()
+
+
 def replay(folder, **columns) -> None:
     settings = json.loads((folder / "manifest.json").read_text())["settings"]
     change_manifest(folder, settings=settings | {"replay": "recording"})
@@ -177,6 +210,71 @@ def test_replayed_rl_is_judged_by_what_is_made_of_the_answers(capsys, rl_pair):
     code, found = compared(capsys, *rl_pair)
     assert found["figures"]["policy_loss"]["weighted"] == pytest.approx(0.015 / 0.8), "against the advantages' size"
     assert [told.split(" is ")[0] for told in found["complaints"]] == ["log-prob of the answers of the first step"]
+
+
+@pytest.mark.parametrize(
+    "changes, settings, judged",
+    [
+        ({}, {}, False),
+        ({"threads": 4, "attention_path": "other"}, {}, False),
+        ({"device_type": "cuda"}, {}, True),
+        ({"dtype": "bfloat16"}, {}, True),
+        ({}, {"weight_only_int8": True}, True),
+        ({}, {"rollout_engine": "vllm"}, True),
+    ],
+)
+def test_a_kl_that_is_the_recording_s_is_not_judged(capsys, rl_pair, changes, settings, judged):
+    """A replay in fp32 on the same kind of device takes the recorded log-probs, of which the KL is made."""
+    with_log_probs(rl_pair)
+    replay(rl_pair[1], kl=(1, 1, 0.01))
+    change_manifest(rl_pair[0], device_type="cpu")
+    settings = RL_SETTINGS | {"replay": "recording"} | settings
+    change_manifest(rl_pair[1], **{"device_type": "cpu", "settings": settings} | changes)
+    code, found = compared(capsys, *rl_pair)
+    assert code == judged and found["figures"]["kl"]["as_recorded"] != judged
+    main(["compare", *map(str, rl_pair)])
+    for told in (capsys.readouterr().out, (rl_pair[1] / "agreement.html").read_text()):
+        assert ("KL, as recorded" in told) != judged
+
+
+def test_both_runs_in_bf16_have_kl_of_their_own(capsys, rl_pair):
+    with_log_probs(rl_pair)
+    replay(rl_pair[1], kl=(1, 1, 0.01))
+    for folder in rl_pair:
+        change_manifest(folder, dtype="bfloat16")
+    code, found = compared(capsys, *rl_pair)
+    assert code == 1 and not found["figures"]["kl"]["as_recorded"]
+
+
+@pytest.mark.parametrize(
+    "name, value, replayed, code",
+    [
+        ("agent_func_path", "turns.py", 0, 1),
+        ("enable_vllm_is_correction", True, 0, 1),
+        ("weight_only_int8", True, 0, 1),
+        ("weight_only_int8", True, 1, 0),
+        ("repetition_penalty", 1.2, 0, 1),
+        ("repetition_penalty", 1.2, 1, 0),
+        ("generate_min_len", 4, 1, 0),
+        ("temperature", 0.5, 1, 1),  # of what is trained, too
+        ("rollout_slots", 8, 0, 0),
+        ("ref_num_gpus_per_node", 2, 0, 0),
+    ],
+)
+def test_what_changes_answers_is_no_matter_of_the_device(capsys, rl_pair, name, value, replayed, code):
+    with_log_probs(rl_pair)
+    settings = RL_SETTINGS | {name: value} | ({"replay": "recording"} if replayed else {})
+    change_manifest(rl_pair[1], settings=settings)
+    found = compared(capsys, *rl_pair)
+    assert found[0] == code
+    assert any(f"--{name} is" in told for told in found[1]["disagreements" if code else "allowed_differences"])
+
+
+def test_every_option_of_placement_and_engines_is_of_the_device_or_named_here():
+    """A new one has to be decided on."""
+    known = {field.name for group in (ClusterOptions, EngineOptions) for field in fields(group)}
+    learnt = {"agent_func_path", "async_train", "enable_vllm_is_correction", "vllm_is_truncated_threshold"}
+    assert known - OF_THE_DEVICE - WITHOUT_EFFECT == learnt | {"weight_only_int8"}
 
 
 def test_a_replay_needs_no_reward_to_agree(capsys, rl_pair):
@@ -230,6 +328,14 @@ def test_what_is_no_run_is_refused(capsys, pair, tmp_path):
 def test_a_run_without_a_manifest_is_refused(capsys, pair):
     (pair[1] / "manifest.json").unlink()
     assert "no readable manifest.json" in refusal(capsys, *pair)
+
+
+@pytest.mark.parametrize("name", ["data_order", "seed", "trainable", "steps"])
+def test_what_both_manifests_lack_is_no_agreement(capsys, pair, name):
+    for folder in pair:
+        change_manifest(folder, **{name: None})
+    told = refusal(capsys, *pair)
+    assert f"does not say {name}" in told and "cannot be told" in told
 
 
 @pytest.mark.parametrize("a, b", [("files-abc", "abc"), ("abc", "abd")])

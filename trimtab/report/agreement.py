@@ -47,7 +47,13 @@ class Place:
     step: int
     a: float
     b: float
-    size: float
+    own: float
+    """What the difference is seen against: the size of A's value, or its scale."""
+    floor: float = 0.0
+
+    @property
+    def size(self) -> float:
+        return max(self.own, self.floor)
 
     @property
     def difference(self) -> float:
@@ -64,6 +70,8 @@ class Errors:
 
     steps: int
     weighted: float
+    without_floor: float
+    """The weighted error if no floor held it down: what a reader would compute."""
     mean_relative: float
     mean_absolute: float
     bias: float
@@ -79,6 +87,7 @@ class Errors:
         return cls(
             steps=len(places),
             weighted=_over(math.fsum(differences), math.fsum(place.size for place in places)),
+            without_floor=_over(math.fsum(differences), math.fsum(place.own for place in places)),
             mean_relative=fmean(place.relative for place in places),
             mean_absolute=fmean(differences),
             bias=fmean(place.difference for place in places),
@@ -102,8 +111,8 @@ def joined(a: Run, b: Run, judged: Judged, most: int | None = None) -> list[Plac
         if judged.metric not in in_a[step] and judged.metric not in in_b[step]:
             continue  # such as the policy's loss while the critic learns alone
         first, second = _value(a, in_a[step], judged), _value(b, in_b[step], judged)
-        size = max(abs(first), judged.floor, finite(in_a[step].get(judged.scale)) or 0.0)
-        places.append(Place(step, first, second, size))
+        own = max(abs(first), finite(in_a[step].get(judged.scale)) or 0.0)
+        places.append(Place(step, first, second, own, judged.floor))
     if len(places) < FEWEST_STEPS:
         raise UserError(
             f"{a.folder} and {b.folder}: {judged.words} is there in {plural(len(places), a.unit)} of both; at least "

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trimtab.config.placement import ClusterOptions
+from trimtab.config.placement import COLOCATING, ROLES
 from trimtab.config.rewards import RewardSourceOptions
-from trimtab.config.rl import EngineOptions, RecordingOptions
-from trimtab.config.rl_jobs import OF_EVALUATION, OF_SAMPLING
+from trimtab.config.rl import RecordingOptions
+from trimtab.config.rl_jobs import OF_ALL_ANSWERS, OF_EVALUATION, OF_SAMPLING
 from trimtab.errors import UserError
 from trimtab.report.numbers import plain
 from trimtab.report.read import MANIFEST, Run
@@ -42,11 +42,17 @@ def _names(*groups: type) -> set[str]:
     return {known.name for group in groups for known in fields(group)}
 
 
-OF_THE_DEVICE = _names(ClusterOptions, EngineOptions) | {"attn_implementation", "use_liger_kernel"}
-OF_THE_DEVICE |= {"micro_rollout_batch_size", "rollout_max_tokens_per_gpu", "save_rollouts", *OF_EVALUATION}
-OF_THE_DEVICE |= {f"micro_{pass_}_batch_size" for pass_ in ("logprob", "reward", "value")}
+OF_THE_DEVICE = {
+    *(f"{role}_num_{what}" for role in ROLES for what in ("nodes", "gpus_per_node")),
+    *(*COLOCATING, "controller_apart", "ref_reward_offload", "deepspeed_enable_sleep", "actor_init_on_gpu"),
+    *("vllm_num_engines", "vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_enable_sleep"),
+    *("vllm_sync_backend", "vllm_sync_with_ray", "vllm_sync_lora", "enforce_eager", "enable_prefix_caching"),
+    *("rollout_engine", "rollout_slots", "rollout_kv_tokens", "attn_implementation", "use_liger_kernel"),
+    *("micro_rollout_batch_size", "micro_logprob_batch_size", "micro_reward_batch_size", "micro_value_batch_size"),
+    *("rollout_max_tokens_per_gpu", "save_rollouts", *OF_EVALUATION),
+}
 """Settings that say where and how fast, and what is looked at on the way."""
-OF_ANSWERS = _names(RewardSourceOptions) | set(OF_SAMPLING)
+OF_ANSWERS = _names(RewardSourceOptions) | {*OF_SAMPLING, *OF_ALL_ANSWERS, "dynamic_filtering_reward_range"}
 """Settings without effect on answers that are recorded, rewards and all."""
 FILES = "files-"
 """What a fingerprint of weights begins with that was taken from files: it does not depend on the precision."""
@@ -86,6 +92,11 @@ def _check(a: Run, b: Run) -> None:
     for run in (a, b):
         if not run.manifest.get("initial_weights"):
             raise UserError(f"{run.folder}: no readable {MANIFEST} there, which says what the run is made of")
+        if unsaid := [name for name in MUST_AGREE if run.manifest.get(name) is None]:
+            raise UserError(
+                f"{run.folder}: its {MANIFEST} does not say {', '.join(unsaid)}, so whether both runs are the same "
+                "training cannot be told; train it again with this version"
+            )
     weights = {str(run.manifest["initial_weights"]) for run in (a, b)}
     kinds = {known.startswith(FILES) for known in weights}
     precisions = {run.manifest.get("dtype") for run in (a, b)}

@@ -1,8 +1,8 @@
 """Whether two runs are the same training on two devices, or in two precisions: `trimtab compare`.
 
 A pair passes if in every figure that is judged the weighted error is within the tolerance, the first step is within its
-own, much narrower one, and the manifests agree in everything that changes what is learnt. The mean alone does not tell:
-a run from another initial model comes down the same curve.
+own where the figure has one, and the manifests agree in everything that changes what is learnt. The mean alone does not
+tell: a run from another initial model comes down the same curve.
 """
 
 from __future__ import annotations
@@ -53,9 +53,17 @@ class Finding:
     places: Sequence[Place]
     errors: Errors
     tolerance: float
+    as_recorded: bool = False
+    """One of the runs has it from the other, so that it shows nothing: it is told, and not judged."""
+
+    @property
+    def words(self) -> str:
+        return self.judged.words + (", as recorded" if self.as_recorded else "")
 
     def complaints(self) -> Iterator[str]:
         name, errors, first = self.judged.words, self.errors, self.judged.first
+        if self.as_recorded:
+            return
         if not errors.weighted <= self.tolerance:
             yield f"{name} is {share(errors.weighted)} apart, more than {share(self.tolerance)}"
         if first is not None and not errors.first <= first:
@@ -98,6 +106,7 @@ class Judgement:
             "figures": {
                 found.judged.metric: found.errors.as_dict()
                 | {"tolerance": found.tolerance, "first_tolerance": found.judged.first}
+                | {"as_recorded": found.as_recorded}
                 for found in self.findings
             },
             "disagreements": self.differences.disagreements,
@@ -129,9 +138,12 @@ HEAD = ("", "weighted error", "first step", "mean relative", "mean absolute", "b
 
 def row_of(found: Finding) -> tuple[str, ...]:
     errors = found.errors
+    # A floor that decides is told, so that nobody reads a small share of it as agreement.
+    floored = f" ({share(errors.without_floor)} without its floor)" if errors.without_floor != errors.weighted else ""
     return (
-        found.judged.words,
-        *(share(value) for value in (errors.weighted, errors.first, errors.mean_relative)),
+        found.words,
+        share(errors.weighted) + floored,
+        *(share(value) for value in (errors.first, errors.mean_relative)),
         *(short_number(value) for value in (errors.mean_absolute, errors.bias, errors.largest)),
         str(errors.largest_step),
     )
@@ -163,7 +175,8 @@ def judge(
         if judged.first is not None and first_tolerance is not None:
             judged = replace(judged, first=first_tolerance)
         places = joined(a, b, judged, most)
-        findings.append(Finding(judged, places, Errors.of(places), tolerance))
+        as_recorded = judged is KL and same_answers and _shares_log_probs(a, b)
+        findings.append(Finding(judged, places, Errors.of(places), tolerance, as_recorded))
     return Judgement(a, b, findings, differences(a, b, same_answers=same_answers), same_answers)
 
 
@@ -197,3 +210,12 @@ def _learn_from_the_same_answers(a: Run, b: Run) -> bool:
                     f"{short_number(x)} and {short_number(y)}); record one of them and --replay that in the other"
                 )
     return True
+
+
+def _shares_log_probs(a: Run, b: Run) -> bool:
+    """Whether a replay took the recorded log-probs of the policy, of which the KL is made, for its own. It does where
+    it would compute the same ones: in fp32, with the built-in engine's whole weights, on one kind of device."""
+    settings = [run.manifest.get("settings") or {} for run in (a, b)]
+    rounded = any(known.get("rollout_engine") == "vllm" or known.get("weight_only_int8") for known in settings)
+    kinds = {(run.manifest.get("device_type"), run.manifest.get("dtype")) for run in (a, b)}
+    return not rounded and len(kinds) == 1 and a.manifest.get("dtype") == "float32"

@@ -52,6 +52,8 @@ def _reasons(judgement: Judgement) -> str:
 
 
 def _limits(found: Finding) -> str:
+    if found.as_recorded:
+        return f"{found.words}, which is not judged"
     first = found.judged.first
     own = f", at first within {share(first)}" if first is not None else ""
     return f"{found.judged.words} within {share(found.tolerance)}{own}"
@@ -78,7 +80,7 @@ def _curves(judgement: Judgement) -> str:
 
 
 def _charts(found: Finding) -> str:
-    name = _capital(found.judged.words)
+    name = _capital(found.words)
     curves = [
         Line(side, [(spot.step, value) for spot, value in zip(found.places, values)], "only", colour)
         for colour, (side, values) in enumerate(
