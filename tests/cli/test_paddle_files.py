@@ -1,14 +1,11 @@
 """PaddleNLP's files as they are, on a tiny model: what a user of theirs types first."""
 
-import json
 import shutil
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
+from tests.json_server import answering
 from tests.tiny import tiny_model
 from tests.train.job_run import write_rows
 from trimtab.cli.run_rl import main as run_rl
@@ -27,32 +24,21 @@ SCALED = """--ds_tensor_parallel_size 1 --use_visualdl None --prompt_max_len 40 
     --bf16 False --actor_learning_rate 1e-3"""
 
 
-class PaddleServer(BaseHTTPRequestHandler):
-    """A reward server that speaks PaddleNLP's protocol and no other, and keeps what it was asked."""
+ASKED: list[dict] = []
+"""What the server was asked."""
 
-    asked: ClassVar[list[dict]] = []
 
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(body)
-        scores = [len(set(answer)) / 10 for answer in body["response"]]
-        answer = json.dumps({"error_code": 0, "error_msg": "Success", "score": scores}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_):
-        pass
+def scored(body: dict) -> dict:
+    """PaddleNLP's protocol and no other."""
+    ASKED.append(body)
+    scores = [len(set(answer)) / 10 for answer in body["response"]]
+    return {"error_code": 0, "error_msg": "Success", "score": scores}
 
 
 @pytest.fixture(scope="module")
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), PaddleServer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with answering(scored) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +48,11 @@ def made(tmp_path_factory):
     changes = {"num_hidden_layers": 1, "max_position_embeddings": 40_960}
     tiny_model("llama", vocab_size=len(tokenizer), **changes).save_pretrained(folder / "policy")
     tokenizer.save_pretrained(folder / "policy")
-    rows = [{"src": [row["input"][0]["content"]], "tgt": row["label"]} for row in make_prompts(6, 1)]
-    for name in ("34567ppl/train", "5ppl/test"):
+    rows = [{"src": [row["input"][0]["content"]], "tgt": row["label"]} for row in make_prompts(64, 1)]
+    # The files drop what does not fill an iteration, and the largest of theirs has 64 prompts.
+    for name, kept in (("34567ppl/train", rows), ("5ppl/test", rows[:6])):
         (folder / "ppo-kk" / name).parent.mkdir(parents=True)
-        write_rows(folder / "ppo-kk" / f"{name}.jsonl", rows)
+        write_rows(folder / "ppo-kk" / f"{name}.jsonl", kept)
     return folder
 
 
@@ -74,7 +61,7 @@ def here(made, server, tmp_path, monkeypatch):
     """A folder with the data where the files look for it, and the words for what is elsewhere."""
     shutil.copytree(made, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
-    PaddleServer.asked.clear()
+    ASKED.clear()
     return ["--pretrain", "policy", "--remote_rm_url", server]
 
 
@@ -84,7 +71,7 @@ def test_a_file_passes_a_dry_run_which_prints_a_config_of_ours(here, tmp_path, c
     assert rl([*words, "--dry_run"]) == 0, capsys.readouterr().err
     told = capsys.readouterr()
     assert "trimtab rl: note: gradient accumulation" in told.err and "use_fused_rms_norm" in told.err
-    assert PaddleServer.asked
+    assert ASKED
     (tmp_path / "resolved.yaml").write_text(told.out)
     again = parse(AnyRLOptions, ["--config", str(tmp_path / "resolved.yaml"), "--nproc", "4"])
     assert settle(again)[0] == settle(parse(AnyRLOptions, words))[0] and not again.notes
@@ -97,7 +84,7 @@ def test_a_file_trains_a_tiny_model(here, capsys, name):
     )
     rows = [row for row in read_rows(Path("out/metrics.jsonl")) if row["step"] > 0]
     assert [row["step"] for row in rows] == [1, 2] and all(row["skipped_steps"] == 0 for row in rows)
-    asked = PaddleServer.asked[-1]
+    asked = ASKED[-1]
     assert set(asked) == {"src", "tgt", "response"} and len(asked["src"]) == len(asked["response"])
     assert all(isinstance(text, str) for key in asked for text in asked[key])
     assert Path("out/model.safetensors").is_file()

@@ -1,9 +1,6 @@
 """RL commands that people have in their scripts, scaled to one machine: each trains two iterations."""
 
-import json
 import shlex
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -11,6 +8,7 @@ from transformers import LlamaForSequenceClassification
 
 from tests import warm
 from tests.config.test_documented_commands import RL_COMMANDS
+from tests.json_server import answering
 from tests.tiny import tiny_model
 from tests.train.job_run import write_rows
 from trimtab.embedded.sort_task import make_prompts, make_tokenizer
@@ -21,20 +19,6 @@ SCALED = """--colocate_all_models --actor_num_gpus_per_node 1 --ref_num_gpus_per
     --critic_num_gpus_per_node 1 --vllm_num_engines 1 --vllm_tensor_parallel_size 1 --prompt_max_len 40
     --generate_max_len 8 --rollout_batch_size 4 --train_batch_size 16 --max_samples 8 --actor_learning_rate 1e-3"""
 REWARD = "def reward_func(queries, prompts, labels):\n    return [0.1 + len(set(q)) % 3 / 4 for q in queries]\n"
-
-
-class Judge(BaseHTTPRequestHandler):
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        answer = json.dumps({"rewards": [len(set(query)) / 10 for query in asked["query"]]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +40,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def judge():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/get_reward"
-    server.shutdown()
+    with answering(lambda body: {"rewards": [len(set(query)) / 10 for query in body["query"]]}) as url:
+        yield f"{url}/get_reward"
 
 
 def with_places(words: str, folder, judge: str, out) -> list[str]:
