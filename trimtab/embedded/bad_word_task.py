@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trimtab.embedded.word_model import word_llama, word_tokenizer
+
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -38,40 +40,14 @@ def reward_func(queries, prompts, labels):
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A token a word, with a space before each."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import decoders, pre_tokenizers
 
-    core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<pad>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    core.decoder = decoders.Sequence(
-        [decoders.Replace("word", " word"), decoders.Replace("bad", " bad"), decoders.Fuse()]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
+    joined = decoders.Sequence([decoders.Replace("word", " word"), decoders.Replace("bad", " bad"), decoders.Fuse()])
+    return word_tokenizer(WORDS, pre_tokenizers.WhitespaceSplit(), joined, unknown="<pad>")
 
 
 def make_model(seed: int = 0) -> LlamaForCausalLM:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim >= 2:
-                    parameter.normal_(0, 0.2)
-    return model
+    return word_llama(WORDS, seed, width=32, inner=64, layers=1, positions=64, spread=0.2)
 
 
 def write(folder: Path) -> None:

@@ -20,6 +20,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from trimtab.embedded.word_model import word_llama, word_tokenizer
+
 NAMES = ("Ada", "Bela", "Carl", "Dora", "Emil", "Fay")
 TRAIN_ROWS, TEST_ROWS = 900, 100
 
@@ -104,44 +106,26 @@ def _follows() -> Iterator[tuple[str, str]]:
 
 
 def make_model(seed: int = 0):
-    """A Llama of 20 thousand parameters and its tokenizer; the caller's random state is left as it was."""
+    """A Llama of 20 thousand parameters and its tokenizer."""
     import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from tokenizers import Regex, decoders, pre_tokenizers
 
-    numbers = {phrase: number for number, phrase in enumerate([*SPECIAL, *PHRASES])}
-    core = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(map(re.escape, PHRASES))), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
+    words = [*SPECIAL, *PHRASES]
+    phrases = pre_tokenizers.Split(Regex("|".join(map(re.escape, PHRASES))), behavior="isolated")
+    tokenizer = word_tokenizer(
+        words,
+        phrases,
+        decoders.Fuse(),
         additional_special_tokens=["<|im_start|>", "<|im_end|>"],
         clean_up_tokenization_spaces=False,
     )
-    config = LlamaConfig(
-        vocab_size=len(numbers),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+    model = word_llama(words, seed, width=32, inner=64, layers=2, positions=512, num_key_value_heads=2)
     with torch.no_grad():
         # A phrase is a direction of its own, which the norm before the head makes as long as the root of the width.
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         embedding += torch.eye(*embedding.shape)
         for before, after in _follows():
-            head[numbers[after], numbers[before]] += SURENESS / config.hidden_size**0.5
+            head[words.index(after), words.index(before)] += SURENESS / model.config.hidden_size**0.5
     return model, tokenizer
 
 

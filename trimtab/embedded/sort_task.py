@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trimtab.embedded.word_model import word_llama, word_tokenizer
+
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -50,18 +52,12 @@ STEP_END, GOOD_STEP, BAD_STEP = ".", "y", "n"
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token per character; special tokens mark turns, the end and padding."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Regex, decoders, pre_tokenizers
 
-    vocabulary = {symbol: index for index, symbol in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
+    return word_tokenizer(
+        [*SPECIAL_TOKENS, *CHARACTERS],
+        pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated"),
+        decoders.Fuse(),
         additional_special_tokens=["<user>", "<assistant>"],
         chat_template=CHAT_TEMPLATE,
         model_max_length=256,
@@ -71,25 +67,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_model(seed: int = 0) -> LlamaForCausalLM:
     """A Llama with random weights drawn from `seed`; the caller's random state is left as it was."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        pad_token_id=SPECIAL_TOKENS.index("<pad>"),
-        eos_token_id=SPECIAL_TOKENS.index("<eos>"),
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    return model.eval()
+    words = [*SPECIAL_TOKENS, *CHARACTERS]
+    return word_llama(words, seed, width=128, inner=384, layers=4, positions=256).eval()
 
 
 def is_held_out(digits: str) -> bool:
