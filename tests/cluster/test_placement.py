@@ -94,10 +94,15 @@ def test_what_another_job_holds_is_said_to_be_taken(cluster, tmp_path, monkeypat
 
 
 def test_what_the_devices_of_the_cluster_do_not_offer_is_refused_before_anything_is_loaded(tmp_path):
+    from trimtab.distributed.devices import KINDS, of_resource
     from trimtab.train.rl.on_cluster import refuse_on
 
     options = options_of("--actor_num_gpus_per_node 2 --ds_tensor_parallel_size 2", tmp_path)
     for resource in ("GPU", None):
-        refuse_on(resource, options)
+        refuse_on(of_resource(resource), options)
     with pytest.raises(UserError, match=r"^--ds_tensor_parallel_size 2 is not offered on an Ascend NPU: "):
-        refuse_on("NPU", options)
+        refuse_on(of_resource("NPU"), options)
+    asking = options_of("--actor_num_gpus_per_node 2 --use_liger_kernel", tmp_path)
+    refuse_on(of_resource("GPU"), asking)  # an Intel GPU is known for one when its process has started
+    with pytest.raises(UserError, match=r"^--use_liger_kernel is not offered on an Intel GPU: "):
+        refuse_on(KINDS["xpu"], asking)

@@ -9,6 +9,8 @@ import torch
 
 from trimtab.distributed.buckets import described, opened, packed, parts
 from trimtab.distributed.link import Offer, Outgoing, join_as_receiver, plan_links, seat
+from trimtab.distributed.world import join
+from trimtab.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -141,6 +143,17 @@ def test_the_door_is_open_on_the_address_of_the_node_alone():
     offer.socket.close()
     with pytest.raises(OSError):
         socket.create_connection((address, port), timeout=1)
+
+
+def test_a_device_without_collectives_sends_through_main_memory(monkeypatch):
+    monkeypatch.setattr(
+        torch.distributed, "get_default_backend_for_device", int
+    )  # a ValueError, as for a device unknown to it
+    offer = Offer(torch.device("mps"))
+    assert offer.described()["library"] == "gloo" and not offer.described()["shares"]
+    offer.socket.close()
+    with pytest.raises(UserError, match=r"^an Apple GPU has no collectives in this torch: start one process$"):
+        join(torch.device("mps"))
 
 
 def test_a_receiver_on_a_senders_device_shares_its_memory():

@@ -108,5 +108,5 @@ INTERFACES = tuple(dict.fromkeys(kind.interface for kind in KINDS.values() if ki
 
 
 def of_resource(resource: str | None) -> Kind:
-    """The devices of a Ray cluster. Those that share a name there also share what is refused, or refuse it later."""
+    """The devices of a Ray cluster, before a process sees them: the first kind of those that share a name there."""
     return next((kind for kind in KINDS.values() if kind.resource == resource), KINDS["cpu"])

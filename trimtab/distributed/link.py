@@ -60,7 +60,7 @@ class Offer:
         return {
             "store": self.store,
             "device": _device_name(self.device),
-            "library": collectives_of(self.device),
+            "library": collectives_of(self.device) or GLOO,
             "shares": kind_of(self.device).shared_memory,
         }
 

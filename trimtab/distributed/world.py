@@ -45,8 +45,11 @@ def find_world(device: Device) -> World:
 
 def join(device: torch.device, **place: Any) -> None:
     """Meet the other processes at `place`: a store, this process's rank and how many they are."""
+    library = collectives_of(device)
+    if library is None:
+        raise UserError(f"{kind_of(device).name} has no collectives in this torch: start one process")
     # What is kept in main memory is summed there.
-    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{collectives_of(device)}"
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{library}"
     # A device that is bound must be known to every group, also to those that speak gloo alone.
     known = device.type != "cpu" and device.type in dist.Backend.backend_capability[dist.Backend.GLOO]
     options = {"device_id": device} if known else {}
@@ -54,14 +57,14 @@ def join(device: torch.device, **place: Any) -> None:
         dist.init_process_group(backend, timeout=PATIENCE, **place, **options)
 
 
-def collectives_of(device: torch.device) -> str:
-    """The library by which processes on such devices speak to each other."""
+def collectives_of(device: torch.device) -> str | None:
+    """The library by which processes on such devices speak to each other, if there is one."""
     if (known := kind_of(device).collectives) is not None:
         return known
     try:
         return dist.get_default_backend_for_device(device.type)
-    except ValueError as error:
-        raise UserError(f"{kind_of(device).name} has no collectives in this torch: start one process") from error
+    except ValueError:
+        return None
 
 
 def _meeting_place(size: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from trimtab.distributed.cluster.preflight import preflight
 from trimtab.distributed.cluster.seats import Placement
 from trimtab.distributed.cluster.stage import RayStage
 from trimtab.distributed.cluster.worker import Job
-from trimtab.distributed.devices import of_resource
+from trimtab.distributed.devices import Kind, of_resource
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.hugging_face import quiet_transformers
@@ -43,7 +43,7 @@ def train_on_cluster(options: RLOptions, kind: type[Controller]) -> None:
         check_shares(options, units)
         layout = layout_of_units(options, units)
         placement = preflight(layout, places_of(options), stop)
-        refuse_on(placement.resource, options)
+        refuse_on(of_resource(placement.resource), options)
         print(*table(layout.rows(placement.resource)), sep="\n", flush=True)
         for restart in range(options.max_restarts + 1):
             try:
@@ -72,6 +72,8 @@ def train_once(
     kindly = False
     try:
         stage.open()
+        for found in stage.found:  # of several kinds Ray has one name
+            refuse_on(found["kind"], options)
         options = in_working_precision(options, stage)
         stage.meet(options)
         kindly = True
@@ -85,9 +87,9 @@ def train_once(
         stage.close(kindly=kindly)
 
 
-def refuse_on(resource: str | None, options: RLOptions) -> None:
-    """What the devices of the cluster do not offer, before anything is loaded there."""
-    if problems := device_problems(options, of_resource(resource).lacking):
+def refuse_on(kind: Kind, options: RLOptions) -> None:
+    """What such devices do not offer, before anything is loaded there."""
+    if problems := device_problems(options, kind.lacking):
         raise UserError("; ".join(problems))
 
 
