@@ -19,7 +19,7 @@ from trimtab.models.cut_layers import Local, way_of_work
 from trimtab.models.policy import Policy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Int8Weight:
     """What a linear layer multiplies by, in the place of its own `forward`."""
 
