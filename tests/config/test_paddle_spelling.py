@@ -8,10 +8,9 @@ import pytest
 import yaml
 
 from trimtab.config.catalogue import options_of
-from trimtab.config.checks import check, settle
+from trimtab.config.checks import check, settle, settled_and_checked
 from trimtab.config.dump import to_yaml
 from trimtab.config.job_files import read_command
-from trimtab.config.paddle_file import placed
 from trimtab.config.paddle_keys import KEYS, table
 from trimtab.config.paddle_spelling import with_config
 from trimtab.config.parse import parse
@@ -336,19 +335,19 @@ def test_what_cannot_be_meant_is_one_line_with_its_place(read, tmp_path, lines, 
 def test_what_our_checks_refuse_is_told_with_the_keys_of_the_file(read, tmp_path, lines, words, told):
     options = read(lines, words)
     with pytest.raises(UserError) as refused:
-        check(settle(options)[0])
+        settled_and_checked(options)
     written = (tmp_path / "file.yaml").read_text().splitlines()
     last = len(written)
     expected = told.format(last) if words else f"{tmp_path / 'file.yaml'} {told.format(last).strip()}"
-    assert placed(str(refused.value), options).startswith(expected)
+    assert str(refused.value).startswith(expected)
 
 
 def test_a_key_that_is_to_be_added_is_named(read, tmp_path):
     options = read(least=LEAST.replace("rollout_n: 4\n", ""))
     with pytest.raises(UserError) as refused:
-        check(settle(options)[0])
+        settled_and_checked(options)
     told = f"{tmp_path / 'file.yaml'} line 1: rl_algorithm, rollout_n (absent): --advantage_estimator group_norm"
-    assert placed(str(refused.value), options).startswith(told)
+    assert str(refused.value).startswith(told)
 
 
 @pytest.mark.parametrize(

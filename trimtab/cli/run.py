@@ -11,7 +11,6 @@ from trimtab.config.checks import settled_and_checked
 from trimtab.config.dump import redact, secrets_of, to_yaml
 from trimtab.config.groups import CallOptions, PrecisionOptions, ProcessOptions
 from trimtab.config.option import Options
-from trimtab.config.paddle_file import placed
 from trimtab.config.parse import parse
 from trimtab.config.placement import ClusterOptions
 from trimtab.config.support import hardware_problems
@@ -42,7 +41,7 @@ def run_job(
         options = parse(job_class, sys.argv[1:] if argv is None else argv)
         # Loggers copy the command line of the process, however it got here.
         sys.argv[1:] = [redact(word, options) for word in sys.argv[1:]]
-        options, warnings = _checked(options)
+        options, warnings = settled_and_checked(options)
         problems = hardware_problems(options, _accelerators, _lacks)
         if problems and not options.dry_run:
             raise UserError("; ".join(problems))
@@ -68,15 +67,6 @@ def run_job(
     except KeyboardInterrupt:
         say(f"{name}: interrupted", options)
         return 130
-
-
-def _checked(options: Job) -> tuple[Job, list[str]]:
-    """The same in the words of the file that the options come from."""
-    try:
-        settled, warnings = settled_and_checked(options)
-    except UserError as error:
-        raise UserError(placed(str(error), options)) from None
-    return settled, [placed(warning, options) for warning in warnings]
 
 
 def _first_to_speak() -> bool:

@@ -6,10 +6,12 @@ support.py.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from trimtab.config.catalogue import options_of
+from trimtab.config.groups import CallOptions
 from trimtab.config.option import Options
 from trimtab.config.sources import place_exists
 from trimtab.config.support import refuse_unimplemented
@@ -19,11 +21,15 @@ Job = TypeVar("Job", bound=Options)
 
 
 def settled_and_checked(options: Job) -> tuple[Job, list[str]]:
-    """The options as a run takes them and a line for each oddity; a UserError if they cannot be meant."""
-    settled, warnings = settle(options)
-    warnings += check(settled)
-    refuse_unimplemented(settled)
-    return settled, warnings
+    """The options as a run takes them and a line for each oddity; a UserError if they cannot be meant. Both name the
+    words of the file that the options come from, if it has its own."""
+    try:
+        settled, warnings = settle(options)
+        warnings += check(settled)
+        refuse_unimplemented(settled)
+    except UserError as error:
+        raise UserError(_placed(str(error), options)) from None
+    return settled, [_placed(warning, options) for warning in warnings]
 
 
 def settle(options: Job) -> tuple[Job, list[str]]:
@@ -47,6 +53,22 @@ def check(options: Options) -> list[str]:
             place_exists(value, f"--{name}")
     warnings = [line for check_group in _of_each_group(options, "check") for line in check_group(options)]
     return warnings + list(_without_effect(options))
+
+
+def _placed(text: str, options: Options) -> str:
+    """What is said of options, with the words of the file that it is about: their lines, or that they are not there."""
+    if not isinstance(options, CallOptions) or not options.origins:
+        return text
+    words: dict[str, int | None] = {}
+    for named in re.findall(r"--(\w+)", text):
+        about = [(word, line) for option, word, line in options.origins if option == named]
+        words.update([(word, line) for word, line in about if line is not None] or about[:1])
+    if not words:
+        return text
+    lines = [str(line) for line in sorted({line for line in words.values() if line is not None})]
+    where = f" line{'s' * (len(lines) > 1)} {', '.join(lines)}" if lines else ""
+    told = ", ".join(word if line is not None else f"{word} (absent)" for word, line in words.items())
+    return f"{options.config}{where}: {told}: {text}"
 
 
 def _of_each_group(options: Options, name: str) -> Iterator[Callable[..., Iterable[str]]]:

@@ -26,6 +26,8 @@ SAMPLES_IN_A_PASS = {
 }
 PASS_SIZES = SAMPLES_IN_A_PASS | {"train_max_tokens_per_gpu", "use_dynamic_batch"}
 
+Origin = tuple[str, str, int | None]  # an option, the word of a file that sets it, and its line, if the file has it
+
 
 @dataclass(frozen=True, kw_only=True)
 class CallOptions(Options):
@@ -36,10 +38,8 @@ class CallOptions(Options):
     """The module of trimtab.train that does the job, where it is a training job."""
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False, metadata={"no_option": True})
     """What there is to say about how the options were read."""
-    origins: tuple[tuple[str, str, int | None], ...] = field(
-        default=(), compare=False, repr=False, metadata={"no_option": True}
-    )
-    """Of options that a file in other words has set: the word, and its line."""
+    origins: tuple[Origin, ...] = field(default=(), compare=False, repr=False, metadata={"no_option": True})
+    """Of options that a file in other words has set."""
 
     config: str | None = of_this_call(None)
     """YAML file of options under these same names, or for `trimtab rl` one of PaddleNLP's; what the command line says

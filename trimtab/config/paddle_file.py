@@ -2,17 +2,16 @@
 
 import difflib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from trimtab.config.catalogue import find
+from trimtab.config.groups import Origin
 from trimtab.config.paddle_keys import KEYS, Key, found, options_named
 from trimtab.config.values import plain
 from trimtab.errors import UserError
 
 Entry = tuple[int, str, Any]  # line, key, value
-Origin = tuple[str, str, int | None]  # an option, a key that sets it, and its line, if the file has it
 
 
 class PaddleFile:
@@ -79,20 +78,6 @@ class PaddleFile:
     def iterations(self, name: str) -> int:
         """So many of PaddleNLP's steps, in rollouts."""
         return math.ceil(self[name] / self.updates)
-
-
-def placed(text: str, options: Any) -> str:
-    """What is said of options, with the keys of the file that it is about: their lines, or that they are not there."""
-    keys: dict[str, int | None] = {}
-    for named in re.findall(r"--(\w+)", text):
-        about = {key: line for option, key, line in options.origins if option == named}
-        keys |= {key: line for key, line in about.items() if line is not None} or dict(list(about.items())[:1])
-    if not keys:
-        return text
-    lines = [str(line) for line in sorted({line for line in keys.values() if line is not None})]
-    where = f" line{'s' * (len(lines) > 1)} {', '.join(lines)}" if lines else ""
-    told = ", ".join(key if line is not None else f"{key} (absent)" for key, line in keys.items())
-    return f"{options.config}{where}: {told}: {text}"
 
 
 def _converted(key: Key, value: Any) -> Any:

@@ -10,8 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from trimtab.config.paddle_file import Entry, Origin, PaddleFile
+from trimtab.config.groups import Origin
+from trimtab.config.paddle_file import Entry, PaddleFile
 from trimtab.config.paddle_keys import KEYS, found
+from trimtab.config.rl_jobs import RLOptions
 
 _MARKS = {"rl_algorithm", "actor_model_name_or_path", "use_rm_server", "train_datasets"}
 """Keys that no file of ours has: one of them makes a file PaddleNLP's."""
@@ -66,7 +68,7 @@ def in_our_words(
     return options, notes, file.origins
 
 
-def accumulation(options: Any) -> Iterator[str]:
+def accumulation(options: RLOptions) -> Iterator[str]:
     """How many passes a process makes for an optimiser step: PaddleNLP derives that, and so do we."""
     group, micro = options.n_samples_per_prompt, options.micro_train_batch_size
     if min(group, micro, options.ring_attn_size, options.ds_tensor_parallel_size) < 1:

@@ -17,6 +17,7 @@ from trimtab.config.groups import PASS_SIZES, PER_DEVICE, CallOptions, checkpoin
 from trimtab.config.help import help_text
 from trimtab.config.paddle_file import Entry
 from trimtab.config.paddle_spelling import accumulation, in_our_words, is_paddle
+from trimtab.config.rl_jobs import RLOptions
 from trimtab.config.values import from_text, from_yaml
 from trimtab.config.words import advice
 from trimtab.errors import UserError
@@ -65,6 +66,7 @@ def _of_paddle(job_class: type[Job], path: str, entries: Sequence[Entry], on_the
     wished = {name for name, value in in_the_file.items() if value != defaults[name].default}
     given = {*on_the_line, *wished, *(PASS_SIZES & in_the_file.keys())}
     options = job_class(**{**in_the_file, **on_the_line}, given=frozenset(given))
+    assert isinstance(options, RLOptions)
     return dataclasses.replace(options, notes=(*notes, *accumulation(options)), origins=origins)
 
 

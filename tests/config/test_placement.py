@@ -1,0 +1,70 @@
+"""What is said of processes, devices and machines that are asked for and not used, or that cannot be had together."""
+
+import pytest
+
+from tests.config.test_idle import RL, SFT, lines_of
+from trimtab.errors import UserError
+
+
+def test_sixteen_gpus_asked_for_and_four_used_is_said():
+    words = " ".join(f"--{role}_num_gpus_per_node 4" for role in ("actor", "ref", "critic", "reward"))
+    (line,) = lines_of("ppo", f"{RL} {words}")
+    assert line.startswith("all models share 4 processes, on as many of the 16 GPUs that are asked for: --actor_num")
+    assert lines_of("ppo", f"{RL} {words} --colocate_all_models") == []
+    assert lines_of("ppo", f"{RL} --nproc 4 --ref_num_gpus_per_node 2 --reward_num_gpus_per_node 1") == []
+    (line,) = lines_of("ppo", f"{RL} --nproc 2 --actor_num_gpus_per_node 1 --critic_num_gpus_per_node 1")
+    assert line == "all models share 2 processes: --actor_num_gpus_per_node set aside"
+
+
+def test_with_ray_the_placement_is_followed_and_nothing_is_said():
+    words = " ".join(f"--{role}_num_gpus_per_node 4 --{role}_num_nodes 2" for role in ("actor", "ref", "reward"))
+    for more in ("", "--colocate_all_models", "--colocate_actor_ref False"):
+        assert lines_of("ppo", f"{RL} --ray {words} {more}") == []
+    (line,) = lines_of("ppo", f"{RL} --colocate_actor_ref False")
+    assert line == "--colocate_actor_ref False has no effect without --ray: all models share the processes"
+    (line,) = lines_of("ppo", f"{RL} --ray --controller_apart")
+    assert line.startswith("--controller_apart has no effect with --ray")
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (
+            "--critic_num_gpus_per_node 2 --advantage_estimator reinforce",
+            "--critic_num_gpus_per_node has no effect with --ray: --advantage_estimator reinforce has no critic",
+        ),
+        (
+            "--ref_num_gpus_per_node 2 --init_kl_coef 0",
+            "--ref_num_gpus_per_node has no effect with --ray: --init_kl_coef is 0",
+        ),
+        (
+            "--ref_num_gpus_per_node 2 --lora_rank 4",
+            "--ref_num_gpus_per_node has no effect with --ray: with --lora_rank the reference is the policy",
+        ),
+    ],
+)
+def test_devices_of_a_model_that_is_not_there_are_said_to_be_unused(words, told):
+    assert lines_of("ppo", f"{RL} --ray {words}") == [told]
+    teaching = lines_of("ppo", f"{RL} --ray --ref_num_gpus_per_node 2 --lora_rank 4 --teacher_model a/b")
+    assert not [line for line in teaching if "num_gpus" in line]
+
+
+def test_with_ray_a_step_per_device_is_counted_over_all_machines_of_the_policy():
+    words = "--per_device_train_batch_size 4 --ray --actor_num_gpus_per_node 4 --actor_num_nodes 2"
+    (line,) = lines_of("ppo", f"{RL} {words}")
+    assert line == "a step is 32 samples: 4 in a pass x 1 passes x 8 processes"
+
+
+@pytest.mark.parametrize("verb, words", [("sft", SFT), ("dpo", SFT), ("ppo", RL)])
+def test_four_bit_weights_are_refused_over_several_processes(verb, words):
+    quantised = f"{words} --load_in_4bit --bf16 --lora_rank 8"
+    assert lines_of(verb, quantised) == []
+    with pytest.raises(UserError, match="4-bit weights cannot be split"):
+        lines_of(verb, f"{quantised} --nproc 2")
+
+
+def test_four_bit_weights_are_refused_where_the_policys_gpus_are_several():
+    with pytest.raises(UserError, match="4-bit weights cannot be split"):
+        lines_of("ppo", f"{RL} --load_in_4bit --bf16 --lora_rank 8 --actor_num_gpus_per_node 2")
+    with pytest.raises(UserError, match="4-bit weights cannot be split"):
+        lines_of("ppo", f"{RL} --load_in_4bit --bf16 --lora_rank 8 --actor_num_nodes 2 --ray")
