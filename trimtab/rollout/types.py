@@ -64,3 +64,14 @@ class Rollout:
     plain_log_probs: np.ndarray | None = None  # at temperature 1, where asked for
     version: int = 0  # of the weights it was drawn from
     drawn: np.ndarray | None = None  # which of `ids` the model drew itself; None: all
+
+
+@dataclass
+class Draft:
+    """A sample so far, to be written on by the same weights or later ones."""
+
+    sample: int  # which of its prompt's n samples
+    ids: list[int]
+    log_probs: np.ndarray  # fp32, as they were drawn
+    versions: np.ndarray  # int32: of the weights that drew each token
+    finish: Finish | None = None  # how it ended, if it has

@@ -15,8 +15,8 @@ from trimtab.rewards.weighing import Weighing
 from trimtab.rollout.types import Sampling
 from trimtab.train.pass_limit import NoRoom
 from trimtab.train.rl import rewarding, rollouts
+from trimtab.train.rl.answers import Answers
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.rollouts import Answers
 
 Request = tuple[int, int]  # row of the prompt data, seed
 

@@ -14,17 +14,18 @@ from trimtab.models.sharded import mesh_of
 from trimtab.rewards.requests import Questions
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult
 from trimtab.rewards.waiting import GivenUp
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.types import Draft, Sampling
 from trimtab.train.pass_limit import BeginAnew, NoRoom
+from trimtab.train.rl.answers import Answers, Collected, UnderWay, Written
 from trimtab.train.rl.batches import AnswerSlice, TextSlice
 from trimtab.train.rl.controller import Controller
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.loop import RLRun
-from trimtab.train.rl.rollouts import Answers
 
 # What goes to the roles and comes back; nothing else may.
 RECORDS = (
     *(AnswerSlice, TextSlice, Sampling, Questions, Answers, Experience),
+    *(Draft, UnderWay, Written, Collected),
     *(RewardRequest, RewardResult, RewardFailed, BadSample, NoRoom),
 )
 

@@ -6,7 +6,6 @@ Those of a tensor group share one: they write the same answers, go on or stop to
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trimtab.distributed.link import Plan
@@ -22,18 +21,11 @@ from trimtab.rewards.weighing import described
 from trimtab.rollout.engine import Engine, ReceivingEngine
 from trimtab.rollout.types import Rollout, Sampling
 from trimtab.train.pass_limit import NoRoom, memory_guard
+from trimtab.train.rl.answers import Answers
 from trimtab.train.rl.experience import Experience
 
 ROLLOUT_FLAGS = "lower --rollout_slots, --rollout_kv_tokens, --generate_max_len or --micro_rollout_batch_size"
 SCORED_AT_ONCE = 64  # finished samples that go to a reward together while others are being written
-
-
-@dataclass
-class Answers:
-    """All answers to some prompts, in order, and what each reward says of them."""
-
-    experience: Experience
-    results: list[RewardResult]
 
 
 class Rollouts(Role):

@@ -1,0 +1,45 @@
+"""What travels between the loop, which decides what is written, and the processes that write it."""
+
+from dataclasses import dataclass, field
+
+from trimtab.rewards.types import RewardResult
+from trimtab.rollout.types import Draft
+from trimtab.train.rl.experience import Experience
+
+
+@dataclass
+class Answers:
+    """All answers to some prompts, in order, and what each reward says of them."""
+
+    experience: Experience
+    results: list[RewardResult]
+
+
+@dataclass
+class UnderWay:
+    """The answers to one prompt, which may outlive an update: a group that is not trained yet, nor whole."""
+
+    place: int  # in the order of the prompts
+    version: int  # of the weights when it was admitted: the iterations done by then
+    row: int  # of the prompt data
+    seed: int
+    drafts: list[Draft] = field(default_factory=list)  # empty: nothing is written yet
+
+
+@dataclass
+class Written:
+    """A group whose answers have all ended, and were judged by the rewards that are near the engine."""
+
+    place: int
+    answers: Answers
+
+
+@dataclass
+class Collected:
+    """What one process has done since it was asked last."""
+
+    written: list[Written]
+    drawn: int  # tokens
+    read_again: int  # tokens of drafts that other weights had to read
+    judged: int  # groups that got their rewards
+    seconds: float  # in which the engine was at work
