@@ -23,13 +23,14 @@ CLOCK_FIELDS += ("rollout_tokens_per_second", "update_tokens_per_second")
 
 
 class MetricsFile:
-    def __init__(self, path: Path, *, resume_from: int | None):
-        """`resume_from`: the step of the checkpoint a run goes on from; rows after it are removed."""
+    def __init__(self, path: Path, *, resume_from: int | None, key: str = "step"):
+        """`resume_from`: the step of the checkpoint a run goes on from; rows after it are removed; `key`: what a row
+        calls its step."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if resume_from is None:
             _set_aside(path)
         else:
-            _keep_until(path, resume_from)
+            _keep_until(path, resume_from, key)
         self._file = path.open("a")
 
     def write(self, row: dict) -> None:
@@ -44,31 +45,31 @@ class MetricsFile:
             self._file.close()
 
 
-def read_rows(path: Path) -> list[dict]:
+def read_rows(path: Path, key: str = "step") -> list[dict]:
     """The rows of a metrics file; a last line cut short by a crash is left out."""
     *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
     rows = []
     for number, line in enumerate(lines, start=1):
-        row = _row(line)
+        row = _row(line, key)
         if row is None:
             raise UserError(
                 f"{path}: line {number} is no row of metrics ({line[:40].decode(errors='replace')!r}); remove that "
                 "line, or give another --save_path"
             )
         rows.append(row)
-    return rows if (row := _row(last)) is None else [*rows, row]
+    return rows if (row := _row(last, key)) is None else [*rows, row]
 
 
-def _row(line: bytes) -> dict | None:
+def _row(line: bytes, key: str) -> dict | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+    return row if isinstance(row, dict) and type(row.get(key)) is int else None
 
 
-def _keep_until(path: Path, step: int) -> None:
-    kept = [row for row in read_rows(path) if row["step"] <= step]
+def _keep_until(path: Path, step: int, key: str) -> None:
+    kept = [row for row in read_rows(path, key) if row[key] <= step]
     write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
