@@ -37,14 +37,19 @@ def test_spans_told_by_another_clock_lie_where_they_were(tmp_path, clock):
     clock.now += 1000.0  # the engine's machine
     with engine.during("writing"):
         clock.now += 2.0
-    clock.now += 1.0
+    with engine.during("judging"):
+        clock.now += 1.0
     told = engine.taken()
     clock.now -= 1000.0  # the trainer's, at the same moment
-    line.tell("engine 0", told, 1)
+    line.tell(0, told, 1)
     with line.during("update", 1):
         clock.now += 0.5
     line.close()
-    assert rows(tmp_path) == [("engine 0", "writing", 0.0, 2.0, 1), ("trainer", "update", 3.0, 3.5, 1)]
+    assert rows(tmp_path) == [
+        ("engine 0", "writing", 0.0, 2.0, 1),
+        ("rewards 0", "judging", 2.0, 3.0, 1),
+        ("trainer", "update", 3.0, 3.5, 1),
+    ]
 
 
 def test_what_goes_on_is_told_in_parts_that_meet_and_overlapping_work_once(clock):
@@ -104,7 +109,7 @@ def test_without_a_folder_nothing_is_written_and_a_full_disk_is_said(tmp_path, c
     line = TimeLine(tmp_path)
     line._file._file = open("/dev/full", "w")  # noqa: SIM115 (closed with the line)
     with pytest.raises(CannotWrite, match="cannot write there"):
-        line.tell("engine 0", [("writing", 1.0, 0.0)], 1)
+        line.tell(0, [("writing", 1.0, 0.0)], 1)
     line.close()
 
 

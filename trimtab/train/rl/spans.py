@@ -2,7 +2,8 @@
 and their lengths alone no longer say where the time went.
 
 A row is {"lane": "trainer", "what": "update", "begin": 12.5, "end": 13.1, "iteration": 4}; seconds count from the
-beginning of the run, without the time between a stop and its resume.
+beginning of the run, without the time between a stop and its resume. The trainer's lane has the phases of an iteration,
+"engine 0" is WRITING and "rewards 0" is JUDGING, of the first process that has an engine.
 """
 
 import threading
@@ -16,6 +17,8 @@ from trimtab.train.metrics import MetricsFile, read_rows
 
 FILE = "time_line.jsonl"
 TRAINER = "trainer"
+WRITING, JUDGING = "writing", "judging"
+LANES = {WRITING: "engine", JUDGING: "rewards"}
 NEIGHBOURS = 0.005  # seconds between two spans of the same kind that are told as one
 
 Told = tuple[str, float, float]
@@ -85,11 +88,11 @@ class TimeLine:
         finally:
             self._write(TRAINER, what, begin, time.monotonic(), iteration)
 
-    def tell(self, lane: str, spans: Sequence[Told], iteration: int) -> None:
-        """What another has just told of itself, see `Spans.taken`."""
+    def tell(self, process: int, spans: Sequence[Told], iteration: int) -> None:
+        """What the process that has this engine told of itself just now, see `Spans.taken`."""
         now = time.monotonic()
         for what, began, ended in spans:
-            self._write(lane, what, now - began, now - ended, iteration)
+            self._write(f"{LANES[what]} {process}", what, now - began, now - ended, iteration)
 
     def close(self) -> None:
         if self._file is not None:
