@@ -16,7 +16,7 @@ from trimtab.rollout.builtin.kept import KeptPages
 from trimtab.rollout.builtin.memory import SHARE_OF_FREE, KVMemory
 from trimtab.rollout.builtin.pages import PagePool
 from trimtab.rollout.builtin.scheduler import Prompt, Sample, Scheduler
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.types import Draft, Sampling
 
 CPU = torch.device("cpu")
 SHAPE = KVShape(layers=3, heads=2, width=8, dtype=torch.float32)
@@ -114,7 +114,7 @@ def test_to_ask_for_room_costs_nothing_of_what_is_kept():
         kept.keep(ids, pages)
         pool.give_back(pages)
     scheduler = Scheduler(kept, slots=1)
-    scheduler.add([Sample(Prompt(0, [*shared, 1], 1), 0, seed=0, limit=100)])
+    scheduler.add([Sample.of(Prompt(0, [*shared, 1], 1), Draft.empty(0), seed=0, limit=100)])
     (admission,) = scheduler.admit()
     admission.sample.ids.append(1)
     scheduler.settled()

@@ -4,17 +4,25 @@ from collections.abc import Collection, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
-from trimtab.rollout.types import Rollout, Sampling
+from trimtab.rollout.types import Draft, Rollout, Sampling
 
 
 @runtime_checkable
 class Session(Protocol):
     """Requests that are added while others run, all with one sampling setting; to be closed, or used in a `with`."""
 
-    def add(self, prompt_ids: list[int], *, seed: int | None = None, limit: int | None = None) -> int:
+    def add(
+        self,
+        prompt_ids: list[int],
+        *,
+        seed: int | None = None,
+        limit: int | None = None,
+        drafts: Sequence[Draft] | None = None,
+    ) -> int:
         """The number of the new request, which its rollouts carry as their `prompt`.
 
-        `seed`: from which its samples draw; `limit`: its own max_new_tokens.
+        `seed`: from which its samples draw; `limit`: its own max_new_tokens; `drafts`: these of its samples alone, each
+        going on from what it has. They come whole: what stood in the draft as it was drawn then, and what follows.
         """
 
     @property
@@ -46,7 +54,7 @@ class Engine(Protocol):
     exact: bool
     """Whether the log-probs of what it draws are the trainer's own, but for the last bits of fp32."""
     version: int
-    """Of the weights, as whoever changed them last has told; every rollout carries the one it was drawn from."""
+    """Of the weights, as whoever changed them last has told; every token carries the one it was drawn from."""
 
     def generate(
         self,

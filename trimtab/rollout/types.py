@@ -1,5 +1,6 @@
 """What goes into a rollout engine and what comes out of it, whichever engine it is."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -62,7 +63,7 @@ class Rollout:
     log_probs: np.ndarray
     finish: Finish
     plain_log_probs: np.ndarray | None = None  # at temperature 1, where asked for
-    version: int = 0  # of the weights it was drawn from
+    versions: np.ndarray | None = None  # int32: of the weights that drew each token; every engine says it
     drawn: np.ndarray | None = None  # which of `ids` the model drew itself; None: all
 
 
@@ -75,3 +76,32 @@ class Draft:
     log_probs: np.ndarray  # fp32, as they were drawn
     versions: np.ndarray  # int32: of the weights that drew each token
     finish: Finish | None = None  # how it ended, if it has
+
+    @classmethod
+    def empty(cls, sample: int) -> "Draft":
+        return cls(sample, [], np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32))
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> "Draft":
+        """What an engine has handed over. One that was aborted has not ended."""
+        assert rollout.versions is not None and rollout.drawn is None, "an answer as an engine gives it"
+        finish = None if rollout.finish == "abort" else rollout.finish
+        return cls(rollout.sample, rollout.ids, rollout.log_probs, rollout.versions, finish)
+
+    def versions_of(self, count: int, version: int) -> np.ndarray:
+        """Of the first `count` tokens, where this one's are followed by some that these weights drew."""
+        return np.append(self.versions, np.full(count - len(self.ids), version, dtype=np.int32))
+
+
+def drafts_of(given: Sequence[Draft] | None, samples: int, request: int, limit: int) -> Sequence[Draft]:
+    """The samples of a request: those that are given, to be written on, or all of them from the beginning."""
+    if given is None:
+        return [Draft.empty(sample) for sample in range(samples)]
+    for draft in given:
+        assert draft.finish is None and 0 <= draft.sample < samples, "a sample of this prompt that has not ended"
+        if len(draft.ids) >= limit:
+            raise UserError(
+                f"sample {draft.sample} of prompt {request} has {len(draft.ids)} tokens already, and its limit is "
+                f"{limit}; give at least {len(draft.ids) + 1}"
+            )
+    return given

@@ -17,7 +17,8 @@ def make(n=3, seed=0, steps=None):
         for sample in range(n):
             ids = rng.integers(1, 50, rng.integers(1, 7)).tolist()
             log_probs = -rng.random(len(ids)).astype(np.float32)
-            rollouts.append(Rollout(index, sample, prompt, ids, log_probs, "stop" if sample else "length"))
+            finish, versions = "stop" if sample else "length", np.sort(rng.integers(0, 9, len(ids))).astype(np.int32)
+            rollouts.append(Rollout(index, sample, prompt, ids, log_probs, finish, versions=versions))
     rewards = rng.random(len(rollouts)).tolist()
     logs = {"format": rng.random(len(rollouts)).tolist()}
     return Experience.of([r.prompt + 10 for r in rollouts], rollouts, RewardResult(rewards, logs=logs, steps=steps))
@@ -66,6 +67,22 @@ def test_it_survives_being_written_as_tensors():
     experience = make(steps=[[(0, 0.5)]] + [[] for _ in range(8)])
     experience.advantages_N = torch.randn(len(experience.sampled_N))
     assert_equal(Experience.from_tensors(experience.tensors()), experience)
+
+
+def test_versions_stay_with_their_tokens():
+    experience = make()
+    samples = [4, 5, 3, 0]
+    expected = experience.versions_N[experience.tokens_of(samples)]
+    assert torch.equal(experience.take(samples).versions_N, expected) and len(set(expected.tolist())) > 3
+
+
+def test_an_earlier_recording_has_one_version_for_a_samples_tokens():
+    experience = make()
+    tensors = experience.tensors()
+    del tensors["versions_N"]
+    read = Experience.from_tensors(tensors | {"versions_S": torch.arange(len(experience))})
+    assert torch.equal(read.versions_N, read.owners_N.int())
+    assert Experience.from_tensors(tensors).versions_N is None  # made by hand
 
 
 def test_step_rewards_stand_on_their_tokens():

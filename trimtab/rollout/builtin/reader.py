@@ -23,7 +23,7 @@ class Reader:
         cache.copy_pages([a.copy for a in admissions if a.copy])
         again = [a.sample for a in admissions if len(a.sample.ids) > 1]
         for group in _groups(again, lambda s: len(s.ids), self.most):
-            self.runner.read([(s.prompt.ids + s.ids[:-1], len(s.prompt.ids), s.pages) for s in group])
+            self._read_on([(s.prompt.ids + s.ids[:-1], len(s.prompt.ids), s.pages) for s in group])
             self.tokens += sum(len(s.ids) - 1 for s in group)
 
     def forget(self) -> None:
@@ -37,7 +37,7 @@ class Reader:
             self.hidden.update(zip(group, self._read_group(group)))
         # Those go on from their kept pages, which no captured graph does.
         for group in _groups([p for p in prompts if p.kept > 0], _unread, self.most):
-            self.hidden.update(zip(group, self._read_on(group)))
+            self.hidden.update(zip(group, self._read_on([(p.ids, p.kept, p.pages) for p in group])))
 
     def _read_group(self, prompts: list[Prompt]) -> torch.Tensor:
         if self.captured.reads is not None and len(prompts[0].ids) <= self.most:
@@ -45,15 +45,16 @@ class Reader:
                 return self.captured.reads.read(self.runner, [(p.ids, p.pages) for p in prompts])
             except CannotCapture as error:
                 self.captured.give_up(error)
-        return self._read_on(prompts)
+        return self._read_on([(p.ids, p.kept, p.pages) for p in prompts])
 
-    def _read_on(self, prompts: list[Prompt]) -> torch.Tensor:
-        """One that is longer than a pass is alone, and read piece by piece."""
-        first = prompts[0]
-        for done in range(first.kept, len(first.ids) - self.most, self.most):
-            self.runner.read([(first.ids[: done + self.most], done, first.pages)])
-            first.kept = done + self.most
-        return self.runner.read([(p.ids, p.kept, p.pages) for p in prompts])
+    def _read_on(self, sequences: list[tuple[list[int], int, list[int]]]) -> torch.Tensor:
+        """(ids, how many are cached already, pages). One that is longer than a pass is alone, and read piece by
+        piece."""
+        ids, done, pages = sequences[0]
+        while len(ids) - done > self.most:
+            self.runner.read([(ids[: done + self.most], done, pages)])
+            done += self.most
+        return self.runner.read([(ids, done, pages), *sequences[1:]])
 
 
 def _unread(prompt: Prompt) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from trimtab.errors import UserError
 from trimtab.rollout.builtin.kept import Found, KeptPages
+from trimtab.rollout.types import Draft
 
 
 @dataclass(eq=False)
@@ -28,10 +29,16 @@ class Sample:
     number: int
     seed: int
     limit: int  # new tokens at most
+    draft: Draft  # what it goes on from
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     plain_log_probs: list[float] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, prompt: Prompt, draft: Draft, seed: int, limit: int) -> "Sample":
+        """Like one that had to make room: its tokens are read again, and its stream goes on."""
+        return cls(prompt, draft.sample, seed, limit, draft, list(draft.ids), draft.log_probs.tolist())
 
     @property
     def length(self) -> int:

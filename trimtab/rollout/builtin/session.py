@@ -5,7 +5,7 @@ was drawn, let finished samples go, refill their places; repeat
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from trimtab.rollout.builtin.sampler import Drawn, Sampler
 from trimtab.rollout.builtin.scheduler import Admission, Prompt, Sample, Scheduler
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_string_end
-from trimtab.rollout.types import Finish, Rollout, Sampling
+from trimtab.rollout.types import Draft, Finish, Rollout, Sampling, drafts_of
 
 if TYPE_CHECKING:
     from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -47,12 +47,21 @@ class BuiltinSession:
 
     # ---- what callers do
 
-    def add(self, prompt_ids: list[int], *, seed: int | None = None, limit: int | None = None) -> int:
+    def add(
+        self,
+        prompt_ids: list[int],
+        *,
+        seed: int | None = None,
+        limit: int | None = None,
+        drafts: Sequence[Draft] | None = None,
+    ) -> int:
         number, limit = self.requests, self.sampling.max_new_tokens if limit is None else limit
         check_request(self.engine.policy, number, prompt_ids, limit)
         seed = request_seed(self.sampling.seed, number) if seed is None else seed
-        prompt = Prompt(number, list(prompt_ids), self.sampling.n)
-        self._new += [Sample(prompt, k, request_seed(seed, k), limit) for k in range(self.sampling.n)]
+        assert not (drafts and self.sampling.plain_log_probs), "a draft has no log-probs at another temperature"
+        drafts = drafts_of(drafts, self.sampling.n, number, limit)
+        prompt = Prompt(number, list(prompt_ids), len(drafts))
+        self._new += [Sample.of(prompt, draft, request_seed(seed, draft.sample), limit) for draft in drafts]
         self._longest = max(self._longest, len(prompt_ids) + limit)
         self.requests += 1
         return number
@@ -258,6 +267,5 @@ class BuiltinSession:
     def _rollout(self, sample: Sample, finish: Finish) -> Rollout:
         plain = np.array(sample.plain_log_probs, dtype=np.float32) if self.sampling.plain_log_probs else None
         log_probs, prompt = np.array(sample.log_probs, dtype=np.float32), sample.prompt
-        return Rollout(
-            prompt.index, sample.number, prompt.ids, sample.ids, log_probs, finish, plain, self.engine.version
-        )
+        versions = sample.draft.versions_of(len(sample.ids), self.engine.version)
+        return Rollout(prompt.index, sample.number, prompt.ids, sample.ids, log_probs, finish, plain, versions)

@@ -48,8 +48,9 @@ class Parameters:
             forbidden = set(sampling.forbidden_tokens)
             self._common["allowed_token_ids"] = [token for token in range(vocabulary) if token not in forbidden]
 
-    def of(self, seed: int, limit: int) -> Any:
+    def of(self, seed: int, limit: int, done: int = 0) -> Any:
+        """`limit`: of all tokens of an answer, of which `done` stand before what vLLM draws."""
         from vllm import SamplingParams
 
-        limited = {"min_tokens": min(self._common["min_tokens"], limit), "max_tokens": limit}
+        limited = {"min_tokens": max(min(self._common["min_tokens"], limit) - done, 0), "max_tokens": limit - done}
         return SamplingParams(seed=seed, **self._common | limited)

@@ -1,7 +1,7 @@
 """Requests at work in a vLLM engine. Every sample is a request of its own there, with its own seed; that they share a
 prompt is left to vLLM's prefix cache."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from trimtab.distributed.watch import pulse
 from trimtab.errors import RunFailed, UserError
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_string_end
-from trimtab.rollout.types import Finish, Rollout, Sampling
+from trimtab.rollout.types import Draft, Finish, Rollout, Sampling, drafts_of
 from trimtab.rollout.vllm.sampling import Parameters
 
 if TYPE_CHECKING:
@@ -26,18 +26,20 @@ class Sample:
     request: int
     number: int
     prompt_ids: list[int]
-    output: Any = None  # vLLM's own, of all that was drawn so far
+    draft: Draft  # what it goes on from
+    output: Any = None  # vLLM's own, of all that was drawn since
     looked: int = 0  # tokens in which there is no stop string
 
     @property
     def ids(self) -> list[int]:
-        return [] if self.output is None else list(self.output.token_ids)
+        return self.draft.ids + ([] if self.output is None else list(self.output.token_ids))
 
     def log_probs(self, count: int) -> np.ndarray:
         if self.output is None:
-            return np.zeros(0, dtype=np.float32)
-        flat = self.output.logprobs
-        return np.array([flat.logprobs[start] for start in flat.start_indices[:count]], dtype=np.float32)
+            return self.draft.log_probs
+        flat, new = self.output.logprobs, count - len(self.draft.ids)
+        drawn = np.array([flat.logprobs[start] for start in flat.start_indices[:new]], dtype=np.float32)
+        return np.concatenate([self.draft.log_probs, drawn])
 
 
 class VLLMSession:
@@ -50,19 +52,27 @@ class VLLMSession:
 
     # ---- what callers do
 
-    def add(self, prompt_ids: list[int], *, seed: int | None = None, limit: int | None = None) -> int:
+    def add(
+        self,
+        prompt_ids: list[int],
+        *,
+        seed: int | None = None,
+        limit: int | None = None,
+        drafts: Sequence[Draft] | None = None,
+    ) -> int:
+        """vLLM draws by a seed and how many tokens it has drawn itself: with every draft, from another stream."""
         number, limit = self.requests, self.sampling.max_new_tokens if limit is None else limit
         self.engine.check_request(number, prompt_ids, limit)
         seed = request_seed(self.sampling.seed, number) if seed is None else seed
-        for k in range(self.sampling.n):
-            name = self.engine.name_request()
+        for draft in drafts_of(drafts, self.sampling.n, number, limit):
+            name, own, done = self.engine.name_request(), request_seed(seed, draft.sample), len(draft.ids)
             self.engine.llm.add_request(
                 name,
-                {"prompt_token_ids": list(prompt_ids)},
-                self._parameters.of(request_seed(seed, k), limit),
+                {"prompt_token_ids": prompt_ids + draft.ids},
+                self._parameters.of(request_seed(own, done) if done else own, limit, done),
                 lora_request=self.engine.adapter,
             )
-            self._running[name] = Sample(number, k, list(prompt_ids))
+            self._running[name] = Sample(number, draft.sample, list(prompt_ids), draft, looked=done)
         self.requests += 1
         return number
 
@@ -126,23 +136,28 @@ class VLLMSession:
 
     def _stop_string(self, sample: Sample, ended: bool) -> int | None:
         """How many tokens the answer has up to a stop string; None: there is none, or it is too early to look."""
-        if not ended and len(sample.output.token_ids) - sample.looked < TOKENS_BETWEEN_LOOKS:
-            return None
         ids, sampling = sample.ids, self.sampling
+        if not ended and len(ids) - sample.looked < TOKENS_BETWEEN_LOOKS:
+            return None
         decode = self.engine.tokenizer.decode
         end = stop_string_end(ids, sample.looked, sampling.min_new_tokens, sampling.stop_strings, decode)
         sample.looked = len(ids)
         return end
 
     def _take_aborted(self) -> list[Rollout]:
-        """vLLM says nothing more of what it is told to abort: what it gave so far is what there is."""
+        """vLLM says nothing more of what it is told to abort: what it gave so far is what there is. Whoever goes on
+        from it relies on there being no stop string that nobody has seen yet."""
         gone = {name: sample for name, sample in self._running.items() if sample.request in self._aborted}
         self._aborted.clear()
         if gone:
             self.engine.llm.abort_request(list(gone))
             for name in gone:
                 del self._running[name]
-        return [self._rollout(sample, "abort") for sample in gone.values()]
+        finished = []
+        for sample in gone.values():
+            end = self._stop_string(sample, True) if self.sampling.stop_strings else None
+            finished.append(self._rollout(sample, "abort" if end is None else "stop", end))
+        return finished
 
     def _rollout(self, sample: Sample, finish: Finish, count: int | None = None) -> Rollout:
         ids = sample.ids[:count]
@@ -153,6 +168,5 @@ class VLLMSession:
                 "are probably broken"
             )
         plain = log_probs.copy() if self.sampling.plain_log_probs else None
-        return Rollout(
-            sample.request, sample.number, sample.prompt_ids, ids, log_probs, finish, plain, self.engine.version
-        )
+        versions = sample.draft.versions_of(len(ids), self.engine.version)
+        return Rollout(sample.request, sample.number, sample.prompt_ids, ids, log_probs, finish, plain, versions)

@@ -32,7 +32,7 @@ class Experience(Trajectories):
     rewards_S: Tensor
     scores_S: Tensor  # what dynamic filtering looks at
     logs: dict[str, Tensor] = field(default_factory=dict)  # other figures of the samples, from the rewards
-    versions_S: Tensor | None = None  # of the weights that drew it
+    versions_N: Tensor | None = None  # int32: of the weights that drew each token
     # of a process reward, a list for each sample
     step_tokens: list[list[int]] | None = None  # which of the sample's drawn tokens ends each step
     step_scores: list[list[float]] | None = None
@@ -67,8 +67,11 @@ class Experience(Trajectories):
             torch.zeros(len(rows)),
             torch.zeros(len(rows)),
         )
-        experience.versions_S = torch.tensor([r.version for r in rollouts])
         assert len(experience.sampled_N) == int(experience.drawn_T.sum()), "a log-prob for every token that was drawn"
+        versions = [r.versions for r in rollouts if r.versions is not None]
+        if len(versions) == len(rollouts):
+            experience.versions_N = torch.from_numpy(np.concatenate(versions))
+            assert len(experience.versions_N) == len(experience.sampled_N), "a version for every token that was drawn"
         if result is not None:
             experience.reward(result)
         return experience
@@ -171,6 +174,7 @@ class Experience(Trajectories):
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "Experience":
         tensors = dict(tensors)
+        versions_S = tensors.pop("versions_S", None)  # earlier recordings have one for each sample
         arguments: dict = {"logs": {}}
         for name in LISTS:
             if name in tensors:
@@ -181,7 +185,10 @@ class Experience(Trajectories):
                 arguments["logs"][name.removeprefix("logs/")] = value
             else:
                 arguments[name] = value
-        return cls(**arguments)
+        experience = cls(**arguments)
+        if versions_S is not None:
+            experience.versions_N = versions_S[experience.owners_N].int()
+        return experience
 
 
 def is_earlier(names: Iterable[str]) -> bool:

@@ -1,0 +1,159 @@
+"""Answers that are cut anywhere and written on, by the same weights or by others."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rollout.test_builtin_engine import FAMILIES, TIGHT, policy_of, prompts
+from trimtab.data.batches import TokenBatch
+from trimtab.embedded.sort_task import make_tokenizer
+from trimtab.errors import UserError
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.types import Draft, Sampling
+
+PROMPTS, SEEDS = prompts((5, 17, 33, 1)), [11, 12, 13, 14]
+DRAWN = Sampling(max_new_tokens=21, n=2, temperature=0.9)
+TOKENIZER = make_tokenizer()
+PIECES = {"read_tokens": 5, "page_size": 4}  # a draft is longer than a pass
+LONG = pytest.mark.long
+
+
+def interrupted(engine, sampling, steps, between=lambda: None, given=PROMPTS, seeds=SEEDS):
+    """All answers, where after every so many steps everything stops and goes on in another session."""
+    finished, rounds = {}, 0
+    drafts = {prompt: None for prompt in range(len(given))}
+    while drafts:
+        with engine.session(sampling) as session:
+            asked = [(session.add(given[p], seed=seeds[p], drafts=kept), p) for p, kept in drafts.items()]
+            of = dict(asked)
+            found = session.advance(steps)
+            session.abort()
+            found += list(session)
+        drafts = {}
+        for rollout in found:
+            prompt = of[rollout.prompt]
+            if rollout.finish == "abort":
+                drafts.setdefault(prompt, []).append(Draft.of(rollout))
+            else:
+                finished[prompt, rollout.sample] = replace(rollout, prompt=prompt)
+        rounds += 1
+        between()
+    assert engine.memory.pool.used == 0 and rounds > 1
+    return [finished[place] for place in sorted(finished)]
+
+
+def assert_same(found, expected):
+    assert [(r.prompt, r.sample, r.ids, r.finish) for r in found] == [
+        (r.prompt, r.sample, r.ids, r.finish) for r in expected
+    ]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+        assert len(one.versions) == len(one.ids) and one.versions.dtype == np.int32
+
+
+# mistral has a window of attention that is shorter than the texts here.
+@pytest.mark.parametrize(
+    "family, memory, cuts",
+    [
+        ("llama", {}, (1, 7)),
+        ("mistral", TIGHT, (4,)),
+        ("gpt2", PIECES, (5,)),
+        *[pytest.param(f, m, (1, 2, 7), marks=LONG) for f in FAMILIES for m in (TIGHT, PIECES)],
+    ],
+)
+def test_an_answer_cut_anywhere_goes_on_as_if_nothing_had_been(family, memory, cuts):
+    policy = policy_of(family)
+    expected = BuiltinEngine(policy).generate(PROMPTS, DRAWN, seeds=SEEDS)
+    for steps in cuts:
+        assert_same(interrupted(BuiltinEngine(policy, **memory), DRAWN, steps), expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"stop_token_ids": tuple(range(3, 20))},
+        {"stop_token_ids": tuple(range(3, 60)), "min_new_tokens": 6},
+        {"repetition_penalty": 1.4},
+        {"temperature": 0, "repetition_penalty": 1.4},
+        {"top_k": 5, "top_p": 0.8},
+        {"forbidden_tokens": tuple(range(10, 60))},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_whatever_a_setting_asks_for_is_asked_of_the_whole_answer(changes):
+    policy, sampling = policy_of(), replace(DRAWN, **changes)
+    expected = BuiltinEngine(policy).generate(PROMPTS, sampling, seeds=SEEDS)
+    assert_same(interrupted(BuiltinEngine(policy, **TIGHT), sampling, 3), expected)
+
+
+def test_a_stop_string_across_a_cut_is_found():
+    policy = policy_of(vocab_size=len(TOKENIZER))
+    given = prompts((5, 17, 33, 1), vocabulary=len(TOKENIZER))
+    long = replace(DRAWN, max_new_tokens=40)
+    texts = [TOKENIZER.decode(r.ids) for r in BuiltinEngine(policy).generate(given, long, seeds=SEEDS)]
+    stops = tuple({text[len(text) // 2 :][:4] for text in texts})  # of several tokens each
+    sampling = replace(long, stop_strings=stops, min_new_tokens=3)
+    expected = BuiltinEngine(policy, TOKENIZER).generate(given, sampling, seeds=SEEDS)
+    assert {r.finish for r in expected} == {"stop"} and len({len(r.ids) for r in expected}) > 3
+    for steps in (1, 3):
+        assert_same(interrupted(BuiltinEngine(policy, TOKENIZER), sampling, steps, given=given), expected)
+
+
+def changed(policy, engine):
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    engine.weights_changed(engine.version + 1)
+
+
+def trained(policy, rollout, temperature):
+    """The trainer's log-probs of an answer."""
+    ids = np.array(rollout.prompt_ids + rollout.ids)
+    batch = TokenBatch.of([(ids, np.arange(len(ids)) >= len(rollout.prompt_ids))])
+    with torch.no_grad():
+        return policy(batch, temperature=temperature).log_probs_N.numpy()
+
+
+@pytest.mark.parametrize("memory", [{}, TIGHT], ids=["plenty", "tight"])
+def test_under_new_weights_every_token_has_the_log_prob_and_the_version_of_those_that_drew_it(memory):
+    torch.manual_seed(0)
+    policy = policy_of()
+    engine = BuiltinEngine(policy, **memory)
+    weights = [[p.clone() for p in policy.parameters()]]
+
+    def between():
+        changed(policy, engine)
+        weights.append([p.clone() for p in policy.parameters()])
+
+    found = interrupted(engine, DRAWN, 5, between)
+    assert max(len(set(r.versions)) for r in found) > 2
+    assert all((np.diff(r.versions) >= 0).all() for r in found)
+    for version, kept in enumerate(weights):
+        with torch.no_grad():
+            for parameter, values in zip(policy.parameters(), kept):
+                parameter.copy_(values)
+        for rollout in found:
+            own = rollout.versions == version
+            expected = trained(policy, rollout, DRAWN.temperature)
+            np.testing.assert_allclose(rollout.log_probs[own], expected[own], atol=1e-5)
+            assert own.all() or np.abs(rollout.log_probs - expected)[~own].max() > 1e-3
+
+
+def test_drafts_are_those_samples_alone_and_count_towards_the_limit():
+    policy = policy_of()
+    engine = BuiltinEngine(policy)
+    whole = engine.generate(PROMPTS[:1], replace(DRAWN, n=4), seeds=[3])
+    last = whole[3]
+    drafts = [Draft(3, last.ids[:20], last.log_probs[:20], last.versions[:20]), Draft.empty(1)]
+    before = engine.tokens_read
+    with engine.session(replace(DRAWN, n=4)) as session:
+        session.add(PROMPTS[0], seed=3, drafts=drafts)
+        found = sorted(session, key=lambda r: r.sample)
+        assert_same(found, [whole[1], whole[3]])
+        assert engine.tokens_read - before == len(PROMPTS[0]) + 19
+        session.add(PROMPTS[0], seed=3, drafts=[])
+        assert list(session) == []
+        with pytest.raises(UserError, match="20 tokens already, and its limit is 20; give at least 21"):
+            session.add(PROMPTS[0], seed=3, limit=20, drafts=drafts)
