@@ -105,6 +105,7 @@ PPO_DEFAULTS = {
     **{"vllm_sync_backend": "nccl", "vllm_sync_with_ray": False, "vllm_enable_sleep": False, "enforce_eager": False},
     **{"enable_prefix_caching": False, "enable_vllm_is_correction": False, "vllm_is_truncated_threshold": 2},
     **{"deepspeed_enable_sleep": False, "actor_init_on_gpu": False, "async_train": False, "agent_func_path": None},
+    **{"async_queue_size": 1, "partial_rollout": False},
     **{f"{role}_num_nodes": 1 for role in ("actor", "ref", "critic", "reward")},
     # OpenRLHF says 8: here an unset number is what is there.
     **{f"{role}_num_gpus_per_node": None for role in ("actor", "ref", "critic", "reward")},
@@ -161,6 +162,7 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
     own |= {"max_steps", "gradient_accumulation_steps", "overwrite", "controller_apart", "shard_size"}
     own |= {"gradient_checkpointing_layers", "gradient_checkpointing_keep", "offload_activations"}
     own |= {"ray", "max_restarts", "restart_wait", "rollout_engine", "vllm_sync_lora"}
+    own |= {"async_staleness", "async_timeout"}
     own |= {"mismatch_correction", "mismatch_range", "teacher_model", "teacher_coef", "record", "replay"}
     own |= {"placeholder_token", "reward_tokens", "step_reward", "step_separator", "reward_func", "reward_timeout"}
     own |= {"generate_min_len", "repetition_penalty", "adam_eps", "policy_loss_coef", "kl_clip", "running_reward_norm"}

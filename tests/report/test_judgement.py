@@ -9,6 +9,7 @@ import pytest
 
 from tests.report.pages import Checked, write_metrics, write_rl_run, write_run
 from trimtab.cli.main import main
+from trimtab.config.asynchronous import AsyncOptions
 from trimtab.config.placement import ClusterOptions
 from trimtab.config.rl import EngineOptions
 from trimtab.report.differences import OF_THE_DEVICE
@@ -250,6 +251,10 @@ def test_both_runs_in_bf16_have_kl_of_their_own(capsys, rl_pair):
     "name, value, replayed, code",
     [
         ("agent_func_path", "turns.py", 0, 1),
+        ("async_train", True, 0, 1),
+        ("async_train", True, 1, 0),
+        ("async_staleness", 4, 1, 0),
+        ("async_timeout", 5.0, 0, 0),
         ("enable_vllm_is_correction", True, 0, 1),
         ("weight_only_int8", True, 0, 1),
         ("weight_only_int8", True, 1, 0),
@@ -272,8 +277,9 @@ def test_what_changes_answers_is_no_matter_of_the_device(capsys, rl_pair, name, 
 
 def test_every_option_of_placement_and_engines_is_of_the_device_or_named_here():
     """A new one has to be decided on."""
-    known = {field.name for group in (ClusterOptions, EngineOptions) for field in fields(group)}
-    learnt = {"agent_func_path", "async_train", "enable_vllm_is_correction", "vllm_is_truncated_threshold"}
+    known = {field.name for group in (ClusterOptions, EngineOptions, AsyncOptions) for field in fields(group)}
+    learnt = {"agent_func_path", "enable_vllm_is_correction", "vllm_is_truncated_threshold"}
+    learnt |= {"async_train", "async_queue_size", "async_staleness", "partial_rollout"}
     assert known - OF_THE_DEVICE - WITHOUT_EFFECT == learnt | {"weight_only_int8"}
 
 

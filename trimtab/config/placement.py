@@ -69,8 +69,6 @@ class PlacementOptions(Options):
     are apart, the model."""
     actor_init_on_gpu: bool = option(False, always=True)
     """Load the policy straight to the device; that is how it is always done here."""
-    async_train: bool = option(False, refused="(answers written while learning) is not implemented yet; leave it out")
-    """Write the next answers while learning from the last. Not implemented yet."""
     agent_func_path: str | None = option(
         None, refused="(rollouts of several turns) is not implemented yet; leave it out"
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from trimtab.config.asynchronous import AsyncOptions, AsyncRunOptions
 from trimtab.config.attack import RewardInputOptions
 from trimtab.config.data import TemplateOptions
 from trimtab.config.groups import (
@@ -67,6 +68,7 @@ _OF_OTHER_METHODS = (
 # With --placeholder_token the reward model is a process reward model; it may be missing.
 @with_defaults(max_samples=100_000_000, micro_train_batch_size=4, placeholder_token=None)
 class RLOptions(
+    AsyncRunOptions,
     ModelOptions,
     DropoutOptions,
     PromptOptions,
@@ -74,6 +76,7 @@ class RLOptions(
     TemplateOptions,
     RolloutOptions,
     EngineOptions,
+    AsyncOptions,
     RewardOptions,
     RewardHeadOptions,
     StepScoreOptions,
@@ -132,15 +135,21 @@ class RLOptions(
 
     def _correction_of_engine(self, changes: dict[str, Any]) -> Iterable[str]:
         """Where what samples is never quite what is trained, tokens are weighed, unless that is switched off."""
-        if not self.uses_vllm or self.mismatch_correction is not None or "mismatch_correction" in self.given:
+        if self.mismatch_correction is not None or "mismatch_correction" in self.given:
+            return
+        if self.outlives_updates:
+            what = "answers may be older than the policy that learns from them"
+        elif self.uses_vllm:
+            what = "vLLM's log-probs are not quite the trainer's"
+        else:
             return
         changes["mismatch_correction"] = "tis"
         if "mismatch_range" not in self.given:
             changes["mismatch_range"] = (0.0, type(self).vllm_is_truncated_threshold)
         most = changes.get("mismatch_range", self.mismatch_range)[1]
         yield (
-            f"vLLM's log-probs are not quite the trainer's: tokens are weighed by their ratio, at most "
-            f"{most:g} (--mismatch_correction tis; None switches it off)"
+            f"{what}: tokens are weighed by their ratio, at most {most:g} (--mismatch_correction tis; None switches it "
+            "off)"
         )
 
     def check(self) -> Iterable[str]:
@@ -391,6 +400,8 @@ class TailOptions(RLOptions, RewardInputOptions, TailMethodOptions, ProposalOpti
 
     def check(self) -> Iterable[str]:
         method, group = self.method, self.n_samples_per_prompt
+        if self.async_train:
+            raise UserError("--async_train: tail methods learn from the policy's own new answers; leave it out")
         if self.uses_vllm:
             raise UserError("--rollout_engine vllm: tail methods need the policy's own log-probs; use builtin")
         for name in ("ds_tensor_parallel_size", "ring_attn_size"):

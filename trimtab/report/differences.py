@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from trimtab.config.asynchronous import AsyncOptions
 from trimtab.config.placement import COLOCATING, ROLES
 from trimtab.config.rewards import RewardSourceOptions
 from trimtab.config.rl import RecordingOptions
@@ -49,10 +50,12 @@ OF_THE_DEVICE = {
     *("vllm_sync_backend", "vllm_sync_with_ray", "vllm_sync_lora", "enforce_eager", "enable_prefix_caching"),
     *("rollout_engine", "rollout_slots", "rollout_kv_tokens", "attn_implementation", "use_liger_kernel"),
     *("micro_rollout_batch_size", "micro_logprob_batch_size", "micro_reward_batch_size", "micro_value_batch_size"),
-    *("rollout_max_tokens_per_gpu", "save_rollouts", *OF_EVALUATION),
+    *("rollout_max_tokens_per_gpu", "save_rollouts", "async_timeout", *OF_EVALUATION),
 }
 """Settings that say where and how fast, and what is looked at on the way."""
-OF_ANSWERS = _names(RewardSourceOptions) | {*OF_SAMPLING, *OF_ALL_ANSWERS, "dynamic_filtering_reward_range"}
+OF_ANSWERS = _names(RewardSourceOptions, AsyncOptions) | {
+    *(*OF_SAMPLING, *OF_ALL_ANSWERS, "dynamic_filtering_reward_range"),
+}
 """Settings without effect on answers that are recorded, rewards and all."""
 FILES = "files-"
 """What a fingerprint of weights begins with that was taken from files: it does not depend on the precision."""

@@ -12,6 +12,7 @@ from trimtab.distributed.roles import Group
 from trimtab.distributed.staging import Unit
 from trimtab.distributed.watch import pulse
 from trimtab.distributed.world import World
+from trimtab.errors import UserError
 from trimtab.models.load import policy_skeleton
 from trimtab.rewards.build import in_words
 from trimtab.rewards.labels import check_labels
@@ -44,6 +45,8 @@ class Controller:
     def __init__(self, options: RLOptions, device: Device, world: World):
         """`device`: of this process, which is planned for where it does everything."""
         self.options, self.world = options, world
+        if options.outlives_updates:
+            raise UserError("--async_train is not implemented yet; leave it out, or use --async_staleness 0")
         check_shares(options, self.units(options, world.size))
         check_places(options)
         self.tokenizer = load_job_tokenizer(options)
