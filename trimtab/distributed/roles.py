@@ -72,12 +72,22 @@ class Pending(Protocol):
         """One result a part, in their order, or one a process where there were no parts. RunFailed: there is none
         after so many seconds."""
 
+    def found(self, seconds: float) -> list[Any]:
+        """The same, where the results of some do not wait for the others: in the place of one that is not there after
+        so many seconds is `Unanswered`, which may be asked for again; in that of an engine that is gone, its loss."""
+
+
+class Unanswered:
+    """In the place of a result that is not there yet."""
+
 
 class Group(ABC):
     name: str
     size: int
     """How many parts a call may have: processes that learn from different data."""
     processes: Processes
+    apart = False
+    """Of processes that compute alone, each of which another can stand in for."""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -131,4 +141,7 @@ class Done:
         self.name, self._results = name, results
 
     def wait(self, seconds: float | None = None) -> list[Any]:
+        return self._results
+
+    def found(self, seconds: float) -> list[Any]:
         return self._results

@@ -195,6 +195,10 @@ class Call:
         self._switchboard.finish(self, seconds)
         return [self.results[rank] for rank in self.told]
 
+    def found(self, seconds: float) -> list[Any]:
+        """These work together: there is no result without the others."""
+        return self.wait()
+
 
 class WorldGroup(Group):
     def __init__(self, switchboard: Switchboard, name: str, processes: Processes):

@@ -1,5 +1,6 @@
 """Groups of roles on Ray. What travels is packed as between any processes (wire.py), and handed over by Ray."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from trimtab.distributed.cluster.crew import Crew
 from trimtab.distributed.cluster.losses import EngineLost
 from trimtab.distributed.cluster.member import Member
 from trimtab.distributed.cluster.worker import DONE, MISTAKE, NO_ROOM
-from trimtab.distributed.roles import Group, Processes
+from trimtab.distributed.roles import Group, Processes, Unanswered
 from trimtab.distributed.wire import Wire
 from trimtab.errors import OutOfMemory, RunFailed, UserError
 
@@ -60,7 +61,7 @@ class RayGroup(Group):
 
 
 class EngineGroup(RayGroup):
-    """Of processes that compute alone, each of which another can stand in for."""
+    apart = True
 
     def __init__(self, *parts: Any, stand_in: Callable[[EngineLost], None]):
         super().__init__(*parts)
@@ -85,6 +86,18 @@ class RayCall:
         if self._shortage is not None:  # now that none is in the middle of anything
             raise OutOfMemory(self._shortage)
         return [self._results[rank] for rank in self._told]
+
+    def found(self, seconds: float) -> list[Any]:
+        deadline = time.monotonic() + seconds
+        while waiting := [(member, asked) for member, asked in self._asked if member.rank not in self._results]:
+            try:
+                self._crew.wait(waiting, self._take, max(0.0, deadline - time.monotonic()))
+                break
+            except EngineLost as lost:
+                self._results[lost.rank] = lost
+        if self._shortage is not None:
+            raise OutOfMemory(self._shortage)
+        return [self._results.get(rank, Unanswered()) for rank in self._told]
 
     def _take(self, member: Member, answer: tuple[str, Any]) -> None:
         kind, content = answer

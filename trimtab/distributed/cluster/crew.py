@@ -168,8 +168,11 @@ class Crew:
     def end(self, *, kindly: bool) -> None:
         """`kindly`: they may close what they hold."""
         if kindly:
-            with contextlib.suppress(Lost, RayError):
+            try:
                 self.call("leave", seconds=TO_LEAVE)
+            except (Lost, RayError):
+                for member in self.members:
+                    member.silent = member.silent or not self.answers(member)
         for member in self.members:
             self.kill(member)
         # Ray only passes the wish on: whoever leaves before it has come true may leave processes behind.

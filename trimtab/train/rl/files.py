@@ -169,7 +169,7 @@ class RunFiles:
         learners = _learners(roles)
         random = {
             name: {str(stream): state for stream, state in zip(role.processes.streams, role.call("random_state"))}
-            for name, role in _all(roles).items()
+            for name, role in _drawing(roles).items()
         }
 
         def write(folder: Path) -> None:
@@ -207,7 +207,7 @@ class RunFiles:
             random = state["random"]
             if isinstance(random, list):  # earlier versions kept the states of the last one only
                 random = {[*learners][-1]: {str(rank): state for rank, state in enumerate(random)}}
-            for name, role in _all(roles).items():
+            for name, role in _drawing(roles).items():
                 states = random.get(name, {})  # a process that had not this role keeps what it has
                 role.each("restore_random_state", [states.get(str(stream)) for stream in role.processes.streams])
             tensors = {} if parts is None else {name: parts.whole(name) for name in parts.names()}
@@ -247,8 +247,10 @@ def _learners(roles: Any) -> dict[str, Any]:
     return {name: role for name in LEARNERS if (role := getattr(roles, name, None)) is not None}
 
 
-def _all(roles: Any) -> dict[str, Group]:
-    return {name: role for name, role in vars(roles).items() if role is not None}
+def _drawing(roles: Any) -> dict[str, Group]:
+    """Those with a random state to keep. Engines apart draw by seeds alone, and one that hangs shall not keep a run from
+    being saved."""
+    return {name: role for name, role in vars(roles).items() if role is not None and not role.apart}
 
 
 def shown(row: dict) -> dict[str, str]:

@@ -1,0 +1,79 @@
+"""Engines apart from the policy without vLLM: the built-in one with weights of its own, sent to it over links.
+
+What a run on Ray does with such engines is the same whichever they are, so it is tested with these, which start in a
+moment and write as slowly as a test wants. tests/vllm does the same with real ones.
+"""
+
+import time
+
+import torch
+
+from trimtab.config.jobs import RLOptions
+from trimtab.distributed.link import Link, Plan, join_as_receiver, seat
+from trimtab.distributed.staging import Place
+from trimtab.models.load import load_policy
+from trimtab.rewards.build import other_rewards
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.builtin.session import BuiltinSession
+from trimtab.rollout.types import Rollout, Sampling
+from trimtab.train.launch import load_job_tokenizer
+from trimtab.train.rl import builders
+from trimtab.train.rl.rollouts import Rollouts
+
+ON_RAY = "--ray --vllm_num_engines 2 --rollout_engine vllm"
+
+
+class EngineApart(BuiltinEngine):
+    _link: Link | None = None
+    seconds = 0.0
+    """That every token takes."""
+
+    def session(self, sampling: Sampling) -> BuiltinSession:
+        session = super().session(sampling)
+        plain = session.advance
+
+        def advance(steps: int | None = None) -> list[Rollout]:
+            time.sleep(self.seconds)
+            return plain(1 if self.seconds else steps)
+
+        session.advance = advance  # type: ignore[method-assign]
+        return session
+
+    def seats(self) -> list[dict]:
+        return [seat(torch.device("cpu"))]
+
+    def join(self, plan: Plan) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link = join_as_receiver(plan, torch.device("cpu"))
+
+    @torch.no_grad()
+    def receive(self, version: int) -> None:
+        assert self._link is not None
+        parameters = dict(self.policy.inner.named_parameters())
+        with self._link.receiving() as tensors:
+            for name, tensor in tensors:
+                parameters[name].copy_(tensor)
+        self.weights_changed(version)
+
+
+def without_vllm() -> None:
+    """In the process of the command: it need not be installed."""
+    from trimtab.config import support
+
+    support.find_spec = lambda module: True
+
+
+def build_engines_apart(seconds: float) -> None:
+    """In a worker: what it builds for an engine. `seconds`: that each token of an answer takes."""
+
+    def build(options: RLOptions, place: Place) -> dict:
+        tokenizer = load_job_tokenizer(options)
+        policy = load_policy(options, place.device, place.mesh).model
+        engine = EngineApart(policy, tokenizer, slots=options.rollout_slots)
+        engine.exact, engine.seconds = False, seconds
+        return {
+            "rollouts": Rollouts(engine, other_rewards(options, place.stop.requested), tokenizer, place.stop.requested)
+        }
+
+    builders.build_engine_rollouts = build
