@@ -248,8 +248,8 @@ def _learners(roles: Any) -> dict[str, Any]:
 
 
 def _drawing(roles: Any) -> dict[str, Group]:
-    """Those with a random state to keep. Engines apart draw by seeds alone, and one that hangs shall not keep a run from
-    being saved."""
+    """Those with a random state to keep. Engines apart draw by seeds alone, and one that hangs shall not keep a run
+    from being saved."""
     return {name: role for name, role in vars(roles).items() if role is not None and not role.apart}
 
 
