@@ -21,6 +21,7 @@ from trimtab.rewards.waiting import Waiting, spoken
 from trimtab.rewards.workers import Fault, Late, Stuck, Worker
 
 PARTS_A_WORKER = 4
+CALLS_AT_ONCE = 16  # where groups are judged as they finish: most functions that are slow wait for somebody else
 
 
 class FunctionReward:
@@ -35,14 +36,16 @@ class FunctionReward:
         seconds: float = 60.0,
         memory_gib: float = 8.0,
         workers: int | None = None,
+        calls_at_once: int = 1,
         stuck_reward: float | None = None,
         waiting: Waiting | None = None,
     ):
         """`seconds`: the most a call may take; of a function of single samples, the most a sample may.
 
         `workers`: processes that share the samples of such a function; unset: one per core, at most 8. A function of
-        batches sees the whole batch, in one process. `stuck_reward`: what a single sample gets that exceeds a limit;
-        unset: the run stops.
+        batches sees the whole batch, in one process. `calls_at_once`: how many batches there may be, each from a thread
+        of its own; there are at least so many processes then, of which those that are needed are started.
+        `stuck_reward`: what a single sample gets that exceeds a limit; unset: the run stops.
         """
         file, self.function = _split(place)
         self.file = Path(file).expanduser().resolve()
@@ -56,15 +59,17 @@ class FunctionReward:
         self.name, self.batched, self.is_async = (first.about[name] for name in ("name", "batched", "is_async"))
         # An async function serves all of its samples at once by itself.
         count = 1 if self.batched or self.is_async else workers or min(8, os.cpu_count() or 1)
-        self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
-        for worker in [first] + [None] * (count - 1):
+        count = max(count, calls_at_once)
+        # The last one that had work is the next to get some: so no more are started than are needed.
+        self._idle: queue.LifoQueue[Worker | None] = queue.LifoQueue()
+        for worker in [None] * (count - 1) + [first]:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="reward")
-        self._count = count
+        self._count, self._lazy = count, calls_at_once > 1
 
     def __str__(self) -> str:
         kind = "batches" if self.batched else "single samples"
-        processes = f"{self._count} process{'es' * (self._count > 1)}"
+        processes = f"{'up to ' * self._lazy}{self._count} process{'es' * (self._count > 1)}"
         return f"{self.name} ({kind}, {processes}), which runs the code of {self.file}"
 
     def __call__(self, request: RewardRequest) -> RewardResult:
@@ -72,7 +77,7 @@ class FunctionReward:
             return RewardResult([])
         turns = 1 if self.batched or self.is_async else math.ceil(len(request) / self._count)
         told = f"{self.name} of {self.file} for {len(request)} samples; given up after {spoken(turns * self.seconds)}"
-        parts = [range(len(request))] if self.batched else self._shares(len(request))
+        parts = [range(len(request))] if self.batched or self.is_async else self._shares(len(request))
         work = self._batch if self.batched else self._part
         asked = [self._threads.submit(work, request, rows) for rows in parts]
         return RewardResult.joined(self._waiting.results(asked, f"{told} at the latest"))

@@ -1,7 +1,7 @@
 """What a reward is asked of answers to prompts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from trimtab.data.prompts import PromptStore
@@ -47,6 +47,11 @@ class Questions:
             questions.labels = [store.label(row) for row in rows]
             questions.others = [store.columns(row) for row in rows]
         return questions
+
+    def take(self, index: int) -> "Questions":
+        """One of them alone."""
+        lists = {f.name: getattr(self, f.name)[index : index + 1] for f in fields(self) if f.name != "input_key"}
+        return Questions(input_key=self.input_key, **lists)
 
     def text(self, index: int, /) -> str:
         return self.texts[index]

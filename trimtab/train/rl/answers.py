@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from trimtab.rewards.requests import Questions
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.types import Draft
 from trimtab.train.rl.experience import Experience
@@ -27,6 +28,14 @@ class UnderWay:
 
 
 @dataclass
+class Admission:
+    """Groups that a process is to write, and the question of each."""
+
+    groups: list[UnderWay]
+    questions: Questions
+
+
+@dataclass
 class Written:
     """A group whose answers have all ended, and were judged by the rewards that are near the engine."""
 
@@ -43,3 +52,14 @@ class Collected:
     read_again: int  # tokens of drafts that other weights had to read
     judged: int  # groups that got their rewards
     seconds: float  # in which the engine was at work
+
+
+@dataclass
+class Wait:
+    """What one answer of a group is waiting for."""
+
+    place: int
+    sample: int
+    what: str
+    tokens: int  # that it has so far
+    seconds: float  # for which it has waited

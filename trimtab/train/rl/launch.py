@@ -16,7 +16,7 @@ from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, Reward
 from trimtab.rewards.waiting import GivenUp
 from trimtab.rollout.types import Draft, Sampling
 from trimtab.train.pass_limit import BeginAnew, NoRoom
-from trimtab.train.rl.answers import Answers, Collected, UnderWay, Written
+from trimtab.train.rl.answers import Admission, Answers, Collected, UnderWay, Wait, Written
 from trimtab.train.rl.batches import AnswerSlice, TextSlice
 from trimtab.train.rl.controller import Controller
 from trimtab.train.rl.experience import Experience
@@ -25,7 +25,7 @@ from trimtab.train.rl.loop import RLRun
 # What goes to the roles and comes back; nothing else may.
 RECORDS = (
     *(AnswerSlice, TextSlice, Sampling, Questions, Answers, Experience),
-    *(Draft, UnderWay, Written, Collected),
+    *(Draft, UnderWay, Admission, Written, Collected, Wait),
     *(RewardRequest, RewardResult, RewardFailed, BadSample, NoRoom),
 )
 

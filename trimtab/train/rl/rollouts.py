@@ -5,7 +5,7 @@ Those of a tensor group share one: they write the same answers, go on or stop to
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from trimtab.distributed.link import Plan
@@ -14,15 +14,17 @@ from trimtab.distributed.roles import Role
 from trimtab.errors import OutOfMemory
 from trimtab.rewards.build import Parts
 from trimtab.rewards.overlap import Overlapped
-from trimtab.rewards.requests import Questions, request_of
-from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult
+from trimtab.rewards.requests import Questions
+from trimtab.rewards.types import RewardFailed, RewardResult
 from trimtab.rewards.waiting import GivenUp
 from trimtab.rewards.weighing import described
 from trimtab.rollout.engine import Engine, ReceivingEngine
 from trimtab.rollout.types import Rollout, Sampling
 from trimtab.train.pass_limit import NoRoom, memory_guard
-from trimtab.train.rl.answers import Answers
+from trimtab.train.rl.answers import Admission, Answers, Collected, UnderWay, Wait
 from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.judging import Judging, Several
+from trimtab.train.rl.writing import Writing
 
 ROLLOUT_FLAGS = "lower --rollout_slots, --rollout_kv_tokens, --generate_max_len or --micro_rollout_batch_size"
 SCORED_AT_ONCE = 64  # finished samples that go to a reward together while others are being written
@@ -41,6 +43,8 @@ class Rollouts(Role):
         self.engine, self.rewards = engine, rewards
         self.tokenizer, self.stopped = tokenizer, stopped
         self.tensor = tensor or Peers()
+        self._judging = Judging(rewards, tokenizer)
+        self.writing = Writing(engine, self._judging, stopped, self.tensor)
 
     def describe(self) -> dict[str, Any]:
         return {"exact": self.engine.exact, **described(self.rewards)}
@@ -49,6 +53,7 @@ class Rollouts(Role):
         self.engine.weights_changed(version)
 
     def close(self) -> None:
+        self._judging.close()
         for reward, _ in self.rewards:
             reward.close()
         self.engine.close()
@@ -71,6 +76,36 @@ class Rollouts(Role):
     def probe(self, *, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> Experience:
         """Answers to compare with the trainer's log-probs."""
         return Experience.of(range(len(prompts)), self.engine.generate(prompts, sampling, seeds=seeds))
+
+    # ---- answers that outlive an update
+
+    def admit(self, admission: Admission, *, sampling: Sampling) -> None:
+        """Write these groups too, from now on or from the next `collect`."""
+        self.writing.admit(admission, sampling)
+
+    def collect(self, *, seconds: float | None = None) -> Collected | RewardFailed | NoRoom | None:
+        """What was written and judged since the last time, as soon as there is a group, or after so many seconds.
+        None: told to stop. Failures are handed back as by `sample`; the groups are then still among the unfinished."""
+        try:
+            with memory_guard():
+                return self.writing.collect(seconds)
+        except RewardFailed as failure:
+            return failure
+        except OutOfMemory as shortage:
+            return no_room(shortage)
+
+    def pause(self, *, drained: bool = False) -> None:
+        """Until the next `collect` the engine is free for others."""
+        self.writing.pause()
+
+    def go_on(self) -> None:
+        """After a pause."""
+
+    def unfinished(self) -> list[UnderWay]:
+        return self.writing.unfinished()
+
+    def waits(self) -> list[Wait]:
+        return self.writing.waits()
 
     # ---- answers
 
@@ -119,28 +154,3 @@ class Rollouts(Role):
 
 def no_room(shortage: OutOfMemory) -> NoRoom:
     return NoRoom(f"the rollout does not fit into memory ({shortage}); {ROLLOUT_FLAGS}")
-
-
-class Several:
-    """What each of several rewards says of finished samples. A complaint names the row of the data that it is about."""
-
-    def __init__(self, rewards: Parts, questions: Questions, tokenizer: Any):
-        self.rewards, self.questions, self.tokenizer = rewards, questions, tokenizer
-        self.concurrent = all(reward.concurrent for reward, _ in rewards)
-
-    def __call__(self, rollouts: list[Rollout]) -> list[RewardResult]:
-        if not self.rewards:
-            return []
-        request = self._request(rollouts)
-        try:
-            return [reward(request) for reward, _ in self.rewards]
-        except RewardFailed as error:
-            if error.row is not None:
-                error.row = self.questions.rows[rollouts[error.row].prompt]
-            raise
-
-    def _request(self, rollouts: Sequence[Rollout]) -> RewardRequest:
-        """Their text without the token that ended it."""
-        responses = self.tokenizer.batch_decode([r.ids for r in rollouts], skip_special_tokens=True)
-        ids = [r.prompt_ids for r in rollouts], [r.ids for r in rollouts]
-        return request_of(self.questions, [r.prompt for r in rollouts], responses, *ids)

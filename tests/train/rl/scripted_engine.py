@@ -1,0 +1,93 @@
+"""An engine that answers by a script: how long every answer is, and how many are written at once."""
+
+import random
+import time
+
+import numpy as np
+
+from trimtab.rollout.types import Draft, Rollout, Sampling
+
+
+def length_of(seed: int, sample: int, most: int) -> int:
+    return random.Random(1000 * seed + sample).randint(1, most)
+
+
+class ScriptedEngine:
+    """Token k of a sample is k + 100 x sample, its log-prob the version; it ends at its length."""
+
+    exact = False
+
+    def __init__(self, slots=5, seconds=0.0):
+        self.slots, self.seconds, self.version = slots, seconds, 0
+        self.at_work: ScriptedSession | None = None
+        self.sessions = self.rests = 0
+
+    def session(self, sampling: Sampling) -> "ScriptedSession":
+        assert self.at_work is None
+        self.sessions += 1
+        self.at_work = ScriptedSession(self, sampling)
+        return self.at_work
+
+    def weights_changed(self, version: int) -> None:
+        assert self.at_work is None
+        self.version = version
+
+    def rest(self) -> None:
+        assert self.at_work is None
+        self.rests += 1
+
+    def close(self) -> None:
+        pass
+
+
+class ScriptedSession:
+    def __init__(self, engine, sampling):
+        self.engine, self.sampling = engine, sampling
+        self.requests, self.running, self.aborted = 0, [], False
+
+    def add(self, prompt_ids, *, seed=None, limit=None, drafts=None):
+        fresh = [Draft.empty(sample) for sample in range(self.sampling.n)]
+        for draft in fresh if drafts is None else drafts:
+            assert draft.finish is None
+            length = length_of(seed, draft.sample, self.sampling.max_new_tokens)
+            versions, log_probs = draft.versions.tolist(), draft.log_probs.tolist()
+            self.running.append((self.requests, prompt_ids, draft.sample, list(draft.ids), log_probs, versions, length))
+        self.requests += 1
+        return self.requests - 1
+
+    @property
+    def busy(self):
+        return bool(self.running)
+
+    def advance(self, steps=None):
+        if self.aborted:
+            gone, self.running = self.running, []
+            return [self._rollout(one, "abort") for one in gone]
+        time.sleep(self.engine.seconds)
+        finished = []
+        for one in self.running[: self.engine.slots]:
+            _, _, sample, ids, log_probs, versions, length = one
+            ids.append(len(ids) + 100 * sample)
+            log_probs.append(float(self.engine.version))
+            versions.append(self.engine.version)
+            if len(ids) == length:
+                finished.append(one)
+        self.running = [one for one in self.running if one not in finished]
+        return [self._rollout(one, "stop") for one in finished]
+
+    def _rollout(self, one, finish):
+        request, prompt_ids, sample, ids, log_probs, versions, _ = one
+        log_probs, versions = np.array(log_probs, dtype=np.float32), np.array(versions, dtype=np.int32)
+        return Rollout(request, sample, prompt_ids, ids, log_probs, finish, versions=versions)
+
+    def abort(self, requests=None):
+        self.aborted = True
+
+    def close(self):
+        self.engine.at_work = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()

@@ -1,0 +1,101 @@
+"""Finished answers, and what the rewards near the engine say of them.
+
+Groups that outlive an update are judged one by one, several at once in threads: a reward that is slow for one of them
+holds up no other.
+"""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from trimtab.rewards.build import Parts
+from trimtab.rewards.functions import CALLS_AT_ONCE
+from trimtab.rewards.requests import Questions, request_of
+from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult
+from trimtab.rewards.waiting import GivenUp
+from trimtab.rollout.types import Rollout
+from trimtab.train.rl.answers import Answers, Written
+from trimtab.train.rl.experience import Experience
+
+
+class Several:
+    """What each of several rewards says of finished samples. A complaint names the row of the data that it is about."""
+
+    def __init__(self, rewards: Parts, questions: Questions, tokenizer: Any):
+        self.rewards, self.questions, self.tokenizer = rewards, questions, tokenizer
+        self.concurrent = all(reward.concurrent for reward, _ in rewards)
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> list[RewardResult]:
+        return self.judge(self.request(rollouts), rollouts) if self.rewards else []
+
+    def judge(self, request: RewardRequest, rollouts: Sequence[Rollout]) -> list[RewardResult]:
+        """`request`: that of these samples."""
+        try:
+            return [reward(request) for reward, _ in self.rewards]
+        except RewardFailed as error:
+            if error.row is not None:
+                error.row = self.questions.rows[rollouts[error.row].prompt]
+            raise
+
+    def request(self, rollouts: Sequence[Rollout]) -> RewardRequest:
+        """Their text without the token that ended it."""
+        responses = self.tokenizer.batch_decode([r.ids for r in rollouts], skip_special_tokens=True)
+        ids = [r.prompt_ids for r in rollouts], [r.ids for r in rollouts]
+        return request_of(self.questions, [r.prompt for r in rollouts], responses, *ids)
+
+
+class Judging:
+    """Of whole groups, in threads of its own. `news`: notified when there is something to take."""
+
+    def __init__(self, rewards: Parts, tokenizer: Any):
+        self.rewards, self.tokenizer = rewards, tokenizer
+        self.news = threading.Condition()
+        self._threads = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="rewards")
+        self._written: list[Written] = []
+        self._failure: BaseException | None = None
+
+    def submit(self, place: int, questions: Questions, rollouts: Sequence[Rollout]) -> None:
+        """All answers to the one question, in order."""
+        if not self.rewards:
+            return self._tell(_written(place, questions, rollouts, []))
+        several = Several(self.rewards, questions, self.tokenizer)
+        assert several.concurrent, "a model is a role of its own, and judges elsewhere"
+        # Text is made here: a tokenizer is not for many threads.
+        self._threads.submit(self._judge, place, several, several.request(rollouts), rollouts)
+
+    def _judge(self, place: int, several: Several, request: RewardRequest, rollouts: Sequence[Rollout]) -> None:
+        try:
+            self._tell(_written(place, several.questions, rollouts, several.judge(request, rollouts)))
+        except GivenUp:  # the run has been told to stop: the group stays as it is
+            pass
+        except BaseException as error:
+            with self.news:
+                self._failure = self._failure or error
+                self.news.notify_all()
+
+    def _tell(self, written: Written) -> None:
+        with self.news:
+            self._written.append(written)
+            self.news.notify_all()
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._written) or self._failure is not None
+
+    def take(self) -> list[Written]:
+        """What was judged since the last time; raises what a reward has failed with."""
+        with self.news:
+            if self._failure is not None:
+                raise self._failure
+            written, self._written = self._written, []
+        return written
+
+    def close(self) -> None:
+        """What has not begun is dropped. What has ends with its rewards."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _written(place: int, questions: Questions, rollouts: Sequence[Rollout], results: list[RewardResult]) -> Written:
+    rows = [questions.rows[rollout.prompt] for rollout in rollouts]
+    return Written(place, Answers(Experience.of(rows, rollouts), results))
