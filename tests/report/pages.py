@@ -135,6 +135,30 @@ def write_rl_run(folder, job: str = "grpo", steps: int = 40, **options):
     return folder
 
 
+def write_async_run(folder, steps: int = 40, engines: int = 2, **options):
+    """The same of a run whose engines write while its trainer learns: an iteration takes four seconds, of which the
+    trainer waits for one and learns for two and a half."""
+    write_rl_run(folder, steps=steps, async_train=True, async_queue_size=1, async_staleness=4, **options)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[1:]:
+        odd = (-1) ** row["step"]
+        row |= {"age": 1.1 + 0.2 * odd, "age_max": 1 + row["step"] % 4, "waiting": 0.25 + 0.05 * odd}
+        row |= {"under_way": 30 + odd, "read_again": 20 + odd, "corrected_share": 0.03 + 0.01 * odd}
+        row |= {"engine_busy": 0.9 + 0.02 * odd}
+    write_metrics(folder, rows)
+    line = []
+    for step in range(1, steps + 1):
+        start = 4.0 * (step - 1)
+        phases = {"rollout": (0, 1), "scoring": (1, 1.25), "update": (1.25, 3.75), "sync": (3.75, 4)}
+        lanes = [("trainer", what, *times) for what, times in phases.items()]
+        lanes += [(f"engine {engine}", "writing", 0, 3.0 - 0.25 * engine) for engine in range(engines)]
+        lanes += [("rewards 0", "judging", 0.5, 0.75), ("rewards 0", "judging", 2.0, 2.5)]
+        line += [(lane, what, start + begin, start + end, step) for lane, what, begin, end in lanes]
+    names = ("lane", "what", "begin", "end", "iteration")
+    (folder / "time_line.jsonl").write_text("".join(json.dumps(dict(zip(names, row))) + "\n" for row in line))
+    return folder
+
+
 FIGURES = {
     "sft": {},
     "rm": {"accuracy": 0.8, "chosen_reward": 1.0, "rejected_reward": -1.0},

@@ -12,6 +12,7 @@ from trimtab.files import write_bytes, writing
 from trimtab.report import sections
 from trimtab.report.browser import browser_section
 from trimtab.report.distributions import distribution_section
+from trimtab.report.lanes import lane_section
 from trimtab.report.layout import layout_section
 from trimtab.report.manifest import Manifest
 from trimtab.report.read import Run, read_run
@@ -37,6 +38,7 @@ SECTIONS = (
     rollout_section,
     browser_section,
     sections.data,
+    lane_section,
     time_section,
     sections.pace,
     sections.configuration,

@@ -23,10 +23,21 @@ from trimtab.errors import UserError
 from trimtab.files import is_unfinished
 
 METRICS, OPTIONS, MANIFEST = "metrics.jsonl", "options.yaml", "manifest.json"
-SAMPLES, REWARDS, ROLLOUTS = "samples.json", "rewards.json", "rollouts.jsonl"
+SAMPLES, REWARDS, ROLLOUTS, TIME_LINE = "samples.json", "rewards.json", "rollouts.jsonl", "time_line.jsonl"
 RL_JOBS = ("ppo", "grpo", "dapo", "reinforce", "rloo", "rl", "tail")
 
 Point = tuple[int, float]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What somebody did, in seconds since the run began."""
+
+    lane: str
+    what: str
+    begin: float
+    end: float
+    iteration: int
 
 
 @dataclass
@@ -43,6 +54,8 @@ class Run:
     """What a reward model gave to the two answers of each pair."""
     rollouts: list[dict[str, Any]] = field(default_factory=list)
     """Some answers of every iteration of RL, by ascending step."""
+    spans: list[Span] = field(default_factory=list)
+    """What trainer and engines did at the same time, by their beginning."""
     job: str = "sft"
     problems: list[str] = field(default_factory=list)
     """What could not be read, in words."""
@@ -161,6 +174,8 @@ def read_run(folder: str | Path) -> Run:
         _add_margins(run.rows)
     elif run.is_rl and (run.folder / ROLLOUTS).is_file():
         run.rollouts = sorted(_read_lines(run, ROLLOUTS), key=lambda row: row["step"])
+    if run.is_rl and (run.folder / TIME_LINE).is_file():
+        run.spans = _read_spans(run)
     return run
 
 
@@ -183,8 +198,17 @@ def _read_metrics(run: Run) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _read_lines(run: Run, name: str) -> list[dict[str, Any]]:
-    """The rows of a file that has one with a step in every line."""
+def _read_spans(run: Run) -> list[Span]:
+    found = []
+    for row in _read_lines(run, TIME_LINE, "iteration"):
+        begin, end = finite(row.get("begin")), finite(row.get("end"))
+        if begin is not None and end is not None and begin <= end:
+            found.append(Span(str(row.get("lane")), str(row.get("what")), begin, end, row["iteration"]))
+    return sorted(found, key=lambda span: span.begin)
+
+
+def _read_lines(run: Run, name: str, key: str = "step") -> list[dict[str, Any]]:
+    """The rows of a file that has one with a step in every line; `key`: what it calls it."""
     rows: list[dict[str, Any]] = []
     unreadable: list[int] = []
     lines = _read_text(run, name).splitlines()
@@ -192,11 +216,11 @@ def _read_lines(run: Run, name: str) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         row = _parse(line, json.loads)
-        step = finite(row.get("step")) if isinstance(row, dict) else None
+        step = finite(row.get(key)) if isinstance(row, dict) else None
         if step is None:
             unreadable.append(number)
         else:
-            rows.append({**row, "step": int(step)})
+            rows.append({**row, key: int(step)})
     if unreadable == [len(lines)]:
         run.problems.append(f"The last line of {name} is cut off; it was left out.")
     elif unreadable:

@@ -46,6 +46,20 @@ FIGURES = (
     Picture("Policy loss", {"policy_loss": "surrogate", "loss": "whole"}, noun="policy loss"),
     Picture("Critic loss", {"critic_loss": "critic loss"}, better=-1),
 )
+OUTLIVING = (
+    Picture(
+        "Age of what is trained",
+        {"age": "mean", "age_max": "largest"},
+        "updates since a group was begun",
+        limit="async_staleness",
+    ),
+    Picture("Trainer with nothing to do", {"waiting": "waiting"}, "share of the time", share=True, better=-1),
+    Picture("Engines at work", {"engine_busy": "engines"}, "share of the time", share=True, better=1),
+    Picture("Groups under way", {"under_way": "groups"}, "begun and not trained"),
+    Picture("Tokens read again", {"read_again": "tokens"}, "of unfinished answers, by the new weights"),
+    Picture("Corrected tokens", {"corrected_share": "tokens"}, "weight off 1 by more than a tenth", share=True),
+)
+"""Of answers that outlive an update."""
 KL_WEIGHT = Picture("Weight of the KL", {"kl_coefficient": "weight"})
 PACE = (
     Picture("Learning rate", {"learning_rate": "policy", "critic_learning_rate": "critic"}, noun="learning rate"),
@@ -74,7 +88,7 @@ def rl_pictures(runs: Sequence[Run]) -> Iterator[Picture]:
     # The only part of a reward is the reward.
     parts = [name for name in names if name.startswith(PART) and any(_differ(run, name, "reward") for run in runs)]
     yield Picture("Parts of the reward", {name: name.removeprefix(PART) or name for name in parts})
-    for picture in (*TAIL, *FIGURES):
+    for picture in (*TAIL, *FIGURES, *OUTLIVING):
         yield picture.only(recorded)
     if any(len({value for _, value in run.series("kl_coefficient")}) > 1 for run in runs):
         yield KL_WEIGHT

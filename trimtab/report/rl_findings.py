@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trimtab.report.numbers import percent, short_number
 from trimtab.report.read import Run
 from trimtab.report.rl_summary import success_of
 
 ENOUGH_ITERATIONS = 20
 """Below this many iterations a trend is noise."""
+MUCH_WAITING, MUCH_READ_AGAIN = 0.5, 0.5
+"""Of the time; of the tokens that were trained."""
 
 
 def _success(run: Run) -> Iterator[str]:
@@ -30,4 +33,27 @@ def _reward(run: Run) -> Iterator[str]:
         yield f"The mean reward fell from {ends[0]:.3g} to {ends[1]:.3g}."
 
 
-RULES = (_success, _reward)
+def _outliving(run: Run) -> Iterator[str]:
+    """Of answers that may outlive an update: whether they should."""
+    ages, waiting = run.series("age_max"), run.ends("waiting")
+    if len(ages) < ENOUGH_ITERATIONS:
+        return
+    if not any(age for _, age in ages):
+        yield (
+            "No answer outlived an update: without --async_train the run would have been the same, and its sampled "
+            "log-probs exact."
+        )
+    if waiting is not None and waiting[1] > MUCH_WAITING:
+        yield (
+            f"At the end the trainer had nothing to do for {percent(waiting[1], 0)} of the time, although answers may "
+            "outlive an update: give more engines or reward workers, or raise --async_queue_size."
+        )
+    read_again, tokens = run.total("read_again"), run.total("tokens")
+    if tokens and read_again > MUCH_READ_AGAIN * tokens:
+        yield (
+            f"For every token that was trained {short_number(read_again / tokens)} were read again by new weights: "
+            "answers are long for so many updates; raise --rollout_batch_size, or lower --async_queue_size."
+        )
+
+
+RULES = (_success, _reward, _outliving)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from trimtab.report.numbers import duration, percent, plural, short_number, sparkline
 from trimtab.report.read import Point, Run
@@ -106,7 +106,16 @@ def achieved(run: Run) -> list[tuple[str, str, str]]:
             )
     if reward is not None:
         figures.append(("mean reward", short_number(reward[1]), f"from {short_number(reward[0])} at first"))
+    ages = [value for _, value in run.series("age")]
+    if ages:
+        largest = max((value for _, value in run.series("age_max")), default=max(ages))
+        figures.append(("mean age in updates", short_number(fmean(ages)), f"at most {largest:.0f}{_bound(run)}"))
     return figures
+
+
+def _bound(run: Run) -> str:
+    bound = run.options.get("async_staleness")
+    return f"; bound: {bound}" if isinstance(bound, int) else ""
 
 
 def change_in_words(shown: Callable[[float], str], before: float, after: float) -> str:
