@@ -1,7 +1,8 @@
 """Prompts out to the rollout role, answers to the reward models, an experience back in order: wherever they work."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from trimtab.data.prompts import PromptStore
@@ -44,23 +45,34 @@ class Asking:
 
     def __call__(self, requests: Sequence[Request], store: str, sampling: Sampling) -> Experience | None:
         """The answers to prompts of a store and their rewards. None: they were given up."""
-        prompts = self.stores[store]
-        try:
-            answers = self._answers(prompts, requests, sampling)
-            if answers is None:
-                return None
-            experience = answers.experience
-            scored = [*self._scored(prompts, experience), *answers.results]
+        with self.placed(store):
+            answers = self._answers(self.stores[store], requests, sampling)
+        return None if answers is None else self.judged(answers, store)
+
+    def judged(self, answers: Answers, store: str) -> Experience:
+        """With their rewards: what those near the engine have said, and what the reward models say now."""
+        experience = answers.experience
+        with self.placed(store):
+            scored = [*self._scored(self.stores[store], experience), *answers.results]
             try:
                 experience.reward(self.weighing.combined(scored, len(experience)))
             except RewardFailed as error:
                 raise _about(error, experience.rows_S.tolist()) from error
+        return experience
+
+    @contextmanager
+    def placed(self, store: str) -> Iterator[None]:
+        """A complaint about a row says where in the data that stands."""
+        try:
+            yield
         except RewardFailed as error:
             if error.row is None:
                 raise
-            where = prompts.place(error.row)
+            where = self.stores[store].place(error.row)
             raise type(error)(f"{error}; its prompt stands in {where}", error.row) from error
-        return experience
+
+    def questions(self, requests: Sequence[Request], store: str) -> Questions:
+        return Questions.of(self.stores[store], requests, rewarded=self._near)
 
     def _answers(self, prompts: PromptStore, requests: Sequence[Request], sampling: Sampling) -> Answers | None:
         """Prompts dealt out to all processes in turn."""

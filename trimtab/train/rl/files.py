@@ -1,9 +1,9 @@
 """What an RL run leaves on disk: its description, metrics, a few answers of every iteration, checkpoints, models.
 
 save_path/    the policy as a Hugging Face folder, options.yaml, manifest.json, metrics.jsonl, rollouts.jsonl,
-              critic/ with --save_value_network
-ckpt_path/    global_stepN/ with actor/, critic/ or proposal/, and experience/ if the run was stopped inside an
-              iteration
+              critic/ with --save_value_network, ledger.jsonl with --async_train
+ckpt_path/    global_stepN/ with actor/, critic/ or proposal/, experience/ if the run was stopped inside an iteration,
+              and ahead/ with the answers of an asynchronous run that are not trained yet
 """
 
 from collections.abc import Callable, Iterable
@@ -31,6 +31,7 @@ from trimtab.train.space import SpaceWatch, adam_bytes
 from trimtab.train.tensor_parts import TensorParts, write_parts
 
 LEARNERS = ("actor", "critic", "proposal")
+OF_THE_LOOP = ("experience", "ahead")
 SHOWN_CHARACTERS = 4000  # of a prompt or an answer in rollouts.jsonl
 
 
@@ -60,6 +61,11 @@ class RunFiles:
         self.run_folder.describe()
         with writing(f"--save_path {self.folder}: cannot write there"):
             self._rollouts = MetricsFile(self.folder / "rollouts.jsonl", resume_from=start if resumed else None)
+            self._ledger = None
+            if self.options.outlives_updates:
+                self._ledger = MetricsFile(
+                    self.folder / "ledger.jsonl", resume_from=start if resumed else None, key="iteration"
+                )
         self._log = RunLog(
             self.options,
             self.manifest,
@@ -128,6 +134,12 @@ class RunFiles:
                     }
                 )
 
+    def keep_places(self, iteration: int, settled: dict[str, list[int]] | None) -> None:
+        """ledger.jsonl: which places of the data an iteration has trained, and which were filtered before it."""
+        if self._ledger is not None and settled is not None:
+            with writing(f"--save_path {self.folder}: cannot write there"):
+                self._ledger.write({"iteration": iteration, **settled})
+
     def clock(self, seconds: dict[str, float], tokens: int, passes: int, memory_gib: float) -> dict[str, float]:
         """The fields of a row that two equal runs may differ in."""
         whole = sum(seconds.values())
@@ -144,13 +156,15 @@ class RunFiles:
         if self._log is not None:
             self._log.close()
             self._rollouts.close()
+            if self._ledger is not None:
+                self._ledger.close()
 
     # ---- to go on from
 
     def save(
-        self, step: int, roles: Any, tensors: dict[str, Tensor], state: dict, *, export: bool = True
+        self, step: int, roles: Any, tensors: dict[str, dict[str, Tensor]], state: dict, *, export: bool = True
     ) -> Path | None:
-        """`tensors`: the experience of an iteration in hand; `export`: with --save_hf_ckpt the models too."""
+        """`tensors`: what the loop holds besides models, by folder; `export`: with --save_hf_ckpt the models too."""
         self.check_finite(roles)
         models = (lambda folder: self._export(roles, folder)) if export and self.options.save_hf_ckpt else None
         if not self.options.disable_ds_ckpt:
@@ -159,7 +173,7 @@ class RunFiles:
             self.checkpoints.export_only(step, models)
         return None
 
-    def rescue(self, step: int, roles: Any, tensors: dict[str, Tensor], state: dict) -> str:
+    def rescue(self, step: int, roles: Any, tensors: dict[str, dict[str, Tensor]], state: dict) -> str:
         """The same after a disk failed: wherever there is room; where that is, in words."""
         self.check_finite(roles)
         return self.checkpoints.rescue(step, *self._checkpoint(step, roles, tensors, state))
@@ -175,12 +189,13 @@ class RunFiles:
         def write(folder: Path) -> None:
             for name, role in learners.items():
                 raise_told(role.call("write_state", folder=folder / name, step=step))
-            if tensors:
-                write_parts(folder / "experience", tensors, Mesh(), step)
+            for name, held in tensors.items():
+                if held:
+                    write_parts(folder / name, held, Mesh(), step)
 
         return write, {**state, "manifest": self.manifest, "random": random}
 
-    def load(self, roles: Any) -> tuple[dict[str, Tensor], dict] | None:
+    def load(self, roles: Any) -> tuple[dict[str, dict[str, Tensor]], dict] | None:
         """Give the roles the newest checkpoint's state; the loop's own comes back."""
         loaded = self.checkpoints.load() or earlier_checkpoint(self.options, self.manifest, self.checkpoints.world)
         if loaded is None:
@@ -190,14 +205,14 @@ class RunFiles:
         for line in compare(state["manifest"], self.manifest, path):
             print(f"warning: {line}", flush=True)
         learners = _learners(roles)
-        if (held := [name for name in LEARNERS if (path / name).is_dir()]) != list(learners):
+        if (trained := [name for name in LEARNERS if (path / name).is_dir()]) != list(learners):
             raise UserError(
-                f"--ckpt_path {path}: this run trained {' and '.join(held)}, and now it should be "
+                f"--ckpt_path {path}: this run trained {' and '.join(trained)}, and now it should be "
                 f"{' and '.join(learners)}; give its own settings, or another --ckpt_path"
             )
         with reading(path):
-            parts = TensorParts(path / "experience") if "iteration" in state else None
-            if parts is not None and is_earlier(parts.names()):
+            held = {name: TensorParts(path / name) for name in OF_THE_LOOP if (path / name).is_dir()}
+            if "experience" in held and is_earlier(held["experience"].names()):
                 raise UserError(
                     f"--ckpt_path {path}: an earlier version of Trimtab was stopped inside an iteration, whose answers "
                     "this one does not read; remove this folder to use the checkpoint before it"
@@ -210,7 +225,7 @@ class RunFiles:
             for name, role in _drawing(roles).items():
                 states = random.get(name, {})  # a process that had not this role keeps what it has
                 role.each("restore_random_state", [states.get(str(stream)) for stream in role.processes.streams])
-            tensors = {} if parts is None else {name: parts.whole(name) for name in parts.names()}
+            tensors = {where: {name: parts.whole(name) for name in parts.names()} for where, parts in held.items()}
         print(f"resumed from {path} at iteration {state['counters']['iteration']}", flush=True)
         return tensors, state
 

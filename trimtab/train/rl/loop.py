@@ -70,6 +70,7 @@ class RLRun:
         self.schedule()
         self.publishing.speak_to(self.roles)
         self.publish()
+        self.supply.built_anew()
 
     def schedule(self) -> None:
         """Tell those that learn how many steps there will be."""
@@ -155,6 +156,7 @@ class RLRun:
             self.leave(stop)
         experience, prompts, figures = sampled
         if experience is None:
+            self.files.keep_places(self.counters.iteration + 1, self.supply.settled())
             return None
         with timed(seconds, "scoring"):
             self.score(experience)
@@ -268,7 +270,14 @@ class RLRun:
 
     def publish(self) -> None:
         """Whoever answers prompts does so with the weights as they are now."""
-        self.publishing.publish(self.counters.actor_steps)
+        with self.supply.paused():
+            self.publishing.publish(self.version)
+
+    @property
+    def version(self) -> int:
+        """Of the policy's weights: the iterations whose updates are all done."""
+        work = self.iteration
+        return self.counters.iteration + (work is not None and len(work.reports) == len(self.updates_of(work)))
 
     def measure(self, work: Iteration, stop: StopRequest) -> dict[str, float]:
         """Evaluate, where that is due after this iteration. The iteration is still in hand: a run that is stopped here
@@ -280,7 +289,7 @@ class RLRun:
 
     def evaluate(self, stop: StopRequest) -> dict[str, float]:
         assert self.evaluation is not None
-        with self.weights_to_save():
+        with self.supply.paused(), self.weights_to_save():
             figures = self.evaluation.run(self.asking)
         if figures is None:
             self.leave(stop)
@@ -320,6 +329,7 @@ class RLRun:
                 args = (row["kl"], options.kl_target, options.kl_horizon, len(work.experience))
                 counters.kl_coefficient = adapted(counters.kl_coefficient, *args)
         self.files.keep_samples(counters.iteration, work.experience)
+        self.files.keep_places(counters.iteration, self.supply.settled())
         memory = max(self.roles.actor.call("memory_gib"))
         return row | self.files.clock(work.seconds, row["tokens"], options.max_epochs, memory)
 
@@ -341,12 +351,16 @@ class RLRun:
     def save(self, *, export: bool = True) -> Path | None:
         return self.files.save(*self.checkpoint(), export=export)
 
-    def checkpoint(self) -> tuple[int, Roles, dict[str, Tensor], dict[str, Any]]:
-        """Its iteration, whose state belongs to it, the tensors of the work in hand, and the rest of it."""
-        tensors: dict[str, Tensor] = {}
+    def checkpoint(self) -> tuple[int, Roles, dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Its iteration, whose state belongs to it, the tensors of the work in hand and of what is not trained yet, and
+        the rest of both."""
+        tensors: dict[str, dict[str, Tensor]] = {}
         state: dict[str, Any] = {"counters": vars(self.counters), "pass_limit": vars(self.passes.limit)}
         if self.iteration is not None:
-            tensors, state["iteration"] = self.iteration.on_disk()
+            tensors["experience"], state["iteration"] = self.iteration.on_disk()
+        tensors["ahead"], ahead = self.supply.state()
+        if ahead is not None:
+            state["ahead"] = ahead
         return self.counters.iteration, self.roles, tensors, state
 
     def resume(self) -> bool:
@@ -357,8 +371,10 @@ class RLRun:
         self.counters = Counters(**state["counters"])
         self.passes.limit = PassLimit(**state.get("pass_limit", {}))
         if "iteration" in state:
-            self.iteration = self.iteration_class.from_disk(tensors, state["iteration"])
+            self.iteration = self.iteration_class.from_disk(tensors["experience"], state["iteration"])
         self.publish()
+        if "ahead" in state:
+            self.supply.restore(tensors.get("ahead", {}), state["ahead"])
         return True
 
     def leave(self, stop: StopRequest) -> NoReturn:

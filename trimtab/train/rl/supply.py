@@ -1,16 +1,22 @@
-"""Where the experience of the next iteration comes from: sampled now, or read from a recording.
+"""Where the experience of the next iteration comes from: sampled now, read from a recording, or written ahead while the
+trainer learns (asynchronous/).
 
 Every kind of supply hands out the same: what was sampled (None: no group was useful any more), how many prompts that
 took, and figures of it; or None if it was given up because the run is to stop.
 """
 
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Any
+
+from torch import Tensor
 
 from trimtab.algos.group_rewards import equal_groups, within
 from trimtab.algos.groups import for_groups
 from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
+from trimtab.errors import UserError
 from trimtab.files import writing
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
@@ -21,13 +27,39 @@ from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.recording import Recording, Sampled
 
 
-class Supply(Protocol):
+class Supply(ABC):
     @property
+    @abstractmethod
     def exact(self) -> bool:
         """Whether the log-probs of what was handed out last are those that the trainer would give."""
-        ...
 
+    @abstractmethod
     def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None: ...
+
+    # ---- what outlives an update, where anything does
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside nobody writes: the weights may change, and others may ask."""
+        return nullcontext()
+
+    def settled(self) -> dict[str, list[int]] | None:
+        """Which places of the data the batch handed out last has settled, and how."""
+        return None
+
+    def built_anew(self) -> None:  # noqa: B027 (most have nobody to tell)
+        """Those who write know nothing any more."""
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        """What is written and not trained yet: its tensors, and the rest of it."""
+        return {}, None
+
+    def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Go on with that."""
+        if state["ledger"]["versions"]:
+            raise UserError(
+                f"this run was asynchronous, and {len(state['ledger']['versions'])} groups of its checkpoint are not "
+                "trained yet; give --async_train to go on with them"
+            )
 
 
 def order_of_prompts(prompts: int, options: RLOptions, episodes: int) -> SampleOrder:
@@ -43,7 +75,7 @@ def prompts_at_once(options: RLOptions) -> int:
     return more or options.rollout_batch_size
 
 
-class SampledNow:
+class SampledNow(Supply):
     """Answers to the next prompts; with dynamic filtering, to more and more until enough groups are useful."""
 
     def __init__(self, options: RLOptions, order: SampleOrder, sampling: Sampling, asking: Asking):
@@ -65,10 +97,11 @@ class SampledNow:
             if part is None or stop.signal:
                 return None
             taken, rounds = taken + count, rounds + 1
-            if options.dynamic_filtering and (part := self._useful(part)) is None:
+            useful = useful_groups(part, options)
+            if not useful:
                 continue
-            kept.append(part)
-            groups += part.groups
+            kept.append(part if len(useful) == part.groups else part.take(part.samples_of(useful)))
+            groups += len(useful)
         figures = {"filtered_groups": float(taken - groups)} if options.dynamic_filtering else {}
         if groups < wanted and taken < left:
             self._check_limit(groups, rounds)
@@ -92,16 +125,20 @@ class SampledNow:
                 "--dynamic_filtering all of them teach nothing; look at the reward"
             )
 
-    def _useful(self, part: Experience) -> Experience | None:
-        if self.options.dynamic_filtering_rule == "differing":
-            useful = ~for_groups(equal_groups, part.groups_S, part.scores_S)
-        else:
-            low, high = self.options.dynamic_filtering_reward_range
-            useful = for_groups(partial(within, low=low, high=high), part.groups_S, part.scores_S)
-        return part.take(part.samples_of(useful.nonzero()[:, 0].tolist())) if useful.any() else None
+
+def useful_groups(experience: Experience, options: RLOptions) -> list[int]:
+    """Those that --dynamic_filtering keeps."""
+    if not options.dynamic_filtering:
+        return list(range(experience.groups))
+    if options.dynamic_filtering_rule == "differing":
+        useful_G = ~for_groups(equal_groups, experience.groups_S, experience.scores_S)
+    else:
+        low, high = options.dynamic_filtering_reward_range
+        useful_G = for_groups(partial(within, low=low, high=high), experience.groups_S, experience.scores_S)
+    return useful_G.nonzero()[:, 0].tolist()
 
 
-class Replayed:
+class Replayed(Supply):
     """What a run recorded."""
 
     def __init__(self, recording: Recording, asking: Asking):
@@ -115,7 +152,7 @@ class Replayed:
         return self.recording.read(iteration)
 
 
-class Recorded:
+class Recorded(Supply):
     """Another supply, whose experience is also written down."""
 
     def __init__(self, supply: Supply, recording: Recording):
@@ -131,3 +168,18 @@ class Recorded:
             with writing(f"--record {self.recording.folder}: cannot write there"):
                 self.recording.write(iteration, sampled)
         return sampled
+
+    def paused(self) -> AbstractContextManager[None]:
+        return self.supply.paused()
+
+    def settled(self) -> dict[str, list[int]] | None:
+        return self.supply.settled()
+
+    def built_anew(self) -> None:
+        self.supply.built_anew()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        return self.supply.state()
+
+    def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        self.supply.restore(tensors, state)
