@@ -85,3 +85,21 @@ def test_corrections_by_hand():
 def test_a_correction_carries_no_gradient():
     log_probs, sampled, _, owners = batch()
     assert not mismatch.weights("tis", log_probs, sampled, owners, 3, 0.5, 2.0).requires_grad
+
+
+def test_corrected_are_the_tokens_whose_weight_is_off_by_more_than_a_tenth():
+    weights = torch.tensor([1.0, 1.09, 0.91, 1.11, 0.89, 2.0, 0.0])
+    assert mismatch.corrected(weights).tolist() == [False, False, False, True, True, True, True]
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.1, 0.5])
+def test_the_share_of_corrected_tokens_is_that_of_the_gaps_distribution(spread):
+    """Gaps z from N(0, spread): of exp(z), truncated at 2, all outside 0.9 to 1.1 are corrected; of what icepop leaves
+    out too."""
+    sampled = spread * torch.randn(200_000, generator=torch.Generator().manual_seed(1))
+    normal = torch.distributions.Normal(0.0, spread)
+    low, high = normal.cdf(torch.tensor([0.9, 1.1]).log())
+    owners = torch.zeros(len(sampled), dtype=torch.int64)
+    for kind in ("tis", "icepop"):
+        weights = mismatch.weights(kind, torch.zeros_like(sampled), sampled, owners, 1, 0.5, 2.0)
+        assert mismatch.corrected(weights).float().mean() == pytest.approx(1 - float(high - low), abs=4e-3)

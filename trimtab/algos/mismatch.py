@@ -1,4 +1,4 @@
-"""Correction where what sampled is not quite what is trained: another engine, or rounded weights.
+"""Correction where what sampled is not quite what is trained: another engine, rounded or older weights.
 
     w = pi_old / pi_sampled of each token, without gradient, times the token's loss
     tis         min(w, high)                                           truncated importance sampling
@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from trimtab.algos.answers import sums
+
+NOTICEABLE = 0.1
+"""How far from 1 the weight of a token is that counts as corrected."""
 
 
 def weights(
@@ -27,3 +30,8 @@ def weights(
     lengths_S = sums(torch.ones_like(log_w_N), owners_N, answers)
     w_S = (sums(log_w_N, owners_N, answers) / lengths_S).exp()
     return ((low <= w_S) & (w_S <= high)).to(log_w_N.dtype)[owners_N]
+
+
+def corrected(weights_N: Tensor) -> Tensor:
+    """Which tokens count noticeably more or less than they would without a correction."""
+    return (weights_N - 1).abs() > NOTICEABLE

@@ -1,6 +1,10 @@
+import numpy as np
 import pytest
 
+from trimtab.rollout.types import Rollout
 from trimtab.train.rl.alarms import alarms
+from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.iteration import Counters, Iteration, row_of
 
 FINE = {
     "reward": 0.4, "reward_std": 0.5, "reward_min": 0.0, "reward_max": 1.0, "equal_groups": 0.3, "kl": 0.01,
@@ -22,6 +26,9 @@ def test_a_healthy_iteration_raises_none():
         ({"truncated": 0.8}, "80% of the answers"),
         ({"log_prob_gap": 0.2}, "drift apart"),
         ({"log_prob_ratio": 1.2}, "drift apart"),
+        ({"corrected_share": 0.3}, "30% of the tokens are weighed by a tenth or more: what is sampled is not"),
+        ({"corrected_share": 0.3, "log_prob_gap": 0.2}, "drift apart"),
+        ({"corrected_share": 0.3, "log_prob_gap": 0.2, "age": 1.0}, "lower --async_staleness or the learning rate"),
     ],
 )
 def test_what_looks_wrong_is_told_in_words(changes, told):
@@ -36,3 +43,22 @@ def test_equal_rewards_are_no_harm_where_a_teacher_rewards_every_token(changes):
 
 def test_a_policy_that_is_sure_and_right_is_no_collapse():
     assert list(alarms(FINE | {"sampled_entropy": 0.01, "reward": 0.97}, 1.0)) == []
+
+
+@pytest.mark.parametrize("changes", [{"log_prob_gap": 0.2, "log_prob_ratio": 1.2}, {"corrected_share": 0.2}])
+def test_answers_that_are_older_than_the_policy_may_be_off_if_few_tokens_are(changes):
+    assert list(alarms(FINE | {"age": 1.0, "age_max": 4.0} | changes, 1.0)) == []
+
+
+def test_the_oldest_answers_are_told_of_the_third_time_they_are_as_old_as_may_be():
+    experience = Experience.of([0], [Rollout(0, 0, [1], [2], -np.ones(1), "stop", versions=np.zeros(1, np.int32))])
+    counters, told = Counters(0.0, first_entropy=1.0), []
+    for oldest in (4, 4, 4, 4, 3, 4, 4, None, 4, 4, 4):
+        figures = {k: v for k, v in FINE.items() if k != "sampled_entropy"}
+        figures |= {} if oldest is None else {"age": 1.0, "age_max": float(oldest)}
+        row = row_of(Iteration(experience, 1, figures), counters, bound=4)
+        told.append([line for line in row["alarms"] if "iterations running" in line])
+    assert [bool(lines) for lines in told] == [*[False] * 2, True, True, *[False] * 6, True]
+    assert told[3][0].startswith("in 4 iterations running the oldest answers were 4 iterations old")
+    synchronous = row_of(Iteration(experience, 1, dict(FINE)), Counters(0.0, at_bound=3))
+    assert not [line for line in synchronous["alarms"] if "iterations running" in line]

@@ -6,7 +6,8 @@ import torch
 
 from trimtab.config.jobs import PPOOptions
 from trimtab.data.batches import TokenBatch
-from trimtab.train.rl.objective import token_weights, value_share
+from trimtab.models.policy import PolicyOutput
+from trimtab.train.rl.objective import policy_share, token_weights, value_share
 
 LENGTHS = (1, 4)  # answers to prompts of two tokens
 
@@ -34,3 +35,20 @@ def test_a_reduction_weighs_tokens_of_short_and_long_answers(reduction, weights)
     share = value_share(lambda _: values_N, batch, TOTALS, options)
     expected = sum(w * 0.5 * (v - r) ** 2 for w, v, r in zip(weights, values_N.tolist(), returns_N.tolist()))
     assert float(share.loss) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind, share", [("tis", 0.6), ("icepop", 0.6), ("sequence", 0.2), (None, None)])
+def test_corrected_tokens_are_counted_among_those_that_are_seen(kind, share):
+    """Weights of 3, and of 1, 1.05, 0.8 and 0.5; the first answer as a whole is outside the range of 0.4 to 2."""
+    ratios = torch.tensor([3.0, 1.0, 1.05, 0.8, 0.5])
+    log_probs_N = torch.full((5,), -1.0)
+    columns = {"advantages_N": torch.ones(5), "sampled_N": log_probs_N - ratios.log()}
+    options = PPOOptions(mismatch_correction=kind, mismatch_range=(0.4, 2.0), init_kl_coef=0.0)
+    found = policy_share(
+        lambda _, **settings: PolicyOutput(log_probs_N),
+        batch_of(**columns),
+        TOTALS | {"seen_tokens": 5.0},
+        options,
+        kl_coefficient=0.0,
+    ).figures
+    assert found.get("corrected_share") == (None if share is None else pytest.approx(share))

@@ -46,6 +46,7 @@ def test_another_objective_learns_something_else(folder, plain, tmp_path, words)
 def test_without_mismatch_a_correction_changes_nothing(folder, plain, tmp_path, kind):
     found = run(folder, tmp_path, f"--mismatch_correction {kind}")
     assert [row["correction"] for row in found[1:]] == pytest.approx([1.0] * 5, abs=1e-5)
+    assert [row["corrected_share"] for row in found[1:]] == [0.0] * 5
     for name, tensor in weights(tmp_path).items():
         torch.testing.assert_close(tensor, weights(plain)[name], atol=1e-5, rtol=1e-4)
 

@@ -8,10 +8,13 @@ NEARLY_ALL = 0.9  # of the way from the worst reward to the best: sure of itself
 MANY_TRUNCATED = 0.5
 MUCH_GAP = 0.05  # nats, mean over tokens
 RATIO_OFF = 0.02
+MANY_CORRECTED = 0.2  # of the tokens
+OLD_IN_A_ROW = 3  # iterations whose oldest answers were as old as may be
 
 
-def alarms(row: dict, first_entropy: float) -> Iterator[str]:
-    """`first_entropy`: the first iteration's entropy, in nats a token."""
+def alarms(row: dict, first_entropy: float, at_bound: int = 0) -> Iterator[str]:
+    """`first_entropy`: the first iteration's entropy, in nats a token; `at_bound`: in how many iterations in a row the
+    oldest answers were as old as may be."""
     taught = "teacher_kl" in row  # a teacher rewards every token, whatever the answers are worth
     if row["reward_std"] == 0 and not taught:
         yield "all rewards are equal: there is nothing to learn from; look at the reward and at a few answers"
@@ -28,8 +31,20 @@ def alarms(row: dict, first_entropy: float) -> Iterator[str]:
     if row["truncated"] > MANY_TRUNCATED:
         yield f"{row['truncated']:.0%} of the answers end at --generate_max_len: raise it, or reward shorter ones"
     gap, ratio = row.get("log_prob_gap", 0.0), row.get("log_prob_ratio", 1.0)
-    if gap > MUCH_GAP or abs(ratio - 1) > RATIO_OFF:
+    older = "age" in row  # than the policy that learns from it: then a gap is expected, and corrected
+    if not older and (gap > MUCH_GAP or abs(ratio - 1) > RATIO_OFF):
         yield (
             f"sampled and trained log-probs drift apart (mean difference {gap:.3f} nats, mean ratio {ratio:.3f}): "
             "what is sampled is not what is trained"
+        )
+    elif (corrected := row.get("corrected_share", 0.0)) > MANY_CORRECTED:
+        why = "answers are old for a policy that moves so fast; lower --async_staleness or the learning rate"
+        yield (
+            f"{corrected:.0%} of the tokens are weighed by a tenth or more: "
+            f"{why if older else 'what is sampled is not what is trained'}"
+        )
+    if at_bound >= OLD_IN_A_ROW:
+        yield (
+            f"in {at_bound} iterations running the oldest answers were {row['age_max']:.0f} iterations old, the most "
+            "that --async_staleness allows: learning waits for them; raise it, or look at what makes them slow"
         )

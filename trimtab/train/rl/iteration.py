@@ -31,6 +31,7 @@ class Counters:
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
     first_entropy: float = 0.0
+    at_bound: int = 0  # iterations in a row whose oldest answers were as old as may be
     start_is_measured: bool = False
     reward_moments: Sequence[float] = running.NONE  # of all rewards, with --running_reward_norm
 
@@ -65,11 +66,13 @@ class Iteration:
         return cls(Experience.from_tensors(tensors), **state)
 
 
-def row_of(work: Iteration, counters: Counters) -> dict[str, Any]:
-    """What metrics.jsonl says of an iteration, of what is known here."""
+def row_of(work: Iteration, counters: Counters, bound: int | None = None) -> dict[str, Any]:
+    """What metrics.jsonl says of an iteration, of what is known here. `bound`: how old answers may get."""
     experience = work.experience
     entropy = float(-experience.sampled_N.mean())
     counters.first_entropy = counters.first_entropy or entropy
+    is_at_bound = "age_max" in work.figures and work.figures["age_max"] == bound
+    counters.at_bound = counters.at_bound + 1 if is_at_bound else 0
     row: dict[str, Any] = {
         "step": counters.iteration,
         **work.figures,
@@ -81,7 +84,7 @@ def row_of(work: Iteration, counters: Counters) -> dict[str, Any]:
         "prompt_tokens": int(experience.prompt_lengths_S[experience.firsts_G].sum()),
         **distributions(experience),
     }
-    return row | {"alarms": list(alarms(row, counters.first_entropy))}
+    return row | {"alarms": list(alarms(row, counters.first_entropy, counters.at_bound))}
 
 
 def summary(reports: list[dict[str, dict[str, float]]]) -> dict[str, float]:

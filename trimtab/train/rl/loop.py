@@ -317,7 +317,7 @@ class RLRun:
         counters.iteration += 1
         counters.prompts_used += work.prompts
         self.iteration = None
-        row = row_of(work, counters)
+        row = row_of(work, counters, options.async_staleness)
         row |= {
             "epoch": round(counters.prompts_used / self.order.samples_per_epoch, 6),
             **self.passes.limit.columns(),

@@ -46,6 +46,7 @@ def policy_share(
         correction_N = mismatch.weights(kind, old_N, extra["sampled_N"], *sequences, *bounds)
         loss_N = loss_N * correction_N
         figures["correction"] = correction_N.sum() / totals["seen_tokens"]
+        figures["corrected_share"] = mismatch.corrected(correction_N).sum() / totals["seen_tokens"]
     figures["policy_loss"] = (loss_N * weights_N).sum()
     loss = options.policy_loss_coef * figures["policy_loss"]
     if options.use_kl_loss and "reference_N" in extra:
