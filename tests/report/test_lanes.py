@@ -57,8 +57,10 @@ def test_the_picture_shows_a_few_iterations_lane_by_lane(tmp_path):
     assert min(starts) >= 0 and max(starts) <= 1000
 
 
-def test_a_synchronous_run_has_no_lanes(tmp_path):
-    page = page_of(write_rl_run(tmp_path / "run"))
+def test_a_synchronous_run_has_no_lanes_even_in_an_asynchronous_runs_folder(tmp_path):
+    folder = write_rl_run(tmp_path / "run")
+    (write_async_run(tmp_path / "earlier") / "time_line.jsonl").rename(folder / "time_line.jsonl")
+    page = page_of(folder)
     assert "Who did what" not in page and "Age of" not in page and "<b>One iteration</b>" in page
 
 
@@ -75,7 +77,7 @@ def test_a_synchronous_run_has_no_lanes(tmp_path):
     ],
 )
 def test_odd_time_lines_do_not_break_the_page(lines, tmp_path):
-    folder = write_rl_run(tmp_path / "run")
+    folder = write_async_run(tmp_path / "run")
     (folder / "time_line.jsonl").write_text("\n".join(lines))
     page = page_of(folder)
     assert "<td><b></td>" not in page and "<td><i></td>" not in page
@@ -129,7 +131,7 @@ def test_a_run_that_gains_from_it_is_not_warned_about(tmp_path):
 
 
 def test_spans_are_read_in_their_order(tmp_path):
-    folder = write_rl_run(tmp_path / "run")
+    folder = write_async_run(tmp_path / "run")
     rows = [{"lane": "trainer", "what": "update", "begin": b, "end": b + 1, "iteration": 1} for b in (3, 1, 2)]
     (folder / "time_line.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [span.begin for span in read_run(folder).spans] == [1, 2, 3]

@@ -98,7 +98,8 @@ def _picture(spans: Sequence[Span]) -> str:
     note = f"{which}; seconds since the run began"
     note += f"; {plural(left_out, 'more lane')} not drawn" if left_out > 0 else ""
     keys = "".join(f'<span class="key block {_colour(name, kinds)}">{escape(name)}</span>' for name in kinds)
-    return figure("Who did what, and when", area, drawing, keys=keys, note=note, tall=True)
+    drawn = figure("Who did what, and when", area, drawing, keys=keys, note=note, tall=True)
+    return f"<div class='wide lanes'>{drawn}</div>"
 
 
 def _table(spans: Sequence[Span]) -> str:

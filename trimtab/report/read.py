@@ -174,7 +174,8 @@ def read_run(folder: str | Path) -> Run:
         _add_margins(run.rows)
     elif run.is_rl and (run.folder / ROLLOUTS).is_file():
         run.rollouts = sorted(_read_lines(run, ROLLOUTS), key=lambda row: row["step"])
-    if run.is_rl and (run.folder / TIME_LINE).is_file():
+    # Of an earlier run in this folder one may be left.
+    if run.options.get("async_staleness") and (run.folder / TIME_LINE).is_file():
         run.spans = _read_spans(run)
     return run
 

@@ -74,6 +74,7 @@ figcaption b { font-weight: 600; }
 .plot .level { stroke: var(--quiet); stroke-width: 1.3; stroke-dasharray: 5 5; vector-effect: non-scaling-stroke; }
 .phase { fill: var(--line); fill-opacity: .75; }
 .plot path.phase { fill: var(--line); stroke: none; }
+.lanes .plot { margin-left: 4.4rem; }
 .phase.waits { fill: var(--quiet); fill-opacity: .22; }
 .key.block.waits::before { background: var(--quiet); opacity: .35; }
 .bar { fill: var(--line); fill-opacity: .45; }

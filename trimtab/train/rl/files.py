@@ -25,6 +25,7 @@ from trimtab.train.manifest import compare
 from trimtab.train.metrics import MetricsFile
 from trimtab.train.rl import samples
 from trimtab.train.rl.experience import FINISHES, Experience, is_earlier
+from trimtab.train.rl.spans import TimeLine
 from trimtab.train.run_folder import RunFolder
 from trimtab.train.run_log import RunLog
 from trimtab.train.space import SpaceWatch, adam_bytes
@@ -54,6 +55,7 @@ class RunFiles:
             Path(options.checkpoint_folder), keep=options.max_ckpt_num, keep_gib=options.max_ckpt_mem, run=self.folder
         )
         self._log: RunLog | None = None
+        self.time_line = TimeLine()
 
     # ---- while the run works
 
@@ -66,6 +68,8 @@ class RunFiles:
                 self._ledger = MetricsFile(
                     self.folder / "ledger.jsonl", resume_from=start if resumed else None, key="iteration"
                 )
+        if self.options.outlives_updates:
+            self.time_line = TimeLine(self.folder, resume_from=start if resumed else None)
         self._log = RunLog(
             self.options,
             self.manifest,
@@ -156,6 +160,7 @@ class RunFiles:
         if self._log is not None:
             self._log.close()
             self._rollouts.close()
+            self.time_line.close()
             if self._ledger is not None:
                 self._ledger.close()
 

@@ -141,16 +141,21 @@ class RLRun:
         for samples in self.updates_of(work)[len(work.reports) :]:
             if stop.signal:
                 self.leave(stop)
-            with timed(work.seconds, "update"):
+            with self.timed(work.seconds, "update"):
                 self.update(work, samples)
-        with timed(work.seconds, "sync") if self.options.uses_vllm else nullcontext():
+        with self.timed(work.seconds, "sync") if self.options.uses_vllm else nullcontext():
             self.publish()
         return self.finish(work, self.measure(work, stop))
+
+    @contextmanager
+    def timed(self, seconds: dict[str, float], phase: str) -> Iterator[None]:
+        with timed(seconds, phase), self.files.time_line.during(phase, self.counters.iteration + 1):
+            yield
 
     def begin(self, stop: StopRequest) -> Iteration | None:
         """Sample, score and shape."""
         seconds: dict[str, float] = {}
-        with timed(seconds, "rollout"):
+        with self.timed(seconds, "rollout"):
             sampled = self.sample(stop)
         if sampled is None or stop.signal:
             self.leave(stop)
@@ -158,7 +163,7 @@ class RLRun:
         if experience is None:
             self.files.keep_places(self.counters.iteration + 1, self.supply.settled())
             return None
-        with timed(seconds, "scoring"):
+        with self.timed(seconds, "scoring"):
             self.score(experience)
         figures |= self.shape(experience)
         return self.iteration_class(experience, prompts, figures, seconds=seconds)
@@ -284,7 +289,7 @@ class RLRun:
         comes back with all updates done and this still to do."""
         if not self.evaluation_is_due(work):
             return {}
-        with timed(work.seconds, "evaluation"):
+        with self.timed(work.seconds, "evaluation"):
             return self.evaluate(stop)
 
     def evaluate(self, stop: StopRequest) -> dict[str, float]:
