@@ -4,7 +4,9 @@ What a run on Ray does with such engines is the same whichever they are, so it i
 moment and write as slowly as a test wants. tests/vllm does the same with real ones.
 """
 
+import os
 import time
+from pathlib import Path
 
 import torch
 
@@ -27,6 +29,8 @@ class EngineApart(BuiltinEngine):
     _link: Link | None = None
     seconds = 0.0
     """That every token takes."""
+    notes: Path | None = None
+    """A folder with a file for every engine, named by its process; it hangs as long as "hang" stands in its file."""
 
     def session(self, sampling: Sampling) -> BuiltinSession:
         session = super().session(sampling)
@@ -34,6 +38,8 @@ class EngineApart(BuiltinEngine):
 
         def advance(steps: int | None = None) -> list[Rollout]:
             time.sleep(self.seconds)
+            while self.notes is not None and (self.notes / str(os.getpid())).read_text() == "hang":
+                time.sleep(0.05)
             return plain(1 if self.seconds else steps)
 
         session.advance = advance  # type: ignore[method-assign]
@@ -64,16 +70,17 @@ def without_vllm() -> None:
     support.find_spec = lambda module: True
 
 
-def build_engines_apart(seconds: float) -> None:
+def build_engines_apart(seconds: float, notes: Path | None = None) -> None:
     """In a worker: what it builds for an engine. `seconds`: that each token of an answer takes."""
 
     def build(options: RLOptions, place: Place) -> dict:
         tokenizer = load_job_tokenizer(options)
         policy = load_policy(options, place.device, place.mesh).model
         engine = EngineApart(policy, tokenizer, slots=options.rollout_slots)
-        engine.exact, engine.seconds = False, seconds
-        return {
-            "rollouts": Rollouts(engine, other_rewards(options, place.stop.requested), tokenizer, place.stop.requested)
-        }
+        engine.exact, engine.seconds, engine.notes = False, seconds, notes
+        if notes is not None:
+            (notes / str(os.getpid())).write_text("built")
+        rewards = other_rewards(options, place.stop.requested)
+        return {"rollouts": Rollouts(engine, rewards, tokenizer, place.stop.requested)}
 
     builders.build_engine_rollouts = build

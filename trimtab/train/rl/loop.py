@@ -16,6 +16,7 @@ from trimtab.algos import running
 from trimtab.algos.kl import adapted
 from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
+from trimtab.distributed.cluster.losses import EngineLost
 from trimtab.distributed.roles import Group
 from trimtab.errors import CannotWrite, Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
@@ -61,15 +62,16 @@ class RLRun:
         self.schedule()
         self.publishing = publishing_of(options, roles, asking.stores["train"], self.passes)
         self.publishing.connect()
-        asking.mend = self.publishing.mend
+        asking.mend = self.mend
 
     def speak_to(self, groups: dict[str, Group]) -> None:
         """The same roles, built anew."""
         self.roles = type(self.roles)(**groups)
         self.asking.speak_to(self.roles.rollouts, self.roles.reward)
         self.schedule()
-        self.publishing.speak_to(self.roles)
-        self.publish()
+        with self.supply.paused():
+            self.publishing.speak_to(self.roles)
+            self.publish()
         self.supply.built_anew()
 
     def schedule(self) -> None:
@@ -276,7 +278,15 @@ class RLRun:
     def publish(self) -> None:
         """Whoever answers prompts does so with the weights as they are now."""
         with self.supply.paused():
-            self.publishing.publish(self.version)
+            try:
+                self.publishing.publish(self.version)
+            except EngineLost as lost:
+                self.mend(lost)
+
+    def mend(self, lost: EngineLost) -> None:
+        """Have another engine in the place of one that is gone, with the weights of all, while nobody writes."""
+        self.publishing.mend(lost)
+        self.supply.engine_replaced()
 
     @property
     def version(self) -> int:

@@ -25,7 +25,8 @@ class Publishing(Protocol):
         again whenever an engine has taken another one's place."""
 
     def publish(self, version: int) -> None:
-        """Answers come from the policy as it is now, called by this number. RunFailed: they would not."""
+        """Answers come from the policy as it is now, called by this number. RunFailed: they would not. EngineLost: one
+        is gone; to `mend` that brings the same weights to all."""
 
     def speak_to(self, roles: Roles) -> None:
         """The same roles, built anew, connected again."""
@@ -94,10 +95,7 @@ class SentWeights:
 
     def publish(self, version: int) -> None:
         self.version = version
-        try:
-            self._send(version)
-        except EngineLost as lost:
-            self.mend(lost)
+        self._send(version)
 
     def mend(self, lost: EngineLost) -> None:
         while True:

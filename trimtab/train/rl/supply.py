@@ -49,6 +49,9 @@ class Supply(ABC):
     def built_anew(self) -> None:  # noqa: B027 (most have nobody to tell)
         """Those who write know nothing any more."""
 
+    def engine_replaced(self) -> None:  # noqa: B027
+        """One who writes knows nothing any more."""
+
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         """What is written and not trained yet: its tensors, and the rest of it."""
         return {}, None
@@ -177,6 +180,9 @@ class Recorded(Supply):
 
     def built_anew(self) -> None:
         self.supply.built_anew()
+
+    def engine_replaced(self) -> None:
+        self.supply.engine_replaced()
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         return self.supply.state()
