@@ -10,6 +10,7 @@ import torch
 
 from tests.rollout.kernel_device import DEVICE
 from tests.rollout.test_builtin_engine import prompts
+from tests.rollout.test_drafts import assert_same, changed, check_under_new_weights, interrupted, trained
 from tests.tiny import tiny_model
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.long if DEVICE == "cpu" else []
 TIGHT = {"kv_tokens": 160 if DEVICE == "cuda" else 40, "slots": 3, "page_size": 8}
 # The interpreter takes a second for a step.
 SHORT, NEW = (prompts((5, 17, 33, 1)), 20) if DEVICE == "cuda" else (prompts((3, 9)), 6)
+OUTLIVES = pytest.mark.skipif(DEVICE == "cpu", reason="what is done again is done with the session it was made in")
 USERS_OF_KERNELS = (attention, fused_layers, int8, sampler)
 
 
@@ -134,6 +136,52 @@ def test_recordings_follow_the_weights_and_survive_a_nap():
     used.sleep()
     assert used.captured.decodes is None
     assert [a.ids for a in used.generate(SHORT, sampling)] == fresh
+
+
+@OUTLIVES
+@pytest.mark.parametrize("memory", [{}, TIGHT], ids=["plenty", "tight"])
+@pytest.mark.parametrize("changes", [{}, {"stop_token_ids": tuple(range(3, 50)), "min_new_tokens": 9}, {"top_k": 5}])
+def test_recorded_decoding_goes_on_from_drafts_as_if_nothing_had_been(changes, memory):
+    policy, sampling = policy_of(), Sampling(max_new_tokens=NEW, n=2, temperature=0.9, **changes)
+    given = {"given": SHORT, "seeds": list(range(len(SHORT)))}
+    expected = BuiltinEngine(policy).generate(SHORT, sampling, seeds=given["seeds"])
+    for steps in (1, 4):
+        engine = BuiltinEngine(policy, **memory)
+        assert_same(interrupted(engine, sampling, steps, **given), expected)
+        assert engine.captured.decodes is not None
+
+
+@OUTLIVES
+@pytest.mark.parametrize("memory", [{}, TIGHT], ids=["plenty", "tight"])
+def test_recorded_decoding_goes_on_under_new_weights(memory):
+    policy, sampling = policy_of(), Sampling(max_new_tokens=NEW, n=2, temperature=0.9)
+    engine, seeds = BuiltinEngine(policy, **memory), list(range(len(SHORT)))
+    check_under_new_weights(engine, policy, sampling, 5, given=SHORT, seeds=seeds)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter knows no bf16")
+def test_in_half_precision_what_follows_a_draft_is_drawn_from_the_policy_as_it_is():
+    policy = policy_of(dtype=torch.bfloat16, spread=0.05)
+    engine, versions = BuiltinEngine(policy), []
+    seeds = list(range(len(SHORT)))
+
+    def between():
+        changed(policy, engine)
+        versions.append([p.clone() for p in policy.parameters()])
+
+    versions.append([p.clone() for p in policy.parameters()])
+    sampling = Sampling(max_new_tokens=40, n=8)
+    found = interrupted(engine, sampling, 9, between, given=SHORT, seeds=seeds)
+    off = []
+    for version, kept in enumerate(versions):
+        with torch.no_grad():
+            for parameter, values in zip(policy.parameters(), kept):
+                parameter.copy_(values)
+        own = [(r, r.versions == version) for r in found]
+        off += [(trained(policy, r, 1.0) - r.log_probs)[mask] for r, mask in own]
+    off = np.concatenate(off)
+    assert len(off) == sum(len(r.ids) for r in found) and max(r.versions.max() for r in found) > 2
+    assert np.abs(off).mean() < 5e-3 and abs(np.exp(off).mean() - 1) < 1e-3
 
 
 def test_adapters_are_part_of_what_is_recorded(monkeypatch):

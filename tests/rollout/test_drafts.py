@@ -20,15 +20,17 @@ PIECES = {"read_tokens": 5, "page_size": 4}  # a draft is longer than a pass
 LONG = pytest.mark.long
 
 
-def interrupted(engine, sampling, steps, between=lambda: None, given=PROMPTS, seeds=SEEDS):
-    """All answers, where after every so many steps everything stops and goes on in another session."""
+def interrupted(engine, sampling, steps, between=lambda: None, given=PROMPTS, seeds=SEEDS, calls=1):
+    """All answers, where after so many calls of so many steps everything stops and goes on in another session."""
     finished, rounds = {}, 0
     drafts = {prompt: None for prompt in range(len(given))}
     while drafts:
         with engine.session(sampling) as session:
             asked = [(session.add(given[p], seed=seeds[p], drafts=kept), p) for p, kept in drafts.items()]
             of = dict(asked)
-            found = session.advance(steps)
+            found = []
+            for _ in range(calls):
+                found += session.advance(steps)
             session.abort()
             found += list(session)
         drafts = {}
@@ -40,16 +42,16 @@ def interrupted(engine, sampling, steps, between=lambda: None, given=PROMPTS, se
                 finished[prompt, rollout.sample] = replace(rollout, prompt=prompt)
         rounds += 1
         between()
-    assert engine.memory.pool.used == 0 and rounds > 1
+    assert rounds > 1
     return [finished[place] for place in sorted(finished)]
 
 
-def assert_same(found, expected):
+def assert_same(found, expected, limit=1e-5):
     assert [(r.prompt, r.sample, r.ids, r.finish) for r in found] == [
         (r.prompt, r.sample, r.ids, r.finish) for r in expected
     ]
     for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=limit)
         assert len(one.versions) == len(one.ids) and one.versions.dtype == np.int32
 
 
@@ -67,7 +69,9 @@ def test_an_answer_cut_anywhere_goes_on_as_if_nothing_had_been(family, memory, c
     policy = policy_of(family)
     expected = BuiltinEngine(policy).generate(PROMPTS, DRAWN, seeds=SEEDS)
     for steps in cuts:
-        assert_same(interrupted(BuiltinEngine(policy, **memory), DRAWN, steps), expected)
+        engine = BuiltinEngine(policy, **memory)
+        assert_same(interrupted(engine, DRAWN, steps), expected)
+        assert engine.memory.pool.used == 0
 
 
 @pytest.mark.parametrize(
@@ -113,32 +117,36 @@ def trained(policy, rollout, temperature):
     ids = np.array(rollout.prompt_ids + rollout.ids)
     batch = TokenBatch.of([(ids, np.arange(len(ids)) >= len(rollout.prompt_ids))])
     with torch.no_grad():
-        return policy(batch, temperature=temperature).log_probs_N.numpy()
+        return policy(batch.to(policy.device), temperature=temperature).log_probs_N.cpu().numpy()
 
 
-@pytest.mark.parametrize("memory", [{}, TIGHT], ids=["plenty", "tight"])
-def test_under_new_weights_every_token_has_the_log_prob_and_the_version_of_those_that_drew_it(memory):
+def check_under_new_weights(engine, policy, sampling, steps, limit=1e-5, **given):
+    """Every token has the log-prob of the weights that drew it, and their version; other weights give another one."""
     torch.manual_seed(0)
-    policy = policy_of()
-    engine = BuiltinEngine(policy, **memory)
     weights = [[p.clone() for p in policy.parameters()]]
 
     def between():
         changed(policy, engine)
         weights.append([p.clone() for p in policy.parameters()])
 
-    found = interrupted(engine, DRAWN, 5, between)
+    found = interrupted(engine, sampling, steps, between, **given)
     assert max(len(set(r.versions)) for r in found) > 2
-    assert all((np.diff(r.versions) >= 0).all() for r in found)
+    assert all(len(r.versions) == len(r.ids) and (np.diff(r.versions) >= 0).all() for r in found)
     for version, kept in enumerate(weights):
         with torch.no_grad():
             for parameter, values in zip(policy.parameters(), kept):
                 parameter.copy_(values)
         for rollout in found:
             own = rollout.versions == version
-            expected = trained(policy, rollout, DRAWN.temperature)
-            np.testing.assert_allclose(rollout.log_probs[own], expected[own], atol=1e-5)
-            assert own.all() or np.abs(rollout.log_probs - expected)[~own].max() > 1e-3
+            expected = trained(policy, rollout, sampling.temperature)
+            np.testing.assert_allclose(rollout.log_probs[own], expected[own], atol=limit)
+            assert own.all() or np.abs(rollout.log_probs - expected)[~own].max() > 1e-2
+
+
+@pytest.mark.parametrize("memory", [{}, TIGHT], ids=["plenty", "tight"])
+def test_under_new_weights_every_token_has_the_log_prob_and_the_version_of_those_that_drew_it(memory):
+    policy = policy_of()
+    check_under_new_weights(BuiltinEngine(policy, **memory), policy, DRAWN, 5)
 
 
 def test_drafts_are_those_samples_alone_and_count_towards_the_limit():

@@ -1,11 +1,14 @@
 """The built-in engine on a policy whose layers are cut over two processes, which hold different amounts of memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests import warm
 from tests.models.splitting import load_split, options_of
 from tests.rollout.test_builtin_engine import prompts
+from tests.rollout.test_drafts import DRAWN, PROMPTS, SEEDS, assert_same, interrupted
 from tests.tiny import tiny_model
 from trimtab.distributed.device import find_device
 from trimtab.distributed.mesh import Mesh
@@ -60,6 +63,28 @@ def cut_over_two(family: str, int8: bool, **changes) -> None:
 def test_processes_that_share_every_layer_draw_the_tokens_of_one(family, int8):
     """With int8 weights too: their scales are those of whole layers."""
     assert warm.call_world(cut_over_two, 2, family, int8) == [0, 0]
+
+
+def write_on(family: str) -> None:
+    """Answers that are cut anywhere; the second process has room for two sequences at once."""
+    world = find_world(find_device())
+    mesh = Mesh(world, tensor=2)
+    policy = Policy(tiny_model(family))
+    cut(policy, mesh.for_cutting())
+    shard(policy, decoder_layers(policy), mesh, zero_stage=3)
+    given, sampling = {"given": PROMPTS[:2], "seeds": SEEDS[:2]}, replace(DRAWN, max_new_tokens=12)
+    expected = BuiltinEngine(Policy(tiny_model(family))).generate(PROMPTS[:2], sampling, seeds=SEEDS[:2])
+    plenty = memory.free_memory
+    memory.free_memory = (lambda device: 2**16) if world.rank else plenty
+    found = interrupted(BuiltinEngine(policy, slots=4, page_size=4, tensor=mesh.tensor), sampling, 5, **given)
+    assert_same(found, expected, 2e-5)
+    leave_world()
+
+
+@pytest.mark.short(1)
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3", "mixtral"])
+def test_processes_that_share_every_layer_go_on_from_drafts_as_one_does(family):
+    assert warm.call_world(write_on, 2, family) == [0, 0]
 
 
 def hand_over(cases) -> None:
