@@ -12,7 +12,6 @@ from trimtab.distributed.roles import Group
 from trimtab.distributed.staging import Unit
 from trimtab.distributed.watch import pulse
 from trimtab.distributed.world import World
-from trimtab.errors import UserError
 from trimtab.models.load import policy_skeleton
 from trimtab.rewards.build import in_words
 from trimtab.rewards.labels import check_labels
@@ -21,6 +20,7 @@ from trimtab.train.launch import load_job_tokenizer, notes
 from trimtab.train.manifest import make_manifest, settings
 from trimtab.train.plan.passes import for_manifest, with_planned_passes, work_of_prompts
 from trimtab.train.rl.asking import Asking
+from trimtab.train.rl.asynchronous.supply import Ahead
 from trimtab.train.rl.checks import (
     check_drop_last,
     check_model,
@@ -45,8 +45,6 @@ class Controller:
     def __init__(self, options: RLOptions, device: Device, world: World):
         """`device`: of this process, which is planned for where it does everything."""
         self.options, self.world = options, world
-        if options.outlives_updates:
-            raise UserError("--async_train is not implemented yet; leave it out, or use --async_staleness 0")
         check_shares(options, self.units(options, world.size))
         check_places(options)
         self.tokenizer = load_job_tokenizer(options)
@@ -140,7 +138,11 @@ class Controller:
         if self.options.replay:
             assert self.recording is not None
             return Replayed(self.recording, asking)
-        supply = SampledNow(self.options, self.order, sampling, asking)
+        supply: Supply
+        if self.options.outlives_updates:
+            supply = Ahead(self.options, self.order, sampling, asking, self.iterations)
+        else:
+            supply = SampledNow(self.options, self.order, sampling, asking)
         return supply if self.recording is None else Recorded(supply, self.recording)
 
     def make_run(

@@ -91,8 +91,18 @@ class Experience(Trajectories):
 
     @classmethod
     def joined(cls, parts: Sequence["Experience"]) -> "Experience":
-        """Several rollouts as one, before anything was added to them. No group is in two of them."""
-        columns = {f.name: _joined([getattr(part, f.name) for part in parts]) for f in fields(cls)}
+        """Several rollouts as one, before anything was added to them. No group is in two of them. A figure that the
+        rewards gave in some of them only is NaN in the others."""
+        columns: dict[str, Any] = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}
+        logs = columns.pop("logs")
+        lists = {name: columns.pop(name) for name in LISTS}
+        columns = {name: None if found[0] is None else torch.cat(found) for name, found in columns.items()}
+        names = dict.fromkeys(name for found in logs for name in found)
+        nothing = [torch.full((len(part),), torch.nan) for part in parts]
+        columns["logs"] = {n: torch.cat([own.get(n, none) for own, none in zip(logs, nothing)]) for n in names}
+        for name, found in lists.items():
+            if any(own is not None for own in found):
+                columns[name] = [x for own, part in zip(found, parts) for x in own or [[] for _ in range(len(part))]]
         before = itertools.accumulate((part.groups for part in parts), initial=0)
         columns["groups_S"] = torch.cat([part.groups_S + first for part, first in zip(parts, before)])
         return cls(**columns)
@@ -199,13 +209,3 @@ def is_earlier(names: Iterable[str]) -> bool:
 def _in_order(groups_S: Tensor) -> Tensor:
     """The same groups, numbered as they come."""
     return groups_S.unique_consecutive(return_inverse=True)[1]
-
-
-def _joined(values: list):
-    first = values[0]
-    if isinstance(first, list):
-        return [item for value in values for item in value]
-    if isinstance(first, dict):
-        names = dict.fromkeys(name for value in values for name in value)
-        return {name: torch.cat([value[name] for value in values]) for name in names}
-    return None if first is None else torch.cat(values)

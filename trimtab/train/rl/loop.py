@@ -24,6 +24,7 @@ from trimtab.rewards.types import RewardFailed
 from trimtab.train.endings import ended_badly, go_on_from
 from trimtab.train.pass_limit import NoRoom, PassLimit
 from trimtab.train.rl.asking import Asking
+from trimtab.train.rl.asynchronous.watchdog import Stalled
 from trimtab.train.rl.cut import groups_at_once, mini_batches, updates_per_iteration
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
@@ -109,7 +110,7 @@ class RLRun:
                 raise RunFailed(ended_badly(self.counters.skipped_in_a_row, "updates", self.files.folder))
         except CannotWrite as error:
             raise UserError(f"{error}; {self.files.rescue(*self.checkpoint())}") from error
-        except (RewardFailed, NoRoom) as error:
+        except (RewardFailed, NoRoom, Stalled) as error:
             try:
                 # After a lack of memory what processes hold together can be saved in parts, but not gathered.
                 where = go_on_from(self.save(export=not isinstance(error, NoRoom)))

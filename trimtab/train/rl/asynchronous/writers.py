@@ -1,0 +1,175 @@
+"""Those who write, as the loop sees them: groups go out to their processes, and come back whole.
+
+What went out is remembered until it comes back. So when an engine is lost, or everything is built anew, whoever takes
+its place is given the same groups again.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.config.jobs import RLOptions
+from trimtab.data.prompts import PromptStore
+from trimtab.distributed.cluster.losses import EngineLost
+from trimtab.distributed.roles import Group
+from trimtab.distributed.wire import CannotTravel
+from trimtab.errors import OutOfMemory, RunFailed, UserError
+from trimtab.rewards.types import RewardFailed
+from trimtab.rollout.types import Sampling
+from trimtab.train.pass_limit import NoRoom
+from trimtab.train.rl import rollouts
+from trimtab.train.rl.answers import Admission, Collected, UnderWay, Wait, Written
+from trimtab.train.rl.asking import Asking
+
+STORE = "train"
+PATIENCE = 10.0  # seconds within which one who may hang says what it holds
+
+
+@dataclass
+class News:
+    """What all processes have done since they were asked last."""
+
+    written: list[Written] = field(default_factory=list)
+    drawn: int = 0
+    judged: int = 0
+    read_again: int = 0
+    seconds: list[float] = field(default_factory=list)  # in which each engine was at work
+    problem: RewardFailed | NoRoom | None = None
+    stopped: bool = False  # told to
+
+    def add(self, told: Collected | RewardFailed | NoRoom | None) -> None:
+        if isinstance(told, Collected):
+            self.written += told.written
+            self.drawn, self.judged = self.drawn + told.drawn, self.judged + told.judged
+            self.read_again += told.read_again
+            self.seconds.append(told.seconds)
+        elif told is None:
+            self.stopped = True
+        else:
+            self.problem = self.problem or told
+
+
+class Writers:
+    def __init__(self, options: RLOptions, asking: Asking, sampling: Sampling):
+        self.asking, self.sampling = asking, sampling
+        self.apart = options.engines_apart > 0  # they write while the trainer learns
+        self.drained = self.apart and not options.partial_rollout
+        self.writing = False  # now, or as soon as they are asked what they have
+        self.held: dict[int, UnderWay] = {}  # by place, as they were given out
+        self._process: dict[int, int] = {}  # which has it
+
+    @property
+    def group(self) -> Group:
+        return self.asking.rollouts
+
+    @property
+    def prompts(self) -> PromptStore:
+        return self.asking.stores[STORE]
+
+    # ---- to and fro
+
+    def admit(self, groups: Sequence[UnderWay]) -> None:
+        """Each goes to the process that has the fewest."""
+        load = Counter(self._process.values())
+        for group in groups:
+            process = min(range(self.group.size), key=lambda rank: (load[rank], rank))
+            load[process] += 1
+            self.held[group.place], self._process[group.place] = group, process
+        try:
+            self._admit(groups)
+        except EngineLost as lost:
+            self._mend(lost)
+
+    def _admit(self, groups: Iterable[UnderWay]) -> None:
+        shares: list[list[UnderWay]] = [[] for _ in range(self.group.size)]
+        for group in groups:
+            shares[self._process[group.place]].append(group)
+        if not any(shares):
+            return
+        asked = [self.asking.questions([(g.row, g.seed) for g in share], STORE) for share in shares]
+        parts = [Admission(share, questions) for share, questions in zip(shares, asked)]
+        try:
+            self.group.call("admit", parts, sampling=self.sampling)
+        except CannotTravel as error:
+            raise UserError(
+                f"a column of the prompt data cannot be sent to another process ({error}); drop it, or train in one"
+            ) from error
+
+    def collect(self, seconds: float) -> News:
+        """What is there, as soon as a group is, or after so long."""
+        self.go_on()
+        news = News()
+        try:
+            told = self._told(self._call("collect", seconds=seconds))
+        except OutOfMemory as shortage:  # one of several processes has called off what all were doing
+            self.group.meet_again()
+            news.problem = rollouts.no_room(shortage)
+            return news
+        for part in told:
+            news.add(part)
+        for written in news.written:
+            del self.held[written.place], self._process[written.place]
+        return news
+
+    def pause(self) -> None:
+        """Nobody writes; those who were at it go on later."""
+        if self.writing:
+            self._call("pause", drained=self.drained)
+            self.writing = False
+
+    def go_on(self) -> None:
+        if not self.writing:
+            self.writing = True
+            if self.apart:
+                self._call("go_on")
+
+    def unfinished(self) -> list[UnderWay]:
+        """Everything that went out and has not come back, as far as it is written."""
+        found: dict[int, UnderWay] = {}
+        try:
+            if not self.apart:
+                self.pause()
+            for part in self._told(self.group.start("unfinished").wait(PATIENCE if self.apart else None)):
+                found |= {group.place: group for group in part}
+        except (RunFailed, OutOfMemory) as error:
+            print(f"answers under way begin anew on resume, since who writes them does not answer: {error}", flush=True)
+        self.held |= {place: group for place, group in found.items() if place in self.held}
+        return [self.held[place] for place in sorted(self.held)]
+
+    def waits(self) -> list[Wait]:
+        try:
+            told = self._told(self.group.start("waits").wait(PATIENCE if self.apart else None))
+        except RunFailed:
+            return [Wait(g.place, 0, "an engine that does not answer", 0, 0.0) for g in self.held.values()]
+        return [wait for part in told for wait in part]
+
+    # ---- those who write are others
+
+    def built_anew(self) -> None:
+        """All of them: they are given everything again."""
+        self.writing = False
+        groups, self.held, self._process = list(self.held.values()), {}, {}
+        self.admit(groups)
+
+    def _mend(self, lost: EngineLost) -> None:
+        """One of them: another takes its place, and is given what nobody has any more."""
+        self.asking.mend(lost)
+        known = {group.place for part in self._told(self.group.call("unfinished")) for group in part}
+        self._admit(group for place, group in self.held.items() if place not in known)
+        if self.writing:
+            self.group.call("go_on")
+
+    # ---- calls
+
+    def _call(self, method: str, **shared: Any) -> list[Any]:
+        while True:
+            try:
+                return self.group.call(method, **shared)
+            except EngineLost as lost:
+                self._mend(lost)
+
+    def _told(self, results: list[Any]) -> list[Any]:
+        """Of those who write the same, what the first says."""
+        parts = list(self.group.processes.parts)
+        return [results[parts.index(part)] for part in range(self.group.size)]
