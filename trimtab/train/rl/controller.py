@@ -58,6 +58,10 @@ class Controller:
         if options.replay:
             assert self.recording is not None
             self.recording.check_holds(self.order.steps, self.iterations)
+            options, line = self.recording.taken_over(options)
+            if line is not None:
+                world.say(line)
+            self.options = options
         self.check_models()
         self.options, self.memory_plan = with_planned_passes(
             options, device, world, lambda: work_of_prompts(options, self.stores)
@@ -131,7 +135,7 @@ class Controller:
         manifest = self.manifest(actor, asking.weighing.name) | (placed or {})
         if self.recording is not None:
             self.recording.sampler = {name: manifest[name] for name in ("device_type", "dtype")}
-            self.recording.sampler |= {"exact": asking.exact}
+            self.recording.sampler |= {"exact": asking.exact and not options.outlives_updates}
         return self.make_run(groups, asking, self.supply(sampling, asking), sampling, manifest, evaluation, text)
 
     def supply(self, sampling: Sampling, asking: Asking) -> Supply:

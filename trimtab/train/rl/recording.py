@@ -3,8 +3,12 @@
 With the same options a replayed run makes the updates of the run that was recorded, bit for bit. Every file says what
 its iteration was cut from, so that a recording is not taken for one of other prompts or other groups. One that was made
 by hand, such as conversations with tools, may leave that out: groups then have the sizes that they have.
+
+An asynchronous run is recorded as it was trained, batch by batch, and replayed by a synchronous one. Its files also say
+how older tokens were weighed, and how old they might get, which the replay takes over.
 """
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +25,8 @@ from trimtab.errors import UserError
 from trimtab.files import replacing
 from trimtab.train.rl.experience import Experience, is_earlier
 
+# What a run whose answers outlive updates decides for all their tokens.
+OF_OUTLIVING = ("async_staleness", "mismatch_correction", "mismatch_range")
 # What was sampled (None: no group was useful any more), from how many prompts, and its figures.
 Sampled = tuple[Experience | None, int, dict[str, float]]
 
@@ -34,6 +40,7 @@ class Recording:
         self.rows: int | None = None  # how many prompts there are, if that is known
         self.sampler: dict[str, Any] = {}  # what decides how the log-probs of drawn tokens are rounded
         self.sampled_alike = True  # whether those of the iteration read last were rounded as this run does it
+        self.outliving: dict[str, Any] | None = None  # settings of a run whose answers outlived updates
 
     @classmethod
     def of(cls, options: RLOptions, prompts: PromptStore | None = None) -> "Recording | None":
@@ -45,6 +52,8 @@ class Recording:
         recording = cls(Path(folder), cut, None if prompts is None else prompts.fingerprint)
         recording.compared = ESTIMATORS[options.advantage_estimator].grouped
         recording.rows = None if prompts is None else len(prompts)
+        if options.outlives_updates:
+            recording.outliving = {name: getattr(options, name) for name in OF_OUTLIVING}
         return recording
 
     # ---- before the run
@@ -64,7 +73,29 @@ class Recording:
         while prompts > 0 and iteration < iterations:
             with self._opened(iteration) as (_, described):
                 prompts -= described["prompts"]
+                outliving = described.get("outliving")
+                if iteration and _correction(outliving) != _correction(self.outliving):
+                    raise UserError(
+                        f"--replay {self._path(iteration)}: it was recorded with other settings of --async_train or "
+                        "--mismatch_correction than those before it; record a run that was not changed on its way"
+                    )
+                self.outliving = outliving
             iteration += 1
+
+    def taken_over(self, options: RLOptions) -> tuple[RLOptions, str | None]:
+        """Of a recording that was looked through: the options of its replay, with what an asynchronous run decides for
+        all tokens, and a line about it."""
+        if self.outliving is None:
+            return options, None
+        changes = {"async_staleness": self.outliving["async_staleness"]}
+        if not any(name in options.given for name in ("mismatch_correction", "enable_vllm_is_correction")):
+            changes["mismatch_correction"] = self.outliving["mismatch_correction"]
+            if "mismatch_range" not in options.given:
+                changes["mismatch_range"] = tuple(self.outliving["mismatch_range"])
+        options = dataclasses.replace(options, **changes)
+        kind, (low, high) = options.mismatch_correction, options.mismatch_range
+        weighed = "alike" if kind is None else f"by --mismatch_correction {kind} --mismatch_range {low:g} {high:g}"
+        return options, f"--replay {self.folder}: of an asynchronous run; its tokens are weighed {weighed}"
 
     # ---- in the run
 
@@ -74,7 +105,7 @@ class Recording:
         for later in [found for found in self._paths() if found.name > path.name]:
             later.unlink()  # written before the run went back to its checkpoint
         described = {"cut": self.cut, "data": self.data, "prompts": prompts, "figures": figures}
-        described |= {"sampler": self.sampler}
+        described |= {"sampler": self.sampler} | ({} if self.outliving is None else {"outliving": self.outliving})
         tensors = {} if experience is None else experience.tensors()
         with replacing(path) as beside:
             save_file(tensors, beside, metadata={"iteration": json.dumps(described)})
@@ -141,3 +172,8 @@ class Recording:
 
     def _path(self, iteration: int) -> Path:
         return self.folder / f"iteration{iteration + 1:06d}.safetensors"
+
+
+def _correction(outliving: dict[str, Any] | None) -> tuple | None:
+    """How such a run weighs tokens; how old they may get can change on its way."""
+    return None if outliving is None else (outliving["mismatch_correction"], outliving["mismatch_range"])

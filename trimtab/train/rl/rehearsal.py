@@ -59,10 +59,11 @@ def rehearse_rl(
     note = critic_start(options, tokenizer)[1] if options.estimator.critic else None
     rewarded = try_reward(options, device, tokenizer, stores["train"])
     order = order_of_prompts(len(stores["train"]), options, episodes or options.num_episodes)
+    replayed = None
     if options.replay and (recording := Recording.of(options)):
-        recording.check_holds(
-            order.steps, iterations_of(order, options)
-        )  # the run itself knows all prompts, and asks for more
+        # The run itself knows all prompts, and asks for more.
+        recording.check_holds(order.steps, iterations_of(order, options))
+        options, replayed = recording.taken_over(options)
     prompts, about = usable_rows(reports["train"], options.max_samples, len(stores["train"]))
     whole = dataclasses.replace(order, samples=prompts)
     if not about:
@@ -73,7 +74,7 @@ def rehearse_rl(
         f"device: {device.name}",
         *placed,
         *notes(options, device),
-        *([note] if note else []),
+        *(line for line in (note, replayed) if line),
         f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained",
         f"data: {reports['train'].in_files:,} prompts give {'about ' if about else ''}"
         f"{iterations_of(whole, options):,} iterations of {updates_per_iteration(options)} updates",
