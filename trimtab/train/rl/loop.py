@@ -374,7 +374,7 @@ class RLRun:
         state: dict[str, Any] = {"counters": vars(self.counters), "pass_limit": vars(self.passes.limit)}
         if self.iteration is not None:
             tensors["experience"], state["iteration"] = self.iteration.on_disk()
-        tensors["ahead"], ahead = self.supply.state()
+        tensors["ahead"], ahead = self.supply.state(in_hand=self.iteration is not None)
         if ahead is not None:
             state["ahead"] = ahead
         return self.counters.iteration, self.roles, tensors, state

@@ -43,7 +43,7 @@ class Supply(ABC):
         return nullcontext()
 
     def settled(self) -> dict[str, list[int]] | None:
-        """Which places of the data the batch handed out last has settled, and how."""
+        """The batch handed out last is trained: which places of the data that has settled, and how."""
         return None
 
     def built_anew(self) -> None:  # noqa: B027 (most have nobody to tell)
@@ -52,8 +52,9 @@ class Supply(ABC):
     def engine_replaced(self) -> None:  # noqa: B027
         """One who writes knows nothing any more."""
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-        """What is written and not trained yet: its tensors, and the rest of it."""
+    def state(self, *, in_hand: bool) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        """What is written and not trained yet: its tensors, and the rest of it; `in_hand`: whether the loop has what
+        was handed out last."""
         return {}, None
 
     def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -184,8 +185,8 @@ class Recorded(Supply):
     def engine_replaced(self) -> None:
         self.supply.engine_replaced()
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-        return self.supply.state()
+    def state(self, *, in_hand: bool) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        return self.supply.state(in_hand=in_hand)
 
     def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         self.supply.restore(tensors, state)

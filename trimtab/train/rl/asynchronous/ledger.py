@@ -107,6 +107,13 @@ class Ledger:
         self.finished.difference_update(chosen)
         return {place: self.versions.pop(place) for place in chosen}
 
+    def put_back(self, versions: dict[int, int], filtered: list[int]) -> None:
+        """These were taken, and are not trained after all; `filtered`: those that were filtered before."""
+        self.in_hand = False
+        self.versions = dict(sorted((self.versions | versions).items()))
+        self.finished.update(versions)
+        self.filtered = filtered + self.filtered
+
     # ---- in a checkpoint
 
     def state(self) -> dict[str, Any]:

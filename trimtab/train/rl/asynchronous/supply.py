@@ -52,13 +52,16 @@ class Ahead(Supply):
         self.watchdog = Watchdog(options.async_timeout)
         self.written: dict[int, Answers] = {}  # by place: whole, but not judged by the reward models
         self.judged: dict[int, Experience] = {}
-        self.last: dict[str, list[int]] | None = None  # what became of which places, for the batch handed out last
+        self.handed_out: dict[int, Experience] = {}  # the last batch, until it is trained
+        self.last: dict[str, list[int]] | None = None  # what it has settled
         self.clock = Clock()
 
     # ---- the next batch
 
     def next(self, iteration: int, prompts_used: int, stop: StopRequest) -> Sampled | None:
         ledger = self.ledger
+        if self.handed_out:  # and nothing was learnt from it, since roles had to be built anew
+            self._put_back()
         ledger.begin(iteration)
         ledger.admitted = max(ledger.admitted, prompts_used)  # a synchronous run, that goes on from here as this one
         self.watchdog.moved()
@@ -80,7 +83,14 @@ class Ahead(Supply):
         prompts = len(chosen) + len(filtered)
         if not chosen:
             return None, prompts, figures
-        return Experience.joined([self.judged.pop(place) for place in chosen]), prompts, figures
+        self.handed_out = {place: self.judged.pop(place) for place in chosen}
+        return Experience.joined(list(self.handed_out.values())), prompts, figures
+
+    def _put_back(self) -> None:
+        assert self.last is not None
+        self.ledger.put_back(dict(zip(self.last["trained"], self.last["versions"])), self.last["filtered"])
+        self.judged |= self.handed_out
+        self.handed_out, self.last = {}, None
 
     def _batch(self) -> list[int] | None:
         # Reward models may share devices with the engine: what it has written is judged when it pauses.
@@ -149,12 +159,18 @@ class Ahead(Supply):
             self.writers.go_on()
 
     def settled(self) -> dict[str, list[int]] | None:
+        self.handed_out = {}
         return self.last
 
     def built_anew(self) -> None:
         self.writers.built_anew()
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def engine_replaced(self) -> None:
+        self.writers.engine_replaced()
+
+    def state(self, *, in_hand: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        if self.handed_out and not in_hand:
+            self._put_back()
         drafts, under_way = drafts_on_disk(self.writers.unfinished())
         columns, whole = whole_on_disk(self.judged, self.written)
         state = {"ledger": self.ledger.state(), "bound": self.ledger.bound, "last": self.last}

@@ -152,11 +152,13 @@ class Writers:
         groups, self.held, self._process = list(self.held.values()), {}, {}
         self.admit(groups)
 
-    def _mend(self, lost: EngineLost) -> None:
-        """One of them: another takes its place, and is given what nobody has any more."""
-        self.asking.mend(lost)
+    def engine_replaced(self) -> None:
+        """One of them: whatever nobody has any more is given out again."""
         known = {group.place for part in self._told(self.group.call("unfinished")) for group in part}
         self._admit(group for place, group in self.held.items() if place not in known)
+
+    def _mend(self, lost: EngineLost) -> None:
+        self.asking.mend(lost)  # which tells of the new one
         if self.writing:
             self.group.call("go_on")
 

@@ -1,0 +1,121 @@
+"""Stand-ins for those who write: processes whose groups take random times, without any model."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from trimtab.distributed.cluster.losses import EngineLost
+from trimtab.distributed.roles import Done, Group, Processes
+from trimtab.rewards.types import RewardFailed, RewardResult
+from trimtab.rewards.weighing import Weighing
+from trimtab.rollout.types import Draft, Rollout
+from trimtab.train.rl.answers import Admission, Answers, Collected, UnderWay, Wait, Written
+from trimtab.train.rl.asking import Asking
+from trimtab.train.rl.experience import Experience
+
+SAMPLES = 2
+
+
+class Process:
+    """One that writes: a token of every sample for each call, until a group has as many as it is drawn to get."""
+
+    def __init__(self, seed: int, longest: int = 12):
+        self.random, self.longest = random.Random(seed), longest
+        self.groups: dict[int, UnderWay] = {}
+        self.lengths: dict[int, int] = {}
+        self.version, self.writing = 0, False
+        self.failing: set[int] = set()  # places whose reward fails
+        self.stuck = False
+
+    def admit(self, admission: Admission, *, sampling: Any) -> None:
+        assert [g.row for g in admission.groups] == admission.questions.rows
+        for group in admission.groups:
+            assert group.place not in self.groups, "given once"
+            drafts = group.drafts or [Draft.empty(sample) for sample in range(SAMPLES)]
+            self.groups[group.place] = replace(group, drafts=drafts)
+            self.lengths[group.place] = max(self.random.randint(1, self.longest), len(drafts[0].ids))
+
+    def collect(self, *, seconds: float) -> Collected | RewardFailed | None:
+        self.writing = True
+        drawn, written = 0, []
+        for place in [] if self.stuck else list(self.groups):
+            group = self.groups[place]
+            if len(group.drafts[0].ids) < self.lengths[place]:
+                group.drafts = [self._longer(draft) for draft in group.drafts]
+                drawn += SAMPLES
+            elif place in self.failing:
+                return RewardFailed("the reward broke", group.row)
+            else:
+                written.append(self._written(self.groups.pop(place)))
+        return Collected(written, drawn, 0, len(written), 0.0)
+
+    def _longer(self, draft: Draft) -> Draft:
+        versions = np.append(draft.versions, np.int32(self.version)).astype(np.int32)
+        log_probs = np.append(draft.log_probs, np.float32(-1)).astype(np.float32)
+        return replace(draft, ids=[*draft.ids, 7], log_probs=log_probs, versions=versions)
+
+    def _written(self, group: UnderWay) -> Written:
+        rollouts = [Rollout(0, d.sample, [1, 2], d.ids, d.log_probs, "stop", versions=d.versions) for d in group.drafts]
+        scores = [float(group.row % 3), 1.0]
+        return Written(group.place, Answers(Experience.of([group.row] * SAMPLES, rollouts), [RewardResult(scores)]))
+
+    def pause(self, *, drained: bool) -> None:
+        self.writing = False
+
+    def go_on(self) -> None:
+        self.writing = True
+
+    def unfinished(self) -> list[UnderWay]:
+        return [replace(group) for group in self.groups.values()]
+
+    def waits(self) -> list[Wait]:
+        return [Wait(place, 0, "its next token", 3, 1.5) for place in self.groups]
+
+
+class Several(Group):
+    """They, as the loop calls them."""
+
+    name = "rollouts"
+
+    def __init__(self, processes: Sequence[Process]):
+        self.members, self.size = list(processes), len(processes)
+        self.processes = Processes.apart(range(self.size))
+        self.lost: dict[str, int] = {}  # method -> which of them is found to be gone when it is called
+
+    def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> Done:
+        if (rank := self.lost.pop(method, None)) is not None:
+            self.members[rank] = Process(seed=rank)
+            raise EngineLost(f"engine {rank} is gone", rank)
+        own = [()] * self.size if parts is None else [(part,) for part in parts]
+        results = [getattr(member, method)(*part, **shared) for member, part in zip(self.members, own, strict=True)]
+        return Done(method, results)
+
+    def each(self, method: str, values: Sequence[Any]) -> list[Any]:
+        return self.call(method, values)
+
+    def meet_again(self) -> bool:
+        return False
+
+
+class Store:
+    """Prompts without anything in them."""
+
+    input_key = "input"
+
+    def ids(self, row: int) -> list[int]:
+        return [1, 2]
+
+    def place(self, row: int) -> str:
+        return f"line {row + 1}"
+
+
+class FakeAsking(Asking):
+    def __init__(self, rollouts: Group, reward_models: Group | None = None):
+        self.stores, self.rollouts, self.reward_models = {"train": Store()}, rollouts, reward_models
+        self.weighing, self._near = Weighing(["reward"], [1.0]), False
+
+    def _scored(self, prompts: Any, experience: Experience) -> list[RewardResult]:
+        return []
