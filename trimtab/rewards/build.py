@@ -16,7 +16,7 @@ from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.sharded import frozen_is_split, share_rows
 from trimtab.rewards.classifiers import load_judge
 from trimtab.rewards.client import HttpReward
-from trimtab.rewards.functions import FunctionReward
+from trimtab.rewards.functions import CALLS_AT_ONCE, FunctionReward
 from trimtab.rewards.model import ModelReward
 from trimtab.rewards.process import ProcessReward
 from trimtab.rewards.types import Reward
@@ -58,6 +58,8 @@ def other_rewards(options: RLOptions | GenerateOptions, stopped: Callable[[], bo
     waiting = Waiting(stopped)
     files, addresses = _places(options)
     limits: dict[str, Any] = {} if options.reward_timeout is None else {"seconds": options.reward_timeout}
+    if isinstance(options, RLOptions) and options.outlives_updates:
+        limits["calls_at_once"] = CALLS_AT_ONCE
     places = [*listed(options.reward_func), *files]
     rewards: list[Reward] = [FunctionReward(place, waiting=waiting, **limits) for place in places]
     if addresses:

@@ -38,6 +38,13 @@ class Session(Protocol):
     def drawn(self, request: int) -> list[int]:
         """The first sample's tokens so far, of a request at work."""
 
+    def at_work(self) -> dict[tuple[int, int], int]:
+        """The tokens that every unfinished sample has so far, by request and sample."""
+
+    def drafts(self) -> dict[int, list[Draft]]:
+        """What the unfinished samples of every request have so far. It may be asked from another thread, too, while
+        the engine works, or hangs."""
+
     def abort(self, requests: Collection[int] | None = None) -> None:
         """Stop the answers to these requests, or all: they come as they are, finished by "abort"."""
 

@@ -1,6 +1,7 @@
 """An engine that answers by a script: how long every answer is, and how many are written at once."""
 
 import random
+import threading
 import time
 
 import numpy as np
@@ -21,6 +22,9 @@ class ScriptedEngine:
         self.slots, self.seconds, self.version = slots, seconds, 0
         self.at_work: ScriptedSession | None = None
         self.sessions = self.rests = 0
+        self.stuck: threading.Event | None = None  # for which it waits before its next token
+        self.hangs = False
+        self.fails: Exception | None = None
 
     def session(self, sampling: Sampling) -> "ScriptedSession":
         assert self.at_work is None
@@ -43,7 +47,7 @@ class ScriptedEngine:
 class ScriptedSession:
     def __init__(self, engine, sampling):
         self.engine, self.sampling = engine, sampling
-        self.requests, self.running, self.aborted = 0, [], False
+        self.requests, self.running, self.aborted = 0, [], set()
 
     def add(self, prompt_ids, *, seed=None, limit=None, drafts=None):
         fresh = [Draft.empty(sample) for sample in range(self.sampling.n)]
@@ -61,8 +65,15 @@ class ScriptedSession:
 
     def advance(self, steps=None):
         if self.aborted:
-            gone, self.running = self.running, []
+            gone = [one for one in self.running if one[0] in self.aborted]
+            self.running = [one for one in self.running if one[0] not in self.aborted]
+            self.aborted = set()
             return [self._rollout(one, "abort") for one in gone]
+        if self.engine.stuck is not None:
+            self.engine.hangs = True
+            self.engine.stuck.wait(30)
+        if self.engine.fails is not None:
+            raise self.engine.fails
         time.sleep(self.engine.seconds)
         finished = []
         for one in self.running[: self.engine.slots]:
@@ -80,8 +91,19 @@ class ScriptedSession:
         log_probs, versions = np.array(log_probs, dtype=np.float32), np.array(versions, dtype=np.int32)
         return Rollout(request, sample, prompt_ids, ids, log_probs, finish, versions=versions)
 
+    def at_work(self):
+        return {(one[0], one[2]): len(one[3]) for one in list(self.running)}
+
+    def drafts(self):
+        found = {}
+        for request, _, sample, ids, log_probs, versions, _ in list(self.running):
+            count = len(versions)  # the last to grow
+            arrays = np.array(log_probs[:count], dtype=np.float32), np.array(versions[:count], dtype=np.int32)
+            found.setdefault(request, []).append(Draft(sample, ids[:count], *arrays))
+        return found
+
     def abort(self, requests=None):
-        self.aborted = True
+        self.aborted |= set(range(self.requests) if requests is None else requests)
 
     def close(self):
         self.engine.at_work = None

@@ -97,6 +97,19 @@ class BuiltinSession:
         at_work = self._at_work()
         return next((list(s.ids) for s in at_work if (s.prompt.index, s.number) == (request, 0)), [])
 
+    def at_work(self) -> dict[tuple[int, int], int]:
+        return {(s.prompt.index, s.number): len(s.ids) for s in [*self._at_work(), *self._new]}
+
+    def drafts(self) -> dict[int, list[Draft]]:
+        found: dict[int, list[Draft]] = {}
+        for sample in [*self._at_work(), *self._new]:
+            count = min(len(sample.ids), len(sample.log_probs))
+            log_probs = np.array(sample.log_probs[:count], dtype=np.float32)
+            versions = sample.draft.versions_of(count, self.engine.version)
+            draft = Draft(sample.number, sample.ids[:count], log_probs, versions)
+            found.setdefault(sample.prompt.index, []).append(draft)
+        return found
+
     def abort(self, requests: Collection[int] | None = None) -> None:
         self._aborted.update(range(self.requests) if requests is None else requests)
 

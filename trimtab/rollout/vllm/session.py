@@ -34,6 +34,13 @@ class Sample:
     def ids(self) -> list[int]:
         return self.draft.ids + ([] if self.output is None else list(self.output.token_ids))
 
+    @property
+    def length(self) -> int:
+        """Tokens that are there with their log-probs: vLLM adds to both while it works."""
+        if self.output is None:
+            return len(self.draft.ids)
+        return len(self.draft.ids) + min(len(self.output.token_ids), len(self.output.logprobs.end_indices))
+
     def log_probs(self, count: int) -> np.ndarray:
         if self.output is None:
             return self.draft.log_probs
@@ -99,6 +106,17 @@ class VLLMSession:
     def drawn(self, request: int) -> list[int]:
         samples = self._running.values()
         return next((sample.ids for sample in samples if (sample.request, sample.number) == (request, 0)), [])
+
+    def at_work(self) -> dict[tuple[int, int], int]:
+        return {(s.request, s.number): s.length for s in list(self._running.values())}
+
+    def drafts(self) -> dict[int, list[Draft]]:
+        found: dict[int, list[Draft]] = {}
+        for sample in list(self._running.values()):
+            # Nobody has looked for stop strings in what comes after.
+            count = sample.looked if self.sampling.stop_strings else sample.length
+            found.setdefault(sample.request, []).append(Draft.of(self._rollout(sample, "abort", count)))
+        return found
 
     def abort(self, requests: Collection[int] | None = None) -> None:
         self._aborted.update(range(self.requests) if requests is None else requests)

@@ -51,7 +51,7 @@ def build_engine_rollouts(options: RLOptions, place: Place) -> dict[str, Any]:
     tokenizer = load_job_tokenizer(options)
     engine = build_vllm_engine(options.pretrain, tokenizer, **engine_settings(options, place))
     rewards = other_rewards(options, place.stop.requested)
-    return {"rollouts": Rollouts(engine, rewards, tokenizer, place.stop.requested)}
+    return {"rollouts": Rollouts(engine, rewards, tokenizer, place.stop.requested, beside=True)}
 
 
 def build_reference(options: RLOptions, place: Place) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from trimtab.rewards.waiting import GivenUp
 from trimtab.rollout.types import Rollout
 from trimtab.train.rl.answers import Answers, Written
 from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.spans import JUDGING, Spans
 
 
 class Several:
@@ -48,8 +49,8 @@ class Several:
 class Judging:
     """Of whole groups, in threads of its own. `news`: notified when there is something to take."""
 
-    def __init__(self, rewards: Parts, tokenizer: Any):
-        self.rewards, self.tokenizer = rewards, tokenizer
+    def __init__(self, rewards: Parts, tokenizer: Any, spans: Spans):
+        self.rewards, self.tokenizer, self.spans = rewards, tokenizer, spans
         self.news = threading.Condition()
         self._threads = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="rewards")
         self._written: list[Written] = []
@@ -66,7 +67,9 @@ class Judging:
 
     def _judge(self, place: int, several: Several, request: RewardRequest, rollouts: Sequence[Rollout]) -> None:
         try:
-            self._tell(_written(place, several.questions, rollouts, several.judge(request, rollouts)))
+            with self.spans.during(JUDGING):
+                results = several.judge(request, rollouts)
+            self._tell(_written(place, several.questions, rollouts, results))
         except GivenUp:  # the run has been told to stop: the group stays as it is
             pass
         except BaseException as error:

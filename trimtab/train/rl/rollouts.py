@@ -24,7 +24,9 @@ from trimtab.train.pass_limit import NoRoom, memory_guard
 from trimtab.train.rl.answers import Admission, Answers, Collected, UnderWay, Wait
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.judging import Judging, Several
+from trimtab.train.rl.spans import Spans, Told
 from trimtab.train.rl.writing import Writing
+from trimtab.train.rl.writing_beside import WritingBeside
 
 ROLLOUT_FLAGS = "lower --rollout_slots, --rollout_kv_tokens, --generate_max_len or --micro_rollout_batch_size"
 SCORED_AT_ONCE = 64  # finished samples that go to a reward together while others are being written
@@ -38,13 +40,18 @@ class Rollouts(Role):
         tokenizer: Any,
         stopped: Callable[[], bool],
         tensor: Peers | None = None,
+        *,
+        beside: bool = False,
     ):
-        """`stopped`: whether to give up what is being written; `tensor`: who writes the same answers."""
+        """`stopped`: whether to give up what is being written; `tensor`: who writes the same answers; `beside`: the
+        engine can write while the policy learns."""
         self.engine, self.rewards = engine, rewards
         self.tokenizer, self.stopped = tokenizer, stopped
         self.tensor = tensor or Peers()
-        self._judging = Judging(rewards, tokenizer)
-        self.writing = Writing(engine, self._judging, stopped, self.tensor)
+        self._spans = Spans()
+        self._judging = Judging(rewards, tokenizer, self._spans)
+        writing = Writing(engine, self._judging, stopped, self.tensor)
+        self.writing: Writing | WritingBeside = WritingBeside(writing) if beside else writing
 
     def describe(self) -> dict[str, Any]:
         return {"exact": self.engine.exact, **described(self.rewards)}
@@ -53,6 +60,7 @@ class Rollouts(Role):
         self.engine.weights_changed(version)
 
     def close(self) -> None:
+        self.writing.close()
         self._judging.close()
         for reward, _ in self.rewards:
             reward.close()
@@ -92,20 +100,28 @@ class Rollouts(Role):
         except RewardFailed as failure:
             return failure
         except OutOfMemory as shortage:
+            self.writing.abandon()
             return no_room(shortage)
 
-    def pause(self, *, drained: bool = False) -> None:
-        """Until the next `collect` the engine is free for others."""
-        self.writing.pause()
+    def pause(self, *, drained: bool = False, seconds: float | None = None) -> bool:
+        """Whether the engine is free for others by now, until it is told to go on or, where the policy is in this
+        process, to `collect`. `drained`: an engine that writes by itself first ends what it has begun, if that takes no
+        more than so many seconds."""
+        return self.writing.pause(drained=drained, seconds=seconds)
 
     def go_on(self) -> None:
         """After a pause."""
+        self.writing.go_on()
 
     def unfinished(self) -> list[UnderWay]:
         return self.writing.unfinished()
 
     def waits(self) -> list[Wait]:
         return self.writing.waits()
+
+    def spans(self) -> list[Told]:
+        """What was written and judged when, since the last time."""
+        return self._spans.taken()
 
     # ---- answers
 

@@ -6,6 +6,9 @@ the weights as they are then, and go on. A group whose answers have all ended is
 Of a policy that is split over processes, all of them write and pause together, if there is nothing to write for some.
 Those of a tensor group have the same groups, write the same answers and go on or stop together: the first of them
 judges, and decides.
+
+Another thread than the one that writes may admit, take what was handed over, and ask (writing_beside.py). Neither waits
+for the other: each of their steps on what they share is one that Python does not interrupt.
 """
 
 import time
@@ -20,6 +23,7 @@ from trimtab.rollout.engine import Engine, Session
 from trimtab.rollout.types import Draft, Rollout, Sampling
 from trimtab.train.rl.answers import Admission, Collected, UnderWay, Wait
 from trimtab.train.rl.judging import Judging
+from trimtab.train.rl.spans import WRITING
 
 LOOK_EVERY = 0.05  # seconds after which a signal is noticed while rewards are waited for
 
@@ -38,12 +42,14 @@ class Sheet:
         """Those that have not ended."""
         return [draft for draft in self.drafts if draft.finish is None]
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(draft.ids) for draft in self.drafts)
-
-    def under_way(self) -> UnderWay:
-        return replace(self.group, drafts=list(self.drafts) if self.tokens else [])
+    def under_way(self, newer: list[Draft]) -> UnderWay:
+        """`newer`: what its open drafts have become."""
+        drafts = list(self.drafts)
+        for draft in newer:
+            known = drafts[draft.sample]
+            if known.finish is None and len(draft.ids) > len(known.ids):
+                drafts[draft.sample] = draft
+        return replace(self.group, drafts=drafts if any(draft.ids for draft in drafts) else [])
 
     def rollouts(self) -> list[Rollout]:
         (prompt,) = self.question.ids
@@ -55,16 +61,23 @@ class Sheet:
 
 
 class Writing:
-    def __init__(self, engine: Engine, judging: Judging, stopped: Callable[[], bool], tensor: Peers | None = None):
-        self.engine, self.judging, self.stopped = engine, judging, stopped
-        self.tensor = tensor or Peers()
+    def __init__(
+        self,
+        engine: Engine,
+        judging: Judging,
+        stopped: Callable[[], bool],
+        tensor: Peers,
+    ):
+        self.engine, self.judging, self.stopped, self.tensor = engine, judging, stopped, tensor
         self.sampling: Sampling | None = None
         self._sheets: dict[int, Sheet] = {}  # by place
-        self._next: deque[Sheet] = deque()  # not in the engine yet, the oldest first
+        self._next: deque[Sheet] = deque()  # not in the engine, the oldest first
         self._session: Session | None = None
         self._asked: dict[int, Sheet] = {}  # by the session's numbers
-        self._drawn = self._read_again = 0
+        # Sums since the beginning, and what of them has been told.
+        self._taken = self._drawn = self._read_again = 0
         self._seconds = 0.0
+        self._told = (0, 0, 0.0)
 
     # ---- what the loop asks
 
@@ -81,9 +94,9 @@ class Writing:
         """Write until a group is whole and judged, or for so many seconds; what has been done since the last time.
         None: told to stop. At once if there is nothing to write and nothing to judge."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        session = self._opened()
+        self._opened()
         while not self.tensor.any(self._enough(deadline)):
-            if self._next or session.busy:
+            if self.busy:
                 self.advance()
             elif self.tensor.leads:
                 with pulse.waiting(), self.judging.news:  # a reward has a limit of its own
@@ -102,38 +115,113 @@ class Writing:
             del self._sheets[found.place]
         if self.stopped() and not written:
             return None
-        done = Collected(written, self._drawn, self._read_again, len(written), self._seconds)
-        self._drawn, self._read_again, self._seconds = 0, 0, 0.0
-        return done
+        sums, (drawn, read_again, seconds) = (self._drawn, self._read_again, self._seconds), self._told
+        self._told = sums
+        return Collected(written, sums[0] - drawn, sums[1] - read_again, len(written), sums[2] - seconds)
 
-    def pause(self) -> None:
-        """Set everything down; the engine is free for others."""
-        session, self._session = self._session, None
-        if session is None:
-            return
-        with session:
+    def pause(self, *, drained: bool = False, seconds: float | None = None) -> bool:
+        """Set everything down at once: the engine is free for others until the next `collect`."""
+        if (session := self._session) is not None:
             session.abort()
             while session.busy:
                 for rollout in session.advance():
                     self._take(rollout)
-        self._asked.clear()
-        self._next = deque(sheet for sheet in self._sheets.values() if sheet.open)
-        self.engine.rest()
+            self._close(session)
+            self.engine.rest()
+        return True
+
+    def go_on(self) -> None:
+        """The next `collect` does."""
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is under way."""
+        return not self._sheets
 
     def unfinished(self) -> list[UnderWay]:
-        """Everything that was admitted and not handed over."""
-        return [sheet.under_way() for sheet in self._sheets.values()]
+        """Everything that was admitted and not handed over, as it is now."""
+        session, asked = self._session, dict(self._asked)
+        newer = {} if session is None else session.drafts()
+        so_far = {id(sheet): newer.get(number, []) for number, sheet in asked.items()}
+        return [sheet.under_way(so_far.get(id(sheet), [])) for sheet in list(self._sheets.values())]
 
     def waits(self) -> list[Wait]:
-        now = time.monotonic()
-        return [wait for sheet in self._sheets.values() for wait in self._waits_of(sheet, now)]
-
-    def _waits_of(self, sheet: Sheet, now: float) -> list[Wait]:
-        waiting = sheet.open or sheet.drafts
-        what = "its reward" if not sheet.open else "the engine" if sheet in self._next else "its next token"
-        return [Wait(sheet.group.place, d.sample, what, len(d.ids), now - sheet.since) for d in waiting]
+        now, session, later = time.monotonic(), self._session, list(self._next)
+        asked = {id(sheet): number for number, sheet in list(self._asked.items())}
+        lengths = {} if session is None else session.at_work()
+        waits: list[Wait] = []
+        for sheet in list(self._sheets.values()):
+            for draft in sheet.open or sheet.drafts:
+                tokens = lengths.get((asked.get(id(sheet), -1), draft.sample), len(draft.ids))
+                if draft.finish is not None:
+                    what = "its reward"
+                elif sheet in later:
+                    what = "a place in the engine"
+                else:
+                    what = "its next token" if tokens > len(draft.ids) else "its first token from the engine"
+                waits.append(Wait(sheet.group.place, draft.sample, what, tokens, now - sheet.since))
+        return waits
 
     # ---- the engine
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine has anything to write."""
+        return bool(self._next) or (self._session is not None and self._session.busy)
+
+    def advance(self, *, begin: bool = True) -> None:
+        """Write for a moment. `begin`: also what has not begun."""
+        began = time.monotonic()
+        with self.judging.spans.during(WRITING):
+            session = self._opened()
+            while begin and self._next:
+                self._begin(session, self._next.popleft())
+            if session.busy:
+                for rollout in session.advance():
+                    self._take(rollout)
+        known = sum(len(draft.ids) for sheet in self._asked.values() for draft in sheet.open)
+        self._drawn = self._taken + sum(session.at_work().values()) - known
+        self._seconds += time.monotonic() - began
+
+    def withdraw(self) -> None:
+        """Groups of which the engine has written nothing since it got them have not begun: it gives them back."""
+        if (session := self._session) is None:
+            return
+        lengths = session.at_work()
+        waiting = [
+            number
+            for number, sheet in self._asked.items()
+            if sheet.open and all(lengths.get((number, draft.sample)) == len(draft.ids) for draft in sheet.open)
+        ]
+        if waiting:
+            session.abort(waiting)
+            for rollout in session.advance():
+                self._take(rollout)
+            self._next.extendleft(reversed([self._asked.pop(number) for number in waiting]))
+
+    @property
+    def begun(self) -> bool:
+        """Whether the engine is in the middle of answers."""
+        return self._session is not None and self._session.busy
+
+    def abandon(self) -> None:
+        """After the engine has failed: what it has said so far is kept."""
+        if (session := self._session) is None:
+            return
+        for number, drafts in session.drafts().items():
+            for draft in drafts:
+                self._put(self._asked[number], draft)
+        self._close(session)
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+
+    def _close(self, session: Session) -> None:
+        session.close()
+        self._session = None
+        self._next.extendleft(reversed([sheet for sheet in self._asked.values() if sheet.open]))
+        self._asked.clear()
 
     def _opened(self) -> Session:
         if self._session is None:
@@ -141,32 +229,24 @@ class Writing:
             self._session = self.engine.session(self.sampling)
         return self._session
 
-    def advance(self) -> None:
-        """Write for a moment."""
-        began = time.monotonic()
-        session = self._opened()
-        while self._next:
-            self._begin(session, self._next.popleft())
-        if session.busy:
-            for rollout in session.advance():
-                self._take(rollout)
-        self._seconds += time.monotonic() - began
-
     def _begin(self, session: Session, sheet: Sheet) -> None:
         sheet.since = time.monotonic()
         if not sheet.open:  # only its rewards are missing
             return self._judge(sheet)
         (ids,), (seed,) = sheet.question.ids, sheet.question.seeds
-        drafts = sheet.open if sheet.tokens else None
+        fresh = not any(draft.ids for draft in sheet.drafts)
+        self._asked[session.add(ids, seed=seed, drafts=None if fresh else sheet.open)] = sheet
         self._read_again += sum(len(draft.ids) for draft in sheet.open)
-        self._asked[session.add(ids, seed=seed, drafts=drafts)] = sheet
 
     def _take(self, rollout: Rollout) -> None:
-        sheet, draft = self._asked[rollout.prompt], Draft.of(rollout)
-        self._drawn += len(draft.ids) - len(sheet.drafts[draft.sample].ids)
-        sheet.drafts[draft.sample] = draft
+        sheet = self._asked[rollout.prompt]
+        self._put(sheet, Draft.of(rollout))
         if not sheet.open:
             self._judge(sheet)
+
+    def _put(self, sheet: Sheet, draft: Draft) -> None:
+        self._taken += len(draft.ids) - len(sheet.drafts[draft.sample].ids)
+        sheet.drafts[draft.sample] = draft
 
     def _judge(self, sheet: Sheet) -> None:
         sheet.since = time.monotonic()
