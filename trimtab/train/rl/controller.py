@@ -58,10 +58,8 @@ class Controller:
         if options.replay:
             assert self.recording is not None
             self.recording.check_holds(self.order.steps, self.iterations)
-            options, line = self.recording.taken_over(options)
-            if line is not None:
+            if line := self.recording.outlived(options):
                 world.say(line)
-            self.options = options
         self.check_models()
         self.options, self.memory_plan = with_planned_passes(
             options, device, world, lambda: work_of_prompts(options, self.stores)

@@ -31,6 +31,25 @@ OF_OUTLIVING = ("async_staleness", "mismatch_correction", "mismatch_range")
 Sampled = tuple[Experience | None, int, dict[str, float]]
 
 
+def as_recorded(options: RLOptions) -> RLOptions:
+    """The options of a replay, with what the asynchronous run that was recorded decides for all tokens unless they say
+    otherwise. Every process of a run asks, before any of them speaks."""
+    if not options.replay:
+        return options
+    changes: dict[str, Any] = {}
+    try:
+        with Recording(Path(options.replay), {}, None).opened(0) as (_, described):
+            if (outliving := described.get("outliving")) is not None:
+                changes = {name: outliving[name] for name in OF_OUTLIVING}
+                changes["mismatch_range"] = tuple(changes["mismatch_range"])
+    except UserError:
+        return options  # the first process, which looks through all of it, says what is wrong
+    own = {"mismatch_range"} & options.given
+    if {"mismatch_correction", "enable_vllm_is_correction"} & options.given:
+        own = {"mismatch_correction", "mismatch_range"}
+    return dataclasses.replace(options, **{name: value for name, value in changes.items() if name not in own})
+
+
 class Recording:
     def __init__(self, folder: Path, cut: dict[str, int], data: str | None):
         """`cut`: the options that say how many answers an iteration has; `data`: the prompts' fingerprint. What is left
@@ -71,7 +90,7 @@ class Recording:
         iterations needs; the tensors are not read."""
         iteration = 0
         while prompts > 0 and iteration < iterations:
-            with self._opened(iteration) as (_, described):
+            with self.opened(iteration) as (_, described):
                 prompts -= described["prompts"]
                 outliving = described.get("outliving")
                 if iteration and _correction(outliving) != _correction(self.outliving):
@@ -82,20 +101,13 @@ class Recording:
                 self.outliving = outliving
             iteration += 1
 
-    def taken_over(self, options: RLOptions) -> tuple[RLOptions, str | None]:
-        """Of a recording that was looked through: the options of its replay, with what an asynchronous run decides for
-        all tokens, and a line about it."""
+    def outlived(self, options: RLOptions) -> str | None:
+        """Of a recording that was looked through: a line about one of an asynchronous run."""
         if self.outliving is None:
-            return options, None
-        changes = {"async_staleness": self.outliving["async_staleness"]}
-        if not any(name in options.given for name in ("mismatch_correction", "enable_vllm_is_correction")):
-            changes["mismatch_correction"] = self.outliving["mismatch_correction"]
-            if "mismatch_range" not in options.given:
-                changes["mismatch_range"] = tuple(self.outliving["mismatch_range"])
-        options = dataclasses.replace(options, **changes)
+            return None
         kind, (low, high) = options.mismatch_correction, options.mismatch_range
         weighed = "alike" if kind is None else f"by --mismatch_correction {kind} --mismatch_range {low:g} {high:g}"
-        return options, f"--replay {self.folder}: of an asynchronous run; its tokens are weighed {weighed}"
+        return f"--replay {self.folder}: of an asynchronous run; its tokens are weighed {weighed}"
 
     # ---- in the run
 
@@ -111,7 +123,7 @@ class Recording:
             save_file(tensors, beside, metadata={"iteration": json.dumps(described)})
 
     def read(self, iteration: int) -> Sampled:
-        with self._opened(iteration) as (file, described):
+        with self.opened(iteration) as (file, described):
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             experience = Experience.from_tensors(tensors) if tensors else None
             if experience is not None:
@@ -136,7 +148,7 @@ class Recording:
             )
 
     @contextmanager
-    def _opened(self, iteration: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+    def opened(self, iteration: int) -> Iterator[tuple[Any, dict[str, Any]]]:
         """A file of tensors, and what it says of itself."""
         path = self._path(iteration)
         if not path.is_file():

@@ -26,7 +26,7 @@ from trimtab.train.rl.checks import (
 from trimtab.train.rl.controller import iterations_of
 from trimtab.train.rl.cut import updates_per_iteration
 from trimtab.train.rl.description import layout_of_units, units_of
-from trimtab.train.rl.recording import Recording
+from trimtab.train.rl.recording import Recording, as_recorded
 from trimtab.train.rl.supply import order_of_prompts
 from trimtab.train.rl.text import load_text
 
@@ -41,7 +41,7 @@ def rehearse_rl(
     units: Callable[[Any, int], list[Unit]] = units_of,
 ) -> list[str]:
     """Everything that can go wrong before the first step, on a few rows and without the weights."""
-    device = find_device()
+    options, device = as_recorded(options), find_device()
     described = units(options, options.processes)
     check_shares(options, described)
     placed = table(layout_of_units(options, described).rows()) if options.ray else []
@@ -63,7 +63,7 @@ def rehearse_rl(
     if options.replay and (recording := Recording.of(options)):
         # The run itself knows all prompts, and asks for more.
         recording.check_holds(order.steps, iterations_of(order, options))
-        options, replayed = recording.taken_over(options)
+        replayed = recording.outlived(options)
     prompts, about = usable_rows(reports["train"], options.max_samples, len(stores["train"]))
     whole = dataclasses.replace(order, samples=prompts)
     if not about:
