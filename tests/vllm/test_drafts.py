@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from tests.rollout.test_drafts import assert_same, check_under_new_weights, interrupted
+from tests.rollout.test_drafts import assert_same, check_under_new_weights, interrupted, trained
 from tests.vllm.conftest import engine_of, write_model
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.models.selfcheck import choose_path
@@ -21,7 +22,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     policy = write_model(folder, tie_word_embeddings=True)
     choose_path(policy)
-    engine = engine_of(folder, policy, tokenizer=make_tokenizer())
+    engine = engine_of(folder, policy, tokenizer=make_tokenizer(), slots=64)
     yield engine, policy
     engine.close()
 
@@ -92,6 +93,16 @@ def test_an_empty_draft_is_the_sample_from_the_beginning(made):
         session.add(PROMPTS[0], seed=4, drafts=[Draft.empty(2), Draft.empty(0)])
         found = sorted(session, key=lambda r: r.sample)
     assert_same(found, [expected[0], expected[2]], LIMIT)
+
+
+def test_more_to_read_than_one_pass_holds_is_read_one_after_another(made):
+    """Seeded requests that are read in pieces end vLLM on a CPU."""
+    engine, policy = made
+    given = [[5 + i, *range(3, 60), *range(3, 55)] for i in range(40)]  # 4,400 tokens
+    rollouts = engine.generate(given, Sampling(max_new_tokens=4), seeds=range(40))
+    assert len(rollouts) == 40
+    for rollout in rollouts:
+        np.testing.assert_allclose(rollout.log_probs, trained(policy, rollout, 1.0), atol=LIMIT)
 
 
 # Last: it changes the weights.

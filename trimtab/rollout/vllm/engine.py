@@ -46,6 +46,7 @@ class VLLMEngine:
         """`weights`: of a policy in this process."""
         load_vllm()
         from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
         if weights is not None and settings.tensor_parallel > 1:
@@ -59,16 +60,19 @@ class VLLMEngine:
         self._names = map(str, itertools.count())
         if settings.tensor_parallel == 1:
             be_alone()
-        adapting: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         if settings.adapter_rank:
-            adapting = {
+            more = {
                 "enable_lora": True,
                 "max_lora_rank": rank_that_fits(settings.adapter_rank),
                 "max_loras": 1,
                 "max_cpu_loras": 2,
             }
         if settings.tensor_parallel > 1:
-            adapting |= {"distributed_executor_backend": "mp", "tensor_parallel_size": settings.tensor_parallel}
+            more |= {"distributed_executor_backend": "mp", "tensor_parallel_size": settings.tensor_parallel}
+        if current_platform.is_cpu():
+            # It reads a prompt in pieces when a pass is full, and then cannot set a seeded stream back on a CPU.
+            more |= {"enable_chunked_prefill": False}
         try:
             self.llm = LLMEngine.from_engine_args(
                 EngineArgs(
@@ -88,7 +92,7 @@ class VLLMEngine:
                     disable_log_stats=True,
                     use_tqdm_on_load=False,
                     worker_extension_cls=RECEIVER,
-                    **adapting,
+                    **more,
                 )
             )
         except (ValueError, RuntimeError) as error:  # no memory, a kind of model that it does not know
