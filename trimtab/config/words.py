@@ -56,6 +56,9 @@ WORDS = (
     Word("TRL", "report_to", "--use_wandb or --use_tensorboard FOLDER"),
     Word("TRL", "warmup_steps", "--lr_warmup_ratio"),
     Word("TRL", "adam_beta1", "--adam_betas 0.9 0.95"),
+    Word("TRL", "max_staleness", "--async_train --async_staleness"),  # of its asynchronous GRPO, as the next two
+    Word("TRL", "queue_maxsize", "--async_train --async_queue_size"),
+    Word("TRL", "max_inflight_tasks", "--rollout_slots"),
     Word("TRL", "fp16", "--bf16"),
     Word("TRL", "torch_dtype", "--bf16"),
     Word("TRL", "dtype", "--bf16"),
@@ -87,6 +90,16 @@ WORDS = (
     Word("verl", "trainer.test_freq", "--eval_steps", exact=True),
     Word("verl", "trainer.default_local_dir", "--ckpt_path", exact=True),
     Word("verl", "trainer.n_gpus_per_node", "--nproc", exact=True),
+    Word("verl", "async_training.staleness_threshold", "--async_train --async_staleness"),
+    Word("verl", "async_training.partial_rollout", "--async_train --partial_rollout"),
+    # what others call how old answers may get
+    Word("prime-rl", "max_off_policy_steps", "--async_train --async_staleness"),
+    Word("prime-rl", "orchestrator.max_off_policy_steps", "--async_train --async_staleness"),
+    Word("prime-rl", "max_async_level", "--async_train --async_queue_size"),
+    Word("AReaL", "max_head_offpolicyness", "--async_train --async_staleness"),
+    Word("AReaL", "rollout.max_head_offpolicyness", "--async_train --async_staleness"),
+    Word("SkyRL", "trainer.fully_async.max_staleness_steps", "--async_train --async_staleness"),
+    Word("NeMo-RL", "grpo.async_grpo.max_trajectory_age_steps", "--async_train --async_staleness"),
 )
 
 VERBS = {
@@ -131,8 +144,8 @@ def page() -> str:
     lines = [
         "# Other tools' words",
         "",
-        "What TRL and verl call things, and what leads to the same here. Error messages know this table too: it is",
-        "that of `trimtab/config/words.py`. OpenRLHF's names (v0.7 to v0.8) are ours, and many of TRL's are accepted",
+        "What TRL, verl and others call things, and what leads to the same here. Error messages know this table too:",
+        "it is that of `trimtab/config/words.py`. OpenRLHF's names (v0.7 to v0.8) are ours, and many of TRL's are accepted",
         "as they are: `--help all` shows them as `also --NAME`.",
         "",
         "| tool | word | here | |",
