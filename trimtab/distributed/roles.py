@@ -101,6 +101,11 @@ class Group(ABC):
     def call(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> list[Any]:
         return self.start(method, parts, **shared).wait()
 
+    def one_a_part(self, results: Sequence[Any]) -> list[Any]:
+        """Of what every process has said, that of the first one with each part."""
+        parts = list(self.processes.parts)
+        return [results[parts.index(part)] for part in range(self.size)]
+
     @abstractmethod
     def each(self, method: str, values: Sequence[Any]) -> list[Any]:
         """Have a method run in every process, each with a value of its own, also where several share a part."""

@@ -6,7 +6,7 @@ are in every checkpoint, so a run that was stopped anywhere goes on as if it had
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -346,8 +346,17 @@ class RLRun:
                 counters.kl_coefficient = adapted(counters.kl_coefficient, *args)
         self.files.keep_samples(counters.iteration, work.experience)
         self.files.keep_places(counters.iteration, self.supply.settled())
+        self.tell_of_engines()
         memory = max(self.roles.actor.call("memory_gib"))
         return row | self.files.clock(work.seconds, row["tokens"], options.max_epochs, memory)
+
+    def tell_of_engines(self) -> None:
+        """Where answers outlive an update, the time-line has who wrote and judged when."""
+        if self.options.outlives_updates:
+            rollouts = self.roles.rollouts
+            with suppress(EngineLost):  # whoever asks it for more will have it mended
+                for process, told in enumerate(rollouts.one_a_part(rollouts.call("spans"))):
+                    self.files.time_line.tell(process, told, self.counters.iteration)
 
     def is_done(self, after: Iteration | None = None) -> bool:
         """Whether nothing is left to do, or nothing will be after the work in hand."""

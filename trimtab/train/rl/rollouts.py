@@ -91,12 +91,15 @@ class Rollouts(Role):
         """Write these groups too, from now on or from the next `collect`."""
         self.writing.admit(admission, sampling)
 
-    def collect(self, *, seconds: float | None = None) -> Collected | RewardFailed | NoRoom | None:
-        """What was written and judged since the last time, as soon as there is a group, or after so many seconds.
+    def collect(
+        self, *, seconds: float | None = None, at_once: bool = True
+    ) -> Collected | RewardFailed | NoRoom | None:
+        """What was written and judged since the last time, after so many seconds or, `at_once`, as soon as there is a
+        group; who writes by itself is not held up by either.
         None: told to stop. Failures are handed back as by `sample`; the groups are then still among the unfinished."""
         try:
             with memory_guard():
-                return self.writing.collect(seconds)
+                return self.writing.collect(seconds, at_once=at_once)
         except RewardFailed as failure:
             return failure
         except OutOfMemory as shortage:

@@ -90,12 +90,12 @@ class Writing:
             self._sheets[group.place] = sheet
             self._next.append(sheet)
 
-    def collect(self, seconds: float | None = None) -> Collected | None:
-        """Write until a group is whole and judged, or for so many seconds; what has been done since the last time.
-        None: told to stop. At once if there is nothing to write and nothing to judge."""
+    def collect(self, seconds: float | None = None, *, at_once: bool = True) -> Collected | None:
+        """Write for so many seconds or, `at_once`, until a group is whole and judged; what has been done since the last
+        time. None: told to stop. It ends where there is nothing to write and nothing to judge."""
         deadline = None if seconds is None else time.monotonic() + seconds
         self._opened()
-        while not self.tensor.any(self._enough(deadline)):
+        while not self.tensor.any(self._enough(deadline, at_once)):
             if self.busy:
                 self.advance()
             elif self.tensor.leads:
@@ -103,11 +103,12 @@ class Writing:
                     self.judging.news.wait_for(lambda: self.judging.ready, LOOK_EVERY)
         return self.handed_over()
 
-    def _enough(self, deadline: float | None) -> bool:
+    def _enough(self, deadline: float | None, at_once: bool) -> bool:
         if not self.tensor.leads:
             return self.stopped()
         late = deadline is not None and time.monotonic() >= deadline
-        return late or self.judging.ready or not self._sheets or self.stopped()
+        ready = self.judging.ready and (at_once or not self.busy)
+        return late or ready or not self._sheets or self.stopped()
 
     def handed_over(self) -> Collected | None:
         written = self.judging.take()

@@ -37,7 +37,7 @@ class WritingBeside:
                 self._thread.start()
             self._news.notify_all()
 
-    def collect(self, seconds: float | None = None) -> Collected | None:
+    def collect(self, seconds: float | None = None, *, at_once: bool = True) -> Collected | None:
         deadline = None if seconds is None else time.monotonic() + seconds
         with pulse.waiting(), self._news:  # the loop has a limit for it
             while not self._enough(deadline):

@@ -8,6 +8,7 @@ import torch
 
 from tests.train.rl.asynchronous.writers import FakeAsking, Process, Several
 from trimtab.config.jobs import GRPOOptions
+from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.types import Sampling
@@ -197,6 +198,16 @@ def test_a_synchronous_run_goes_on_as_an_asynchronous_one():
     while run.iterate():
         pass
     assert run.settled() == list(range(6, run.order.steps))
+
+
+def test_a_bound_that_the_answers_of_a_checkpoint_cannot_keep_is_refused():
+    run = Run(11, async_staleness=2)
+    run.iterate()
+    tensors, state, *_ = run.saved()
+    later = json.loads(state)
+    later["ledger"]["iteration"] += 3
+    with pytest.raises(UserError, match=r"--async_staleness 2: answers of the checkpoint would be older .* give 2 and"):
+        run.supply.restore(tensors, later)
 
 
 def test_figures_of_age_are_those_of_what_was_handed_out():

@@ -38,7 +38,7 @@ class Process:
             self.groups[group.place] = replace(group, drafts=drafts)
             self.lengths[group.place] = max(self.random.randint(1, self.longest), len(drafts[0].ids))
 
-    def collect(self, *, seconds: float) -> Collected | RewardFailed | None:
+    def collect(self, *, seconds: float, at_once: bool) -> Collected | RewardFailed | None:
         self.writing = True
         drawn, written = 0, []
         for place in [] if self.stuck else list(self.groups):
@@ -62,8 +62,9 @@ class Process:
         scores = [float(group.row % 3), 1.0]
         return Written(group.place, Answers(Experience.of([group.row] * SAMPLES, rollouts), [RewardResult(scores)]))
 
-    def pause(self, *, drained: bool) -> None:
+    def pause(self, *, drained: bool, seconds: float) -> bool:
         self.writing = False
+        return True
 
     def go_on(self) -> None:
         self.writing = True

@@ -35,8 +35,6 @@ from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.recording import Sampled
 from trimtab.train.rl.supply import Supply, useful_groups
 
-ALONE, TOGETHER = 1.0, 0.2  # seconds between two looks at one process, which comes when it has something; at several
-
 
 class Ahead(Supply):
     exact = False  # older weights have drawn some of it
@@ -68,6 +66,7 @@ class Ahead(Supply):
         with self.clock.waiting():
             while (chosen := self._batch()) is None:
                 self._admit()
+                self.writers.go_on()
                 if stop.signal or not self._collect() or stop.signal:
                     return None
         filtered = list(ledger.filtered)
@@ -112,8 +111,7 @@ class Ahead(Supply):
 
     def _collect(self) -> bool:
         """Have them write for a while. False: told to stop."""
-        alone = self.asking.rollouts.size == 1 and not self.writers.apart
-        news = self.writers.collect(ALONE if alone else TOGETHER)
+        news = self.writers.collect()
         for group in news.written:
             self.written[group.place] = group.answers
             self.ledger.finish(group.place)
@@ -153,7 +151,10 @@ class Ahead(Supply):
     @contextmanager
     def paused(self) -> Iterator[None]:
         were_writing = self.writers.writing
-        self.writers.pause()
+        drained = not self.options.partial_rollout
+        self.watchdog.moved()
+        while not self.writers.pause(drained=drained):
+            drained = self._collect() and drained  # told to stop, nobody waits for answers to end
         yield
         if were_writing:
             self.writers.go_on()

@@ -23,6 +23,7 @@ from trimtab.train.rl.answers import Admission, Collected, UnderWay, Wait, Writt
 from trimtab.train.rl.asking import Asking
 
 STORE = "train"
+ALONE, TOGETHER = 1.0, 0.2  # seconds between two looks at one process, and at several
 PATIENCE = 10.0  # seconds within which one who may hang says what it holds
 
 
@@ -54,7 +55,6 @@ class Writers:
     def __init__(self, options: RLOptions, asking: Asking, sampling: Sampling):
         self.asking, self.sampling = asking, sampling
         self.apart = options.engines_apart > 0  # they write while the trainer learns
-        self.drained = self.apart and not options.partial_rollout
         self.writing = False  # now, or as soon as they are asked what they have
         self.held: dict[int, UnderWay] = {}  # by place, as they were given out
         self._process: dict[int, int] = {}  # which has it
@@ -96,12 +96,15 @@ class Writers:
                 f"a column of the prompt data cannot be sent to another process ({error}); drop it, or train in one"
             ) from error
 
-    def collect(self, seconds: float) -> News:
-        """What is there, as soon as a group is, or after so long."""
-        self.go_on()
+    def collect(self) -> News:
+        """What has come of it; where the engine is with the policy, it writes meanwhile. One process comes back as soon
+        as it has a group. Of several none does, because it would only wait for the others."""
+        alone = self.group.size == 1
         news = News()
         try:
-            told = self._told(self._call("collect", seconds=seconds))
+            told = self.group.one_a_part(
+                self._call("collect", seconds=ALONE if alone else TOGETHER, at_once=alone or self.apart)
+            )
         except OutOfMemory as shortage:  # one of several processes has called off what all were doing
             self.group.meet_again()
             news.problem = rollouts.no_room(shortage)
@@ -112,11 +115,12 @@ class Writers:
             del self.held[written.place], self._process[written.place]
         return news
 
-    def pause(self) -> None:
-        """Nobody writes; those who were at it go on later."""
-        if self.writing:
-            self._call("pause", drained=self.drained)
+    def pause(self, *, drained: bool = False) -> bool:
+        """Whether nobody writes by now; those who were at it go on later. `drained`: engines of their own first end
+        what they have begun, which takes a while."""
+        if self.writing and all(self.group.one_a_part(self._call("pause", drained=drained, seconds=TOGETHER))):
             self.writing = False
+        return not self.writing
 
     def go_on(self) -> None:
         if not self.writing:
@@ -130,7 +134,7 @@ class Writers:
         try:
             if not self.apart:
                 self.pause()
-            for part in self._told(self.group.start("unfinished").wait(PATIENCE if self.apart else None)):
+            for part in self.group.one_a_part(self.group.start("unfinished").wait(PATIENCE if self.apart else None)):
                 found |= {group.place: group for group in part}
         except (RunFailed, OutOfMemory) as error:
             print(f"answers under way begin anew on resume, since who writes them does not answer: {error}", flush=True)
@@ -139,7 +143,7 @@ class Writers:
 
     def waits(self) -> list[Wait]:
         try:
-            told = self._told(self.group.start("waits").wait(PATIENCE if self.apart else None))
+            told = self.group.one_a_part(self.group.start("waits").wait(PATIENCE if self.apart else None))
         except RunFailed:
             return [Wait(g.place, 0, "an engine that does not answer", 0, 0.0) for g in self.held.values()]
         return [wait for part in told for wait in part]
@@ -154,7 +158,7 @@ class Writers:
 
     def engine_replaced(self) -> None:
         """One of them: whatever nobody has any more is given out again."""
-        known = {group.place for part in self._told(self.group.call("unfinished")) for group in part}
+        known = {group.place for part in self.group.one_a_part(self.group.call("unfinished")) for group in part}
         self._admit(group for place, group in self.held.items() if place not in known)
 
     def _mend(self, lost: EngineLost) -> None:
@@ -170,8 +174,3 @@ class Writers:
                 return self.group.call(method, **shared)
             except EngineLost as lost:
                 self._mend(lost)
-
-    def _told(self, results: list[Any]) -> list[Any]:
-        """Of those who write the same, what the first says."""
-        parts = list(self.group.processes.parts)
-        return [results[parts.index(part)] for part in range(self.group.size)]
