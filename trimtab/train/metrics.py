@@ -27,10 +27,11 @@ class MetricsFile:
         """`resume_from`: the step of the checkpoint a run goes on from; rows after it are removed; `key`: what a row
         calls its step."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._key, self.last = key, -1  # step of the last row
         if resume_from is None:
             _set_aside(path)
         else:
-            _keep_until(path, resume_from, key)
+            self.last = max((row[key] for row in _keep_until(path, resume_from, key)), default=-1)
         self._file = path.open("a")
 
     def write(self, row: dict) -> None:
@@ -38,6 +39,7 @@ class MetricsFile:
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+        self.last = row[self._key]
 
     def close(self) -> None:
         # Rows are flushed one by one: what fails now is a row whose failure was told, and must not hide it.
@@ -68,9 +70,10 @@ def _row(line: bytes, key: str) -> dict | None:
     return row if isinstance(row, dict) and type(row.get(key)) is int else None
 
 
-def _keep_until(path: Path, step: int, key: str) -> None:
+def _keep_until(path: Path, step: int, key: str) -> list[dict]:
     kept = [row for row in read_rows(path, key) if row[key] <= step]
     write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+    return kept
 
 
 def _set_aside(path: Path) -> None:

@@ -140,7 +140,7 @@ class RunFiles:
 
     def keep_places(self, iteration: int, settled: dict[str, list[int]] | None) -> None:
         """ledger.jsonl: which places of the data an iteration has trained, and which were filtered before it."""
-        if self._ledger is not None and settled is not None:
+        if self._ledger is not None and settled is not None and iteration > self._ledger.last:
             with writing(f"--save_path {self.folder}: cannot write there"):
                 self._ledger.write({"iteration": iteration, **settled})
 

@@ -91,6 +91,8 @@ class RLRun:
             # Before the start is measured there is no row to keep, not even one of a measurement that came later.
             begun = self.counters.iteration > 0 or self.counters.start_is_measured
             self.files.open(self.counters.iteration if begun else -1, self.roles, resumed=resumed)
+            if resumed and self.iteration is None:  # the disk may have been full when it was to be told
+                self.files.keep_places(self.counters.iteration, self.supply.settled())
             self.run_iterations(stop)
 
     def run_iterations(self, stop: StopRequest) -> None:
@@ -333,6 +335,9 @@ class RLRun:
         counters.iteration += 1
         counters.prompts_used += work.prompts
         self.iteration = None
+        # In one breath with that: a checkpoint that is made from here on knows that the batch is trained.
+        settled = self.supply.settled()
+        self.files.keep_places(counters.iteration, settled)
         row = row_of(work, counters, options.async_staleness)
         row |= {
             "epoch": round(counters.prompts_used / self.order.samples_per_epoch, 6),
@@ -345,7 +350,6 @@ class RLRun:
                 args = (row["kl"], options.kl_target, options.kl_horizon, len(work.experience))
                 counters.kl_coefficient = adapted(counters.kl_coefficient, *args)
         self.files.keep_samples(counters.iteration, work.experience)
-        self.files.keep_places(counters.iteration, self.supply.settled())
         self.tell_of_engines()
         memory = max(self.roles.actor.call("memory_gib"))
         return row | self.files.clock(work.seconds, row["tokens"], options.max_epochs, memory)

@@ -10,11 +10,13 @@ import pytest
 
 from tests import warm
 from tests.train.rl.asynchronous.async_run import check_ledger, kill_after, tell_while_collecting, words
-from tests.train.rl.rl_run import arguments, assert_identical, result, rows, without
+from tests.train.rl.rl_run import EPISODES, PROMPTS, arguments, assert_identical, result, rows, without
 from tests.train.rl.test_groups import folder  # noqa: F401
 from tests.train.rl.test_resume import at
 from trimtab.cli.main import main
+from trimtab.errors import CannotWrite
 from trimtab.train.metrics import read_rows
+from trimtab.train.rl.files import RunFiles
 
 SLOW = """
 import random, time
@@ -135,6 +137,24 @@ def test_answers_that_a_signal_finds_half_written_are_written_on(folder, tmp_pat
     check_ledger(tmp_path)
     first = next(row for row in rows(tmp_path) if row["step"] == int(saved.name.removeprefix("global_step")) + 1)
     assert first["read_again"] >= written, "they were read again, and not written again"
+
+
+@pytest.mark.parametrize("method", ["keep_samples", "keep_places"])
+def test_a_disk_that_fills_up_after_an_update_repeats_and_loses_no_prompt(folder, tmp_path, monkeypatch, method):  # noqa: F811
+    plain = getattr(RunFiles, method)
+
+    def full(self, iteration, *more):
+        if iteration == 3:
+            raise CannotWrite("no space left")
+        plain(self, iteration, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFiles, method, full)
+        assert main(words(folder, tmp_path, "grpo")) == 2
+    assert main([*words(folder, tmp_path, "grpo"), "--load_checkpoint"]) == 0
+    lines = read_rows(tmp_path / "ledger.jsonl", key="iteration")
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5]
+    assert sorted(place for line in lines for place in line["trained"]) == list(range(PROMPTS * EPISODES))
 
 
 def test_a_checkpoint_of_answers_ahead_is_not_for_a_synchronous_run(folder, tmp_path, capsys):  # noqa: F811

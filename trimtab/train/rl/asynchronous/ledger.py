@@ -71,7 +71,7 @@ class Ledger:
     @property
     def is_spent(self) -> bool:
         """Whether every place has been admitted."""
-        return self.admitted == self.places
+        return self.admitted >= self.places  # more, if there are fewer now than before a resume
 
     def batch(self) -> list[int] | None:
         """The places of the next batch: fewer than B only at the end of the data. None: it is not there yet."""
