@@ -10,7 +10,9 @@ from tests.rollout.test_builtin_engine import FAMILIES, TIGHT, policy_of, prompt
 from trimtab.data.batches import TokenBatch
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
+from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.types import Draft, Sampling
 
 PROMPTS, SEEDS = prompts((5, 17, 33, 1)), [11, 12, 13, 14]
@@ -147,6 +149,35 @@ def check_under_new_weights(engine, policy, sampling, steps, limit=1e-5, **given
 def test_under_new_weights_every_token_has_the_log_prob_and_the_version_of_those_that_drew_it(memory):
     policy = policy_of()
     check_under_new_weights(BuiltinEngine(policy, **memory), policy, DRAWN, 5)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_answers_read_in_one_row_leave_the_keys_and_values_of_those_that_go_on_from_pages(family):
+    policy, answers = policy_of(family), prompts((9, 1, 22), seed=3)
+    shape, _ = Runner.measure(policy)
+    found = []
+    for together in (False, True):
+        cache = KVCache(shape, 60, 4, policy.device)
+        pages, asked = iter(range(1, 61)), []
+        with Runner(policy, cache) as runner, torch.no_grad():
+            for prompt in PROMPTS[:3]:
+                own = [next(pages) for _ in range(-(-len(prompt) // 4))]
+                runner.read([(prompt, 0, own)])
+                whole = len(prompt) // 4
+                texts = []
+                for ids in answers[:2] if len(prompt) > 20 else answers:
+                    further = [next(pages) for _ in range(-(-(len(prompt) + len(ids)) // 4) - whole)]
+                    cache.copy_pages([(own[whole], further[0])] if len(prompt) % 4 else [])
+                    texts.append((ids, own[:whole] + further))
+                asked.append((prompt, texts))
+            if together:
+                runner.read_answers(asked)
+            else:
+                for prompt, texts in asked:
+                    runner.read([(prompt + ids, len(prompt), held) for ids, held in texts])
+        found.append(torch.stack([cache.keys, cache.values])[:, :, 1:])  # page 0 is nobody's
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+    assert found[0].abs().sum() > 0
 
 
 def test_drafts_are_those_samples_alone_and_count_towards_the_limit():

@@ -5,7 +5,7 @@ import torch
 from trimtab.rollout.builtin.captured import CapturedGraphs
 from trimtab.rollout.builtin.graphs import CannotCapture
 from trimtab.rollout.builtin.runner import Runner
-from trimtab.rollout.builtin.scheduler import Admission, Prompt
+from trimtab.rollout.builtin.scheduler import Admission, Prompt, Sample
 
 
 class Reader:
@@ -21,10 +21,16 @@ class Reader:
         cache.copy_pages([a.prompt_copy for a in admissions if a.prompt_copy])
         self._read_prompts([a.sample.prompt for a in admissions if a.read_prompt])
         cache.copy_pages([a.copy for a in admissions if a.copy])
-        again = [a.sample for a in admissions if len(a.sample.ids) > 1]
-        for group in _groups(again, lambda s: len(s.ids), self.most):
+        self._read_again([a.sample for a in admissions if len(a.sample.ids) > 1])
+
+    def _read_again(self, samples: list[Sample]) -> None:
+        self.tokens += sum(len(s.ids) - 1 for s in samples)
+        # Where there are kernels for sequences of any length in one row.
+        longest = self.most if self.captured.reads is not None else 0
+        for part in _parts([s for s in samples if s.length <= longest], self.most):
+            self.runner.read_answers([(p.ids, [(s.ids[:-1], s.pages) for s in part[p]]) for p in part])
+        for group in _groups([s for s in samples if s.length > longest], lambda s: len(s.ids), self.most):
             self._read_on([(s.prompt.ids + s.ids[:-1], len(s.prompt.ids), s.pages) for s in group])
-            self.tokens += sum(len(s.ids) - 1 for s in group)
 
     def forget(self) -> None:
         """The hidden states of prompts that nobody waits for."""
@@ -59,6 +65,21 @@ class Reader:
 
 def _unread(prompt: Prompt) -> int:
     return len(prompt.ids) - prompt.kept
+
+
+def _parts(samples: list[Sample], budget: int) -> list[dict[Prompt, list[Sample]]]:
+    """Consecutive samples by their prompts, of at most `budget` tokens together with these."""
+    parts: list[dict[Prompt, list[Sample]]] = []
+    total = budget
+    for sample in samples:
+        known = bool(parts) and sample.prompt in parts[-1]
+        cost = len(sample.ids) - 1 + (0 if known else len(sample.prompt.ids))
+        if total + cost > budget:
+            parts.append({})
+            total, cost = 0, sample.length
+        parts[-1].setdefault(sample.prompt, []).append(sample)
+        total += cost
+    return parts
 
 
 def _groups(items: list, cost, budget: int) -> list[list]:

@@ -93,10 +93,34 @@ class Runner:
             if done:
                 cached.append((slice(start, start + own), torch.from_numpy(where).to(self.device)))
             start += own
-        tensor = lambda parts: torch.from_numpy(np.concatenate(parts)).to(self.device)  # noqa: E731
-        ids = torch.tensor(ids, device=self.device)
-        hidden = self.hidden_of_row(PackedRow.of(spans, self.device), ids, tensor(positions), tensor(places), cached)
+        row, ids = PackedRow.of(spans, self.device), torch.tensor(ids, device=self.device)
+        hidden = self.hidden_of_row(row, ids, self._tensor(*positions), self._tensor(*places), cached)
         return hidden[[span.start + span.length - 1 for span in spans]]
+
+    def read_answers(self, prompts: list[tuple[list[int], list[tuple[list[int], list[int]]]]]) -> None:
+        """Read answers (ids, pages of the whole sequence) to prompts that are in their pages already. Each prompt's
+        tokens stand in the row for its answers to look at, and are stored nowhere: attention is that of one packed
+        row, where going on from pages would be several launches for every answer and layer."""
+        spans, ids, positions, places, start = [], [], [], [], 0
+        for prompt, answers in prompts:
+            before, first = len(prompt), start
+            spans.append(Span(start, before))
+            ids += prompt
+            positions.append(np.arange(before))
+            places.append(np.zeros(before, dtype=np.int64))  # page 0, which nobody reads
+            start += before
+            for tokens, pages in answers:
+                whole = before + len(tokens)
+                spans.append(Span(start, len(tokens), first, before))
+                ids += tokens
+                positions.append(np.arange(before, whole))
+                places.append(self.places(pages, whole)[before:])
+                start += len(tokens)
+        row = PackedRow.of(spans, self.device)
+        self.hidden_of_row(row, self._tensor(np.array(ids)), self._tensor(*positions), self._tensor(*places), [])
+
+    def _tensor(self, *parts: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(self.device)
 
     def hidden_of_row(self, row: PackedRow, ids_T: Tensor, positions_T: Tensor, places_T: Tensor, cached) -> Tensor:
         self.attention.begin(Reading(row, places_T, cached))
