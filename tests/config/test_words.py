@@ -36,7 +36,10 @@ def test_every_word_for_a_verb_leads_to_verbs_that_exist():
         ("grpo --loss_type dapo", "TRL's loss_type becomes --loss_reduction here"),
         ("dpo --loss_type ipo", "TRL's loss_type becomes --preference_loss here"),
         ("grpo --max_staleness 4", "TRL's max_staleness becomes --async_train --async_staleness here"),
-        ("grpo async_training.staleness_threshold=1", "verl's async_training.staleness_threshold becomes --async_train"),
+        (
+            "grpo async_training.staleness_threshold=1",
+            "verl's async_training.staleness_threshold becomes --async_train",
+        ),
         ("sft --max_staleness 4", "TRL's max_staleness has no counterpart in this job"),
         ("sft --beta 1", "TRL's beta has no counterpart in this job"),
         ("orpo --dataset x", "unknown verb 'orpo'; trimtab dpo --preference_loss orpo is what does this here"),

@@ -28,6 +28,7 @@ def test_a_healthy_iteration_raises_none():
         ({"log_prob_ratio": 1.2}, "drift apart"),
         ({"corrected_share": 0.3}, "30% of the tokens are weighed by a tenth or more: what is sampled is not"),
         ({"corrected_share": 0.3, "log_prob_gap": 0.2}, "drift apart"),
+        ({"log_prob_gap_fresh": 0.2, "age": 1.0}, "log-probs of the same weights drift apart"),
         ({"corrected_share": 0.3, "log_prob_gap": 0.2, "age": 1.0}, "lower --async_staleness or the learning rate"),
     ],
 )

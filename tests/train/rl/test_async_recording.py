@@ -62,6 +62,8 @@ def test_the_replay_makes_the_same_updates_and_says_how_it_weighs_tokens(folder,
     assert told in log.read_text().replace("\n", "")
     assert max(row["age_max"] for row in rows(recorded)[1:]) >= 1, "or there was nothing asynchronous in it"
     assert any(row["corrected_share"] > 0 for row in rows(recorded)[1:])
+    assert all(row["log_prob_gap_fresh"] < 1e-5 for row in rows(recorded)[1:]), "only older tokens may be off"
+    assert max(row["log_prob_gap"] for row in rows(recorded)[1:]) > 1e-3
 
 
 def test_a_recording_has_the_batches_as_trained_and_the_version_of_every_token(recorded):

@@ -1,5 +1,7 @@
 """What a token counts in the step's loss, of the policy and of the critic."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -37,18 +39,32 @@ def test_a_reduction_weighs_tokens_of_short_and_long_answers(reduction, weights)
     assert float(share.loss) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind, share", [("tis", 0.6), ("icepop", 0.6), ("sequence", 0.2), (None, None)])
-def test_corrected_tokens_are_counted_among_those_that_are_seen(kind, share):
-    """Weights of 3, and of 1, 1.05, 0.8 and 0.5; the first answer as a whole is outside the range of 0.4 to 2."""
-    ratios = torch.tensor([3.0, 1.0, 1.05, 0.8, 0.5])
+def figures_of(options, ratios, totals=None, **columns):
+    """What is measured of a policy whose probabilities are so many times those that the tokens were drawn with."""
     log_probs_N = torch.full((5,), -1.0)
-    columns = {"advantages_N": torch.ones(5), "sampled_N": log_probs_N - ratios.log()}
-    options = PPOOptions(mismatch_correction=kind, mismatch_range=(0.4, 2.0), init_kl_coef=0.0)
-    found = policy_share(
+    columns |= {"advantages_N": torch.ones(5), "sampled_N": log_probs_N - torch.tensor(ratios).log()}
+    return policy_share(
         lambda _, **settings: PolicyOutput(log_probs_N),
         batch_of(**columns),
-        TOTALS | {"seen_tokens": 5.0},
+        TOTALS | {"seen_tokens": 5.0} | (totals or {}),
         options,
         kl_coefficient=0.0,
     ).figures
+
+
+@pytest.mark.parametrize("kind, share", [("tis", 0.6), ("icepop", 0.6), ("sequence", 0.2), (None, None)])
+def test_corrected_tokens_are_counted_among_those_that_are_seen(kind, share):
+    """Weights of 3, and of 1, 1.05, 0.8 and 0.5; the first answer as a whole is outside the range of 0.4 to 2."""
+    options = PPOOptions(mismatch_correction=kind, mismatch_range=(0.4, 2.0), init_kl_coef=0.0)
+    found = figures_of(options, [3.0, 1.0, 1.05, 0.8, 0.5])
     assert found.get("corrected_share") == (None if share is None else pytest.approx(share))
+
+
+def test_the_gap_of_fresh_tokens_leaves_out_those_that_older_weights_drew():
+    ratios, options = [3.0, 1.0, 1.25, 0.8, 0.5], PPOOptions(init_kl_coef=0.0)
+    assert "log_prob_gap_fresh" not in figures_of(options, ratios)
+    fresh_N = torch.tensor([0.0, 1, 1, 0, 0])
+    found = figures_of(options, ratios, {"fresh_tokens": 2.0}, fresh_N=fresh_N)
+    assert float(found["log_prob_gap_fresh"]) == pytest.approx(math.log(1.25) / 2)
+    none = figures_of(options, ratios, {"fresh_tokens": 0.0}, fresh_N=torch.zeros(5))
+    assert none["log_prob_gap_fresh"] == 0 and found["log_prob_gap"] == none["log_prob_gap"]

@@ -31,8 +31,13 @@ def alarms(row: dict, first_entropy: float, at_bound: int = 0) -> Iterator[str]:
     if row["truncated"] > MANY_TRUNCATED:
         yield f"{row['truncated']:.0%} of the answers end at --generate_max_len: raise it, or reward shorter ones"
     gap, ratio = row.get("log_prob_gap", 0.0), row.get("log_prob_ratio", 1.0)
-    older = "age" in row  # than the policy that learns from it: then a gap is expected, and corrected
-    if not older and (gap > MUCH_GAP or abs(ratio - 1) > RATIO_OFF):
+    older = "age" in row  # than the policy that learns from it: then a gap is expected, but of what that policy drew
+    if (fresh := row.get("log_prob_gap_fresh", 0.0)) > MUCH_GAP:
+        yield (
+            f"sampled and trained log-probs of the same weights drift apart (mean difference {fresh:.3f} nats): the "
+            "weights that write are not those that are trained"
+        )
+    elif not older and (gap > MUCH_GAP or abs(ratio - 1) > RATIO_OFF):
         yield (
             f"sampled and trained log-probs drift apart (mean difference {gap:.3f} nats, mean ratio {ratio:.3f}): "
             "what is sampled is not what is trained"

@@ -38,6 +38,7 @@ class Experience(Trajectories):
     step_scores: list[list[float]] | None = None
     # what scoring adds
     old_N: Tensor | None = None  # log-probs of the policy that the updates start from
+    fresh_N: Tensor | None = None  # where others may be older: 1 if that policy drew the token itself, else 0
     reference_N: Tensor | None = None
     teacher_N: Tensor | None = None  # log-probs of a teacher
     values_N: Tensor | None = None

@@ -168,6 +168,8 @@ class RLRun:
         if experience is None:
             self.files.keep_places(self.counters.iteration + 1, self.supply.settled())
             return None
+        if "age" in figures and experience.versions_N is not None:
+            experience.fresh_N = (experience.versions_N == self.counters.iteration).float()
         with self.timed(seconds, "scoring"):
             self.score(experience)
         figures |= self.shape(experience)
@@ -261,10 +263,14 @@ class RLRun:
             columns.append("old_N")
         if kl_loss:
             columns.append("reference_N")
+        if experience.fresh_N is not None:
+            columns.append("fresh_N")
         parts = self.passes.parts(actor, experience, learnt, *columns)
         totals = totals_of(experience, samples)
         totals["seen_tokens"] = float(experience.lengths_S[learnt].sum())
         totals["row_tokens"] = counted("tokens", *parts)
+        if experience.fresh_N is not None:
+            totals["fresh_tokens"] = float(experience.fresh_N[experience.tokens_of(learnt)].sum())
         if self.text is not None:
             texts = self.text.parts(counters.actor_steps, actor.size, self.passes)
             totals["text_tokens"] = counted("trained", texts)

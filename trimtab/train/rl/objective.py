@@ -26,7 +26,8 @@ from trimtab.train.task import Share, Totals, counts_by_sequence
 def policy_share(
     policy: Policy, batch: AnswerBatch, totals: Totals, options: RLOptions, *, kl_coefficient: float
 ) -> Share:
-    """`batch.extra`: advantages_N and sampled_N; old_N if the policy has moved since; reference_N for a KL loss."""
+    """`batch.extra`: advantages_N and sampled_N; old_N if the policy has moved since; reference_N for a KL loss;
+    fresh_N if some tokens are older than the policy."""
     extra = batch.extra
     out = policy(
         batch,
@@ -40,6 +41,9 @@ def policy_share(
     loss_N, clipped_N = surrogate(log_probs_N, old_N, batch, options)
     figures = agreement(log_probs_N, old_N, extra["sampled_N"], totals["seen_tokens"])
     figures["clip_fraction"] = clipped_N.sum() / totals["seen_tokens"]
+    if "fresh_N" in extra:
+        gap_N = (log_probs_N - extra["sampled_N"]).abs()
+        figures["log_prob_gap_fresh"] = (gap_N * extra["fresh_N"]).sum() / max(totals["fresh_tokens"], 1.0)
     if options.mismatch_correction is not None:
         sequences = batch.owners_N, len(batch.spans)
         kind, bounds = options.mismatch_correction, options.mismatch_range
