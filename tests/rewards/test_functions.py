@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -371,3 +372,38 @@ def test_what_a_function_of_trl_logs_is_kept_and_its_trainer_is_nobody(reward_of
     result = reward_of(code)(request_of(["a", "bb"]))
     assert result.rewards[0] == 1.0 and math.isnan(result.rewards[1])
     assert result.logs == {"length": [1.0, 2.0], "mean": [0.5, 0.5]}
+
+
+MEETING = """
+import pathlib, time
+
+{prefix}def {signature}:
+    here = pathlib.Path(__file__).parent
+    (here / {own}).touch()
+    while len(list(here.glob("met*"))) < 4:  # all four calls are at work
+        {pause}
+    return {result}
+"""
+MEETINGS = {
+    "batches": {"prefix": "", "signature": "reward_func(queries, prompts, labels)", "own": "f'met{labels[0]}'"},
+    "single": {"prefix": "", "signature": "compute_score(solution_str, ground_truth)", "own": "f'met{ground_truth}'"},
+    "async": {"prefix": "async ", "signature": "reward_func(queries, prompts, labels)", "own": "f'met{labels[0]}'"},
+}
+
+
+@pytest.mark.parametrize("kind", MEETINGS)
+def test_several_batches_at_once_do_not_wait_for_each_other(reward_of, kind):
+    result = "1.0" if kind == "single" else "[1.0] * len(queries)"
+    code = MEETING.format(**MEETINGS[kind], result=result, pause="time.sleep(0.01)")
+    reward = reward_of(code, seconds=30, workers=1, calls_at_once=4)
+    with ThreadPoolExecutor(4) as threads:
+        for found in [threads.submit(reward, request_of(["x"], labels=[str(k)])) for k in range(4)]:
+            assert found.result().rewards == [1.0]
+
+
+def test_no_more_processes_are_started_than_are_needed_at_once(reward_of):
+    reward = reward_of(
+        "import os\ndef reward_func(queries, prompts, labels):\n    return [os.getpid()]", calls_at_once=9
+    )
+    assert len({reward(request_of(["x"])).rewards[0] for _ in range(12)}) == 1
+    assert "up to 9 processes" in str(reward)

@@ -57,13 +57,14 @@ def other_rewards(options: RLOptions | GenerateOptions, stopped: Callable[[], bo
     """What is best near the answers: functions, servers and verifiers."""
     waiting = Waiting(stopped)
     files, addresses = _places(options)
+    by_groups = isinstance(options, RLOptions) and options.outlives_updates
     limits: dict[str, Any] = {} if options.reward_timeout is None else {"seconds": options.reward_timeout}
-    if isinstance(options, RLOptions) and options.outlives_updates:
-        limits["calls_at_once"] = CALLS_AT_ONCE
+    limits |= {"calls_at_once": CALLS_AT_ONCE} if by_groups else {}
     places = [*listed(options.reward_func), *files]
     rewards: list[Reward] = [FunctionReward(place, waiting=waiting, **limits) for place in places]
     if addresses:
         limits = {} if options.reward_timeout is None else {"timeout": options.reward_timeout}
+        limits |= {"concurrency": CALLS_AT_ONCE * len(addresses)} if by_groups else {}
         rewards.append(HttpReward(addresses, waiting=waiting, **limits))
     models = len(listed(options.reward_pretrain))
     weights = options.reward_weights[models:] if options.reward_weights else (1.0,) * len(rewards)

@@ -21,7 +21,7 @@ class ScriptedEngine:
     def __init__(self, slots=5, seconds=0.0):
         self.slots, self.seconds, self.version = slots, seconds, 0
         self.at_work: ScriptedSession | None = None
-        self.sessions = self.rests = 0
+        self.sessions = self.rests = self.steps = 0
         self.stuck: threading.Event | None = None  # for which it waits before its next token
         self.hangs = False
         self.fails: Exception | None = None
@@ -74,6 +74,7 @@ class ScriptedSession:
             self.engine.stuck.wait(30)
         if self.engine.fails is not None:
             raise self.engine.fails
+        self.engine.steps += 1
         time.sleep(self.engine.seconds)
         finished = []
         for one in self.running[: self.engine.slots]:

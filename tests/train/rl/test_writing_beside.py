@@ -80,7 +80,7 @@ def test_it_writes_while_nobody_asks_and_not_after_a_pause(beside):
     engine = ScriptedEngine(slots=1, seconds=0.0001)
     role = beside(engine)
     role.admit(admission(range(3)), sampling=DRAWN)
-    until(lambda: len(role.writing._writing.judging._written) == 3)
+    until(lambda: len(role._judging._judged) == 3)
     assert role.pause() and role.pause() and engine.at_work is None
     role.admit(admission([7]), sampling=DRAWN)
     time.sleep(0.05)

@@ -7,6 +7,7 @@ holds up no other.
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from trimtab.rewards.build import Parts
@@ -53,13 +54,13 @@ class Judging:
         self.rewards, self.tokenizer, self.spans = rewards, tokenizer, spans
         self.news = threading.Condition()
         self._threads = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="rewards")
-        self._written: list[Written] = []
+        self._judged: list[Judged] = []
         self._failure: BaseException | None = None
 
     def submit(self, place: int, questions: Questions, rollouts: Sequence[Rollout]) -> None:
         """All answers to the one question, in order."""
         if not self.rewards:
-            return self._tell(_written(place, questions, rollouts, []))
+            return self._tell(Judged(place, questions, rollouts, []))
         several = Several(self.rewards, questions, self.tokenizer)
         assert several.concurrent, "a model is a role of its own, and judges elsewhere"
         # Text is made here: a tokenizer is not for many threads.
@@ -69,7 +70,7 @@ class Judging:
         try:
             with self.spans.during(JUDGING):
                 results = several.judge(request, rollouts)
-            self._tell(_written(place, several.questions, rollouts, results))
+            self._tell(Judged(place, several.questions, rollouts, results))
         except GivenUp:  # the run has been told to stop: the group stays as it is
             pass
         except BaseException as error:
@@ -77,28 +78,37 @@ class Judging:
                 self._failure = self._failure or error
                 self.news.notify_all()
 
-    def _tell(self, written: Written) -> None:
+    def _tell(self, judged: "Judged") -> None:
         with self.news:
-            self._written.append(written)
+            self._judged.append(judged)
             self.news.notify_all()
 
     @property
     def ready(self) -> bool:
-        return bool(self._written) or self._failure is not None
+        return bool(self._judged) or self._failure is not None
 
     def take(self) -> list[Written]:
         """What was judged since the last time; raises what a reward has failed with."""
         with self.news:
             if self._failure is not None:
                 raise self._failure
-            written, self._written = self._written, []
-        return written
+            judged, self._judged = self._judged, []
+        return [group.written() for group in judged]
 
     def close(self) -> None:
         """What has not begun is dropped. What has ends with its rewards."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _written(place: int, questions: Questions, rollouts: Sequence[Rollout], results: list[RewardResult]) -> Written:
-    rows = [questions.rows[rollout.prompt] for rollout in rollouts]
-    return Written(place, Answers(Experience.of(rows, rollouts), results))
+@dataclass(frozen=True)
+class Judged:
+    """A group, and what each reward says of it. Tensors are made of it where it is taken, not in a thread."""
+
+    place: int
+    questions: Questions
+    rollouts: Sequence[Rollout]
+    results: list[RewardResult]
+
+    def written(self) -> Written:
+        rows = [self.questions.rows[rollout.prompt] for rollout in self.rollouts]
+        return Written(self.place, Answers(Experience.of(rows, self.rollouts), self.results))
