@@ -81,6 +81,6 @@ def build_engines_apart(seconds: float, notes: Path | None = None) -> None:
         if notes is not None:
             (notes / str(os.getpid())).write_text("built")
         rewards = other_rewards(options, place.stop.requested)
-        return {"rollouts": Rollouts(engine, rewards, tokenizer, place.stop.requested)}
+        return {"rollouts": Rollouts(engine, rewards, tokenizer, place.stop.requested, beside=True)}
 
     builders.build_engine_rollouts = build

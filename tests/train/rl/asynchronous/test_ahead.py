@@ -17,6 +17,7 @@ from trimtab.train.rl.asynchronous.watchdog import Stalled
 from trimtab.train.rl.supply import order_of_prompts
 
 PROMPTS = 23
+APART = {"ray": True, "rollout_engine": "vllm", "vllm_num_engines": 3}
 
 
 class Run:
@@ -38,7 +39,13 @@ class Run:
         asking = FakeAsking(self.group)
         steps = -(-self.order.steps // self.options.rollout_batch_size)
         self.supply = Ahead(self.options, self.order, Sampling(n=2), asking, steps)
-        asking.mend = lambda lost: self.supply.engine_replaced()
+        asking.mend = self.mend
+
+    def mend(self, lost) -> None:
+        self.group.mend()
+        for member in self.group.members:
+            member.version = self.supply.ledger.iteration
+        self.supply.engine_replaced()
 
     def iterate(self) -> bool:
         sampled = self.supply.next(self.iteration, self.used, StopRequest())
@@ -144,14 +151,14 @@ def test_a_batch_in_hand_is_the_loops_and_not_put_back():
     assert run.settled() == list(range(run.order.steps))
 
 
-@pytest.mark.parametrize("method", ["collect", "pause", "admit"])
+@pytest.mark.parametrize("method", ["collect", "pause", "admit", "go_on", "unfinished"])
 def test_when_an_engine_is_lost_its_groups_are_written_by_the_next(method):
-    run = Run(5, processes=3)
+    run = Run(5, processes=3, **APART)
     run.iterate()
     run.group.lost[method] = 1
     while run.iterate():
-        pass
-    assert not run.group.lost, "it was lost"
+        run.saved()
+    assert not run.group.lost and not run.group.gone, "it was lost, and replaced"
     assert run.settled() == list(range(run.order.steps))
 
 

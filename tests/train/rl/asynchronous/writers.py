@@ -62,7 +62,7 @@ class Process:
         scores = [float(group.row % 3), 1.0]
         return Written(group.place, Answers(Experience.of([group.row] * SAMPLES, rollouts), [RewardResult(scores)]))
 
-    def pause(self, *, drained: bool, seconds: float) -> bool:
+    def pause(self, *, drained: bool = False, seconds: float | None = None) -> bool:
         self.writing = False
         return True
 
@@ -76,6 +76,16 @@ class Process:
         return [Wait(place, 0, "its next token", 3, 1.5) for place in self.groups]
 
 
+class Found(Done):
+    """Where one may be gone."""
+
+    def wait(self, seconds: float | None = None) -> list[Any]:
+        for result in self.found(0):
+            if isinstance(result, EngineLost):
+                raise result
+        return self.found(0)
+
+
 class Several(Group):
     """They, as the loop calls them."""
 
@@ -85,14 +95,26 @@ class Several(Group):
         self.members, self.size = list(processes), len(processes)
         self.processes = Processes.apart(range(self.size))
         self.lost: dict[str, int] = {}  # method -> which of them is found to be gone when it is called
+        self.gone: set[int] = set()
 
     def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> Done:
         if (rank := self.lost.pop(method, None)) is not None:
-            self.members[rank] = Process(seed=rank)
-            raise EngineLost(f"engine {rank} is gone", rank)
+            self.gone.add(rank)
         own = [()] * self.size if parts is None else [(part,) for part in parts]
-        results = [getattr(member, method)(*part, **shared) for member, part in zip(self.members, own, strict=True)]
-        return Done(method, results)
+        results = [
+            EngineLost(f"engine {rank} is gone", rank)
+            if rank in self.gone
+            else getattr(member, method)(*part, **shared)
+            for rank, (member, part) in enumerate(zip(self.members, own, strict=True))
+        ]
+        return Found(method, results)
+
+    def mend(self) -> None:
+        """Others are there, while nobody writes."""
+        for rank in self.gone:
+            self.members[rank] = Process(seed=rank)
+        assert not any(member.writing for member in self.members)
+        self.gone.clear()
 
     def each(self, method: str, values: Sequence[Any]) -> list[Any]:
         return self.call(method, values)

@@ -31,6 +31,7 @@ from trimtab.train.rl.asynchronous.groups import (
 from trimtab.train.rl.asynchronous.ledger import Ledger
 from trimtab.train.rl.asynchronous.watchdog import Watchdog
 from trimtab.train.rl.asynchronous.writers import STORE, Writers
+from trimtab.train.rl.asynchronous.writers_apart import WritersApart
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.recording import Sampled
 from trimtab.train.rl.supply import Supply, useful_groups
@@ -46,8 +47,10 @@ class Ahead(Supply):
         self.ledger = Ledger(
             options.rollout_batch_size, options.async_queue_size, options.async_staleness, order.steps, iterations
         )
-        self.writers = Writers(options, asking, sampling)
         self.watchdog = Watchdog(options.async_timeout)
+        self.writers = Writers(asking, sampling)
+        if options.engines_apart:
+            self.writers = WritersApart(asking, sampling, self.watchdog)
         self.written: dict[int, Answers] = {}  # by place: whole, but not judged by the reward models
         self.judged: dict[int, Experience] = {}
         self.handed_out: dict[int, Experience] = {}  # the last batch, until it is trained

@@ -7,11 +7,8 @@ its place is given the same groups again.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore
-from trimtab.distributed.cluster.losses import EngineLost
 from trimtab.distributed.roles import Group
 from trimtab.distributed.wire import CannotTravel
 from trimtab.errors import OutOfMemory, RunFailed, UserError
@@ -24,7 +21,6 @@ from trimtab.train.rl.asking import Asking
 
 STORE = "train"
 ALONE, TOGETHER = 1.0, 0.2  # seconds between two looks at one process, and at several
-PATIENCE = 10.0  # seconds within which one who may hang says what it holds
 
 
 @dataclass
@@ -45,16 +41,25 @@ class News:
             self.drawn, self.judged = self.drawn + told.drawn, self.judged + told.judged
             self.read_again += told.read_again
             self.seconds.append(told.seconds)
-        elif told is None:
+            return
+        self.add_nothing()
+        if told is None:
             self.stopped = True
         else:
             self.problem = self.problem or told
 
+    def add_nothing(self) -> None:
+        """Of one who has not said anything."""
+        self.seconds.append(0.0)
+
 
 class Writers:
-    def __init__(self, options: RLOptions, asking: Asking, sampling: Sampling):
+    """Engines where the policy is: they write while they are asked what they have."""
+
+    apart = False  # they write while the trainer learns (writers_apart.py)
+
+    def __init__(self, asking: Asking, sampling: Sampling):
         self.asking, self.sampling = asking, sampling
-        self.apart = options.engines_apart > 0  # they write while the trainer learns
         self.writing = False  # now, or as soon as they are asked what they have
         self.held: dict[int, UnderWay] = {}  # by place, as they were given out
         self._process: dict[int, int] = {}  # which has it
@@ -76,10 +81,7 @@ class Writers:
             process = min(range(self.group.size), key=lambda rank: (load[rank], rank))
             load[process] += 1
             self.held[group.place], self._process[group.place] = group, process
-        try:
-            self._admit(groups)
-        except EngineLost as lost:
-            self._mend(lost)
+        self._admit(groups)
 
     def _admit(self, groups: Iterable[UnderWay]) -> None:
         shares: list[list[UnderWay]] = [[] for _ in range(self.group.size)]
@@ -97,56 +99,52 @@ class Writers:
             ) from error
 
     def collect(self) -> News:
-        """What has come of it; where the engine is with the policy, it writes meanwhile. One process comes back as soon
-        as it has a group. Of several none does, because it would only wait for the others."""
+        """What has come of it; they write meanwhile. One process comes back as soon as it has a group. Of several none
+        does, because it would only wait for the others."""
         alone = self.group.size == 1
         news = News()
         try:
-            told = self.group.one_a_part(
-                self._call("collect", seconds=ALONE if alone else TOGETHER, at_once=alone or self.apart)
-            )
+            told = self.group.call("collect", seconds=ALONE if alone else TOGETHER, at_once=alone)
         except OutOfMemory as shortage:  # one of several processes has called off what all were doing
             self.group.meet_again()
             news.problem = rollouts.no_room(shortage)
             return news
-        for part in told:
+        for part in self.group.one_a_part(told):
             news.add(part)
+        self._let_go(news)
+        return news
+
+    def _let_go(self, news: News) -> None:
         for written in news.written:
             del self.held[written.place], self._process[written.place]
-        return news
 
     def pause(self, *, drained: bool = False) -> bool:
         """Whether nobody writes by now; those who were at it go on later. `drained`: engines of their own first end
         what they have begun, which takes a while."""
-        if self.writing and all(self.group.one_a_part(self._call("pause", drained=drained, seconds=TOGETHER))):
+        if self.writing:
+            self.group.call("pause")
             self.writing = False
-        return not self.writing
+        return True
 
     def go_on(self) -> None:
-        if not self.writing:
-            self.writing = True
-            if self.apart:
-                self._call("go_on")
+        self.writing = True
 
     def unfinished(self) -> list[UnderWay]:
         """Everything that went out and has not come back, as far as it is written."""
-        found: dict[int, UnderWay] = {}
+        told: list[list[UnderWay]] = []
         try:
-            if not self.apart:
-                self.pause()
-            for part in self.group.one_a_part(self.group.start("unfinished").wait(PATIENCE if self.apart else None)):
-                found |= {group.place: group for group in part}
+            self.pause()
+            told = self.group.one_a_part(self.group.call("unfinished"))
         except (RunFailed, OutOfMemory) as error:
             print(f"answers under way begin anew on resume, since who writes them does not answer: {error}", flush=True)
+        return self._noted({group.place: group for part in told for group in part})
+
+    def _noted(self, found: dict[int, UnderWay]) -> list[UnderWay]:
         self.held |= {place: group for place, group in found.items() if place in self.held}
         return [self.held[place] for place in sorted(self.held)]
 
     def waits(self) -> list[Wait]:
-        try:
-            told = self.group.one_a_part(self.group.start("waits").wait(PATIENCE if self.apart else None))
-        except RunFailed:
-            return [Wait(g.place, 0, "an engine that does not answer", 0, 0.0) for g in self.held.values()]
-        return [wait for part in told for wait in part]
+        return [wait for part in self.group.one_a_part(self.group.call("waits")) for wait in part]
 
     # ---- those who write are others
 
@@ -157,20 +155,4 @@ class Writers:
         self.admit(groups)
 
     def engine_replaced(self) -> None:
-        """One of them: whatever nobody has any more is given out again."""
-        known = {group.place for part in self.group.one_a_part(self.group.call("unfinished")) for group in part}
-        self._admit(group for place, group in self.held.items() if place not in known)
-
-    def _mend(self, lost: EngineLost) -> None:
-        self.asking.mend(lost)  # which tells of the new one
-        if self.writing:
-            self.group.call("go_on")
-
-    # ---- calls
-
-    def _call(self, method: str, **shared: Any) -> list[Any]:
-        while True:
-            try:
-                return self.group.call(method, **shared)
-            except EngineLost as lost:
-                self._mend(lost)
+        raise AssertionError("they are where the policy is, and are lost with it")
