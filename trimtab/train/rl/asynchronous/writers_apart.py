@@ -80,8 +80,8 @@ class WritersApart(Writers):
             try:
                 if self._replaced:
                     self._give_again()
-                self._everybody("go_on")
                 self.writing = True
+                self._everybody("go_on")
             except EngineLost as lost:
                 self._mend(lost)
 
