@@ -13,7 +13,7 @@ from trimtab.train.rl.writing import Writing
 
 BOUND = 2
 # Few places in the engine: when a batch is there, others are in the middle of being written.
-AHEAD = f"--async_train --async_staleness {BOUND} --rollout_slots 6 --generate_max_len 24 --save_steps 1"
+AHEAD = f"--async_train --async_staleness {BOUND} --rollout_slots 6 --generate_max_len 24 --save_steps 1 --eval_steps 4"
 
 
 def words(folder: Path, out: Path, estimator: str, *more: str) -> list[str]:
