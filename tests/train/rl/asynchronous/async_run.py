@@ -57,3 +57,15 @@ def tell_while_collecting(number: int, times: int) -> None:
         return plain(writing, *given)
 
     Writing.advance = advance
+
+
+def tell_in_pause(number: int, times: int) -> None:
+    """Send this process a signal when it pauses for so often: in an iteration's first, a batch has been chosen."""
+    plain, calls = Writing.pause, itertools.count(1)
+
+    def pause(writing, **given):
+        if next(calls) == times:
+            os.kill(os.getpid(), number)
+        return plain(writing, **given)
+
+    Writing.pause = pause

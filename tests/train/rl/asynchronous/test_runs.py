@@ -1,5 +1,6 @@
 """Asynchronous runs through the real command: what they train, whatever stops them, judged by their ledger."""
 
+import itertools
 import json
 import random
 import signal
@@ -9,14 +10,17 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.train.rl.asynchronous.async_run import check_ledger, kill_after, tell_while_collecting, words
+from tests.train.rl.asynchronous.async_run import check_ledger, kill_after, tell_in_pause, tell_while_collecting, words
 from tests.train.rl.rl_run import EPISODES, PROMPTS, arguments, assert_identical, result, rows, without
 from tests.train.rl.test_groups import folder  # noqa: F401
 from tests.train.rl.test_resume import at
 from trimtab.cli.main import main
-from trimtab.errors import CannotWrite
+from trimtab.errors import CannotWrite, OutOfMemory
 from trimtab.train.metrics import read_rows
+from trimtab.train.pass_limit import NoRoom
 from trimtab.train.rl.files import RunFiles
+from trimtab.train.rl.loop import RLRun
+from trimtab.train.rl.writing import Writing
 
 SLOW = """
 import random, time
@@ -215,3 +219,39 @@ def test_a_reward_that_never_comes_ends_the_run_with_a_table_and_a_checkpoint(fo
     flag.unlink()
     assert warm.run([*given, "--load_checkpoint"]) == 0
     check_ledger(tmp_path / "out", places=9)
+
+
+@pytest.mark.long
+def test_where_the_engine_has_no_room_what_it_had_written_is_saved(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
+    plain, calls = Writing.advance, itertools.count(1)
+
+    def short(writing, **given):
+        if next(calls) == 25:
+            raise OutOfMemory("no room for a page")
+        return plain(writing, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writing, "advance", short)
+        assert main(words(folder, tmp_path, "grpo")) == 1
+    assert "the rollout does not fit into memory (no room for a page)" in capsys.readouterr().err
+    assert main([*words(folder, tmp_path, "grpo"), "--load_checkpoint"]) == 0
+    check_ledger(tmp_path)
+
+
+@pytest.mark.long
+def test_a_signal_between_a_batch_and_its_scoring_and_memory_short_there_lose_nothing(folder, tmp_path, monkeypatch):  # noqa: F811
+    calls = itertools.count(1)
+
+    def short(run, experience):
+        if next(calls) == 2:
+            raise NoRoom("scoring does not fit")
+        return plain(run, experience)
+
+    plain = RLRun.score
+    with monkeypatch.context() as patch:
+        patch.setattr(RLRun, "score", short)
+        assert main(words(folder, tmp_path, "ppo")) == 1
+    given = [*words(folder, tmp_path, "ppo"), "--load_checkpoint"]
+    assert warm.run(given, prepare=partial(tell_in_pause, signal.SIGTERM, 2)) == 128 + signal.SIGTERM
+    assert main(given) == 0
+    check_ledger(tmp_path)

@@ -198,7 +198,7 @@ class Clock:
     """Where the time between two batches went."""
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
+        self._began: float | None = None  # when the first was wanted, or the last handed out
         self._reset()
 
     def _reset(self) -> None:
@@ -209,6 +209,7 @@ class Clock:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         began = time.monotonic()
+        self._began = self._began or began
         yield
         self._wanted += time.monotonic() - began
 
@@ -218,8 +219,9 @@ class Clock:
 
     def figures(self, *, apart: bool) -> dict[str, float]:
         """Since the last batch. `apart`: the trainer has nothing to do while it waits; else it writes."""
-        now = time.monotonic()
-        whole, wanted, busy = max(now - self._began, 1e-9), self._wanted, self._busy or [0.0]
+        now, wanted, busy = time.monotonic(), self._wanted, self._busy or [0.0]
+        assert self._began is not None, "it was waited for"
+        whole = max(now - self._began, 1e-9)
         idle = wanted if apart else max(0.0, wanted - max(busy))
         found = {"waiting": idle / whole, "read_again": float(self._read_again)}
         if apart:
