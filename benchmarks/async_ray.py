@@ -2,13 +2,13 @@
 
 One vLLM engine and one process that trains, on this machine's CPU, under a Ray of their own. The reward is a function
 that answers after a while: log-normal, so that now and then one answer keeps its whole batch waiting. Every way has the
-same prompts, seeds and number of iterations, one way after the other and again the other way round. Waiting is the
-trainer's time for the next batch, as a share of all its time between the first and the last iteration.
+same prompts, seeds and number of iterations, one way after the other, and in every second round the other way round.
+Waiting is the trainer's time for the next batch, as a share of all its time between the first and the last iteration.
 
 What it leaves out: the model is small and random, so the reward says that learning works, not how well. Engine and
 trainer share this machine's cores, which two devices would not.
 
-    python benchmarks/async_ray.py [ITERATIONS]
+    python benchmarks/async_ray.py [ITERATIONS] [ROUNDS]
 """
 
 import os
@@ -100,17 +100,17 @@ def run_way(folder: Path, flags: str) -> dict[str, float]:
 def main() -> None:
     if find_spec("vllm") is None:
         return print("vLLM is not installed: nothing is measured")
-    iterations = int(sys.argv[1]) if len(sys.argv) > 1 else 24
+    iterations, rounds = (int(word) for word in (sys.argv[1:] + ["24", "2"][len(sys.argv) - 1 :]))
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_task(folder, iterations)
         taken: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-        for order in (list(WAYS), list(WAYS)[::-1]):
-            for way in order:
+        for number in range(rounds):
+            for way in list(WAYS)[:: -1 if number % 2 else 1]:
                 found = run_way(folder, WAYS[way])
                 taken[way].append(found)
                 print(f"{way:24s}" + "  ".join(f"{name} {value:.2f}" for name, value in found.items()), flush=True)
-        print(f"\n{'mean of two runs':24s}waiting  seconds  of the synchronous time  age  reward")
+        print(f"\n{f'mean of {rounds} rounds':24s}waiting  seconds  of the synchronous time  age  reward")
         seconds = {way: statistics.mean(found["seconds"] for found in runs) for way, runs in taken.items()}
         for way, runs in taken.items():
             waiting, age, reward = (statistics.mean(r[name] for r in runs) for name in ("waiting", "age", "reward"))
