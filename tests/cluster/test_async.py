@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +14,12 @@ from tests.cluster.engines_apart import ON_RAY, build_engines_apart, without_vll
 from tests.cluster.machines import wait_until
 from tests.cluster.test_faults import assert_no_orphan
 from tests.train.rl import rl_run
+from tests.train.rl.asynchronous.async_run import BOUND, check_ledger
 from tests.train.rl.test_groups import folder  # noqa: F401 (a fixture)
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl.experience import Experience
 
-BOUND, EPISODES = 2, 4
+EPISODES = 4
 PLACES = rl_run.PROMPTS * EPISODES
 ASYNC = f"--async_train --async_staleness {BOUND} --num_episodes {EPISODES} --save_steps 1 --eval_steps -1"
 SLOWLY = 0.02  # seconds a token
@@ -83,16 +83,6 @@ def run(cluster, folder, tmp_path):  # noqa: F811
     cluster.workers.prepare(None)
 
 
-def assert_ledger(out: Path, places: int = PLACES) -> None:
-    """Every place is trained once, by an iteration that comes once, and none is older than the bound."""
-    found = read_rows(out / "ledger.jsonl", key="iteration")
-    assert [row["iteration"] for row in found] == list(range(1, len(found) + 1))
-    trained = Counter(place for row in found for place in row["trained"] + row["filtered"])
-    assert trained == Counter(range(places))
-    ages = [row["iteration"] - 1 - version for row in found for version in row["versions"]]
-    assert min(ages) >= 0 and max(ages) <= BOUND
-
-
 def versions_of_answers(recorded: Path) -> list[list[int]]:
     """By which weights the tokens of every recorded answer were drawn."""
     found = []
@@ -110,7 +100,7 @@ def test_engines_write_while_the_policy_learns(run, how):
     run.write_in(0.2)  # longer than an update takes
     run.start(how, f"--record {run.out}/recorded --max_steps 3 --eval_steps 2")
     assert run.end() == 0, run.said()
-    assert_ledger(run.out, 3 * rl_run.A_ROLLOUT)
+    check_ledger(run.out, places=3 * rl_run.A_ROLLOUT)
     rows = run.rows()
     assert max(row["age_max"] for row in rows[1:]) > 0 and all(0 <= row["waiting"] < 1 for row in rows[1:])
     assert [row["step"] for row in rows if "eval_pass_1" in row] == [0, 2, 3]
@@ -124,7 +114,7 @@ def test_engines_write_while_the_policy_learns(run, how):
 def test_the_built_in_engine_where_the_policy_is(run):
     run.start(layout="--ray --actor_num_gpus_per_node 2 --colocate_all_models")
     assert run.end() == 0, run.said()
-    assert_ledger(run.out)
+    check_ledger(run.out, places=PLACES)
 
 
 @pytest.mark.long
@@ -137,7 +127,7 @@ def test_an_engine_that_dies_is_replaced_and_its_groups_begin_anew(run, how):
         run.builds_another()
     assert run.end() == 0, run.said()
     assert run.said().count("takes its place") == 3
-    assert_ledger(run.out)
+    check_ledger(run.out, places=PLACES)
     assert all(row["log_prob_gap"] < 1e-4 for row in run.rows()[1:])
 
 
@@ -151,7 +141,7 @@ def test_without_restarts_a_lost_engine_ends_the_run_which_then_goes_on(run):
     assert f"pid {victim}" in run.said() and "was lost" in run.said()
     run.start("--partial_rollout --load_checkpoint")
     assert run.end() == 0, run.said()
-    assert_ledger(run.out)
+    check_ledger(run.out, places=PLACES)
 
 
 @pytest.mark.long
@@ -163,7 +153,7 @@ def test_a_lost_trainer_is_begun_anew_with_what_is_under_way(run):
         run.builds_another()
     assert run.end() == 0, run.said()
     assert "restart 2 of 2" in run.said()
-    assert_ledger(run.out)
+    check_ledger(run.out, places=PLACES)
 
 
 @pytest.mark.long
@@ -176,7 +166,7 @@ def test_a_signal_saves_what_is_under_way(run, how, sent):
     assert run.end() == 128 + sent, run.said()
     run.start(how, "--load_checkpoint")
     assert run.end() == 0, run.said()
-    assert_ledger(run.out)
+    check_ledger(run.out, places=PLACES)
 
 
 @pytest.mark.long
@@ -196,4 +186,4 @@ def test_an_engine_that_hangs_ends_the_run_with_a_table_and_a_checkpoint(run, st
     assert not psutil.pid_exists(victim)
     run.start("--partial_rollout --load_checkpoint")
     assert run.end() == 0, run.said()
-    assert_ledger(run.out)
+    check_ledger(run.out, places=PLACES)

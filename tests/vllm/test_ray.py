@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from tests.train.rl.asynchronous.async_run import check_ledger
 from tests.train.rl.rl_run import arguments, rows, write_task
 from tests.vllm.conftest import SIZES
+from trimtab.train.rl.experience import Experience
 
 ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 ON_RAY = "--ray --vllm_num_engines 2 --rollout_slots 16 --enable_prefix_caching"
@@ -87,6 +90,29 @@ def test_an_engine_that_dies_is_replaced_and_answers_from_the_current_weights(ta
     found = rows(out)
     assert found[-1]["step"] == 5 and all(row["log_prob_gap"] < 1e-4 for row in found[1:])
     assert "engine 1 of 1 takes its place" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("how", ["--partial_rollout", ""], ids=["in flight", "drained"])
+def test_engines_write_while_the_policy_learns(task, tmp_path, environment, how):
+    """The weights that arrive are compared with the trainer's after every update, as always."""
+    out = tmp_path / "out"
+    done = subprocess.run(
+        command(task, out, f"--async_train --async_staleness 2 --generate_max_len 64 --record {out}/recorded", how),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_ledger(out)
+    versions = [
+        part.tolist()
+        for path in sorted((out / "recorded").glob("*.safetensors"))
+        for experience in [Experience.from_tensors(load_file(path))]
+        for part in experience.versions_N.split(experience.lengths_S.tolist())
+    ]
+    assert all(own == sorted(own) for own in versions)
+    assert how or all(len(set(own)) == 1 for own in versions)
 
 
 @pytest.mark.parametrize(
