@@ -6,7 +6,7 @@ are in every checkpoint, so a run that was stopped anywhere goes on as if it had
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from trimtab.algos.kl import adapted
 from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
 from trimtab.distributed.cluster.losses import EngineLost
-from trimtab.distributed.roles import Group
+from trimtab.distributed.roles import Group, Unanswered
 from trimtab.errors import CannotWrite, Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
@@ -37,6 +37,8 @@ from trimtab.train.rl.role_groups import Roles
 from trimtab.train.rl.shaping import penalties, shape, with_advantage
 from trimtab.train.rl.supply import Supply
 from trimtab.train.rl.text import TextMixture
+
+TO_TELL = 2.0  # seconds within which an engine says what it has done
 
 
 class RLRun:
@@ -364,8 +366,8 @@ class RLRun:
         """Where answers outlive an update, the time-line has who wrote and judged when."""
         if self.options.outlives_updates:
             rollouts = self.roles.rollouts
-            with suppress(EngineLost):  # whoever asks it for more will have it mended
-                for process, told in enumerate(rollouts.one_a_part(rollouts.call("spans"))):
+            for process, told in enumerate(rollouts.one_a_part(rollouts.start("spans").found(TO_TELL))):
+                if not isinstance(told, EngineLost | Unanswered):  # whoever needs that engine will notice
                     self.files.time_line.tell(process, told, self.counters.iteration)
 
     def is_done(self, after: Iteration | None = None) -> bool:
