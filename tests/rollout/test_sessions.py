@@ -274,3 +274,28 @@ def test_an_engine_says_whether_its_log_probs_are_the_trainers(bf16, int8, exact
     policy = policy_of()
     policy.to(torch.bfloat16 if bf16 else torch.float32)
     assert BuiltinEngine(policy, weight_only_int8=int8).exact is exact
+
+
+@pytest.mark.parametrize("memory", [{}, TIGHT], ids=["ample", "tight"])
+def test_what_answers_have_so_far_can_be_read_without_stopping_them(memory):
+    policy, asked = policy_of(), prompts((5, 33, 16, 9))
+    sampling = Sampling(max_new_tokens=40, n=3)
+    expected = {(r.prompt, r.sample): r for r in BuiltinEngine(policy).generate(asked, sampling, seeds=range(4))}
+    engine = BuiltinEngine(policy, **memory)
+    engine.version = 7
+    open_ones, read = set(expected), 0
+    with engine.session(sampling) as session:
+        for number, ids in enumerate(asked):
+            session.add(ids, seed=number)
+        while session.busy:
+            lengths, drafts = session.at_work(), session.drafts()
+            assert set(lengths) == open_ones == {(number, d.sample) for number in drafts for d in drafts[number]}
+            for number in drafts:
+                for draft in drafts[number]:
+                    whole, count = expected[number, draft.sample], lengths[number, draft.sample]
+                    assert draft.finish is None and draft.ids == whole.ids[:count]
+                    np.testing.assert_allclose(draft.log_probs, whole.log_probs[:count], atol=1e-5)
+                    assert draft.versions.tolist() == [7] * count
+                    read += count
+            open_ones -= {(rollout.prompt, rollout.sample) for rollout in session.advance()}
+    assert read > 500 and not open_ones

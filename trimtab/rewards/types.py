@@ -134,7 +134,8 @@ class RewardResult:
 
 
 class Reward(Protocol):
-    """Anything that scores samples. It is called from one thread at a time; `str` of it is a line for the log."""
+    """Anything that scores samples; `str` of it is a line for the log. One that is `concurrent` is called from several
+    threads at a time, each with samples of its own."""
 
     name: str
     concurrent: bool

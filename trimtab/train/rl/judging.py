@@ -71,8 +71,8 @@ class Judging:
             with self.spans.during(JUDGING):
                 results = several.judge(request, rollouts)
             self._tell(Judged(place, several.questions, rollouts, results))
-        except GivenUp:  # the run has been told to stop: the group stays as it is
-            pass
+        except GivenUp:
+            pass  # the run has been told to stop, and nobody waits for this group: it is saved as it is
         except BaseException as error:
             with self.news:
                 self._failure = self._failure or error
