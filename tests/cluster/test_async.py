@@ -79,7 +79,9 @@ class Run:
 
 @pytest.fixture
 def run(cluster, folder, tmp_path):  # noqa: F811
-    yield Run(cluster, folder, tmp_path)
+    made = Run(cluster, folder, tmp_path)
+    yield made
+    made.process.kill()
     cluster.workers.prepare(None)
 
 

@@ -7,6 +7,7 @@ its place is given the same groups again.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.roles import Group
@@ -92,11 +93,15 @@ class Writers:
         asked = [self.asking.questions([(g.row, g.seed) for g in share], STORE) for share in shares]
         parts = [Admission(share, questions) for share, questions in zip(shares, asked)]
         try:
-            self.group.call("admit", parts, sampling=self.sampling)
+            self._everybody("admit", parts, sampling=self.sampling)
         except CannotTravel as error:
             raise UserError(
                 f"a column of the prompt data cannot be sent to another process ({error}); drop it, or train in one"
             ) from error
+
+    def _everybody(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> list[Any]:
+        """What all say."""
+        return self.group.call(method, parts, **shared)
 
     def collect(self) -> News:
         """What has come of it; they write meanwhile. One process comes back as soon as it has a group. Of several none
