@@ -1,10 +1,16 @@
 """Whole runs in one process with a vLLM engine, through the command."""
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from tests.train.rl.asynchronous.async_run import AHEAD, check_ledger
 from tests.train.rl.rl_run import arguments, rows, write_task
 from tests.vllm.conftest import SIZES
+from trimtab.rollout.vllm.engine import VLLMEngine
 from trimtab.train.metrics import read_rows
+from trimtab.train.rl.experience import Experience
 
 SHORT = "--rollout_engine vllm --rollout_slots 16 --max_steps 2 --enable_prefix_caching"
 
@@ -41,6 +47,42 @@ def test_with_a_penalty_and_a_least_length_the_correction_is_for_what_was_drawn_
     )
     kept = read_rows(tmp_path / "out" / "rollouts.jsonl")
     assert min(answer["tokens"] for answer in kept if answer["step"] == 1) >= 9
+
+
+def test_answers_outlive_updates_and_every_token_has_the_log_prob_of_the_weights_that_drew_it(
+    tied_task, tmp_path, in_command, monkeypatch
+):
+    sent, take = {}, VLLMEngine.weights_changed
+
+    def weights_changed(engine, version):
+        take(engine, version)
+        sent[version] = {name: tensor.clone() for name, tensor in engine.weights.tensors()}
+
+    monkeypatch.setattr(VLLMEngine, "weights_changed", weights_changed)
+    more = "--rollout_engine vllm --partial_rollout --save_steps -1"
+    record = f"--record {tmp_path}/recording --init_kl_coef 0"
+    assert in_command(arguments(tied_task, tmp_path / "out", "grpo", AHEAD, more, record)) == 0
+    check_ledger(tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tied_task / "model")
+    sent[0] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    answers = [answer for path in sorted((tmp_path / "recording").iterdir()) for answer in recorded(path)]
+    assert max(len(set(versions.tolist())) for _, _, versions, _ in answers) > 1
+    for version, tensors in sent.items():
+        model.load_state_dict(tensors, strict=False)  # what is tied goes once
+        for prompt, ids, versions, log_probs in answers:
+            own = versions == version
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+            torch.testing.assert_close(log_probs[own], expected[own], atol=1e-3, rtol=0)
+
+
+def recorded(path):
+    """Prompt, answer, and of the answer's tokens versions and log-probs."""
+    experience = Experience.from_tensors(load_file(path))
+    for i in range(len(experience)):
+        tokens = experience.tokens_of([i])
+        yield experience.prompt(i), experience.response(i), experience.versions_N[tokens], experience.sampled_N[tokens]
 
 
 @pytest.mark.parametrize("way", ["adapter", "merged"])
