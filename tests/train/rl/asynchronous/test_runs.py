@@ -55,7 +55,10 @@ def test_where_nothing_may_age_the_run_is_the_synchronous_one_bit_for_bit(folder
         ("ppo", "--reward_pretrain {folder}/judge --enable_ema"),
         ("lora", ""),
         ("reinforce", "--async_queue_size 2 --async_staleness 2"),
-        ("reinforce_baseline", "--reward_pretrain {folder}/judge --dynamic_filtering"),
+        (
+            "reinforce_baseline",
+            "--reward_pretrain {folder}/judge --dynamic_filtering --dynamic_filtering_rule differing",
+        ),
     ],
 )
 def test_every_prompt_is_trained_or_filtered_once_and_in_time(folder, tmp_path, estimator, more):  # noqa: F811
@@ -116,7 +119,7 @@ MOMENTS = [
     (2, "sample", 0),
     (1, "score", 0),
     (0, "evaluate", 0),
-    (1, "evaluate", 0),
+    (3, "evaluate", 0),
     (0, "sample", 0),
 ]
 
