@@ -73,6 +73,14 @@ class AsyncOptions(Options):
 class AsyncRunOptions(PromptOptions, RolloutOptions, AsyncOptions, RecordingOptions, ClusterOptions):
     """What asynchronous training has to say to other groups; it has no options of its own."""
 
+    @property
+    def prompts_under_way(self) -> int:
+        """The most that are being answered at a time."""
+        if self.outlives_updates:
+            return (1 + self.async_queue_size) * self.rollout_batch_size
+        more = self.vllm_generate_batch_size if self.dynamic_filtering else None
+        return more or self.rollout_batch_size
+
     def check(self) -> Iterable[str]:
         if self.async_train and self.replay:
             raise UserError(

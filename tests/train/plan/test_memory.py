@@ -40,6 +40,18 @@ def test_each_job_has_its_parts(model):
     assert any(name.startswith("reward model") for name in ppo) and "keys and values of 192 tokens" in ppo
 
 
+def test_batches_under_way_ahead_have_keys_and_values_too(model):
+    def tokens(**changes):
+        found = sizes(PPOOptions(pretrain=model, bf16=True, reward_pretrain=model, **RL, **changes))
+        (name,) = (name for name in found if name.startswith("keys and values"))
+        return int(name.split()[4].replace(",", ""))
+
+    whole = tokens()
+    assert tokens(async_train=True, async_queue_size=2) == 3 * whole
+    assert tokens(async_train=True, async_queue_size=2, async_staleness=0) == whole
+    assert tokens(async_train=True, async_queue_size=200, rollout_slots=1) < whole, "but no more than have a place"
+
+
 def test_lora_needs_no_reference_and_little_optimiser_state(model):
     whole = sizes(DPOOptions(pretrain=model, bf16=True, max_len=32))
     adapters = sizes(DPOOptions(pretrain=model, bf16=True, max_len=32, lora_rank=1))

@@ -125,9 +125,7 @@ class MemoryModel:
     def _rollout(self) -> list[Part]:
         options, actor = self.options, self.trained["actor"]
         assert isinstance(options, RLOptions)
-        at_once = options.vllm_generate_batch_size if options.dynamic_filtering else None
-        samples = (at_once or options.rollout_batch_size) * options.n_samples_per_prompt
-        slots = min(options.rollout_slots, samples)
+        slots = min(options.rollout_slots, options.prompts_under_way * options.n_samples_per_prompt)
         free = self.hardware.memory - Memory(0, self.state).during("rollout")
         size = self._engine.keys_and_values(slots, self.work.rows.longest, free)
         # The engine gives it back between rollouts if it is more than what is left.

@@ -178,7 +178,8 @@ class Shares:
         ]
 
     def _samples_of(self, engines: int) -> int:
-        samples = self.options.rollout_batch_size * self.options.n_samples_per_prompt
+        ahead = self.options.async_queue_size if self.options.outlives_updates else 0
+        samples = (1 + ahead) * self.options.rollout_batch_size * self.options.n_samples_per_prompt
         return -(-samples // engines)
 
     def of_engine(self, engines: Engines, utilization: float) -> EngineShare:

@@ -16,8 +16,7 @@ def rollout_parts(share: "ProcessShare", held: int) -> list[Part]:
     """`held`: bytes that the process has anyway."""
     options, actor, rows = share.options, share.models[0], share.work.rows
     assert isinstance(options, RLOptions)
-    at_once = options.vllm_generate_batch_size if options.dynamic_filtering else None
-    prompts = -(-(at_once or options.rollout_batch_size) // share.split.data)
+    prompts = -(-options.prompts_under_way // share.split.data)
     slots = min(options.rollout_slots, prompts * options.n_samples_per_prompt)
     engine = actor.engine_memory(options.rollout_kv_tokens)
     free = max(0, share.hardware.memory - held - actor.weights)
