@@ -110,7 +110,7 @@ def main() -> None:
                 found = run_way(folder, WAYS[way])
                 taken[way].append(found)
                 print(f"{way:24s}" + "  ".join(f"{name} {value:.2f}" for name, value in found.items()), flush=True)
-        print(f"\n{f'mean of {rounds} rounds':24s}waiting  seconds  of the synchronous time  age  reward")
+        print(f"\n{f'mean, rounds: {rounds}':24s}waiting  seconds  of the synchronous time  age  reward")
         seconds = {way: statistics.mean(found["seconds"] for found in runs) for way, runs in taken.items()}
         for way, runs in taken.items():
             waiting, age, reward = (statistics.mean(r[name] for r in runs) for name in ("waiting", "age", "reward"))
