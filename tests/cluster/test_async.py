@@ -131,7 +131,6 @@ def test_an_engine_that_dies_is_replaced_and_its_groups_begin_anew(run, how):
     assert run.end() == 0, run.said()
     assert run.said().count("takes its place") == 3
     check_ledger(run.out, places=PLACES)
-    assert all(row["log_prob_gap"] < 1e-4 for row in run.rows()[1:])
 
 
 @pytest.mark.long
