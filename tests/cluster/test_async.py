@@ -1,6 +1,7 @@
 """Asynchronous runs on Ray: engines of their own write while the policy learns, are sent its weights, and are lost."""
 
 import os
+import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -184,7 +185,7 @@ def test_an_engine_that_hangs_ends_the_run_with_a_table_and_a_checkpoint(run, st
     assert run.end() == 1, run.said()
     assert "--async_timeout" in run.said() and "--load_checkpoint" in run.said()
     if not stopped:
-        assert "its next token" in run.said()
+        assert re.search("its (next|first) token", run.said())
     assert not psutil.pid_exists(victim)
     run.start("--partial_rollout --load_checkpoint")
     assert run.end() == 0, run.said()

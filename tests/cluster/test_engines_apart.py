@@ -17,6 +17,7 @@ def apart(cluster):
     cluster.workers.prepare(None)
 
 
+@pytest.mark.long
 def test_they_answer_from_the_weights_that_are_sent_to_them(cluster, folder, apart, tmp_path):  # noqa: F811
     apart(0.0)
     log = tmp_path / "log"
