@@ -93,7 +93,9 @@ class RLRun:
             # Before the start is measured there is no row to keep, not even one of a measurement that came later.
             begun = self.counters.iteration > 0 or self.counters.start_is_measured
             self.files.open(self.counters.iteration if begun else -1, self.roles, resumed=resumed)
-            if resumed and self.iteration is None:  # the disk may have been full when it was to be told
+            if (
+                resumed and not taken_over and self.iteration is None
+            ):  # the disk may have been full when it was to be told
                 self.files.keep_places(self.counters.iteration, self.supply.settled())
             self.run_iterations(stop)
 
@@ -344,8 +346,8 @@ class RLRun:
         counters.prompts_used += work.prompts
         self.iteration = None
         # In one breath with that: a checkpoint that is made from here on knows that the batch is trained.
-        settled = self.supply.settled()
-        self.files.keep_places(counters.iteration, settled)
+        self.supply.trained()
+        self.files.keep_places(counters.iteration, self.supply.settled())
         row = row_of(work, counters, options.async_staleness)
         row |= {
             "epoch": round(counters.prompts_used / self.order.samples_per_epoch, 6),

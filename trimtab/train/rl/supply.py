@@ -42,8 +42,11 @@ class Supply(ABC):
         """Inside nobody writes: the weights may change, and others may ask."""
         return nullcontext()
 
+    def trained(self) -> None:  # noqa: B027
+        """What was handed out last has been learnt from."""
+
     def settled(self) -> dict[str, list[int]] | None:
-        """The batch handed out last is trained: which places of the data that has settled, and how."""
+        """Which places of the data the batch handed out last settles, and how."""
         return None
 
     def built_anew(self) -> None:  # noqa: B027 (most have nobody to tell)
@@ -175,6 +178,9 @@ class Recorded(Supply):
 
     def paused(self) -> AbstractContextManager[None]:
         return self.supply.paused()
+
+    def trained(self) -> None:
+        self.supply.trained()
 
     def settled(self) -> dict[str, list[int]] | None:
         return self.supply.settled()

@@ -67,6 +67,7 @@ class Run:
             for member in self.group.members:
                 assert not member.writing, "weights change while nobody writes"
                 member.version = self.iteration + 1
+        self.supply.trained()
         self.lines.append(self.supply.settled())
         self.iteration, self.used = self.iteration + 1, self.used + prompts
 
@@ -126,12 +127,14 @@ def test_what_is_written_survives_a_checkpoint_token_by_token():
 def test_a_batch_that_nothing_was_learnt_from_is_handed_out_again():
     run = Run(4)
     experience, prompts, _ = run.supply.next(0, 0, StopRequest())
+    assert run.supply.settled() is not None, "to ask is not to say that it is trained"
     again, more, _ = run.supply.next(0, 0, StopRequest())
     assert torch.equal(experience.ids_T, again.ids_T) and prompts == more
     tensors, state = run.supply.state(in_hand=False)
     run.killed((tensors, json.dumps(state), 0, 0, []), seed=4, processes=1)
     resumed, _, _ = run.supply.next(0, 0, StopRequest())
     assert torch.equal(resumed.rows_S, experience.rows_S)
+    run.supply.trained()
     run.lines = [run.supply.settled()]
     run.iteration, run.used = 1, prompts
     while run.iterate():

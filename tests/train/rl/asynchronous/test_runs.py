@@ -17,7 +17,7 @@ from tests.train.rl.test_resume import at
 from trimtab.cli.main import main
 from trimtab.errors import CannotWrite, OutOfMemory
 from trimtab.train.metrics import read_rows
-from trimtab.train.pass_limit import NoRoom
+from trimtab.train.pass_limit import BeginAnew, NoRoom
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.loop import RLRun
 from trimtab.train.rl.writing import Writing
@@ -258,3 +258,22 @@ def test_a_signal_between_a_batch_and_its_scoring_and_memory_short_there_lose_no
     assert warm.run(given, prepare=partial(tell_in_pause, signal.SIGTERM, 2)) == 128 + signal.SIGTERM
     assert main(given) == 0
     check_ledger(tmp_path)
+
+
+@pytest.mark.long
+def test_when_roles_are_built_anew_between_a_batch_and_its_scoring_nothing_is_lost(folder, tmp_path):  # noqa: F811
+    given = words(folder, tmp_path / "out", "grpo")
+    codes = warm.run_world(given, 2, prepare={0: begin_anew_once}, log=tmp_path / "log")
+    assert codes == [0, 0], (tmp_path / "log.0").read_text()
+    check_ledger(tmp_path / "out")
+
+
+def begin_anew_once() -> None:
+    plain, calls = RLRun.score, itertools.count(1)
+
+    def score(run, experience):
+        if next(calls) == 3:
+            raise BeginAnew
+        return plain(run, experience)
+
+    RLRun.score = score

@@ -153,17 +153,21 @@ class Ahead(Supply):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        were_writing = self.writers.writing
+        if not self.writers.writing:
+            yield
+            return
         drained = not self.options.partial_rollout
         self.watchdog.moved()
-        while not self.writers.pause(drained=drained):
-            drained = self._collect() and drained  # told to stop, nobody waits for answers to end
+        with self.clock.waiting():
+            while not self.writers.pause(drained=drained):
+                drained = self._collect() and drained  # told to stop, nobody waits for answers to end
         yield
-        if were_writing:
-            self.writers.go_on()
+        self.writers.go_on()
+
+    def trained(self) -> None:
+        self.handed_out = {}
 
     def settled(self) -> dict[str, list[int]] | None:
-        self.handed_out = {}
         return self.last
 
     def built_anew(self) -> None:

@@ -154,7 +154,7 @@ class Writers:
     # ---- those who write are others
 
     def built_anew(self) -> None:
-        """All of them: they are given everything again."""
+        """All of them: they are given everything again, as it was when it went out or was last saved."""
         self.writing = False
         groups, self.held, self._process = list(self.held.values()), {}, {}
         self.admit(groups)
