@@ -57,6 +57,14 @@ def test_the_picture_shows_a_few_iterations_lane_by_lane(tmp_path):
     assert min(starts) >= 0 and max(starts) <= 1000
 
 
+def test_an_engine_where_the_policy_is_takes_turns_with_it(tmp_path):
+    folder = write_async_run(tmp_path / "run")
+    rows = [{"lane": lane, "what": what, "begin": begin, "end": begin + 1, "iteration": 1}
+            for lane, what, begin in (("engine 0", "writing", 0), ("trainer", "update", 1))]  # fmt: skip
+    (folder / "time_line.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "Trainer, engines and rewards took turns." in page_of(folder)
+
+
 def test_a_synchronous_run_has_no_lanes_even_in_an_asynchronous_runs_folder(tmp_path):
     folder = write_rl_run(tmp_path / "run")
     (write_async_run(tmp_path / "earlier") / "time_line.jsonl").rename(folder / "time_line.jsonl")

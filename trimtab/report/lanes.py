@@ -34,7 +34,7 @@ def lane_section(run: Run) -> str:
     if not run.spans:
         return ""
     words = " ".join(filter(None, (age_in_words(run), _overlap_in_words(run.spans), _waiting_in_words(run))))
-    told = f"<h2>Writing and learning at the same time</h2><p class=words>{escape(words)}</p>"
+    told = f"<h2>Trainer, engines and rewards side by side</h2><p class=words>{escape(words)}</p>"
     return f"{told}<div class=charts>{_picture(run.spans)}{_table(run.spans)}</div>"
 
 
@@ -55,10 +55,12 @@ def _overlap_in_words(spans: Sequence[Span]) -> str:
     learning = joined(span for span in spans if span.lane == TRAINER and span.what == LEARNS)
     seconds, told = length(learning), []
     for kind, does in zip(OTHERS, ("engines wrote", "rewards were being judged")):
-        work = joined(span for span in spans if span.lane.startswith(kind))
-        if work and seconds > 0:
-            told.append(f"{does} for {percent(length(common(learning, work)) / seconds, 0)}")
-    return f"Of the time in which the trainer learnt, {' and '.join(told)}." if told else ""
+        shared = length(common(learning, joined(span for span in spans if span.lane.startswith(kind))))
+        if shared > 0:
+            told.append(f"{does} for {percent(shared / seconds, 0)}")
+    if not told:
+        return "Trainer, engines and rewards took turns." if len(lanes_of(spans)) > 1 else ""
+    return f"Of the time in which the trainer learnt, {' and '.join(told)}."
 
 
 def _waiting_in_words(run: Run) -> str:
