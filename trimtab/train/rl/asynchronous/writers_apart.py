@@ -25,6 +25,7 @@ class WritersApart(Writers):
     def __init__(self, asking: Asking, sampling: Sampling, watchdog: Watchdog):
         super().__init__(asking, sampling)
         self.watchdog = watchdog
+        self.writing = True  # as soon as they have anything, until they are told to pause
         self._pausing: Pending | None = None
         self._collecting: Pending | None = None
         self._heard: set[int] = set()  # whose part of it was taken
