@@ -93,9 +93,8 @@ class RLRun:
             # Before the start is measured there is no row to keep, not even one of a measurement that came later.
             begun = self.counters.iteration > 0 or self.counters.start_is_measured
             self.files.open(self.counters.iteration if begun else -1, self.roles, resumed=resumed)
-            if (
-                resumed and not taken_over and self.iteration is None
-            ):  # the disk may have been full when it was to be told
+            # The disk may have been full when it was to be told.
+            if resumed and not taken_over and self.iteration is None:
                 self.files.keep_places(self.counters.iteration, self.supply.settled())
             self.run_iterations(stop)
 
