@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.report.pages import Checked, write_async_run, write_rl_run
+from tests.report.pages import Checked, write_async_run, write_metrics, write_rl_run
 from trimtab.report.findings import findings
 from trimtab.report.lanes import common, joined, lanes_of, length
 from trimtab.report.page import write_report
@@ -59,10 +59,24 @@ def test_the_picture_shows_a_few_iterations_lane_by_lane(tmp_path):
 
 def test_an_engine_where_the_policy_is_takes_turns_with_it(tmp_path):
     folder = write_async_run(tmp_path / "run")
+    turns = (("trainer", "rollout", 0), ("engine 0", "writing", 0), ("trainer", "update", 1))
     rows = [{"lane": lane, "what": what, "begin": begin, "end": begin + 1, "iteration": 1}
-            for lane, what, begin in (("engine 0", "writing", 0), ("trainer", "update", 1))]  # fmt: skip
+            for lane, what, begin in turns]  # fmt: skip
     (folder / "time_line.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "Trainer, engines and rewards took turns." in page_of(folder)
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in metrics:
+        row.pop("engine_busy", None)  # which such an engine does not have
+    write_metrics(folder, metrics)
+    page = page_of(folder)
+    assert "Trainer, engines and rewards took turns." in page
+    assert "<td>trainer</td><td>rollout</td><td>answers are written in these processes" in page
+    assert "phase waits" not in page and "the next batch is not there yet" not in page
+
+
+def test_a_trainer_with_engines_apart_waits_for_its_batch(tmp_path):
+    page = page_of(write_async_run(tmp_path / "run"))
+    assert "<td>trainer</td><td>waiting</td><td>the next batch is not there yet</td><td>40.0 s</td>" in page
+    assert "phase waits" in page and "<td>trainer</td><td>rollout</td>" not in page
 
 
 def test_a_synchronous_run_has_no_lanes_even_in_an_asynchronous_runs_folder(tmp_path):
@@ -124,7 +138,7 @@ def run_of(folder, **figures: float) -> Run:
 @pytest.mark.parametrize(
     ("figures", "words"),
     [
-        ({"age_max": 0, "waiting": 0.1}, "No answer outlived an update"),
+        ({"age_max": 0, "waiting": 0.1}, "without --async_train the run would have learnt from answers as new"),
         ({"age_max": 2, "waiting": 0.7}, "the trainer had nothing to do for 70\u00a0% of the time"),
         ({"age_max": 2, "waiting": 0.1, "read_again": 75}, "For every token that was trained 0.75 were read again"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from html import escape
 from statistics import fmean
 
@@ -11,9 +12,10 @@ from trimtab.report.curves import COLOURS
 from trimtab.report.numbers import duration, percent, plural, short_number
 from trimtab.report.read import Run, Span
 
-TRAINER, WAITS, LEARNS = "trainer", "rollout", "update"
+TRAINER, WRITES, WAITS, LEARNS = "trainer", "rollout", "waiting", "update"
 OTHERS = ("engine", "rewards")
 MEANINGS = {
+    WRITES: "answers are written in these processes, or their rewards waited for",
     WAITS: "the next batch is not there yet",
     "scoring": "other models read it",
     LEARNS: "policy and critic learn",
@@ -33,9 +35,17 @@ Stretches = list[tuple[float, float]]
 def lane_section(run: Run) -> str:
     if not run.spans:
         return ""
-    words = " ".join(filter(None, (age_in_words(run), _overlap_in_words(run.spans), _waiting_in_words(run))))
+    spans = _as_seen_by_the_trainer(run)
+    words = " ".join(filter(None, (age_in_words(run), _overlap_in_words(spans), _waiting_in_words(run))))
     told = f"<h2>Trainer, engines and rewards side by side</h2><p class=words>{escape(words)}</p>"
-    return f"{told}<div class=charts>{_picture(run.spans)}{_table(run.spans)}</div>"
+    return f"{told}<div class=charts>{_picture(spans)}{_table(spans)}</div>"
+
+
+def _as_seen_by_the_trainer(run: Run) -> list[Span]:
+    """Only a trainer whose engines are apart waits in its rollout phase; any other writes the answers itself."""
+    if not run.series("engine_busy"):  # which engines of their own alone have
+        return list(run.spans)
+    return [replace(span, what=WAITS) if (span.lane, span.what) == (TRAINER, WRITES) else span for span in run.spans]
 
 
 def age_in_words(run: Run) -> str:

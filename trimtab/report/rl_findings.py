@@ -40,8 +40,8 @@ def _outliving(run: Run) -> Iterator[str]:
         return
     if not any(age for _, age in ages):
         yield (
-            "No answer outlived an update: without --async_train the run would have been the same, and its sampled "
-            "log-probs exact."
+            "No answer outlived an update: without --async_train the run would have learnt from answers as new, and "
+            "their sampled log-probs would have been exact."
         )
     if waiting is not None and waiting[1] > MUCH_WAITING:
         yield (
