@@ -3,7 +3,8 @@
 One vLLM engine and one process that trains, on this machine's CPU, under a Ray of their own. The reward is a function
 that answers after a while: log-normal, so that now and then one answer keeps its whole batch waiting. Every way has the
 same prompts, seeds and number of iterations, one way after the other, and in every second round the other way round.
-Waiting is the trainer's time for the next batch, as a share of all its time between the first and the last iteration.
+Waiting is the trainer's time for the next batch and its time for new weights to arrive, in which engines that drain end
+their answers, as a share of all its time between the first and the last iteration; both are shown.
 
 What it leaves out: the model is small and random, so the reward says that learning works, not how well. Engine and
 trainer share this machine's cores, which two devices would not.
@@ -85,10 +86,12 @@ def run_way(folder: Path, flags: str) -> dict[str, float]:
     rows = [row for row in rows if row["step"] > 1]  # the first one begins with nothing written
     total = sum(row["seconds"] for row in rows)
     last = rows[-len(rows) // 4 :]
+    batch, sync = (sum(row[f"seconds_{phase}"] for row in rows) / total for phase in ("rollout", "sync"))
     return {
         "seconds": total,
-        "waiting": sum(row["seconds_rollout"] for row in rows) / total,
-        "sync": sum(row["seconds_sync"] for row in rows) / total,
+        "waiting": batch + sync,
+        "for a batch": batch,
+        "for weights": sync,
         "age": statistics.mean(row.get("age", 0.0) for row in rows),
         "age_max": max(row.get("age_max", 0.0) for row in rows),
         "engine_busy": statistics.mean(row.get("engine_busy", float("nan")) for row in rows),
@@ -110,12 +113,15 @@ def main() -> None:
                 found = run_way(folder, WAYS[way])
                 taken[way].append(found)
                 print(f"{way:24s}" + "  ".join(f"{name} {value:.2f}" for name, value in found.items()), flush=True)
-        print(f"\n{f'mean, rounds: {rounds}':24s}waiting  seconds  of the synchronous time  age  reward")
-        seconds = {way: statistics.mean(found["seconds"] for found in runs) for way, runs in taken.items()}
-        for way, runs in taken.items():
-            waiting, age, reward = (statistics.mean(r[name] for r in runs) for name in ("waiting", "age", "reward"))
-            share = seconds[way] / seconds["synchronous"]
-            print(f"{way:24s}{waiting:6.0%}{seconds[way]:10.1f}{share:18.2f}{age:14.2f}{reward:8.3f}")
+        told = f"iterations: {iterations}, rounds: {rounds}"
+        print(f"\n{told:28s}waiting  for a batch  for weights  seconds  of the synchronous time   age  reward")
+        means = {way: {name: statistics.mean(r[name] for r in runs) for name in runs[0]} for way, runs in taken.items()}
+        for way, mean in means.items():
+            share = mean["seconds"] / means["synchronous"]["seconds"]
+            print(
+                f"{way:28s}{mean['waiting']:7.0%}{mean['for a batch']:13.0%}{mean['for weights']:13.0%}"
+                f"{mean['seconds']:9.1f}{share:25.2f}{mean['age']:6.2f}{mean['reward']:8.3f}"
+            )
 
 
 if __name__ == "__main__":
