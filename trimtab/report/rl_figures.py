@@ -42,7 +42,11 @@ FIGURES = (
     Picture("Groups left out by filtering", {"filtered_groups": "groups"}),
     Picture("Penalty of long answers", {"overlong_penalty": "penalty"}, better=-1),
     Picture("Movement in an iteration", {"policy_kl": "KL"}, "KL to the policy that sampled"),
-    Picture("Sampled against trained", {"log_prob_gap": "difference"}, "mean difference of log-probs"),
+    Picture(
+        "Sampled against trained",
+        {"log_prob_gap": "all tokens", "log_prob_gap_fresh": "tokens of the weights themselves"},
+        "mean difference of log-probs",
+    ),
     Picture("Policy loss", {"policy_loss": "surrogate", "loss": "whole"}, noun="policy loss"),
     Picture("Critic loss", {"critic_loss": "critic loss"}, better=-1),
 )
