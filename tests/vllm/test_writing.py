@@ -29,6 +29,7 @@ def test_answers_of_a_thread_that_is_interrupted_again_and_again(drained, engine
     role = Rollouts(engine, [], make_tokenizer(), lambda: False, beside=True)
     groups = [UnderWay(place, 0, place, SEEDS[place]) for place in range(3)]
     role.admit(Admission(groups, Questions([0, 1, 2], SEEDS, PROMPTS, "prompt")), sampling=GREEDY)
+    role.go_on()
     found, seen, cut = {}, 0, 0
     while len(found) < 3:
         found |= {written.place: written.answers.experience for written in role.collect(seconds=0.03).written}

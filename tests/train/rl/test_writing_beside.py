@@ -22,9 +22,11 @@ SOON = 20.0  # seconds within which a thread gets its turn, on any machine
 def beside():
     made = []
 
-    def make(engine, judge=None, stopped=lambda: False):
+    def make(engine, judge=None, stopped=lambda: False, *, told=True):
         judges = [] if judge is None else [(judge, 1.0)]
         made.append((engine, Rollouts(engine, judges, Words(), stopped, beside=True)))
+        if told:
+            made[-1][1].go_on()
         return made[-1][1]
 
     yield make
@@ -91,6 +93,26 @@ def test_it_writes_while_nobody_asks_and_not_after_a_pause(beside):
     role.go_on()
     assert [written.place for written in role.collect().written] == [7]
     assert role.collect().written == []  # at once: nothing is under way
+
+
+def test_nothing_is_written_before_it_is_told_to_go_on(beside):
+    engine = ScriptedEngine(slots=4)
+    role = beside(engine, told=False)
+    role.admit(admission([1]), sampling=DRAWN)
+    assert role.collect(seconds=0.05).drawn == 0
+    role.weights_changed(version=3)  # which the engine refuses while it is at work
+    role.go_on()
+    (written,) = role.collect().written
+    assert set(written.answers.experience.versions_N.tolist()) == {3}
+
+
+def test_at_the_end_the_session_is_closed(beside):
+    engine = ScriptedEngine(slots=4, seconds=0.002)
+    role = beside(engine)
+    role.admit(admission([1, 2]), sampling=LONG)
+    until(lambda: any(wait.tokens for wait in role.waits()))
+    role.close()
+    assert engine.at_work is None
 
 
 def test_drained_it_begins_nothing_new_and_ends_what_it_has_begun(beside):

@@ -297,7 +297,7 @@ class RLRun:
 
     def mend(self, lost: EngineLost) -> None:
         """Have another engine in the place of one that is gone, with the weights of all, while nobody writes."""
-        self.publishing.mend(lost)
+        self.publishing.mend(lost, self.version)
         self.supply.engine_replaced()
 
     @property

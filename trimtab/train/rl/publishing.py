@@ -26,13 +26,14 @@ class Publishing(Protocol):
 
     def publish(self, version: int) -> None:
         """Answers come from the policy as it is now, called by this number. RunFailed: they would not. EngineLost: one
-        is gone; to `mend` that brings the same weights to all."""
+        is gone; to `mend` that brings them to all."""
 
     def speak_to(self, roles: Roles) -> None:
         """The same roles, built anew, connected again."""
 
-    def mend(self, lost: EngineLost) -> None:
-        """Have another engine with the same weights in the place of one that is gone; or raise that."""
+    def mend(self, lost: EngineLost, version: int) -> None:
+        """Have another engine in the place of one that is gone, and all with the policy as it is now, called by this
+        number; or raise that."""
 
 
 def publishing_of(options: RLOptions, roles: Roles, prompts: PromptStore, passes: Passes) -> Publishing:
@@ -62,14 +63,13 @@ class SharedWeights:
         if self.probe is not None:
             self.probe.roles = roles
 
-    def mend(self, lost: EngineLost) -> None:
+    def mend(self, lost: EngineLost, version: int) -> None:
         raise lost
 
 
 class SentWeights:
     def __init__(self, options: RLOptions, roles: Roles, probe: Probe):
         self.options, self.roles, self.probe = options, roles, probe
-        self.version = 0
         self.replaced = 0  # engines, of --max_restarts
 
     def connect(self) -> None:
@@ -94,10 +94,9 @@ class SentWeights:
         self.probe.measure_start()
 
     def publish(self, version: int) -> None:
-        self.version = version
         self._send(version)
 
-    def mend(self, lost: EngineLost) -> None:
+    def mend(self, lost: EngineLost, version: int) -> None:
         while True:
             self.replaced += 1
             if self.replaced > self.options.max_restarts:
@@ -106,7 +105,7 @@ class SentWeights:
             try:
                 self.roles.rollouts.stand_in(lost)
                 self.connect()
-                return self._send(self.version)
+                return self._send(version)
             except EngineLost as another:
                 lost = another
 

@@ -88,7 +88,7 @@ class Rollouts(Role):
     # ---- answers that outlive an update
 
     def admit(self, admission: Admission, *, sampling: Sampling) -> None:
-        """Write these groups too, from now on or from the next `collect`."""
+        """Write these groups too, from the next `collect` on or, an engine of its own, unless it pauses."""
         self.writing.admit(admission, sampling)
 
     def collect(
@@ -113,7 +113,7 @@ class Rollouts(Role):
         return self.writing.pause(drained=drained, seconds=seconds)
 
     def go_on(self) -> None:
-        """After a pause."""
+        """At first, and after a pause."""
         self.writing.go_on()
 
     def unfinished(self) -> list[UnderWay]:

@@ -18,12 +18,14 @@ TO_END = 5.0  # seconds for the thread when all is over
 
 
 class WritingBeside:
-    """Like Writing, but `collect` only waits. What goes wrong in the thread is raised where something is asked."""
+    """Like Writing, but `collect` only waits, and nothing is written before the first `go_on`. What goes wrong in the
+    thread is raised where something is asked."""
 
     def __init__(self, writing: Writing):
         self._writing = writing
         self._news = writing.judging.news
-        self._paused = self._drained = self._closed = False  # wishes
+        self._paused = True  # wishes
+        self._drained = self._closed = False
         self._idle = True  # the engine is nobody's
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="writing", daemon=True)
@@ -80,6 +82,8 @@ class WritingBeside:
             self._news.notify_all()
         if self._thread.ident is not None:
             self._thread.join(TO_END)
+        if not self._thread.is_alive() and self._failure is None:  # else the session is in use, or cannot be spoken to
+            self._writing.close()
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -165,6 +165,24 @@ def test_when_an_engine_is_lost_its_groups_are_written_by_the_next(method):
     assert run.settled() == list(range(run.order.steps))
 
 
+@pytest.mark.parametrize("method", ["collect", "pause"])
+def test_an_engine_that_is_lost_while_another_is_late_is_replaced_once(method):
+    run = Run(5, processes=3, **APART)
+    run.iterate()
+    for _ in range(3):
+        if method == "collect":
+            run.group.late[method], run.group.lost["collect"] = 0, 1
+        _, prompts, _ = run.supply.next(run.iteration, run.used, StopRequest())
+        if method == "pause":
+            run.group.late[method], run.group.lost["collect"] = 0, 1
+        run.trained(prompts)
+    assert not run.group.lost and not run.group.late
+    assert run.group.mended == 3
+    while run.iterate():
+        pass
+    assert run.settled() == list(range(run.order.steps))
+
+
 def test_when_everything_is_built_anew_everything_is_given_out_again():
     run = Run(6, processes=2)
     run.iterate()

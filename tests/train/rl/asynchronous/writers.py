@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.distributed.cluster.losses import EngineLost
-from trimtab.distributed.roles import Done, Group, Processes
+from trimtab.distributed.roles import Done, Group, Processes, Unanswered
 from trimtab.rewards.types import RewardFailed, RewardResult
 from trimtab.rewards.weighing import Weighing
 from trimtab.rollout.types import Draft, Rollout
@@ -77,7 +77,14 @@ class Process:
 
 
 class Found(Done):
-    """Where one may be gone."""
+    """Where one may be gone, and another one late."""
+
+    late: int | None = None
+
+    def found(self, seconds: float) -> list[Any]:
+        found, late = super().found(seconds), self.late
+        self.late = None
+        return [Unanswered() if part == late else told for part, told in enumerate(found)]
 
     def wait(self, seconds: float | None = None) -> list[Any]:
         for result in self.found(0):
@@ -95,7 +102,9 @@ class Several(Group):
         self.members, self.size = list(processes), len(processes)
         self.processes = Processes.apart(range(self.size))
         self.lost: dict[str, int] = {}  # method -> which of them is found to be gone when it is called
+        self.late: dict[str, int] = {}  # method -> which of them has not answered it when that is first asked
         self.gone: set[int] = set()
+        self.mended = 0
 
     def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> Done:
         if (rank := self.lost.pop(method, None)) is not None:
@@ -107,10 +116,13 @@ class Several(Group):
             else getattr(member, method)(*part, **shared)
             for rank, (member, part) in enumerate(zip(self.members, own, strict=True))
         ]
-        return Found(method, results)
+        call = Found(method, results)
+        call.late = self.late.pop(method, None)
+        return call
 
     def mend(self) -> None:
         """Others are there, while nobody writes."""
+        self.mended += 1
         for rank in self.gone:
             self.members[rank] = Process(seed=rank)
         assert not any(member.writing for member in self.members)

@@ -28,30 +28,24 @@ ALONE, TOGETHER = 1.0, 0.2  # seconds between two looks at one process, and at s
 class News:
     """What all processes have done since they were asked last."""
 
+    seconds: list[float]  # in which each of them was at work
     written: list[Written] = field(default_factory=list)
     drawn: int = 0
     judged: int = 0
     read_again: int = 0
-    seconds: list[float] = field(default_factory=list)  # in which each engine was at work
     problem: RewardFailed | NoRoom | None = None
     stopped: bool = False  # told to
 
-    def add(self, told: Collected | RewardFailed | NoRoom | None) -> None:
+    def add(self, part: int, told: Collected | RewardFailed | NoRoom | None) -> None:
         if isinstance(told, Collected):
             self.written += told.written
             self.drawn, self.judged = self.drawn + told.drawn, self.judged + told.judged
             self.read_again += told.read_again
-            self.seconds.append(told.seconds)
-            return
-        self.add_nothing()
-        if told is None:
+            self.seconds[part] += told.seconds
+        elif told is None:
             self.stopped = True
         else:
             self.problem = self.problem or told
-
-    def add_nothing(self) -> None:
-        """Of one who has not said anything."""
-        self.seconds.append(0.0)
 
 
 class Writers:
@@ -107,17 +101,20 @@ class Writers:
         """What has come of it; they write meanwhile. One process comes back as soon as it has a group. Of several none
         does, because it would only wait for the others."""
         alone = self.group.size == 1
-        news = News()
+        news = self._no_news()
         try:
             told = self.group.call("collect", seconds=ALONE if alone else TOGETHER, at_once=alone)
         except OutOfMemory as shortage:  # one of several processes has called off what all were doing
             self.group.meet_again()
             news.problem = rollouts.no_room(shortage)
             return news
-        for part in self.group.one_a_part(told):
-            news.add(part)
+        for part, own in enumerate(self.group.one_a_part(told)):
+            news.add(part, own)
         self._let_go(news)
         return news
+
+    def _no_news(self) -> News:
+        return News([0.0] * self.group.size)
 
     def _let_go(self, news: News) -> None:
         for written in news.written:

@@ -25,10 +25,10 @@ class WritersApart(Writers):
     def __init__(self, asking: Asking, sampling: Sampling, watchdog: Watchdog):
         super().__init__(asking, sampling)
         self.watchdog = watchdog
-        self.writing = True  # as soon as they have anything, until they are told to pause
         self._pausing: Pending | None = None
         self._collecting: Pending | None = None
         self._heard: set[int] = set()  # whose part of it was taken
+        self._news = self._no_news()  # what was heard, and not handed on
         self._replaced = False  # some know nothing of what they were given
 
     # ---- to and fro
@@ -40,25 +40,24 @@ class WritersApart(Writers):
             self._mend(lost)
 
     def collect(self) -> News:
-        news, lost = News(), None
         if self._collecting is None:
             self._collecting = self.group.start("collect", seconds=TOGETHER, at_once=True)
             self._heard = set()
-        found = self._collecting.found(TOGETHER + LATE)
+        if lost := self._hear(self._collecting, TOGETHER + LATE):
+            self._mend(lost)
+        news, self._news = self._news, self._no_news()
+        self._let_go(news)
+        return news
+
+    def _hear(self, collecting: Pending, seconds: float) -> EngineLost | None:
+        found = collecting.found(seconds)
         for part, told in enumerate(found):
-            if isinstance(told, EngineLost):
-                lost = told
-            if part in self._heard or isinstance(told, Unanswered | EngineLost):
-                news.add_nothing()
-            else:
-                news.add(told)
+            if part not in self._heard and not isinstance(told, Unanswered | EngineLost):
+                self._news.add(part, told)
                 self._heard.add(part)
         if not _missing(found):
             self._collecting = None
-        self._let_go(news)
-        if lost is not None:
-            self._mend(lost)
-        return news
+        return _lost(found)
 
     def pause(self, *, drained: bool = False) -> bool:
         if not self.writing:
@@ -111,20 +110,27 @@ class WritersApart(Writers):
         """Only those who learn were: engines go on."""
 
     def engine_replaced(self) -> None:
-        self._replaced = True
+        """All others have paused. Nothing that was asked before is asked for again: it would tell of the same loss, and
+        of a pause that is over."""
+        self._replaced, self._pausing = True, None
+        self.watchdog.moved()
+        while self._collecting is not None:
+            self._hear(self._collecting, LATE)
+            self.watchdog.check(self.waits)
 
     def _mend(self, lost: EngineLost) -> None:
         were_writing = self.writing
         if were_writing:
-            self.writing = False
             while not _free(self._found("pause", seconds=TOGETHER)):
                 self.watchdog.check(self.waits)
+            self.writing = False
         self.asking.mend(lost)  # which tells of the new one
         if were_writing:
             self.go_on()
 
     def _give_again(self) -> None:
         known = {group.place for told in self._everybody("unfinished") for group in told}
+        known |= {written.place for written in self._news.written}
         self._admit([group for place, group in self.held.items() if place not in known])
         self._replaced = False
 
