@@ -55,6 +55,7 @@ class RunFiles:
             Path(options.checkpoint_folder), keep=options.max_ckpt_num, keep_gib=options.max_ckpt_mem, run=self.folder
         )
         self._log: RunLog | None = None
+        self._ledger: MetricsFile | None = None
         self.time_line = TimeLine()
 
     # ---- while the run works
@@ -63,7 +64,6 @@ class RunFiles:
         self.run_folder.describe()
         with writing(f"--save_path {self.folder}: cannot write there"):
             self._rollouts = MetricsFile(self.folder / "rollouts.jsonl", resume_from=start if resumed else None)
-            self._ledger = None
             if self.options.outlives_updates:
                 self._ledger = MetricsFile(
                     self.folder / "ledger.jsonl", resume_from=start if resumed else None, key="iteration"
