@@ -99,7 +99,7 @@ def test_a_head_that_is_not_packed_again_stops_the_run_with_the_figure(
     monkeypatch.setattr("trimtab.rollout.vllm.worker.pack_heads", lambda model: None)
     assert in_command(arguments(tied_task, tmp_path / "out", "grpo", SHORT)) == 1
     told = capsys.readouterr().err
-    assert "does not answer from the trainer's weights: after update 4" in told and "1.0e-03 is the limit" in told
+    assert "does not answer from the trainer's weights: after iteration 1" in told and "1.0e-03 is the limit" in told
 
 
 def test_a_run_goes_on_from_its_checkpoint(tied_task, tmp_path, in_command):

@@ -50,7 +50,7 @@ def test_in_bf16_later_limits_come_from_the_start():
     engines.differences = [[0.05, 0.05]]
     probe.check(1)
     engines.differences = [[0.07, 0.07]]
-    with pytest.raises(RunFailed, match=r"after update 2 .* on average"):
+    with pytest.raises(RunFailed, match=r"after iteration 2 .* on average"):
         probe.check(2)
 
 

@@ -46,7 +46,7 @@ class Probe:
             self._judge(self.at_start, "with the weights both were loaded with")
 
     def check(self, version: int) -> None:
-        self._judge(self.gap(), f"after update {version}")
+        self._judge(self.gap(), f"after iteration {version}")
 
     def gap(self) -> Gap:
         """The worst of all engines."""
