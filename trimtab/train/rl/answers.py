@@ -50,7 +50,6 @@ class Collected:
     written: list[Written]
     drawn: int  # tokens
     read_again: int  # tokens of drafts that other weights had to read
-    judged: int  # groups that got their rewards
     seconds: float  # in which the engine was at work
 
 

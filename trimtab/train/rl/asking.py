@@ -80,11 +80,8 @@ class Asking:
         shares = [list(range(rank, len(requests), size)) for rank in range(size)]
         asked = [Questions.of(prompts, [requests[i] for i in share], rewarded=self._near) for share in shares]
         try:
-            parts = self._called(asked, sampling)
-        except CannotTravel as error:
-            raise UserError(
-                f"a column of the prompt data cannot be sent to another process ({error}); drop it, or train in one"
-            ) from error
+            with travelling():
+                parts = self._called(asked, sampling)
         except OutOfMemory as shortage:  # one of several processes has called off what all were doing
             self.rollouts.meet_again()
             raise rollouts.no_room(shortage) from shortage
@@ -130,6 +127,17 @@ class Asking:
             if isinstance(part, NoRoom):
                 raise part
         return [RewardResult.joined(results) for results in zip(*parts)]
+
+
+@contextmanager
+def travelling() -> Iterator[None]:
+    """Inside, prompts go to other processes with the columns of their rows."""
+    try:
+        yield
+    except CannotTravel as error:
+        raise UserError(
+            f"a column of the prompt data cannot be sent to another process ({error}); drop it, or train in one"
+        ) from error
 
 
 def _raised(lost: EngineLost) -> None:

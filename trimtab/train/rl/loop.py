@@ -17,7 +17,7 @@ from trimtab.algos.kl import adapted
 from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
 from trimtab.distributed.cluster.losses import EngineLost
-from trimtab.distributed.roles import Group, Unanswered
+from trimtab.distributed.roles import Group
 from trimtab.errors import CannotWrite, Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
@@ -37,8 +37,6 @@ from trimtab.train.rl.role_groups import Roles
 from trimtab.train.rl.shaping import penalties, shape, with_advantage
 from trimtab.train.rl.supply import Supply
 from trimtab.train.rl.text import TextMixture
-
-TO_TELL = 2.0  # seconds within which an engine says what it has done
 
 
 class RLRun:
@@ -359,17 +357,10 @@ class RLRun:
                 args = (row["kl"], options.kl_target, options.kl_horizon, len(work.experience))
                 counters.kl_coefficient = adapted(counters.kl_coefficient, *args)
         self.files.keep_samples(counters.iteration, work.experience)
-        self.tell_of_engines()
+        for process, told in self.supply.spans().items():
+            self.files.time_line.tell(process, told, counters.iteration)
         memory = max(self.roles.actor.call("memory_gib"))
         return row | self.files.clock(work.seconds, row["tokens"], options.max_epochs, memory)
-
-    def tell_of_engines(self) -> None:
-        """Where answers outlive an update, the time-line has who wrote and judged when."""
-        if self.options.outlives_updates:
-            rollouts = self.roles.rollouts
-            for process, told in enumerate(rollouts.one_a_part(rollouts.start("spans").found(TO_TELL))):
-                if not isinstance(told, EngineLost | Unanswered):  # whoever needs that engine will notice
-                    self.files.time_line.tell(process, told, self.counters.iteration)
 
     def is_done(self, after: Iteration | None = None) -> bool:
         """Whether nothing is left to do, or nothing will be after the work in hand."""

@@ -25,6 +25,7 @@ from trimtab.rollout.types import Sampling
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.recording import Recording, Sampled
+from trimtab.train.rl.spans import Told
 
 
 class Supply(ABC):
@@ -48,6 +49,10 @@ class Supply(ABC):
     def settled(self) -> dict[str, list[int]] | None:
         """Which places of the data the batch handed out last settles, and how."""
         return None
+
+    def spans(self) -> dict[int, list[Told]]:
+        """What each process that writes has done since it was asked last, for the time-line."""
+        return {}
 
     def built_anew(self) -> None:  # noqa: B027 (most have nobody to tell)
         """Those who write know nothing any more."""
@@ -184,6 +189,9 @@ class Recorded(Supply):
 
     def settled(self) -> dict[str, list[int]] | None:
         return self.supply.settled()
+
+    def spans(self) -> dict[int, list[Told]]:
+        return self.supply.spans()
 
     def built_anew(self) -> None:
         self.supply.built_anew()

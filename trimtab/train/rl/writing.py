@@ -118,7 +118,7 @@ class Writing:
             return None
         sums, (drawn, read_again, seconds) = (self._drawn, self._read_again, self._seconds), self._told
         self._told = sums
-        return Collected(written, sums[0] - drawn, sums[1] - read_again, len(written), sums[2] - seconds)
+        return Collected(written, sums[0] - drawn, sums[1] - read_again, sums[2] - seconds)
 
     def pause(self, *, drained: bool = False, seconds: float | None = None) -> bool:
         """Set everything down at once: the engine is free for others until the next `collect`."""

@@ -50,7 +50,7 @@ class Process:
                 return RewardFailed("the reward broke", group.row)
             else:
                 written.append(self._written(self.groups.pop(place)))
-        return Collected(written, drawn, 0, len(written), 0.0)
+        return Collected(written, drawn, 0, 0.0)
 
     def _longer(self, draft: Draft) -> Draft:
         versions = np.append(draft.versions, np.int32(self.version)).astype(np.int32)

@@ -34,6 +34,7 @@ from trimtab.train.rl.asynchronous.writers import STORE, Writers
 from trimtab.train.rl.asynchronous.writers_apart import WritersApart
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.recording import Sampled
+from trimtab.train.rl.spans import Told
 from trimtab.train.rl.supply import Supply, useful_groups
 
 
@@ -122,7 +123,7 @@ class Ahead(Supply):
         if news.problem is not None:
             with self.asking.placed(STORE):
                 raise news.problem
-        if news.written or news.drawn or news.judged:
+        if news.written or news.drawn:
             self.watchdog.moved()
         elif not news.stopped:
             self.watchdog.check(self.writers.waits)
@@ -169,6 +170,9 @@ class Ahead(Supply):
 
     def settled(self) -> dict[str, list[int]] | None:
         return self.last
+
+    def spans(self) -> dict[int, list[Told]]:
+        return self.writers.spans()
 
     def built_anew(self) -> None:
         self.writers.built_anew()

@@ -9,16 +9,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.data.prompts import PromptStore
 from trimtab.distributed.roles import Group
-from trimtab.distributed.wire import CannotTravel
-from trimtab.errors import OutOfMemory, RunFailed, UserError
+from trimtab.errors import OutOfMemory, RunFailed
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.types import Sampling
 from trimtab.train.pass_limit import NoRoom
 from trimtab.train.rl import rollouts
 from trimtab.train.rl.answers import Admission, Collected, UnderWay, Wait, Written
-from trimtab.train.rl.asking import Asking
+from trimtab.train.rl.asking import Asking, travelling
+from trimtab.train.rl.spans import Told
 
 STORE = "train"
 ALONE, TOGETHER = 1.0, 0.2  # seconds between two looks at one process, and at several
@@ -31,7 +30,6 @@ class News:
     seconds: list[float]  # in which each of them was at work
     written: list[Written] = field(default_factory=list)
     drawn: int = 0
-    judged: int = 0
     read_again: int = 0
     problem: RewardFailed | NoRoom | None = None
     stopped: bool = False  # told to
@@ -39,7 +37,7 @@ class News:
     def add(self, part: int, told: Collected | RewardFailed | NoRoom | None) -> None:
         if isinstance(told, Collected):
             self.written += told.written
-            self.drawn, self.judged = self.drawn + told.drawn, self.judged + told.judged
+            self.drawn += told.drawn
             self.read_again += told.read_again
             self.seconds[part] += told.seconds
         elif told is None:
@@ -63,10 +61,6 @@ class Writers:
     def group(self) -> Group:
         return self.asking.rollouts
 
-    @property
-    def prompts(self) -> PromptStore:
-        return self.asking.stores[STORE]
-
     # ---- to and fro
 
     def admit(self, groups: Sequence[UnderWay]) -> None:
@@ -86,12 +80,8 @@ class Writers:
             return
         asked = [self.asking.questions([(g.row, g.seed) for g in share], STORE) for share in shares]
         parts = [Admission(share, questions) for share, questions in zip(shares, asked)]
-        try:
+        with travelling():
             self._everybody("admit", parts, sampling=self.sampling)
-        except CannotTravel as error:
-            raise UserError(
-                f"a column of the prompt data cannot be sent to another process ({error}); drop it, or train in one"
-            ) from error
 
     def _everybody(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> list[Any]:
         """What all say."""
@@ -147,6 +137,10 @@ class Writers:
 
     def waits(self) -> list[Wait]:
         return [wait for part in self.group.one_a_part(self.group.call("waits")) for wait in part]
+
+    def spans(self) -> dict[int, list[Told]]:
+        """What each process has written and judged when, since the last time."""
+        return dict(enumerate(self.group.one_a_part(self.group.call("spans"))))
 
     # ---- those who write are others
 

@@ -14,6 +14,7 @@ from trimtab.train.rl.answers import UnderWay, Wait
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.asynchronous.watchdog import Watchdog
 from trimtab.train.rl.asynchronous.writers import TOGETHER, News, Writers
+from trimtab.train.rl.spans import Told
 
 LATE = 2.0  # seconds after which an answer that should be there is not waited for
 PATIENCE = 10.0  # seconds within which one who may hang says what it holds
@@ -103,6 +104,10 @@ class WritersApart(Writers):
             else:
                 waits += told
         return waits
+
+    def spans(self) -> dict[int, list[Told]]:
+        found = enumerate(self.group.start("spans").found(LATE))
+        return {part: told for part, told in found if not isinstance(told, Unanswered | EngineLost)}
 
     # ---- those who write are others
 
