@@ -15,7 +15,7 @@ from tests.tiny import tiny_model
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
-from trimtab.rollout.builtin import attention, captured, fused_layers, graphs, int8, sampler
+from trimtab.rollout.builtin import attention, captured, graphs, int8, recognition, sampler
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.kernels import attention as kernels
 from trimtab.rollout.builtin.kernels import int8 as int8_kernels
@@ -28,7 +28,7 @@ TIGHT = {"kv_tokens": 160 if DEVICE == "cuda" else 40, "slots": 3, "page_size": 
 # The interpreter takes a second for a step.
 SHORT, NEW = (prompts((5, 17, 33, 1)), 20) if DEVICE == "cuda" else (prompts((3, 9)), 6)
 OUTLIVES = pytest.mark.skipif(DEVICE == "cpu", reason="what is done again is done with the session it was made in")
-USERS_OF_KERNELS = (attention, fused_layers, int8, sampler)
+USERS_OF_KERNELS = (attention, int8, recognition, sampler)
 
 
 class DoneAgain:

@@ -15,9 +15,9 @@ from trimtab.distributed.peers import Peers
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.captured import CapturedGraphs
-from trimtab.rollout.builtin.fused_layers import recognised
 from trimtab.rollout.builtin.int8 import Int8Layers
 from trimtab.rollout.builtin.memory import PAGE_SIZE, KVMemory
+from trimtab.rollout.builtin.recognition import recognised
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.builtin.session import BuiltinSession
 from trimtab.rollout.builtin.weights import is_split, state_of

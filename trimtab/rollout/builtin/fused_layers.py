@@ -1,25 +1,14 @@
 """The layers of Llama-like models (Llama, Mistral, Qwen2, Qwen3) with few launches, from the modules' own weights.
 
-A model is recognised by its structure and then believed only after its hidden states on a few tokens, read and decoded,
-equal those of its own modules. Anything else runs through its modules. A projection that is more than a plain Linear
-(an adapter) is called as the module it is; int8 weights have kernels of their own.
+Which models those are, recognition.py finds out. A projection that is more than a plain Linear (an adapter) is called
+as the module it is; int8 weights have kernels of their own.
 """
 
-from functools import partial
-
-import torch
 from torch import Tensor, nn
 
-from trimtab.distributed.device import has_kernels
-from trimtab.models.policy import Policy
-from trimtab.rollout.builtin.cache import KVCache, KVShape
+from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.int8 import int8_weights
-from trimtab.rollout.builtin.runner import Runner
 
-LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-HEAD_NORMS = {"q_norm", "k_norm"}
-MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 ROWS_OF_JOINED_PRODUCTS = 1024  # beyond, each product fills the device by itself
 
 
@@ -30,13 +19,20 @@ class FusedLayers:
 
     def hidden(self, ids_T: Tensor, positions_T: Tensor, cache: KVCache, places_T: Tensor, attend) -> Tensor:
         """Last hidden states [T, D]; `attend(layer, query, key, value, arguments)` sees the cache filled."""
+        stream = self.backbone.embed_tokens(ids_T)
+        return self.through(range(len(self.backbone.layers)), stream, positions_T, cache, places_T, attend)
+
+    def through(
+        self, layers: range, stream: Tensor, positions_T: Tensor, cache: KVCache, places_T: Tensor, attend
+    ) -> Tensor:
+        """What these layers leave in the stream [T, D], in place; returns it normed."""
         from trimtab.rollout.builtin.kernels.layers import add_norm, rotate_and_store
 
         backbone = self.backbone
-        stream = backbone.embed_tokens(ids_T)
         cos, sin = (x[0].contiguous() for x in backbone.rotary_emb(stream[None], position_ids=positions_T[None]))
         new = None
-        for index, layer in enumerate(backbone.layers):
+        for index in layers:
+            layer = backbone.layers[index]
             attention, norm = layer.self_attn, layer.input_layernorm
             x = add_norm(new, stream, norm.weight, norm.variance_epsilon)
             query, key, value = (part.unflatten(1, (-1, cos.shape[1])) for part in _projections(attention, x))
@@ -92,51 +88,3 @@ def _head_norms(attention: nn.Module) -> tuple[Tensor, Tensor, float] | None:
     if not hasattr(attention, "q_norm"):
         return None
     return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
-
-
-# ---- which models
-
-
-def recognised(policy: Policy, shape: KVShape, arguments: list[dict]) -> FusedLayers | None:
-    """The policy's layers fused, where the device has kernels and the numbers are its own."""
-    backbone = policy.inner.base_model
-    if not has_kernels(policy.device) or not looks_like_llama(backbone):
-        return None
-    used = ("scaling", "sliding_window", "softcap")
-    fused = FusedLayers(backbone, [{name: asked.get(name) for name in used} for asked in arguments])
-    expected, found = (_few_hidden_states(policy, shape, layers) for layers in (None, fused))
-    tolerance = 1e-3 if shape.dtype == torch.float32 else 5e-2  # rounding, over all layers
-    return fused if (found - expected).norm() <= tolerance * expected.norm() else None
-
-
-@torch.no_grad()
-def _few_hidden_states(policy: Policy, shape: KVShape, fused: FusedLayers | None) -> Tensor:
-    ids = [(7 * i + 3) % policy.head.out_features for i in range(10)]
-    tensor = partial(torch.tensor, device=policy.device)
-    with Runner(policy, KVCache(shape, 1, 16, policy.device), fused) as runner:
-        read = runner.read([(ids[:-1], 0, [1])])
-        decoded = runner.decode(tensor(ids[-1:]), tensor([len(ids) - 1]), tensor([[1]]))
-    return torch.cat([read, decoded]).float()
-
-
-def looks_like_llama(backbone: nn.Module) -> bool:
-    names = {"embed_tokens", "layers", "norm", "rotary_emb"}
-    silu = getattr(backbone.config, "hidden_act", None) in ("silu", "swish")
-    return silu and names == _children(backbone) and all(_is_known_layer(layer) for layer in backbone.layers)
-
-
-def _is_known_layer(layer: nn.Module) -> bool:
-    if _children(layer) != LAYER:
-        return False
-    heads_normed = _children(layer.self_attn) == ATTENTION | HEAD_NORMS
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [layer.self_attn.q_norm, layer.self_attn.k_norm] if heads_normed else []
-    return (
-        (heads_normed or _children(layer.self_attn) == ATTENTION)
-        and _children(layer.mlp) == MLP
-        and all(hasattr(norm, "variance_epsilon") and norm.weight.ndim == 1 for norm in norms)
-    )
-
-
-def _children(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}

@@ -1,0 +1,62 @@
+"""Whether fused layers are believed: each is compared alone, with a stand-in for them that errs as told."""
+
+import pytest
+import torch
+
+from tests.tiny import tiny_model
+from trimtab.models.policy import Policy
+from trimtab.models.selfcheck import choose_path
+from trimtab.rollout.builtin.attention import Decoding
+from trimtab.rollout.builtin.fused_layers import FusedLayers
+from trimtab.rollout.builtin.recognition import does_the_same
+from trimtab.rollout.builtin.runner import Runner
+
+LAYERS = 12
+
+
+def erring(errors):
+    """The modules' own numbers, off by so much in some layers."""
+
+    def through(self, layers, stream, positions_T, cache, places_T, attend):
+        decoding = isinstance(attend.__self__._pass, Decoding)
+        shape = (-1, 1) if decoding else (1, -1)
+        x = stream.view(*shape, stream.shape[1])
+        embeddings = self.backbone.rotary_emb(x, position_ids=positions_T.view(*shape))
+        generator = torch.Generator().manual_seed(0)
+        for index in layers:
+            new = self.backbone.layers[index](x, position_embeddings=embeddings, attention_mask=None) - x
+            noise = torch.randn(new.shape, generator=generator).to(new.dtype)
+            x = x + new + errors.get(index, 0.0) * noise * new.float().square().mean(-1, True).sqrt().to(new.dtype)
+        stream.copy_(x.view_as(stream))
+        return self.backbone.norm(stream)
+
+    return through
+
+
+@pytest.mark.parametrize(
+    "dtype, errors, believed",
+    [
+        (torch.float32, {}, True),
+        (torch.float32, {7: 0.003}, False),
+        # Over all layers this is more than one is allowed alone.
+        (torch.bfloat16, dict.fromkeys(range(LAYERS), 0.015), True),
+        (torch.bfloat16, {LAYERS - 1: 0.1}, False),
+        (torch.bfloat16, {0: 0.1}, False),
+    ],
+)
+def test_rounding_of_every_layer_is_believed_and_an_error_of_one_is_not(dtype, errors, believed, monkeypatch):
+    policy = Policy(tiny_model("llama", num_hidden_layers=LAYERS, spread=0.1).to(dtype))
+    choose_path(policy)
+    monkeypatch.setattr(FusedLayers, "through", erring(errors))
+    with policy.at_work():
+        shape, arguments = Runner.measure(policy)
+        assert does_the_same(FusedLayers(policy.inner.base_model, arguments), policy, shape) is believed
+
+
+def test_a_model_that_scales_its_embeddings_is_not_believed(monkeypatch):
+    policy = Policy(tiny_model("granite", embedding_multiplier=1.1))
+    choose_path(policy)
+    monkeypatch.setattr(FusedLayers, "through", erring({}))
+    with policy.at_work():
+        shape, arguments = Runner.measure(policy)
+        assert not does_the_same(FusedLayers(policy.inner.base_model, arguments), policy, shape)

@@ -1,0 +1,127 @@
+"""Which models are Llama-like enough for fused layers.
+
+A model is recognised by its structure and then believed only after every layer, read and decoded with a few tokens,
+does what its modules do. Each is given the stream that the modules gave theirs: over all layers rounding adds up (in
+bf16 to 5 % at 32 layers of 4,096), of one it leaves so little that a wrong one stands out. Anything else runs through
+its modules.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.distributed.device import has_kernels
+from trimtab.models.policy import Policy
+from trimtab.rollout.builtin.cache import KVCache, KVShape
+from trimtab.rollout.builtin.fused_layers import FusedLayers
+from trimtab.rollout.builtin.runner import Runner
+
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+TOLERANCE = {torch.float32: 1e-3}  # of what a layer adds to the stream
+TOLERANCE_IN_HALF_PRECISION = 3e-2
+
+
+def recognised(policy: Policy, shape: KVShape, arguments: list[dict]) -> FusedLayers | None:
+    """The policy's layers fused, where the device has kernels and the numbers are its own."""
+    backbone = policy.inner.base_model
+    if not has_kernels(policy.device) or not looks_like_llama(backbone):
+        return None
+    used = ("scaling", "sliding_window", "softcap")
+    fused = FusedLayers(backbone, [{name: asked.get(name) for name in used} for asked in arguments])
+    return fused if does_the_same(fused, policy, shape) else None
+
+
+@torch.no_grad()
+def does_the_same(fused: FusedLayers, policy: Policy, shape: KVShape) -> bool:
+    with _streams(fused.backbone) as passes:
+        expected = _few_hidden_states(policy, shape, None)
+    followed = FollowedLayers(fused, passes)
+    found = _few_hidden_states(policy, shape, followed)
+    ends = is_close(found, expected, torch.zeros_like(expected))
+    return followed.same and ends
+
+
+class FollowedLayers(FusedLayers):
+    """Each layer goes on from what the modules' last one left, and is compared with theirs."""
+
+    def __init__(self, fused: FusedLayers, passes: list[list[Tensor]]):
+        """`passes`: of each the stream [T, D] before every layer, and after the last."""
+        super().__init__(fused.backbone, fused.arguments)
+        self.passes, self.same = iter(passes), True
+
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, cache: KVCache, places_T: Tensor, attend) -> Tensor:
+        streams = next(self.passes)
+        first = self.backbone.embed_tokens(ids_T)
+        self.same &= is_close(first, streams[0], torch.zeros_like(first))
+        for index, (before, after) in enumerate(pairwise(streams)):
+            found = before.clone()
+            normed = self.through(range(index, index + 1), found, positions_T, cache, places_T, attend)
+            self.same &= is_close(found, after, before)
+        return normed
+
+
+def is_close(found_TD: Tensor, expected_TD: Tensor, before_TD: Tensor) -> bool:
+    """For every token: beside what was added to the stream, and as finely as the stream itself is rounded."""
+    tolerance = TOLERANCE.get(expected_TD.dtype, TOLERANCE_IN_HALF_PRECISION)
+    rounding = torch.finfo(expected_TD.dtype).eps
+    found, expected, before = found_TD.float(), expected_TD.float(), before_TD.float()
+    allowed_T = tolerance * (expected - before).norm(dim=1) + rounding * expected.norm(dim=1)
+    return bool(((found - expected).norm(dim=1) <= allowed_T).all())
+
+
+@contextlib.contextmanager
+def _streams(backbone: nn.Module) -> Iterator[list[list[Tensor]]]:
+    """Of each pass inside, the stream before every layer and after the last [T, D]."""
+    passes: list[list[Tensor]] = []
+
+    def keep(module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        if module is backbone.layers[0]:
+            passes.append([])
+        stream = given[0] if given else named["hidden_states"]
+        passes[-1].append(stream.flatten(0, -2))
+
+    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in (*backbone.layers, backbone.norm)]
+    try:
+        yield passes
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _few_hidden_states(policy: Policy, shape: KVShape, fused: FusedLayers | None) -> Tensor:
+    ids = [(7 * i + 3) % policy.head.out_features for i in range(10)]
+    tensor = partial(torch.tensor, device=policy.device)
+    with Runner(policy, KVCache(shape, 1, 16, policy.device), fused) as runner:
+        read = runner.read([(ids[:-1], 0, [1])])
+        decoded = runner.decode(tensor(ids[-1:]), tensor([len(ids) - 1]), tensor([[1]]))
+    return torch.cat([read, decoded])
+
+
+def looks_like_llama(backbone: nn.Module) -> bool:
+    names = {"embed_tokens", "layers", "norm", "rotary_emb"}
+    silu = getattr(backbone.config, "hidden_act", None) in ("silu", "swish")
+    return silu and names == _children(backbone) and all(_is_known_layer(layer) for layer in backbone.layers)
+
+
+def _is_known_layer(layer: nn.Module) -> bool:
+    if _children(layer) != LAYER:
+        return False
+    heads_normed = _children(layer.self_attn) == ATTENTION | HEAD_NORMS
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [layer.self_attn.q_norm, layer.self_attn.k_norm] if heads_normed else []
+    return (
+        (heads_normed or _children(layer.self_attn) == ATTENTION)
+        and _children(layer.mlp) == MLP
+        and all(hasattr(norm, "variance_epsilon") and norm.weight.ndim == 1 for norm in norms)
+    )
+
+
+def _children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
