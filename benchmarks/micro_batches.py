@@ -137,7 +137,7 @@ class Lists:
         starts, lengths = experience.starts_S[samples].tolist(), experience.lengths_S[samples].tolist()
         places = torch.cat([torch.arange(first, first + length) for first, length in zip(starts, lengths)])
         extra = {name: getattr(experience, name)[places] for name in COLUMNS}
-        return AnswerBatch(*map(torch.from_numpy, columns), spans, extra)
+        return AnswerBatch(*map(torch.from_numpy, [*columns, np.flatnonzero(columns[2])]), spans, extra)
 
 
 def listed(
@@ -159,7 +159,7 @@ def listed(
 def check(ours: list[TokenBatch], theirs: list[TokenBatch]) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert one.spans == other.spans
-        for name in ("ids_T", "positions_T", "trained_T", "previous_T", "owners_T"):
+        for name in ("ids_T", "positions_T", "trained_T", "previous_T", "owners_T", "trained_N"):
             assert torch.equal(getattr(one, name), getattr(other, name)), name
         for name in COLUMNS:
             assert torch.equal(one.extra[name], other.extra[name]), name

@@ -13,7 +13,8 @@ from trimtab.distributed.sharding import keep_part, whole
 from trimtab.distributed.world import find_world, leave_world
 from trimtab.models import cut_layers, tensor_parallel
 from trimtab.models.cut_layers import Head
-from trimtab.models.lm_head import LogitShape, choice_log_probs, token_divergence, token_log_probs, whole_logits
+from trimtab.models.lm_head import choice_log_probs, token_divergence, token_log_probs, whole_logits
+from trimtab.models.logits import LogitShape
 from trimtab.models.packed import scoring
 from trimtab.models.sharded import mesh_of
 

@@ -43,6 +43,7 @@ class TokenBatch:
     trained_T: Tensor
     previous_T: Tensor  # row index of the token before, in the same sequence; 0 for a first one
     owners_T: Tensor  # which sequence a token belongs to
+    trained_N: Tensor  # row index of every trained token: counted here, since a device must be waited for
     spans: list[Span]
     extra: dict[str, Tensor] = field(default_factory=dict)  # what a task adds: labels, margins, reference log-probs
     beside: "TokenBatch | None" = None  # other sequences that a task looks at together with these
@@ -76,29 +77,29 @@ class TokenBatch:
         own = lengths > 0
         previous[starts[own]] = np.where(borrows, prefixes + borrowed - 1, 0)[own]
         trained[starts[own & ~borrows]] = False  # nothing predicts the first token
-        columns = [np.asarray(ids, dtype=np.int64), positions, trained, previous, owners]
-        ids_T, positions_T, trained_T, previous_T, owners_T = (torch.from_numpy(column) for column in columns)
+        columns = [np.asarray(ids, dtype=np.int64), positions, trained, previous, owners, np.flatnonzero(trained)]
         spans = [Span(*span) for span in zip(*(column.tolist() for column in (starts, lengths, prefixes, borrowed)))]
-        return cls(ids_T, positions_T, trained_T, previous_T, owners_T, spans, extra)
+        return cls(*(torch.from_numpy(column) for column in columns), spans=spans, extra=extra)
 
     @property
     def targets_N(self) -> Tensor:
-        return self.ids_T[self.trained_T]
+        return self.ids_T[self.trained_N]
 
     @property
     def predictors_N(self) -> Tensor:
         """The position before each trained token: the one whose hidden state predicts it."""
-        return self.previous_T[self.trained_T]
+        return self.previous_T[self.trained_N]
 
     @property
     def owners_N(self) -> Tensor:
         """Which sequence each trained token belongs to."""
-        return self.owners_T[self.trained_T]
+        return self.owners_T[self.trained_N]
 
     @property
     def last_S(self) -> Tensor:
         """Row index of every sequence's last token."""
-        return torch.tensor([s.start + s.length - 1 for s in self.spans], device=self.ids_T.device)
+        last_S = torch.tensor([s.start + s.length - 1 for s in self.spans])
+        return last_S.to(self.ids_T.device, non_blocking=True)
 
     @property
     def tokens(self) -> int:
@@ -106,19 +107,20 @@ class TokenBatch:
 
     @property
     def trained_tokens(self) -> int:
-        return int(self.trained_T.sum())
+        return len(self.trained_N)
 
     def sequence(self, index: int) -> Tensor:
         """All ids of one sequence, borrowed ones included."""
         return self.ids_T[torch.from_numpy(self.spans[index].rows()).to(self.ids_T.device)]
 
     def to(self, device: torch.device) -> Self:
+        """Without waiting for what the device is at."""
         tensors = {
             field.name: getattr(self, field.name).to(device, non_blocking=True)
             for field in fields(self)
             if isinstance(getattr(self, field.name), Tensor)
         }
-        extra = {name: value.to(device) for name, value in self.extra.items()}
+        extra = {name: value.to(device, non_blocking=True) for name, value in self.extra.items()}
         beside = None if self.beside is None else self.beside.to(device)
         return replace(self, extra=extra, beside=beside, **tensors)
 

@@ -85,7 +85,7 @@ class PackedRow:
             "key_starts": cumulative([s.whole_length for s in spans]),
             "key_rows": torch.from_numpy(np.concatenate([s.rows() for s in spans])) if borrowing else None,
         }
-        tensors = {name: None if t is None else t.to(device) for name, t in tensors.items()}
+        tensors = {name: None if t is None else t.to(device, non_blocking=True) for name, t in tensors.items()}
         blocks = [_moved(block, device) for block in blocks]
         longest = max(s.whole_length for s in spans)
         return cls(blocks, tokens=sum(s.length for s in spans), longest=longest, **tensors)
@@ -122,7 +122,7 @@ def _block(spans: list[Span]) -> Block:
 
 
 def _moved(block: Block, device: torch.device) -> Block:
-    moved = {k: v.to(device) for k, v in vars(block).items() if isinstance(v, Tensor)}
+    moved = {k: v.to(device, non_blocking=True) for k, v in vars(block).items() if isinstance(v, Tensor)}
     return replace(block, **moved)
 
 

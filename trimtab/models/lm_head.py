@@ -15,7 +15,6 @@ and in the backward pass the gradient of the hidden states. Logits are never gat
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,27 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from trimtab.distributed.branches import add_up, beside, branch, gather, join
 from trimtab.distributed.device import kind_of
 from trimtab.distributed.sharding import local
+from trimtab.models.logits import PLAIN, LogitRows, LogitShape, logit_gradient, read_logits, shaped_logits
 from trimtab.models.vocabulary import Words
-
-
-@dataclass(frozen=True)
-class LogitShape:
-    """What a model does to W h + b before the softmax."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @classmethod
-    def of(cls, config) -> "LogitShape":
-        scale = 1.0
-        if getattr(config, "logits_scaling", None):  # Granite divides
-            scale /= config.logits_scaling
-        if getattr(config, "logit_scale", None):  # Cohere multiplies
-            scale *= config.logit_scale
-        return cls(scale, getattr(config, "final_logit_softcapping", None))
-
-
-PLAIN = LogitShape()
 
 
 def token_log_probs(
@@ -81,15 +61,6 @@ def chunk_tokens(vocabulary: int, device: torch.device) -> int:
     """Tokens a chunk, so that its fp32 logits take 16 MiB on a CPU and 512 MiB on an accelerator."""
     budget = 2**22 if device.type == "cpu" else 2**27
     return max(1, budget // vocabulary)
-
-
-def shaped_logits(raw: Tensor, shape: LogitShape, temperature: float) -> Tensor:
-    logits = raw.float()
-    if shape.scale != 1.0:
-        logits = logits * shape.scale
-    if shape.softcap is not None:
-        logits = shape.softcap * torch.tanh(logits / shape.softcap)
-    return logits if temperature == 1.0 else logits / temperature
 
 
 def choice_log_probs(hidden_ND: Tensor, head: nn.Module, choices_K: Tensor, shape: LogitShape) -> Tensor:
@@ -163,6 +134,16 @@ def raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return raw if bias is None else raw.add_(bias)
 
 
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """To an fp32 sum; where there are such products, without rounding what is added."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif kind_of(total.device).wide_products:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
+
+
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, words, shape, temperature, entropy, chunk):
@@ -174,12 +155,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
         means = torch.empty_like(chosen) if entropy else None  # E[z], for the entropy and its gradient
         for begin in range(0, count, chunk):
             part = slice(begin, begin + chunk)
-            logits = shaped_logits(raw_logits(hidden[part], weight, bias), shape, temperature)
-            normalisers[part] = torch.logsumexp(logits, -1)
-            chosen[part] = logits.gather(-1, places[part, None])[:, 0]
+            raw = raw_logits(hidden[part], weight, bias)
+            chosen[part], normalisers[part], found = read_logits(raw, places[part], shape, temperature, entropy)
             if means is not None:
-                p = torch.exp(logits - normalisers[part, None])
-                means[part] = (p * logits).sum(-1)
+                means[part] = found
+            del raw  # else the next chunk's logits stand beside them
         if words is not None:
             chosen, normalisers, means = _of_all_words(chosen * here, normalisers, means, words)
         ctx.save_for_backward(hidden, weight, bias, places, here, normalisers, means)
@@ -195,33 +175,17 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         grad_chosen = grad_log_probs if here is None else grad_log_probs * here
+        rows = LogitRows(places, normalisers, means, grad_log_probs, grad_chosen, grad_entropy)
         for begin in range(0, hidden.shape[0], chunk):
             part = slice(begin, begin + chunk)
-            logits = shaped_logits(raw_logits(hidden[part], weight, bias), shape, temperature)
-            slope = None
-            if shape.softcap is not None:  # d cap(z) / dz = 1 - tanh^2
-                slope = 1 - (logits * (temperature / shape.softcap)).square()
-            centred = logits - means[part, None] if means is not None else None
-            grad = logits.sub_(normalisers[part, None]).exp_()  # the probabilities
-            if centred is None:
-                grad.mul_(-grad_log_probs[part, None])
-            else:
-                grad.mul_(-(grad_log_probs[part, None] + grad_entropy[part, None] * centred))
-            grad.scatter_add_(1, places[part, None], grad_chosen[part, None])
-            if shape.scale != temperature:
-                grad.mul_(shape.scale / temperature)
-            if slope is not None:
-                grad.mul_(slope)
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            grad = grad.to(weight.dtype)
+            raw = raw_logits(hidden[part], weight, bias)
+            grad = logit_gradient(raw, rows.at(part), shape, temperature, weight.dtype, grad_bias)
+            del raw
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                if grad_weight.dtype == grad.dtype:
-                    grad_weight.addmm_(grad.t(), hidden[part])
-                else:
-                    grad_weight += grad.t() @ hidden[part]
+                _add_product(grad_weight, grad.t(), hidden[part])
+            del grad
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         if grad_bias is not None:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.sharding import gathered
-from trimtab.models.lm_head import PLAIN, LogitShape, shaped_logits, token_log_probs
+from trimtab.models.lm_head import token_log_probs
+from trimtab.models.logits import PLAIN, LogitShape, shaped_logits
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.policy import Policy, PolicyOutput
 

@@ -10,7 +10,8 @@ from torch.utils._pytree import register_dataclass
 
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.sharding import gathered
-from trimtab.models.lm_head import LogitShape, choice_log_probs, shaped_logits, token_divergence, token_log_probs
+from trimtab.models.lm_head import choice_log_probs, token_divergence, token_log_probs
+from trimtab.models.logits import LogitShape, shaped_logits
 from trimtab.models.packed import PackedModel, PaddedRows
 
 
@@ -75,7 +76,7 @@ class Policy(PackedModel):
             assert choices_K is None and not hidden_only and teacher is None
             return self._from_logits(batch, temperature, entropy)
         if choices_K is not None:
-            read = self.read(batch, batch.trained_T.nonzero()[:, 0], router=router)
+            read = self.read(batch, batch.trained_N, router=router)
             log_probs = choice_log_probs(read.states_ND, self.head, choices_K, self.logit_shape)
             return PolicyOutput(choices_NK=read.whole(log_probs), router_logits=read.routers)
         read = self.read(batch, batch.predictors_N, router=router)

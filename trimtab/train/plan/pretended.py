@@ -26,27 +26,6 @@ from trimtab.train.plan.live import LiveBytes
 from trimtab.train.plan.work import Rows
 
 
-class PretendedBatch(TokenBatch):
-    """How many tokens are trained follows from a tensor's contents, and here there are none."""
-
-    count: int
-
-    @classmethod
-    def of_rows(cls, rows: Rows, tokens: int, device: torch.device) -> "PretendedBatch":
-        examples, shared = rows.examples(tokens)
-        batch = cls(**vars(TokenBatch.of(examples, shared).to(device)))
-        batch.count = sum(int(trained.sum()) for _, trained in examples)
-        return batch
-
-    @property
-    def targets_N(self) -> Tensor:
-        return self.ids_T.new_empty(self.count)
-
-    @property
-    def predictors_N(self) -> Tensor:
-        return self.ids_T.new_empty(self.count)
-
-
 class PretendedMainMemory(MainMemory):
     """What goes there takes no room here."""
 
@@ -117,7 +96,7 @@ class Pretended:
             gradients = [p.grad for p in self._trained() if p.grad is not None]
             known = [*self.model.parameters(), *self.model.buffers(), *gradients]
             known += [*optimiser.masters.values(), *optimiser.accumulated.values()]
-            batch = PretendedBatch.of_rows(rows, tokens, self.device)
+            batch = self._batch(rows, tokens)
             self.model.train()
             with LiveBytes(known) as live:
                 value = self._value(batch)
@@ -128,10 +107,13 @@ class Pretended:
 
     def scoring_pass(self, rows: Rows, tokens: int) -> int:
         with self.mode, scoring(self.model):
-            batch = PretendedBatch.of_rows(rows, tokens, self.device)
+            batch = self._batch(rows, tokens)
             with LiveBytes([*self.model.parameters(), *self.model.buffers()]) as live:
                 self._value(batch)
         return live.peak
+
+    def _batch(self, rows: Rows, tokens: int) -> TokenBatch:
+        return TokenBatch.of(*rows.examples(tokens)).to(self.device)
 
     def _value(self, batch: TokenBatch) -> Tensor:
         out = self.model(batch)

@@ -204,7 +204,8 @@ class Actor(Learner):
     def log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
         device, temperature = self.device.torch, self.options.temperature
         with memory_guard(), scoring(self.model):
-            return [self.model(b.to(device), temperature=temperature).log_probs_N.cpu() for b in batches_of(slices)]
+            found = [self.model(b.to(device), temperature=temperature).log_probs_N for b in batches_of(slices)]
+            return fetched(found)
 
 
 class CriticLearner(Learner):
@@ -216,7 +217,7 @@ class CriticLearner(Learner):
 
     def values(self, slices: Sequence[Slice]) -> list[Tensor]:
         with memory_guard(), scoring(self.model):
-            return [self.model(batch.to(self.device.torch)).cpu() for batch in batches_of(slices)]
+            return fetched([self.model(batch.to(self.device.torch)) for batch in batches_of(slices)])
 
 
 class ReferenceRole(Role):
@@ -226,7 +227,12 @@ class ReferenceRole(Role):
     def log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
         with memory_guard():
             moved = (batch.to(self.reference.device.torch) for batch in batches_of(slices))
-            return [values.cpu() for values in self.reference.log_probs(moved, self.temperature)]
+            return fetched(self.reference.log_probs(moved, self.temperature))
+
+
+def fetched(found: Sequence[Tensor]) -> list[Tensor]:
+    """In main memory, after all passes: the next is prepared while a device is at work."""
+    return [values.cpu() for values in found]
 
 
 def _told(write: Callable[[], None]) -> str | None:

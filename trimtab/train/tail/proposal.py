@@ -18,7 +18,7 @@ from trimtab.models.modulated import ModulatedPolicy, TwistModel
 from trimtab.models.packed import scoring
 from trimtab.train.pass_limit import memory_guard
 from trimtab.train.rl.batches import Slice, batches_of
-from trimtab.train.rl.learner import Actor
+from trimtab.train.rl.learner import Actor, fetched
 from trimtab.train.tail.objective import policy_share, twist_share
 from trimtab.train.task import Share, Totals
 
@@ -74,7 +74,7 @@ class Modulation(BorrowingProposal):
 
     def log_twists(self, slices: Sequence[Slice]) -> list[Tensor]:
         with memory_guard(), self.model.at_work(), scoring(self.model):
-            return [self.model.log_twists(batch.to(self.device.torch)).cpu() for batch in batches_of(slices)]
+            return fetched([self.model.log_twists(batch.to(self.device.torch)) for batch in batches_of(slices)])
 
     def write_model(self, folder: Path) -> None:
         if self.mesh.leads:
@@ -96,11 +96,12 @@ class ModulationModel(ProposalModel):
 
     def log_twists(self, slices: Sequence[Slice]) -> list[Tensor]:
         with memory_guard(), scoring(self.model):
-            return [self.model(batch.to(self.device.torch)).cpu() for batch in batches_of(slices)]
+            return fetched([self.model(batch.to(self.device.torch)) for batch in batches_of(slices)])
 
     def log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
         with memory_guard(), self.modulated.at_work(), scoring(self.modulated):
-            return [self.modulated(batch.to(self.device.torch)).log_probs_N.cpu() for batch in batches_of(slices)]
+            found = [self.modulated(batch.to(self.device.torch)).log_probs_N for batch in batches_of(slices)]
+            return fetched(found)
 
     def write_model(self, folder: Path) -> None:
         weights = {name: whole(value) for name, value in self.model.twist.state_dict().items()}
