@@ -78,8 +78,9 @@ class TokenBatch:
         previous[starts[own]] = np.where(borrows, prefixes + borrowed - 1, 0)[own]
         trained[starts[own & ~borrows]] = False  # nothing predicts the first token
         columns = [np.asarray(ids, dtype=np.int64), positions, trained, previous, owners, np.flatnonzero(trained)]
+        ids_T, positions_T, trained_T, previous_T, owners_T, trained_N = (torch.from_numpy(c) for c in columns)
         spans = [Span(*span) for span in zip(*(column.tolist() for column in (starts, lengths, prefixes, borrowed)))]
-        return cls(*(torch.from_numpy(column) for column in columns), spans=spans, extra=extra)
+        return cls(ids_T, positions_T, trained_T, previous_T, owners_T, trained_N, spans, extra)
 
     @property
     def targets_N(self) -> Tensor:

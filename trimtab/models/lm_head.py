@@ -135,11 +135,9 @@ def raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """To an fp32 sum; where there are such products, without rounding what is added."""
+    """To an fp32 sum."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    elif kind_of(total.device).wide_products:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
 
