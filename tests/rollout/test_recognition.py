@@ -17,11 +17,11 @@ LAYERS = 12
 def erring(errors):
     """The modules' own numbers, off by so much in some layers."""
 
-    def through(self, layers, stream, positions_T, cache, places_T, attend):
+    def through(self, layers, stream, angles, cache, places_T, attend):
         decoding = isinstance(attend.__self__._pass, Decoding)
         shape = (-1, 1) if decoding else (1, -1)
         x = stream.view(*shape, stream.shape[1])
-        embeddings = self.backbone.rotary_emb(x, position_ids=positions_T.view(*shape))
+        embeddings = tuple(part.view(*shape, part.shape[1]) for part in angles)
         generator = torch.Generator().manual_seed(0)
         for index in layers:
             new = self.backbone.layers[index](x, position_embeddings=embeddings, attention_mask=None) - x

@@ -4,45 +4,77 @@ Which models those are, recognition.py finds out. A projection that is more than
 as the module it is; int8 weights have kernels of their own.
 """
 
+from typing import TypeAlias
+
+import torch
 from torch import Tensor, nn
 
 from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.int8 import int8_weights
 
 ROWS_OF_JOINED_PRODUCTS = 1024  # beyond, each product fills the device by itself
+CONSTANT = {"default", "linear", "llama3", "yarn"}  # kinds of rotary positions that know nothing of a sequence's length
+
+Angles: TypeAlias = tuple[Tensor, Tensor]
 
 
 class FusedLayers:
     def __init__(self, backbone: nn.Module, arguments: list[dict]):
         """`arguments`: what each layer asks its attention for."""
         self.backbone, self.arguments = backbone, arguments
+        self.all = range(len(backbone.layers))
+
+    @property
+    def embedding_VD(self) -> Tensor:
+        return self.backbone.embed_tokens.weight
+
+    def angles(self, positions_T: Tensor) -> Angles:
+        """Cosines and sines of these positions [T, W]."""
+        like = self.embedding_VD[:1, None]
+        cos, sin = self.backbone.rotary_emb(like, position_ids=positions_T[None])
+        return cos[0].contiguous(), sin[0].contiguous()
+
+    def all_angles(self, positions: int) -> Angles | None:
+        """Those of so many positions, from the first; None where a pass must ask for its own."""
+        embedding = self.backbone.embed_tokens
+        if type(embedding) is not nn.Embedding or getattr(self.backbone.rotary_emb, "rope_type", None) not in CONSTANT:
+            return None
+        return self.angles(torch.arange(positions, device=embedding.weight.device))
 
     def hidden(self, ids_T: Tensor, positions_T: Tensor, cache: KVCache, places_T: Tensor, attend) -> Tensor:
         """Last hidden states [T, D]; `attend(layer, query, key, value, arguments)` sees the cache filled."""
         stream = self.backbone.embed_tokens(ids_T)
-        return self.through(range(len(self.backbone.layers)), stream, positions_T, cache, places_T, attend)
+        return self.through(self.all, stream, self.angles(positions_T), cache, places_T, attend)
 
     def through(
-        self, layers: range, stream: Tensor, positions_T: Tensor, cache: KVCache, places_T: Tensor, attend
+        self, layers: range, stream: Tensor, angles: Angles, cache: KVCache, places_T: Tensor, attend
     ) -> Tensor:
         """What these layers leave in the stream [T, D], in place; returns it normed."""
-        from trimtab.rollout.builtin.kernels.layers import add_norm, rotate_and_store
+        from trimtab.rollout.builtin.kernels.layers import add_norm
 
         backbone = self.backbone
-        cos, sin = (x[0].contiguous() for x in backbone.rotary_emb(stream[None], position_ids=positions_T[None]))
         new = None
         for index in layers:
             layer = backbone.layers[index]
             attention, norm = layer.self_attn, layer.input_layernorm
             x = add_norm(new, stream, norm.weight, norm.variance_epsilon)
-            query, key, value = (part.unflatten(1, (-1, cos.shape[1])) for part in _projections(attention, x))
-            keys, values = cache.keys[index], cache.values[index]
-            rotate_and_store(query, key, value, cos, sin, keys, values, places_T, _head_norms(attention))
-            mixed = attend(index, query, key, value, self.arguments[index])
+            heads = _heads(attention, x, angles, cache.keys[index], cache.values[index], places_T)
+            mixed = attend(index, *heads, self.arguments[index])
             norm = layer.post_attention_layernorm
             x = add_norm(_summands(attention.o_proj, mixed.flatten(1)), stream, norm.weight, norm.variance_epsilon)
             new = _summands(layer.mlp.down_proj, _opened(layer.mlp, x))
         return add_norm(new, stream, backbone.norm.weight, backbone.norm.variance_epsilon)
+
+
+def _heads(
+    attention: nn.Module, x_TD: Tensor, angles: Angles, keys: Tensor, values: Tensor, places_T: Tensor
+) -> tuple[Tensor, ...]:
+    """Query, key and value [T, heads, W] with rotary positions; the latter two also in their pages."""
+    from trimtab.rollout.builtin.kernels.layers import rotate_and_store
+
+    query, key, value = (part.unflatten(1, (-1, angles[0].shape[1])) for part in _projections(attention, x_TD))
+    rotate_and_store(query, key, value, *angles, keys, values, places_T, _head_norms(attention))
+    return query, key, value
 
 
 def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:

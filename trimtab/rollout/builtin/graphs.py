@@ -9,6 +9,7 @@ when that is not enough.
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from trimtab.distributed.captures import Graph, capture
 from trimtab.rollout.builtin.cache import KVCache
@@ -38,6 +39,7 @@ class DecodeGraphs:
         results = self.steps_at_ease, shape[0]
         self.tokens = torch.zeros(results, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(2 if sampler.sampling.plain_log_probs else 1, *results, device=device)
+        self.angles: tuple[Tensor, Tensor] | None = None
         self.graphs: dict[int, Graph] = {}
         self.rows: list[Sample] = []
         self.written: list[tuple[list[int], int]] = []  # of each row: whose pages are in the table, and how many
@@ -62,6 +64,8 @@ class DecodeGraphs:
         return longest <= self.pages * self.size
 
     def _capture(self, runner: Runner, rows: int) -> Graph:
+        if self.angles is None and runner.fused is not None:
+            self.angles = runner.fused.all_angles(self.pages * self.size)
         # The rehearsal before a capture must touch nobody's pages.
         self.table.zero_()
         self.step.zero_()
@@ -69,6 +73,19 @@ class DecodeGraphs:
         return capture_or_explain(lambda: self._advance(runner, rows), pool)
 
     def _advance(self, runner: Runner, rows: int) -> None:
+        if self.angles is None:
+            return self._advance_by_parts(runner, rows)
+        from trimtab.rollout.builtin.kernels.steps import begun, move_on
+
+        assert runner.fused is not None
+        table = self.table[:rows]
+        given = begun(table, COLUMNS, self.size, runner.fused.embedding_VD, self.angles)
+        hidden = runner.decode_from(given, table[:, COLUMNS:])
+        result = self.sampler.draw(runner.logits(hidden), table[:, 3], table[:, 2], None)
+        kept, stops = (self.tokens, self.log_probs), self.sampler.stops
+        move_on(table, result.tokens_B, result.log_probs_B, result.plain_B, *kept, stops, self.step)
+
+    def _advance_by_parts(self, runner: Runner, rows: int) -> None:
         table = self.table[:rows]
         tokens, positions, drawn, seeds, limits = table[:, :COLUMNS].unbind(1)
         over = drawn >= limits

@@ -57,12 +57,12 @@ class FollowedLayers(FusedLayers):
         self.passes, self.same = iter(passes), True
 
     def hidden(self, ids_T: Tensor, positions_T: Tensor, cache: KVCache, places_T: Tensor, attend) -> Tensor:
-        streams = next(self.passes)
+        streams, angles = next(self.passes), self.angles(positions_T)
         first = self.backbone.embed_tokens(ids_T)
         self.same &= is_close(first, streams[0], torch.zeros_like(first))
         for index, (before, after) in enumerate(pairwise(streams)):
             found = before.clone()
-            normed = self.through(range(index, index + 1), found, positions_T, cache, places_T, attend)
+            normed = self.through(range(index, index + 1), found, angles, cache, places_T, attend)
             self.same &= is_close(found, after, before)
         return normed
 

@@ -27,6 +27,7 @@ from trimtab.rollout.builtin.cache import KVCache, KVShape
 
 if TYPE_CHECKING:
     from trimtab.rollout.builtin.fused_layers import FusedLayers
+    from trimtab.rollout.builtin.kernels.steps import Begun
 
 
 @contextlib.contextmanager
@@ -136,6 +137,13 @@ class Runner:
         places = page * size + positions_B % size
         self.attention.begin(Decoding(places, tables_BP, positions_B + 1))
         return self._hidden(tokens_B[:, None], positions_B[:, None], places)[:, 0]
+
+    def decode_from(self, begun: "Begun", tables_BP: Tensor) -> Tensor:
+        """The same of fused layers, whose input is there."""
+        assert self.fused is not None
+        self.attention.begin(Decoding(begun.places_B, tables_BP, begun.lengths_B))
+        attend, places = self.attention.attend, begun.places_B
+        return self.fused.through(self.fused.all, begun.stream_BD, begun.angles, self.cache, places, attend)
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         raw = whole_logits(hidden_ND, self.policy.head)
