@@ -1,9 +1,13 @@
 """Where an answer ends."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from trimtab.models.policy import Policy
+
+Ids = TypeVar("Ids", list[int], np.ndarray)
 
 _UNREADABLE = "\ufffd"
 _UNSURE = 8  # characters at the beginning of a text decoded by itself
@@ -17,7 +21,7 @@ def stop_tokens(policy: Policy, tokenizer: Any) -> tuple[int, ...]:
 
 
 def stop_string_end(
-    ids: list[int], looked: int, minimum: int, stops: Sequence[str], decode: Callable[[list[int]], str]
+    ids: Ids, looked: int, minimum: int, stops: Sequence[str], decode: Callable[[Ids], str]
 ) -> int | None:
     """How many tokens an answer has when its text first holds a stop string, and at least `minimum`; None: never yet.
 
@@ -38,7 +42,7 @@ def stop_string_end(
     return None
 
 
-def _tail(ids: list[int], looked: int, characters: int, decode: Callable[[list[int]], str]) -> int:
+def _tail(ids: Ids, looked: int, characters: int, decode: Callable[[Ids], str]) -> int:
     """A token from which to decode, so that stop strings of so many characters are whole that end after `looked`.
 
     The first characters of such a text may differ from the whole one's: a space may be missing before its first word.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -59,12 +60,20 @@ class Rollout:
     prompt: int  # which prompt of the call
     sample: int  # which of its n samples
     prompt_ids: list[int]
-    ids: list[int]
+    tokens: np.ndarray  # int32; may be given as a list
     log_probs: np.ndarray
     finish: Finish
     plain_log_probs: np.ndarray | None = None  # at temperature 1, where asked for
     versions: np.ndarray | None = None  # int32: of the weights that drew each token; every engine says it
-    drawn: np.ndarray | None = None  # which of `ids` the model drew itself; None: all
+    drawn: np.ndarray | None = None  # which of the tokens the model drew itself; None: all
+
+    def __post_init__(self) -> None:
+        self.tokens = np.asarray(self.tokens, dtype=np.int32)
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """The tokens as a list, which costs as much to make as everything else that is done with an answer."""
+        return self.tokens.tolist()
 
 
 @dataclass
@@ -72,25 +81,34 @@ class Draft:
     """A sample so far, to be written on by the same weights or later ones."""
 
     sample: int  # which of its prompt's n samples
-    ids: list[int]
+    tokens: np.ndarray  # int32; may be given as a list
     log_probs: np.ndarray  # fp32, as they were drawn
     versions: np.ndarray  # int32: of the weights that drew each token
     finish: Finish | None = None  # how it ended, if it has
 
+    def __post_init__(self) -> None:
+        self.tokens = np.asarray(self.tokens, dtype=np.int32)
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """The tokens as a list."""
+        return self.tokens.tolist()
+
     @classmethod
     def empty(cls, sample: int) -> "Draft":
-        return cls(sample, [], np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int32))
+        nothing = np.zeros(0, dtype=np.int32)
+        return cls(sample, nothing, nothing.astype(np.float32), nothing)
 
     @classmethod
     def of(cls, rollout: Rollout) -> "Draft":
         """What an engine has handed over. One that was aborted has not ended."""
         assert rollout.versions is not None and rollout.drawn is None, "an answer as an engine gives it"
         finish = None if rollout.finish == "abort" else rollout.finish
-        return cls(rollout.sample, rollout.ids, rollout.log_probs, rollout.versions, finish)
+        return cls(rollout.sample, rollout.tokens, rollout.log_probs, rollout.versions, finish)
 
     def versions_of(self, count: int, version: int) -> np.ndarray:
         """Of the first `count` tokens, where this one's are followed by some that these weights drew."""
-        return np.append(self.versions, np.full(count - len(self.ids), version, dtype=np.int32))
+        return np.append(self.versions, np.full(count - len(self.tokens), version, dtype=np.int32))
 
 
 def drafts_of(given: Sequence[Draft] | None, samples: int, request: int, limit: int) -> Sequence[Draft]:
@@ -99,9 +117,9 @@ def drafts_of(given: Sequence[Draft] | None, samples: int, request: int, limit: 
         return [Draft.empty(sample) for sample in range(samples)]
     for draft in given:
         assert draft.finish is None and 0 <= draft.sample < samples, "a sample of this prompt that has not ended"
-        if len(draft.ids) >= limit:
+        if len(draft.tokens) >= limit:
             raise UserError(
-                f"sample {draft.sample} of prompt {request} has {len(draft.ids)} tokens already, and its limit is "
-                f"{limit}; give at least {len(draft.ids) + 1}"
+                f"sample {draft.sample} of prompt {request} has {len(draft.tokens)} tokens already, and its limit is "
+                f"{limit}; give at least {len(draft.tokens) + 1}"
             )
     return given

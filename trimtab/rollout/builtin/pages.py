@@ -33,7 +33,8 @@ class PagePool:
         """`count` fresh pages, or None if there are not that many."""
         if count > len(self._free):
             return None
-        pages = [self._free.pop() for _ in range(count)]
+        pages = self._free[len(self._free) - count :][::-1]
+        del self._free[len(self._free) - count :]
         for page in pages:
             self._holders[page] = 1
         return pages

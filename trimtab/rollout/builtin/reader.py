@@ -28,9 +28,9 @@ class Reader:
         # Where there are kernels for sequences of any length in one row.
         longest = self.most if self.captured.reads is not None else 0
         for part in _parts([s for s in samples if s.length <= longest], self.most):
-            self.runner.read_answers([(p.ids, [(s.ids[:-1], s.pages) for s in part[p]]) for p in part])
+            self.runner.read_answers([(p.ids, [(s.ids.array[:-1].tolist(), s.pages) for s in part[p]]) for p in part])
         for group in _groups([s for s in samples if s.length > longest], lambda s: len(s.ids), self.most):
-            self._read_on([(s.prompt.ids + s.ids[:-1], len(s.prompt.ids), s.pages) for s in group])
+            self._read_on([(s.text[:-1], len(s.prompt.ids), s.pages) for s in group])
 
     def forget(self) -> None:
         """The hidden states of prompts that nobody waits for."""

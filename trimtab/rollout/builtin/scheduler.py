@@ -6,10 +6,13 @@ up its own and waits to be read again; nothing it drew is lost.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from trimtab.errors import UserError
+from trimtab.rollout.builtin.column import Column
 from trimtab.rollout.builtin.kept import Found, KeptPages
 from trimtab.rollout.types import Draft
 
@@ -30,15 +33,16 @@ class Sample:
     seed: int
     limit: int  # new tokens at most
     draft: Draft  # what it goes on from
-    ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    plain_log_probs: list[float] = field(default_factory=list)
+    ids: Column
+    log_probs: Column
+    plain_log_probs: Column
     pages: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, prompt: Prompt, draft: Draft, seed: int, limit: int) -> "Sample":
         """Like one that had to make room: its tokens are read again, and its stream goes on."""
-        return cls(prompt, draft.sample, seed, limit, draft, list(draft.ids), draft.log_probs.tolist())
+        ids, log_probs = Column(np.int32, draft.tokens), Column(np.float32, draft.log_probs)
+        return cls(prompt, draft.sample, seed, limit, draft, ids, log_probs, Column(np.float32))
 
     @property
     def length(self) -> int:
@@ -48,6 +52,11 @@ class Sample:
     @property
     def remaining(self) -> int:
         return self.limit - len(self.ids)
+
+    @property
+    def text(self) -> list[int]:
+        """Its prompt, and what it has drawn."""
+        return self.prompt.ids + self.ids.array.tolist()
 
 
 @dataclass
@@ -151,7 +160,7 @@ class Scheduler:
     def make_room(self, steps: int) -> list[Sample]:
         """Pages for the next tokens of everything that runs; the samples that had to stop for it."""
         stopped: list[Sample] = []
-        for sample in list(self.running):
+        for sample in [sample for sample in self.running if self._missing(sample, steps) > 0]:
             while sample not in stopped:
                 missing = self._missing(sample, steps)
                 if missing <= 0:
@@ -176,14 +185,19 @@ class Scheduler:
         ahead = min(steps, sample.limit - drawn)
         return -(-(len(sample.prompt.ids) + drawn - 1 + ahead) // self.pool.size) - len(sample.pages)
 
-    def finish(self, sample: Sample) -> None:
-        self.kept.keep((sample.prompt.ids + sample.ids)[: sample.length], sample.pages)
-        self._let_go(sample)
+    def finish(self, samples: Sequence[Sample]) -> None:
+        if self.kept.keeping:
+            for sample in samples:
+                self.kept.keep(sample.text[: sample.length], sample.pages)
+        self._let_go(samples)
 
-    def _let_go(self, sample: Sample) -> None:
-        self.running.remove(sample)
-        self.pool.give_back(sample.pages)
-        sample.pages = []
+    def _let_go(self, samples: Sequence[Sample]) -> None:
+        gone = set(samples)
+        if gone:
+            self.running = [sample for sample in self.running if sample not in gone]
+        for sample in samples:
+            self.pool.give_back(sample.pages)
+            sample.pages = []
 
     def close(self) -> None:
         """Whatever is still at work gives its pages back."""
@@ -191,8 +205,7 @@ class Scheduler:
         for prompt in dict.fromkeys(prompts + self._to_release):
             self.pool.give_back(prompt.pages)
             prompt.pages = []
-        for sample in list(self.running):
-            self._let_go(sample)
+        self._let_go(self.running)
         self.pool.give_back(self._to_copy)
         self.waiting.clear()
         self._to_release.clear()
@@ -202,8 +215,7 @@ class Scheduler:
         """Take samples out for good, whether they run or wait."""
         running = [sample for sample in self.running if unwanted(sample)]
         waiting = [sample for sample in self.waiting if unwanted(sample)]
-        for sample in running:
-            self.finish(sample)
+        self.finish(running)
         self.waiting = deque(sample for sample in self.waiting if not unwanted(sample))
         for sample in waiting:
             sample.prompt.waiting -= 1
@@ -213,7 +225,7 @@ class Scheduler:
         return running + waiting
 
     def _stop(self, sample: Sample) -> None:
-        self._let_go(sample)
+        self._let_go([sample])
         sample.prompt.waiting += 1
         self.waiting.appendleft(sample)
 

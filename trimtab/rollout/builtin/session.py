@@ -95,7 +95,7 @@ class BuiltinSession:
 
     def drawn(self, request: int) -> list[int]:
         at_work = self._at_work()
-        return next((list(s.ids) for s in at_work if (s.prompt.index, s.number) == (request, 0)), [])
+        return next((s.ids.array.tolist() for s in at_work if (s.prompt.index, s.number) == (request, 0)), [])
 
     def at_work(self) -> dict[tuple[int, int], int]:
         return {(s.prompt.index, s.number): len(s.ids) for s in [*self._at_work(), *self._new]}
@@ -104,9 +104,9 @@ class BuiltinSession:
         found: dict[int, list[Draft]] = {}
         for sample in [*self._at_work(), *self._new]:
             count = min(len(sample.ids), len(sample.log_probs))
-            log_probs = np.array(sample.log_probs[:count], dtype=np.float32)
+            ids, log_probs = sample.ids.array[:count].copy(), sample.log_probs.array[:count].copy()
             versions = sample.draft.versions_of(count, self.engine.version)
-            draft = Draft(sample.number, sample.ids[:count], log_probs, versions)
+            draft = Draft(sample.number, ids, log_probs, versions)
             found.setdefault(sample.prompt.index, []).append(draft)
         return found
 
@@ -225,7 +225,7 @@ class BuiltinSession:
         """With a repetition penalty: which tokens stand in each sample or its prompt, [samples, vocabulary]."""
         if self.sampling.repetition_penalty == 1.0:
             return None
-        texts = [sample.prompt.ids + sample.ids for sample in samples]
+        texts = [sample.text for sample in samples]
         rows = np.repeat(np.arange(len(texts)), [len(ids) for ids in texts])
         places = torch.from_numpy(np.stack([rows, np.concatenate(texts)])).to(self.device)
         shape = len(samples), self.engine.policy.head.out_features
@@ -250,35 +250,38 @@ class BuiltinSession:
                 f"the model's logits are not finite for prompt {samples[row].prompt.index}, sample "
                 f"{samples[row].number}, token {len(samples[row].ids) + step}; its weights are probably broken"
             )
-        ends = (stopped | (kept == remaining)).tolist()
-        kept, tokens, log_probs = kept.tolist(), tokens.tolist(), log_probs.tolist()
-        finished: list[Rollout] = []
+        # As they lie in the samples: what a step drew of all of them lies together.
+        tokens, log_probs = np.ascontiguousarray(tokens, np.int32), np.ascontiguousarray(log_probs)
+        finished: list[tuple[Sample, Finish]] = []
+        counts, at_stop, at_end = kept.tolist(), stopped.tolist(), (stopped | (kept == remaining)).tolist()
         for row, sample in enumerate(samples):
-            count, before = kept[row], len(sample.ids)
-            sample.ids += tokens[row] if count == steps else tokens[row][:count]
-            sample.log_probs += log_probs[row] if count == steps else log_probs[row][:count]
+            count, before = counts[row], len(sample.ids)
+            sample.ids.extend(tokens[row, :count])
+            sample.log_probs.extend(log_probs[row, :count])
             if plain is not None:
-                sample.plain_log_probs += plain[row, :count].tolist()
+                sample.plain_log_probs.extend(plain[row, :count])
             at_string = bool(self.sampling.stop_strings) and self._cut_at_stop_string(sample, before)
-            if at_string or ends[row]:
-                scheduler.finish(sample)
-                finished.append(self._rollout(sample, "stop" if at_string or stopped[row] else "length"))
-        return finished
+            if at_string or at_end[row]:
+                finished.append((sample, "stop" if at_string or at_stop[row] else "length"))
+        scheduler.finish([sample for sample, _ in finished])
+        return [self._rollout(sample, finish) for sample, finish in finished]
 
     def _cut_at_stop_string(self, sample: Sample, before: int) -> bool:
         """Drop what follows a stop string that ends after the first `before` tokens; whether there is one."""
-        sampling = self.sampling
+        sampling, decode = self.sampling, self.engine.tokenizer.decode
         end = stop_string_end(
-            sample.ids, before, sampling.min_new_tokens, sampling.stop_strings, self.engine.tokenizer.decode
+            *(sample.ids.array, before, sampling.min_new_tokens, sampling.stop_strings),
+            lambda ids: decode(ids.tolist()),
         )
         if end is None:
             return False
-        for values in (sample.ids, sample.log_probs, sample.plain_log_probs):
-            del values[end:]
+        for column in (sample.ids, sample.log_probs, sample.plain_log_probs):
+            column.cut(min(end, len(column)))
         return True
 
     def _rollout(self, sample: Sample, finish: Finish) -> Rollout:
-        plain = np.array(sample.plain_log_probs, dtype=np.float32) if self.sampling.plain_log_probs else None
-        log_probs, prompt = np.array(sample.log_probs, dtype=np.float32), sample.prompt
-        versions = sample.draft.versions_of(len(sample.ids), self.engine.version)
-        return Rollout(prompt.index, sample.number, prompt.ids, sample.ids, log_probs, finish, plain, versions)
+        prompt, columns = sample.prompt, (sample.ids, sample.log_probs, sample.plain_log_probs)
+        ids, log_probs, plain = (column.array.copy() for column in columns)
+        versions = sample.draft.versions_of(len(ids), self.engine.version)
+        plain = plain if self.sampling.plain_log_probs else None
+        return Rollout(prompt.index, sample.number, prompt.ids, ids, log_probs, finish, plain, versions)

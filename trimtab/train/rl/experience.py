@@ -52,15 +52,18 @@ class Experience(Trajectories):
     def of(cls, rows: Sequence[int], rollouts: Sequence[Rollout], result: RewardResult | None = None) -> "Experience":
         """Samples of one call of an engine; `result`: their rewards, if they are known. Where they are not in the order
         of their prompts, `take` puts them in it."""
-        drawn = [np.ones(len(r.ids), dtype=bool) if r.drawn is None else r.drawn for r in rollouts]
-        whole = [np.array(part, dtype=np.int32) for r in rollouts for part in (r.prompt_ids, r.ids)]
+        drawn = [np.ones(len(r.tokens), dtype=bool) if r.drawn is None else r.drawn for r in rollouts]
+        # Answers to one prompt share its list.
+        lists = {id(r.prompt_ids): r.prompt_ids for r in rollouts}
+        prompts = {key: np.array(ids, dtype=np.int32) for key, ids in lists.items()}
+        whole = [part for r in rollouts for part in (prompts[id(r.prompt_ids)], r.tokens)]
         masks = [mask for r, own in zip(rollouts, drawn) for mask in (np.zeros(len(r.prompt_ids), dtype=bool), own)]
         prompt_lengths_S = torch.tensor([len(r.prompt_ids) for r in rollouts])
         experience = cls(
             torch.from_numpy(np.concatenate(whole)),
             torch.from_numpy(np.concatenate(masks)),
             prompt_lengths_S,
-            prompt_lengths_S + torch.tensor([len(r.ids) for r in rollouts]),
+            prompt_lengths_S + torch.tensor([len(r.tokens) for r in rollouts]),
             torch.tensor(rows),
             torch.unique(torch.tensor([r.prompt for r in rollouts]), return_inverse=True)[1],
             torch.tensor([FINISHES.index(r.finish) for r in rollouts]),

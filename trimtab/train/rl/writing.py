@@ -47,14 +47,14 @@ class Sheet:
         drafts = list(self.drafts)
         for draft in newer:
             known = drafts[draft.sample]
-            if known.finish is None and len(draft.ids) > len(known.ids):
+            if known.finish is None and len(draft.tokens) > len(known.tokens):
                 drafts[draft.sample] = draft
-        return replace(self.group, drafts=drafts if any(draft.ids for draft in drafts) else [])
+        return replace(self.group, drafts=drafts if any(len(draft.tokens) for draft in drafts) else [])
 
     def rollouts(self) -> list[Rollout]:
         (prompt,) = self.question.ids
         return [
-            Rollout(0, draft.sample, prompt, draft.ids, draft.log_probs, draft.finish, versions=draft.versions)
+            Rollout(0, draft.sample, prompt, draft.tokens, draft.log_probs, draft.finish, versions=draft.versions)
             for draft in self.drafts
             if draft.finish is not None
         ]
@@ -153,13 +153,13 @@ class Writing:
         waits: list[Wait] = []
         for sheet in list(self._sheets.values()):
             for draft in sheet.open or sheet.drafts:
-                tokens = lengths.get((asked.get(id(sheet), -1), draft.sample), len(draft.ids))
+                tokens = lengths.get((asked.get(id(sheet), -1), draft.sample), len(draft.tokens))
                 if draft.finish is not None:
                     what = "its reward"
                 elif sheet in later:
                     what = "a place in the engine"
                 else:
-                    what = "its next token" if tokens > len(draft.ids) else "its first token from the engine"
+                    what = "its next token" if tokens > len(draft.tokens) else "its first token from the engine"
                 waits.append(Wait(sheet.group.place, draft.sample, what, tokens, now - sheet.since))
         return waits
 
@@ -180,7 +180,7 @@ class Writing:
             if session.busy:
                 for rollout in session.advance():
                     self._take(rollout)
-        known = sum(len(draft.ids) for sheet in self._asked.values() for draft in sheet.open)
+        known = sum(len(draft.tokens) for sheet in self._asked.values() for draft in sheet.open)
         self._drawn = self._taken + sum(session.at_work().values()) - known
         self._seconds += time.monotonic() - began
 
@@ -192,7 +192,7 @@ class Writing:
         waiting = [
             number
             for number, sheet in self._asked.items()
-            if sheet.open and all(lengths.get((number, draft.sample)) == len(draft.ids) for draft in sheet.open)
+            if sheet.open and all(lengths.get((number, draft.sample)) == len(draft.tokens) for draft in sheet.open)
         ]
         if waiting:
             session.abort(waiting)
@@ -235,9 +235,9 @@ class Writing:
         if not sheet.open:  # only its rewards are missing
             return self._judge(sheet)
         (ids,), (seed,) = sheet.question.ids, sheet.question.seeds
-        fresh = not any(draft.ids for draft in sheet.drafts)
+        fresh = not any(len(draft.tokens) for draft in sheet.drafts)
         self._asked[session.add(ids, seed=seed, drafts=None if fresh else sheet.open)] = sheet
-        self._read_again += sum(len(draft.ids) for draft in sheet.open)
+        self._read_again += sum(len(draft.tokens) for draft in sheet.open)
 
     def _take(self, rollout: Rollout) -> None:
         sheet = self._asked[rollout.prompt]
@@ -246,7 +246,7 @@ class Writing:
             self._judge(sheet)
 
     def _put(self, sheet: Sheet, draft: Draft) -> None:
-        self._taken += len(draft.ids) - len(sheet.drafts[draft.sample].ids)
+        self._taken += len(draft.tokens) - len(sheet.drafts[draft.sample].tokens)
         sheet.drafts[draft.sample] = draft
 
     def _judge(self, sheet: Sheet) -> None:

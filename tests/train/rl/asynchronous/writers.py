@@ -55,7 +55,7 @@ class Process:
     def _longer(self, draft: Draft) -> Draft:
         versions = np.append(draft.versions, np.int32(self.version)).astype(np.int32)
         log_probs = np.append(draft.log_probs, np.float32(-1)).astype(np.float32)
-        return replace(draft, ids=[*draft.ids, 7], log_probs=log_probs, versions=versions)
+        return replace(draft, tokens=[*draft.ids, 7], log_probs=log_probs, versions=versions)
 
     def _written(self, group: UnderWay) -> Written:
         rollouts = [Rollout(0, d.sample, [1, 2], d.ids, d.log_probs, "stop", versions=d.versions) for d in group.drafts]

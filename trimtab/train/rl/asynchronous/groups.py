@@ -24,13 +24,13 @@ def drafts_on_disk(groups: Iterable[UnderWay]) -> Kept:
     described: list[dict[str, Any]] = []
     drafts: list[Draft] = []
     for group in groups:
-        own = [{"sample": d.sample, "tokens": len(d.ids), "finish": d.finish} for d in group.drafts]
+        own = [{"sample": d.sample, "tokens": len(d.tokens), "finish": d.finish} for d in group.drafts]
         described.append({**vars(group), "drafts": own})
         drafts += group.drafts
     if not drafts:
         return {}, described
     columns = {
-        "ids": np.concatenate([np.array(draft.ids, dtype=np.int32) for draft in drafts]),
+        "ids": np.concatenate([draft.tokens for draft in drafts]),
         "log_probs": np.concatenate([draft.log_probs for draft in drafts]),
         "versions": np.concatenate([draft.versions for draft in drafts]),
     }
@@ -43,8 +43,9 @@ def drafts_from_disk(tensors: dict[str, Tensor], described: Iterable[dict[str, A
         drafts = []
         for draft in group["drafts"]:
             own = slice(begin, begin := begin + draft["tokens"])
-            ids, log_probs, versions = (tensors[f"drafts/{name}"][own] for name in ("ids", "log_probs", "versions"))
-            drafts.append(Draft(draft["sample"], ids.tolist(), log_probs.numpy(), versions.numpy(), draft["finish"]))
+            names = ("ids", "log_probs", "versions")
+            ids, log_probs, versions = (tensors[f"drafts/{name}"][own].numpy() for name in names)
+            drafts.append(Draft(draft["sample"], ids, log_probs, versions, draft["finish"]))
         groups.append(UnderWay(**{**group, "drafts": drafts}))
     return groups
 
@@ -53,7 +54,7 @@ def fitting(group: UnderWay, sampling: Sampling) -> UnderWay:
     """For a run that was told on resume to draw fewer or shorter answers: none is more than that."""
     drafts = []
     for draft in group.drafts[: sampling.n]:
-        full = draft.finish is None and len(draft.ids) >= sampling.max_new_tokens
+        full = draft.finish is None and len(draft.tokens) >= sampling.max_new_tokens
         drafts.append(replace(draft, finish="length") if full else draft)
     return replace(group, drafts=drafts)
 
