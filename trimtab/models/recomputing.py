@@ -10,12 +10,10 @@ Gradients are the same, bit for bit. Attention that runs without a kernel of its
 products.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # makes its operator known
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -23,17 +21,15 @@ from trimtab.config.groups import BackwardOptions
 from trimtab.errors import UserError
 from trimtab.models.packed import PackedModel
 
-ATTENTION = {
-    "torch_attn": ("_varlen_attn",),
-    "aten": (
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-    ),
-}
-PRODUCTS = {"aten": ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")}
+ATTENTION = (
+    "_flash_attention_forward",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 
 
 def recompute(module: PackedModel, options: BackwardOptions) -> None:
@@ -70,11 +66,5 @@ def _policy(kept: set[Any], _: Any, operator: Any, *arguments: Any, **named: Any
     return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _operators(names: Mapping[str, tuple[str, ...]]) -> set[Any]:
-    spaces = {space: getattr(torch.ops, space) for space in names}
-    return {
-        getattr(spaces[space], name).default
-        for space, known in names.items()
-        for name in known
-        if hasattr(spaces[space], name)
-    }
+def _operators(names: tuple[str, ...]) -> set[Any]:
+    return {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}

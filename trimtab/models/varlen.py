@@ -1,6 +1,5 @@
 """Attention of sequences of any length, one after another, by torch's own variable-length flash attention."""
 
-import inspect
 from typing import Protocol
 
 import torch
@@ -33,18 +32,17 @@ def attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scale: float, window: int | None
 ) -> Tensor:
     """[tokens, heads, D] of all sequences one after another, each seeing its keys up to itself."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    takes = inspect.signature(varlen_attn).parameters
-    groups = query.shape[1] // key.shape[1]
-    options = {"window_size": (window - 1, 0) if window else (-1, 0), "scale": scale}
-    if groups > 1:
-        if "enable_gqa" in takes:
-            options["enable_gqa"] = True
-        else:
-            key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     if sequences.key_rows is not None:
         key, value = (x.index_select(0, sequences.key_rows) for x in (key, value))
-    # With fewer queries than keys the last ones are aligned: own tokens see the borrowed ones before them.
-    starts, longest = (sequences.query_starts, sequences.key_starts), sequences.longest
-    return varlen_attn(query, key, value, *starts, longest, longest, **options)
+    # With fewer queries than keys the last ones are aligned: own tokens see the borrowed ones before them. The operator
+    # itself and not torch's function around it, which in some versions wants keys repeated for every query head.
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        *(query, key, value, sequences.query_starts, sequences.key_starts, sequences.longest, sequences.longest),
+        dropout_p=0.0,
+        is_causal=True,
+        return_debug_mask=False,
+        scale=scale,
+        window_size_left=window - 1 if window else -1,
+        window_size_right=0,
+    )
+    return out
