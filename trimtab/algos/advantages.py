@@ -16,10 +16,12 @@ from torch import Tensor
 ROUNDING = 8  # units in the last place
 
 
-def discounted_sums(values_N: Tensor, remaining_N: Tensor, discount: float) -> Tensor:
-    """For each token, the discounted sum from it to the end of its sequence."""
+def discounted_sums(values_N: Tensor, remaining_N: Tensor, discount: float, longest: int | None = None) -> Tensor:
+    """For each token, the discounted sum from it to the end of its sequence. `longest`: no token has more after it,
+    where that is known without asking a device."""
     sums_N = values_N
-    longest = int(remaining_N.max()) if len(remaining_N) else 0
+    if longest is None:
+        longest = int(remaining_N.max()) if len(remaining_N) else 0
     width = 1
     while width <= longest:
         later_N = F.pad(sums_N[width:], (0, width))

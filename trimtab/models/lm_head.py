@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from trimtab.distributed.branches import add_up, beside, branch, gather, join
 from trimtab.distributed.device import kind_of
 from trimtab.distributed.sharding import local
-from trimtab.models.logits import PLAIN, LogitRows, LogitShape, logit_gradient, read_logits, shaped_logits
+from trimtab.models.logits import PLAIN, LogitRows, LogitShape, fuses, logit_gradient, read_logits, shaped_logits
 from trimtab.models.vocabulary import Words
 
 
@@ -41,7 +41,7 @@ def token_log_probs(
     if type(head) is nn.Linear:
         words = Words.of(head.weight)
         weight, bias = _matrix(head)
-        size = chunk or chunk_tokens(weight.shape[0], hidden_ND.device)
+        size = chunk or chunk_tokens(weight.shape[0], hidden_ND.device, alone=True)
         log_probs, entropies = _ChunkedLogProbs.apply(
             hidden_ND, weight, bias, targets_N, words, shape, temperature, entropy, size
         )
@@ -57,9 +57,12 @@ def token_log_probs(
     return log_probs, entropies if entropy else None
 
 
-def chunk_tokens(vocabulary: int, device: torch.device) -> int:
-    """Tokens a chunk, so that its fp32 logits take 16 MiB on a CPU and 512 MiB on an accelerator."""
-    budget = 2**22 if device.type == "cpu" else 2**27
+def chunk_tokens(vocabulary: int, device: torch.device, *, alone: bool = False) -> int:
+    """Tokens a chunk, so that its fp32 logits take 16 MiB on a CPU and 512 MiB on an accelerator; 1 GiB where kernels
+    leave them `alone`, with nothing of that size beside them (on an H200 more is no faster)."""
+    budget = 2**28 if alone and fuses(device) else 2**27
+    if device.type == "cpu":
+        budget = 2**22
     return max(1, budget // vocabulary)
 
 
@@ -135,9 +138,11 @@ def raw_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """To an fp32 sum."""
+    """To an fp32 sum; where there are such products, without rounding what is added."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif kind_of(total.device).wide_products:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
 

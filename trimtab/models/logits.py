@@ -34,6 +34,11 @@ class LogitShape:
 PLAIN = LogitShape()
 
 
+def fuses(device: torch.device) -> bool:
+    """Whether there are kernels. A tensor without contents stands for one on an accelerator (train/plan)."""
+    return device.type == "meta" or has_kernels(device)
+
+
 def shaped_logits(raw: Tensor, shape: LogitShape, temperature: float) -> Tensor:
     logits = raw.float()
     if shape.scale != 1.0:
@@ -47,6 +52,9 @@ def read_logits(
     raw: Tensor, places_N: Tensor, shape: LogitShape, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Of a chunk: the logits of the targets, log Z and, for entropies, E[z]."""
+    if raw.is_meta:
+        chosen_N, normalisers_N, means_N = raw.new_empty(3, len(raw))
+        return chosen_N, normalisers_N, means_N if entropy else None
     if has_kernels(raw.device):
         from trimtab.models.kernels import head
 
@@ -78,6 +86,8 @@ def logit_gradient(
     raw: Tensor, rows: LogitRows, shape: LogitShape, temperature: float, dtype: torch.dtype, grad_bias: Tensor | None
 ) -> Tensor:
     """Of a chunk's raw logits, in the dtype of the weights; the bias's share is added to its own."""
+    if raw.is_meta:
+        return torch.empty_like(raw, dtype=dtype)
     if has_kernels(raw.device):
         from trimtab.models.kernels import head
 

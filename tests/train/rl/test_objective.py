@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.config.jobs import PPOOptions
+from trimtab.algos.kl import estimate as kl_estimate
+from trimtab.config.jobs import GRPOOptions, PPOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import PolicyOutput
 from trimtab.train.rl.objective import policy_share, token_weights, value_share
@@ -37,6 +38,35 @@ def test_a_reduction_weighs_tokens_of_short_and_long_answers(reduction, weights)
     share = value_share(lambda _: values_N, batch, TOTALS, options)
     expected = sum(w * 0.5 * (v - r) ** 2 for w, v, r in zip(weights, values_N.tolist(), returns_N.tolist()))
     assert float(share.loss) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_kl_that_the_update_measures_changes_advantages_as_one_in_the_rewards(estimator):
+    """Each token answers for the KL from it to the end of its answer."""
+    options = GRPOOptions(kl_estimator=estimator, init_kl_coef=0.3, use_kl_loss=False)
+    log_probs_N, reference_N = torch.tensor([-1.0, -2, -3, -0.5, -1.5]), torch.tensor([-1.2, -2.5, -2, -0.5, -3.0])
+    kl = kl_estimate(log_probs_N, reference_N, estimator).tolist()
+    advantages_N = torch.tensor([1.0, -2, -2, -2, -2])
+    expected_N = advantages_N - 0.3 * torch.tensor([kl[0], sum(kl[1:]), sum(kl[2:]), sum(kl[3:]), kl[4]])
+
+    def share(**columns):
+        own_N = log_probs_N.clone().requires_grad_()
+        found = policy_share(
+            lambda _, **settings: PolicyOutput(own_N),
+            batch_of(sampled_N=log_probs_N, **columns),
+            TOTALS | {"seen_tokens": 5.0},
+            options,
+            kl_coefficient=0.3,
+        )
+        return found, torch.autograd.grad(found.loss, own_N)[0]
+
+    remaining_N = torch.tensor([0, 3, 2, 1, 0])
+    left, gradient = share(advantages_N=advantages_N, reference_N=reference_N, remaining_N=remaining_N)
+    known, expected = share(advantages_N=expected_N)
+    torch.testing.assert_close((left.loss, gradient), (known.loss, expected))
+    assert float(left.figures["kl"]) == pytest.approx(sum(kl) / 5)
+    assert float(left.figures["kl_answer"]) == pytest.approx(sum(kl) / 2)
+    assert float(left.figures["advantage_size"]) == pytest.approx(float(expected_N.abs().mean()))
 
 
 def figures_of(options, ratios, totals=None, **columns):

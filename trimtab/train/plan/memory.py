@@ -150,7 +150,7 @@ class MemoryModel:
         if not isinstance(model.model, Policy):
             return 0
         vocabulary = model.model.config.get_text_config().vocab_size
-        return min(self.work.tokens, chunk_tokens(vocabulary, model.device)) * vocabulary * 4
+        return min(self.work.tokens, chunk_tokens(vocabulary, model.device, alone=True)) * vocabulary * 4
 
 
 def largest(at: Callable[[int], Memory], room: int, least: int, most: int) -> Memory:

@@ -148,6 +148,11 @@ class Experience(Trajectories):
 
     # ---- what a sample is worth
 
+    @property
+    def lacks_kl(self) -> bool:
+        """Its advantages are without the KL to the reference, since the policy's log-probs come in the update."""
+        return self.reference_N is not None and self.old_N is None
+
     @cached_property
     def answer_rewards_S(self) -> Tensor:
         """What an answer is judged by as a whole: its reward and, where its steps have rewards, their mean."""

@@ -200,7 +200,7 @@ class RLRun:
         roles = self.roles
         if self.supply.exact:
             experience.old_N = experience.sampled_N
-        elif updates_per_iteration(self.options) > 1 or roles.reference is not None or roles.teacher is not None:
+        elif self.scores_old_policy:
             # Where the engine's and the trainer's sums differ, a ratio must compare like with like.
             self.passes.fill(experience, "old_N", roles.actor, "log_probs")
         for name in ("reference", "teacher"):
@@ -208,6 +208,24 @@ class RLRun:
                 self.passes.fill(experience, f"{name}_N", role, "log_probs")
         if self.roles.critic is not None:
             self.passes.fill(experience, "values_N", self.roles.critic, "values")
+
+    @property
+    def scores_old_policy(self) -> bool:
+        """Whether something must be compared with its log-probs before the update, or after the first. In an only
+        update they are the update's own."""
+        if updates_per_iteration(self.options) > 1 or self.roles.teacher is not None:
+            return True
+        return self.roles.reference is not None and not self.leaves_kl_to_update
+
+    @property
+    def leaves_kl_to_update(self) -> bool:
+        """Whether the KL to the reference can be had there: as a loss, or where advantages are sums of rewards, of
+        which it is one term. Dropout would be in it. A CPU gains little, and would round otherwise than before."""
+        options = self.options
+        if options.keep_dropout or options.lora_dropout > 0 or self.files.manifest["device_type"] == "cpu":
+            return False
+        summed = not (options.estimator.critic or options.estimator.whitened)
+        return (options.use_kl_loss or summed) and self.counters.iteration >= options.freezing_actor_steps
 
     def shape(self, experience: Experience) -> dict[str, float]:
         """Rewards become advantages; what there is to say of them."""
@@ -254,16 +272,19 @@ class RLRun:
     def update_actor(self, experience: Experience, samples: list[int]) -> dict[str, float]:
         options, counters, actor = self.options, self.counters, self.roles.actor
         kl_loss = options.use_kl_loss and self.roles.reference is not None
+        kl_left = experience.lacks_kl
         learnt = samples
-        if not kl_loss and options.entropy_loss_coef is None and options.aux_loss_coef <= 0:
+        if not kl_loss and not kl_left and options.entropy_loss_coef is None and options.aux_loss_coef <= 0:
             # Samples without an advantage have no gradient and are left out. One stays even where no sample has an
             # advantage: an optimiser step needs a backward pass in every process.
             learnt = with_advantage(experience, samples) or samples[:1]
         columns = ["advantages_N", "sampled_N"]
         if updates_per_iteration(options) > 1:  # else the policy that is updated is the old one
             columns.append("old_N")
-        if kl_loss:
+        if kl_loss or kl_left:
             columns.append("reference_N")
+        if kl_left:
+            columns.append("remaining_N")
         if experience.fresh_N is not None:
             columns.append("fresh_N")
         parts = self.passes.parts(actor, experience, learnt, *columns)
@@ -351,6 +372,8 @@ class RLRun:
             **self.passes.limit.columns(),
             **measured,
         }
+        if work.experience.lacks_kl and not options.use_kl_loss:
+            row["return"] -= counters.kl_coefficient * row["kl_answer"]
         if self.roles.reference is not None:
             row["kl_coefficient"] = counters.kl_coefficient
             if options.kl_target is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trimtab.algos import cispo, gspo, kl, mismatch, policy_loss, value_loss
+from trimtab.algos.advantages import discounted_sums
 from trimtab.algos.moe_balance import load_balancing_loss
 from trimtab.config.jobs import RLOptions
 from trimtab.data.batches import TokenBatch
@@ -27,7 +28,7 @@ def policy_share(
     policy: Policy, batch: AnswerBatch, totals: Totals, options: RLOptions, *, kl_coefficient: float
 ) -> Share:
     """`batch.extra`: advantages_N and sampled_N; old_N if the policy has moved since; reference_N for a KL loss;
-    fresh_N if some tokens are older than the policy."""
+    with remaining_N too where nobody has measured that KL yet; fresh_N if some tokens are older than the policy."""
     extra = batch.extra
     out = policy(
         batch,
@@ -38,8 +39,10 @@ def policy_share(
     log_probs_N = out.log_probs_N
     old_N = extra.get("old_N", log_probs_N.detach())
     weights_N = token_weights(batch, totals, options)
-    loss_N, clipped_N = surrogate(log_probs_N, old_N, batch, options)
     figures = agreement(log_probs_N, old_N, extra["sampled_N"], totals["seen_tokens"])
+    if "remaining_N" in extra:
+        figures |= measured_kl(old_N, batch, totals, options, kl_coefficient)
+    loss_N, clipped_N = surrogate(log_probs_N, old_N, batch, options)
     figures["clip_fraction"] = clipped_N.sum() / totals["seen_tokens"]
     if "fresh_N" in extra:
         gap_N = (log_probs_N - extra["sampled_N"]).abs()
@@ -69,6 +72,22 @@ def policy_share(
         loss = loss + options.aux_loss_coef * figures["aux_loss"]
     figures["loss"] = loss
     return Share(loss, {name: value.detach() for name, value in figures.items()})
+
+
+@torch.no_grad()
+def measured_kl(
+    old_N: Tensor, batch: TokenBatch, totals: Totals, options: RLOptions, kl_coefficient: float
+) -> dict[str, Tensor]:
+    """The KL to the reference of an iteration's only update. Where it is a part of the rewards, advantages get it."""
+    extra = batch.extra
+    kl_N = kl.estimate(old_N, extra["reference_N"], options.kl_estimator)
+    figures = {"kl": kl_N.sum() / totals["tokens"], "kl_answer": kl_N.sum() / totals["answers"]}
+    if not options.use_kl_loss:
+        longest = min(max(span.length for span in batch.spans), len(kl_N)) - 1
+        to_come_N = discounted_sums(kl_N, extra["remaining_N"], 1.0, longest)
+        extra["advantages_N"] = extra["advantages_N"] - kl_coefficient * to_come_N
+        figures["advantage_size"] = extra["advantages_N"].abs().sum() / totals["tokens"]
+    return figures
 
 
 def surrogate(log_probs_N: Tensor, old_N: Tensor, batch: TokenBatch, options: RLOptions) -> tuple[Tensor, Tensor]:

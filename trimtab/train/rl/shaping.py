@@ -45,7 +45,7 @@ def shape(
         rewards_S = running.standardised(rewards_S, moments)
     shaped_S = for_answers(SHAPED_BY[estimator.group], groups_S, rewards_S)
     kl_N = None
-    if experience.reference_N is not None:
+    if experience.reference_N is not None and experience.old_N is not None:
         kl_N = kl.estimate(experience.old_N, experience.reference_N, options.kl_estimator)
     rewards_N = per_token(
         shaped_S,

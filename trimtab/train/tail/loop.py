@@ -97,6 +97,8 @@ class TailRun(RLRun):
 
     # ---- the policy's own answers
 
+    leaves_kl_to_update = False  # returns are wanted before it
+
     def begin(self, stop: StopRequest) -> TailIteration | None:
         work = super().begin(stop)
         if work is None:
