@@ -160,7 +160,7 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
     own |= {"tokenizer_chat_template", "wandb_run_name", "train_max_tokens_per_gpu", "loss_reduction"}
     own |= {"report_samples", "fit_memory", "eval_max_samples", "trust_remote_code", "keep_dropout", "hang_timeout"}
     own |= {"max_steps", "gradient_accumulation_steps", "overwrite", "controller_apart", "shard_size"}
-    own |= {"gradient_checkpointing_layers", "gradient_checkpointing_keep", "offload_activations"}
+    own |= {"gradient_checkpointing_layers", "gradient_checkpointing_keep", "offload_activations", "compile"}
     own |= {"ray", "max_restarts", "restart_wait", "rollout_engine", "vllm_sync_lora"}
     own |= {"async_staleness", "async_timeout"}
     own |= {"mismatch_correction", "mismatch_range", "teacher_model", "teacher_coef", "record", "replay"}

@@ -105,5 +105,25 @@ def test_options_are_settled_and_checked_without_a_command_line():
     assert options.wandb_run_name and lines == ["--lora_alpha has no effect without --lora_rank"]
     with pytest.raises(UserError, match="--pretrain is missing"):
         settled_and_checked(SFTOptions())
-    with pytest.raises(UserError, match="--deepcompile is DeepSpeed's"):
-        settled_and_checked(SFTOptions(pretrain="a/b", dataset="a/b", deepcompile=True))
+    with pytest.raises(UserError, match=r"--use_ms \(ModelScope\) is not implemented"):
+        settled_and_checked(SFTOptions(pretrain="a/b", dataset="a/b", use_ms=True))
+
+
+def test_deepcompile_is_compile_on():
+    options, lines = settled_and_checked(SFTOptions(pretrain="a/b", dataset="a/b", deepcompile=True))
+    assert options.compile == "on" and lines == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--use_liger_kernel", "--use_liger_kernel"),
+        ("--load_in_4bit --bf16 --lora_rank 4", "--load_in_4bit"),
+        ("--gradient_checkpointing --gradient_checkpointing_keep products", "--gradient_checkpointing_keep products"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_only_where_compile_is_on(words, told):
+    options = parse(SFTOptions, f"--pretrain a/b --dataset a/b {words}".split())
+    assert options.compile == "auto" and options.not_compiled == told
+    with pytest.raises(UserError, match=f"^--compile on does not work with {told}: leave one of them out$"):
+        settled_and_checked(replace(options, compile="on"))

@@ -18,7 +18,6 @@ def problems(options, here=0):
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("deepcompile", True),
         ("use_ds_universal_ckpt", True),
         ("use_ms", True),
     ],

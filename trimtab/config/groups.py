@@ -120,8 +120,11 @@ class BackwardOptions(Options):
     every matrix product gave. More kept is less computed again."""
     offload_activations: bool = False
     """Keep in main memory what the backward pass needs of the forward pass. Needs --gradient_checkpointing."""
+    compile: str = option("auto", choices=("auto", "on", "off"))
+    """Compile the layers of training and scoring passes, which are faster then but take seconds at the start: on, off,
+    or auto: on an accelerator, in a run that is long enough. A resumed run does what it did before."""
     use_liger_kernel: bool = False
-    """Fused Liger kernels (needs the liger-kernel package)."""
+    """Fused Liger kernels (needs the liger-kernel package); in place of --compile."""
     aux_loss_coef: float = option(0.0, at_least=0)
     """Weight of the router balancing loss of a mixture of experts; 0 leaves it out."""
 
@@ -131,6 +134,8 @@ class ModelOptions(PretrainOptions, BackwardOptions):
     """Model"""
 
     def check(self) -> Iterable[str]:
+        if self.compile == "on":
+            self._check_compile()
         if self.aux_loss_coef > 0 and self.gradient_checkpointing_use_reentrant:
             raise UserError("--aux_loss_coef gets no gradient through reentrant checkpointing: leave that variant out")
         chosen = {"gradient_checkpointing_layers": None, "gradient_checkpointing_keep": "nothing"}
@@ -145,6 +150,19 @@ class ModelOptions(PretrainOptions, BackwardOptions):
                 f"--offload_activations takes what layers keep that all recompute: leave --{next(iter(chosen))} out"
             )
         return ()
+
+    def _check_compile(self) -> None:
+        if (instead := self.not_compiled) is not None:
+            raise UserError(f"--compile on does not work with {instead}: leave one of them out")
+
+    @property
+    def not_compiled(self) -> str | None:
+        """The option with which layers cannot be compiled, if there is one."""
+        if self.use_liger_kernel:
+            return "--use_liger_kernel"
+        if self.gradient_checkpointing and self.gradient_checkpointing_keep == "products":
+            return "--gradient_checkpointing_keep products"
+        return "--load_in_4bit" if self.load_in_4bit else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ every layer. --ring_attn_size and --ds_tensor_parallel_size are the last two; wh
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from trimtab.config.groups import LoadOptions, ProcessOptions
 from trimtab.config.option import option
@@ -37,8 +38,13 @@ class ShardingOptions(ProcessOptions):
     ring_head_stride: int = option(1, at_least=1)
     """Heads of keys that attention gathers at a time, for --ring_attn_size: fewer need less memory. Nothing else
     changes. It must divide the heads of keys that a process has."""
-    deepcompile: bool = option(False, refused="is DeepSpeed's compiler and not implemented; leave it out")
-    """DeepSpeed's DeepCompile. Not implemented."""
+    deepcompile: bool = False
+    """The same as --compile on."""
+
+    def settle(self, changes: dict[str, Any]) -> Iterable[str]:
+        if self.deepcompile:
+            changes["compile"] = "on"
+        return ()
 
     @property
     def policy_processes(self) -> int:

@@ -136,6 +136,7 @@ class PackedPass:
 
     row: Row | None = None
     calls: int = 0
+    compiled: bool = False  # its layers run as they were compiled (models/compiled.py)
 
     def begin(self, model: nn.Module, row: Row) -> None:
         """Attention calls of this model belong to this row from now on."""
@@ -154,9 +155,13 @@ def carry(model: nn.Module, current: object) -> None:
 
 
 def carried(module: nn.Module) -> Any:
-    return vars(module)[_CARRIED]
+    """None: it is in none."""
+    return vars(module).get(_CARRIED)
 
 
+# Left out of what is compiled: a row's spans are other ones in every pass, and counting calls would be compiled anew
+# for every number.
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments
 ) -> tuple[Tensor, None]:

@@ -50,11 +50,16 @@ def recompute(module: PackedModel, options: BackwardOptions) -> None:
         _spread(module.inner, options.gradient_checkpointing_layers)
 
 
-def _spread(model: nn.Module, number: int) -> None:
-    """Have so many of the layers recompute."""
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers of a Hugging Face model, split over processes or not."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+    return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+
+
+def _spread(model: nn.Module, number: int) -> None:
+    """Have so many of the layers recompute."""
+    layers = layers_of(model)
     if number > len(layers):
         name = type(model).__name__
         raise UserError(f"--gradient_checkpointing_layers {number}: {name} has {len(layers)} layers; ask for fewer")

@@ -5,6 +5,7 @@ equal those of Hugging Face's own forward pass on each sample alone. Otherwise t
 right; otherwise the model's own logits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,7 +48,7 @@ def _choose(root: PackedModel, packed_allowed: bool) -> Verdict:
         register()
         candidates.insert(0, ("packed", NAME))
     use_attention(causal, by_definition)
-    probe = _probe(root.config, root.device)
+    probe = probing_batch(root.config, root.device, (9, 6))
     reference = root.reference_values(probe)
     # Rounding grows with the values; half precision is looked at only where there is nothing better (4-bit weights).
     rounding = 3e-5 if next(root.parameters()).dtype == torch.float32 else 2e-2
@@ -82,11 +83,12 @@ def _try(root: PackedModel, probe: TokenBatch, reference: Tensor, tolerance: flo
     return f"{root.path} values differ from Hugging Face's by {difference:.2g}", difference
 
 
-def _probe(config, device: torch.device) -> TokenBatch:
+def probing_batch(config, device: torch.device, lengths: Sequence[int]) -> TokenBatch:
+    """Sequences of these lengths, whose tokens are always the same ones."""
     rng = np.random.default_rng(0)
     vocabulary, padding = config.get_text_config().vocab_size, config.get_text_config().pad_token_id
     examples = []
-    for length in (9, 6):
+    for length in lengths:
         ids = rng.integers(0, vocabulary, length)
         if padding is not None:  # classifiers look past it
             ids[ids == padding] = (padding + 1) % vocabulary

@@ -8,7 +8,9 @@ from trimtab.config.jobs import DPOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
 from trimtab.distributed.sharding import split_again
+from trimtab.models.compiled import AtWork
 from trimtab.models.load import Loaded
+from trimtab.models.packed import PackedModel
 from trimtab.models.policy import Policy
 from trimtab.train.launch import rehearse, train
 from trimtab.train.pair_task import PairTask
@@ -43,6 +45,9 @@ class DPOTask(PairTask):
             }
             self.reference = None
             split_again(loaded.model)
+
+    def scorers(self) -> dict[str, tuple[PackedModel, AtWork]]:
+        return {} if self.reference is None else {"reference": (self.reference.model, self.reference.at_work)}
 
     def make_batch(self, store, samples: list[int]) -> TokenBatch:
         batch = super().make_batch(store, samples)

@@ -14,8 +14,10 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device
 from trimtab.distributed.sharding import whole
 from trimtab.errors import UserError
+from trimtab.models.compiled import AtWork
+from trimtab.models.keeping import Keeping
 from trimtab.models.load import Loaded, frozen_skeleton, load_frozen_policy
-from trimtab.models.packed import scoring
+from trimtab.models.packed import PackedModel
 from trimtab.models.policy import Policy, Teacher
 from trimtab.models.sharded import frozen_is_split, share_rows
 from trimtab.train.launch import rehearse, train
@@ -40,9 +42,8 @@ class KDTask(SFTTask):
                 raise UserError(f"{type(root.inner).__name__} has an LM head we cannot read; distil another model")
         # Its logits are taken chunk by chunk beside the student's, outside of the pass that gathers a split teacher.
         self.head = self.teacher.head if split is None else whole_head(self.teacher, device.torch)
-        self.offload = options.teacher_offload and device.is_accelerator and split is None
-        if self.offload:
-            self.teacher.to("cpu")
+        self.keeping = Keeping(device, split, options.teacher_offload)
+        self.keeping.settle(self.teacher)
         self.divergence = divergence(options.kd_loss, options.jsd_beta)
 
     def check_model(self, model: Policy) -> None:
@@ -58,14 +59,13 @@ class KDTask(SFTTask):
             )
 
     def prepare(self, model: Policy, batches: list[TokenBatch]) -> None:
-        if self.offload:
-            self.teacher.to(self.device.torch)
-        with scoring(self.teacher):
+        with self.keeping.at_work(self.teacher):
             for batch in batches:
                 batch.extra["teacher_ND"] = self.teacher(batch, hidden_only=True).hidden_ND
-        if self.offload:
-            self.teacher.to("cpu")
-            self.head.to(self.device.torch)
+        self.head.to(self.device.torch)
+
+    def scorers(self) -> dict[str, tuple[PackedModel, AtWork]]:
+        return {"teacher": (self.teacher, lambda: self.keeping.at_work(self.teacher))}
 
     def loss(self, model: Policy, batch: TokenBatch, totals: Totals) -> Share:
         teacher = Teacher(batch.extra["teacher_ND"], self.head, self.teacher.logit_shape, self.divergence)

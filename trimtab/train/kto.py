@@ -10,8 +10,9 @@ from trimtab.config.jobs import KTOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.labelled import LabelledStore, build_labelled_store
 from trimtab.distributed.device import Device
+from trimtab.models.compiled import AtWork
 from trimtab.models.load import Loaded
-from trimtab.models.packed import scoring
+from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.policy import Policy
 from trimtab.train.launch import rehearse, train
 from trimtab.train.reference import Reference, check_reference, sequence_log_probs
@@ -23,6 +24,7 @@ class KTOTask(Task):
 
     options: KTOOptions
     verb = "kto"
+    scores_model = True
 
     def build_store(self, rows, what):
         return build_labelled_store(rows, self.tokenizer, self.options, what=what)
@@ -51,6 +53,9 @@ class KTOTask(Task):
         self.reference = Reference(
             options, loaded, device, self.mesh, pretrain=options.ref_pretrain, offload=options.ref_offload
         )
+
+    def scorers(self) -> dict[str, tuple[PackedModel, AtWork]]:
+        return {"reference": (self.reference.model, self.reference.at_work)}
 
     def prepare(self, model: Policy, batches: list[TokenBatch]) -> None:
         mismatched = [b.beside for b in batches if b.beside is not None]

@@ -63,7 +63,7 @@ WITHOUT_EFFECT = {
 }
 WITHOUT_EFFECT |= {"micro_train_batch_size", "packing_samples", "train_max_tokens_per_gpu", "gradient_checkpointing"}
 WITHOUT_EFFECT |= {"gradient_checkpointing_use_reentrant", "flash_attn", "bf16", "use_ms", "disable_fast_tokenizer"}
-WITHOUT_EFFECT |= {"gradient_checkpointing_layers", "gradient_checkpointing_keep", "offload_activations"}
+WITHOUT_EFFECT |= {"gradient_checkpointing_layers", "gradient_checkpointing_keep", "offload_activations", "compile"}
 WITHOUT_EFFECT |= {"use_dynamic_batch", "fit_memory", "ray", "max_restarts", "restart_wait"}
 WITHOUT_EFFECT |= {"ref_offload", "teacher_offload", "precompute_ref_log_probs", "report_samples", "pretrain"}
 

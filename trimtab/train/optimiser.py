@@ -84,6 +84,12 @@ class Optimiser:
         self.clear_gradients()
         return StepReport(grad_norm, applied)
 
+    def take_gradients(self) -> list[Tensor]:
+        """What was added up since the last step, which is forgotten."""
+        found = [self.accumulated.get(name, parameter.grad) for name, parameter in self.working.items()]
+        self.clear_gradients()
+        return [gradient for gradient in found if gradient is not None]
+
     def clear_gradients(self) -> None:
         self.accumulated.clear()
         for tensors in (self.working, self.masters):

@@ -31,6 +31,7 @@ from trimtab.interrupts import StopRequest
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.save import save_model
 from trimtab.train.checkpoint import Checkpoints, reading
+from trimtab.train.compiling import Compiling
 from trimtab.train.earlier_runs import earlier_checkpoint
 from trimtab.train.endings import ended_badly, go_on_from, not_finite
 from trimtab.train.manifest import compare, make_manifest, names_fingerprint, settings
@@ -69,6 +70,7 @@ class Carried:
     counters: Counters
     pass_limit: PassLimit
     pending: dict | None
+    compiled: dict[str, bool] | None
 
 
 @dataclass
@@ -97,6 +99,7 @@ class SupervisedRun:
             gradient_dtype=GRADIENT_DTYPES[options.grad_accum_dtype],
             offload=options.adam_offload,
         )
+        self.compiling = Compiling(options, self.device, self.mesh)
         self.checkpoints = Checkpoints(
             Path(options.checkpoint_folder),
             keep=options.max_ckpt_num,
@@ -135,6 +138,7 @@ class SupervisedRun:
                 resumed = self.take_over(carried)
             else:
                 resumed = self.resume() if self.options.load_checkpoint else False
+            self.manifest["compiled"] = self.compiling.settle(self.model, self.optimiser, self.task)
             if self.mesh.leads:
                 self.run_folder.describe()
             log = self.open_log(resumed) if self.mesh.leads else None
@@ -228,7 +232,7 @@ class SupervisedRun:
             **self.task.pass_limit.columns(),
         }
         seconds = time.monotonic() - began
-        return row | {"seconds": seconds, "tokens_per_second": row["tokens"] / seconds}
+        return row | self.compiling.columns() | {"seconds": seconds, "tokens_per_second": row["tokens"] / seconds}
 
     def add_up_gradients(self, samples: list[int], stop: StopRequest) -> tuple[dict[str, float], Totals, int]:
         """Every pass of a step: its figures and counts, over all processes, and the number of passes here."""
@@ -371,6 +375,7 @@ class SupervisedRun:
         state = {
             "counters": vars(self.counters),
             "pass_limit": vars(self.task.pass_limit),
+            "compiled": self.compiling.decided,
             "random": self.mesh.gradients.gather(random_state()),  # those that share a layer's work draw alike
             "manifest": self.manifest,
         }
@@ -399,6 +404,7 @@ class SupervisedRun:
             self.optimiser.restore(TensorParts(path))
             self.counters = Counters(**state["counters"])
             self.task.pass_limit = PassLimit(**state.get("pass_limit", {}))
+            self.compiling.decided = state.get("compiled", {})  # earlier versions compiled nothing
             self.go_on_drawing(state["random"])
         self.mesh.world.say(f"resumed from {path} at step {self.counters.step}")
         return True
@@ -413,12 +419,14 @@ class SupervisedRun:
 
     def carry(self) -> "Carried":
         tensors = HeldParts(self.optimiser.state())
-        return Carried(tensors, random_state(), self.counters, self.task.pass_limit, self.pending)
+        known = (self.counters, self.task.pass_limit, self.pending, self.compiling.decided)
+        return Carried(tensors, random_state(), *known)
 
     def take_over(self, carried: "Carried") -> bool:
         self.optimiser.restore(carried.tensors)
         restore_random_state(carried.random)
         self.counters, self.task.pass_limit, self.pending = carried.counters, carried.pass_limit, carried.pending
+        self.compiling.decided = carried.compiled
         return True
 
     def leave(self, signal_number: int) -> None:

@@ -24,6 +24,7 @@ from trimtab.data.sources import load_evaluation_rows, load_rows
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
+from trimtab.models.compiled import AtWork
 from trimtab.models.load import Loaded, load_policy, policy_skeleton
 from trimtab.models.packed import PackedModel, learned_positions
 from trimtab.models.reward import REWARDS
@@ -48,6 +49,7 @@ class Task:
     verb: str
     mesh = Mesh()  # the processes that share a step; set before training
     sequences_a_sample = 1
+    scores_model = False  # in every step, without gradients
     padded = False  # the model takes padded rows, where filling a token budget would not bound memory
 
     def __init__(self, options: SupervisedOptions, tokenizer: PreTrainedTokenizerBase):
@@ -93,6 +95,10 @@ class Task:
 
     def attach(self, loaded: Loaded, device: Device) -> None:
         """Load what the job needs besides the model: a reference, a teacher."""
+
+    def scorers(self) -> dict[str, tuple[PackedModel, AtWork]]:
+        """What scores beside the model, or is the model in another state, and how it is brought to work."""
+        return {}
 
     def prepare(self, model: PackedModel, batches: list[TokenBatch]) -> None:
         """Look at the whole step before its first gradient: score it with a reference, for one."""

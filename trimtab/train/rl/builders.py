@@ -76,7 +76,7 @@ def build_critic(options: RLOptions, place: Place) -> dict[str, Any]:
 
 def build_reward_models(options: RLOptions, place: Place) -> dict[str, Any]:
     models = reward_models(options, place.device, load_job_tokenizer(options), place.mesh)
-    return {"reward": RewardModels(models)}
+    return {"reward": RewardModels(models, options, place.mesh)}
 
 
 # ---- what they are made of
@@ -137,7 +137,7 @@ def scorer(
     """A frozen model that scores the policy's tokens: what the policy was at the start, unless another is named."""
     offload = options.ref_reward_offload
     reference = Reference(options, policy, place.device, place.mesh, pretrain=pretrain, offload=offload)
-    return ReferenceRole(reference, options.temperature)
+    return ReferenceRole(reference, options, place.mesh, "reference" if pretrain is None else "teacher")
 
 
 def optimiser_of(options: RLOptions, model: nn.Module, learning_rate: float, place: Place) -> Optimiser:

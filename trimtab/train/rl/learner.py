@@ -20,16 +20,20 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.roles import Role
 from trimtab.distributed.sharding import sync_gradients
 from trimtab.files import reason
+from trimtab.models.compiled import AtWork
 from trimtab.models.critic import Critic
 from trimtab.models.load import Loaded
+from trimtab.models.lora import adapters_off
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.policy import Policy
 from trimtab.models.save import save_model
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.train.average import WeightAverage
+from trimtab.train.compiling import settle_layers, told
 from trimtab.train.manifest import names_fingerprint
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.pass_limit import memory_guard, taking_back
+from trimtab.train.reference import Reference
 from trimtab.train.rl.batches import AnswerBatch, Slice, TextBatch, batches_of
 from trimtab.train.rl.objective import policy_share, text_share, value_share
 from trimtab.train.rl.sending import Sending
@@ -38,6 +42,8 @@ from trimtab.train.tensor_parts import HeldParts, TensorParts, all_finite, write
 
 
 class Learner(Role):
+    called: str  # its model
+
     def __init__(
         self, options: RLOptions, model: PackedModel, optimiser: Optimiser, tokenizer: Any, device: Device, mesh: Mesh
     ):
@@ -47,6 +53,25 @@ class Learner(Role):
     def schedule(self, *, steps: int) -> None:
         """How many optimiser steps the run will have."""
         self.optimiser.schedule(self.options, steps)
+
+    def compile_layers(self, *, learnt: float, scored: float, decided: bool | None) -> dict[str, Any]:
+        """`learnt`, `scored`: tokens over the whole run; `decided`: by the run that this one goes on from."""
+        settled = settle_layers(
+            self.options,
+            self.model,
+            self.device,
+            self.mesh,
+            learnt=learnt,
+            scored=scored,
+            decided=decided,
+            scores=self.scores(),
+            gradients=self.optimiser.take_gradients,
+        )
+        return told([settled], self.called)
+
+    def scores(self) -> list[AtWork]:
+        """How its model is asked without gradients."""
+        return [contextlib.nullcontext]
 
     def sleep(self) -> None:
         """What only learning needs leaves the device until `wake`. The model stays: an engine that has taken another's
@@ -126,6 +151,7 @@ class Learner(Role):
 
 
 class Actor(Learner):
+    called = "policy"
     model: Policy
     origin: Loaded | None = None  # what was read, before anything was learnt
     sending: Sending | None = None  # to engines that are apart
@@ -148,6 +174,12 @@ class Actor(Learner):
             "stop_token_ids": stop_tokens(self.model, self.tokenizer),
             "device": self.device.described(),
         }
+
+    def scores(self) -> list[AtWork]:
+        own = super().scores()
+        if self.options.lora_rank > 0 and self.options.init_kl_coef > 0:
+            own.append(lambda: adapters_off(self.model.model))  # as its own reference
+        return own
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
         if isinstance(batch, TextBatch):
@@ -209,6 +241,7 @@ class Actor(Learner):
 
 
 class CriticLearner(Learner):
+    called = "critic"
     model: Critic
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
@@ -221,13 +254,23 @@ class CriticLearner(Learner):
 
 
 class ReferenceRole(Role):
-    def __init__(self, reference: Any, temperature: float):
-        self.reference, self.temperature = reference, temperature
+    def __init__(self, reference: Reference, options: RLOptions, mesh: Mesh, called: str):
+        self.reference, self.options, self.mesh, self.called = reference, options, mesh, called
+
+    def compile_layers(self, *, learnt: float, scored: float, decided: bool | None) -> dict[str, Any]:
+        reference = self.reference
+        if reference.adapters_off:  # the policy's own, which its role has settled
+            return told([], self.called)
+        scores = [reference.at_work]
+        settled = settle_layers(
+            self.options, reference.model, reference.device, self.mesh, scored=scored, decided=decided, scores=scores
+        )
+        return told([settled], self.called)
 
     def log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
         with memory_guard():
             moved = (batch.to(self.reference.device.torch) for batch in batches_of(slices))
-            return fetched(self.reference.log_probs(moved, self.temperature))
+            return fetched(self.reference.log_probs(moved, self.options.temperature))
 
 
 def fetched(found: Sequence[Tensor]) -> list[Tensor]:

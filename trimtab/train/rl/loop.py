@@ -25,6 +25,7 @@ from trimtab.train.endings import ended_badly, go_on_from
 from trimtab.train.pass_limit import NoRoom, PassLimit
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.asynchronous.watchdog import Stalled
+from trimtab.train.rl.compiling import RoleCompiling
 from trimtab.train.rl.cut import groups_at_once, mini_batches, updates_per_iteration
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
@@ -60,6 +61,7 @@ class RLRun:
         self.counters = Counters(max(options.init_kl_coef, 0.0))
         self.iteration: Iteration | None = None
         self.passes = Passes(options)
+        self.compiling = RoleCompiling(options, asking.stores["train"], files.total)
         self.schedule()
         self.publishing = publishing_of(options, roles, asking.stores["train"], self.passes)
         self.publishing.connect()
@@ -70,6 +72,7 @@ class RLRun:
         self.roles = type(self.roles)(**groups)
         self.asking.speak_to(self.roles.rollouts, self.roles.reward)
         self.schedule()
+        self.compiling.settle(self.roles)
         with self.supply.paused():
             self.publishing.speak_to(self.roles)
             self.publish()
@@ -88,6 +91,8 @@ class RLRun:
         """`taken_over`: this run goes on with the counters and the iteration of one that was begun anew."""
         with self.files.run_folder.locked():
             resumed = taken_over or (self.resume() if self.options.load_checkpoint else False)
+            if not taken_over:
+                self.files.manifest["compiled"] = self.compiling.settle(self.roles)
             # Before the start is measured there is no row to keep, not even one of a measurement that came later.
             begun = self.counters.iteration > 0 or self.counters.start_is_measured
             self.files.open(self.counters.iteration if begun else -1, self.roles, resumed=resumed)
@@ -383,7 +388,9 @@ class RLRun:
         for process, told in self.supply.spans().items():
             self.files.time_line.tell(process, told, counters.iteration)
         memory = max(self.roles.actor.call("memory_gib"))
-        return row | self.files.clock(work.seconds, row["tokens"], options.max_epochs, memory)
+        return (
+            row | self.compiling.columns() | self.files.clock(work.seconds, row["tokens"], options.max_epochs, memory)
+        )
 
     def is_done(self, after: Iteration | None = None) -> bool:
         """Whether nothing is left to do, or nothing will be after the work in hand."""
@@ -408,6 +415,7 @@ class RLRun:
         the rest of both."""
         tensors: dict[str, dict[str, Tensor]] = {}
         state: dict[str, Any] = {"counters": vars(self.counters), "pass_limit": vars(self.passes.limit)}
+        state["compiled"] = self.compiling.decided
         if self.iteration is not None:
             tensors["experience"], state["iteration"] = self.iteration.on_disk()
         tensors["ahead"], ahead = self.supply.state(in_hand=self.iteration is not None)
@@ -422,6 +430,7 @@ class RLRun:
         tensors, state = found
         self.counters = Counters(**state["counters"])
         self.passes.limit = PassLimit(**state.get("pass_limit", {}))
+        self.compiling.decided = state.get("compiled", {})  # earlier versions compiled nothing
         if "iteration" in state:
             self.iteration = self.iteration_class.from_disk(tensors["experience"], state["iteration"])
         self.publish()

@@ -1,20 +1,35 @@
 """The role of the reward models: answers in, what each model says of them out."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from trimtab.config.jobs import RLOptions
+from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.roles import Role
 from trimtab.errors import OutOfMemory
 from trimtab.rewards.model import ModelReward
 from trimtab.rewards.process import ProcessReward
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult
 from trimtab.rewards.weighing import described
+from trimtab.train.compiling import settle_layers, told
 from trimtab.train.pass_limit import NoRoom, memory_guard
 
 
 class RewardModels(Role):
-    def __init__(self, models: Sequence[tuple[ModelReward | ProcessReward, float]]):
-        self.models = models
+    def __init__(self, models: Sequence[tuple[ModelReward | ProcessReward, float]], options: RLOptions, mesh: Mesh):
+        self.models, self.options, self.mesh = models, options, mesh
+
+    def compile_layers(self, *, learnt: float, scored: float, decided: bool | None) -> dict[str, Any]:
+        settled = []
+        for found, _ in self.models:
+            scores = [partial(found.keeping.at_work, found.model)]
+            settled.append(
+                settle_layers(
+                    self.options, found.model, found.device, self.mesh, scored=scored, decided=decided, scores=scores
+                )
+            )
+        return told(settled, "reward model")
 
     def describe(self) -> dict[str, Any]:
         columns = {name for model, _ in self.models for name in model.columns}

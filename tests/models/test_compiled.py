@@ -1,0 +1,127 @@
+"""Compiled layers give what plain ones give, are used in training and scoring passes alone, and are left plain where a
+trial finds something wrong. The compiler is one that fuses nothing and is fast; `-m long` has the real one."""
+
+import contextlib
+import re
+
+import pytest
+import torch
+
+from tests.tiny import FAMILIES, tiny_model
+from trimtab.errors import UserError
+from trimtab.models import compiled
+from trimtab.models.compiled import Either, compile_layers, graphs_so_far
+from trimtab.models.packed import scoring
+from trimtab.models.policy import Policy
+from trimtab.models.recomputing import layers_of
+from trimtab.models.selfcheck import choose_path, probing_batch
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.types import Sampling
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fast_compiler(monkeypatch):
+    monkeypatch.setattr(compiled, "COMPILER", {"backend": "aot_eager"})
+
+
+def policy_of(family="llama", **changes):
+    policy = Policy(tiny_model(family, **changes))
+    choose_path(policy)
+    return policy.train()
+
+
+def taking(policy):
+    def take():
+        found = [p.grad for p in policy.parameters() if p.grad is not None]
+        policy.zero_grad()
+        return found
+
+    return take
+
+
+def gradient(policy, lengths):
+    values = policy(probing_batch(policy.config, CPU, lengths)).log_probs_N
+    (values * torch.linspace(1, 2, len(values))).sum().backward()
+    return values.detach(), torch.cat([g.flatten() for g in taking(policy)()])
+
+
+def test_compiled_passes_are_plain_ones_and_an_engine_runs_none():
+    policy = policy_of()
+    engine = BuiltinEngine(policy, slots=4)
+    before = [rollout.ids for rollout in engine.generate([[5, 6, 7]], Sampling(max_new_tokens=5, n=2))]
+    plain = [gradient(policy, lengths) for lengths in ((40, 9), (17, 30, 5))]
+    trial = compile_layers(policy, gradients=taking(policy))
+    assert not trial.problem and trial.seconds > 0 and all(p.grad is None for p in policy.parameters())
+    graphs = graphs_so_far()
+    for lengths, (values, slopes) in zip(((40, 9), (17, 30, 5)), plain):
+        ours, our_slopes = gradient(policy, lengths)
+        torch.testing.assert_close(ours, values)
+        torch.testing.assert_close(our_slopes, slopes, rtol=1e-4, atol=1e-5)
+    with scoring(policy):
+        torch.testing.assert_close(policy(probing_batch(policy.config, CPU, (40, 9))).log_probs_N, plain[0][0])
+    calls = []
+    for layer in layers_of(policy.inner):
+        assert isinstance(layer.forward, Either)
+        layer.forward._compiled = lambda *a, **k: calls.append(1)
+    after = [rollout.ids for rollout in engine.generate([[5, 6, 7]], Sampling(max_new_tokens=5, n=2))]
+    assert after == before and not calls and graphs_so_far() == graphs  # no row met something new
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        (lambda call: lambda *a, **k: call(*a, **k) * 1.05, "compiled ones are off by"),
+        (lambda call: lambda *a, **k: 1 / 0, "the compiler fails \\(division by zero\\)"),
+    ],
+)
+def test_what_the_trial_finds_wrong_leaves_layers_plain(monkeypatch, broken, told):
+    policy = policy_of()
+    monkeypatch.setattr(torch, "compile", lambda call, **_: broken(call))
+    plain = gradient(policy, (40, 9))
+    trial = compile_layers(policy, gradients=taking(policy))
+    assert re.match(told, trial.problem) and not policy.attention.compiled
+    again = gradient(policy, (40, 9))
+    assert torch.equal(again[0], plain[0]) and torch.equal(again[1], plain[1])
+
+
+def test_a_model_that_compiles_anew_for_every_length_is_left_plain(monkeypatch):
+    policy = policy_of()
+    counted = iter(range(100))
+    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
+    monkeypatch.setattr(compiled, "graphs_so_far", lambda: next(counted))
+    assert compile_layers(policy).problem == "they are compiled anew for rows of another length"
+
+
+def test_padded_rows_are_not_compiled():
+    policy = policy_of("bloom")
+    assert policy.path == "padded" and compile_layers(policy).problem == "its rows are padded"
+
+
+def test_without_a_compiler_it_is_said_in_one_line(monkeypatch):
+    from torch._inductor import cpp_builder, exc
+
+    def missing():
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
+    with pytest.raises(UserError, match=r"^--compile on: no C\+\+ compiler is here"):
+        compiled.require_compiler(CPU)
+    with pytest.raises(UserError, match=r"^--compile on: layers cannot be compiled for an Apple GPU here"):
+        compiled.require_compiler(torch.device("mps"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_is_compiled_or_left_plain_for_a_reason(family, monkeypatch):
+    monkeypatch.setattr(compiled, "COMPILER", {})
+    torch._dynamo.reset()
+    policy = policy_of(family)
+    plain = gradient(policy, (40, 9))
+    trial = compile_layers(policy, gradients=taking(policy), scores=[contextlib.nullcontext])
+    print(family, policy.path, trial)
+    ours = gradient(policy, (40, 9))
+    torch.testing.assert_close(ours[0], plain[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours[1], plain[1], rtol=1e-3, atol=1e-3)
+    assert trial.problem == "" or policy.path != "packed" or "moe" in family or family == "mixtral"

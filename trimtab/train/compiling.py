@@ -1,0 +1,145 @@
+"""Whether the layers of a run's models are compiled: decided once, before its first step, and kept in its checkpoints.
+
+With --compile auto they are where the time that this saves, over all steps of the run, is worth the time that compiling
+takes. What layers cost besides their matrix products grows with tokens, layers and their width alone.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.distributed.device import Device, has_kernels
+from trimtab.distributed.mesh import Mesh
+from trimtab.models.compiled import AtWork, Gradients, compile_layers, leave_plain, require_compiler
+from trimtab.models.load import TrainedModelOptions
+from trimtab.models.packed import PackedModel
+from trimtab.train.optimiser import Optimiser
+from trimtab.train.task import Task
+
+COMPILATION = 15.0
+"""Seconds that compiling a model's layers takes."""
+SAVED = 1.1e-10
+"""Seconds that it saves for every token, layer and number of a hidden state, forward and backward: 220 ms for 65,000
+tokens in 32 layers of 960, on an H200."""
+OF_SCORING = 0.35
+"""Share of it that a pass without a backward pass saves."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What became of the layers of one model."""
+
+    compiled: bool
+    problem: str = ""
+    seconds: float = 0.0
+
+    def line(self, name: str) -> str | None:
+        """For people, where there is something to say."""
+        if self.problem:
+            return f"layers of the {name} are not compiled: {self.problem}"
+        return f"layers of the {name} are compiled, in {self.seconds:.0f} s" if self.compiled else None
+
+
+def told(settled: Sequence[Settled], name: str) -> dict[str, Any]:
+    """Of the models of a role, in plain values."""
+    return {
+        "compiled": any(found.compiled for found in settled),
+        "seconds": sum(found.seconds for found in settled),
+        "lines": [line for found in settled if (line := found.line(name))],
+    }
+
+
+class Compiling:
+    """The models of a supervised run. `decided`: by name, whether their layers are compiled; None: not yet."""
+
+    def __init__(self, options: TrainedModelOptions, device: Device, mesh: Mesh):
+        self.options, self.device, self.mesh = options, device, mesh
+        self.decided: dict[str, bool] | None = None
+        self._seconds = 0.0
+
+    def settle(self, model: PackedModel, optimiser: Optimiser, task: Task) -> dict[str, bool]:
+        """Before the first step, also of a resumed run."""
+        tokens = float(task.lengths(task.store).mean()) * self.options.train_batch_size * task.order().steps
+        beside = task.scorers()
+        # With LoRA the model is its own reference.
+        scores: list[AtWork] = [at_work for root, at_work in beside.values() if root is model]
+        if task.evaluation_samples or task.scores_model:
+            scores.append(contextlib.nullcontext)
+        found = {"model": self._settle("model", model, scores, tokens, optimiser.take_gradients)}
+        for name, (root, at_work) in beside.items():
+            if root is not model:
+                found[name] = self._settle(name, root, [at_work], tokens)
+        self.decided = found
+        return found
+
+    def _settle(
+        self, name: str, root: PackedModel, scores: list[AtWork], tokens: float, gradients: Gradients | None = None
+    ) -> bool:
+        learnt, scored = (tokens, tokens * len(scores)) if gradients else (0.0, tokens)
+        settled = settle_layers(
+            self.options,
+            root,
+            self.device,
+            self.mesh,
+            learnt=learnt,
+            scored=scored,
+            decided=None if self.decided is None else self.decided.get(name, False),
+            scores=scores,
+            gradients=gradients,
+        )
+        if line := settled.line(name):
+            self.mesh.world.say(line)
+        self._seconds += settled.seconds
+        return settled.compiled
+
+    def columns(self) -> dict[str, float]:
+        """For the first row of metrics."""
+        seconds, self._seconds = self._seconds, 0.0
+        return {"seconds_compile": seconds} if seconds else {}
+
+
+def settle_layers(
+    options: TrainedModelOptions,
+    root: PackedModel,
+    device: Device,
+    mesh: Mesh,
+    *,
+    learnt: float = 0.0,
+    scored: float = 0.0,
+    decided: bool | None = None,
+    scores: Sequence[AtWork],
+    gradients: Gradients | None = None,
+) -> Settled:
+    """Compile the layers of a model, if that is to be. Every process that holds a part of the model must ask.
+
+    `learnt`, `scored`: tokens over the whole run; `decided`: what the run did that this one goes on from; `scores`: how
+    the model scores; `gradients`: takes what a backward pass gave, of a model that learns.
+    """
+    if not (is_worth_it(options, root, device, learnt, scored) if decided is None else decided):
+        leave_plain(root)
+        return Settled(False)
+    trial = compile_layers(
+        root,
+        scores=scores,
+        gradients=gradients,
+        router=gradients is not None and options.aux_loss_coef > 0,
+        believed=bool(decided),
+    )
+    problem = next((found for found in mesh.all.gather(trial.problem) if found), "")
+    if problem:
+        leave_plain(root)
+    return Settled(not problem, problem, trial.seconds)
+
+
+def is_worth_it(options: TrainedModelOptions, root: PackedModel, device: Device, learnt: float, scored: float) -> bool:
+    if options.compile == "off":
+        return False
+    if options.compile == "on":
+        require_compiler(device.torch)
+        return True
+    if options.not_compiled is not None or not has_kernels(device.torch):
+        return False
+    config = root.config.get_text_config()
+    numbers = config.num_hidden_layers * config.hidden_size * (learnt + OF_SCORING * scored)
+    return numbers * SAVED > COMPILATION
