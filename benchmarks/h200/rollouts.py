@@ -1,0 +1,162 @@
+"""Rollout tokens a second of the built-in engine, with log-probs, against vLLM in this process where it is installed.
+
+A case is SHAPE:ROWSxNEW: rows of 8 answers to a 128-token prompt, so many new tokens each, all of them drawn. Prompts
+and scheduling are in the time, the first call (which compiles and records) is told apart. `--lora 16` adds adapters
+whose B is not zero and measures both, without and with them. vLLM has its own compilation and graphs, and prefix
+caching, so that it reads a group's prompt once as we do.
+
+    python benchmarks/h200/rollouts.py 360M:64x512,512x512 1.7B:32x512,256x512 8B:64x512,256x512 [--lora 16]
+"""
+
+import argparse
+import gc
+import os
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from runs import Bench, median, timed
+from shapes import Shape, make_model, write_model
+
+from trimtab.models.policy import Policy
+from trimtab.models.selfcheck import choose_path
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.types import Sampling
+
+PROMPT, SAMPLES = 128, 8
+LONG = 1024  # more new tokens than this are drawn once
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("cases", nargs="*", default=["360M:64x512,512x512"])
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters")
+
+
+class Case:
+    def __init__(self, words: str, tiny: bool):
+        self.name, self.tiny = words, tiny
+        self.rows, self.new = (8, 12) if tiny else map(int, words.split("x"))
+        self.prompt = 8 if tiny else PROMPT
+
+    def prompts(self, shape: Shape) -> list[list[int]]:
+        count = self.rows // SAMPLES
+        return np.random.default_rng(0).integers(3, shape.vocab_size, (count, self.prompt)).tolist()
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.new
+
+
+def policy_of(shape: Shape, bench: Bench, lora: int) -> Policy:
+    model = make_model(shape, bench.device)
+    if bench.tiny:
+        model.float()
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(task_type="CAUSAL_LM", r=lora, target_modules="all-linear")
+        model = get_peft_model(model, config, autocast_adapter_dtype=False).eval()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_" in name:
+                    weight.data = weight.data.to(torch.float32 if bench.tiny else torch.bfloat16)
+                if "lora_B" in name:
+                    weight.normal_(0, 1e-3)
+    policy = Policy(model)
+    choose_path(policy)
+    return policy
+
+
+def time_ours(bench: Bench, name: str, cases: list[Case], lora: int = 0) -> dict[str, float]:
+    shape, found = bench.shape(name), {}
+    policy = policy_of(shape, bench, lora)
+    room = max(case.rows * (case.prompt + case.new + 32) for case in cases)
+    engine, built = timed(
+        lambda: BuiltinEngine(policy, slots=max(case.rows for case in cases), kv_tokens=room), bench.device
+    )
+    bench.say(f"{name}{f' with LoRA {lora}' * bool(lora)}: engine {built:.1f} s, fused layers: {bool(engine.fused)}")
+    for case in cases:
+        ids, sampling = case.prompts(shape), Sampling(max_new_tokens=case.new, n=SAMPLES)
+        answer = lambda: engine.generate(ids, sampling, seeds=range(len(ids)))  # noqa: B023, E731
+        first = timed(answer, bench.device)[1] if case.new <= LONG else 0.0
+        taken = []
+        for _ in range(3 if case.new <= LONG else 1):
+            rollouts, seconds = timed(answer, bench.device)
+            taken.append(seconds)
+        assert sum(len(r.ids) for r in rollouts) == case.tokens
+        seconds = median(taken)
+        found[case.name] = case.tokens / seconds
+        bench.row(
+            f"rollout {name} {case.name}", who=f"trimtab, LoRA {lora}" if lora else "trimtab", seconds=seconds,
+            tokens_per_second=found[case.name], milliseconds_a_step=1000 * seconds / case.new, first_call=first,
+            engine=built, share=bench.rates.decoding(shape, case.rows, case.prompt, case.new) / seconds,
+        )  # fmt: skip
+    return found
+
+
+def time_vllm(bench: Bench, name: str, cases: list[Case]) -> dict[str, float]:
+    from vllm import LLM, SamplingParams
+
+    shape, found = bench.shape(name), {}
+    folder = bench.folder / name
+    write_model(folder, shape, bench.device) if bench.tiny else shape.config(
+        architectures=["LlamaForCausalLM"]
+    ).save_pretrained(folder)
+    bench.release()
+    rows = sorted({case.rows for case in cases})
+    engine, built = timed(
+        lambda: LLM(
+            model=str(folder), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=1024,
+            max_num_seqs=max(rows), gpu_memory_utilization=0.85, seed=0,
+            compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, *rows]},
+        ),
+        bench.device,
+    )  # fmt: skip
+    bench.say(f"vLLM {name}: started in {built:.1f} s")
+    for case in cases:
+        asked = [{"prompt_token_ids": ids} for ids in case.prompts(shape)]
+        sampling = SamplingParams(
+            n=SAMPLES, temperature=1.0, max_tokens=case.new, ignore_eos=True, logprobs=0, detokenize=False
+        )
+        taken = []
+        for _ in range(3):
+            answers, seconds = timed(lambda: engine.generate(asked, sampling, use_tqdm=False), bench.device)  # noqa: B023
+            taken.append(seconds)
+        assert sum(len(out.token_ids) for answer in answers for out in answer.outputs) == case.tokens
+        seconds = median(taken[1:])
+        found[case.name] = case.tokens / seconds
+        bench.row(
+            f"rollout {name} {case.name}", who="vLLM", seconds=seconds, tokens_per_second=found[case.name],
+            first_call=taken[0], engine=built,
+            share=bench.rates.decoding(shape, case.rows, case.prompt, case.new) / seconds,
+        )  # fmt: skip
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    bench = Bench(__doc__, argv, options=options)
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # in this process, as it is in training
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    for words in bench.arguments.cases:
+        name, _, cases = words.partition(":")
+        work = [Case(case, bench.tiny) for case in cases.split(",")]
+        found = {}
+        if bench.with_us:
+            with bench.attempt(name):
+                found["trimtab"] = time_ours(bench, name, work)
+        if bench.with_us and bench.arguments.lora:
+            with bench.attempt(f"{name} with LoRA"):
+                found["LoRA"] = time_ours(bench, name, work, bench.arguments.lora)
+        if bench.with_peer and find_spec("vllm") is not None and not bench.tiny:
+            with bench.attempt("vLLM"):
+                found["vLLM"] = time_vllm(bench, name, [case for case in work if case.new <= LONG])
+        gc.collect()
+        for who, speeds in found.items():
+            ratio = {case: speed / found.get("trimtab", speeds)[case] for case, speed in speeds.items()}
+            bench.say(
+                f"{name}, {who}: " + ", ".join(f"{c} {s:,.0f}/s ({ratio[c]:.2f} of ours)" for c, s in speeds.items())
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The models that are measured: Llamas of known shapes, random bf16 weights, and a tokenizer whose words are tokens.
+
+A random model hardly ever stops, so nearly all answers reach their longest length: the kindest case for padded peers.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    vocab_size: int = 49_152
+    tie_word_embeddings: bool = True
+
+    def config(self, **more) -> LlamaConfig:
+        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        return LlamaConfig(**asdict(self), max_position_embeddings=32_768, **special, dtype=torch.bfloat16, **more)
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of all layers' matrices; the head's are `head_weights`."""
+        keys = self.num_key_value_heads * self.head_size
+        attention = self.hidden_size * (2 * self.hidden_size + 2 * keys)
+        return self.num_hidden_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def head_weights(self) -> int:
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def cache_bytes(self) -> int:
+        """Keys and values of one token in bf16."""
+        return 4 * self.num_hidden_layers * self.num_key_value_heads * self.head_size
+
+
+SHAPES = {
+    "135M": Shape(576, 30, 9, 3, 1536),
+    "360M": Shape(960, 32, 15, 5, 2560),
+    "1.7B": Shape(2048, 24, 32, 32, 8192),
+    "8B": Shape(4096, 32, 32, 8, 14_336, 128_256, False),
+}
+TINY = Shape(64, 2, 4, 2, 128, 512)
+
+
+def make_model(shape: Shape, device: torch.device, *, reward: bool = False) -> torch.nn.Module:
+    torch.manual_seed(0)
+    kind = LlamaForSequenceClassification if reward else LlamaForCausalLM
+    with device:
+        model = kind._from_config(shape.config(**({"num_labels": 1} if reward else {})), dtype=torch.bfloat16).eval()
+    for layer in model.model.layers:  # as trained ones are: no layer drowns the others, and rounding stays small
+        for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            last.weight.data /= (2 * shape.num_hidden_layers) ** 0.5
+    return model
+
+
+def write_model(folder: Path, shape: Shape, device: torch.device, *, reward: bool = False) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, shape.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    make_model(shape, device, reward=reward).save_pretrained(folder)
+
+
+def make_texts(count: int, tokens: int, shape: Shape, seed: int = 0) -> list[str]:
+    drawn = np.random.default_rng(seed).integers(3, shape.vocab_size, (count, tokens))
+    return [" ".join(f"w{i}" for i in row) for row in drawn]
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

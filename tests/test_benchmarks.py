@@ -1,0 +1,77 @@
+"""benchmarks/h200: every script runs small on a CPU, and what a device allows is counted rightly."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "h200"
+OURS = ("shapes", "limits", "runs", "grpo")  # what scripts import of each other
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module
+    for name in {*OURS, *(path.stem for path in FOLDER.glob("*.py"))}:
+        sys.modules.pop(name, None)
+
+
+def rows_of(capsys) -> list[dict]:
+    return [json.loads(line[4:]) for line in capsys.readouterr().out.splitlines() if line.startswith("ROW ")]
+
+
+def test_the_least_work_of_a_pass_is_that_of_its_matrix_products(script):
+    """Counted again by torch, for a model of which everything is a product of matrices."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    shapes, limits = script("shapes"), script("limits")
+    shape, length = shapes.TINY, 32
+    model = shapes.make_model(shape, torch.device("cpu")).float()
+    model.set_attn_implementation("eager")  # every pair of tokens, where causal work is half of it
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(3, 3 + length)[None])
+    pairs = 4 * shape.num_hidden_layers * shape.hidden_size * (length**2 - length * (length + 1) / 2)
+    rotary = counter.get_total_flops() - limits.forward_products(shape, [length], length) - pairs
+    assert 0 <= rotary < 0.001 * counter.get_total_flops()
+    rates = limits.Rates(products=1e15, memory=1e12)
+    assert rates.update(shape, [length], length) == 3 * limits.forward_products(shape, [length], length) / 1e15
+    weights = sum(weight.numel() for name, weight in model.named_parameters() if "norm" not in name)
+    step = 2 * weights + 4 * shape.cache_bytes * (10 + 5)
+    assert rates.decoding(shape, 4, 10, 10) == pytest.approx(10 * step / 1e12)
+
+
+@pytest.mark.parametrize("name", ["update", "rollouts"])
+def test_a_script_of_the_engine_and_of_passes_runs_small(name, script, capsys):
+    script(name).main(["--tiny", *(["360M:8x12"] if name == "rollouts" else [])])
+    (row,) = rows_of(capsys)
+    assert row["seconds"] > 0 and 0 < row["share"] < 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["grpo", "sft", "dpo"])
+def test_a_script_with_its_peer_runs_small(name, script, capsys):
+    script(name).main(["--tiny"])
+    rows = rows_of(capsys)
+    assert [row["who"].split()[0] for row in rows] == ["trimtab", "TRL"]
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ppo", "gcg"])
+def test_a_script_whose_peer_is_no_part_of_the_environment_runs_small(name, script, capsys):
+    script(name).main(["--tiny", "--peer", "no"])
+    assert [row["who"] for row in rows_of(capsys)] == ["trimtab"]
+
+
+@pytest.mark.long
+def test_the_pictures_are_drawn(script, tmp_path, capsys):
+    script("cost").main(["--tiny", str(tmp_path / "cost.png")])
+    script("profile_step").main(["record", "--tiny", str(tmp_path / "after.json")])
+    script("profile_step").main(["draw", str(tmp_path / "step.png"), str(tmp_path / "after.json")])
+    assert (tmp_path / "cost.png").stat().st_size > 10_000
+    assert (tmp_path / "step.png").stat().st_size > 10_000
+    assert set(json.loads((tmp_path / "after.json").read_text())) == {"rollout", "scoring", "update"}
