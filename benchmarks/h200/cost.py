@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 from runs import Bench, median, timed
 from shapes import make_model
+from update import gradients_of
 
 from trimtab.data.batches import TokenBatch
+from trimtab.models.compiled import compile_layers
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -49,6 +51,8 @@ class Cost:
         """Microseconds a token."""
         tokens, lengths = (128, (16, 64)) if self.bench.tiny else (65_536, (512, 1024, 2048, 4096, 8192, 16_384))
         self.policy.train()
+        if self.bench.device.type != "cpu":
+            compile_layers(self.policy, gradients=lambda: gradients_of(self.policy))
         points = []
         for length in lengths:
             rows = [self.draw.integers(3, self.shape.vocab_size, length) for _ in range(tokens // length)]

@@ -11,9 +11,10 @@ import argparse
 import numpy as np
 import torch
 from runs import Bench, median, timed
-from shapes import make_model
+from shapes import Shape, make_model
 
 from trimtab.data.batches import TokenBatch
+from trimtab.models.compiled import compile_layers, leave_plain
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 
@@ -34,10 +35,21 @@ def main(argv: list[str] | None = None) -> None:
         length = 32 if bench.tiny else arguments.length
         lengths = [length] * (tokens // length)
         with bench.attempt(f"{tokens} tokens"):
-            measure(bench, policy, shape, lengths)
+            leave_plain(policy)
+            measure(bench, policy, shape, lengths, "plain layers")
+            if bench.device.type != "cpu":
+                trial = compile_layers(policy, gradients=lambda: gradients_of(policy))
+                bench.say(f"compiled in {trial.seconds:.1f} s {trial.problem}")
+                measure(bench, policy, shape, lengths, "compiled layers")
 
 
-def measure(bench: Bench, policy: Policy, shape, lengths: list[int]) -> None:
+def gradients_of(policy: Policy) -> list[torch.Tensor]:
+    found = [parameter.grad for parameter in policy.parameters() if parameter.grad is not None]
+    policy.zero_grad(set_to_none=True)
+    return found
+
+
+def measure(bench: Bench, policy: Policy, shape: Shape, lengths: list[int], layers: str) -> None:
     draw = np.random.default_rng(0)
     rows = [(draw.integers(3, shape.vocab_size, n), np.arange(n) >= 1) for n in lengths]
     batch = TokenBatch.of(rows).to(bench.device)
@@ -52,7 +64,7 @@ def measure(bench: Bench, policy: Policy, shape, lengths: list[int]) -> None:
         forward = median([timed(lambda: policy(batch), bench.device)[1] for _ in range(1 if bench.tiny else 5)])
     least = bench.rates.update(shape, lengths, sum(lengths))
     bench.row(
-        f"update {bench.arguments.shape}, {sum(lengths):,} tokens", who="trimtab", seconds=seconds,
+        f"update {bench.arguments.shape}, {sum(lengths):,} tokens", who=f"trimtab, {layers}", seconds=seconds,
         share=least / seconds, first=first, forward=forward, forward_share=least / 3 / forward,
     )  # fmt: skip
 
