@@ -104,7 +104,8 @@ class RolloutOptions(SamplingOptions):
     micro_value_batch_size: int | None = option(None, at_least=1)
     """Answers in one pass that computes the critic's values; unset: micro_rollout_batch_size."""
     rollout_max_tokens_per_gpu: int | None = None
-    """Token budget of a pass of scoring, with --use_dynamic_batch; unset: that of training."""
+    """Token budget of a pass of scoring, with --use_dynamic_batch; unset: that of training, on an accelerator up to
+    four times as many, to 32768."""
     use_dynamic_batch: bool = False
     """Cut passes by --train_max_tokens_per_gpu (16192 if unset) instead of by number."""
     vllm_generate_batch_size: int | None = option(None, at_least=1)

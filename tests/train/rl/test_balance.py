@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from trimtab.config.jobs import GRPOOptions
 from trimtab.rewards.types import RewardResult
@@ -40,3 +41,19 @@ def test_steps_hold_whole_groups_and_processes_have_about_as_many_tokens():
         quarter = len(step) // PROCESSES
         as_they_come = [cost(experience, step[i * quarter : (i + 1) * quarter]) for i in range(PROCESSES)]
         assert max(loads) < 1.1 * np.mean(loads) and max(loads) < max(as_they_come)
+
+
+@pytest.mark.parametrize(
+    "changes, on_cpu, on_accelerator",
+    [
+        ({"train_max_tokens_per_gpu": 16_192}, 16_192, 32_768),
+        ({"train_max_tokens_per_gpu": 4000}, 4000, 16_000),
+        ({"train_max_tokens_per_gpu": 65_536}, 65_536, 65_536),
+        ({"train_max_tokens_per_gpu": 4000, "rollout_max_tokens_per_gpu": 5000}, 5000, 5000),
+        ({"use_dynamic_batch": False}, None, None),
+    ],
+)
+def test_passes_of_scoring_are_larger_on_an_accelerator_unless_somebody_said_how_large(changes, on_cpu, on_accelerator):
+    options = GRPOOptions(**{"use_dynamic_batch": True, "given": frozenset(changes)} | changes)
+    assert Passes(options).scoring_budget() == on_cpu
+    assert Passes(options, larger_scoring=True).scoring_budget() == on_accelerator

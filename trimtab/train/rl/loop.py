@@ -60,7 +60,7 @@ class RLRun:
         self.order, self.files, self.evaluation, self.text = order, files, evaluation, text
         self.counters = Counters(max(options.init_kl_coef, 0.0))
         self.iteration: Iteration | None = None
-        self.passes = Passes(options)
+        self.passes = Passes(options, larger_scoring=files.manifest["device_type"] != "cpu")
         self.compiling = RoleCompiling(options, asking.stores["train"], files.total)
         self.schedule()
         self.publishing = publishing_of(options, roles, asking.stores["train"], self.passes)

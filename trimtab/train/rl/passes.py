@@ -18,10 +18,15 @@ from trimtab.train.rl.experience import Experience
 
 Parts = Sequence[Sequence[Slice]]  # of every process, with as many passes for each
 
+# Tokens that a pass of scoring holds on an accelerator, at most so many times as many as one of training: nothing is
+# kept for a backward pass, so that a layer's activations are all that grows.
+SCORED, TIMES = 32_768, 4
+
 
 class Passes:
-    def __init__(self, options: RLOptions):
-        self.options = options
+    def __init__(self, options: RLOptions, *, larger_scoring: bool = False):
+        """`larger_scoring`: passes of scoring may be larger than those of training where nobody said how large."""
+        self.options, self.larger_scoring = options, larger_scoring
         self.limit = PassLimit()
         self._role: Group | None = None  # of the last call
         self._sent: list[tuple[int, int]] = []  # (tokens, samples) of its passes
@@ -33,12 +38,10 @@ class Passes:
         options = self.options
         count = options.micro_value_batch_size if method == "values" else options.micro_logprob_batch_size
         count = count or options.micro_rollout_batch_size
-        budget = options.rollout_max_tokens_per_gpu
-        budget = None if budget is None else options.row_tokens(budget)
-        by_tokens = budget is not None or self.token_budget() is not None
+        by_tokens = self.scoring_budget() is not None
 
         def ask() -> None:
-            shares = self._shares(role, experience, range(len(experience)), count, budget or self.token_budget())
+            shares = self._shares(role, experience, range(len(experience)), count, self.scoring_budget())
             parts = [[experience.slice(share)] for share in shares]
             pieces = []
             for share, values in zip(shares, self.send(role, method, parts)):
@@ -86,6 +89,17 @@ class Passes:
         budget = None if budget is None else self.limit.of_tokens(budget)
         cut = micro_batches(experience, samples, count=count, budget=budget)
         return deal(cut, role.size, lambda part: cost(experience, part), halves)
+
+    def scoring_budget(self) -> int | None:
+        """Of a pass of scoring, by what the options say; None: passes have a number of samples."""
+        options, budget = self.options, self.options.rollout_max_tokens_per_gpu
+        if budget is None and (not options.use_dynamic_batch or options.train_max_tokens_per_gpu is None):
+            return None
+        budget = budget or options.train_max_tokens_per_gpu
+        assert budget is not None
+        if self.larger_scoring and "rollout_max_tokens_per_gpu" not in options.given:
+            budget = max(budget, min(SCORED, TIMES * budget))
+        return options.row_tokens(budget)
 
     def token_budget(self) -> int | None:
         """Of a pass of an update; None: passes have a number of samples."""
