@@ -32,6 +32,20 @@ class Surroundings:
         ids = np.array([*self.before, *suffix, *self.after, *self.target], dtype=np.int64)
         return ids, np.arange(len(ids)) >= len(ids) - len(self.target)
 
+    def batch(self, suffixes: list[list[int]], *, share_prefix: bool) -> TokenBatch:
+        """The sequences of suffixes of one length; with `share_prefix` what is before them stands in the row once."""
+        count, before = len(suffixes), np.array(self.before, dtype=np.int64)
+        after = np.array([*self.after, *self.target], dtype=np.int64)
+        own_SL = np.concatenate([np.array(suffixes, dtype=np.int64), np.tile(after, (count, 1))], axis=1)
+        if not share_prefix:
+            own_SL, before = np.concatenate([np.tile(before, (count, 1)), own_SL], axis=1), before[:0]
+        width = own_SL.shape[1]
+        trained_SL = np.tile(np.arange(width) >= width - len(self.target), (count, 1))
+        ids = np.concatenate([before, own_SL.ravel()])
+        trained = np.concatenate([np.zeros(len(before), dtype=bool), trained_SL.ravel()])
+        borrowed = np.where(np.arange(count) > 0, len(before), 0)
+        return TokenBatch.of_row(ids, trained, width + len(before) - borrowed, borrowed)
+
 
 class SuffixLoss:
     def __init__(self, policy: Policy, around: Surroundings, *, batch_size: int = 512, share_prefix: bool = True):
@@ -47,7 +61,7 @@ class SuffixLoss:
         return losses
 
     def gradient(self, suffix: list[int]) -> Tensor:
-        """dL / d onehot of the suffix's tokens [L, V], on the host; up to the factor of an embedding that scales."""
+        """dL / d onehot of the suffix's tokens [L, V]; up to the factor of an embedding that scales."""
         embedding = self.policy.inner.get_input_embeddings()
         was_training = self.policy.training
         self.policy.eval()
@@ -58,7 +72,7 @@ class SuffixLoss:
         finally:
             self.policy.train(was_training)
         start = len(self.around.before)
-        return token_gradient(gradient_1TD[0, start : start + len(suffix)], embedding.weight).cpu()
+        return token_gradient(gradient_1TD[0, start : start + len(suffix)], embedding.weight)
 
     def is_greedy(self, suffix: list[int]) -> bool:
         """Whether every token of the target is the model's most likely one."""
@@ -68,8 +82,7 @@ class SuffixLoss:
         return logits.argmax(-1).tolist() == self.around.target
 
     def _losses(self, suffixes: list[list[int]]) -> Tensor:
-        shared = [0, *[len(self.around.before)] * (len(suffixes) - 1)] if self.share_prefix else None
-        batch = TokenBatch.of([self.around.sequence(suffix) for suffix in suffixes], shared)
+        batch = self.around.batch(suffixes, share_prefix=self.share_prefix)
         log_probs_N = self.policy(batch.to(self.policy.device)).log_probs_N
         return -log_probs_N.view(len(suffixes), len(self.around.target)).mean(1)
 

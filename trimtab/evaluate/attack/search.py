@@ -104,7 +104,9 @@ class Search:
     def _best_candidate(self, state: SearchState) -> Suffix | None:
         """None: no candidate is a text that comes back as the same tokens."""
         current = state.pool[0][1]
-        tokens_LK = promising(self.loss.gradient(current), self.settings.top_k, self.vocabulary.forbidden_V)
+        gradient_LV = self.loss.gradient(current)
+        forbidden_V = self.vocabulary.forbidden_V.to(gradient_LV.device)
+        tokens_LK = promising(gradient_LV, self.settings.top_k, forbidden_V).cpu()
         generator = torch.Generator().manual_seed(_step_seed(self.settings.seed, state.step))
         replaced = min(self.settings.replaced, len(current))
         drawn = candidates(torch.tensor(current), tokens_LK, self.settings.width, replaced, generator).tolist()
