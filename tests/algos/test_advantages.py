@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.algos.flat import flat
+from trimtab.algos import advantages
 from trimtab.algos.advantages import discounted_sums, gae, whiten
 
 LENGTHS = [
@@ -105,3 +106,16 @@ def test_whitening_does_not_blow_up_equal_or_nearly_equal_values():
         assert whiten(torch.full((7,), value), scale=False).tolist() == [0.0] * 7
     assert whiten(torch.tensor([0.1, 0.1 + 1e-8, 0.1 - 1e-8])).tolist() == [0.0] * 3, "one unit in the last place"
     assert whiten(torch.tensor([1e-6, -1e-6])).tolist() == pytest.approx([1e-2, -1e-2])  # the floor: 1e-4
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.9])
+def test_how_many_tokens_are_summed_up_at_once_changes_no_bit(discount, monkeypatch):
+    lengths = [random.Random(1).randint(1, 70) for _ in range(40)]
+    values = random_tokens(lengths, 2).float()
+    values[::3] = -0.0
+    remaining = flat(lengths)[0]
+    whole = discounted_sums(values, remaining, discount)
+    for tokens in (1, 64, 200):
+        monkeypatch.setattr(advantages, "TOKENS_AT_ONCE", tokens)
+        found = discounted_sums(values, remaining, discount)
+        assert torch.equal(found.view(torch.int32), whole.view(torch.int32))

@@ -1,7 +1,7 @@
 import pytest
 
 from tests.data.templates import CHATML
-from trimtab.data.tokenizer import load_tokenizer
+from trimtab.data.tokenizer import load_tokenizer, texts_of
 from trimtab.errors import UserError
 
 
@@ -46,3 +46,12 @@ def test_a_tokenizer_without_an_end_is_refused(make_tokenizer, tmp_path):
     saved.save_pretrained(tmp_path / "model")
     with pytest.raises(UserError, match="neither a pad nor an EOS"):
         load_tokenizer(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("cleaned", [False, True])
+def test_texts_are_those_that_the_tokenizer_decodes_one_by_one(make_tokenizer, cleaned):
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.clean_up_tokenization_spaces = cleaned
+    ids = [tokenizer.encode(text) for text in ("one , two", "", "it 's three .", "four")]
+    ids[0].append(tokenizer.eos_token_id)
+    assert texts_of(tokenizer, ids) == [tokenizer.decode(part, skip_special_tokens=True) for part in ids]

@@ -71,3 +71,10 @@ def test_an_argument_we_would_drop_is_refused():
         packed_attention(module_in([4]), query, key, value, None, s_aux=torch.zeros(4))
     with pytest.raises(UnsupportedAttention, match="mask"):
         packed_attention(module_in([4]), query, key, value, torch.zeros(1, 1, 4, 4))
+
+
+def test_attention_of_sequences_of_any_length_needs_no_dense_blocks():
+    row = PackedRow.of(spans_of([5, 3]), torch.device("meta"))
+    query, key, value = (x.to("meta", torch.bfloat16) for x in tensors(8))
+    assert row.attend(query, key, value, {}).shape == (1, 8, 4, 8)
+    assert "dense" not in vars(row)

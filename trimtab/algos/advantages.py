@@ -9,23 +9,43 @@ GAE is the discounted sum of its deltas. A sum over T tokens takes log2(T) steps
 plus discount^w times the one that starts w later. `remaining_N` says how many tokens of the sequence come after one.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 ROUNDING = 8  # units in the last place
+TOKENS_AT_ONCE = 2**15
 
 
 def discounted_sums(values_N: Tensor, remaining_N: Tensor, discount: float, longest: int | None = None) -> Tensor:
     """For each token, the discounted sum from it to the end of its sequence. `longest`: no token has more after it,
     where that is known without asking a device."""
-    sums_N = values_N
     if longest is None:
         longest = int(remaining_N.max()) if len(remaining_N) else 0
-    width = 1
+    if values_N.device.type != "cpu" or len(values_N) <= TOKENS_AT_ONCE:
+        return _sums(values_N, remaining_N, longest, discount)
+    parts = _parts(remaining_N)
+    return torch.cat([_sums(*both, longest, discount) for both in zip(values_N.split(parts), remaining_N.split(parts))])
+
+
+def _parts(remaining_N: Tensor) -> list[int]:
+    """How many tokens of whole sequences are summed up at a time, so that they stay in the processor's cache."""
+    ends = ((remaining_N == 0).nonzero()[:, 0] + 1).tolist()
+    parts, begin = [], 0
+    for end, following in zip(ends, [*ends[1:], math.inf]):
+        if following - begin > TOKENS_AT_ONCE:
+            parts.append(end - begin)
+            begin = end
+    return parts
+
+
+def _sums(values_N: Tensor, remaining_N: Tensor, longest: int, discount: float) -> Tensor:
+    sums_N, width = values_N, 1
     while width <= longest:
-        later_N = F.pad(sums_N[width:], (0, width))
-        sums_N = sums_N + discount**width * torch.where(remaining_N >= width, later_N, 0)
+        later_N = torch.where(remaining_N >= width, F.pad(sums_N[width:], (0, min(width, len(sums_N)))), 0)
+        sums_N = sums_N + (later_N if discount == 1 else discount**width * later_N)
         width *= 2
     return sums_N
 

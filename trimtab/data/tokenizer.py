@@ -1,9 +1,10 @@
 """The tokenizer of a model, ready for training."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trimtab.data.faults import first_line
 from trimtab.data.hub import hub_or_cache, looks_like_hub_name, needs_code, trust_remote_code
@@ -45,6 +46,15 @@ def load_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
     return tokenizer
+
+
+def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[list[int]]) -> list[str]:
+    """What the tokens of each sequence say, without special ones."""
+    fast = isinstance(tokenizer, PreTrainedTokenizerFast) and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
+    if not fast or tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.batch_decode(ids, skip_special_tokens=True)
+    # The same on all processors, and without a look at every number in Python.
+    return tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)
 
 
 def read_chat_template(value: str) -> str:

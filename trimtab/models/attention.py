@@ -15,7 +15,9 @@ again in the backward pass, which has threads of its own. So models in other thr
 stays until its next forward pass.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.data.batches import Span
+from trimtab.models.dense_blocks import DenseBlocks
 from trimtab.models.varlen import attend_varlen, varlen_applies
 
 NAME = "trimtab_packed"
@@ -38,19 +41,6 @@ class UnsupportedAttention(Exception):
     """The model asks its attention for something this implementation would silently drop."""
 
 
-@dataclass
-class Block:
-    """Sequences of similar length as one right-padded block of SDPA."""
-
-    size: int
-    length: int
-    slots: Tensor | None  # [size * length] row index of every slot; None: one whole sequence, a plain slice
-    real: Tensor | None  # slots that hold a token, and
-    rows: Tensor | slice  # their row index
-    owned: Tensor | None  # slots whose result is kept: a borrowed token's is kept where it is owned
-    repeats: bool  # a row stands in several slots, so its gradients add up
-
-
 class Row(Protocol):
     """The tokens of a forward pass, which know what they attend to."""
 
@@ -62,68 +52,33 @@ class Row(Protocol):
 class PackedRow:
     """Where each sequence of a packed row lies, prepared once and used by every layer."""
 
-    blocks: list[Block]
-    order: Tensor | None  # from the blocks' owned results to row order; None: they are in order
     query_starts: Tensor  # [sequences + 1] int32, for varlen: own tokens, and
     key_starts: Tensor  # own and borrowed ones
     key_rows: Tensor | None  # row index of every key; None: nothing is borrowed
     tokens: int
     longest: int
+    spans: Sequence[Span] = ()
 
     @classmethod
     def of(cls, spans: list[Span], device: torch.device) -> "PackedRow":
-        groups = _similar_lengths([s.whole_length for s in spans])
-        blocks = [_block([spans[i] for i in members]) for members in groups]
-        owned_rows = np.concatenate(
-            [np.arange(spans[i].start, spans[i].start + spans[i].length) for members in groups for i in members]
-        )
-        in_order = len(blocks) == 1 and blocks[0].slots is None
         borrowing = any(s.prefix_length for s in spans)
-        tensors = {
-            "order": None if in_order else torch.from_numpy(np.argsort(owned_rows)),
-            "query_starts": cumulative([s.length for s in spans]),
-            "key_starts": cumulative([s.whole_length for s in spans]),
-            "key_rows": torch.from_numpy(np.concatenate([s.rows() for s in spans])) if borrowing else None,
-        }
-        tensors = {name: None if t is None else t.to(device, non_blocking=True) for name, t in tensors.items()}
-        blocks = [_moved(block, device) for block in blocks]
-        longest = max(s.whole_length for s in spans)
-        return cls(blocks, tokens=sum(s.length for s in spans), longest=longest, **tensors)
+        rows = torch.from_numpy(np.concatenate([s.rows() for s in spans])) if borrowing else None
+        return cls(
+            cumulative([s.length for s in spans]).to(device, non_blocking=True),
+            cumulative([s.whole_length for s in spans]).to(device, non_blocking=True),
+            None if rows is None else rows.to(device, non_blocking=True),
+            tokens=sum(s.length for s in spans),
+            longest=max(s.whole_length for s in spans),
+            spans=spans,
+        )
+
+    @cached_property
+    def dense(self) -> DenseBlocks:
+        """Made where they are asked for: varlen needs none of it."""
+        return DenseBlocks.of(self.spans, self.query_starts.device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
         return attend_packed(self, query, key, value, arguments)
-
-
-def _similar_lengths(lengths: list[int], fill: float = 0.8) -> list[list[int]]:
-    """Longest first; a group takes lengths of at least `fill` of its longest, so little of a block is padding."""
-    groups: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if groups and lengths[i] >= fill * lengths[groups[-1][0]]:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
-
-
-def _block(spans: list[Span]) -> Block:
-    size, length = len(spans), max(s.whole_length for s in spans)
-    if size == 1 and not spans[0].prefix_length:
-        return Block(1, length, None, None, slice(spans[0].start, spans[0].start + length), None, False)
-    slots = np.zeros((size, length), dtype=np.int64)
-    real = np.zeros((size, length), dtype=bool)
-    owned = np.zeros((size, length), dtype=bool)
-    for row, span in enumerate(spans):
-        slots[row, : span.whole_length] = span.rows()
-        real[row, : span.whole_length] = True
-        owned[row, span.prefix_length : span.whole_length] = True
-    index = {"slots": slots.ravel(), "real": np.flatnonzero(real), "owned": np.flatnonzero(owned), "rows": slots[real]}
-    tensors = {name: torch.from_numpy(value) for name, value in index.items()}
-    return Block(size, length, repeats=any(s.prefix_length for s in spans), **tensors)
-
-
-def _moved(block: Block, device: torch.device) -> Block:
-    moved = {k: v.to(device, non_blocking=True) for k, v in vars(block).items() if isinstance(v, Tensor)}
-    return replace(block, **moved)
 
 
 def cumulative(lengths: list[int]) -> Tensor:
@@ -216,7 +171,7 @@ class Pad(torch.autograd.Function):
 def _dense_blocks(query, key, value, row, scale, window, softcap, dropout):
     heads, width = query.shape[1], value.shape[-1]
     pieces = []
-    for block in row.blocks:
+    for block in row.dense.blocks:
         if block.slots is None:
             q, k, v = (x[block.rows][None] for x in (query, key, value))
         else:
@@ -228,7 +183,8 @@ def _dense_blocks(query, key, value, row, scale, window, softcap, dropout):
         out = _attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale, window, softcap, dropout)
         out = out.transpose(1, 2).reshape(-1, heads, width)
         pieces.append(out if block.owned is None else out.index_select(0, block.owned))
-    return pieces[0] if row.order is None else torch.cat(pieces).index_select(0, row.order)
+    order = row.dense.order
+    return pieces[0] if order is None else torch.cat(pieces).index_select(0, order)
 
 
 def _attend(query, key, value, scale, window, softcap, dropout):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.data.batches import TokenBatch
@@ -75,6 +76,11 @@ class ModelReward:
     def inner(self) -> Any:
         return self.model.inner
 
+    @property
+    def reads_texts(self) -> bool:
+        """Of answers, and not only their tokens."""
+        return not self.reads_ids
+
     def __str__(self) -> str:
         return f"reward model {self.pretrain}"
 
@@ -100,12 +106,14 @@ class ModelReward:
     def scores(self, sequences: Sequence[np.ndarray]) -> list[float]:
         """The model's own scores, not normalised."""
         scores = [0.0] * len(sequences)
+        found: list[tuple[list[int], Tensor]] = []
         passes = list(self._passes.over(sequences))
         with self.keeping.at_work(self.model):
             for rows, batch in self.keeping.in_step(passes, IDLE):
-                found = self.model(batch.to(self.device.torch)).scores_S.tolist()
-                for row, score in zip(rows, found):
-                    scores[row] = score
+                found.append((rows, self.model(batch.to(self.device.torch)).scores_S))
+        for rows, scores_S in found:  # after all passes: the next is prepared while a device is at work
+            for row, score in zip(rows, scores_S.tolist()):
+                scores[row] = score
         return scores
 
 

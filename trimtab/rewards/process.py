@@ -83,6 +83,11 @@ class ProcessReward:
         self._choices = torch.tensor(reward_token_ids(options.reward_tokens, self.tokenizer), device=device.torch)
         self._passes = Passes(max_len, max_samples, max_tokens)
 
+    @property
+    def reads_texts(self) -> bool:
+        """Of answers, and not only their tokens."""
+        return self.place != "steps"
+
     def __str__(self) -> str:
         return f"process reward model {self.pretrain} ({self.place})"
 

@@ -23,6 +23,7 @@ from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.objective import policy_share
 from trimtab.train.rl.recording import Recording
 from trimtab.train.rl.shaping import shape
+from trimtab.train.rl.trajectories import totals
 
 # (prompt, turns of (drawn by the model, tokens)) of every sample, in groups of 2, 3 and 2.
 MODEL, WORLD = True, False
@@ -212,3 +213,9 @@ def test_a_checkpoint_inside_an_iteration_of_an_earlier_version_is_refused_in_on
     assert warm.run(words, prepare=write_as_an_earlier_version) == 128 + signal.SIGTERM
     told = complaint([*words, "--load_checkpoint"], tmp_path / "log")
     assert "earlier version" in told and "the checkpoint before it" in told
+
+
+def test_totals_of_runs_of_any_length_also_of_none():
+    values = torch.tensor([True, False, True, True, False, True])
+    assert totals(values, torch.tensor([0, 2, 0, 3, 1, 0])).tolist() == [0, 1, 0, 2, 1, 0]
+    assert totals(values[:0], torch.tensor([0, 0])).tolist() == [0, 0]

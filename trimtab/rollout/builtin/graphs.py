@@ -115,10 +115,10 @@ class DecodeGraphs:
     def _fill(self, bucket: int) -> None:
         table = self.host.numpy()
         count = len(self.rows)
-        drawn = [len(sample.ids) for sample in self.rows]
+        drawn = [sample.ids.count for sample in self.rows]
         for column, values in enumerate(
             (
-                [sample.ids[-1] for sample in self.rows],
+                [sample.ids.last for sample in self.rows],
                 [len(sample.prompt.ids) + newer - 1 for sample, newer in zip(self.rows, drawn)],
                 drawn,
                 [sample.seed for sample in self.rows],

@@ -59,7 +59,7 @@ class ReadGraphs:
 
         def work() -> None:
             starts = torch.nn.functional.pad(sequences[0], (1, 0)).int()
-            row = PackedRow([], None, starts, starts, None, tokens, longest)
+            row = PackedRow(starts, starts, None, tokens, longest)
             ids, positions, places = integers
             hidden.copy_(runner.hidden_of_row(row, ids, positions, places, [])[sequences[1]])
 

@@ -47,11 +47,11 @@ class Sample:
     @property
     def length(self) -> int:
         """Tokens whose keys and values are in the cache while it runs: all but the newest."""
-        return len(self.prompt.ids) + max(0, len(self.ids) - 1)
+        return len(self.prompt.ids) + max(0, self.ids.count - 1)
 
     @property
     def remaining(self) -> int:
-        return self.limit - len(self.ids)
+        return self.limit - self.ids.count
 
     @property
     def text(self) -> list[int]:
@@ -160,11 +160,8 @@ class Scheduler:
     def make_room(self, steps: int) -> list[Sample]:
         """Pages for the next tokens of everything that runs; the samples that had to stop for it."""
         stopped: list[Sample] = []
-        for sample in [sample for sample in self.running if self._missing(sample, steps) > 0]:
+        for sample, missing in self._short(steps):
             while sample not in stopped:
-                missing = self._missing(sample, steps)
-                if missing <= 0:
-                    break
                 pages = self._take(missing, keep=None)
                 if pages is not None:
                     sample.pages += pages
@@ -176,14 +173,18 @@ class Scheduler:
 
     def has_room(self, steps: int) -> bool:
         """Whether everything that runs can go on for so many tokens without anybody's stopping."""
-        missing = sum(max(0, self._missing(sample, steps)) for sample in self.running)
+        missing = sum(missing for _, missing in self._short(steps))
         return missing <= self.pool.free or missing <= self.pool.free + self.kept.alone
 
-    def _missing(self, sample: Sample, steps: int) -> int:
-        """Pages for the next tokens of a running sample that it does not hold yet."""
-        drawn = len(sample.ids)
-        ahead = min(steps, sample.limit - drawn)
-        return -(-(len(sample.prompt.ids) + drawn - 1 + ahead) // self.pool.size) - len(sample.pages)
+    def _short(self, steps: int) -> list[tuple[Sample, int]]:
+        """What runs and does not hold all pages for its next tokens yet, and how many are missing."""
+        size, found = self.pool.size, []
+        for sample in self.running:
+            tokens = len(sample.prompt.ids) - 1 + min(sample.ids.count + steps, sample.limit)
+            missing = -(-tokens // size) - len(sample.pages)
+            if missing > 0:
+                found.append((sample, missing))
+        return found
 
     def finish(self, samples: Sequence[Sample]) -> None:
         if self.kept.keeping:

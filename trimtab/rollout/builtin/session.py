@@ -239,7 +239,7 @@ class BuiltinSession:
         """Keep what each sample drew up to its end, and let those that are finished go."""
         tokens, log_probs, plain = drawn.on_host(len(samples))
         steps, number = tokens.shape[1], np.arange(tokens.shape[1])
-        remaining = np.array([sample.limit - len(sample.ids) for sample in samples])
+        remaining = np.array([sample.remaining for sample in samples])
         stops = np.isin(tokens, self.sampling.stop_token_ids) & (number < remaining[:, None])
         stopped = stops.any(1)
         kept = np.where(stopped, stops.argmax(1) + 1, np.minimum(steps, remaining))
@@ -253,14 +253,15 @@ class BuiltinSession:
         # As they lie in the samples: what a step drew of all of them lies together.
         tokens, log_probs = np.ascontiguousarray(tokens, np.int32), np.ascontiguousarray(log_probs)
         finished: list[tuple[Sample, Finish]] = []
+        stop_strings = self.sampling.stop_strings
         counts, at_stop, at_end = kept.tolist(), stopped.tolist(), (stopped | (kept == remaining)).tolist()
         for row, sample in enumerate(samples):
-            count, before = counts[row], len(sample.ids)
+            count, before = counts[row], sample.ids.count
             sample.ids.extend(tokens[row, :count])
             sample.log_probs.extend(log_probs[row, :count])
             if plain is not None:
                 sample.plain_log_probs.extend(plain[row, :count])
-            at_string = bool(self.sampling.stop_strings) and self._cut_at_stop_string(sample, before)
+            at_string = bool(stop_strings) and self._cut_at_stop_string(sample, before)
             if at_string or at_end[row]:
                 finished.append((sample, "stop" if at_string or at_stop[row] else "length"))
         scheduler.finish([sample for sample, _ in finished])

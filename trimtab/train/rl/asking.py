@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from trimtab.data.prompts import PromptStore
+from trimtab.data.tokenizer import texts_of
 from trimtab.distributed.cluster.losses import EngineLost
 from trimtab.distributed.roles import Group
 from trimtab.distributed.wire import CannotTravel
@@ -42,6 +43,7 @@ class Asking:
         )
         self._near = bool(near["rewards"])
         self._columns = [] if reward_models is None else found[0]["columns"]
+        self._texts = reward_models is not None and found[0]["texts"]
 
     def __call__(self, requests: Sequence[Request], store: str, sampling: Sampling) -> Experience | None:
         """The answers to prompts of a store and their rewards. None: they were given up."""
@@ -94,6 +96,8 @@ class Asking:
         places = [place for share in shares for place in share]
         joined = Experience.joined([part.experience for part in found])
         samples = joined.samples_of(sorted(range(len(places)), key=places.__getitem__))
+        if samples == list(range(len(joined))):
+            return Answers(joined, [RewardResult.joined(part) for part in zip(*(part.results for part in found))])
         results = [RewardResult.joined(part).take(samples) for part in zip(*(part.results for part in found))]
         return Answers(joined.take(samples), results)
 
@@ -111,7 +115,7 @@ class Asking:
         rows, size = experience.rows_S.tolist(), self.reward_models.size
         prompt_ids = [experience.prompt(i) for i in range(len(rows))]
         response_ids = [experience.response(i) for i in range(len(rows))]
-        responses = self.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+        responses = texts_of(self.tokenizer, response_ids) if self._texts else [""] * len(rows)
         request = request_of(prompts, rows, responses, prompt_ids, response_ids)
         request = request.with_columns(self._columns)
         bounds = [len(rows) * rank // size for rank in range(size + 1)]

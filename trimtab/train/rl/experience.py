@@ -97,6 +97,8 @@ class Experience(Trajectories):
     def joined(cls, parts: Sequence["Experience"]) -> "Experience":
         """Several rollouts as one, before anything was added to them. No group is in two of them. A figure that the
         rewards gave in some of them only is NaN in the others."""
+        if len(parts) == 1:
+            return parts[0]
         columns: dict[str, Any] = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}
         logs = columns.pop("logs")
         lists = {name: columns.pop(name) for name in LISTS}
@@ -171,10 +173,15 @@ class Experience(Trajectories):
 
     def put(self, column: str, pieces: Sequence[tuple[Sequence[int], Tensor]]) -> None:
         """Fill a column of tokens from (samples, their tokens' values)."""
-        filled = torch.empty(len(self.owners_N))
-        tokens = self.tokens_of([i for samples, _ in pieces for i in samples])
-        filled[tokens] = torch.cat([values.float().cpu() for _, values in pieces])
-        setattr(self, column, filled)
+        filled = np.empty(len(self.sampled_N), dtype=np.float32)
+        found = torch.cat([values.float().cpu() for _, values in pieces]).numpy()
+        begin = 0
+        for run in self.drawn_of(torch.tensor([i for samples, _ in pieces for i in samples], dtype=torch.int64)):
+            end = begin + run.stop - run.start
+            filled[run] = found[begin:end]
+            begin = end
+        assert begin == len(found), "a value for every token"
+        setattr(self, column, torch.from_numpy(filled))
 
     # ---- on disk
 

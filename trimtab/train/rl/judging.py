@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.data.tokenizer import texts_of
 from trimtab.rewards.build import Parts
 from trimtab.rewards.functions import CALLS_AT_ONCE
 from trimtab.rewards.requests import Questions, request_of
@@ -42,7 +43,7 @@ class Several:
 
     def request(self, rollouts: Sequence[Rollout]) -> RewardRequest:
         """Their text without the token that ended it."""
-        responses = self.tokenizer.batch_decode([r.ids for r in rollouts], skip_special_tokens=True)
+        responses = texts_of(self.tokenizer, [r.ids for r in rollouts])
         ids = [r.prompt_ids for r in rollouts], [r.ids for r in rollouts]
         return request_of(self.questions, [r.prompt for r in rollouts], responses, *ids)
 

@@ -33,7 +33,8 @@ class RewardModels(Role):
 
     def describe(self) -> dict[str, Any]:
         columns = {name for model, _ in self.models for name in model.columns}
-        return described(self.models) | {"columns": sorted(columns)}
+        texts = any(model.reads_texts for model, _ in self.models)
+        return described(self.models) | {"columns": sorted(columns), "texts": texts}
 
     def score(self, request: RewardRequest) -> list[RewardResult] | RewardFailed | NoRoom:
         """One result a model. What fails is handed back, as by Rollouts, and after all models have been asked: split

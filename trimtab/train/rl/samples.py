@@ -25,10 +25,10 @@ SCRAMBLE = 2654435761  # Knuth's multiplier: neighbours in the file come far apa
 
 def best_and_worst(experience: Experience, count: int) -> dict[int, str]:
     """Up to `count` different answers, half of them the best and half the worst."""
-    order = experience.answer_rewards_S.argsort(descending=True, stable=True).tolist()
-    seen: dict[tuple, int] = {}
+    order, rows = experience.answer_rewards_S.argsort(descending=True, stable=True).tolist(), experience.rows_S.tolist()
+    seen: dict[tuple[int, bytes], int] = {}
     for i in order:
-        seen.setdefault((int(experience.rows_S[i]), *experience.response(i)), i)
+        seen.setdefault((rows[i], experience.response_bytes(i)), i)
     different = list(seen.values())
     count = min(count, len(different))
     worst = different[len(different) - count // 2 :]

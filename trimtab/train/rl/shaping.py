@@ -22,6 +22,7 @@ from trimtab.algos.token_rewards import overlong_penalty, per_token
 from trimtab.algos.value_loss import explained_variance
 from trimtab.config.jobs import RLOptions
 from trimtab.train.rl.experience import FINISHES, Experience
+from trimtab.train.rl.trajectories import totals
 
 
 def penalties(experience: Experience, options: RLOptions) -> Tensor:
@@ -126,6 +127,6 @@ def equal_steps(experience: Experience, options: RLOptions) -> Tensor:
 
 def with_advantage(experience: Experience, samples: list[int]) -> list[int]:
     """The samples that have an advantage at some token; the others have no gradient from the policy loss."""
-    found = torch.zeros(len(experience), dtype=torch.bool)
-    found[experience.owners_N[experience.advantages_N != 0]] = True
+    assert experience.advantages_N is not None
+    found = totals(experience.advantages_N != 0, experience.lengths_S).tolist()
     return [i for i in samples if found[i]]

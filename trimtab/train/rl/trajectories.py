@@ -32,8 +32,15 @@ class Trajectories:
 
     def response(self, i: int) -> list[int]:
         """Everything after the prompt."""
+        return self._response(i).tolist()
+
+    def response_bytes(self, i: int) -> bytes:
+        """The same of equal responses, and of no others."""
+        return self._response(i).tobytes()
+
+    def _response(self, i: int) -> np.ndarray:
         start, length = int(self.offsets_S[i]), int(self.sequence_lengths_S[i])
-        return self.ids_T[start + int(self.prompt_lengths_S[i]) : start + length].tolist()
+        return self.ids_T.numpy()[start + int(self.prompt_lengths_S[i]) : start + length]
 
     def drawn(self, i: int) -> Tensor:
         """Which tokens of the response the model drew."""
@@ -50,8 +57,7 @@ class Trajectories:
     @cached_property
     def lengths_S(self) -> Tensor:
         """How many tokens the model drew."""
-        before_T = torch.nn.functional.pad(self.drawn_T.cumsum(0), (1, 0))
-        return before_T[self.offsets_S + self.sequence_lengths_S] - before_T[self.offsets_S]
+        return totals(self.drawn_T, self.sequence_lengths_S)
 
     @cached_property
     def starts_S(self) -> Tensor:
@@ -66,8 +72,8 @@ class Trajectories:
     @cached_property
     def remaining_N(self) -> Tensor:
         """How many drawn tokens of the same sample follow."""
-        ends = (self.starts_S + self.lengths_S)[self.owners_N]
-        return ends - 1 - torch.arange(len(self.owners_N))
+        last_N = torch.repeat_interleave(self.starts_S + self.lengths_S - 1, self.lengths_S)
+        return last_N.sub_(torch.arange(len(last_N)))
 
     def tokens_of(self, samples: Sequence[int]) -> Tensor:
         """Where the drawn tokens of these samples lie in the columns over them, in the samples' order."""
@@ -117,6 +123,15 @@ class Trajectories:
             [0.0 if part is None else 1.0 for part in passes],
             {name: joined(getattr(self, name), drawn) for name in columns},
         )
+
+
+def totals(values: Tensor, lengths_S: Tensor) -> Tensor:
+    """How many of the first so many, of the next so many, and so on, are true; of none, none."""
+    found_S, some_S = torch.zeros_like(lengths_S), lengths_S > 0
+    starts = (lengths_S.cumsum(0) - lengths_S)[some_S].numpy()
+    if len(starts):
+        found_S[some_S] = torch.from_numpy(np.add.reduceat(values.numpy(), starts, dtype=np.int64))
+    return found_S
 
 
 def runs(starts_S: Tensor, lengths_S: Tensor) -> list[slice]:
