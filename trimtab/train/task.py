@@ -240,7 +240,9 @@ def sums_by_sequence(values_N: Tensor, batch: TokenBatch) -> Tensor:
 
 def counts_by_sequence(batch: TokenBatch) -> Tensor:
     """Trained tokens in every sequence [S], as floats."""
-    return torch.bincount(batch.owners_N, minlength=len(batch.spans)).float()
+    owners_N = batch.owners_N
+    ones_N = torch.ones(len(owners_N), device=owners_N.device)
+    return ones_N.new_zeros(len(batch.spans)).index_add(0, owners_N, ones_N)  # a device need not be waited for
 
 
 def _prompts_of(store: Any) -> Iterator[bytes]:
