@@ -17,6 +17,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin import attention, captured, graphs, int8, recognition, sampler
 from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.builtin.kernels import adapted as adapted_kernels
 from trimtab.rollout.builtin.kernels import attention as kernels
 from trimtab.rollout.builtin.kernels import int8 as int8_kernels
 from trimtab.rollout.types import Sampling
@@ -206,6 +207,33 @@ def test_adapters_are_part_of_what_is_recorded(monkeypatch):
         assert [a.ids for a in used.generate(SHORT, sampling)] == without != attached
     use_kernels(monkeypatch, False)
     assert answers(policy, sampling) == attached
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "v_proj", "up_proj"]])
+def test_kernels_with_adapters_sample_from_the_adapted_policy(targets, monkeypatch):
+    pytest.importorskip("peft")
+    from trimtab.config.groups import LoraOptions
+    from trimtab.models.lora import add_adapters
+
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    monkeypatch.setattr(adapted_kernels, "DTYPES", (dtype,))
+    policy = policy_of("llama", dtype, hidden_size=64, num_key_value_heads=4, spread=0.1)
+    policy.model = add_adapters(policy.model, LoraOptions(lora_rank=4, lora_alpha=8, target_modules=targets))
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.2)
+    multiplied = []
+    height = adapted_kernels._height
+    monkeypatch.setattr(adapted_kernels, "_height", lambda layers: multiplied.append(len(layers)) or height(layers))
+    given = BuiltinEngine(policy).generate(SHORT, Sampling(max_new_tokens=NEW, n=2))
+    assert {2, 3} <= set(multiplied)
+    whole = [np.array(a.prompt_ids + a.ids) for a in given]
+    batch = TokenBatch.of([(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, given)])
+    with torch.no_grad():
+        expected = policy(batch.to(torch.device(DEVICE))).log_probs_N.cpu().numpy()
+    off = np.abs(np.concatenate([a.log_probs for a in given]) - expected)
+    assert off.max() < 1e-4 if dtype == torch.float32 else off.mean() < 5e-2
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="variable-length attention needs an accelerator")

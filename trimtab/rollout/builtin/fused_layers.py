@@ -1,7 +1,7 @@
 """The layers of Llama-like models (Llama, Mistral, Qwen2, Qwen3) with few launches, from the modules' own weights.
 
-Which models those are, recognition.py finds out. A projection that is more than a plain Linear (an adapter) is called
-as the module it is; int8 weights have kernels of their own.
+Which models those are, recognition.py finds out. Linear layers with adapters and with int8 weights have kernels of
+their own; a projection that is something else again is called as the module it is.
 """
 
 from typing import TypeAlias
@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from trimtab.rollout.builtin.adapters import Adapted, adapted
 from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.int8 import int8_weights
 
@@ -78,6 +79,7 @@ def _heads(
 
 
 def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
+    from trimtab.rollout.builtin.kernels.adapted import adapted_product
     from trimtab.rollout.builtin.kernels.int8 import can_multiply, int8_product
     from trimtab.rollout.builtin.kernels.linear import can_join, joined_linear
 
@@ -85,6 +87,8 @@ def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
     weights = int8_weights(modules)
     if weights is not None and can_multiply(x_TD, weights):
         joined = int8_product(x_TD, weights)
+    elif (layers := _with_adapters(modules, x_TD)) is not None:
+        joined = adapted_product(x_TD, layers)
     elif len(x_TD) <= ROWS_OF_JOINED_PRODUCTS and can_join(x_TD, modules):
         joined = joined_linear(x_TD, modules)
     else:
@@ -94,15 +98,19 @@ def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
 
 def _summands(module: nn.Module, x_TD: Tensor) -> Tensor:
     """What the module gives [T, D], or parts of its sum [parts, T, D]."""
+    from trimtab.rollout.builtin.kernels.adapted import adapted_product
     from trimtab.rollout.builtin.kernels.int8 import can_multiply, int8_product
 
     weights = int8_weights([module])
     if weights is not None and can_multiply(x_TD, weights):
         return int8_product(x_TD, weights, parts=True)
+    if (layers := _with_adapters([module], x_TD)) is not None:
+        return adapted_product(x_TD, layers, parts=True)
     return module(x_TD)
 
 
 def _opened(mlp: nn.Module, x_TD: Tensor) -> Tensor:
+    from trimtab.rollout.builtin.kernels.adapted import adapted_gated
     from trimtab.rollout.builtin.kernels.int8 import can_multiply, int8_gated
     from trimtab.rollout.builtin.kernels.layers import gated
     from trimtab.rollout.builtin.kernels.linear import can_join, gated_linear
@@ -111,7 +119,9 @@ def _opened(mlp: nn.Module, x_TD: Tensor) -> Tensor:
     weights = int8_weights(modules)
     if weights is not None and weights[0].bias_O is None and can_multiply(x_TD, weights):
         return int8_gated(x_TD, *weights)
-    if len(x_TD) <= ROWS_OF_JOINED_PRODUCTS and modules[0].bias is None and can_join(x_TD, modules):
+    if (layers := _with_adapters(modules, x_TD)) is not None and layers[0].bias_O is None:
+        return adapted_gated(x_TD, *layers)
+    if len(x_TD) <= ROWS_OF_JOINED_PRODUCTS and can_join(x_TD, modules) and modules[0].bias is None:
         return gated_linear(x_TD, *modules)
     return gated(*(module(x_TD) for module in modules))
 
@@ -120,3 +130,13 @@ def _head_norms(attention: nn.Module) -> tuple[Tensor, Tensor, float] | None:
     if not hasattr(attention, "q_norm"):
         return None
     return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
+
+
+def _with_adapters(modules: list[nn.Module], x_TD: Tensor) -> list[Adapted] | None:
+    """The layers, if there are adapters among them that kernels can multiply by."""
+    from trimtab.rollout.builtin.kernels.adapted import can_adapt
+
+    if all(type(module) is nn.Linear for module in modules):
+        return None
+    layers = [layer for module in modules if (layer := adapted(module)) is not None]
+    return layers if len(layers) == len(modules) and can_adapt(x_TD, layers) else None
