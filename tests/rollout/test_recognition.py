@@ -50,7 +50,7 @@ def test_rounding_of_every_layer_is_believed_and_an_error_of_one_is_not(dtype, e
     monkeypatch.setattr(FusedLayers, "through", erring(errors))
     with policy.at_work():
         shape, arguments = Runner.measure(policy)
-        assert does_the_same(FusedLayers(policy.inner.base_model, arguments), policy, shape) is believed
+        assert does_the_same(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4) is believed
 
 
 def test_a_model_that_scales_its_embeddings_is_not_believed(monkeypatch):
@@ -59,4 +59,4 @@ def test_a_model_that_scales_its_embeddings_is_not_believed(monkeypatch):
     monkeypatch.setattr(FusedLayers, "through", erring({}))
     with policy.at_work():
         shape, arguments = Runner.measure(policy)
-        assert not does_the_same(FusedLayers(policy.inner.base_model, arguments), policy, shape)
+        assert not does_the_same(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4)

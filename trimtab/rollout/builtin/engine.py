@@ -56,7 +56,7 @@ class BuiltinEngine:
         with policy.at_work():
             shape, arguments = Runner.measure(policy)
             # Fused layers read whole weights. Of cut ones the modules know how to add up.
-            self.fused = None if cut else recognised(policy, shape, arguments)
+            self.fused = None if cut else recognised(policy, shape, arguments, page_size)
         self.memory = KVMemory(shape, page_size, kv_tokens, self.tensor)
         # Every layer of a cut model waits for other processes, which nobody has tried in a captured graph.
         self.captured = CapturedGraphs(policy, slots, possible=not eager and not cut)

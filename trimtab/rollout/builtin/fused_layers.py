@@ -26,6 +26,10 @@ class FusedLayers:
         self.all = range(len(backbone.layers))
 
     @property
+    def device(self) -> torch.device:
+        return self.embedding_VD.device
+
+    @property
     def embedding_VD(self) -> Tensor:
         return self.backbone.embed_tokens.weight
 
@@ -59,15 +63,15 @@ class FusedLayers:
             layer = backbone.layers[index]
             attention, norm = layer.self_attn, layer.input_layernorm
             x = add_norm(new, stream, norm.weight, norm.variance_epsilon)
-            heads = _heads(attention, x, angles, cache.keys[index], cache.values[index], places_T)
+            heads = heads_of(attention, x, angles, cache.keys[index], cache.values[index], places_T)
             mixed = attend(index, *heads, self.arguments[index])
             norm = layer.post_attention_layernorm
-            x = add_norm(_summands(attention.o_proj, mixed.flatten(1)), stream, norm.weight, norm.variance_epsilon)
-            new = _summands(layer.mlp.down_proj, _opened(layer.mlp, x))
+            x = add_norm(summands(attention.o_proj, mixed.flatten(1)), stream, norm.weight, norm.variance_epsilon)
+            new = summands(layer.mlp.down_proj, opened(layer.mlp, x))
         return add_norm(new, stream, backbone.norm.weight, backbone.norm.variance_epsilon)
 
 
-def _heads(
+def heads_of(
     attention: nn.Module, x_TD: Tensor, angles: Angles, keys: Tensor, values: Tensor, places_T: Tensor
 ) -> tuple[Tensor, ...]:
     """Query, key and value [T, heads, W] with rotary positions; the latter two also in their pages."""
@@ -87,7 +91,7 @@ def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
     weights = int8_weights(modules)
     if weights is not None and can_multiply(x_TD, weights):
         joined = int8_product(x_TD, weights)
-    elif (layers := _with_adapters(modules, x_TD)) is not None:
+    elif (layers := _described(modules, x_TD)) is not None:
         joined = adapted_product(x_TD, layers)
     elif len(x_TD) <= ROWS_OF_JOINED_PRODUCTS and can_join(x_TD, modules):
         joined = joined_linear(x_TD, modules)
@@ -96,7 +100,7 @@ def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
     return joined.split([module.out_features for module in modules], 1)
 
 
-def _summands(module: nn.Module, x_TD: Tensor) -> Tensor:
+def summands(module: nn.Module, x_TD: Tensor) -> Tensor:
     """What the module gives [T, D], or parts of its sum [parts, T, D]."""
     from trimtab.rollout.builtin.kernels.adapted import adapted_product
     from trimtab.rollout.builtin.kernels.int8 import can_multiply, int8_product
@@ -104,12 +108,12 @@ def _summands(module: nn.Module, x_TD: Tensor) -> Tensor:
     weights = int8_weights([module])
     if weights is not None and can_multiply(x_TD, weights):
         return int8_product(x_TD, weights, parts=True)
-    if (layers := _with_adapters([module], x_TD)) is not None:
+    if (layers := _described([module], x_TD, parts=True)) is not None:
         return adapted_product(x_TD, layers, parts=True)
     return module(x_TD)
 
 
-def _opened(mlp: nn.Module, x_TD: Tensor) -> Tensor:
+def opened(mlp: nn.Module, x_TD: Tensor) -> Tensor:
     from trimtab.rollout.builtin.kernels.adapted import adapted_gated
     from trimtab.rollout.builtin.kernels.int8 import can_multiply, int8_gated
     from trimtab.rollout.builtin.kernels.layers import gated
@@ -119,7 +123,7 @@ def _opened(mlp: nn.Module, x_TD: Tensor) -> Tensor:
     weights = int8_weights(modules)
     if weights is not None and weights[0].bias_O is None and can_multiply(x_TD, weights):
         return int8_gated(x_TD, *weights)
-    if (layers := _with_adapters(modules, x_TD)) is not None and layers[0].bias_O is None:
+    if (layers := _described(modules, x_TD)) is not None and layers[0].bias_O is None:
         return adapted_gated(x_TD, *layers)
     if len(x_TD) <= ROWS_OF_JOINED_PRODUCTS and can_join(x_TD, modules) and modules[0].bias is None:
         return gated_linear(x_TD, *modules)
@@ -132,11 +136,12 @@ def _head_norms(attention: nn.Module) -> tuple[Tensor, Tensor, float] | None:
     return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
 
 
-def _with_adapters(modules: list[nn.Module], x_TD: Tensor) -> list[Adapted] | None:
-    """The layers, if there are adapters among them that kernels can multiply by."""
-    from trimtab.rollout.builtin.kernels.adapted import can_adapt
+def _described(modules: list[nn.Module], x_TD: Tensor, *, parts: bool = False) -> list[Adapted] | None:
+    """The layers, if they are for the kernels that know adapters and are made for wide models."""
+    from trimtab.rollout.builtin.kernels.adapted import can_adapt, is_wide
 
-    if all(type(module) is nn.Linear for module in modules):
-        return None
     layers = [layer for module in modules if (layer := adapted(module)) is not None]
-    return layers if len(layers) == len(modules) and can_adapt(x_TD, layers) else None
+    if len(layers) < len(modules) or not can_adapt(x_TD, layers):
+        return None
+    plain = all(type(module) is nn.Linear for module in modules)
+    return layers if not plain or is_wide(x_TD, layers, parts=parts) else None

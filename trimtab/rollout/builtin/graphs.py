@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trimtab.distributed.captures import Graph, capture
+from trimtab.rollout.builtin.ahead import compile_ahead
 from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.builtin.sampler import Drawn, Sampler
@@ -66,6 +67,8 @@ class DecodeGraphs:
     def _capture(self, runner: Runner, rows: int) -> Graph:
         if self.angles is None and runner.fused is not None:
             self.angles = runner.fused.all_angles(self.pages * self.size)
+        if runner.fused is not None:
+            compile_ahead(runner.fused, runner.cache.shape, runner.cache.size, (rows,))
         # The rehearsal before a capture must touch nobody's pages.
         self.table.zero_()
         self.step.zero_()

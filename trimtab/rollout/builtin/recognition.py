@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trimtab.distributed.device import has_kernels
 from trimtab.models.policy import Policy
+from trimtab.rollout.builtin.ahead import compile_ahead
 from trimtab.rollout.builtin.cache import KVCache, KVShape
 from trimtab.rollout.builtin.fused_layers import FusedLayers
 from trimtab.rollout.builtin.runner import Runner
@@ -25,25 +26,28 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 TOLERANCE = {torch.float32: 1e-3}  # of what a layer adds to the stream
+READ = 9  # tokens, before one is decoded
 TOLERANCE_IN_HALF_PRECISION = 3e-2
 
 
-def recognised(policy: Policy, shape: KVShape, arguments: list[dict]) -> FusedLayers | None:
-    """The policy's layers fused, where the device has kernels and the numbers are its own."""
+def recognised(policy: Policy, shape: KVShape, arguments: list[dict], page: int) -> FusedLayers | None:
+    """The policy's layers fused, where the device has kernels and the numbers are its own. `page`: its tokens, in the
+    memory that they will work with."""
     backbone = policy.inner.base_model
     if not has_kernels(policy.device) or not looks_like_llama(backbone):
         return None
     used = ("scaling", "sliding_window", "softcap")
     fused = FusedLayers(backbone, [{name: asked.get(name) for name in used} for asked in arguments])
-    return fused if does_the_same(fused, policy, shape) else None
+    compile_ahead(fused, shape, page, (1, READ))
+    return fused if does_the_same(fused, policy, shape, page) else None
 
 
 @torch.no_grad()
-def does_the_same(fused: FusedLayers, policy: Policy, shape: KVShape) -> bool:
+def does_the_same(fused: FusedLayers, policy: Policy, shape: KVShape, page: int) -> bool:
     with _streams(fused.backbone) as passes:
-        expected = _few_hidden_states(policy, shape, None)
+        expected = _few_hidden_states(policy, _memory(shape, page, policy.device), None)
     followed = FollowedLayers(fused, passes)
-    found = _few_hidden_states(policy, shape, followed)
+    found = _few_hidden_states(policy, _memory(shape, page, policy.device), followed)
     ends = is_close(found, expected, torch.zeros_like(expected))
     return followed.same and ends
 
@@ -95,12 +99,17 @@ def _streams(backbone: nn.Module) -> Iterator[list[list[Tensor]]]:
             hook.remove()
 
 
-def _few_hidden_states(policy: Policy, shape: KVShape, fused: FusedLayers | None) -> Tensor:
-    ids = [(7 * i + 3) % policy.head.out_features for i in range(10)]
+def _memory(shape: KVShape, page: int, device: torch.device) -> KVCache:
+    return KVCache(shape, -(-(READ + 1) // page), page, device)
+
+
+def _few_hidden_states(policy: Policy, cache: KVCache, fused: FusedLayers | None) -> Tensor:
+    ids = [(7 * i + 3) % policy.head.out_features for i in range(READ + 1)]
+    pages = list(range(1, -(-len(ids) // cache.size) + 1))
     tensor = partial(torch.tensor, device=policy.device)
-    with Runner(policy, KVCache(shape, 1, 16, policy.device), fused) as runner:
-        read = runner.read([(ids[:-1], 0, [1])])
-        decoded = runner.decode(tensor(ids[-1:]), tensor([len(ids) - 1]), tensor([[1]]))
+    with Runner(policy, cache, fused) as runner:
+        read = runner.read([(ids[:-1], 0, pages)])
+        decoded = runner.decode(tensor(ids[-1:]), tensor([len(ids) - 1]), tensor([pages]))
     return torch.cat([read, decoded])
 
 
