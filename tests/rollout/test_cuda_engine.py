@@ -224,8 +224,8 @@ def test_kernels_with_adapters_sample_from_the_adapted_policy(targets, monkeypat
             if "lora_B" in name:
                 parameter.normal_(0, 0.2)
     multiplied = []
-    low = adapted_kernels._Low.of
-    monkeypatch.setattr(adapted_kernels._Low, "of", lambda x, layers: multiplied.append(len(layers)) or low(x, layers))
+    height = adapted_kernels._height
+    monkeypatch.setattr(adapted_kernels, "_height", lambda layers: multiplied.append(len(layers)) or height(layers))
     given = BuiltinEngine(policy).generate(SHORT, Sampling(max_new_tokens=NEW, n=2))
     assert {2, 3} <= set(multiplied)
     whole = [np.array(a.prompt_ids + a.ids) for a in given]

@@ -53,6 +53,20 @@ def test_rounding_of_every_layer_is_believed_and_an_error_of_one_is_not(dtype, e
         assert does_the_same(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4) is believed
 
 
+def test_layers_that_are_right_alone_and_wrong_together_are_not_believed(monkeypatch):
+    policy = Policy(tiny_model("llama", num_hidden_layers=LAYERS, spread=0.1))
+    choose_path(policy)
+    right = erring({})
+
+    def through(self, layers, stream, *others):
+        return right(self, layers if len(layers) == 1 else layers[:3], stream, *others)
+
+    monkeypatch.setattr(FusedLayers, "through", through)
+    with policy.at_work():
+        shape, arguments = Runner.measure(policy)
+        assert not does_the_same(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4)
+
+
 def test_a_model_that_scales_its_embeddings_is_not_believed(monkeypatch):
     policy = Policy(tiny_model("granite", embedding_multiplier=1.1))
     choose_path(policy)

@@ -4,6 +4,7 @@ Triton compiles a kernel at its first launch, in half a second, and a layer has 
 disk; there this is a few launches.
 """
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,7 +25,9 @@ def compile_ahead(fused: FusedLayers, shape: KVShape, page: int, sizes: tuple[in
     def done(launch: Callable[[], object]) -> None:
         if fused.device.index is not None:
             torch.accelerator.set_device_index(fused.device.index)  # a thread's own
-        with torch.no_grad():
+        torch.zeros(1, device=fused.device)  # and it meets its device only at a launch of torch's
+        # What fails here fails again in the pass itself, and is told there.
+        with torch.no_grad(), contextlib.suppress(RuntimeError):
             launch()
 
     with ThreadPoolExecutor(len(work)) as threads:

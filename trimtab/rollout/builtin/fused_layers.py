@@ -108,7 +108,7 @@ def summands(module: nn.Module, x_TD: Tensor) -> Tensor:
     weights = int8_weights([module])
     if weights is not None and can_multiply(x_TD, weights):
         return int8_product(x_TD, weights, parts=True)
-    if (layers := _described([module], x_TD, parts=True)) is not None:
+    if (layers := _described([module], x_TD)) is not None:
         return adapted_product(x_TD, layers, parts=True)
     return module(x_TD)
 
@@ -136,7 +136,7 @@ def _head_norms(attention: nn.Module) -> tuple[Tensor, Tensor, float] | None:
     return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
 
 
-def _described(modules: list[nn.Module], x_TD: Tensor, *, parts: bool = False) -> list[Adapted] | None:
+def _described(modules: list[nn.Module], x_TD: Tensor) -> list[Adapted] | None:
     """The layers, if they are for the kernels that know adapters and are made for wide models."""
     from trimtab.rollout.builtin.kernels.adapted import can_adapt, is_wide
 
@@ -144,4 +144,4 @@ def _described(modules: list[nn.Module], x_TD: Tensor, *, parts: bool = False) -
     if len(layers) < len(modules) or not can_adapt(x_TD, layers):
         return None
     plain = all(type(module) is nn.Linear for module in modules)
-    return layers if not plain or is_wide(x_TD, layers, parts=parts) else None
+    return layers if not plain or is_wide(x_TD, layers) else None

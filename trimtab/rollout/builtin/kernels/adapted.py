@@ -1,15 +1,12 @@
-"""Products of wide linear layers, and of layers with low-rank adapters, for up to a thousand rows.
+"""Products of layers with low-rank adapters, and of wide layers, for up to a thousand rows.
 
     out = W x + b + s B (A x)
 
-A x is the work of a few programs of the same launch, which come first and are done long before the others, each of
-which waits for them only when it has multiplied its own weights by all of x: launches of their own would cost 5 % of a
-layer, and A x in every program as much. Tiles come by descriptors, for which a device may have an engine that fetches
-them without registers (sm_90 has).
+With few rows a program that multiplies its outputs' weights by all of x multiplies A by it on the way, which is few
+columns more; with many that would cost more than a launch of its own. B (A x) joins the sum before it is rounded.
+Tiles come by descriptors, for which a device may have an engine that fetches them without registers (sm_90 has).
 """
 
-import functools
-import threading
 from typing import NamedTuple
 
 import torch
@@ -21,131 +18,115 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from trimtab.rollout.builtin.adapters import Adapted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _low(
-    x, a1, a2, a3, low, signals, rows, inner, program, R: tl.constexpr, LM: tl.constexpr, LK: tl.constexpr,
+    x, a1, a2, a3, out, rows, inner, share, layers, R: tl.constexpr, LM: tl.constexpr, LK: tl.constexpr,
 ):  # fmt: skip
-    """A x of some rows and one layer, then a signal to those who wait for it."""
-    blocks = tl.cdiv(rows, LM)
-    which, m = program // blocks, (program % blocks) * LM
+    m, layer, split = tl.program_id(0) * LM, tl.program_id(1), tl.program_id(2)
     a = a1
-    if which == 1:
+    if layer == 1:
         a = a2
-    elif which == 2:
+    elif layer == 2:
         a = a3
     total = tl.zeros([LM, R], tl.float32)
-    for k in tl.range(0, inner, LK, num_stages=3):
+    for k in range(split * share, tl.minimum(split * share + share, inner), LK):
         total = tl.dot(x.load([m, k]), tl.trans(a.load([0, k])), total)
     row, place = m + tl.arange(0, LM), tl.arange(0, R)
-    where = low + (which * rows + row)[:, None] * R + place[None, :]
-    tl.store(where, total.to(low.dtype.element_ty), (row < rows)[:, None])
-    tl.debug_barrier()
-    tl.atomic_add(signals, 1, sem="release", scope="gpu")
+    where = out + ((split * layers + layer) * rows + row)[:, None] * R + place[None, :]
+    tl.store(where, total, (row < rows)[:, None])
 
 
 @triton.jit
-def _wait(signals, count, waiting):
-    """For so many signals; the last one of those who wait leaves none behind."""
-    seen = tl.atomic_add(signals, 0, sem="acquire", scope="gpu")
-    while seen < count:
-        seen = tl.atomic_add(signals, 0, sem="acquire", scope="gpu")
-    before = tl.atomic_add(signals + 1, 1, sem="acq_rel", scope="gpu")
-    if before == waiting - 1:
-        tl.atomic_xchg(signals + 1, 0, sem="relaxed", scope="gpu")
-        tl.atomic_xchg(signals, 0, sem="relaxed", scope="gpu")
+def _given(low, layer, layers, m, rows, R: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr):
+    """A x of these rows, from its parts."""
+    row, place = m + tl.arange(0, BM), tl.arange(0, R)
+    total = tl.zeros([BM, R], tl.float32)
+    for part in tl.static_range(PARTS):
+        where = low + ((part * layers + layer) * rows + row)[:, None] * R + place[None, :]
+        total += tl.load(where, (row < rows)[:, None], 0.0)
+    return total
 
 
 @triton.jit
 def _adapted(
-    total, low, b, which, m, n, rows, scale, KIND: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    total, low, b, n, scale, SWAPPED: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Rounded as the modules round: A x, B (A x), the scaled one, the sum."""
-    row, output, place = m + tl.arange(0, BM), n + tl.arange(0, BN), tl.arange(0, R)
+    output, place = n + tl.arange(0, BN), tl.arange(0, R)
     b_NR = tl.load(b + output[:, None] * RANK + place[None, :], (place < RANK)[None, :], 0.0)
-    # Not from the cache of one processor alone: others have written it.
-    where = low + (which * rows + row)[:, None] * R + place[None, :]
-    low_MR = tl.load(where, (row < rows)[:, None], 0.0, cache_modifier=".cg")
-    part = tl.dot(low_MR, tl.trans(b_NR)).to(KIND).to(tl.float32)
-    return total.to(KIND).to(tl.float32) + (part * scale).to(KIND).to(tl.float32)
+    kind = b_NR.dtype
+    scaled = (low.to(kind).to(tl.float32) * scale).to(kind)
+    if SWAPPED:
+        return tl.dot(b_NR, tl.trans(scaled), total)
+    else:
+        return tl.dot(scaled, tl.trans(b_NR), total)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _product(
-    x, xl, weight1, weight2, weight3, a1, a2, a3, b1, b2, b3, bias1, bias2, bias3, low, signals, out,
-    scale1, scale2, scale3, rows, inner, share, columns, out_row, out_split, width1, width2,
-    LAYERS: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, BIASED: tl.constexpr, SWAPPED: tl.constexpr,
-    LM: tl.constexpr, LK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, weight1, weight2, weight3, a1, a2, a3, b1, b2, b3, bias1, bias2, bias3, given, out, scale1, scale2, scale3,
+    rows, inner, share, out_row, out_split, width1, width2,
+    LAYERS: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
+    SWAPPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    program, blocks, first_ones = tl.program_id(0), tl.cdiv(rows, BM), 0
-    if RANK > 0:
-        first_ones = tl.cdiv(rows, LM) * LAYERS
-    if program < first_ones:
-        if RANK > 0:
-            _low(xl, a1, a2, a3, low, signals, rows, inner, program, R, LM, LK)
-    else:
-        # Programs that share columns of weights follow each other.
-        program -= first_ones
-        m, column, split = (program % blocks) * BM, (program // blocks) % columns, program // (blocks * columns)
-        first = column * BN
-        n, weight, b, bias, scale, which = first, weight1, b1, bias1, scale1, 0
-        if LAYERS == 3:
-            if first >= width1 + width2:
-                n, weight, b, bias, scale, which = first - width1 - width2, weight3, b3, bias3, scale3, 2
-            elif first >= width1:
-                n, weight, b, bias, scale, which = first - width1, weight2, b2, bias2, scale2, 1
-        begin = split * share
-        end = tl.minimum(begin + share, inner)
+    # Programs that share columns of weights follow each other.
+    m, first, split = tl.program_id(0) * BM, tl.program_id(1) * BN, tl.program_id(2)
+    n, weight, a, b, bias, scale, layer = first, weight1, a1, b1, bias1, scale1, 0
+    if LAYERS == 3:
+        if first >= width1 + width2:
+            n, weight, a, b, bias, scale, layer = first - width1 - width2, weight3, a3, b3, bias3, scale3, 2
+        elif first >= width1:
+            n, weight, a, b, bias, scale, layer = first - width1, weight2, a2, b2, bias2, scale2, 1
+    low = tl.zeros([BM, R], tl.float32)
+    total = tl.zeros([BN, BM], tl.float32) if SWAPPED else tl.zeros([BM, BN], tl.float32)
+    begin = split * share
+    for k in range(begin, tl.minimum(begin + share, inner), BK):
+        tokens = x.load([m, k])
         if SWAPPED:
-            turned = tl.zeros([BN, BM], tl.float32)
-            for k in range(begin, end, BK):
-                turned = tl.dot(weight.load([n, k]), tl.trans(x.load([m, k])), turned)
-            total = tl.trans(turned)
+            total = tl.dot(weight.load([n, k]), tl.trans(tokens), total)
         else:
-            total = tl.zeros([BM, BN], tl.float32)
-            for k in range(begin, end, BK):
-                total = tl.dot(x.load([m, k]), tl.trans(weight.load([n, k])), total)
-        if BIASED:
-            total += tl.where(split == 0, tl.load(bias + n + tl.arange(0, BN)).to(tl.float32), 0.0)[None, :]
-        kind: tl.constexpr = out.dtype.element_ty  # fp32 for parts of a sum, which are not rounded
-        if RANK > 0 and split == 0:
-            _wait(signals, first_ones, blocks * columns)
-            total = _adapted(total, low, b, which, m, n, rows, scale, kind, RANK, R, BM, BN)
-        row, place = m + tl.arange(0, BM), first + tl.arange(0, BN)
-        where = out + split * out_split + row.to(tl.int64)[:, None] * out_row + place[None, :]
-        tl.store(where, total.to(kind), (row < rows)[:, None])
+            total = tl.dot(tokens, tl.trans(weight.load([n, k])), total)
+        if RANK > 0 and PARTS == 0:
+            low = tl.dot(tokens, tl.trans(a.load([0, k])), low)
+    if RANK > 0:
+        if PARTS > 0:
+            low = _given(given, layer, LAYERS, m, rows, R, PARTS, BM)
+            scale = tl.where(split == 0, scale, 0.0)  # all of it is in one part of the sum
+        total = _adapted(total, low, b, n, scale, SWAPPED, RANK, R, BN)
+    if SWAPPED:
+        total = tl.trans(total)
+    if BIASED:
+        total += tl.where(split == 0, tl.load(bias + n + tl.arange(0, BN)).to(tl.float32), 0.0)[None, :]
+    row, column = m + tl.arange(0, BM), first + tl.arange(0, BN)
+    where = out + split * out_split + row.to(tl.int64)[:, None] * out_row + column[None, :]
+    tl.store(where, total.to(out.dtype.element_ty), (row < rows)[:, None])
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated(
-    x, xl, gate, up, a1, a2, b1, b2, low, signals, out, scale1, scale2, rows, inner, columns, out_row,
-    RANK: tl.constexpr, R: tl.constexpr, LM: tl.constexpr, LK: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, gate, up, a1, a2, b1, b2, given, out, scale1, scale2, rows, inner, out_row,
+    RANK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    program, blocks, first_ones = tl.program_id(0), tl.cdiv(rows, BM), 0
+    m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
+    g, u = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+    low1, low2 = tl.zeros([BM, R], tl.float32), tl.zeros([BM, R], tl.float32)
+    for k in range(0, inner, BK):
+        tokens = x.load([m, k])
+        g = tl.dot(tokens, tl.trans(gate.load([n, k])), g)
+        u = tl.dot(tokens, tl.trans(up.load([n, k])), u)
+        if RANK > 0 and PARTS == 0:
+            low1 = tl.dot(tokens, tl.trans(a1.load([0, k])), low1)
+            low2 = tl.dot(tokens, tl.trans(a2.load([0, k])), low2)
     if RANK > 0:
-        first_ones = tl.cdiv(rows, LM) * 2
-    if program < first_ones:
-        if RANK > 0:
-            _low(xl, a1, a2, a2, low, signals, rows, inner, program, R, LM, LK)
-    else:
-        program -= first_ones
-        m, n = (program % blocks) * BM, (program // blocks) * BN
-        g, u = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
-        for k in range(0, inner, BK):
-            given = x.load([m, k])
-            g = tl.dot(given, tl.trans(gate.load([n, k])), g)
-            u = tl.dot(given, tl.trans(up.load([n, k])), u)
-        kind: tl.constexpr = out.dtype.element_ty
-        if RANK > 0:
-            _wait(signals, first_ones, blocks * columns)
-            g = _adapted(g, low, b1, 0, m, n, rows, scale1, kind, RANK, R, BM, BN)
-            u = _adapted(u, low, b2, 1, m, n, rows, scale2, kind, RANK, R, BM, BN)
-        g, u = g.to(kind).to(tl.float32), u.to(kind).to(tl.float32)
-        opened = (g * tl.sigmoid(g)).to(kind).to(tl.float32)
-        row, place = m + tl.arange(0, BM), n + tl.arange(0, BN)
-        where = out + row.to(tl.int64)[:, None] * out_row + place[None, :]
-        tl.store(where, (opened * u).to(kind), (row < rows)[:, None])
+        if PARTS > 0:
+            low1 = _given(given, 0, 2, m, rows, R, PARTS, BM)
+            low2 = _given(given, 1, 2, m, rows, R, PARTS, BM)
+        g = _adapted(g, low1, b1, n, scale1, False, RANK, R, BN)
+        u = _adapted(u, low2, b2, n, scale2, False, RANK, R, BN)
+    kind = out.dtype.element_ty
+    g, u = g.to(kind).to(tl.float32), u.to(kind).to(tl.float32)
+    opened = (g * tl.sigmoid(g)).to(kind).to(tl.float32)
+    row, column = m + tl.arange(0, BM), n + tl.arange(0, BN)
+    tl.store(out + row.to(tl.int64)[:, None] * out_row + column[None, :], (opened * u).to(kind), (row < rows)[:, None])
 
 
 class Tiles(NamedTuple):
@@ -186,9 +167,9 @@ def can_adapt(x_TI: Tensor, layers: list[Adapted]) -> bool:
     )
 
 
-def is_wide(x_TI: Tensor, layers: list[Adapted], *, parts: bool = False) -> bool:
-    """Whether these kernels are faster than others for layers without adapters."""
-    return x_TI.shape[1] >= WIDE and len(x_TI) <= (64 if parts else 512)
+def is_wide(x_TI: Tensor, layers: list[Adapted]) -> bool:
+    """Whether these kernels are faster than others for layers without adapters that share their input."""
+    return len(layers) > 1 and x_TI.shape[1] >= WIDE and FEW < len(x_TI) <= MANY
 
 
 def adapted_product(x_TI: Tensor, layers: list[Adapted], *, parts: bool = False, tiles: Tiles | None = None) -> Tensor:
@@ -202,14 +183,12 @@ def adapted_product(x_TI: Tensor, layers: list[Adapted], *, parts: bool = False,
     share = triton.cdiv(triton.cdiv(inner, tiles.splits), tiles.inner) * tiles.inner
     dtype = x_TI.dtype if tiles.splits == 1 else torch.float32
     out = torch.empty(tiles.splits, rows, total, dtype=dtype, device=x_TI.device)
-    columns, low = total // tiles.outputs, _Low.of(x_TI, layers)
-    _product[low.programs + triton.cdiv(rows, tiles.rows) * columns * tiles.splits,](
-        _tiles(x_TI, tiles.rows, tiles.inner), low.x,
-        *(_tiles(layer.weight_OI, tiles.outputs, tiles.inner) for layer in joined), *low.a(joined),
-        *(layer.weight_OI if layer.b_OR is None else layer.b_OR for layer in joined),
-        *(layer.bias_O if biased else layer.weight_OI for layer in joined), low.out, low.signals, out,
-        *(layer.scale for layer in joined), rows, inner, share, columns, out.stride(1), out.stride(0), widths[0],
-        sum(widths[1:2]), LAYERS=len(layers), BIASED=biased, SWAPPED=tiles.swapped, **low.sizes, **_sizes(tiles),
+    low = _low_parts(x_TI, layers)
+    _product[triton.cdiv(rows, tiles.rows), total // tiles.outputs, tiles.splits](
+        _tiled(x_TI, tiles.rows, tiles.inner), *_operands(joined, tiles),
+        *(layer.bias_O if biased else layer.weight_OI for layer in joined), out if low is None else low, out,
+        *(layer.scale for layer in joined), rows, inner, share, out.stride(1), out.stride(0), widths[0],
+        sum(widths[1:2]), LAYERS=len(layers), BIASED=biased, SWAPPED=tiles.swapped, **_sizes(layers, low, tiles),
     )  # fmt: skip
     return out if tiles.splits > 1 else out[0]
 
@@ -220,70 +199,74 @@ def adapted_gated(x_TI: Tensor, gate: Adapted, up: Adapted, *, tiles: Tiles | No
     layers, outputs = [gate, up], len(gate.weight_OI)
     tiles = tiles or _gated_tiles(rows, outputs)
     out = torch.empty(rows, outputs, dtype=x_TI.dtype, device=x_TI.device)
-    columns, low = outputs // tiles.outputs, _Low.of(x_TI, layers)
-    _gated[low.programs + triton.cdiv(rows, tiles.rows) * columns,](
-        _tiles(x_TI, tiles.rows, tiles.inner), low.x,
-        *(_tiles(layer.weight_OI, tiles.outputs, tiles.inner) for layer in layers), *low.a(layers),
-        *(layer.weight_OI if layer.b_OR is None else layer.b_OR for layer in layers), low.out, low.signals, out,
-        gate.scale, up.scale, rows, inner, columns, out.stride(0), **low.sizes, **_sizes(tiles),
+    low = _low_parts(x_TI, layers)
+    _gated[triton.cdiv(rows, tiles.rows), outputs // tiles.outputs](
+        _tiled(x_TI, tiles.rows, tiles.inner), *_operands(layers, tiles), out if low is None else low, out,
+        gate.scale, up.scale, rows, inner, out.stride(0), **_sizes(layers, low, tiles),
     )  # fmt: skip
     return out
 
 
-class _Low(NamedTuple):
-    """A x: where it goes, and who makes it. A layer without an adapter has its weights in the place of A and of B, and
-    a scale of nought."""
-
-    x: TensorDescriptor
-    out: Tensor
-    signals: Tensor
-    programs: int
-    sizes: dict[str, int]
-
-    @classmethod
-    def of(cls, x_TI: Tensor, layers: list[Adapted]) -> "_Low":
-        rows, rank = len(x_TI), max(layer.rank for layer in layers)
-        height = 16 if rows <= 64 else 64
-        columns = max(LEAST_RANK, triton.next_power_of_2(rank))
-        out = torch.empty(len(layers) if rank else 0, rows, columns, dtype=x_TI.dtype, device=x_TI.device)
-        programs = triton.cdiv(rows, height) * len(layers) if rank else 0
-        sizes = {"RANK": rank, "R": columns, "LM": height, "LK": 128}
-        return cls(_tiles(x_TI, height, 128), out, _signals(x_TI.device, threading.get_ident()), programs, sizes)
-
-    def a(self, layers: list[Adapted]) -> list[TensorDescriptor]:
-        matrices = [layer.weight_OI if layer.a_RI is None else layer.a_RI for layer in layers]
-        return [_tiles(matrix, self.sizes["R"], self.sizes["LK"]) for matrix in matrices]
+def _low_parts(x_TI: Tensor, layers: list[Adapted]) -> Tensor | None:
+    """Parts of A x of every layer [parts, layers, T, R]; None where it is made on the way."""
+    rows, inner = x_TI.shape
+    if not any(layer.rank for layer in layers) or rows <= FEW:
+        return None
+    joined = layers * 3 if len(layers) == 1 else [*layers, layers[-1]][:3]
+    height, splits = _height(layers), min(8, triton.cdiv(inner, 1024))
+    share = triton.cdiv(triton.cdiv(inner, splits), 128) * 128
+    out = torch.empty(splits, len(layers), rows, height, dtype=torch.float32, device=x_TI.device)
+    a = [_tiled(layer.weight_OI if layer.a_RI is None else layer.a_RI, height, 128) for layer in joined]
+    _low[triton.cdiv(rows, 64), len(layers), splits](
+        _tiled(x_TI, 64, 128), *a, out, rows, inner, share, len(layers), R=height, LM=64, LK=128, num_warps=4,
+        num_stages=4,
+    )  # fmt: skip
+    return out
 
 
-@functools.cache
-def _signals(device: torch.device, thread: int) -> Tensor:
-    """What a launch counts by, and leaves at nought. Launches of one thread follow each other."""
-    return torch.zeros(2, dtype=torch.int32, device=device)
+def _operands(layers: list[Adapted], tiles: Tiles) -> list[TensorDescriptor | Tensor]:
+    """All weights, all A, all B. A layer without an adapter has its weights in their place, and a scale of nought."""
+    height = _height(layers)
+    weights = [_tiled(layer.weight_OI, tiles.outputs, tiles.inner) for layer in layers]
+    a = [_tiled(layer.weight_OI if layer.a_RI is None else layer.a_RI, height, tiles.inner) for layer in layers]
+    return [*weights, *a, *(layer.weight_OI if layer.b_OR is None else layer.b_OR for layer in layers)]
 
 
-def _tiles(matrix: Tensor, height: int, width: int) -> TensorDescriptor:
+def _tiled(matrix: Tensor, height: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [height, width])
 
 
-def _sizes(tiles: Tiles) -> dict[str, int]:
-    sizes = {"BM": tiles.rows, "BN": tiles.outputs, "BK": tiles.inner}
-    return {**sizes, "num_warps": tiles.warps, "num_stages": tiles.stages}
+def _height(layers: list[Adapted]) -> int:
+    return max(LEAST_RANK, triton.next_power_of_2(max(layer.rank for layer in layers)))
+
+
+def _sizes(layers: list[Adapted], low: Tensor | None, tiles: Tiles) -> dict[str, int]:
+    return {
+        "RANK": max(layer.rank for layer in layers), "R": _height(layers), "PARTS": 0 if low is None else len(low),
+        "BM": tiles.rows, "BN": tiles.outputs, "BK": tiles.inner, "num_warps": tiles.warps, "num_stages": tiles.stages,
+    }  # fmt: skip
 
 
 # ---- measured on an H200, at the shapes of a model of 8 billion parameters
 
-WIDE = 4096
+WIDE = 2048  # inputs
+FEW, MANY = 64, 512  # rows
 
 
 def _product_tiles(rows: int, inner: int, widths: list[int], parts: bool) -> Tiles:
-    if parts:
-        long = inner > 8192 and widths[0] % 128 == 0
-        tiles = Tiles(64, 128, 64, 4, 4, 5, swapped=True) if long else Tiles(64, TILE, 128, 2, 4, 4)
-        return tiles if rows <= 64 else Tiles(128, TILE, 64, 1, 4, 5)
-    if rows > 64 and all(width % 128 == 0 for width in widths):
-        return Tiles(128, 128, 64, 1, 8, 4)
-    return Tiles(64, TILE, 128, 1, 4, 5, swapped=True)
+    whole = next(size for size in (256, 128, TILE) if all(width % size == 0 for width in widths))
+    if rows <= FEW:
+        if not parts:
+            return Tiles(64, TILE, 128, 1, 4, 5, swapped=True)
+        return (
+            Tiles(64, 128, 64, 4, 4, 5, swapped=True)
+            if inner > 8192 and whole > TILE
+            else Tiles(64, TILE, 128, 2, 4, 4, swapped=True)
+        )
+    if parts and inner > 8192 and whole == 256:
+        return Tiles(128, 256, 64, 4, 8, 4)
+    return Tiles(128, 128, 64, 1, 8, 5) if not parts and whole > TILE else Tiles(128, TILE, 128, 1, 4, 4, swapped=True)
 
 
 def _gated_tiles(rows: int, outputs: int) -> Tiles:
-    return Tiles(128, 128, 64, 1, 8, 4) if rows > 64 and outputs % 128 == 0 else Tiles(64, TILE, 64, 1, 4, 3)
+    return Tiles(64, TILE, 64, 1, 4, 4) if rows <= FEW or outputs % 128 else Tiles(128, 128, 64, 1, 8, 4)
