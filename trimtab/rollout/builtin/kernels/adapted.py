@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trimtab.rollout.builtin.adapters import Adapted
+from trimtab.rollout.builtin.kernels.int8 import shared_memory
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -183,7 +184,7 @@ def adapted_product(x_TI: Tensor, layers: list[Adapted], *, parts: bool = False,
     share = triton.cdiv(triton.cdiv(inner, tiles.splits), tiles.inner) * tiles.inner
     dtype = x_TI.dtype if tiles.splits == 1 else torch.float32
     out = torch.empty(tiles.splits, rows, total, dtype=dtype, device=x_TI.device)
-    low = _low_parts(x_TI, layers)
+    low, tiles = _low_parts(x_TI, layers), _fitting(tiles, layers[:1])
     _product[triton.cdiv(rows, tiles.rows), total // tiles.outputs, tiles.splits](
         _tiled(x_TI, tiles.rows, tiles.inner), *_operands(joined, tiles),
         *(layer.bias_O if biased else layer.weight_OI for layer in joined), out if low is None else low, out,
@@ -199,7 +200,7 @@ def adapted_gated(x_TI: Tensor, gate: Adapted, up: Adapted, *, tiles: Tiles | No
     layers, outputs = [gate, up], len(gate.weight_OI)
     tiles = tiles or _gated_tiles(rows, outputs)
     out = torch.empty(rows, outputs, dtype=x_TI.dtype, device=x_TI.device)
-    low = _low_parts(x_TI, layers)
+    low, tiles = _low_parts(x_TI, layers), _fitting(tiles, layers)
     _gated[triton.cdiv(rows, tiles.rows), outputs // tiles.outputs](
         _tiled(x_TI, tiles.rows, tiles.inner), *_operands(layers, tiles), out if low is None else low, out,
         gate.scale, up.scale, rows, inner, out.stride(0), **_sizes(layers, low, tiles),
@@ -255,18 +256,26 @@ FEW, MANY = 64, 512  # rows
 
 def _product_tiles(rows: int, inner: int, widths: list[int], parts: bool) -> Tiles:
     whole = next(size for size in (256, 128, TILE) if all(width % size == 0 for width in widths))
+    long = parts and inner > 8192
+    if rows <= FEW and not parts:
+        return Tiles(64, TILE, 128, 1, 4, 5, swapped=True)
+    if rows <= FEW and long and whole > TILE:
+        return Tiles(64, 128, 64, 4, 4, 5, swapped=True)
     if rows <= FEW:
-        if not parts:
-            return Tiles(64, TILE, 128, 1, 4, 5, swapped=True)
-        return (
-            Tiles(64, 128, 64, 4, 4, 5, swapped=True)
-            if inner > 8192 and whole > TILE
-            else Tiles(64, TILE, 128, 2, 4, 4, swapped=True)
-        )
-    if parts and inner > 8192 and whole == 256:
+        return Tiles(64, TILE, 128, 2, 4, 4, swapped=True)
+    if long and whole == 256:
         return Tiles(128, 256, 64, 4, 8, 4)
-    return Tiles(128, 128, 64, 1, 8, 5) if not parts and whole > TILE else Tiles(128, TILE, 128, 1, 4, 4, swapped=True)
+    if parts or whole == TILE:
+        return Tiles(128, TILE, 128, 1, 4, 4, swapped=True)
+    return Tiles(128, TILE, 64, 1, 4, 6) if rows <= 128 else Tiles(128, 128, 64, 1, 8, 5)
 
 
 def _gated_tiles(rows: int, outputs: int) -> Tiles:
     return Tiles(64, TILE, 64, 1, 4, 4) if rows <= FEW or outputs % 128 else Tiles(128, 128, 64, 1, 8, 4)
+
+
+def _fitting(tiles: Tiles, layers: list[Adapted]) -> Tiles:
+    """Fewer steps ahead, on devices with less shared memory."""
+    height = _height(layers) if any(layer.rank for layer in layers) else 0
+    bytes_of_a_step = 2 * tiles.inner * (tiles.rows + len(layers) * (tiles.outputs + height))
+    return tiles._replace(stages=max(1, min(tiles.stages, (shared_memory() - 2**10) // bytes_of_a_step)))

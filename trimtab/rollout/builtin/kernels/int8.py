@@ -249,13 +249,13 @@ def _height(rows: int) -> int:
 def _fitting(tiles: Tiles, weights: int) -> Tiles:
     """Shorter steps, on devices with less shared memory."""
     words = tiles.words
-    while words > 32 and 2 * words * (weights * tiles.outputs + 2 * tiles.rows) * tiles.stages > _shared_memory():
+    while words > 32 and 2 * words * (weights * tiles.outputs + 2 * tiles.rows) * tiles.stages > shared_memory():
         words //= 2
     return tiles._replace(words=words)
 
 
 @functools.cache
-def _shared_memory() -> int:
+def shared_memory() -> int:
     if INTERPRETED:
         return 2**30
     driver = triton.runtime.driver.active
