@@ -54,6 +54,8 @@ def test_rows_of_great_and_of_no_numbers_are_read_as_torch_reads_them():
     assert means is None
     torch.testing.assert_close(normalisers, raw.logsumexp(-1), equal_nan=True)
     assert torch.equal(chosen, raw.gather(1, places[:, None])[:, 0])
+    apart = torch.stack([places, places + 100], 1)[:, 0]
+    assert torch.equal(read_logits(raw, apart, LogitShape(), 1.0, False)[0], chosen)
 
 
 def test_words_of_others_get_no_share_of_the_target():

@@ -90,11 +90,12 @@ def read_logits(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The shaped logit of every row's place, log Z, and E[z] with `means`."""
     rows, vocabulary = raw_NV.shape
+    assert raw_NV.stride(1) == 1
     chosen_N, normalisers_N = torch.empty(2, rows, dtype=torch.float32, device=raw_NV.device)
     means_N = torch.empty_like(chosen_N) if means else None
     block, warps = READ
     _read[rows,](
-        raw_NV, places_N, normalisers_N, chosen_N, chosen_N if means_N is None else means_N,
+        raw_NV, places_N.contiguous(), normalisers_N, chosen_N, chosen_N if means_N is None else means_N,
         vocabulary, raw_NV.stride(0), float(scale), float(softcap or 0.0), float(temperature),
         **_switches(scale, softcap, temperature), MEANS=means, LOWEST=LOWEST,
         BLOCK=min(block, triton.next_power_of_2(vocabulary)), num_warps=warps,
