@@ -11,7 +11,7 @@ import tempfile
 
 import torch
 from runs import Bench, StepClock, median
-from shapes import make_texts, write_model, write_rows
+from shapes import make_texts, write_rows
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -19,15 +19,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=4, help="of ours; the first is start-up")
     parser.add_argument("--peer_steps", type=int, default=3)
     parser.add_argument("--peer_rows", type=int, default=4, help="pairs in a pass of the peer")
-    parser.add_argument("--tokens", type=int, default=16_384, help="in a pass of ours")
+    parser.add_argument("--tokens", type=int, default=32_768, help="in a pass of ours")
 
 
 class Task:
     def __init__(self, bench: Bench):
         self.bench, self.shape = bench, bench.shape(bench.arguments.shape)
         self.pairs, self.half = (4, 16) if bench.tiny else (32, 512)
-        write_model(bench.folder, self.shape, bench.device)
-        bench.release()
+        self.model = bench.model(bench.arguments.shape)
         count = max(bench.arguments.steps, bench.arguments.peer_steps) * self.pairs
         words = [make_texts(count, self.half - (seed > 0), self.shape, seed) for seed in range(3)]
         self.rows = [
@@ -51,7 +50,7 @@ def time_ours(task: Task, variant: str) -> float:
     bench, folder = task.bench, task.bench.folder
     rows = bench.command(
         main,
-        f"--pretrain {folder} --dataset {folder}/train.jsonl --max_epochs 1 --train_batch_size {task.pairs} "
+        f"--pretrain {task.model} --dataset {folder}/train.jsonl --max_epochs 1 --train_batch_size {task.pairs} "
         f"--max_len {2 * task.half} --learning_rate 1e-6 --packing_samples "
         f"--train_max_tokens_per_gpu {min(bench.arguments.tokens, task.tokens)} "
         f"--max_samples {bench.arguments.steps * task.pairs}",
@@ -74,8 +73,8 @@ def time_trl(task: Task) -> float:
     a_pass = min(bench.arguments.peer_rows, task.pairs)
     kind = torch.float32 if bench.tiny else torch.bfloat16
     trainer = DPOTrainer(
-        LlamaForCausalLM.from_pretrained(bench.folder, dtype=kind),
-        LlamaForCausalLM.from_pretrained(bench.folder, dtype=kind),
+        LlamaForCausalLM.from_pretrained(task.model, dtype=kind),
+        LlamaForCausalLM.from_pretrained(task.model, dtype=kind),
         DPOConfig(
             tempfile.mkdtemp(dir=bench.folder), per_device_train_batch_size=a_pass, max_length=2 * task.half,
             gradient_accumulation_steps=task.pairs // a_pass, max_steps=bench.arguments.peer_steps, learning_rate=1e-6,
@@ -83,7 +82,7 @@ def time_trl(task: Task) -> float:
             gradient_checkpointing=False, use_cpu=bench.device.type == "cpu", bf16=not bench.tiny, disable_tqdm=True,
         ),
         train_dataset=Dataset.from_list(task.rows),
-        processing_class=PreTrainedTokenizerFast.from_pretrained(bench.folder),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(task.model),
         callbacks=[clock],
     )  # fmt: skip
     trainer.train()

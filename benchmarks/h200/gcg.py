@@ -12,7 +12,7 @@ import argparse
 
 from limits import forward_products
 from runs import Bench, median, timed
-from shapes import make_texts, write_model
+from shapes import make_texts
 
 GOAL, SUFFIX, TARGET = 8, 20, 32
 
@@ -30,7 +30,7 @@ def searches_of_ours(bench: Bench, goal: str, suffix: str, wanted: str, width: i
     from trimtab.models.policy import Policy
     from trimtab.models.selfcheck import choose_path
 
-    tokenizer = load_tokenizer(str(bench.folder))
+    tokenizer = load_tokenizer(str(bench.model(bench.arguments.shape)))
     policy = Policy(model_of(bench))
     choose_path(policy)
     prompts = Prompts(tokenizer)
@@ -51,7 +51,7 @@ def searches_of_nanogcg(bench: Bench, goal: str, suffix: str, wanted: str, width
     import nanogcg
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer, model = PreTrainedTokenizerFast.from_pretrained(bench.folder), model_of(bench)
+    tokenizer, model = PreTrainedTokenizerFast.from_pretrained(bench.model(bench.arguments.shape)), model_of(bench)
 
     def search(steps: int) -> list[float]:
         settings = nanogcg.GCGConfig(
@@ -68,7 +68,7 @@ def model_of(bench: Bench):
     from transformers import LlamaForCausalLM
 
     kind = torch.float32 if bench.tiny else torch.bfloat16
-    return LlamaForCausalLM.from_pretrained(bench.folder, dtype=kind).to(bench.device).eval()
+    return LlamaForCausalLM.from_pretrained(bench.model(bench.arguments.shape), dtype=kind).to(bench.device).eval()
 
 
 def step_seconds(search, bench: Bench) -> tuple[float, list[float]]:
@@ -86,7 +86,6 @@ def main(argv: list[str] | None = None) -> None:
     bench = Bench(__doc__, argv, options=options)
     name, width = bench.arguments.shape, 8 if bench.tiny else bench.arguments.width
     shape = bench.shape(name)
-    write_model(bench.folder, shape, bench.device)
     goal, suffix, wanted = (make_texts(1, n, shape, seed)[0] for seed, n in enumerate((GOAL, SUFFIX, TARGET)))
     candidates = forward_products(shape, [SUFFIX + TARGET] * width, width * TARGET)
     gradient = 3 * forward_products(shape, [GOAL + SUFFIX + TARGET], TARGET)

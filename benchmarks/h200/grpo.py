@@ -12,9 +12,11 @@ import tempfile
 from itertools import product
 
 from runs import Bench, StepClock, median
-from shapes import make_texts, write_model, write_rows
+from shapes import make_texts, write_rows
 
 REWARD = "def reward_func(queries, prompts, labels):\n    return [len(q) % 7 for q in queries]\n"
+SIZES = {"360M": (64, 65_536, 64), "1.7B": (32, 32_768, 16), "8B": (32, 8192, 4)}
+"""Prompts; tokens in a pass of our update, and answers in a pass of the peer's: what fits, and is fast."""
 PHASES = ("rollout", "scoring", "update", "compile")
 
 
@@ -23,17 +25,18 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kl", default="0", help="coefficients of the KL, by commas: a run of ours each")
     parser.add_argument("--steps", type=int, default=4, help="of ours; the first is start-up")
     parser.add_argument("--peer_steps", type=int, default=2)
-    parser.add_argument("--peer_rows", type=int, default=64, help="answers in a pass of the peer's update")
+    parser.add_argument("--peer_rows", type=int, help="answers in a pass of the peer's update; by default by shape")
+    parser.add_argument("--tokens", type=int, help="in a pass of our update; by default by shape")
 
 
 class Task:
     def __init__(self, bench: Bench):
         self.bench, self.shape = bench, bench.shape(bench.arguments.shape)
-        prompts = {"360M": 64, "1.7B": 32, "8B": 32}[bench.arguments.shape]
+        prompts, tokens, peer_rows = SIZES[bench.arguments.shape]
+        self.tokens, self.peer_rows = bench.arguments.tokens or tokens, bench.arguments.peer_rows or peer_rows
         self.prompts, self.samples, self.prompt, self.answer = (4, 2, 8, 16) if bench.tiny else (prompts, 8, 128, 512)
         self.answers = self.prompts * self.samples
-        write_model(bench.folder, self.shape, bench.device)
-        bench.release()
+        self.model = bench.model(bench.arguments.shape)
         self.texts = make_texts(max(bench.arguments.steps, 4) * self.prompts, self.prompt, self.shape)
         write_rows(bench.folder / "prompts.jsonl", [{"input": text} for text in self.texts])
         (bench.folder / "reward.py").write_text(REWARD)
@@ -41,9 +44,10 @@ class Task:
     def words(self, steps: int, kl: str) -> str:
         folder = self.bench.folder
         return (
-            f"--pretrain {folder} --prompt_data {folder}/prompts.jsonl --remote_rm_url {folder}/reward.py "
+            f"--pretrain {self.model} --prompt_data {folder}/prompts.jsonl --remote_rm_url {folder}/reward.py "
             f"--prompt_max_len {self.prompt} --generate_max_len {self.answer} --rollout_batch_size {self.prompts} "
             f"--n_samples_per_prompt {self.samples} --train_batch_size {self.answers} --use_dynamic_batch "
+            f"--train_max_tokens_per_gpu {self.tokens} "
             f"--rollout_slots {self.answers} --init_kl_coef {kl} --actor_learning_rate 1e-6 "
             f"--max_samples {steps * self.prompts} --save_steps -1 --logging_steps 1"
         )
@@ -62,9 +66,12 @@ class Task:
 def time_ours(task: Task, kl: str, variant: str) -> float:
     from trimtab.cli.train_grpo import main
 
-    bench, steps = task.bench, task.bench.arguments.steps
-    rows = bench.command(main, task.words(steps, kl), variant)
-    first, later = rows[0], rows[1:]
+    rows = task.bench.command(main, task.words(task.bench.arguments.steps, kl), variant)
+    return report(task, kl, variant, rows[0], rows[1:])
+
+
+def report(task: Task, kl: str, variant: str, first: dict, later: list[dict]) -> float:
+    bench = task.bench
     seconds = median([row["seconds"] for row in later])
     phases = {name: median([row.get(f"seconds_{name}", 0.0) for row in later]) for name in PHASES[:3]}
     # Frozen weights have no gradients: one of three passes is not needed.
@@ -89,9 +96,9 @@ def time_trl(task: Task) -> float:
     from trl import GRPOConfig, GRPOTrainer
 
     bench, clock = task.bench, StepClock(task.bench.device)
-    a_pass, steps = min(bench.arguments.peer_rows, task.answers), bench.arguments.peer_steps
+    a_pass, steps = min(task.peer_rows, task.answers), bench.arguments.peer_steps
     trainer = GRPOTrainer(
-        LlamaForCausalLM.from_pretrained(bench.folder, dtype=torch.float32 if bench.tiny else torch.bfloat16),
+        LlamaForCausalLM.from_pretrained(task.model, dtype=torch.float32 if bench.tiny else torch.bfloat16),
         reward_funcs=lambda prompts, completions, **_: [float(len(c) % 7) for c in completions],
         args=GRPOConfig(
             tempfile.mkdtemp(dir=bench.folder), per_device_train_batch_size=a_pass, num_generations=task.samples,
@@ -101,11 +108,11 @@ def time_trl(task: Task) -> float:
             use_cpu=bench.device.type == "cpu", bf16=not bench.tiny, disable_tqdm=True,
         ),
         train_dataset=Dataset.from_list([{"prompt": text} for text in task.texts]),
-        processing_class=PreTrainedTokenizerFast.from_pretrained(bench.folder),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(task.model),
         callbacks=[clock],
     )  # fmt: skip
     trainer.train()
-    bench.row(f"GRPO {bench.arguments.shape}", who="TRL", seconds=clock.seconds, steps=steps - 1)
+    bench.row(f"GRPO {bench.arguments.shape}", who="TRL", seconds=clock.seconds, steps=max(1, steps - 1))
     return clock.seconds
 
 

@@ -1,19 +1,22 @@
 """Seconds of a PPO step of 360M with a critic, a reference and a reward model of the same size against TRL, in one run.
 
 64 prompts of 128 tokens x 4 answers of 512 (as many rows in TRL, which knows no groups: each prompt four times), one
-update a step, KL 0.05 in the rewards. TRL 1.12 is the last that has PPO; its own generation is used.
+update a step, KL 0.05 in the rewards. TRL 1.12 is the last that has PPO; its own generation is used. Where a later TRL
+is installed, the environment's TRL_WITH_PPO names the folder of one that has it.
 
     python benchmarks/h200/ppo.py
 """
 
 import argparse
+import os
+import sys
 import tempfile
 import time
 from itertools import pairwise
 
 import torch
 from runs import Bench, median, synchronize
-from shapes import make_texts, write_model, write_rows
+from shapes import make_texts, write_rows
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +30,8 @@ class Task:
     def __init__(self, bench: Bench):
         self.bench, self.shape = bench, bench.shape(bench.arguments.shape)
         self.prompts, self.samples, self.prompt, self.answer = (4, 2, 8, 16) if bench.tiny else (64, 4, 128, 512)
-        self.answers = self.prompts * self.samples
-        self.policy, self.reward = bench.folder / "policy", bench.folder / "reward"
-        write_model(self.policy, self.shape, bench.device)
-        write_model(self.reward, self.shape, bench.device, reward=True)
-        bench.release()
+        self.answers, self.tokens = self.prompts * self.samples, 32_768
+        self.policy, self.reward = (bench.model(bench.arguments.shape, reward=reward) for reward in (False, True))
         self.texts = make_texts(
             max(bench.arguments.steps, bench.arguments.peer_steps) * self.prompts, self.prompt, self.shape
         )
@@ -54,7 +54,8 @@ def time_ours(task: Task, variant: str) -> float:
         f"--pretrain {task.policy} --reward_pretrain {task.reward} --critic_pretrain {task.reward} "
         f"--prompt_data {bench.folder}/prompts.jsonl --prompt_max_len {task.prompt} --generate_max_len {task.answer} "
         f"--rollout_batch_size {task.prompts} --n_samples_per_prompt {task.samples} --train_batch_size {task.answers} "
-        f"--use_dynamic_batch --rollout_slots {task.answers} --init_kl_coef 0.05 --actor_learning_rate 1e-6 "
+        f"--use_dynamic_batch --train_max_tokens_per_gpu {task.tokens} "
+        f"--rollout_slots {task.answers} --init_kl_coef 0.05 --actor_learning_rate 1e-6 "
         f"--critic_learning_rate 1e-6 --max_samples {steps * task.prompts} --save_steps -1 --logging_steps 1",
         variant,
     )
@@ -79,6 +80,11 @@ def time_ours(task: Task, variant: str) -> float:
 def time_trl(task: Task) -> float:
     from datasets import Dataset
     from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+    if older := os.environ.get("TRL_WITH_PPO"):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
+            del sys.modules[name]
+        sys.path.insert(0, older)
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     bench, steps, times = task.bench, task.bench.arguments.peer_steps, []

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-KINDS = {
-    "attention": r"flash|fmha|attention|_decode|_stretch|_split|_combine",
-    "matrix products": r"nvjet|gemm|cutlass|cublas|splitK|_gated|_joined|_linear|_product|_down|_output|_head\b",
+KINDS = {  # the first that fits
+    "matrix products": r"nvjet|gemm|cutlass|cublas|_gated|_joined|_product|_heads|_parts|_low|_adapted",
+    "attention": r"flash|fmha|attention|_decode|_stretches|_splits|_together",
     "copies": r"Memcpy|Memset|copy",
 }
 REST = "element-wise"
@@ -50,7 +50,7 @@ def seconds_by_kind(events, wall: float) -> dict[str, float]:
 
 def record(argv: list[str]) -> None:
     import torch
-    from grpo import Task
+    from grpo import Task, report
     from runs import Bench, median, timed
     from torch.profiler import ProfilerActivity, profile
 
@@ -83,6 +83,7 @@ def record(argv: list[str]) -> None:
         rows = bench.command(grpo, task.words(bench.arguments.steps, bench.arguments.kl), bench.variants[0])
     finally:
         RLRun.timed = plain
+    report(task, bench.arguments.kl, bench.variants[0], rows[0], [rows[1], *rows[RECORDED:]])
     phases = {}
     for phase, kinds in found.items():
         unrecorded = median([row.get(f"seconds_{phase}", 0.0) for row in rows[RECORDED:]])

@@ -29,6 +29,7 @@ LONG = 1024  # more new tokens than this are drawn once
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("cases", nargs="*", default=["360M:64x512,512x512"])
+    parser.add_argument("--repeats", type=int, default=3, help="timed calls, after the first")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters")
 
 
@@ -47,8 +48,7 @@ class Case:
         return self.rows * self.new
 
 
-def policy_of(shape: Shape, bench: Bench, lora: int) -> Policy:
-    model = make_model(shape, bench.device)
+def policy_of(model: torch.nn.Module, bench: Bench, lora: int) -> Policy:
     if bench.tiny:
         model.float()
     if lora:
@@ -67,9 +67,9 @@ def policy_of(shape: Shape, bench: Bench, lora: int) -> Policy:
     return policy
 
 
-def time_ours(bench: Bench, name: str, cases: list[Case], lora: int = 0) -> dict[str, float]:
+def time_ours(bench: Bench, name: str, model: torch.nn.Module, cases: list[Case], lora: int = 0) -> dict[str, float]:
     shape, found = bench.shape(name), {}
-    policy = policy_of(shape, bench, lora)
+    policy = policy_of(model, bench, lora)
     room = max(case.rows * (case.prompt + case.new + 32) for case in cases)
     engine, built = timed(
         lambda: BuiltinEngine(policy, slots=max(case.rows for case in cases), kv_tokens=room), bench.device
@@ -80,7 +80,7 @@ def time_ours(bench: Bench, name: str, cases: list[Case], lora: int = 0) -> dict
         answer = lambda: engine.generate(ids, sampling, seeds=range(len(ids)))  # noqa: B023, E731
         first = timed(answer, bench.device)[1] if case.new <= LONG else 0.0
         taken = []
-        for _ in range(3 if case.new <= LONG else 1):
+        for _ in range(bench.arguments.repeats if case.new <= LONG else 1):
             rollouts, seconds = timed(answer, bench.device)
             taken.append(seconds)
         assert sum(len(r.ids) for r in rollouts) == case.tokens
@@ -141,12 +141,12 @@ def main(argv: list[str] | None = None) -> None:
         name, _, cases = words.partition(":")
         work = [Case(case, bench.tiny) for case in cases.split(",")]
         found = {}
-        if bench.with_us:
-            with bench.attempt(name):
-                found["trimtab"] = time_ours(bench, name, work)
-        if bench.with_us and bench.arguments.lora:
-            with bench.attempt(f"{name} with LoRA"):
-                found["LoRA"] = time_ours(bench, name, work, bench.arguments.lora)
+        model = make_model(bench.shape(name), bench.device) if bench.with_us else None
+        for lora in dict.fromkeys((0, bench.arguments.lora)) if model is not None else ():
+            with bench.attempt(f"{name}, LoRA {lora}"):
+                found["LoRA" if lora else "trimtab"] = time_ours(bench, name, model, work, lora)
+        del model
+        bench.release()
         if bench.with_peer and find_spec("vllm") is not None and not bench.tiny:
             with bench.attempt("vLLM"):
                 found["vLLM"] = time_vllm(bench, name, [case for case in work if case.new <= LONG])

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from limits import Rates
-from shapes import SHAPES, TINY, Shape
+from shapes import SHAPES, TINY, Shape, write_model
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -53,6 +53,7 @@ class Bench:
         parser.add_argument("--tiny", action="store_true", help="a rehearsal of a few seconds, on a CPU too")
         parser.add_argument("--peer", default="yes", choices=("yes", "no", "only"), help="whether the peer is timed")
         parser.add_argument("--ours", action="append", help="more options of our command; given twice: two runs")
+        parser.add_argument("--folder", type=Path, help="where models are written, and found by the next script")
         options(parser)
         self.arguments, found = parser.parse_args(argv), find_device()
         self.tiny, self.device, self.began = self.arguments.tiny, found.torch, time.monotonic()
@@ -60,7 +61,7 @@ class Bench:
         # These runs are too short for layers to be compiled by themselves.
         self.variants: list[str] = self.arguments.ours or ["" if self.tiny else "--compile on"]
         self.with_us, self.with_peer = self.arguments.peer != "only", self.arguments.peer != "no"
-        self.folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() and not self.tiny else None))
+        self.folder = self.arguments.folder or Path(tempfile.mkdtemp(dir=self.in_memory))
         logging.set_verbosity_error()
         logging.disable_progress_bar()
         with contextlib.suppress(ImportError):
@@ -68,6 +69,20 @@ class Bench:
 
             disable_progress_bars()
         self.rates = Rates.measured(self.device, self.tiny)
+
+    @property
+    def in_memory(self) -> str | None:
+        """A place for large files that are read once."""
+        return "/dev/shm" if Path("/dev/shm").is_dir() and not self.tiny else None
+
+    def model(self, name: str, *, reward: bool = False) -> Path:
+        """The folder of a model, which is written if it is not there."""
+        path = self.folder / f"{'reward' if reward else 'model'}-{name}"
+        if not (path / "config.json").exists():
+            path.mkdir(parents=True, exist_ok=True)
+            write_model(path, self.shape(name), self.device, reward=reward)
+            self.release()
+        return path
 
     def shape(self, name: str) -> Shape:
         return TINY if self.tiny else SHAPES[name]
@@ -116,10 +131,14 @@ class Bench:
 
 
 class StepClock(TrainerCallback):
-    """When a peer's optimiser steps ended."""
+    """When a peer's first step began, and when its optimiser steps ended."""
 
     def __init__(self, device: torch.device):
         self.device, self.times = device, []
+
+    def on_train_begin(self, *_, **__):
+        synchronize(self.device)
+        self.times.append(time.monotonic())
 
     def on_step_end(self, *_, **__):
         synchronize(self.device)
@@ -127,5 +146,6 @@ class StepClock(TrainerCallback):
 
     @property
     def seconds(self) -> float:
-        """A step after the first, in the median."""
-        return median([after - before for before, after in pairwise(self.times)])
+        """A step, in the median; the first counts only where there is no other."""
+        each = [after - before for before, after in pairwise(self.times)]
+        return median(each[1:] or each)

@@ -11,7 +11,7 @@ import tempfile
 
 import torch
 from runs import Bench, StepClock, median
-from shapes import make_texts, write_model, write_rows
+from shapes import make_texts, write_rows
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -19,15 +19,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=5, help="of ours; the first is start-up")
     parser.add_argument("--peer_steps", type=int, default=3)
     parser.add_argument("--peer_rows", type=int, default=8, help="samples in a pass of the peer")
-    parser.add_argument("--tokens", type=int, default=16_384, help="in a pass of ours")
+    parser.add_argument("--tokens", type=int, default=32_768, help="in a pass of ours")
 
 
 class Task:
     def __init__(self, bench: Bench):
         self.bench, self.shape = bench, bench.shape(bench.arguments.shape)
         self.samples, self.length = (8, 32) if bench.tiny else (64, 1024)
-        write_model(bench.folder, self.shape, bench.device)
-        bench.release()
+        self.model = bench.model(bench.arguments.shape)
         steps = max(bench.arguments.steps, bench.arguments.peer_steps)
         self.texts = make_texts(steps * self.samples, self.length - 1, self.shape)
         write_rows(bench.folder / "train.jsonl", [{"input": "", "output": text} for text in self.texts])
@@ -47,7 +46,7 @@ def time_ours(task: Task, variant: str) -> float:
     bench, folder = task.bench, task.bench.folder
     rows = bench.command(
         main,
-        f"--pretrain {folder} --dataset {folder}/train.jsonl --input_key output --pretrain_mode --max_epochs 1 "
+        f"--pretrain {task.model} --dataset {folder}/train.jsonl --input_key output --pretrain_mode --max_epochs 1 "
         f"--train_batch_size {task.samples} --max_len {task.length} --learning_rate 1e-5 --packing_samples "
         f"--train_max_tokens_per_gpu {min(bench.arguments.tokens, task.tokens)} "
         f"--max_samples {bench.arguments.steps * task.samples}",
@@ -71,7 +70,7 @@ def time_trl(task: Task, liger: bool) -> float:
     a_pass = min(bench.arguments.peer_rows, task.samples)
     ids = [[int(word[1:]) for word in text.split()] + [2] for text in task.texts]
     trainer = SFTTrainer(
-        LlamaForCausalLM.from_pretrained(bench.folder, dtype=torch.float32 if bench.tiny else torch.bfloat16),
+        LlamaForCausalLM.from_pretrained(task.model, dtype=torch.float32 if bench.tiny else torch.bfloat16),
         SFTConfig(
             tempfile.mkdtemp(dir=bench.folder), per_device_train_batch_size=a_pass, max_length=task.length,
             gradient_accumulation_steps=task.samples // a_pass, max_steps=bench.arguments.peer_steps,
@@ -80,7 +79,7 @@ def time_trl(task: Task, liger: bool) -> float:
             bf16=not bench.tiny, disable_tqdm=True,
         ),
         train_dataset=Dataset.from_list([{"input_ids": row} for row in ids]),
-        processing_class=PreTrainedTokenizerFast.from_pretrained(bench.folder),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(task.model),
         callbacks=[clock],
     )  # fmt: skip
     trainer.train()
