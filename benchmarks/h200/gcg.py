@@ -72,10 +72,10 @@ def model_of(bench: Bench):
 
 
 def step_seconds(search, bench: Bench) -> tuple[float, list[float]]:
-    few, many = (1, 3) if bench.tiny else (2, 12)
+    few, many = (1, 3) if bench.tiny else (1, 7)
     search(few)
     taken = []
-    for _ in range(3):
+    for _ in range(2):
         short = timed(lambda: search(few), bench.device)[1]
         losses, long = timed(lambda: search(many), bench.device)
         taken.append((long - short) / (many - few))
