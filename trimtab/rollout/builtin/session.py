@@ -104,7 +104,7 @@ class BuiltinSession:
         found: dict[int, list[Draft]] = {}
         for sample in [*self._at_work(), *self._new]:
             count = min(len(sample.ids), len(sample.log_probs))
-            ids, log_probs = sample.ids.array[:count].copy(), sample.log_probs.array[:count].copy()
+            ids, log_probs = sample.ids.array[:count], sample.log_probs.array[:count]
             versions = sample.draft.versions_of(count, self.engine.version)
             draft = Draft(sample.number, ids, log_probs, versions)
             found.setdefault(sample.prompt.index, []).append(draft)
@@ -250,15 +250,16 @@ class BuiltinSession:
                 f"the model's logits are not finite for prompt {samples[row].prompt.index}, sample "
                 f"{samples[row].number}, token {len(samples[row].ids) + step}; its weights are probably broken"
             )
-        # As they lie in the samples: what a step drew of all of them lies together.
-        tokens, log_probs = np.ascontiguousarray(tokens, np.int32), np.ascontiguousarray(log_probs)
+        # Copies of their own, sample by sample: where they were drawn the next steps write.
+        rows = list(np.array(tokens, np.int32, order="C")), list(np.array(log_probs, np.float32, order="C"))
+        plain = None if plain is None else np.array(plain, np.float32, order="C")
         finished: list[tuple[Sample, Finish]] = []
         stop_strings = self.sampling.stop_strings
         counts, at_stop, at_end = kept.tolist(), stopped.tolist(), (stopped | (kept == remaining)).tolist()
-        for row, sample in enumerate(samples):
-            count, before = counts[row], sample.ids.count
-            sample.ids.extend(tokens[row, :count])
-            sample.log_probs.extend(log_probs[row, :count])
+        for row, (sample, count, ids, own) in enumerate(zip(samples, counts, *rows)):
+            before = sample.ids.count
+            sample.ids.extend(ids if count == steps else ids[:count])
+            sample.log_probs.extend(own if count == steps else own[:count])
             if plain is not None:
                 sample.plain_log_probs.extend(plain[row, :count])
             at_string = bool(stop_strings) and self._cut_at_stop_string(sample, before)
@@ -282,7 +283,7 @@ class BuiltinSession:
 
     def _rollout(self, sample: Sample, finish: Finish) -> Rollout:
         prompt, columns = sample.prompt, (sample.ids, sample.log_probs, sample.plain_log_probs)
-        ids, log_probs, plain = (column.array.copy() for column in columns)
+        ids, log_probs, plain = (column.array for column in columns)
         versions = sample.draft.versions_of(len(ids), self.engine.version)
         plain = plain if self.sampling.plain_log_probs else None
         return Rollout(prompt.index, sample.number, prompt.ids, ids, log_probs, finish, plain, versions)
