@@ -72,7 +72,9 @@ def test_compiled_passes_are_plain_ones_and_an_engine_runs_none():
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
-        (lambda call: lambda *a, **k: call(*a, **k) * 1.05, "compiled ones are off by"),
+        (lambda call: lambda *a, **k: call(*a, **k) * 1.05, "values of compiled ones are off by"),
+        (lambda call: lambda *a, **k: call(*a, **k) * float("nan"), "values of compiled ones are off by nan"),
+        (lambda call: lambda *a, **k: call(*a, **k).detach(), "compiled ones give other gradients"),
         (lambda call: lambda *a, **k: 1 / 0, "the compiler fails \\(division by zero\\)"),
     ],
 )

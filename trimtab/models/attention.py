@@ -92,6 +92,7 @@ class PackedPass:
     row: Row | None = None
     calls: int = 0
     compiled: bool = False  # its layers run as they were compiled (models/compiled.py)
+    failure: str = ""  # why one of them could not
 
     def begin(self, model: nn.Module, row: Row) -> None:
         """Attention calls of this model belong to this row from now on."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from trimtab.distributed.device import Device, has_kernels
 from trimtab.distributed.mesh import Mesh
-from trimtab.models.compiled import AtWork, Gradients, compile_layers, leave_plain, require_compiler
+from trimtab.models.compiled import AtWork, Gradients, compile_layers, later_problem, leave_plain, require_compiler
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.packed import PackedModel
 from trimtab.train.optimiser import Optimiser
@@ -93,6 +93,20 @@ class Compiling:
         self._seconds += settled.seconds
         return settled.compiled
 
+    def look(self, model: PackedModel, task: Task) -> bool:
+        """Before a step: whether compiled layers, of any process, had to be given up."""
+        if not self.decided or not any(self.decided.values()):
+            return False
+        roots = [model, *(root for root, _ in task.scorers().values())]
+        problems = [problem for root in roots if (problem := later_problem(root))]
+        if (problem := agreed(self.mesh, problems[0] if problems else "")) == "":
+            return False
+        for root in roots:
+            leave_plain(root)
+        self.decided = dict.fromkeys(self.decided, False)
+        self.mesh.world.say(given_up(problem))
+        return True
+
     def columns(self) -> dict[str, float]:
         """For the first row of metrics."""
         seconds, self._seconds = self._seconds, 0.0
@@ -116,20 +130,31 @@ def settle_layers(
     `learnt`, `scored`: tokens over the whole run; `decided`: what the run did that this one goes on from; `scores`: how
     the model scores; `gradients`: takes what a backward pass gave, of a model that learns.
     """
+    hindrance = "--compile off" if options.compile == "off" else options.not_compiled
+    if decided and hindrance is not None:
+        return Settled(False, f"resumed with {hindrance}, not bit for bit the uninterrupted run")
+    if decided is False and options.compile == "on":
+        return Settled(False, "the run began, or went on, with plain ones")
     if not (is_worth_it(options, root, device, learnt, scored) if decided is None else decided):
-        leave_plain(root)
         return Settled(False)
     trial = compile_layers(
         root,
         scores=scores,
         gradients=gradients,
         router=gradients is not None and options.aux_loss_coef > 0,
-        believed=bool(decided),
     )
-    problem = next((found for found in mesh.all.gather(trial.problem) if found), "")
-    if problem:
+    if problem := agreed(mesh, trial.problem):
         leave_plain(root)
     return Settled(not problem, problem, trial.seconds)
+
+
+def agreed(mesh: Mesh, problem: str) -> str:
+    """A problem of any process is one of all."""
+    return next((found for found in mesh.all.gather(problem) if found), "")
+
+
+def given_up(problem: str) -> str:
+    return f"compiled layers are given up from this step on: {problem}"
 
 
 def is_worth_it(options: TrainedModelOptions, root: PackedModel, device: Device, learnt: float, scored: float) -> bool:

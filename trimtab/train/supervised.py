@@ -195,6 +195,8 @@ class SupervisedRun:
     def train_step(self, stop: StopRequest) -> dict:
         """One optimiser step, its evaluation where one is due, and its row of metrics."""
         if self.pending is None:
+            if self.compiling.look(self.model, self.task):
+                self.manifest["compiled"] = self.compiling.decided
             self.pending = self.update(stop)
         row = self.pending
         if self.evaluation_is_due(row["step"] - 1):

@@ -2,6 +2,7 @@
 
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore
+from trimtab.train.compiling import given_up
 from trimtab.train.rl.role_groups import Roles
 
 NAMES = ("actor", "critic", "reference", "teacher", "reward")
@@ -32,6 +33,18 @@ class RoleCompiling:
                 print(line, flush=True)
         self.decided = decided
         return decided
+
+    def look(self, roles: Roles) -> bool:
+        """Before an iteration: whether compiled layers, of any role, had to be given up."""
+        compiled = [getattr(roles, name) for name, is_compiled in (self.decided or {}).items() if is_compiled]
+        problems = [problem for role in compiled for problem in role.call("layers_problem") if problem]
+        if not problems:
+            return False
+        for role in compiled:
+            role.call("leave_layers_plain")
+        self.decided = dict.fromkeys(self.decided or {}, False)
+        print(given_up(problems[0]), flush=True)
+        return True
 
     def columns(self) -> dict[str, float]:
         """For the first row of metrics."""

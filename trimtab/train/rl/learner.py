@@ -20,7 +20,7 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.roles import Role
 from trimtab.distributed.sharding import sync_gradients
 from trimtab.files import reason
-from trimtab.models.compiled import AtWork
+from trimtab.models.compiled import AtWork, later_problem, leave_plain
 from trimtab.models.critic import Critic
 from trimtab.models.load import Loaded
 from trimtab.models.lora import adapters_off
@@ -29,7 +29,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.save import save_model
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.train.average import WeightAverage
-from trimtab.train.compiling import settle_layers, told
+from trimtab.train.compiling import agreed, settle_layers, told
 from trimtab.train.manifest import names_fingerprint
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.pass_limit import memory_guard, taking_back
@@ -68,6 +68,12 @@ class Learner(Role):
             gradients=self.optimiser.take_gradients,
         )
         return told([settled], self.called)
+
+    def layers_problem(self) -> str:
+        return agreed(self.mesh, later_problem(self.model))
+
+    def leave_layers_plain(self) -> None:
+        leave_plain(self.model)
 
     def scores(self) -> list[AtWork]:
         """How its model is asked without gradients."""
@@ -266,6 +272,12 @@ class ReferenceRole(Role):
             self.options, reference.model, reference.device, self.mesh, scored=scored, decided=decided, scores=scores
         )
         return told([settled], self.called)
+
+    def layers_problem(self) -> str:
+        return agreed(self.mesh, later_problem(self.reference.model))
+
+    def leave_layers_plain(self) -> None:
+        leave_plain(self.reference.model)
 
     def log_probs(self, slices: Sequence[Slice]) -> list[Tensor]:
         with memory_guard():

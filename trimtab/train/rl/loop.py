@@ -165,6 +165,8 @@ class RLRun:
 
     def begin(self, stop: StopRequest) -> Iteration | None:
         """Sample, score and shape."""
+        if self.compiling.look(self.roles):
+            self.files.manifest["compiled"] = self.compiling.decided
         seconds: dict[str, float] = {}
         with self.timed(seconds, "rollout"):
             sampled = self.sample(stop)

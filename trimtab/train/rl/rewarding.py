@@ -8,11 +8,12 @@ from trimtab.config.jobs import RLOptions
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.roles import Role
 from trimtab.errors import OutOfMemory
+from trimtab.models.compiled import later_problem, leave_plain
 from trimtab.rewards.model import ModelReward
 from trimtab.rewards.process import ProcessReward
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult
 from trimtab.rewards.weighing import described
-from trimtab.train.compiling import settle_layers, told
+from trimtab.train.compiling import agreed, settle_layers, told
 from trimtab.train.pass_limit import NoRoom, memory_guard
 
 
@@ -30,6 +31,14 @@ class RewardModels(Role):
                 )
             )
         return told(settled, "reward model")
+
+    def layers_problem(self) -> str:
+        problems = [problem for found, _ in self.models if (problem := later_problem(found.model))]
+        return agreed(self.mesh, problems[0] if problems else "")
+
+    def leave_layers_plain(self) -> None:
+        for found, _ in self.models:
+            leave_plain(found.model)
 
     def describe(self) -> dict[str, Any]:
         columns = {name for model, _ in self.models for name in model.columns}
