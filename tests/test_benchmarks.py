@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -75,3 +76,21 @@ def test_the_pictures_are_drawn(script, tmp_path, capsys):
     assert (tmp_path / "cost.png").stat().st_size > 10_000
     assert (tmp_path / "step.png").stat().st_size > 10_000
     assert set(json.loads((tmp_path / "after.json").read_text())) == {"rollout", "scoring", "update"}
+
+
+@pytest.mark.long
+def test_the_whole_table_runs_its_rows_in_forks(tmp_path):
+    words = [
+        sys.executable,
+        str(FOLDER / "everything.py"),
+        str(tmp_path / "out"),
+        "--tiny",
+        "--only",
+        "update,dpo,before",
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=FOLDER.parents[1], timeout=300)
+    assert ", forks" in done.stdout
+    assert "== update: exit 0" in done.stdout and "== dpo: exit 0" in done.stdout
+    assert "before holds no package" in done.stdout and "== before: exit 1" in done.stdout
+    rows = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    assert [row["who"].split(",")[0] for row in rows] == ["trimtab", "trimtab", "TRL"]

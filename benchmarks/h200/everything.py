@@ -1,7 +1,8 @@
 """The whole table: everything is imported once, then every row runs in a fork with a limit of its own.
 
 Nothing may touch the accelerator before the forks. Rows that find no time left are left out, so the most important come
-first. Rows go to standard output as they are known, what else scripts say to FOLDER/texts.
+first. Rows go to standard output as they are known, what else scripts say to FOLDER/texts. What stands beside FOLDER in
+`before` is the package as it was, for the picture of a step.
 
     python benchmarks/h200/everything.py FOLDER [--seconds 520] [--tiny] [--only grpo,sft]
 """
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from pathlib import Path
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking whether a device is there leaves forks alone
@@ -38,6 +40,7 @@ ROWS: list[tuple[str, int, list[str]]] = [  # a name, seconds, a script and its 
     ("grpo_1.7b", 75, ["grpo", "--shape", "1.7B", "--steps", "3", "--peer_steps", "1"]),
     ("dpo", 60, ["dpo", "--steps", "3", "--peer_steps", "2"]),
     ("grpo_8b_all", 70, ["grpo", "--shape", "8B", "--steps", "2", "--peer", "no", "--ours", LORA]),
+    ("before", 45, ["profile_step", "record", "FOLDER/before.json", "--package", "FOLDER/../before", "--ours", ""]),
     ("ppo", 75, ["ppo", "--steps", "3"]),
     ("cost", 50, ["cost", "FOLDER/cost.png"]),
     ("long_1.7b", 50, ["rollouts", "1.7B:256x2048", "--peer", "no"]),
@@ -122,6 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     texts = arguments.folder / "texts"
     texts.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(Path(__file__).parent))
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork")  # nothing is at work in its threads
     import_everything()
     gc.collect()
     gc.freeze()  # a peer collects garbage at every step: what was imported here shall not cost it anything

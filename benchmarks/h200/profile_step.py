@@ -1,9 +1,10 @@
 """What a GRPO step of 360M spends its time on, by kinds of kernels: recorded, or drawn from several recordings.
 
-A run as in grpo.py; of its third step every phase is recorded by the profiler, and the steps after it say how long the
+A run as in grpo.py; of its second step every phase is recorded by the profiler, and the steps after it say how long the
 phases take unrecorded. Kernels are sorted by their names; time in which the device has no kernel is "waiting".
 
-    python benchmarks/h200/profile_step.py record after.json [--ours "--compile on"]
+    python benchmarks/h200/profile_step.py record after.json
+    python benchmarks/h200/profile_step.py record before.json --package OLD --ours ""
     python benchmarks/h200/profile_step.py draw picture.png before.json after.json
 """
 
@@ -21,7 +22,7 @@ KINDS = {  # the first that fits
     "copies": r"Memcpy|Memset|copy",
 }
 REST = "element-wise"
-RECORDED = 3  # the step
+RECORDED = 2  # the step
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +30,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("record", choices=("record",))
     parser.add_argument("path", type=Path)
+    parser.add_argument("--package", type=Path, help="a folder that holds another version of trimtab, to record that")
     options_of_grpo(parser)
 
 
@@ -54,10 +56,16 @@ def record(argv: list[str]) -> None:
     from runs import Bench, median, timed
     from torch.profiler import ProfilerActivity, profile
 
+    bench = Bench(__doc__, argv, options=options)
+    if bench.arguments.package is not None:
+        assert (bench.arguments.package / "trimtab").is_dir(), f"{bench.arguments.package} holds no package"
+        for name in [name for name in sys.modules if name.partition(".")[0] == "trimtab"]:
+            del sys.modules[name]
+        sys.path.insert(0, str(bench.arguments.package))
     from trimtab.cli.train_grpo import main as grpo
     from trimtab.train.rl.loop import RLRun
 
-    bench = Bench(__doc__, argv, options=options)
+    bench.say(f"recording {sys.modules['trimtab'].__file__}")
     bench.arguments.steps = RECORDED + 2
     task, found, plain = Task(bench), {}, RLRun.timed
     activity = ProfilerActivity.CPU if bench.device.type == "cpu" else ProfilerActivity.CUDA
@@ -83,7 +91,7 @@ def record(argv: list[str]) -> None:
         rows = bench.command(grpo, task.words(bench.arguments.steps, bench.arguments.kl), bench.variants[0])
     finally:
         RLRun.timed = plain
-    report(task, bench.arguments.kl, bench.variants[0], rows[0], [rows[1], *rows[RECORDED:]])
+    report(task, bench.arguments.kl, bench.variants[0], rows[0], rows[RECORDED:])
     phases = {}
     for phase, kinds in found.items():
         unrecorded = median([row.get(f"seconds_{phase}", 0.0) for row in rows[RECORDED:]])
