@@ -1,5 +1,4 @@
-"""Numbers that a sample draws a few at a time, as arrays: to make a list of a million of them takes a tenth of a second.
-"""
+"""Numbers that a sample draws a few at a time, as arrays: a list of two million of them takes 0.1 s to make."""
 
 from collections.abc import Sequence
 
