@@ -20,12 +20,14 @@ def noise(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("splits, early", [(1, False), (4, False), (1, True)])
 @pytest.mark.parametrize(
     "heads, kv_heads, width, page, softcap, window",
     [(6, 2, 64, 16, None, None), (4, 4, 8, 64, None, None), (15, 5, 24, 8, 3.0, 21), (2, 1, 16, 32, None, 40)],
 )
-def test_decode_attention_equals_torch_over_the_same_pages(heads, kv_heads, width, page, softcap, window, splits):
+def test_decode_attention_equals_torch_over_the_same_pages(
+    heads, kv_heads, width, page, softcap, window, splits, early
+):
     lengths = torch.tensor([1, 16, 77, 130, 64, 65])
     pages = -(-int(lengths.max()) // page)
     keys, values = noise(40 * 64 // page, page, kv_heads, width), noise(40 * 64 // page, page, kv_heads, width, seed=1)
@@ -34,8 +36,9 @@ def test_decode_attention_equals_torch_over_the_same_pages(heads, kv_heads, widt
     query = noise(len(lengths), heads, width, seed=3)
     keys[0] = float("nan")  # a page nobody holds must not be read
     out = paged_attention(
-        query, keys, values, tables, lengths.to(DEVICE), scale=0.3, softcap=softcap, window=window, splits=splits
-    )
+        query, keys, values, tables, lengths.to(DEVICE), scale=0.3, softcap=softcap, window=window,
+        splits=splits, early=early,
+    )  # fmt: skip
     for row, length in enumerate(lengths.tolist()):
         first = max(0, length - window) if window else 0
         k, v = (

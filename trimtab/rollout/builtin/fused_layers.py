@@ -75,9 +75,16 @@ def heads_of(
     attention: nn.Module, x_TD: Tensor, angles: Angles, keys: Tensor, values: Tensor, places_T: Tensor
 ) -> tuple[Tensor, ...]:
     """Query, key and value [T, heads, W] with rotary positions; the latter two also in their pages."""
+    from trimtab.rollout.builtin.kernels import few_rows
     from trimtab.rollout.builtin.kernels.layers import rotate_and_store
 
-    query, key, value = (part.unflatten(1, (-1, angles[0].shape[1])) for part in _projections(attention, x_TD))
+    modules = [attention.q_proj, attention.k_proj, attention.v_proj]
+    width = angles[0].shape[1]
+    if few_rows.can_take_heads(x_TD, modules, width):
+        made = few_rows.heads(x_TD, modules, angles, keys, values, places_T, _head_norms(attention))
+        parts = made.split([module.out_features for module in modules], 1)
+        return tuple(part.unflatten(1, (-1, width)) for part in parts)
+    query, key, value = (part.unflatten(1, (-1, width)) for part in _projections(attention, x_TD))
     rotate_and_store(query, key, value, *angles, keys, values, places_T, _head_norms(attention))
     return query, key, value
 
@@ -102,9 +109,12 @@ def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
 
 def summands(module: nn.Module, x_TD: Tensor) -> Tensor:
     """What the module gives [T, D], or parts of its sum [parts, T, D]."""
+    from trimtab.rollout.builtin.kernels import few_rows
     from trimtab.rollout.builtin.kernels.adapted import adapted_product
     from trimtab.rollout.builtin.kernels.int8 import can_multiply, int8_product
 
+    if few_rows.can_take(x_TD, [module]) and module.bias is None:
+        return few_rows.parts(x_TD, module)
     weights = int8_weights([module])
     if weights is not None and can_multiply(x_TD, weights):
         return int8_product(x_TD, weights, parts=True)
@@ -114,12 +124,15 @@ def summands(module: nn.Module, x_TD: Tensor) -> Tensor:
 
 
 def opened(mlp: nn.Module, x_TD: Tensor) -> Tensor:
+    from trimtab.rollout.builtin.kernels import few_rows
     from trimtab.rollout.builtin.kernels.adapted import adapted_gated
     from trimtab.rollout.builtin.kernels.int8 import can_multiply, int8_gated
     from trimtab.rollout.builtin.kernels.layers import gated
     from trimtab.rollout.builtin.kernels.linear import can_join, gated_linear
 
     modules = [mlp.gate_proj, mlp.up_proj]
+    if few_rows.can_take(x_TD, modules) and modules[0].bias is None:
+        return few_rows.gated(x_TD, *modules)
     weights = int8_weights(modules)
     if weights is not None and weights[0].bias_O is None and can_multiply(x_TD, weights):
         return int8_gated(x_TD, *weights)

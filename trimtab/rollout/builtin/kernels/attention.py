@@ -10,8 +10,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trimtab.rollout.builtin.kernels.overlap import overlapped, wait
+
 PROGRAMS_TO_FILL_A_DEVICE = 512
 LEAST_DOT = 16  # rows of the smallest matrix product
+
+
+@triton.jit
+def _looked_at(
+    q, k, v, seen, scale, softcap, peak, total, mixed, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The running softmax after one more block."""
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if CAPPED:
+        score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)
+    score = tl.where(seen[None, :], score * 1.4426950408889634, float("-inf"))
+    higher = tl.maximum(peak, tl.max(score, 1))
+    fade = tl.exp2(peak - higher)
+    weight = tl.exp2(score - higher[:, None])
+    total = total * fade + tl.sum(weight, 1)
+    mixed = mixed * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
+    return higher, total, mixed
 
 
 @triton.jit
@@ -21,6 +40,7 @@ def _decode(
     scale, softcap, window,
     GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     # KV heads are neighbours in the launch order: they read the same pages at the same time.
     head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -28,51 +48,55 @@ def _decode(
     first = 0
     if WINDOWED:
         first = tl.maximum(length - window, 0)
-    begin, end = first // BLOCK, (length + BLOCK - 1) // BLOCK
-    share = (end - begin + SPLITS - 1) // SPLITS
+    begin, last = first // BLOCK, (length + BLOCK - 1) // BLOCK
+    share = (last - begin + SPLITS - 1) // SPLITS
     begin += split * share
-    end = tl.minimum(end, begin + share)
+    end = tl.minimum(last, begin + share)
 
     member, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    kept = (member < GROUP)[:, None] & (column < WIDTH)[None, :]
+    inside = (column < WIDTH)[None, :]
+    table = tables + row.to(tl.int64) * table_row
+    token = begin * BLOCK + tl.arange(0, BLOCK)
+    page = tl.load(table + tl.minimum(token, length - 1) // PAGE).to(tl.int64)
+    # Only the last block has a token that the launch before this one writes.
+    early = begin + 1 < last
+    if EARLY:
+        place = page * page_stride + (token % PAGE) * token_stride + head * head_stride
+        early_k = tl.load(keys + place[:, None] + column[None, :], inside & early, 0.0)
+        early_v = tl.load(values + place[:, None] + column[None, :], inside & early, 0.0)
+    wait(OVERLAPPED)
     heads = head * GROUP + member
+    kept = (member < GROUP)[:, None] & inside
     q = tl.load(query + row.to(tl.int64) * query_row + heads[:, None] * query_head + column[None, :], kept, 0.0)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, COLUMNS], tl.float32)
-    table = tables + row.to(tl.int64) * table_row
+    if EARLY:  # noqa: SIM102 (known when it is compiled; the other when it runs)
+        if early:
+            peak, total, mixed = _looked_at(
+                q, early_k, early_v, token >= first, scale, softcap, peak, total, mixed, CAPPED, PRECISION
+            )
+            begin += 1
+            page = tl.load(table + tl.minimum(token + BLOCK, length - 1) // PAGE).to(tl.int64)
     for block in range(begin, end):
         token = block * BLOCK + tl.arange(0, BLOCK)
         live = token < length
-        if PAGE % BLOCK == 0:
-            page = tl.load(table + block * BLOCK // PAGE).to(tl.int64)
-        else:
-            page = tl.load(table + token // PAGE, live, 0).to(tl.int64)
         place = page * page_stride + (token % PAGE) * token_stride + head * head_stride
-        readable = live[:, None] & (column < WIDTH)[None, :]
-        k = tl.load(keys + place[:, None] + column[None, :], readable, 0.0)
-        v = tl.load(values + place[:, None] + column[None, :], readable, 0.0)
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        if CAPPED:
-            score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)
+        page = tl.load(table + tl.minimum(token + BLOCK, length - 1) // PAGE).to(tl.int64)  # the next block's
+        k = tl.load(keys + place[:, None] + column[None, :], live[:, None] & inside, 0.0)
+        v = tl.load(values + place[:, None] + column[None, :], live[:, None] & inside, 0.0)
         seen = live
         if WINDOWED:
             seen = seen & (token >= first)
-        score = tl.where(seen[None, :], score * 1.4426950408889634, float("-inf"))
-        higher = tl.maximum(peak, tl.max(score, 1))
-        fade = tl.exp2(peak - higher)
-        weight = tl.exp2(score - higher[:, None])
-        total = total * fade + tl.sum(weight, 1)
-        mixed = mixed * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
-        peak = higher
-    place = row.to(tl.int64) * out_row + heads[:, None] * out_head + split * WIDTH + column[None, :]
+        peak, total, mixed = _looked_at(q, k, v, seen, scale, softcap, peak, total, mixed, CAPPED, PRECISION)
+    target = row.to(tl.int64) * out_row + heads[:, None] * out_head + split * WIDTH + column[None, :]
     if SPLITS == 1:
         mixed = mixed / total[:, None]
     else:
         part = (row * tl.num_programs(0) * GROUP + heads) * SPLITS + split
         tl.store(peaks + part, peak, member < GROUP)
         tl.store(sums + part, total, member < GROUP)
-    tl.store(out + place, mixed.to(out.dtype.element_ty), kept)
+    tl.store(out + target, mixed.to(out.dtype.element_ty), kept)
 
 
 @triton.jit
@@ -99,8 +123,11 @@ def paged_attention(
     softcap: float | None = None,
     window: int | None = None,
     splits: int | None = None,
+    early: bool | None = None,
 ) -> Tensor:
-    """`keys`, `values`: one layer's [pages, tokens a page, heads, width]; `lengths_B`: tokens to look at, 1 or more."""
+    """`keys`, `values`: one layer's [pages, tokens a page, heads, width]; `lengths_B`: tokens to look at, 1 or more;
+    `early`: a program's first block is asked for before the launch before has ended, which may write the last token's
+    keys and values but no others."""
     rows, heads, width = query_BHD.shape
     kv_heads, page = keys.shape[2], keys.shape[1]
     assert query_BHD.stride(2) == keys.stride(3) == 1 and keys.stride() == values.stride()
@@ -117,6 +144,10 @@ def paged_attention(
     # than 16 KiB of keys at once.
     block = page if page in (32, 64, 128) else 128 if group > 1 else 64
     block = min(block, 2**14 // (columns * keys.element_size()))
+    launch = overlapped(query_BHD.device)
+    # Where programs are too few to hide each other's waiting, their first block comes while q, k and v are made.
+    if early is None:
+        early = launch["OVERLAPPED"] and splits == 1 and rows * kv_heads < PROGRAMS_TO_FILL_A_DEVICE
     _decode[kv_heads, rows, splits](
         query_BHD, keys, values, tables_BP, lengths_B, parts, peaks, sums,
         query_BHD.stride(0), query_BHD.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), tables_BP.stride(0),
@@ -124,7 +155,8 @@ def paged_attention(
         GROUP=group, ROWS=max(LEAST_DOT, triton.next_power_of_2(group)), WIDTH=width,
         COLUMNS=columns, PAGE=page, BLOCK=block, SPLITS=splits,
         CAPPED=softcap is not None, WINDOWED=window is not None,
-        PRECISION="ieee" if query_BHD.dtype == torch.float32 else "tf32", num_warps=2, num_stages=2,
+        PRECISION="ieee" if query_BHD.dtype == torch.float32 else "tf32", EARLY=early,
+        num_warps=4 if early else 2, num_stages=2, **launch,
     )  # fmt: skip
     if splits > 1:
         _together[rows * heads,](parts, peaks, sums, out, WIDTH=width, COLUMNS=columns, SPLITS=splits)

@@ -9,13 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trimtab.rollout.builtin.kernels.overlap import overlapped, wait
+
 
 @triton.jit
 def _add_norm(
     new, stream, weight, out, epsilon, part, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     kept = column < WIDTH
+    gain = tl.load(weight + column, kept, 0.0).to(tl.float32)
+    wait(OVERLAPPED)
     x = tl.load(stream + row * WIDTH + column, kept, 0.0)
     if PARTS > 0:
         added = tl.load(new + row * WIDTH + column, kept, 0.0).to(tl.float32)
@@ -25,8 +30,7 @@ def _add_norm(
         tl.store(stream + row * WIDTH + column, x, kept)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + epsilon)
-    normed = (wide * scale).to(x.dtype).to(tl.float32)
-    normed = normed * tl.load(weight + column, kept, 0.0).to(tl.float32)
+    normed = (wide * scale).to(x.dtype).to(tl.float32) * gain
     tl.store(out + row * WIDTH + column, normed.to(x.dtype), kept)
 
 
@@ -35,11 +39,11 @@ def add_norm(new: Tensor | None, stream_TD: Tensor, weight_D: Tensor, epsilon: f
     its sum in fp32 [parts, T, D]."""
     width = stream_TD.shape[-1]
     out = torch.empty_like(stream_TD)
+    parts = 0 if new is None else len(new) if new.ndim == 3 else 1
     _add_norm[stream_TD.shape[0],](
         stream_TD if new is None else new, stream_TD, weight_D, out, epsilon, stream_TD.numel(),
-        WIDTH=width, COLUMNS=triton.next_power_of_2(width),
-        PARTS=0 if new is None else len(new) if new.ndim == 3 else 1,
-        num_warps=4 if width <= 2048 else 8,
+        WIDTH=width, COLUMNS=triton.next_power_of_2(width), PARTS=parts,
+        num_warps=4 if width <= 2048 and parts <= 1 else 8, **overlapped(stream_TD.device),
     )  # fmt: skip
     return out
 

@@ -1,0 +1,264 @@
+"""The matrix products of a layer for few rows, where time is spent reading weights and waiting for each other.
+
+What follows a product elementwise happens in its registers: rotary positions and the KV memory after q, k and v; the
+gate. Columns that are too few to fill the device are summed up in parts, which the next norm adds in their order. Many
+steps of the inner dimension are under way at once, and a launch overlaps with the one before it (overlap.py).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from trimtab.rollout.builtin.kernels.int8 import shared_memory
+from trimtab.rollout.builtin.kernels.overlap import overlapped, wait
+
+
+@triton.jit
+def _product(
+    x, weight, row, line_N, begin, share, rows, inner, x_row,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr,
+):  # fmt: skip
+    """Lines of the weight, given as their places in it, times rows of x [BM, BN]."""
+    k = begin + tl.arange(0, BK)
+    left = weight + line_N[:, None] + k[None, :]
+    right = x + row.to(tl.int64)[:, None] * x_row + k[None, :]
+    live = (row < rows)[:, None]
+    total = tl.zeros([BN, BM] if SWAPPED else [BM, BN], tl.float32)
+    for start in range(0, share, BK):
+        if WHOLE:
+            w, a = tl.load(left + start), tl.load(right + start, live, 0.0)
+        else:
+            inside = (k + start < inner)[None, :]
+            w, a = tl.load(left + start, inside, 0.0), tl.load(right + start, live & inside, 0.0)
+        total = tl.dot(w, tl.trans(a), total) if SWAPPED else tl.dot(a, tl.trans(w), total)
+    return tl.trans(total) if SWAPPED else total
+
+
+@triton.jit
+def _halves(total, BM: tl.constexpr, BN: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(total, [BM, 2, BN // 2]), [0, 2, 1]))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gated(
+    x, gate, out, up_offset: tl.int64, rows, inner, x_row, out_row,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    # Programs that share columns of weights follow each other. Half of the lines are the gate's, half up's.
+    HALF: tl.constexpr = BN // 2
+    row, line, column = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN), tl.program_id(1) * HALF
+    line_N = (column + line % HALF).to(tl.int64) * inner + (line // HALF).to(tl.int64) * up_offset
+    wait(OVERLAPPED)
+    g, u = _halves(_product(x, gate, row, line_N, 0, inner, rows, inner, x_row, BM, BN, BK, WHOLE, SWAPPED), BM, BN)
+    kind: tl.constexpr = out.dtype.element_ty
+    g = g.to(kind).to(tl.float32)
+    opened = (g * tl.sigmoid(g)).to(kind).to(tl.float32) * u.to(kind).to(tl.float32)
+    place = out + row.to(tl.int64)[:, None] * out_row + (column + tl.arange(0, HALF))[None, :]
+    tl.store(place, opened.to(kind), (row < rows)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _heads(
+    x, weight1, weight2, weight3, bias1, bias2, bias3, cos, sin, query_norm, key_norm, out, keys, values, places,
+    epsilon, rows, inner, x_row, out_row, page_stride, token_stride, head_stride,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, BIASED: tl.constexpr,
+    NORMED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr,
+    SWAPPED: tl.constexpr, OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    # As many columns of a head's first half as of its second: rotation mixes one with the other.
+    PART: tl.constexpr = BN // 2
+    head, piece = tl.program_id(1) // (HALF // PART), tl.program_id(1) % (HALF // PART)
+    weight, bias, norm, own = weight1, bias1, query_norm, head
+    if head >= QUERIES + HEADS:
+        weight, bias, own = weight3, bias3, head - QUERIES - HEADS
+    elif head >= QUERIES:
+        weight, bias, norm, own = weight2, bias2, key_norm, head - QUERIES
+    row, line = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)
+    line_N = (own * 2 * HALF + piece * PART + line % PART + line // PART * HALF).to(tl.int64) * inner
+    wait(OVERLAPPED)
+    total = _product(x, weight, row, line_N, 0, inner, rows, inner, x_row, BM, BN, BK, WHOLE, SWAPPED)
+    low, high = _halves(total, BM, BN)
+    column = piece * PART + tl.arange(0, PART)
+    if BIASED:
+        low += tl.load(bias + own * 2 * HALF + column)[None, :].to(tl.float32)
+        high += tl.load(bias + own * 2 * HALF + HALF + column)[None, :].to(tl.float32)
+    kind: tl.constexpr = out.dtype.element_ty
+    low, high = low.to(kind).to(tl.float32), high.to(kind).to(tl.float32)
+    live = (row < rows)[:, None]
+    if head < QUERIES + HEADS:
+        if NORMED:
+            scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / (2 * HALF) + epsilon)[:, None]
+            low = (low * scale).to(kind).to(tl.float32) * tl.load(norm + column)[None, :].to(tl.float32)
+            high = (high * scale).to(kind).to(tl.float32) * tl.load(norm + HALF + column)[None, :].to(tl.float32)
+            low, high = low.to(kind).to(tl.float32), high.to(kind).to(tl.float32)
+        angle = row[:, None] * 2 * HALF + column[None, :]
+        cos1, sin1 = tl.load(cos + angle, live, 0.0).to(tl.float32), tl.load(sin + angle, live, 0.0).to(tl.float32)
+        angle += HALF
+        cos2, sin2 = tl.load(cos + angle, live, 0.0).to(tl.float32), tl.load(sin + angle, live, 0.0).to(tl.float32)
+        turned = (low * cos1).to(kind).to(tl.float32) - (high * sin1).to(kind).to(tl.float32)
+        high = (high * cos2).to(kind).to(tl.float32) + (low * sin2).to(kind).to(tl.float32)
+        low = turned
+    place = out + row.to(tl.int64)[:, None] * out_row + (head * 2 * HALF + column)[None, :]
+    tl.store(place, low.to(kind), live)
+    tl.store(place + HALF, high.to(kind), live)
+    if head >= QUERIES:
+        token = tl.load(places + row, row < rows, 0)
+        target = (token // PAGE) * page_stride + (token % PAGE) * token_stride + own * head_stride
+        target = target[:, None] + column[None, :]
+        if head >= QUERIES + HEADS:
+            tl.store(values + target, low.to(kind), live)
+            tl.store(values + target + HALF, high.to(kind), live)
+        else:
+            tl.store(keys + target, low.to(kind), live)
+            tl.store(keys + target + HALF, high.to(kind), live)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _parts(
+    x, weight, out, rows, inner, share, x_row, out_row, out_part,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(2)
+    column = tl.program_id(1) * BN + tl.arange(0, BN)
+    wait(OVERLAPPED)
+    line_N = column.to(tl.int64) * inner
+    total = _product(x, weight, row, line_N, part * share, share, rows, inner, x_row, BM, BN, BK, WHOLE, SWAPPED)
+    place = out + part * out_part + row.to(tl.int64)[:, None] * out_row + column[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), (row < rows)[:, None])
+
+
+class Tiles(NamedTuple):
+    """How a product is cut: rows, lines of weights and inner numbers of one step; parts of the inner dimension."""
+
+    rows: int
+    lines: int
+    inner: int
+    parts: int
+    stages: int
+    swapped: bool
+    """The weights are the left factor, whose tiles are at least 64 high."""
+
+    def launch(self, inner: int, share: int, device: torch.device) -> dict[str, int | bool]:
+        bytes_of_a_step = 2 * (self.rows + self.lines) * self.inner
+        stages = max(2, min(self.stages, (shared_memory() - 2**14) // bytes_of_a_step))
+        return {
+            "BM": self.rows, "BN": self.lines, "BK": self.inner, "SWAPPED": self.swapped,
+            "WHOLE": share * self.parts == inner and share % self.inner == 0,
+            "num_warps": 4, "num_stages": stages, **overlapped(device),
+        }  # fmt: skip
+
+
+TILE = 64
+MOST_ROWS = 64  # of gated products and of parts; beyond, tiles for many rows are better
+MOST_ROWS_OF_HEADS = 1024  # of models less wide than
+WIDE = 4096
+
+
+def can_take(x_TD: Tensor, modules: list[nn.Module], most: int = MOST_ROWS) -> bool:
+    """Few rows, and plain half-precision Linear modules, alike in bias, of widths that make whole tiles."""
+    return (
+        len(x_TD) <= most
+        and x_TD.dtype in (torch.bfloat16, torch.float16)
+        and x_TD.stride(1) == 1
+        and all(
+            type(module) is nn.Linear
+            and "forward" not in vars(module)  # int8 replaces it
+            and module.weight.dtype == x_TD.dtype
+            and module.weight.is_contiguous()
+            and module.out_features % TILE == 0
+            and module.in_features % 16 == 0
+            and (module.bias is None) == (modules[0].bias is None)
+            for module in modules
+        )
+    )
+
+
+def can_take_heads(x_TD: Tensor, modules: list[nn.Module], width: int) -> bool:
+    most = MOST_ROWS_OF_HEADS if x_TD.shape[1] < WIDE else MOST_ROWS
+    return width in (64, 128) and can_take(x_TD, modules, most)
+
+
+def heads(
+    x_TD: Tensor, modules: list[nn.Linear], angles: tuple[Tensor, Tensor], keys: Tensor, values: Tensor,
+    places_T: Tensor, head_norms: tuple[Tensor, Tensor, float] | None = None, tiles: Tiles | None = None,
+) -> Tensor:  # fmt: skip
+    """q, k and v side by side, with rotary positions (after the heads' own norms, for models that have them); keys and
+    values also into one layer's KV memory."""
+    (rows, inner), width = x_TD.shape, angles[0].shape[1]
+    counts = [module.out_features // width for module in modules]
+    assert keys.stride() == values.stride() and keys.stride(3) == 1 and counts[1] == counts[2]
+    weights, biases = [m.weight for m in modules], [m.bias for m in modules]
+    out = torch.empty(rows, sum(counts) * width, dtype=x_TD.dtype, device=x_TD.device)
+    query_norm, key_norm, epsilon = head_norms or (*angles, 0.0)
+    tiles = tiles or _tiles_of_heads(rows, sum(counts), width if head_norms else TILE, width)
+    _heads[triton.cdiv(rows, tiles.rows), sum(counts) * width // tiles.lines](
+        x_TD, *weights, *(weights if biases[0] is None else biases), *angles, query_norm, key_norm, out, keys, values,
+        places_T, epsilon, rows, inner, x_TD.stride(0), out.stride(0), *keys.stride()[:3],
+        QUERIES=counts[0], HEADS=counts[1], HALF=width // 2, PAGE=keys.shape[1], BIASED=biases[0] is not None,
+        NORMED=head_norms is not None, **tiles.launch(inner, inner, x_TD.device),
+    )  # fmt: skip
+    return out
+
+
+def gated(x_TD: Tensor, gate: nn.Linear, up: nn.Linear, tiles: Tiles | None = None) -> Tensor:
+    """silu(gate(x)) * up(x), of modules without bias."""
+    rows, inner = x_TD.shape
+    out = torch.empty(rows, gate.out_features, dtype=x_TD.dtype, device=x_TD.device)
+    distance = up.weight.data_ptr() - gate.weight.data_ptr()
+    tiles = tiles or _tiles_of_gated(rows, gate.out_features)
+    _gated[triton.cdiv(rows, tiles.rows), 2 * gate.out_features // tiles.lines](
+        x_TD, gate.weight, out, distance // x_TD.element_size(), rows, inner, x_TD.stride(0), out.stride(0),
+        **tiles.launch(inner, inner, x_TD.device),
+    )  # fmt: skip
+    return out
+
+
+def parts(x_TD: Tensor, module: nn.Linear, tiles: Tiles | None = None) -> Tensor:
+    """What adds up to the module's output, in fp32 [parts, T, O]."""
+    rows, inner = x_TD.shape
+    tiles = tiles or _tiles_of_parts(rows, inner, module.out_features)
+    share = triton.cdiv(triton.cdiv(inner, tiles.parts), tiles.inner) * tiles.inner
+    out = torch.empty(tiles.parts, rows, module.out_features, dtype=torch.float32, device=x_TD.device)
+    _parts[triton.cdiv(rows, tiles.rows), module.out_features // tiles.lines, tiles.parts](
+        x_TD, module.weight, out, rows, inner, share, x_TD.stride(0), out.stride(1), out.stride(0),
+        **tiles.launch(inner, share, x_TD.device),
+    )  # fmt: skip
+    return out
+
+
+# ---- measured on an H200, at the shapes of models of 360 million, 1.7 and 8 billion parameters
+
+PROCESSORS = 132
+
+
+def _height(rows: int) -> int:
+    return min(64, max(16, triton.next_power_of_2(rows)))
+
+
+def _tiles_of_heads(rows: int, heads: int, least_lines: int, width: int) -> Tiles:
+    lines, height = max(TILE, least_lines), _height(rows)
+    if rows > 64:
+        return Tiles(64, lines, 64, 1, 5, swapped=False)
+    while height > 16 and 2 * heads * width // lines * triton.cdiv(rows, height) <= PROCESSORS:
+        height //= 2
+    return Tiles(height, lines, 64, 1, 8, swapped=True)
+
+
+def _tiles_of_gated(rows: int, outputs: int) -> Tiles:
+    large = 2 * outputs // 128 * triton.cdiv(rows, 64) >= PROCESSORS - 4
+    return Tiles(_height(rows), 128 if large else TILE, 64, 1, 6, swapped=True)
+
+
+def _tiles_of_parts(rows: int, inner: int, outputs: int) -> Tiles:
+    height, count = _height(rows), 1
+    while count < 4 and 2 * count * outputs // TILE * triton.cdiv(rows, height) <= PROCESSORS:
+        count *= 2
+    while height > 16 and 2 * count * outputs // TILE * triton.cdiv(rows, height) <= PROCESSORS:
+        height //= 2
+    step = 128 if inner % (128 * count) == 0 else 64
+    return Tiles(height, TILE, step, count, 8, swapped=True)
