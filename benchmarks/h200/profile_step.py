@@ -39,15 +39,14 @@ def kind_of(name: str) -> str:
 
 
 def seconds_by_kind(events, wall: float) -> dict[str, float]:
-    """Of the device's events; kernels that overlap are counted once in what is waited for."""
+    """Of the device's events. A kernel that starts before the last one has ended counts from that end on."""
     found: dict[str, float] = dict.fromkeys([*KINDS, REST], 0.0)
     spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in events if e.duration_ns() > 0)
-    until, busy = 0, 0
+    until = 0
     for begin, end, name in spans:
-        found[kind_of(name)] += (end - begin) / 1e9
-        busy += max(0, end - max(begin, until))
+        found[kind_of(name)] += max(0, end - max(begin, until)) / 1e9
         until = max(until, end)
-    return {**found, "waiting": max(0.0, wall - busy / 1e9)}
+    return {**found, "waiting": max(0.0, wall - sum(found.values()))}
 
 
 def record(argv: list[str]) -> None:
