@@ -254,7 +254,7 @@ def elsewhere(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     return json.loads(found.stdout.splitlines()[-1])
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, value in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -262,8 +262,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--json", action="store_true", help="nothing but the seconds")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = parser.parse_args(arguments)
     before = {} if options.against is None else elsewhere(options.against, options)
     found = best(options)
     if options.json:
@@ -279,4 +278,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     main()

@@ -52,6 +52,14 @@ def test_a_script_of_the_engine_and_of_passes_runs_small(name, script, capsys):
     assert row["seconds"] > 0 and 0 < row["share"] < 1
 
 
+def test_what_the_host_does_in_a_step_is_counted_small(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(FOLDER.parent))
+    importlib.import_module("host_cost").main(["--answers", "8", "--tokens", "12", "--group", "4", "--rounds", "1"])
+    sys.modules.pop("host_cost")
+    parts = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    assert len(parts) == 9 and all(float(part.split("|")[-2]) > 0 for part in parts)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["grpo", "sft", "dpo"])
 def test_a_script_with_its_peer_runs_small(name, script, capsys):
