@@ -9,7 +9,7 @@ import textwrap
 import types
 import typing
 from dataclasses import MISSING, Field, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from trimtab.config.option import Limits
 from trimtab.config.spellings import aliases_of, meant
@@ -24,6 +24,8 @@ class Option:
     """How many values: None for one, 0 for one or more, n for exactly n."""
     optional: bool
     """None is a value."""
+    words: tuple[str, ...]
+    """Words that are values beside those of its type."""
     bare: str | None
     """A text option that may stand alone, and then has this value; False then means None."""
     default: Any
@@ -70,7 +72,7 @@ def _described(job_class: type) -> dict[str, Option]:
 
 
 def _option(declared: Field, text: str, section: str, aliases: tuple[str, ...]) -> Option:
-    kind, count, optional = _shape(declared.type)
+    kind, count, optional, words = _shape(declared.type)
     assert declared.default is not MISSING, f"{declared.name} has no default"
     needs = declared.metadata.get("needs")
     return Option(
@@ -78,6 +80,7 @@ def _option(declared: Field, text: str, section: str, aliases: tuple[str, ...]) 
         kind=kind,
         count=count,
         optional=optional or "required" in declared.metadata,  # None until it is set
+        words=words,
         bare=declared.metadata.get("bare"),
         default=declared.default,
         help=_with_names(text, declared.metadata.get("called", {})),
@@ -103,16 +106,18 @@ def _with_names(text: str, called: dict[Any, str]) -> str:
     return f"{text}: {', '.join(others)} or {last}."
 
 
-def _shape(annotation: Any) -> tuple[type, int | None, bool]:
-    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    kinds = [member for member in members if member is not types.NoneType]
-    optional = len(kinds) < len(members)
-    (kind,) = kinds
+def _shape(annotation: Any) -> tuple[type, int | None, bool, tuple[str, ...]]:
+    """The type of one value, how many there are, whether None is one, and which words are: `int | Literal["auto"]`."""
+    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    members = typing.get_args(annotation) if union else (annotation,)
+    words = [word for member in members if typing.get_origin(member) is Literal for word in typing.get_args(member)]
+    (kind,) = (m for m in members if m is not types.NoneType and typing.get_origin(m) is not Literal)
+    optional = types.NoneType in members
     if typing.get_origin(kind) is tuple:
         inner = typing.get_args(kind)
-        return inner[0], (0 if inner[-1] is Ellipsis else len(inner)), optional
+        return inner[0], (0 if inner[-1] is Ellipsis else len(inner)), optional, tuple(words)
     assert kind in (bool, int, float, str), f"no command line form for {annotation}"
-    return kind, None, optional
+    return kind, None, optional, tuple(words)
 
 
 def _help_texts(group: type) -> dict[str, str]:

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from trimtab.config.option import Options, every, of_this_call, option, required, secret
 from trimtab.errors import UserError
@@ -111,8 +111,11 @@ class BackwardOptions(Options):
     """Recompute activations in the backward pass: less memory, more time."""
     gradient_checkpointing_use_reentrant: bool = option(False, needs="gradient_checkpointing")
     """The reentrant form of gradient checkpointing."""
-    gradient_checkpointing_layers: int | None = option(None, at_least=1, needs="gradient_checkpointing")
-    """How many of the layers recompute, evenly spread; the others keep everything. Unset: all recompute."""
+    gradient_checkpointing_layers: int | Literal["auto"] | None = option(
+        None, at_least=1, needs="gradient_checkpointing"
+    )
+    """How many of the layers recompute, evenly spread; the others keep everything. auto: as few as the device's memory
+    asks for, by plan (see trimtab plan). Unset: all recompute."""
     gradient_checkpointing_keep: str = option(
         "nothing", choices=("nothing", "attention", "products"), needs="gradient_checkpointing"
     )
@@ -127,6 +130,11 @@ class BackwardOptions(Options):
     """Fused Liger kernels (needs the liger-kernel package); in place of --compile."""
     aux_loss_coef: float = option(0.0, at_least=0)
     """Weight of the router balancing loss of a mixture of experts; 0 leaves it out."""
+
+    @property
+    def plans_recomputation(self) -> bool:
+        """Whether a plan says how many layers recompute."""
+        return self.gradient_checkpointing and self.gradient_checkpointing_layers == "auto"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,7 @@ def _metavar(option: Option) -> str:
     if option.bare:
         return f"[{one}]"
     if option.count is None:
-        return one
+        return "|".join([one, *option.words])
     return f"{one} ..." if option.count == 0 else " ".join([one] * option.count)
 
 

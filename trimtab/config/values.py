@@ -21,7 +21,12 @@ def from_text(option: Option, text: str) -> Any:
         return None
     if option.bare and text.lower() in ("true", "false"):
         return option.bare if text.lower() == "true" else None
-    return plain(option.kind, text)
+    if text in option.words:
+        return text
+    try:
+        return plain(option.kind, text)
+    except ValueError as error:
+        raise ValueError(f"{error}; or {' or '.join(option.words)}" if option.words else str(error)) from None
 
 
 def from_yaml(option: Option, value: Any) -> Any:

@@ -46,8 +46,9 @@ def recompute(module: PackedModel, options: BackwardOptions) -> None:
     module.inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
     if reentrant:
         module.inner.enable_input_require_grads()  # a frozen embedding would cut the reentrant graph
-    if options.gradient_checkpointing_layers is not None:
-        _spread(module.inner, options.gradient_checkpointing_layers)
+    number = options.gradient_checkpointing_layers
+    if isinstance(number, int):  # auto, where nobody has planned: all
+        spread(module.inner, number)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -57,8 +58,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
-def _spread(model: nn.Module, number: int) -> None:
-    """Have so many of the layers recompute."""
+def spread(model: nn.Module, number: int) -> None:
+    """Have so many of the layers recompute; all were asked to."""
     layers = layers_of(model)
     if number > len(layers):
         name = type(model).__name__

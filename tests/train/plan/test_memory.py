@@ -12,6 +12,7 @@ from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.train.plan.hardware import GIB, NAMED, Hardware
 from trimtab.train.plan.memory import FILL, Memory, MemoryModel, Part, largest
 from trimtab.train.plan.plan import make_plan
+from trimtab.train.plan.speed import PLAIN
 from trimtab.train.plan.work import supposed
 
 SMALL = Hardware("small", 16 * 2**20, 1e12, 1e12, 1e11)
@@ -109,7 +110,7 @@ def test_times_follow_the_arithmetic(model):
     assert times[0] == pytest.approx(2 * times[1], rel=0.01)
     weights = sum(p.numel() for name, p in tiny_model("llama").named_parameters() if "embed" not in name)
     forward = 2 * weights + 2 * 64 * 32 * 2  # two layers of width 32
-    assert times[0] == pytest.approx(3 * forward * 128 * 64 / (0.4 * 1e9), rel=0.01)
+    assert times[0] == pytest.approx(3 * forward * 128 * 64 / (PLAIN.arithmetic * 1e9), rel=0.01)
 
 
 def test_an_unknown_accelerator_gets_no_time(model):

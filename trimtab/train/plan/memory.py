@@ -40,6 +40,8 @@ class Memory:
 
     tokens: int
     parts: list[Part] = field(default_factory=list)
+    recomputed: int | None = None
+    """Layers that recompute, where it is not the options that say it."""
 
     def during(self, phase: str) -> int:
         return sum(part.size for part in self.parts if phase in part.phases)
@@ -47,6 +49,9 @@ class Memory:
     @property
     def peak(self) -> int:
         return max(self.during(phase) for phase in PHASES)
+
+    def fits(self, room: int) -> bool:
+        return self.peak <= room
 
 
 def drawing(options: RLOptions, slots: int, vocabulary: int) -> int:
@@ -85,11 +90,17 @@ class MemoryModel:
                 parts.append(Part(f"{name}: average (EMA)", 4 * model.trained()))
         return parts
 
-    def at(self, tokens: int) -> Memory:
-        """`tokens`: of a training pass, if a step has so many."""
+    @cached_property
+    def layers(self) -> int:
+        """As many may recompute by number: more than a model has would be refused."""
+        return min(model.layers for model in self.trained.values())
+
+    def at(self, tokens: int, recomputed: int | None = None) -> Memory:
+        """`tokens`: of a training pass, if a step has so many; `recomputed`: layers that recompute, or what the options
+        say."""
         options, work = self.options, self.work
         tokens = min(tokens, work.tokens)
-        memory = Memory(tokens, list(self.state))
+        memory = Memory(tokens, list(self.state), recomputed)
         if isinstance(options, RLOptions):
             memory.parts += self._rollout
         scored = [model.scoring_pass(work.rows, found.pass_tokens or tokens) for found, model in self.frozen.items()]
@@ -98,12 +109,13 @@ class MemoryModel:
         if scored:
             memory.parts.append(Part("a pass of scoring", max(scored), ("scoring",)))
         # Actor and critic take turns: the one that needs more decides.
-        updates = [self._update(name, model, tokens) for name, model in self.trained.items()]
+        updates = [self._update(name, model, tokens, recomputed) for name, model in self.trained.items()]
         memory.parts += max(updates, key=total)
         return memory
 
-    def _update(self, name: str, model: Pretended, tokens: int) -> list[Part]:
-        taken = model.training_pass(self.work.rows, tokens)
+    def _update(self, name: str, model: Pretended, tokens: int, recomputed: int | None) -> list[Part]:
+        every = model.layers if recomputed == self.layers else recomputed
+        taken = model.training_pass(self.work.rows, tokens, every)
         return [
             Part(f"{name}: gradient sums", model.gradient_sums(), ("update",)),
             Part(f"{name}: activations of {tokens:,} tokens", taken.kept, ("update",)),
@@ -138,11 +150,9 @@ class MemoryModel:
             Part("a pass over prompts, or drawing tokens", max(read, drawn), ("rollout",)),
         ]
 
-    def proposed(self) -> Memory:
-        """The largest passes that fit, or the smallest possible ones."""
-        room = int(FILL * self.hardware.memory)
-        most = max(self.work.least, min(self.work.tokens, MOST_TOKENS))
-        return largest(self.at, room, self.work.least, most)
+    @property
+    def room(self) -> int:
+        return int(FILL * self.hardware.memory)
 
     def head_logits(self) -> int:
         """fp32 logits that the chunked head holds at a time; none where there is no such head."""

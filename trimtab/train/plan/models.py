@@ -66,7 +66,7 @@ class PlannedModel:
         self.name, self.role, self.trained, self.offload = whole.name, whole.role, whole.trained, whole.offload
         self.pass_tokens, self.rows = whole.pass_tokens, rows
         self.layers = decoder_layers(whole.model)
-        alike = _all_alike(self.layers) and options.gradient_checkpointing_layers is None
+        alike = _all_alike(self.layers) and not isinstance(options.gradient_checkpointing_layers, int)
         if len(self.layers) > SHORT[1] and alike:
             for copy, layers in zip(copies[1:], SHORT, strict=True):
                 shorten(copy.model, layers)
@@ -77,6 +77,8 @@ class PlannedModel:
         ]
         self._scoring_pass = lru_cache(maxsize=None)(self._measured_scoring)
         self._training_pass = lru_cache(maxsize=None)(self._measured_training)
+        self.plain_bytes = lru_cache(maxsize=None)(lambda tokens: self._of_all_layers("plain_pass", tokens).kept)
+        """What a pass keeps where no layer recomputes."""
 
     @property
     def whole(self) -> Pretended:
@@ -157,7 +159,10 @@ class PlannedModel:
         return self._made[-1].scoring_pass(self.rows, tokens)
 
     def _measured_training(self, tokens: int) -> PassBytes:
-        passes = [made.training_pass(self.rows, tokens) for made in self._made[-2:]]
+        return self._of_all_layers("training_pass", tokens)
+
+    def _of_all_layers(self, measure: str, tokens: int) -> PassBytes:
+        passes = [getattr(made, measure)(self.rows, tokens) for made in self._made[-2:]]
         if len(passes) == 1:
             return passes[0]
         short, longer = passes

@@ -32,14 +32,17 @@ def with_planned_passes(
         from trimtab.train.plan.gathering import refuse_ungatherable
 
         refuse_ungatherable(options, device, world.size)
-    if not is_wanted(options, device, world):
-        if options.fit_memory:
-            world.say("warning: --fit_memory has no effect over several processes: one device is planned for")
+    proposed = is_wanted(options, device, world)
+    if not proposed and options.fit_memory:
+        world.say("warning: --fit_memory has no effect over several processes: one device is planned for")
+    if not proposed and not (options.plans_recomputation and can_be_planned(options, world)):
+        if options.plans_recomputation:
+            world.say("all layers recompute: how many must is planned for one device alone")
         return options, None
-    from trimtab.train.plan.plan import budget_changes, make_plan  # a second of imports
+    from trimtab.train.plan.plan import make_plan  # a second of imports
 
     try:
-        plan = make_plan(options, of_device(device), work(), propose=True)
+        plan = make_plan(options, of_device(device), work(), propose=proposed)
     except Exception as error:  # no fault of the plan may keep a run from starting that did not ask for one
         if options.fit_memory:
             raise
@@ -47,8 +50,10 @@ def with_planned_passes(
         return options, None
     tokens, room = plan.memory.tokens, f"{plan.memory_gib:.1f} of {plan.hardware.memory / GIB:.1f} GiB"
     warning = "" if plan.fits else "warning: little memory is left, or none; trimtab plan says what it is for; "
-    world.say(f"{warning}passes of up to {tokens:,} tokens, by plan: {room} at the peak")
-    return dataclasses.replace(options, **budget_changes(options, tokens) | {"fit_memory": False}), plan
+    how = f" in which {recomputation}" if (recomputation := plan.recomputation()) else ""
+    world.say(f"{warning}passes of up to {tokens:,} tokens{how}, by plan: {room} at the peak")
+    changes = plan.changes() | ({"fit_memory": False} if proposed else {})
+    return dataclasses.replace(options, **changes), plan
 
 
 def is_wanted(options: TrainedModelOptions, device: Device, world: World) -> bool:
@@ -56,6 +61,10 @@ def is_wanted(options: TrainedModelOptions, device: Device, world: World) -> boo
     if options.fit_memory is not None or world.size > 1 or options.trainer == "tail":
         return bool(options.fit_memory) and world.size == 1
     return device.is_accelerator and not options.given & PASS_SIZES
+
+
+def can_be_planned(options: TrainedModelOptions, world: World) -> bool:
+    return world.size == 1 and options.trainer != "tail"
 
 
 def supervised_work(task: Task) -> Work:
@@ -70,4 +79,7 @@ def work_of_prompts(options: RLOptions, stores: dict[str, PromptStore]) -> Work:
 
 
 def for_manifest(plan: "Plan | None") -> dict[str, float]:
-    return {} if plan is None else {"planned_memory_gib": plan.memory_gib}
+    if plan is None:
+        return {}
+    found: dict[str, float] = {"planned_memory_gib": plan.memory_gib}
+    return found if plan.memory.recomputed is None else found | {"recomputing_layers": plan.memory.recomputed}

@@ -7,9 +7,10 @@ from trimtab.config.jobs import RLOptions
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import first_line
 from trimtab.models.load import TrainedModelOptions
+from trimtab.train.plan.choosing import chosen_passes
 from trimtab.train.plan.hardware import GIB, Hardware
 from trimtab.train.plan.memory import FILL, PHASES, Memory, MemoryModel
-from trimtab.train.plan.speed import StepTime, assumptions, step_time
+from trimtab.train.plan.speed import StepTime, assumptions, clock_of, step_time
 from trimtab.train.plan.work import Work, given_budget
 
 
@@ -21,6 +22,7 @@ class Plan:
     memory: Memory
     time: StepTime | None
     head_logits: int
+    layers: int
     proposed: bool
     """The size of the passes is the plan's; else it is the options'."""
 
@@ -61,9 +63,31 @@ class Plan:
             ]
         whose = "proposed passes" if self.proposed else "passes"
         lines = [f"fits: {whose} of {self.memory.tokens:,} tokens fill {share:.0%} of the memory"]
+        if recomputation := self.recomputation():
+            lines.append(f"  {recomputation}")
         if self.proposed:
-            lines.append(f"  {' '.join(budget_words(self.options, self.memory.tokens))}")
+            lines.append(f"  {' '.join(flags(self.changes()))}")
         return lines
+
+    def recomputation(self) -> str:
+        """What was chosen, in words; empty where the options say it."""
+        if self.memory.recomputed is None:
+            return ""
+        verb = "recomputes" if self.memory.recomputed == 1 else "recompute"
+        return f"{self.memory.recomputed or 'none'} of {self.layers} layers {verb}"
+
+    def changes(self) -> dict[str, Any]:
+        """Options, for what was chosen here."""
+        return (budget_changes(self.options, self.memory.tokens) if self.proposed else {}) | self._recomputing()
+
+    def _recomputing(self) -> dict[str, Any]:
+        match self.memory.recomputed:
+            case None:
+                return {}
+            case 0:
+                return {"gradient_checkpointing": False, "gradient_checkpointing_layers": None}
+            case number:
+                return {"gradient_checkpointing_layers": None if number == self.layers else number}
 
     def _advice(self) -> str:
         options, ways = self.options, []
@@ -85,7 +109,7 @@ class Plan:
         lines = [f"time of {step} of {self.time.tokens:,} tokens, about"]
         lines += [f"  {phase:<46}{seconds:9.3g} s" for phase, seconds in self.time.seconds.items()]
         lines += [f"  {'whole':<46}{self.time.whole:9.3g} s   {self.time.tokens / self.time.whole:,.0f} tokens/s"]
-        return [*lines, f"  assumed: {assumptions(self.hardware, self.options.bf16)}"]
+        return [*lines, f"  assumed: {assumptions(self.hardware, self.options)}"]
 
 
 def _when(phases: tuple[str, ...]) -> str:
@@ -97,10 +121,12 @@ def make_plan(options: TrainedModelOptions, hardware: Hardware, work: Work, *, p
     refuse_unplannable(options)
     try:
         model = MemoryModel(options, hardware, work)
-        memory = model.proposed() if propose else model.at(given_budget(options, work))
+        clock = clock_of(model)
+        memory = chosen_passes(model, clock, None if propose else given_budget(options, work))
     except RuntimeError as error:  # a model that looks at contents, and here there are none
         raise UserError(f"--pretrain {options.pretrain} cannot be planned: {first_line(error)}") from error
-    return Plan(options, hardware, work, memory, step_time(model), model.head_logits(), propose)
+    time = None if clock is None else step_time(model, clock, memory)
+    return Plan(options, hardware, work, memory, time, model.head_logits(), model.layers, propose)
 
 
 def refuse_unplannable(options: TrainedModelOptions) -> None:
@@ -119,6 +145,8 @@ def budget_changes(options: TrainedModelOptions, tokens: int) -> dict[str, Any]:
 
 
 def budget_words(options: TrainedModelOptions, tokens: int) -> list[str]:
-    return [
-        f"--{name}" if value is True else f"--{name} {value}" for name, value in budget_changes(options, tokens).items()
-    ]
+    return flags(budget_changes(options, tokens))
+
+
+def flags(changes: dict[str, Any]) -> list[str]:
+    return [f"--{name}" if value is True else f"--{name} {value}" for name, value in changes.items()]

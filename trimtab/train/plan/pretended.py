@@ -19,7 +19,7 @@ from trimtab.models.attention import NAME, register
 from trimtab.models.load import TrainedModelOptions, cast_parameters
 from trimtab.models.offloading import Kept, MainMemory
 from trimtab.models.packed import PackedModel, scoring
-from trimtab.models.recomputing import recompute
+from trimtab.models.recomputing import layers_of, recompute, spread
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.plan.experts import deal_evenly
 from trimtab.train.plan.live import LiveBytes
@@ -89,8 +89,15 @@ class Pretended:
     def _trained(self) -> Iterator[nn.Parameter]:
         return (p for p in self.model.parameters() if p.requires_grad)
 
-    def training_pass(self, rows: Rows, tokens: int) -> PassBytes:
-        """A micro-batch after the first of a step: the gradient sums are there already."""
+    @property
+    def layers(self) -> int:
+        return len(layers_of(self.model.inner))
+
+    def training_pass(self, rows: Rows, tokens: int, recomputed: int | None = None) -> PassBytes:
+        """A micro-batch after the first of a step: the gradient sums are there already. `recomputed`: how many of the
+        layers recompute, if it is not the options that say it."""
+        if recomputed is not None:
+            spread(self.model.inner, recomputed)
         with self.mode:
             optimiser = self._optimiser()
             gradients = [p.grad for p in self._trained() if p.grad is not None]
@@ -104,6 +111,18 @@ class Pretended:
                 value.backward()
             optimiser.clear_gradients()
         return PassBytes(kept, live.peak)
+
+    def plain_pass(self, rows: Rows, tokens: int) -> PassBytes:
+        """The same where no layer recomputes."""
+        layers = layers_of(self.model.inner) if self.options.gradient_checkpointing else []
+        asked = [layer.gradient_checkpointing for layer in layers]
+        for layer in layers:
+            layer.gradient_checkpointing = False
+        try:
+            return self.training_pass(rows, tokens)
+        finally:
+            for layer, recomputes in zip(layers, asked, strict=True):
+                layer.gradient_checkpointing = recomputes
 
     def scoring_pass(self, rows: Rows, tokens: int) -> int:
         with self.mode, scoring(self.model):

@@ -1,33 +1,58 @@
 """Time of a step by phase: arithmetic at a share of the device's peak, and bytes at a share of its bandwidth.
 
-    update    3 forward passes' arithmetic (4 with checkpointing; 2 and 3 where only adapters are trained) a token, the
-              activations written and read; then the optimiser reads and writes its state
-    scoring   a forward pass a token and model, its activations written and read
+    update    3 forward passes' arithmetic (2 where only adapters are trained) a token and one more of the layers that
+              recompute, the activations written and read; a pass takes no less than the host needs for its layers, and
+              adds its gradients to the step's; then the optimiser reads and writes its state
+    scoring   a forward pass a token and model that is asked, its activations written and read
     rollout   a forward pass a prompt token; then, for each token of an answer, the weights and the keys and values of
-              all answers that are written at once are read from memory
+              all answers that are written at once are read from memory, and every layer waits for the one before it
 
 A token's forward pass is 2 operations a multiplied weight, and 2 x length x width a layer for attention. A token's
-activations are counted in a pretended pass of the trained model, and are as layers x width for other models. It is an
-estimate for choosing between settings, good to a factor of two; small passes wait for the host more than this says.
+activations are counted in a pretended pass of the trained model, and are as layers x width for other models. Shares and
+times were fitted to passes of four Llama shapes on one H200 (docs/plan.md). It is an estimate for choosing between
+settings, good to a factor of two.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.config.groups import BackwardOptions
 from trimtab.config.jobs import RLOptions
 from trimtab.models.load import TrainedModelOptions
 from trimtab.train.plan.hardware import Hardware
-from trimtab.train.plan.memory import MemoryModel
+from trimtab.train.plan.memory import Memory, MemoryModel
 from trimtab.train.plan.pretended import Pretended
 from trimtab.train.plan.work import Work
 
-TRAINING_SHARE = 0.4  # of the peak arithmetic
-SCORING_SHARE = 0.5
 BANDWIDTH_SHARE = 0.7
-LAYER_SECONDS = 50e-6  # the least time of a layer in one decode step on an accelerator
-READS_FORWARD, READS_BACKWARD = 2, 4  # times that activations go through memory: with their gradients backwards
+LAYER_SECONDS = 30e-6  # that a layer of one decode step takes on an accelerator besides its bytes
 COUNTED_TOKENS = 4096  # of the pretended pass
+SUM_BYTES = 14  # a trained weight and pass: its gradient written, read and added to the step's
 OPTIMISER_BYTES = 34  # a trained weight: gradient, master and two moments read, all but the first written, cast
+ENOUGH = 1.03  # a pass whose tokens take at most this many times what they take in the largest pass is large enough
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast passes are."""
+
+    arithmetic: float
+    """Share of the peak that matrix products reach."""
+    forward: float
+    """Times that activations go through memory in a forward pass, and"""
+    backward: float
+    """with their gradients in a backward pass."""
+    host: float
+    """Seconds that the host takes for a layer of a training pass."""
+
+
+PLAIN = Rates(arithmetic=0.7, forward=6, backward=11, host=2e-3)
+COMPILED = Rates(arithmetic=0.7, forward=4, backward=6, host=1.5e-3)
+CPU = Rates(arithmetic=0.4, forward=2, backward=4, host=0)
+
+
+def rates_of(options: BackwardOptions, hardware: Hardware) -> Rates:
+    return PLAIN if hardware.accelerator else CPU
 
 
 @dataclass(frozen=True)
@@ -42,18 +67,19 @@ class StepTime:
         return sum(self.seconds.values())
 
 
-def assumptions(hardware: Hardware, bf16: bool) -> str:
-    flops, bandwidth = hardware.flops(bf16), hardware.bandwidth
+def assumptions(hardware: Hardware, options: TrainedModelOptions) -> str:
+    flops, bandwidth = hardware.flops(options.bf16), hardware.bandwidth
     assert flops is not None and bandwidth is not None
+    rates = rates_of(options, hardware)
     return (
-        f"{flops / 1e12:,.3g} TFLOP/s in {'bf16' if bf16 else 'fp32'}, {TRAINING_SHARE:.0%} of it used "
-        f"in training and {SCORING_SHARE:.0%} in scoring; {bandwidth / 1e12:,.3g} TB/s of memory traffic, "
-        f"{BANDWIDTH_SHARE:.0%} of it used, activations {READS_FORWARD} times written or read in a forward pass and "
-        f"{READS_FORWARD + READS_BACKWARD} times in an update; every sample as long as it may be"
+        f"{flops / 1e12:,.3g} TFLOP/s in {'bf16' if options.bf16 else 'fp32'}, {rates.arithmetic:.0%} of it used; "
+        f"{bandwidth / 1e12:,.3g} TB/s of memory traffic, {BANDWIDTH_SHARE:.0%} of it used, activations "
+        f"{rates.forward:g} times written or read in a forward pass and {rates.forward + rates.backward:g} times in an "
+        f"update{' (layers are compiled)' if rates is COMPILED else ''}; every sample as long as it may be"
     )
 
 
-def step_time(model: MemoryModel) -> StepTime | None:
+def clock_of(model: MemoryModel) -> "Clock | None":
     """None: nothing is known of how fast the device is."""
     options, hardware, work = model.options, model.hardware, model.work
     flops, bandwidth = hardware.flops(options.bf16), hardware.bandwidth
@@ -61,23 +87,46 @@ def step_time(model: MemoryModel) -> StepTime | None:
         return None
     trained = next(iter(model.trained.values()))
     counted = min(COUNTED_TOKENS, work.tokens)
-    kept = trained.training_pass(work.rows, counted).kept / counted / size(trained)
-    clock = Clock(hardware, flops, bandwidth, options, work, kept)
+    kept = trained.plain_pass(work.rows, counted).kept / counted / size(trained)
+    return Clock(hardware, flops, bandwidth, options, work, kept)
+
+
+def step_time(model: MemoryModel, clock: "Clock", memory: Memory) -> StepTime:
+    options, work = model.options, model.work
     if not isinstance(options, RLOptions):
-        seconds = {"update": sum(clock.update(trained, work.tokens, 1) for trained in model.trained.values())}
+        seconds = {"update": sum(clock.update(trained, work.tokens, 1, memory) for trained in model.trained.values())}
         if model.frozen:
             seconds = {"scoring": sum(clock.forward(m) * work.tokens for m in model.frozen.values())} | seconds
         return StepTime(seconds, work.tokens)
     samples = options.rollout_batch_size * options.n_samples_per_prompt
     tokens = options.rollout_batch_size * work.rows.prompt + samples * work.rows.answer
-    updates = options.max_epochs * max(1, samples // options.train_batch_size)
-    scored = [*model.frozen.values(), *model.trained.values()]
+    steps = options.max_epochs * max(1, samples // options.train_batch_size)
     seconds = {
         "rollout": clock.rollout(model.trained["actor"], samples, model.kv_token_bytes),
-        "scoring": sum(clock.forward(m) * tokens for m in scored),
-        "update": sum(clock.update(m, tokens * options.max_epochs, updates) for m in model.trained.values()),
+        "scoring": sum(clock.forward(m) * tokens for m in scorers(model, steps)),
+        "update": sum(clock.update(m, tokens * options.max_epochs, steps, memory) for m in model.trained.values()),
     }
     return StepTime(seconds, tokens)
+
+
+def scorers(model: MemoryModel, steps: int) -> list[Pretended]:
+    """The models that are asked about the answers, once for each time."""
+    options, trained = model.options, model.trained
+    assert isinstance(options, RLOptions)
+    found = [*model.frozen.values(), *(scorer for name, scorer in trained.items() if name != "actor")]
+    if options.init_kl_coef > 0 and options.lora_rank > 0:
+        found.append(trained["actor"])  # without its adapters
+    if scores_policy(options, steps, compared=any(frozen.name in ("reference", "teacher") for frozen in model.frozen)):
+        found.append(trained["actor"])
+    return found
+
+
+def scores_policy(options: RLOptions, steps: int, *, compared: bool) -> bool:
+    """Whether the loop asks the policy for log-probs, or takes those of the built-in engine. `steps`: of the optimiser
+    in an iteration; `compared`: with those of another model."""
+    if not options.uses_vllm and not options.bf16 and not options.weight_only_int8:
+        return False
+    return steps > 1 or compared or (options.init_kl_coef > 0 and options.lora_rank > 0)
 
 
 class Clock:
@@ -92,30 +141,57 @@ class Clock:
         work: Work,
         activation_bytes: float,
     ):
-        """`activation_bytes`: kept for the backward pass, of a token and a unit of `size`."""
+        """`activation_bytes`: of a pass in which nothing is recomputed, of a token and a unit of `size`."""
         self.options, self.work, self.accelerator = options, work, hardware.accelerator
-        self.flops, self.bandwidth = flops, bandwidth * BANDWIDTH_SHARE
+        self.rates = rates_of(options, hardware)
+        self.flops, self.bandwidth = flops * self.rates.arithmetic, bandwidth * BANDWIDTH_SHARE
         self.activation_bytes = activation_bytes
 
     def operations(self, model: Pretended) -> float:
         """Of a token's forward pass."""
         return 2 * multiplied(model) + 2 * self.work.rows.longest * size(model)
 
-    def traffic(self, model: Pretended, times: int) -> float:
+    def traffic(self, model: Pretended, times: float) -> float:
         """Seconds in which a token's activations go so many times through memory."""
         return times * self.activation_bytes * size(model) / self.bandwidth
 
     def forward(self, model: Pretended) -> float:
-        return self.operations(model) / (self.flops * SCORING_SHARE) + self.traffic(model, READS_FORWARD)
+        return self.operations(model) / self.flops + self.traffic(model, self.rates.forward)
 
-    def training(self, model: Pretended) -> float:
-        """A token, forwards and backwards."""
-        passes = (2 if self.options.lora_rank else 3) + self.options.gradient_checkpointing
-        arithmetic = passes * self.operations(model) / (self.flops * TRAINING_SHARE)
-        return arithmetic + self.traffic(model, READS_FORWARD + READS_BACKWARD)
+    def training(self, model: Pretended, recomputed: int | None = None) -> float:
+        """A token, forwards and backwards. `recomputed`: layers, if it is not the options that say it."""
+        passes = 2 if self.options.lora_rank else 3
+        once = passes * self.operations(model) / self.flops
+        once += self.traffic(model, self.rates.forward + self.rates.backward)
+        return once + self._recomputed_share(model, recomputed) * self.forward(model)
 
-    def update(self, model: Pretended, tokens: int, steps: int) -> float:
-        return tokens * self.training(model) + steps * OPTIMISER_BYTES * model.trained() / self.bandwidth
+    def _recomputed_share(self, model: Pretended, recomputed: int | None) -> float:
+        """Of the layers."""
+        options, layers = self.options, config_of(model).num_hidden_layers
+        if recomputed is not None:
+            return min(recomputed / layers, 1.0)
+        number = options.gradient_checkpointing_layers
+        return number / layers if isinstance(number, int) else float(options.gradient_checkpointing)
+
+    def one_pass(self, model: Pretended, tokens: int, recomputed: int | None = None) -> float:
+        """Of training."""
+        seconds = tokens * self.training(model, recomputed)
+        seconds = max(seconds, self.rates.host * config_of(model).num_hidden_layers)
+        return seconds + SUM_BYTES * model.trained() / self.bandwidth
+
+    def update(self, model: Pretended, tokens: int, steps: int, memory: Memory) -> float:
+        """In passes of a size, and with as many layers recomputing, as `memory` is of."""
+        whole, part = divmod(tokens / steps, memory.tokens)
+        passes = whole * self.one_pass(model, memory.tokens, memory.recomputed)
+        if part:
+            passes += self.one_pass(model, int(part), memory.recomputed)
+        return steps * (passes + OPTIMISER_BYTES * model.trained() / self.bandwidth)
+
+    def enough(self, model: Pretended) -> int:
+        """Tokens of a pass beyond which nothing is gained."""
+        host = self.rates.host * config_of(model).num_hidden_layers
+        sums = SUM_BYTES * model.trained() / self.bandwidth
+        return int(max(host, sums / (ENOUGH - 1)) / self.training(model, 0))
 
     def rollout(self, model: Pretended, samples: int, kv_token_bytes: int) -> float:
         options, rows = self.options, self.work.rows
@@ -123,10 +199,13 @@ class Clock:
         slots = min(options.rollout_slots, samples)
         read = options.rollout_batch_size * rows.prompt * self.forward(model)
         traffic = model.weights() + slots * (rows.prompt + rows.answer / 2) * kv_token_bytes
-        step = max(traffic / self.bandwidth, slots * self.forward(model))
-        if self.accelerator:
-            step = max(step, LAYER_SECONDS * config_of(model).num_hidden_layers)
+        step = self.decode_step(model, slots, traffic)
         return read + -(-samples // slots) * rows.answer * step
+
+    def decode_step(self, model: Pretended, slots: float, traffic: float) -> float:
+        """A token of every answer under way; `traffic`: bytes that are read for it."""
+        step = max(traffic / self.bandwidth, slots * self.operations(model) / self.flops)
+        return step + LAYER_SECONDS * config_of(model).num_hidden_layers if self.accelerator else step
 
 
 def config_of(model: Pretended) -> Any:

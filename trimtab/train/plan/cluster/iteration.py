@@ -18,7 +18,7 @@ from trimtab.distributed.sharding import GRADIENT_DTYPES, keeps_whole_sums
 from trimtab.train.plan.cluster.shares import EngineShare, Share, Shares
 from trimtab.train.plan.machines import MAIN_MEMORY
 from trimtab.train.plan.models import PlannedModel
-from trimtab.train.plan.speed import LAYER_SECONDS, OPTIMISER_BYTES, Clock, config_of, size
+from trimtab.train.plan.speed import OPTIMISER_BYTES, Clock, config_of, size
 
 REDUCE_SECONDS = 20e-6  # the least time of a sum over the devices of an engine
 PARTS = ("rollout", "sync", "scoring", "update", "moving")
@@ -89,8 +89,7 @@ class Timing:
         forward = self.forward_seconds[actor] / devices
         traffic = actor.weights + engine.slots * (rows.prompt + rows.answer / 2) * self.shares.kv_token_bytes
         config = config_of(actor.whole)
-        step = max(traffic / devices / self.clock.bandwidth, engine.slots * forward)
-        step = max(step, LAYER_SECONDS * config.num_hidden_layers)
+        step = self.clock.decode_step(actor.whole, engine.slots / devices, traffic / devices)
         if devices > 1:
             result = engine.slots * config.hidden_size * 2  # of a layer: bf16, twice added up
             once = REDUCE_SECONDS + 2 * result * (devices - 1) / devices / self.machines.within()
@@ -166,4 +165,4 @@ class Timing:
 
 def activation_bytes(model: PlannedModel, tokens: int) -> float:
     """Kept for the backward pass, of a token and a unit of layers x width."""
-    return model.training_bytes(tokens).kept / tokens / size(model.whole)
+    return model.plain_bytes(tokens) / tokens / size(model.whole)

@@ -28,7 +28,7 @@ def lines(plan: ClusterPlan, pretrain: str) -> list[str]:
     told += ["", *_memory(plan.shown), "", *_weights(plan.shown), ""]
     found = advice(plan)
     told += ["what follows", *(f"  - {sentence}" for sentence in found)] if found else []
-    told += ["", f"assumed: {assumptions(hardware, planner.options.bf16)}; {machines.in_words()}; roles work in turn"]
+    told += ["", f"assumed: {assumptions(hardware, planner.options)}; {machines.in_words()}; roles work in turn"]
     return told
 
 

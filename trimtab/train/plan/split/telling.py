@@ -35,7 +35,7 @@ def lines(plan: SplitPlan, pretrain: str) -> list[str]:
     told += [_line(_called(found), found) for found in compared(plan)]
     told += ["", f"{AS_ASKED if plan.asked else 'proposed'}: {shown.share.split.in_words()}", *_memory(shown), ""]
     told += _verdict(plan, shown)
-    told += ["", f"assumed: {assumptions(hardware, options.bf16)}; {machines.in_words()}"]
+    told += ["", f"assumed: {assumptions(hardware, options)}; {machines.in_words()}"]
     return told
 
 
