@@ -1,12 +1,12 @@
-"""What a plan says of memory against what is then measured, on this accelerator.
+"""What a plan says of memory and time against what is then measured, on this accelerator.
 
-SFT, DPO, GRPO and PPO of two Llama shapes (135M and 1B), bf16, two steps each of at least one full pass: the jobs as
-they are, with the passes that the plan proposes because nothing is said about them. Only the weights are drawn at
-random on the device instead of being read, and no model is written. Each case is a process of its own with a time
-limit, smallest first, and its line is printed when it ends: planned and measured peak, their ratio, and the share of
-the device's memory that was not used.
+SFT, DPO, GRPO and PPO of three Llama shapes (135M, 360M and 1B), bf16, two steps each of at least one full pass: the
+jobs as they are, with the passes that the plan proposes because nothing is said about them. Only the weights are drawn
+at random on the device instead of being read, and no model is written. Each case is a process of its own with a time
+limit, smallest first, and its line is printed when it ends: planned and measured peak, their ratio, the share of the
+device's memory that was not used, and the last step's seconds, planned and measured.
 
-    python benchmarks/plan_memory.py [--seconds 90] [--only 135M-sft]
+    python benchmarks/plan_memory.py [--seconds 90] [--only 135M-sft ...] [--compile on]
     python benchmarks/plan_memory.py --tiny           # small shapes on a CPU: does the script work?
 """
 
@@ -41,7 +41,9 @@ from trimtab.models.selfcheck import Verdict
 from trimtab.train import supervised
 from trimtab.train.dpo import train_dpo
 from trimtab.train.metrics import read_rows
-from trimtab.train.plan import plan as _imported_before_forking  # noqa: F401
+from trimtab.train.plan.hardware import of_device
+from trimtab.train.plan.plan import make_plan
+from trimtab.train.plan.work import supposed
 from trimtab.train.rl import learner
 from trimtab.train.rl.launch import train_rl
 from trimtab.train.sft import train_sft
@@ -50,6 +52,10 @@ SHAPES = {
     "135M": {
         "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
         "num_key_value_heads": 3, "vocab_size": 49_152, "tie_word_embeddings": True,
+    },
+    "360M": {
+        "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 15,
+        "num_key_value_heads": 5, "vocab_size": 49_152, "tie_word_embeddings": True,
     },
     "1B": {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -60,7 +66,8 @@ SHAPES = {
         "num_key_value_heads": 4, "vocab_size": 4_096, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-STEP = {"135M": (1024, 128), "1B": (1024, 64), "tiny": (64, 16)}  # length and number of a step's samples
+# Length and number of a step's samples.
+STEP = {"135M": (1024, 128), "360M": (1024, 128), "1B": (1024, 64), "tiny": (64, 16)}
 WORDS = 1000
 STEPS = 2
 
@@ -95,13 +102,14 @@ def write_data(folder: Path, length: int, samples: int) -> None:
     write("prompts.jsonl", [{"input": p} for p in prompts])
 
 
-def jobs(folder: Path, length: int, samples: int) -> dict[str, tuple[Callable, Callable[[], Any]]]:
+def jobs(folder: Path, length: int, samples: int, compiled: str) -> dict[str, tuple[Callable, Callable[[], Any]]]:
     """`samples` of `length` tokens in a step."""
 
     def options(job: type, **more: Any) -> Callable[[], Any]:
         def make() -> Any:
             out = tempfile.mkdtemp(dir=folder)
             common = {"pretrain": str(folder), "save_path": out, "ckpt_path": f"{out}/ckpt", "bf16": True}
+            common["compile"] = compiled
             device = find_device()
             return settle(job(**common, fit_memory=None if device.is_accelerator else True, **more))[0]
 
@@ -111,7 +119,7 @@ def jobs(folder: Path, length: int, samples: int) -> dict[str, tuple[Callable, C
     group = 8
     sampled = {
         "prompt_data": f"{folder}/prompts.jsonl",
-        "prompt_max_len": length,
+        "prompt_max_len": length // 16 + 1,
         "generate_max_len": length // 2,
         "n_samples_per_prompt": group,
         "rollout_batch_size": 2 * samples // group,
@@ -167,12 +175,14 @@ def run_case(train: Callable, make_options: Callable[[], Any], answer: Any) -> N
         rows = read_rows(folder / "metrics.jsonl")
         resolved = (folder / "options.yaml").read_text().splitlines()
         budget = next(line.split()[1] for line in resolved if line.startswith("train_max_tokens_per_gpu"))
+        planned = make_plan(options, of_device(find_device()), supposed(options), propose=True).time
         answer.send(
             {
                 "planned": manifest.get("planned_memory_gib", float("nan")),
                 "measured": max(row["memory_gib"] for row in rows),
                 "tokens": budget,
                 "seconds": rows[-1]["seconds"],
+                "planned_seconds": float("nan") if planned is None else planned.whole,
                 "memory": total_memory(find_device().torch) / 2**30,
             }
         )
@@ -185,20 +195,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=90, help="for all cases together")
     parser.add_argument("--case_seconds", type=float, default=30, help="for one case")
-    parser.add_argument("--only", help="one case, for example 1B-ppo")
+    parser.add_argument("--only", nargs="+", help="cases, for example 1B-ppo")
+    parser.add_argument("--compile", default="off", choices=("on", "off"), help="the layers")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     began = time.monotonic()
     processes = multiprocessing.get_context("fork")  # what is imported here is imported once
     root = Path(tempfile.mkdtemp())
-    for name in ("tiny",) if arguments.tiny else ("135M", "1B"):
+    for name in ("tiny",) if arguments.tiny else ("135M", "360M", "1B"):
         length, samples = STEP[name]
         make_folder(root / name, SHAPES[name])
         write_data(root / name, length, samples)
-        for job, (train, make_options) in jobs(root / name, length, samples).items():
+        for job, (train, make_options) in jobs(root / name, length, samples, arguments.compile).items():
             case = f"{name}-{job}"
             left = arguments.seconds - (time.monotonic() - began)
-            if arguments.only not in (None, case):
+            if arguments.only and case not in arguments.only:
                 continue
             if left < 3:
                 print(f"{case:<12} not run: no time left", flush=True)
@@ -219,7 +230,8 @@ def line_of(found: dict) -> str:
     ratio, unused = found["planned"] / found["measured"], 1 - found["measured"] / found["memory"]
     return (
         f"passes of {found['tokens']} tokens: planned {found['planned']:.2f} GiB, measured {found['measured']:.2f}, "
-        f"ratio {ratio:.3f}, unused {unused:.0%} of {found['memory']:.1f} GiB; last step {found['seconds']:.2f} s"
+        f"ratio {ratio:.3f}, unused {unused:.0%} of {found['memory']:.1f} GiB; last step planned "
+        f"{found['planned_seconds']:.2f} s, measured {found['seconds']:.2f}"
     )
 
 

@@ -99,6 +99,8 @@ def test_passes_of_a_step_are_about_as_large_as_each_other(memory):
     enough = enough_tokens(memory, clock)
     memory.work = dataclasses.replace(WORK, tokens=int(2.1 * enough))
     assert enough_tokens(memory, clock) == pytest.approx(1.05 * enough, rel=0.02)
+    memory.work = dataclasses.replace(WORK, rows=Rows(100, 1000, 2 * enough // 1000))
+    assert enough_tokens(memory, clock) > 2 * enough, "but whole groups"
     memory.work = dataclasses.replace(WORK, tokens=enough // 3)
     assert enough_tokens(memory, clock) == enough // 3, "and no larger than the step"
     memory.work = WORK

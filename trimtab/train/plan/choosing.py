@@ -36,8 +36,9 @@ def enough_tokens(model: MemoryModel, clock: Clock | None) -> int:
     """Of a pass; at least one sample's, and no more than a step has."""
     enough = MOST_TOKENS
     if clock is not None and clock.accelerator:
-        enough = max(-(-clock.enough(trained) // ROUND) * ROUND for trained in model.trained.values()) or ROUND
-    step = model.work.tokens
+        enough = max(-(-clock.enough(trained) // ROUND) * ROUND for trained in model.trained.values())
+    rows, step = model.work.rows, model.work.tokens
+    enough = max(enough, rows.prompt + rows.group * rows.answer)  # of a group: its prompt is then read once
     # As many passes as that takes, all of about the same size: the last one would be as slow as a small one is.
     passes = max(1, round(step / min(enough, MOST_TOKENS)))
     even = step if passes == 1 else -(-step // passes) + model.work.least

@@ -16,7 +16,7 @@ settings, good to a factor of two.
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.config.groups import BackwardOptions
+from trimtab.config.groups import ModelOptions
 from trimtab.config.jobs import RLOptions
 from trimtab.models.load import TrainedModelOptions
 from trimtab.train.plan.hardware import Hardware
@@ -25,11 +25,13 @@ from trimtab.train.plan.pretended import Pretended
 from trimtab.train.plan.work import Work
 
 BANDWIDTH_SHARE = 0.7
-LAYER_SECONDS = 30e-6  # that a layer of one decode step takes on an accelerator besides its bytes
+LAYER_SECONDS = 25e-6  # that a layer of one decode step takes on an accelerator besides its bytes
 COUNTED_TOKENS = 4096  # of the pretended pass
 SUM_BYTES = 14  # a trained weight and pass: its gradient written, read and added to the step's
-OPTIMISER_BYTES = 34  # a trained weight: gradient, master and two moments read, all but the first written, cast
+OPTIMISER_BYTES = 46  # a trained weight: gradients measured and scaled; they, master and moments read, written, cast
 ENOUGH = 1.03  # a pass whose tokens take at most this many times what they take in the largest pass is large enough
+AHEAD = 1.5  # and in which the device works this many times as long as the host
+FILLING = 8192  # tokens, with fewer of which matrix products leave a part of the device idle
 
 
 @dataclass(frozen=True)
@@ -46,13 +48,16 @@ class Rates:
     """Seconds that the host takes for a layer of a training pass."""
 
 
-PLAIN = Rates(arithmetic=0.7, forward=6, backward=11, host=2e-3)
-COMPILED = Rates(arithmetic=0.7, forward=4, backward=6, host=1.5e-3)
+PLAIN = Rates(arithmetic=0.75, forward=5.7, backward=12, host=3e-3)
+COMPILED = Rates(arithmetic=0.75, forward=2.1, backward=6, host=3e-3)
 CPU = Rates(arithmetic=0.4, forward=2, backward=4, host=0)
 
 
-def rates_of(options: BackwardOptions, hardware: Hardware) -> Rates:
-    return PLAIN if hardware.accelerator else CPU
+def rates_of(options: ModelOptions, hardware: Hardware) -> Rates:
+    """Of a run that is long enough to have its layers compiled."""
+    if not hardware.accelerator:
+        return CPU
+    return COMPILED if options.compile != "off" and options.not_compiled is None else PLAIN
 
 
 @dataclass(frozen=True)
@@ -116,17 +121,22 @@ def scorers(model: MemoryModel, steps: int) -> list[Pretended]:
     found = [*model.frozen.values(), *(scorer for name, scorer in trained.items() if name != "actor")]
     if options.init_kl_coef > 0 and options.lora_rank > 0:
         found.append(trained["actor"])  # without its adapters
-    if scores_policy(options, steps, compared=any(frozen.name in ("reference", "teacher") for frozen in model.frozen)):
+    if scores_policy(options, steps, apart=options.uses_vllm, accelerator=model.hardware.accelerator):
         found.append(trained["actor"])
     return found
 
 
-def scores_policy(options: RLOptions, steps: int, *, compared: bool) -> bool:
-    """Whether the loop asks the policy for log-probs, or takes those of the built-in engine. `steps`: of the optimiser
-    in an iteration; `compared`: with those of another model."""
-    if not options.uses_vllm and not options.bf16 and not options.weight_only_int8:
+def scores_policy(options: RLOptions, steps: int, *, apart: bool, accelerator: bool) -> bool:
+    """Whether the loop (train/rl/loop.py) asks the policy for log-probs, or takes those of the engine or of the update.
+    `steps`: of the optimiser in an iteration; `apart`: engines have a copy of the weights."""
+    if not apart and not options.bf16 and not options.weight_only_int8:
         return False
-    return steps > 1 or compared or (options.init_kl_coef > 0 and options.lora_rank > 0)
+    if steps > 1 or options.teacher_model:
+        return True
+    summed = not (options.estimator.critic or options.estimator.whitened)
+    dropout = options.keep_dropout or options.lora_dropout > 0
+    left = accelerator and not dropout and (options.use_kl_loss or summed)  # the update measures the KL itself
+    return options.init_kl_coef > 0 and not left
 
 
 class Clock:
@@ -191,7 +201,7 @@ class Clock:
         """Tokens of a pass beyond which nothing is gained."""
         host = self.rates.host * config_of(model).num_hidden_layers
         sums = SUM_BYTES * model.trained() / self.bandwidth
-        return int(max(host, sums / (ENOUGH - 1)) / self.training(model, 0))
+        return max(FILLING, int(max(AHEAD * host, sums / (ENOUGH - 1)) / self.training(model, 0)))
 
     def rollout(self, model: Pretended, samples: int, kv_token_bytes: int) -> float:
         options, rows = self.options, self.work.rows

@@ -18,7 +18,7 @@ from trimtab.distributed.sharding import GRADIENT_DTYPES, keeps_whole_sums
 from trimtab.train.plan.cluster.shares import EngineShare, Share, Shares
 from trimtab.train.plan.machines import MAIN_MEMORY
 from trimtab.train.plan.models import PlannedModel
-from trimtab.train.plan.speed import OPTIMISER_BYTES, Clock, config_of, size
+from trimtab.train.plan.speed import OPTIMISER_BYTES, Clock, config_of, scores_policy, size
 
 REDUCE_SECONDS = 20e-6  # the least time of a sum over the devices of an engine
 PARTS = ("rollout", "sync", "scoring", "update", "moving")
@@ -120,11 +120,7 @@ class Timing:
         return self.options.max_epochs * max(1, self.samples // self.options.train_batch_size)
 
     def scores_policy(self, layout: Layout) -> bool:
-        """Whether the loop asks the policy for log-probs, or takes those of the engine."""
-        options = self.options
-        if layout.engines is None and not (options.bf16 or options.weight_only_int8):
-            return False
-        return self.steps > 1 or any(model.role in ("reference", "teacher") for model in self.shares.models)
+        return scores_policy(self.options, self.steps, apart=layout.engines is not None, accelerator=True)
 
     def scoring(self, model: PlannedModel, pool: Pool, share: Share) -> tuple[float, float]:
         """Seconds of arithmetic, and of sending meanwhile."""
