@@ -47,7 +47,7 @@ def check(options: Options) -> list[str]:
             raise UserError(f"--{name} is missing: give {option.required[1]}")
     for name, option in described.items():
         value = getattr(options, name)
-        if complaint := option.limits.complaint(value):
+        if value not in option.words and (complaint := option.limits.complaint(value)):
             raise UserError(f"--{name} {complaint}")
         if option.place and value:
             place_exists(value, f"--{name}")

@@ -31,8 +31,6 @@ class Limits:
         return None
 
     def _allow(self, value: Any) -> bool:
-        if isinstance(value, str) and not self.choices:  # a word beside the numbers
-            return True
         return value is None or (
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)

@@ -18,6 +18,7 @@ from trimtab.rollout.choose import EngineMemory
 from trimtab.train.plan.hardware import Hardware
 from trimtab.train.plan.pretended import Pretended
 from trimtab.train.plan.work import Work, frozen_models, trained_models
+from trimtab.train.rl.passes import larger
 
 FILL = 0.85  # of a device's memory; the rest is for what is not seen here, and for gaps between tensors
 MOST_TOKENS = 2**17  # larger passes are no faster
@@ -103,15 +104,25 @@ class MemoryModel:
         memory = Memory(tokens, list(self.state), recomputed)
         if isinstance(options, RLOptions):
             memory.parts += self._rollout
-        scored = [model.scoring_pass(work.rows, found.pass_tokens or tokens) for found, model in self.frozen.items()]
+        read = self._scored_tokens(tokens)
+        scored = [model.scoring_pass(work.rows, found.pass_tokens or read) for found, model in self.frozen.items()]
         if isinstance(options, RLOptions):
-            scored += [model.scoring_pass(work.rows, tokens) for model in self.trained.values()]
+            scored += [model.scoring_pass(work.rows, read) for model in self.trained.values()]
         if scored:
             memory.parts.append(Part("a pass of scoring", max(scored), ("scoring",)))
         # Actor and critic take turns: the one that needs more decides.
         updates = [self._update(name, model, tokens, recomputed) for name, model in self.trained.items()]
         memory.parts += max(updates, key=total)
         return memory
+
+    def _scored_tokens(self, tokens: int) -> int:
+        """Of a pass of scoring."""
+        options = self.options
+        if not isinstance(options, RLOptions) or not self.hardware.accelerator:
+            return tokens
+        if "rollout_max_tokens_per_gpu" in options.given:
+            return options.rollout_max_tokens_per_gpu or tokens
+        return min(larger(tokens), self.work.tokens)
 
     def _update(self, name: str, model: Pretended, tokens: int, recomputed: int | None) -> list[Part]:
         every = model.layers if recomputed == self.layers else recomputed

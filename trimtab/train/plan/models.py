@@ -77,8 +77,6 @@ class PlannedModel:
         ]
         self._scoring_pass = lru_cache(maxsize=None)(self._measured_scoring)
         self._training_pass = lru_cache(maxsize=None)(self._measured_training)
-        self.plain_bytes = lru_cache(maxsize=None)(lambda tokens: self._of_all_layers("plain_pass", tokens).kept)
-        """What a pass keeps where no layer recomputes."""
 
     @property
     def whole(self) -> Pretended:
@@ -159,10 +157,7 @@ class PlannedModel:
         return self._made[-1].scoring_pass(self.rows, tokens)
 
     def _measured_training(self, tokens: int) -> PassBytes:
-        return self._of_all_layers("training_pass", tokens)
-
-    def _of_all_layers(self, measure: str, tokens: int) -> PassBytes:
-        passes = [getattr(made, measure)(self.rows, tokens) for made in self._made[-2:]]
+        passes = [made.training_pass(self.rows, tokens) for made in self._made[-2:]]
         if len(passes) == 1:
             return passes[0]
         short, longer = passes

@@ -10,7 +10,7 @@ from trimtab.models.load import TrainedModelOptions
 from trimtab.train.plan.choosing import chosen_passes
 from trimtab.train.plan.hardware import GIB, Hardware
 from trimtab.train.plan.memory import FILL, PHASES, Memory, MemoryModel
-from trimtab.train.plan.speed import StepTime, assumptions, clock_of, step_time
+from trimtab.train.plan.speed import StepTime, assumptions, clock_of, rates_of, step_time
 from trimtab.train.plan.work import Work, given_budget
 
 
@@ -109,7 +109,8 @@ class Plan:
         lines = [f"time of {step} of {self.time.tokens:,} tokens, about"]
         lines += [f"  {phase:<46}{seconds:9.3g} s" for phase, seconds in self.time.seconds.items()]
         lines += [f"  {'whole':<46}{self.time.whole:9.3g} s   {self.time.tokens / self.time.whole:,.0f} tokens/s"]
-        return [*lines, f"  assumed: {assumptions(self.hardware, self.options)}"]
+        rates = rates_of(self.options, self.hardware)
+        return [*lines, f"  assumed: {assumptions(self.hardware, self.options.bf16, rates)}"]
 
 
 def _when(phases: tuple[str, ...]) -> str:

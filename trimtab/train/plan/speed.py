@@ -23,6 +23,7 @@ from trimtab.train.plan.hardware import Hardware
 from trimtab.train.plan.memory import Memory, MemoryModel
 from trimtab.train.plan.pretended import Pretended
 from trimtab.train.plan.work import Work
+from trimtab.train.rl.old_policy import leaves_kl_to_update, scores_old_policy
 
 BANDWIDTH_SHARE = 0.7
 LAYER_SECONDS = 25e-6  # that a layer of one decode step takes on an accelerator besides its bytes
@@ -39,7 +40,9 @@ class Rates:
     """How fast passes are."""
 
     arithmetic: float
-    """Share of the peak that matrix products reach."""
+    """Share of the peak that matrix products reach in training, and"""
+    scoring: float
+    """in scoring."""
     forward: float
     """Times that activations go through memory in a forward pass, and"""
     backward: float
@@ -48,9 +51,11 @@ class Rates:
     """Seconds that the host takes for a layer of a training pass."""
 
 
-PLAIN = Rates(arithmetic=0.75, forward=5.7, backward=12, host=3e-3)
-COMPILED = Rates(arithmetic=0.75, forward=2.1, backward=6, host=3e-3)
-CPU = Rates(arithmetic=0.4, forward=2, backward=4, host=0)
+# Of one accelerator, where layers are plain and where they are compiled.
+PLAIN = Rates(arithmetic=0.75, scoring=0.75, forward=5.7, backward=12, host=3e-3)
+COMPILED = Rates(arithmetic=0.75, scoring=0.75, forward=2.1, backward=6, host=3e-3)
+# Of a CPU; and of several processes, which wait for each other: nothing of them was measured here.
+CPU = SPLIT = Rates(arithmetic=0.4, scoring=0.5, forward=2, backward=4, host=0)
 
 
 def rates_of(options: ModelOptions, hardware: Hardware) -> Rates:
@@ -72,15 +77,15 @@ class StepTime:
         return sum(self.seconds.values())
 
 
-def assumptions(hardware: Hardware, options: TrainedModelOptions) -> str:
-    flops, bandwidth = hardware.flops(options.bf16), hardware.bandwidth
+def assumptions(hardware: Hardware, bf16: bool, rates: Rates) -> str:
+    flops, bandwidth = hardware.flops(bf16), hardware.bandwidth
     assert flops is not None and bandwidth is not None
-    rates = rates_of(options, hardware)
     return (
-        f"{flops / 1e12:,.3g} TFLOP/s in {'bf16' if options.bf16 else 'fp32'}, {rates.arithmetic:.0%} of it used; "
-        f"{bandwidth / 1e12:,.3g} TB/s of memory traffic, {BANDWIDTH_SHARE:.0%} of it used, activations "
-        f"{rates.forward:g} times written or read in a forward pass and {rates.forward + rates.backward:g} times in an "
-        f"update{' (layers are compiled)' if rates is COMPILED else ''}; every sample as long as it may be"
+        f"{flops / 1e12:,.3g} TFLOP/s in {'bf16' if bf16 else 'fp32'}, {rates.arithmetic:.0%} of it used in training "
+        f"and {rates.scoring:.0%} in scoring; {bandwidth / 1e12:,.3g} TB/s of memory traffic, {BANDWIDTH_SHARE:.0%} of "
+        f"it used, activations {rates.forward:g} times written or read in a forward pass and "
+        f"{rates.forward + rates.backward:g} times in an update{' (layers are compiled)' if rates is COMPILED else ''}; "
+        "every sample as long as it may be"
     )
 
 
@@ -93,7 +98,8 @@ def clock_of(model: MemoryModel) -> "Clock | None":
     trained = next(iter(model.trained.values()))
     counted = min(COUNTED_TOKENS, work.tokens)
     kept = trained.plain_pass(work.rows, counted).kept / counted / size(trained)
-    return Clock(hardware, flops, bandwidth, options, work, kept)
+    rates = rates_of(options, hardware)
+    return Clock(rates, flops, bandwidth, options, work, kept, accelerator=hardware.accelerator)
 
 
 def step_time(model: MemoryModel, clock: "Clock", memory: Memory) -> StepTime:
@@ -108,35 +114,31 @@ def step_time(model: MemoryModel, clock: "Clock", memory: Memory) -> StepTime:
     steps = options.max_epochs * max(1, samples // options.train_batch_size)
     seconds = {
         "rollout": clock.rollout(model.trained["actor"], samples, model.kv_token_bytes),
-        "scoring": sum(clock.forward(m) * tokens for m in scorers(model, steps)),
+        "scoring": sum(clock.forward(m) * tokens for m in scorers(model)),
         "update": sum(clock.update(m, tokens * options.max_epochs, steps, memory) for m in model.trained.values()),
     }
     return StepTime(seconds, tokens)
 
 
-def scorers(model: MemoryModel, steps: int) -> list[Pretended]:
+def scorers(model: MemoryModel) -> list[Pretended]:
     """The models that are asked about the answers, once for each time."""
     options, trained = model.options, model.trained
     assert isinstance(options, RLOptions)
     found = [*model.frozen.values(), *(scorer for name, scorer in trained.items() if name != "actor")]
     if options.init_kl_coef > 0 and options.lora_rank > 0:
         found.append(trained["actor"])  # without its adapters
-    if scores_policy(options, steps, apart=options.uses_vllm, accelerator=model.hardware.accelerator):
+    if scores_policy(options, apart=options.uses_vllm, accelerator=model.hardware.accelerator):
         found.append(trained["actor"])
     return found
 
 
-def scores_policy(options: RLOptions, steps: int, *, apart: bool, accelerator: bool) -> bool:
-    """Whether the loop (train/rl/loop.py) asks the policy for log-probs, or takes those of the engine or of the update.
-    `steps`: of the optimiser in an iteration; `apart`: engines have a copy of the weights."""
+def scores_policy(options: RLOptions, *, apart: bool, accelerator: bool) -> bool:
+    """Whether the loop asks the policy for log-probs, or takes those of the engine or of the update. `apart`: engines
+    have a copy of the weights."""
     if not apart and not options.bf16 and not options.weight_only_int8:
         return False
-    if steps > 1 or options.teacher_model:
-        return True
-    summed = not (options.estimator.critic or options.estimator.whitened)
-    dropout = options.keep_dropout or options.lora_dropout > 0
-    left = accelerator and not dropout and (options.use_kl_loss or summed)  # the update measures the KL itself
-    return options.init_kl_coef > 0 and not left
+    there = {"reference": options.init_kl_coef > 0, "teacher": options.teacher_model is not None}
+    return scores_old_policy(options, **there, leaves_kl=leaves_kl_to_update(options, accelerator=accelerator))
 
 
 class Clock:
@@ -144,17 +146,18 @@ class Clock:
 
     def __init__(
         self,
-        hardware: Hardware,
+        rates: Rates,
         flops: float,
         bandwidth: float,
         options: TrainedModelOptions,
         work: Work,
         activation_bytes: float,
+        *,
+        accelerator: bool = True,
     ):
-        """`activation_bytes`: of a pass in which nothing is recomputed, of a token and a unit of `size`."""
-        self.options, self.work, self.accelerator = options, work, hardware.accelerator
-        self.rates = rates_of(options, hardware)
-        self.flops, self.bandwidth = flops * self.rates.arithmetic, bandwidth * BANDWIDTH_SHARE
+        """`activation_bytes`: kept for the backward pass, of a token and a unit of `size`."""
+        self.rates, self.options, self.work, self.accelerator = rates, options, work, accelerator
+        self.flops, self.bandwidth = flops, bandwidth * BANDWIDTH_SHARE
         self.activation_bytes = activation_bytes
 
     def operations(self, model: Pretended) -> float:
@@ -166,14 +169,14 @@ class Clock:
         return times * self.activation_bytes * size(model) / self.bandwidth
 
     def forward(self, model: Pretended) -> float:
-        return self.operations(model) / self.flops + self.traffic(model, self.rates.forward)
+        return self.operations(model) / (self.flops * self.rates.scoring) + self.traffic(model, self.rates.forward)
 
     def training(self, model: Pretended, recomputed: int | None = None) -> float:
         """A token, forwards and backwards. `recomputed`: layers, if it is not the options that say it."""
-        passes = 2 if self.options.lora_rank else 3
-        once = passes * self.operations(model) / self.flops
-        once += self.traffic(model, self.rates.forward + self.rates.backward)
-        return once + self._recomputed_share(model, recomputed) * self.forward(model)
+        again = self._recomputed_share(model, recomputed)
+        passes = (2 if self.options.lora_rank else 3) + again
+        arithmetic = passes * self.operations(model) / (self.flops * self.rates.arithmetic)
+        return arithmetic + self.traffic(model, (1 + again) * self.rates.forward + self.rates.backward)
 
     def _recomputed_share(self, model: Pretended, recomputed: int | None) -> float:
         """Of the layers."""
@@ -214,7 +217,7 @@ class Clock:
 
     def decode_step(self, model: Pretended, slots: float, traffic: float) -> float:
         """A token of every answer under way; `traffic`: bytes that are read for it."""
-        step = max(traffic / self.bandwidth, slots * self.operations(model) / self.flops)
+        step = max(traffic / self.bandwidth, slots * self.operations(model) / (self.flops * self.rates.scoring))
         return step + LAYER_SECONDS * config_of(model).num_hidden_layers if self.accelerator else step
 
 

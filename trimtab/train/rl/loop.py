@@ -31,6 +31,7 @@ from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.iteration import Counters, Iteration, row_of, timed
+from trimtab.train.rl.old_policy import leaves_kl_to_update, scores_old_policy
 from trimtab.train.rl.passes import Passes, counted, totals_of
 from trimtab.train.rl.publishing import publishing_of
 from trimtab.train.rl.recording import Sampled
@@ -218,21 +219,14 @@ class RLRun:
 
     @property
     def scores_old_policy(self) -> bool:
-        """Whether something must be compared with its log-probs before the update, or after the first. In an only
-        update they are the update's own."""
-        if updates_per_iteration(self.options) > 1 or self.roles.teacher is not None:
-            return True
-        return self.roles.reference is not None and not self.leaves_kl_to_update
+        there = {name: getattr(self.roles, name) is not None for name in ("reference", "teacher")}
+        return scores_old_policy(self.options, **there, leaves_kl=self.leaves_kl_to_update)
 
     @property
     def leaves_kl_to_update(self) -> bool:
-        """Whether the KL to the reference can be had there: as a loss, or where advantages are sums of rewards, of
-        which it is one term. Dropout would be in it. A CPU gains little, and would round otherwise than before."""
-        options = self.options
-        if options.keep_dropout or options.lora_dropout > 0 or self.files.manifest["device_type"] == "cpu":
-            return False
-        summed = not (options.estimator.critic or options.estimator.whitened)
-        return (options.use_kl_loss or summed) and self.counters.iteration >= options.freezing_actor_steps
+        accelerator = self.files.manifest["device_type"] != "cpu"
+        updated = self.counters.iteration >= self.options.freezing_actor_steps
+        return updated and leaves_kl_to_update(self.options, accelerator=accelerator)
 
     def shape(self, experience: Experience) -> dict[str, float]:
         """Rewards become advantages; what there is to say of them."""

@@ -98,7 +98,7 @@ class Passes:
         budget = budget or options.train_max_tokens_per_gpu
         assert budget is not None
         if self.larger_scoring and "rollout_max_tokens_per_gpu" not in options.given:
-            budget = max(budget, min(SCORED, TIMES * budget))
+            budget = larger(budget)
         return options.row_tokens(budget)
 
     def token_budget(self) -> int | None:
@@ -106,6 +106,11 @@ class Passes:
         if not self.options.use_dynamic_batch or self.options.train_max_tokens_per_gpu is None:
             return None
         return self.limit.of_tokens(self.options.row_tokens(self.options.train_max_tokens_per_gpu))
+
+
+def larger(budget: int) -> int:
+    """Tokens of a pass of scoring, where those of training have so many."""
+    return max(budget, min(SCORED, TIMES * budget))
 
 
 def counted(what: str, *parts: Sequence[Slice]) -> float:

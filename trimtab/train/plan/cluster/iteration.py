@@ -120,7 +120,7 @@ class Timing:
         return self.options.max_epochs * max(1, self.samples // self.options.train_batch_size)
 
     def scores_policy(self, layout: Layout) -> bool:
-        return scores_policy(self.options, self.steps, apart=layout.engines is not None, accelerator=True)
+        return scores_policy(self.options, apart=layout.engines is not None, accelerator=True)
 
     def scoring(self, model: PlannedModel, pool: Pool, share: Share) -> tuple[float, float]:
         """Seconds of arithmetic, and of sending meanwhile."""
@@ -161,4 +161,4 @@ class Timing:
 
 def activation_bytes(model: PlannedModel, tokens: int) -> float:
     """Kept for the backward pass, of a token and a unit of layers x width."""
-    return model.plain_bytes(tokens) / tokens / size(model.whole)
+    return model.training_bytes(tokens).kept / tokens / size(model.whole)

@@ -17,7 +17,7 @@ from trimtab.train.plan.machines import Machines
 from trimtab.train.plan.memory import FILL
 from trimtab.train.plan.models import PlannedModel, planned_models
 from trimtab.train.plan.plan import refuse_unplannable
-from trimtab.train.plan.speed import COUNTED_TOKENS, Clock
+from trimtab.train.plan.speed import COUNTED_TOKENS, SPLIT, Clock
 from trimtab.train.plan.work import supposed
 from trimtab.train.rl.layouts import layout_of
 
@@ -58,7 +58,7 @@ class Planner:
         assert flops is not None and bandwidth is not None
         counted = min(COUNTED_TOKENS, self.work.tokens)
         kept = activation_bytes(self.shares.actor, counted)
-        self.timing = Timing(self.shares, Clock(hardware, flops, bandwidth, options, self.work, kept))
+        self.timing = Timing(self.shares, Clock(SPLIT, flops, bandwidth, options, self.work, kept))
 
     def changed(self, **settings: Any) -> "Planner":
         """With options that change no pass of a model."""

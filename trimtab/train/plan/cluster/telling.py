@@ -9,7 +9,7 @@ from trimtab.train.plan.cluster.iteration import PARTS
 from trimtab.train.plan.cluster.plan import AS_ASKED, ClusterPlan, Tried
 from trimtab.train.plan.hardware import GIB
 from trimtab.train.plan.memory import FILL, PHASES
-from trimtab.train.plan.speed import assumptions
+from trimtab.train.plan.speed import SPLIT, assumptions
 
 
 def lines(plan: ClusterPlan, pretrain: str) -> list[str]:
@@ -28,7 +28,8 @@ def lines(plan: ClusterPlan, pretrain: str) -> list[str]:
     told += ["", *_memory(plan.shown), "", *_weights(plan.shown), ""]
     found = advice(plan)
     told += ["what follows", *(f"  - {sentence}" for sentence in found)] if found else []
-    told += ["", f"assumed: {assumptions(hardware, planner.options)}; {machines.in_words()}; roles work in turn"]
+    assumed = assumptions(hardware, planner.options.bf16, SPLIT)
+    told += ["", f"assumed: {assumed}; {machines.in_words()}; roles work in turn"]
     return told
 
 

@@ -11,7 +11,6 @@ Nothing hides the last four. As with one device it is for choosing between layou
 """
 
 from collections.abc import Callable
-from functools import cached_property
 
 from trimtab.distributed.sharding import GRADIENT_DTYPES, keeps_whole_sums
 from trimtab.train.plan.machines import MAIN_MEMORY, Machines
@@ -21,7 +20,7 @@ from trimtab.train.plan.speed import (
     BANDWIDTH_SHARE,
     COUNTED_TOKENS,
     OPTIMISER_BYTES,
-    rates_of,
+    SPLIT,
     size,
 )
 from trimtab.train.plan.split.share import ProcessShare
@@ -38,15 +37,14 @@ class SplitStep:
         self.options, self.split = share.options, share.split
         flops, bandwidth = machines.hardware.flops(self.options.bf16), machines.hardware.bandwidth
         assert flops is not None and bandwidth is not None
-        self.rates = rates_of(self.options, machines.hardware)
-        self.flops, self.bandwidth = self.rates.arithmetic * flops, BANDWIDTH_SHARE * bandwidth
+        self.flops, self.bandwidth = flops, BANDWIDTH_SHARE * bandwidth
 
     def seconds(self, memory: Memory) -> dict[str, float]:
         found = dict.fromkeys(PARTS, 0.0)
         passes = self.share.passes(memory.tokens)
-        for model in self.share.models:
+        for model, plain in zip(self.share.models, self.plain(), strict=True):
             measure = self._trained if model.trained else self._scored
-            for part, value in measure(model, passes).items():
+            for part, value in measure(model, plain, passes).items():
                 found[part] += value
         return found
 
@@ -59,29 +57,23 @@ class SplitStep:
         attention = 2 * self.share.work.rows.longest * size(model.whole) / self.split.tensor
         return 2 * model.multiplied + attention
 
-    @cached_property
-    def _activation_bytes(self) -> float:
-        """Of a token and a unit of layers x width; those of the trained model stand for all."""
-        trained, counted = self.plain()[0], min(COUNTED_TOKENS, self.share.work.tokens)
-        return trained.training_bytes(counted).kept / counted / size(trained.whole)
+    def _traffic(self, plain: PlannedModel, times: float) -> float:
+        counted = min(COUNTED_TOKENS, self.share.work.tokens)
+        return times * plain.training_bytes(counted).kept / counted / self.bandwidth
 
-    def _traffic(self, model: PlannedModel, times: float) -> float:
-        return times * self._activation_bytes * size(model.whole) / self.bandwidth
-
-    def _scored(self, model: PlannedModel, passes: int) -> dict[str, float]:
-        arithmetic = self._operations(model) / self.flops + self._traffic(model, self.rates.forward)
-        arithmetic *= self._own_tokens
+    def _scored(self, model: PlannedModel, plain: PlannedModel, passes: int) -> dict[str, float]:
+        arithmetic = self._own_tokens * self._operations(model) / (self.flops * SPLIT.scoring)
         sending = 0.0
         if self.split.zero_stage == 3 or model.offload:
             sending = passes * self.machines.gathering(model.weights, self.share.parts_of(model), self.split.tensor)
         return {"arithmetic": arithmetic, "unhidden": max(0.0, sending - arithmetic)} | self._in_layers(model, 1, 1)
 
-    def _trained(self, model: PlannedModel, passes: int) -> dict[str, float]:
+    def _trained(self, model: PlannedModel, plain: PlannedModel, passes: int) -> dict[str, float]:
         options, split, machines = self.options, self.split, self.machines
         again = int(options.gradient_checkpointing)
         times = (2 if options.lora_rank else 3) + again
-        arithmetic = times * self._operations(model) / self.flops
-        arithmetic += self._traffic(model, self.rates.forward * (1 + again) + self.rates.backward)
+        arithmetic = times * self._operations(model) / (self.flops * SPLIT.arithmetic)
+        arithmetic += self._traffic(plain, SPLIT.forward * (1 + again) + SPLIT.backward)
         arithmetic *= self._own_tokens
         sending = self._sent(model, passes)
         state = OPTIMISER_BYTES * model.learnt / split.parts

@@ -7,7 +7,7 @@ from trimtab.train.plan.hardware import GIB
 from trimtab.train.plan.machines import Machines
 from trimtab.train.plan.memory import FILL, PHASES, Memory
 from trimtab.train.plan.plan import budget_words
-from trimtab.train.plan.speed import assumptions
+from trimtab.train.plan.speed import SPLIT, assumptions
 from trimtab.train.plan.split.candidates import words_of
 from trimtab.train.plan.split.plan import SplitPlan, SplitPlanner, Tried, best
 from trimtab.train.plan.split.step import PARTS
@@ -35,7 +35,7 @@ def lines(plan: SplitPlan, pretrain: str) -> list[str]:
     told += [_line(_called(found), found) for found in compared(plan)]
     told += ["", f"{AS_ASKED if plan.asked else 'proposed'}: {shown.share.split.in_words()}", *_memory(shown), ""]
     told += _verdict(plan, shown)
-    told += ["", f"assumed: {assumptions(hardware, options)}; {machines.in_words()}"]
+    told += ["", f"assumed: {assumptions(hardware, options.bf16, SPLIT)}; {machines.in_words()}"]
     return told
 
 
