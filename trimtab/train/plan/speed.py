@@ -80,12 +80,12 @@ class StepTime:
 def assumptions(hardware: Hardware, bf16: bool, rates: Rates) -> str:
     flops, bandwidth = hardware.flops(bf16), hardware.bandwidth
     assert flops is not None and bandwidth is not None
+    how = " (layers are compiled)" if rates is COMPILED else ""
     return (
         f"{flops / 1e12:,.3g} TFLOP/s in {'bf16' if bf16 else 'fp32'}, {rates.arithmetic:.0%} of it used in training "
         f"and {rates.scoring:.0%} in scoring; {bandwidth / 1e12:,.3g} TB/s of memory traffic, {BANDWIDTH_SHARE:.0%} of "
         f"it used, activations {rates.forward:g} times written or read in a forward pass and "
-        f"{rates.forward + rates.backward:g} times in an update{' (layers are compiled)' if rates is COMPILED else ''}; "
-        "every sample as long as it may be"
+        f"{rates.forward + rates.backward:g} times in an update{how}; every sample as long as it may be"
     )
 
 
