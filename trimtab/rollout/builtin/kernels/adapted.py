@@ -3,7 +3,8 @@
     out = W x + b + s B (A x)
 
 With few rows a program that multiplies its outputs' weights by all of x multiplies A by it on the way, which is few
-columns more; with many that would cost more than a launch of its own. B (A x) joins the sum before it is rounded.
+columns more; with many that would cost more than a launch of its own, for which nobody waits before the sum over x is
+done. B (A x) joins the sum before it is rounded.
 Tiles come by descriptors, for which a device may have an engine that fetches them without registers (sm_90 has).
 """
 
@@ -17,12 +18,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trimtab.rollout.builtin.adapters import Adapted
 from trimtab.rollout.builtin.kernels.int8 import shared_memory
+from trimtab.rollout.builtin.kernels.overlap import overlapped, wait
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _low(
     x, a1, a2, a3, out, rows, inner, share, layers, R: tl.constexpr, LM: tl.constexpr, LK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
+    wait(OVERLAPPED)
     m, layer, split = tl.program_id(0) * LM, tl.program_id(1), tl.program_id(2)
     a = a1
     if layer == 1:
@@ -67,8 +71,11 @@ def _product(
     x, weight1, weight2, weight3, a1, a2, a3, b1, b2, b3, bias1, bias2, bias3, given, out, scale1, scale2, scale3,
     rows, inner, share, out_row, out_split, width1, width2,
     LAYERS: tl.constexpr, RANK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
-    SWAPPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SWAPPED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
+    # The launch that makes A x has itself waited for x before this one may begin.
+    if PARTS == 0:
+        wait(OVERLAPPED)
     # Programs that share columns of weights follow each other.
     m, first, split = tl.program_id(0) * BM, tl.program_id(1) * BN, tl.program_id(2)
     n, weight, a, b, bias, scale, layer = first, weight1, a1, b1, bias1, scale1, 0
@@ -90,6 +97,7 @@ def _product(
             low = tl.dot(tokens, tl.trans(a.load([0, k])), low)
     if RANK > 0:
         if PARTS > 0:
+            wait(OVERLAPPED)
             low = _given(given, layer, LAYERS, m, rows, R, PARTS, BM)
             scale = tl.where(split == 0, scale, 0.0)  # all of it is in one part of the sum
         total = _adapted(total, low, b, n, scale, SWAPPED, RANK, R, BN)
@@ -106,7 +114,10 @@ def _product(
 def _gated(
     x, gate, up, a1, a2, b1, b2, given, out, scale1, scale2, rows, inner, out_row,
     RANK: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
+    if PARTS == 0:
+        wait(OVERLAPPED)
     m, n = tl.program_id(0) * BM, tl.program_id(1) * BN
     g, u = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
     low1, low2 = tl.zeros([BM, R], tl.float32), tl.zeros([BM, R], tl.float32)
@@ -119,6 +130,7 @@ def _gated(
             low2 = tl.dot(tokens, tl.trans(a2.load([0, k])), low2)
     if RANK > 0:
         if PARTS > 0:
+            wait(OVERLAPPED)
             low1 = _given(given, 0, 2, m, rows, R, PARTS, BM)
             low2 = _given(given, 1, 2, m, rows, R, PARTS, BM)
         g = _adapted(g, low1, b1, n, scale1, False, RANK, R, BN)
@@ -190,6 +202,7 @@ def adapted_product(x_TI: Tensor, layers: list[Adapted], *, parts: bool = False,
         *(layer.bias_O if biased else layer.weight_OI for layer in joined), out if low is None else low, out,
         *(layer.scale for layer in joined), rows, inner, share, out.stride(1), out.stride(0), widths[0],
         sum(widths[1:2]), LAYERS=len(layers), BIASED=biased, SWAPPED=tiles.swapped, **_sizes(layers, low, tiles),
+        **overlapped(x_TI.device),
     )  # fmt: skip
     return out if tiles.splits > 1 else out[0]
 
@@ -203,7 +216,7 @@ def adapted_gated(x_TI: Tensor, gate: Adapted, up: Adapted, *, tiles: Tiles | No
     low, tiles = _low_parts(x_TI, layers), _fitting(tiles, layers)
     _gated[triton.cdiv(rows, tiles.rows), outputs // tiles.outputs](
         _tiled(x_TI, tiles.rows, tiles.inner), *_operands(layers, tiles), out if low is None else low, out,
-        gate.scale, up.scale, rows, inner, out.stride(0), **_sizes(layers, low, tiles),
+        gate.scale, up.scale, rows, inner, out.stride(0), **_sizes(layers, low, tiles), **overlapped(x_TI.device),
     )  # fmt: skip
     return out
 
@@ -220,7 +233,7 @@ def _low_parts(x_TI: Tensor, layers: list[Adapted]) -> Tensor | None:
     a = [_tiled(layer.weight_OI if layer.a_RI is None else layer.a_RI, height, 128) for layer in joined]
     _low[triton.cdiv(rows, 64), len(layers), splits](
         _tiled(x_TI, 64, 128), *a, out, rows, inner, share, len(layers), R=height, LM=64, LK=128, num_warps=4,
-        num_stages=4,
+        num_stages=4, **overlapped(x_TI.device),
     )  # fmt: skip
     return out
 
