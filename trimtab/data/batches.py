@@ -115,7 +115,7 @@ class TokenBatch:
         return self.ids_T[torch.from_numpy(self.spans[index].rows()).to(self.ids_T.device)]
 
     def to(self, device: torch.device) -> Self:
-        """Without waiting for what the device is at."""
+        """Without asking the device for anything; a large column may still wait for its turn there."""
         tensors = {
             field.name: getattr(self, field.name).to(device, non_blocking=True)
             for field in fields(self)

@@ -286,7 +286,7 @@ class ReferenceRole(Role):
 
 
 def fetched(found: Sequence[Tensor]) -> list[Tensor]:
-    """In main memory, after all passes: the next is prepared while a device is at work."""
+    """In main memory, after all passes: nothing else need wait for a device's results."""
     return [values.cpu() for values in found]
 
 
