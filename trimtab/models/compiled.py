@@ -13,6 +13,7 @@ import contextlib
 import logging
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -89,7 +90,8 @@ def compile_layers(
     began = time.monotonic()
     if root.path != "packed":
         return Trial("its rows are padded")
-    with drawing_aside():
+    with drawing_aside(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about what is left uncompiled
         problem = _problem(root, scores, gradients, router)
     if problem:
         leave_plain(root)
