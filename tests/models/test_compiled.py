@@ -92,6 +92,43 @@ def test_what_the_trial_finds_wrong_leaves_layers_plain(monkeypatch, broken, tol
     assert torch.equal(again[0], plain[0]) and torch.equal(again[1], plain[1])
 
 
+def in_fp32(layer_forward):
+    """What a compiler may do with half precision: round at the end alone."""
+
+    def call(hidden, *others, **named):
+        layer = layer_forward.__self__
+        wide = {name: weight.float() for name, weight in layer.named_parameters()}
+        angles = tuple(x.float() for x in named.pop("position_embeddings"))
+        with torch.nn.utils.stateless._reparametrize_module(layer, wide):
+            return layer_forward(hidden.float(), *others, position_embeddings=angles, **named).to(hidden.dtype)
+
+    return call
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_rounding_over_many_layers_is_believed_and_a_wrong_layer_is_not(monkeypatch, learns):
+    policy = Policy(tiny_model("llama", num_hidden_layers=16)).train()
+    choose_path(policy)
+    policy.bfloat16()
+    gradients = taking(policy) if learns else None
+    monkeypatch.setattr(torch, "compile", lambda call, **_: in_fp32(call))
+    assert compile_layers(policy, gradients=gradients).problem == ""
+    for layer in layers_of(policy.inner):
+        right = layer.forward._compiled
+        layer.forward._compiled = lambda hidden, *a, right=right, **k: 2 * right(hidden, *a, **k) - hidden
+    assert re.match("values of compiled ones are off by", compile_layers(policy, gradients=gradients).problem)
+
+
+def test_a_gradient_that_is_lost_on_the_way_is_found(monkeypatch):
+    policy = policy_of()
+
+    def losing(call):
+        return lambda hidden, *a, **k: hidden + (call(hidden.detach(), *a, **k) - hidden.detach())
+
+    monkeypatch.setattr(torch, "compile", lambda call, **_: losing(call))
+    assert re.match("gradients of compiled ones are off by", compile_layers(policy, gradients=taking(policy)).problem)
+
+
 def test_a_model_that_compiles_anew_for_every_length_is_left_plain(monkeypatch):
     policy = policy_of()
     counted = iter(range(100))

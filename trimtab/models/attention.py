@@ -18,7 +18,7 @@ stays until its next forward pass.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,9 @@ from torch import Tensor, nn
 from trimtab.data.batches import Span
 from trimtab.models.dense_blocks import DenseBlocks
 from trimtab.models.varlen import attend_varlen, varlen_applies
+
+if TYPE_CHECKING:
+    from trimtab.models.comparing import Comparison
 
 NAME = "trimtab_packed"
 
@@ -93,6 +96,7 @@ class PackedPass:
     calls: int = 0
     compiled: bool = False  # its layers run as they were compiled (models/compiled.py)
     failure: str = ""  # why one of them could not
+    comparison: "Comparison | None" = None  # while they are tried: beside plain ones
 
     def begin(self, model: nn.Module, row: Row) -> None:
         """Attention calls of this model belong to this row from now on."""

@@ -4,14 +4,14 @@ Every layer's forward pass is compiled once for all layers and all lengths of a 
 (models/attention.py). Engines run the same layers uncompiled: a layer looks at the pass that it carries.
 
 A compiler may break, give other numbers or begin anew with every length. So before the first step compiled layers are
-tried against plain ones, on rows that are the same in every run: which kernels are made depends on the first sizes that
-are met, and a resumed run must have those of the run before it. Nothing is chosen by measuring, for the same reason.
-torch keeps what it has compiled between runs (TORCHINDUCTOR_CACHE_DIR, by default in the folder of temporary files).
+tried against plain ones (comparing.py), on rows that are the same in every run: which kernels are made depends on the
+first sizes that are met, and a resumed run must have those of the run before it. Nothing is chosen by measuring, for
+the same reason. torch keeps what it has compiled between runs (TORCHINDUCTOR_CACHE_DIR, by default in the folder of
+temporary files).
 """
 
 import contextlib
 import logging
-import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import has_kernels, kind_of
 from trimtab.distributed.random_state import drawing_aside
-from trimtab.distributed.sharding import local
 from trimtab.errors import UserError
 from trimtab.models.attention import PackedPass, carried
+from trimtab.models.comparing import Comparison
 from trimtab.models.dropout import has_dropout
 from trimtab.models.packed import PackedModel, learned_positions, scoring
 from trimtab.models.recomputing import layers_of
@@ -42,10 +42,6 @@ LATE = 16
 VARIANTS = 64  # of one function: models of a run differ in sizes, and each trains, scores and has adapters or not
 
 FIRST, OTHER = (500, 524), (211, 130, 64)  # lengths of the sequences that are tried, in two rows
-COMPARED = 4096  # numbers of every gradient
-ROUNDING = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (0.03, 0.1), torch.float16: (0.03, 0.1)}
-"""How far values and gradients of compiled passes may be from those of plain ones, as a share of what they spread over:
-in half precision the plain ones round in more places. Measured in bf16: 0.001 and 0.02."""
 
 AtWork = Callable[[], AbstractContextManager[Any]]
 """Inside, a model is where and how it scores."""
@@ -121,31 +117,55 @@ def graphs_so_far() -> int:
 def _problem(root: PackedModel, scores: Sequence[AtWork], gradients: Gradients | None, router: bool) -> str:
     """What is wrong with compiled layers; empty: nothing."""
     rows = [probing_batch(root.config, root.device, _within(root, lengths)) for lengths in (FIRST, OTHER)]
-    works: list[tuple[Callable[[TokenBatch], list[Tensor]], bool]] = []  # and whether it is compared
+    works: list[tuple[Callable[[TokenBatch], object], bool, AtWork]] = []  # whether it learns, and where it is then
     if gradients is not None:
-        works.append((partial(_learnt, root, gradients, router), not has_dropout(root)))
-    works += [(partial(_scored, root, at_work), True) for at_work in scores]
-    leave_plain(root)
+        works.append((partial(_learn, root, gradients, router), True, contextlib.nullcontext))
+    works += [(partial(_score, root, at_work), False, at_work) for at_work in scores]
     try:
-        plain = [[work(row) for row in rows] for work, compared in works if compared]
         _install(root)
         root.attention.compiled = True
-        for work, compared in works:
-            found = [work(rows[0])]
+        for work, learns, at_work in works:
+            work(rows[0])
             graphs = graphs_so_far()
-            found.append(work(rows[1]))
+            work(rows[1])
             if root.attention.failure:
                 return root.attention.failure
             if graphs_so_far() > graphs:
                 return "they are compiled anew for rows of another length"
-            for ours, theirs in zip(found, plain.pop(0) if compared else ()):
-                if problem := _difference(ours, theirs, ROUNDING[next(root.parameters()).dtype]):
-                    return problem
+            if not (learns and has_dropout(root)) and (problem := _compared(root, rows[0], at_work, learns)):
+                return problem
     except Exception as error:  # a compiler raises anything
         if gradients is not None:
             gradients()
         return _told(error)
     return ""
+
+
+def _learn(root: PackedModel, gradients: Gradients, router: bool, row: TokenBatch) -> None:
+    if router:
+        out = root(row, router=True)
+        values = out.scores_S if isinstance(out, RewardOutput) else out.log_probs_N
+        values = torch.cat([values, *(logits.float().logsumexp(-1) for logits in out.router_logits)])
+    else:
+        values = root.check_values(row)
+    values.mean().backward()
+    gradients()
+
+
+def _score(root: PackedModel, at_work: AtWork, row: TokenBatch) -> None:
+    with at_work(), scoring(root):
+        root.check_values(row)
+
+
+def _compared(root: PackedModel, row: TokenBatch, at_work: AtWork, learns: bool) -> str:
+    """What is wrong with what compiled layers give; empty: nothing."""
+    comparison = root.attention.comparison = Comparison(learns)
+    try:
+        with at_work(), torch.no_grad() if learns else scoring(root):
+            root.check_values(row)
+    finally:
+        root.attention.comparison = None
+    return comparison.problem
 
 
 def _install(root: PackedModel) -> None:
@@ -172,6 +192,8 @@ class Either:
         current = carried(self._layer[0])
         if self._fails or not (isinstance(current, PackedPass) and current.compiled):
             return self._plain(*arguments, **named)
+        if current.comparison is not None:
+            return current.comparison.of(self._layer[0], self._plain, self._compiled, arguments, named)
         try:
             return self._compiled(*arguments, **named)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -184,50 +206,6 @@ def _told(error: Exception) -> str:
     return f"the compiler fails ({' '.join(str(error).split())[:120]})"
 
 
-# ---- what is compared
-
-
-def _scored(root: PackedModel, at_work: AtWork, row: TokenBatch) -> list[Tensor]:
-    with at_work(), scoring(root):
-        return [root.check_values(row).float()]
-
-
-def _learnt(root: PackedModel, gradients: Gradients, router: bool, row: TokenBatch) -> list[Tensor]:
-    """Values and the beginning of every gradient."""
-    if router:
-        out = root(row, router=True)
-        values = out.scores_S if isinstance(out, RewardOutput) else out.log_probs_N
-        values = torch.cat([values, *(logits.float().logsumexp(-1) for logits in out.router_logits)])
-    else:
-        values = root.check_values(row)
-    # Each weighs something else, or what they share would cancel out.
-    weights = torch.linspace(-1, 2, len(values), device=values.device)
-    (values * weights).mean().backward()
-    found = [local(gradient).flatten()[:COMPARED].float() for gradient in gradients()]
-    return [values.detach().float(), *found]
-
-
 def _within(root: PackedModel, lengths: tuple[int, ...]) -> list[int]:
     room = learned_positions(root.inner)
     return [length if room is None else min(length, room) for length in lengths]
-
-
-def _difference(ours: list[Tensor], theirs: list[Tensor], most: tuple[float, float]) -> str:
-    """What is too far off, of values and of all gradients together; empty: nothing."""
-    if [tensor.shape for tensor in ours] != [tensor.shape for tensor in theirs]:
-        return "compiled ones give other gradients"
-    gaps = _share(ours[:1], theirs[:1]), _share(ours[1:], theirs[1:])
-    for what, gap, allowed in zip(("values", "gradients"), gaps, most):
-        if not gap <= allowed:  # also one that is no number
-            return f"{what} of compiled ones are off by {gap:.2g} of their spread"
-    return ""
-
-
-def _share(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """How far apart they are, against how far theirs are from their mean: all log-probs are about -log V. Two values
-    may be alike by chance."""
-    if not theirs:
-        return 0.0
-    a, b = torch.cat(ours), torch.cat(theirs)
-    gap, spread = (a - b).norm().item(), max((b - b.mean()).norm().item(), 0.1 * b.norm().item())
-    return gap / spread if spread else (0.0 if gap == 0 else math.inf)
