@@ -76,6 +76,21 @@ def test_a_script_whose_peer_is_no_part_of_the_environment_runs_small(name, scri
     assert [row["who"] for row in rows_of(capsys)] == ["trimtab"]
 
 
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, cutlass::bfloat16_t>>", "attention"),
+        ("triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_0", "element-wise"),
+        ("void at::native::bfloat16_copy_kernel_cuda", "copies"),
+        ("nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NNN", "matrix products"),
+        ("_parts", "matrix products"),
+        ("_decode", "attention"),
+    ],
+)
+def test_a_kernel_counts_as_what_it_does(kernel, kind, script):
+    assert script("profile_step").kind_of(kernel) == kind
+
+
 @pytest.mark.long
 def test_the_pictures_are_drawn(script, tmp_path, capsys):
     script("cost").main(["--tiny", str(tmp_path / "cost.png")])

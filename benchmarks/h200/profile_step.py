@@ -16,12 +16,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+REST = "element-wise"
 KINDS = {  # the first that fits
+    REST: r"^triton_(poi|per|red)_",  # of compiled layers: their names list all that was fused, copies too
+    "attention": r"flash|fmha|sdpa|attention|_decode|_stretches|_splits|_together",  # some name cutlass's types
     "matrix products": r"nvjet|gemm|cutlass|cublas|_gated|_joined|_product|_heads|_parts|_low|_adapted",
-    "attention": r"flash|fmha|attention|_decode|_stretches|_splits|_together",
     "copies": r"Memcpy|Memset|copy",
 }
-REST = "element-wise"
+COLOURS = {
+    "matrix products": "#4477aa", "attention": "#228833", "copies": "#ccbb44", REST: "#ee6677", "waiting": "#dddddd",
+}  # fmt: skip
+OTHERS = ("#aabbcc", "#337788", "#cc8899")  # of recordings that tell fewer kinds apart
 RECORDED = 2  # the step
 
 
@@ -40,7 +45,7 @@ def kind_of(name: str) -> str:
 
 def seconds_by_kind(events, wall: float) -> dict[str, float]:
     """Of the device's events. A kernel that starts before the last one has ended counts from that end on."""
-    found: dict[str, float] = dict.fromkeys([*KINDS, REST], 0.0)
+    found: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in events if e.duration_ns() > 0)
     until = 0
     for begin, end, name in spans:
@@ -107,10 +112,14 @@ def draw(picture: Path, recorded: list[Path]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 1.1 + 0.8 * len(recorded)))
-    colours = dict(zip([*KINDS, REST, "waiting"], ("#4477aa", "#228833", "#ccbb44", "#ee6677", "#dddddd")))
-    for place, path in enumerate(reversed(recorded)):
-        left, phases = 0.0, json.loads(path.read_text())
+    figure, axes = plt.subplots(figsize=(9, 1.6 + 0.8 * len(recorded)))
+    recordings = [json.loads(path.read_text()) for path in recorded]
+    found = dict.fromkeys(kind for phases in recordings for kinds in phases.values() for kind in kinds)
+    others = zip([kind for kind in found if kind not in COLOURS], OTHERS)
+    colours = {kind: COLOURS[kind] for kind in COLOURS if kind in found} | dict(others)
+    colours["waiting"] = colours.pop("waiting", COLOURS["waiting"])  # the last of a phase
+    for place, phases in enumerate(reversed(recordings)):
+        left = 0.0
         for phase, kinds in phases.items():
             begin = left
             for kind, colour in colours.items():
@@ -130,7 +139,7 @@ def draw(picture: Path, recorded: list[Path]) -> None:
     axes.set_ylim(-0.6, len(recorded) - 0.2)
     axes.set_xlabel("seconds of a GRPO step, 360M, 64 x 8 answers, 128 + 512 tokens")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
-    axes.legend(handles, list(colours), fontsize=8, loc="lower right", frameon=False)
+    axes.legend(handles, list(colours), fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4, frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()
