@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from tests.rollout.kernel_device import DEVICE
 from trimtab.rollout.builtin.adapters import adapted
-from trimtab.rollout.builtin.kernels.adapted import Tiles, adapted_gated, adapted_product, can_adapt
+from trimtab.rollout.builtin.kernels.adapted import adapted_gated, adapted_product, can_adapt
+from trimtab.rollout.builtin.kernels.adapted_tiles import Tiles
 from trimtab.rollout.builtin.kernels.int8 import added
 
 peft = pytest.importorskip("peft")

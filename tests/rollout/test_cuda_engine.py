@@ -15,7 +15,7 @@ from tests.tiny import tiny_model
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
-from trimtab.rollout.builtin import attention, captured, graphs, int8, recognition, sampler
+from trimtab.rollout.builtin import attention, captured, fused_layers, graphs, int8, recognition, sampler
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.kernels import adapted as adapted_kernels
 from trimtab.rollout.builtin.kernels import attention as kernels
@@ -75,6 +75,28 @@ def test_llama_like_models_are_recognised(family):
 )
 def test_others_keep_their_own_layers(family, changes):
     assert BuiltinEngine(policy_of(family, **changes)).fused is None
+
+
+@pytest.mark.parametrize(
+    "rows, lines", [(0, ["not fused"]), (9, ["no longer fused"]), (12, ["graph", "no longer fused"])]
+)
+def test_kernels_that_do_not_fit_leave_the_work_to_the_modules(rows, lines, monkeypatch, caplog):
+    """In the trial; in reading 12 tokens; in decoding 14 at once."""
+    from triton.runtime.errors import OutOfResources
+
+    def opened(mlp, x):
+        if len(x) > rows:
+            raise OutOfResources(245_848, 232_448, "shared memory")
+        return within(mlp, x)
+
+    within = fused_layers.opened
+    monkeypatch.setattr(fused_layers, "opened", opened)
+    policy, sampling, given = policy_of(), Sampling(max_new_tokens=3, n=7), prompts((3, 9))
+    found = answers(policy, sampling, given)
+    said = [message for message in caplog.messages if "shared memory" in message]
+    assert len(said) == len(lines) and all(line in message for line, message in zip(lines, said))
+    use_kernels(monkeypatch, False)
+    assert answers(policy, sampling, given) == found
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "mixtral"])

@@ -27,7 +27,7 @@ def compile_ahead(fused: FusedLayers, shape: KVShape, page: int, sizes: tuple[in
             torch.accelerator.set_device_index(fused.device.index)  # a thread's own
         torch.zeros(1, device=fused.device)  # and it meets its device only at a launch of torch's
         # What fails here fails again in the pass itself, and is told there.
-        with torch.no_grad(), contextlib.suppress(RuntimeError):
+        with torch.no_grad(), contextlib.suppress(Exception):
             launch()
 
     with ThreadPoolExecutor(len(work)) as threads:

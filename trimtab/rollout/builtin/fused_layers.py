@@ -4,14 +4,18 @@ Which models those are, recognition.py finds out. Linear layers with adapters an
 their own; a projection that is something else again is called as the module it is.
 """
 
+import logging
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from trimtab.models.hugging_face import first_line
 from trimtab.rollout.builtin.adapters import Adapted, adapted
 from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.int8 import int8_weights
+
+logger = logging.getLogger(__name__)
 
 ROWS_OF_JOINED_PRODUCTS = 1024  # beyond, each product fills the device by itself
 CONSTANT = {"default", "linear", "llama3", "yarn"}  # kinds of rotary positions that know nothing of a sequence's length
@@ -24,6 +28,16 @@ class FusedLayers:
         """`arguments`: what each layer asks its attention for."""
         self.backbone, self.arguments = backbone, arguments
         self.all = range(len(backbone.layers))
+        self.failed = False
+
+    def give_up_after(self, error: Exception) -> bool:
+        """Whether it was a kernel that its compiler or the device would not have. Then the modules go on for good."""
+        from triton import TritonError
+
+        if isinstance(error, TritonError):
+            logger.warning("the model's layers are no longer fused and generate more slowly: %s", first_line(error))
+            self.failed = True
+        return self.failed
 
     @property
     def device(self) -> torch.device:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trimtab.distributed.captures import Graph, capture
+from trimtab.models.hugging_face import first_line
 from trimtab.rollout.builtin.ahead import compile_ahead
 from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.runner import Runner
@@ -76,11 +77,10 @@ class DecodeGraphs:
         return capture_or_explain(lambda: self._advance(runner, rows), pool)
 
     def _advance(self, runner: Runner, rows: int) -> None:
-        if self.angles is None:
+        if self.angles is None or runner.fused is None:
             return self._advance_by_parts(runner, rows)
         from trimtab.rollout.builtin.kernels.steps import begun, move_on
 
-        assert runner.fused is not None
         table = self.table[:rows]
         given = begun(table, COLUMNS, self.size, runner.fused.embedding_VD, self.angles)
         hidden = runner.decode_from(given, table[:, COLUMNS:])
@@ -144,8 +144,8 @@ class DecodeGraphs:
 def capture_or_explain(work: Callable[[], None], pool: tuple[int, int] | None) -> Graph:
     try:
         return capture(work, pool)
-    except RuntimeError as error:
-        raise CannotCapture(str(error).splitlines()[0]) from error
+    except Exception as error:  # torch's, or those of a kernel's compiler
+        raise CannotCapture(first_line(error)) from error
 
 
 def _bucket(rows: int) -> int:

@@ -7,6 +7,7 @@ its modules.
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -15,11 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.distributed.device import has_kernels
+from trimtab.models.hugging_face import first_line
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.ahead import compile_ahead
 from trimtab.rollout.builtin.cache import KVCache, KVShape
 from trimtab.rollout.builtin.fused_layers import FusedLayers
 from trimtab.rollout.builtin.runner import Runner
+
+logger = logging.getLogger(__name__)
 
 LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -39,8 +43,14 @@ def recognised(policy: Policy, shape: KVShape, arguments: list[dict], page: int)
         return None
     used = ("scaling", "sliding_window", "softcap")
     fused = FusedLayers(backbone, [{name: asked.get(name) for name in used} for asked in arguments])
-    compile_ahead(fused, shape, page, (1, READ))
-    return fused if does_the_same(fused, policy, shape, page) else None
+    try:
+        compile_ahead(fused, shape, page, (1, READ))
+        return fused if does_the_same(fused, policy, shape, page) else None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a device's compiler may fail in many ways, and the modules need none
+        logger.warning("the model's layers are not fused and generate more slowly: %s", first_line(error))
+        return None
 
 
 @torch.no_grad()
@@ -62,6 +72,9 @@ class FollowedLayers(FusedLayers):
         """`passes`: of each the stream [T, D] before every layer, and after the last."""
         super().__init__(fused.backbone, fused.arguments)
         self.passes, self.same = iter(passes), True
+
+    def give_up_after(self, error: Exception) -> bool:
+        return False
 
     def hidden(self, ids_T: Tensor, positions_T: Tensor, cache: KVCache, places_T: Tensor, attend) -> Tensor:
         streams, angles = next(self.passes), self.angles(positions_T)

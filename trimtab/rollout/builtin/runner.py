@@ -51,7 +51,8 @@ class Runner:
 
     def __init__(self, policy: Policy, cache: KVCache, fused: "FusedLayers | None" = None):
         """`fused`: the policy's layers, where that can be done."""
-        self.policy, self.cache, self.fused = policy, cache, fused
+        self.policy, self.cache = policy, cache
+        self.fused = None if fused is None or fused.failed else fused
         self.device = policy.device
 
     @staticmethod
@@ -151,8 +152,13 @@ class Runner:
 
     def _hidden(self, ids: Tensor, positions: Tensor, places_T: Tensor) -> Tensor:
         if self.fused is not None:
-            hidden = self.fused.hidden(ids.flatten(), positions.flatten(), self.cache, places_T, self.attention.attend)
-            return hidden.view(*ids.shape, -1)
+            given = ids.flatten(), positions.flatten(), self.cache, places_T, self.attention.attend
+            try:
+                return self.fused.hidden(*given).view(*ids.shape, -1)
+            except Exception as error:
+                if not self.fused.give_up_after(error):
+                    raise
+                self.fused = None  # and the modules write the same places anew
         backbone = self.policy.inner.base_model
         return backbone(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
 

@@ -8,8 +8,6 @@ done. B (A x) joins the sum before it is rounded.
 Tiles come by descriptors, for which a device may have an engine that fetches them without registers (sm_90 has).
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +15,18 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trimtab.rollout.builtin.adapters import Adapted
+from trimtab.rollout.builtin.kernels.adapted_tiles import (
+    FEW,
+    MANY,
+    TILE,
+    WIDE,
+    Tiles,
+    gated_tiles,
+    product_tiles,
+    smallest,
+    stages_of_low,
+    tiles_within,
+)
 from trimtab.rollout.builtin.kernels.int8 import shared_memory
 from trimtab.rollout.builtin.kernels.overlap import overlapped, wait
 
@@ -142,21 +152,7 @@ def _gated(
     tl.store(out + row.to(tl.int64)[:, None] * out_row + column[None, :], (opened * u).to(kind), (row < rows)[:, None])
 
 
-class Tiles(NamedTuple):
-    """How a product is cut: rows, outputs and inputs of one step; parts of the inner dimension."""
-
-    rows: int
-    outputs: int
-    inner: int
-    splits: int
-    warps: int
-    stages: int
-    swapped: bool = False
-    """The weights are the left factor."""
-
-
-LEAST_RANK = 16  # columns of the smallest matrix product
-TILE = 64  # outputs
+LEAST_RANK, MOST_RANK = 16, 128  # columns of the smallest matrix product; of the largest A that is kept in registers
 DTYPES = torch.bfloat16, torch.float16
 MOST_ROWS = 1024  # beyond, launches cost little beside the products
 
@@ -177,6 +173,8 @@ def can_adapt(x_TI: Tensor, layers: list[Adapted]) -> bool:
             for layer in layers
         )
         and len({layer.rank for layer in layers} - {0}) <= 1
+        and _height(layers) <= MOST_RANK
+        and fitting(smallest(len(x_TI)), 2, layers, len(x_TI)) is not None
     )
 
 
@@ -192,11 +190,12 @@ def adapted_product(x_TI: Tensor, layers: list[Adapted], *, parts: bool = False,
     joined = layers * 3 if len(layers) == 1 else layers
     widths = [len(layer.weight_OI) for layer in layers]
     total, biased = sum(widths), layers[0].bias_O is not None
-    tiles = tiles or _product_tiles(rows, inner, widths, parts)
+    tiles = fitting(tiles or product_tiles(rows, inner, widths, parts), 1, layers, rows)
+    assert tiles is not None, "can_adapt has asked"
     share = triton.cdiv(triton.cdiv(inner, tiles.splits), tiles.inner) * tiles.inner
     dtype = x_TI.dtype if tiles.splits == 1 else torch.float32
     out = torch.empty(tiles.splits, rows, total, dtype=dtype, device=x_TI.device)
-    low, tiles = _low_parts(x_TI, layers), _fitting(tiles, layers[:1])
+    low = _low_parts(x_TI, layers)
     _product[triton.cdiv(rows, tiles.rows), total // tiles.outputs, tiles.splits](
         _tiled(x_TI, tiles.rows, tiles.inner), *_operands(joined, tiles),
         *(layer.bias_O if biased else layer.weight_OI for layer in joined), out if low is None else low, out,
@@ -211,9 +210,10 @@ def adapted_gated(x_TI: Tensor, gate: Adapted, up: Adapted, *, tiles: Tiles | No
     """silu(gate(x)) * up(x), of layers without bias."""
     rows, inner = x_TI.shape
     layers, outputs = [gate, up], len(gate.weight_OI)
-    tiles = tiles or _gated_tiles(rows, outputs)
+    tiles = fitting(tiles or gated_tiles(rows, outputs), 2, layers, rows)
+    assert tiles is not None, "can_adapt has asked"
     out = torch.empty(rows, outputs, dtype=x_TI.dtype, device=x_TI.device)
-    low, tiles = _low_parts(x_TI, layers), _fitting(tiles, layers)
+    low = _low_parts(x_TI, layers)
     _gated[triton.cdiv(rows, tiles.rows), outputs // tiles.outputs](
         _tiled(x_TI, tiles.rows, tiles.inner), *_operands(layers, tiles), out if low is None else low, out,
         gate.scale, up.scale, rows, inner, out.stride(0), **_sizes(layers, low, tiles), **overlapped(x_TI.device),
@@ -233,7 +233,7 @@ def _low_parts(x_TI: Tensor, layers: list[Adapted]) -> Tensor | None:
     a = [_tiled(layer.weight_OI if layer.a_RI is None else layer.a_RI, height, 128) for layer in joined]
     _low[triton.cdiv(rows, 64), len(layers), splits](
         _tiled(x_TI, 64, 128), *a, out, rows, inner, share, len(layers), R=height, LM=64, LK=128, num_warps=4,
-        num_stages=4, **overlapped(x_TI.device),
+        num_stages=stages_of_low(height, shared_memory()), **overlapped(x_TI.device),
     )  # fmt: skip
     return out
 
@@ -261,34 +261,7 @@ def _sizes(layers: list[Adapted], low: Tensor | None, tiles: Tiles) -> dict[str,
     }  # fmt: skip
 
 
-# ---- measured on an H200, at the shapes of a model of 8 billion parameters
-
-WIDE = 2048  # inputs
-FEW, MANY = 64, 512  # rows
-
-
-def _product_tiles(rows: int, inner: int, widths: list[int], parts: bool) -> Tiles:
-    whole = next(size for size in (256, 128, TILE) if all(width % size == 0 for width in widths))
-    long = parts and inner > 8192
-    if rows <= FEW and not parts:
-        return Tiles(64, TILE, 128, 1, 4, 5, swapped=True)
-    if rows <= FEW and long and whole > TILE:
-        return Tiles(64, 128, 64, 4, 4, 5, swapped=True)
-    if rows <= FEW:
-        return Tiles(64, TILE, 128, 2, 4, 4, swapped=True)
-    if long and whole == 256:
-        return Tiles(128, 256, 64, 4, 8, 4)
-    if parts or whole == TILE:
-        return Tiles(128, TILE, 128, 1, 4, 4, swapped=True)
-    return Tiles(128, TILE, 64, 1, 4, 6) if rows <= 128 else Tiles(128, 128, 64, 1, 8, 5)
-
-
-def _gated_tiles(rows: int, outputs: int) -> Tiles:
-    return Tiles(64, TILE, 64, 1, 4, 4) if rows <= FEW or outputs % 128 else Tiles(128, 128, 64, 1, 8, 4)
-
-
-def _fitting(tiles: Tiles, layers: list[Adapted]) -> Tiles:
-    """Fewer steps ahead, on devices with less shared memory."""
-    height = _height(layers) if any(layer.rank for layer in layers) else 0
-    bytes_of_a_step = 2 * tiles.inner * (tiles.rows + len(layers) * (tiles.outputs + height))
-    return tiles._replace(stages=max(1, min(tiles.stages, (shared_memory() - 2**10) // bytes_of_a_step)))
+def fitting(tiles: Tiles, weights: int, layers: list[Adapted], rows: int) -> Tiles | None:
+    """`weights`: of how many a program multiplies; by A of each too, where that is done on the way."""
+    adapted = any(layer.rank for layer in layers)
+    return tiles_within(shared_memory(), tiles, weights, _height(layers) if adapted else 0, on_the_way=rows <= FEW)

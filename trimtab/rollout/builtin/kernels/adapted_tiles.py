@@ -1,0 +1,71 @@
+"""How products of layers with adapters are cut into tiles, and what of that a device's shared memory holds."""
+
+from typing import NamedTuple
+
+
+class Tiles(NamedTuple):
+    """How a product is cut: rows, outputs and inputs of one step; parts of the inner dimension."""
+
+    rows: int
+    outputs: int
+    inner: int
+    splits: int
+    warps: int
+    stages: int
+    swapped: bool = False
+    """The weights are the left factor."""
+
+
+TILE = 64  # outputs
+WIDE = 2048  # inputs
+FEW, MANY = 64, 512  # rows
+MARGIN = 2**10  # bytes of shared memory; what steps wait by takes 120
+
+
+def tiles_within(memory: int, tiles: Tiles, weights: int, height: int, *, on_the_way: bool) -> Tiles | None:
+    """Fewer steps ahead, then smaller tiles, where shared memory holds no more; None where it does not hold two steps
+    of the smallest. Of what comes after the steps, their memory is free again: A x and B, the result on its way."""
+    while True:
+        lines = tiles.rows + weights * (tiles.outputs + (height if on_the_way else 0))
+        after = max(2 * height * (tiles.rows + weights * tiles.outputs), 4 * tiles.rows * tiles.outputs)
+        stages = min(tiles.stages, (memory - MARGIN) // (2 * tiles.inner * lines))
+        if stages >= min(2, tiles.stages) and after <= memory - MARGIN:
+            return tiles._replace(stages=stages)
+        if tiles.outputs > TILE:
+            tiles = tiles._replace(outputs=tiles.outputs // 2)
+        elif tiles.inner > 32:
+            tiles = tiles._replace(inner=tiles.inner // 2)
+        else:
+            return None
+
+
+def stages_of_low(height: int, memory: int) -> int:
+    return max(1, min(4, (memory - MARGIN) // (2 * 128 * (64 + height))))
+
+
+def smallest(rows: int) -> Tiles:
+    """Which of all that are chosen for so many rows needs the least."""
+    return Tiles(64 if rows <= FEW else 128, TILE, 32, 1, 4, 2)
+
+
+# ---- measured on an H200, at the shapes of a model of 8 billion parameters
+
+
+def product_tiles(rows: int, inner: int, widths: list[int], parts: bool) -> Tiles:
+    whole = next(size for size in (256, 128, TILE) if all(width % size == 0 for width in widths))
+    long = parts and inner > 8192
+    if rows <= FEW and not parts:
+        return Tiles(64, TILE, 128, 1, 4, 5, swapped=True)
+    if rows <= FEW and long and whole > TILE:
+        return Tiles(64, 128, 64, 4, 4, 5, swapped=True)
+    if rows <= FEW:
+        return Tiles(64, TILE, 128, 2, 4, 4, swapped=True)
+    if long and whole == 256:
+        return Tiles(128, 256, 64, 4, 8, 4)
+    if parts or whole == TILE:
+        return Tiles(128, TILE, 128, 1, 4, 4, swapped=True)
+    return Tiles(128, TILE, 64, 1, 4, 6) if rows <= 128 else Tiles(128, 128, 64, 1, 8, 5)
+
+
+def gated_tiles(rows: int, outputs: int) -> Tiles:
+    return Tiles(64, TILE, 64, 1, 4, 4) if rows <= FEW or outputs % 128 else Tiles(128, 128, 64, 1, 8, 4)
