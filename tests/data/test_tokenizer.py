@@ -55,3 +55,17 @@ def test_texts_are_those_that_the_tokenizer_decodes_one_by_one(make_tokenizer, c
     ids = [tokenizer.encode(text) for text in ("one , two", "", "it 's three .", "four")]
     ids[0].append(tokenizer.eos_token_id)
     assert texts_of(tokenizer, ids) == [tokenizer.decode(part, skip_special_tokens=True) for part in ids]
+
+
+@pytest.mark.parametrize("name", ["decode", "batch_decode", "_decode"])
+def test_a_tokenizer_with_its_own_way_to_decode_is_asked(make_tokenizer, name, monkeypatch):
+    tokenizer = make_tokenizer()
+
+    class Own(type(tokenizer)):
+        pass
+
+    inherited, asked = getattr(Own, name), []
+    setattr(Own, name, lambda *given, **named: asked.append(name) or inherited(*given, **named))
+    tokenizer.__class__ = Own
+    assert texts_of(tokenizer, [tokenizer.encode("one")]) == ["one"]
+    assert asked

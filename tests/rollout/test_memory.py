@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,7 +117,7 @@ def test_to_ask_for_room_costs_nothing_of_what_is_kept():
     scheduler = Scheduler(kept, slots=1)
     scheduler.add([Sample.of(Prompt(0, [*shared, 1], 1), Draft.empty(0), seed=0, limit=100)])
     (admission,) = scheduler.admit()
-    admission.sample.ids.append(1)
+    admission.sample.ids.extend(np.array([1]))
     scheduler.settled()
     # It has 2 pages, one of them kept too; it may have all 8, of which 3 are free and 3 are only kept.
     most = 8 * 4 - 5

@@ -48,9 +48,13 @@ def load_tokenizer(
     return tokenizer
 
 
+DECODING = ("decode", "batch_decode", "_decode")  # a tokenizer may have its own ways
+
+
 def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[list[int]]) -> list[str]:
     """What the tokens of each sequence say, without special ones."""
-    fast = isinstance(tokenizer, PreTrainedTokenizerFast) and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
+    own, known = type(tokenizer), PreTrainedTokenizerFast
+    fast = issubclass(own, known) and all(getattr(own, name) is getattr(known, name) for name in DECODING)
     if not fast or tokenizer.clean_up_tokenization_spaces:
         return tokenizer.batch_decode(ids, skip_special_tokens=True)
     # The same on all processors, and without a look at every number in Python.

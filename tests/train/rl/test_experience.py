@@ -61,6 +61,10 @@ def test_taking_and_joining_are_inverse():
     experience = make()
     joined = Experience.joined([experience.take([0, 1, 2]), experience.take([3, 4, 5, 6, 7, 8])])
     assert_equal(joined, experience)
+    alone = Experience.joined([experience])
+    assert_equal(alone, experience)
+    alone.old_N = torch.ones(len(experience.sampled_N))
+    assert experience.old_N is None, "somebody may have kept the part"
 
 
 def test_it_survives_being_written_as_tensors():

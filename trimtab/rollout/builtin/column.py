@@ -29,9 +29,6 @@ class Column:
         """All of them."""
         return np.concatenate(self._parts)
 
-    def append(self, value: float) -> None:
-        self.extend(np.array([value], dtype=self._parts[0].dtype))
-
     def extend(self, values: np.ndarray) -> None:
         """By at least one, of the same kind."""
         self._parts.append(values)

@@ -6,7 +6,7 @@ sample. Nothing is padded, re-tokenised or derived twice: a micro-batch is cut o
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -98,7 +98,7 @@ class Experience(Trajectories):
         """Several rollouts as one, before anything was added to them. No group is in two of them. A figure that the
         rewards gave in some of them only is NaN in the others."""
         if len(parts) == 1:
-            return parts[0]
+            return replace(parts[0])  # what is added to it is not added to the part
         columns: dict[str, Any] = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}
         logs = columns.pop("logs")
         lists = {name: columns.pop(name) for name in LISTS}

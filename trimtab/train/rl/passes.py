@@ -48,20 +48,22 @@ class Passes:
                 pieces += [(samples, found) for samples, found in zip(share, values) if samples]
             experience.put(column, pieces)
 
-        self.until_they_fit(ask, by_tokens=by_tokens)
+        self.until_they_fit(ask, by_tokens=by_tokens, of="scoring")
 
     def send(self, role: Group, method: str, parts: Parts, **shared: Any) -> list[Any]:
         slices = [found for part in parts for found in part]
         self._role, self._sent = role, [size for found in slices for size in zip(found.tokens, found.samples)]
         return role.call(method, parts, **shared)
 
-    def until_they_fit(self, attempt: Callable[[], Result], *, by_tokens: bool | None = None) -> Result:
+    def until_they_fit(
+        self, attempt: Callable[[], Result], *, by_tokens: bool | None = None, of: str = "training"
+    ) -> Result:
         """The result of an attempt that cuts and sends; again with smaller passes each time memory was short."""
         if by_tokens is None:
             by_tokens = self.token_budget() is not None
-        return until_it_fits(attempt, lambda why: self._shrink(why, by_tokens))
+        return until_it_fits(attempt, lambda why: self._shrink(why, by_tokens, of))
 
-    def _shrink(self, why: str, by_tokens: bool) -> None:
+    def _shrink(self, why: str, by_tokens: bool, of: str) -> None:
         assert self._role is not None
         several = self._role.meet_again()
         if not self.limit.halve(self._sent, by_tokens=by_tokens):
@@ -70,7 +72,7 @@ class Passes:
                 f"a pass of one answer, {longest:,} tokens with its prompt, does not fit into memory ({why}); lower "
                 f"--generate_max_len or --prompt_max_len; {FLAGS}"
             )
-        print(f"out of memory: begun anew in passes of at most {self.limit}", flush=True)
+        print(f"out of memory: begun anew in passes of at most {self.limit}; one of {of} did not fit", flush=True)
         if several:
             raise BeginAnew
 
