@@ -47,9 +47,12 @@ def enough_tokens(model: MemoryModel, clock: Clock | None) -> int:
 
 def fewest_recomputed(model: MemoryModel, tokens: int) -> Memory:
     """The fewest layers with which passes of so many tokens fit; all, if no number does."""
-    low, high = model.at(tokens, 0), model.at(tokens, model.layers)
-    if low.fits(model.room) or not high.fits(model.room):
-        return low if low.fits(model.room) else high
+    low = model.at(tokens, 0)
+    if low.fits(model.room):
+        return low  # to count a pass of a large model takes seconds
+    high = model.at(tokens, model.layers)
+    if not high.fits(model.room):
+        return high
     fewest, most = 0, model.layers
     while most - fewest > 1:
         # Every layer saves about as much: where the line meets what there is room for, or beside it.

@@ -58,6 +58,7 @@ class Pretended:
         self.device = torch.device("meta" if accelerator else "cpu")
         self.model, self.options = model, options
         self.optimiser: Optimiser | None = None
+        self._scored: dict[tuple[Rows, int], int] = {}
         model.config.pad_token_id = None  # else a model may look for it among the tokens, to warn
         register()
         model.inner.set_attn_implementation(NAME)
@@ -125,6 +126,12 @@ class Pretended:
                 layer.gradient_checkpointing = recomputes
 
     def scoring_pass(self, rows: Rows, tokens: int) -> int:
+        """Counted once for a size, since it is the same however many layers recompute in training."""
+        if (rows, tokens) not in self._scored:
+            self._scored[rows, tokens] = self._scoring_pass(rows, tokens)
+        return self._scored[rows, tokens]
+
+    def _scoring_pass(self, rows: Rows, tokens: int) -> int:
         with self.mode, scoring(self.model):
             batch = self._batch(rows, tokens)
             with LiveBytes([*self.model.parameters(), *self.model.buffers()]) as live:
