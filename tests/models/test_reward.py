@@ -30,7 +30,7 @@ from trimtab.models.load_reward import load_reward_model
 from trimtab.models.packed import scoring
 from trimtab.models.reward import RewardModel, rename_head, separate_padding
 from trimtab.models.save import save_model
-from trimtab.models.selfcheck import _probe, choose_path
+from trimtab.models.selfcheck import choose_path, probing_batch
 from trimtab.train.rm import RMTask
 
 FAMILIES = ["llama", "qwen2", "mistral", "gpt2", "gemma2", "mixtral", "bloom", "opt"]
@@ -130,7 +130,7 @@ def test_a_tokenizer_with_nothing_to_pad_with_is_refused_in_one_line():
 def test_a_padding_token_in_the_self_checks_samples_does_not_mislead_it(tmp_path):
     write_model(tmp_path / "model", pad_token_id=None)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", num_labels=1)
-    ends = {int(_probe(model.config, torch.device("cpu")).sequence(i)[-1]) for i in (0, 1)}
+    ends = {int(probing_batch(model.config, torch.device("cpu"), (9, 6)).sequence(i)[-1]) for i in (0, 1)}
     for padding in ends:
         model.config.pad_token_id = padding
         assert choose_path(RewardModel(model)).path == "packed"

@@ -10,8 +10,7 @@ def test_a_column_is_a_list_that_grows_and_is_cut_once():
     column, expected = Column(np.int32, [3, 4]), [3, 4]
     for _ in range(50):
         values = [draw.randrange(1000) for _ in range(draw.randrange(1, 40))]
-        column.extend(np.array(values, dtype=np.int32))
-        column.append(7)
+        column.extend(np.array([*values, 7], dtype=np.int32))
         expected += [*values, 7]
         assert column.array.tolist() == expected and len(column) == column.count == len(expected)
         assert column[-1] == column.last == 7 and column[0] == 3

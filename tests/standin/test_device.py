@@ -51,7 +51,8 @@ def be_strict(folder: Path) -> None:
 
 def test_a_run_that_asks_for_what_the_device_lacks_is_refused_before_anything_is_read(tmp_path):
     assert warm.call(refuse, tmp_path) == 0, (tmp_path / "log").read_text()
-    said = (tmp_path / "log").read_text().splitlines()
+    # torch tells the process that the stand-in replaces operators.
+    said = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("trimtab ")]
     assert [line.split(": ")[2].split(" is not offered on an Ascend NPU")[0] for line in said] == [
         "--ring_attn_size 2",
         "--ds_tensor_parallel_size 2",

@@ -1,4 +1,4 @@
-"""A layer's plain and compiled forward pass beside each other, given the same: what compiled layers are believed by.
+"""Two ways to run a layer beside each other, given the same: what compiled layers, and fused ones, are believed by.
 
 Over all layers of a model in half precision rounding adds up: of a random one with 32 layers, gradients may be off by a
 tenth and nothing be wrong. Of one layer it leaves so little that a wrong one stands out. A token that goes to another
@@ -67,9 +67,9 @@ def _difference(ours: Given, theirs: Given, hidden_TD: Tensor, slope_TD: Tensor)
     """What is too far off; empty: nothing."""
     if (ours.back_TD is None) != (theirs.back_TD is None) or len(ours.weights) != len(theirs.weights):
         return "compiled ones give other gradients"
-    off = {"values": _off(ours.out_TD, theirs.out_TD, hidden_TD)}
+    off = {"values": _most(off_by(ours.out_TD, theirs.out_TD, hidden_TD))}
     if ours.back_TD is not None and theirs.back_TD is not None:
-        off["gradients"] = _off(ours.back_TD, theirs.back_TD, slope_TD)
+        off["gradients"] = _most(off_by(ours.back_TD, theirs.back_TD, slope_TD))
     if theirs.weights:
         a, b = (torch.cat([w.flatten().float() for w in given.weights]) for given in (ours, theirs))
         off["gradients of weights"] = ((a - b).norm() / (WEIGHTS[hidden_TD.dtype] * b.norm()).clamp_min(1e-30)).item()
@@ -79,9 +79,13 @@ def _difference(ours: Given, theirs: Given, hidden_TD: Tensor, slope_TD: Tensor)
     return ""
 
 
-def _off(ours_TD: Tensor, theirs_TD: Tensor, before_TD: Tensor) -> float:
-    """How far tokens are off, beside how far they may be."""
+def off_by(ours_TD: Tensor, theirs_TD: Tensor, before_TD: Tensor) -> Tensor:
+    """How far each token that a layer was given is off after it, beside how far it may be [T]."""
     ours, theirs, before = (x.float().flatten(0, -2) for x in (ours_TD, theirs_TD, before_TD))
-    rounded = torch.finfo(theirs_TD.dtype).eps * theirs.norm(dim=1)
-    allowed_T = ADDED[theirs_TD.dtype] * (theirs - before).norm(dim=1) + rounded
-    return ((ours - theirs).norm(dim=1) / allowed_T.clamp_min(1e-30)).quantile(LOOKED_AT).item()
+    rounded_T = torch.finfo(theirs_TD.dtype).eps * theirs.norm(dim=1)
+    allowed_T = ADDED[theirs_TD.dtype] * (theirs - before).norm(dim=1) + rounded_T
+    return (ours - theirs).norm(dim=1) / allowed_T.clamp_min(1e-30)
+
+
+def _most(off_T: Tensor) -> float:
+    return off_T.quantile(LOOKED_AT).item()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.distributed.device import has_kernels
+from trimtab.models.comparing import off_by
 from trimtab.models.hugging_face import first_line
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.ahead import compile_ahead
@@ -29,10 +30,8 @@ LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-TOLERANCE = {torch.float32: 1e-3}  # of what a layer adds to the stream
 WHOLE_TOLERANCE = 0.3
 READ = 9  # tokens, before one is decoded
-TOLERANCE_IN_HALF_PRECISION = 3e-2
 
 
 def recognised(policy: Policy, shape: KVShape, arguments: list[dict], page: int) -> FusedLayers | None:
@@ -59,7 +58,7 @@ def does_the_same(fused: FusedLayers, policy: Policy, shape: KVShape, page: int)
         expected = _few_hidden_states(policy, _memory(shape, page, policy.device), None)
     followed = FollowedLayers(fused, passes)
     found = _few_hidden_states(policy, _memory(shape, page, policy.device), followed)
-    ends = is_close(found, expected, torch.zeros_like(expected))
+    ends = _is_close(found, expected, torch.zeros_like(expected))
     whole = _few_hidden_states(policy, _memory(shape, page, policy.device), fused).float() - expected.float()
     # From one layer to the next, where rounding has added up.
     return followed.same and ends and bool(whole.norm() <= WHOLE_TOLERANCE * expected.float().norm())
@@ -79,21 +78,16 @@ class FollowedLayers(FusedLayers):
     def hidden(self, ids_T: Tensor, positions_T: Tensor, cache: KVCache, places_T: Tensor, attend) -> Tensor:
         streams, angles = next(self.passes), self.angles(positions_T)
         first = self.backbone.embed_tokens(ids_T)
-        self.same &= is_close(first, streams[0], torch.zeros_like(first))
+        self.same &= _is_close(first, streams[0], torch.zeros_like(first))
         for index, (before, after) in enumerate(pairwise(streams)):
             found = before.clone()
             normed = self.through(range(index, index + 1), found, angles, cache, places_T, attend)
-            self.same &= is_close(found, after, before)
+            self.same &= _is_close(found, after, before)
         return normed
 
 
-def is_close(found_TD: Tensor, expected_TD: Tensor, before_TD: Tensor) -> bool:
-    """For every token: beside what was added to the stream, and as finely as the stream itself is rounded."""
-    tolerance = TOLERANCE.get(expected_TD.dtype, TOLERANCE_IN_HALF_PRECISION)
-    rounding = torch.finfo(expected_TD.dtype).eps
-    found, expected, before = found_TD.float(), expected_TD.float(), before_TD.float()
-    allowed_T = tolerance * (expected - before).norm(dim=1) + rounding * expected.norm(dim=1)
-    return bool(((found - expected).norm(dim=1) <= allowed_T).all())
+def _is_close(found_TD: Tensor, expected_TD: Tensor, before_TD: Tensor) -> bool:
+    return bool((off_by(found_TD, expected_TD, before_TD) <= 1).all())
 
 
 @contextlib.contextmanager
