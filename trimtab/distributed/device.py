@@ -38,6 +38,12 @@ def has_graphs(device: torch.device) -> bool:
     return kind_of(device).graphs and has_kernels(device)
 
 
+@functools.cache
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether a kernel there can begin while the one before it still works."""
+    return kind_of(device).ptx and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def widest(device: torch.device) -> torch.dtype:
     """For sums that should be exact."""
     return torch.float64 if device.type == "meta" or kind_of(device).float64 else torch.float32

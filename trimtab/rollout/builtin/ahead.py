@@ -16,7 +16,7 @@ from trimtab.rollout.builtin.fused_layers import FusedLayers, heads_of, opened, 
 
 def compile_ahead(fused: FusedLayers, shape: KVShape, page: int, sizes: tuple[int, ...]) -> None:
     """For passes of so many rows that decode with such pages."""
-    from trimtab.rollout.builtin.kernels.int8 import INTERPRETED
+    from trimtab.rollout.builtin.kernels.hardware import INTERPRETED
 
     if INTERPRETED:
         return

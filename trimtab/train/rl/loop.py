@@ -61,7 +61,7 @@ class RLRun:
         self.order, self.files, self.evaluation, self.text = order, files, evaluation, text
         self.counters = Counters(max(options.init_kl_coef, 0.0))
         self.iteration: Iteration | None = None
-        self.passes = Passes(options, larger_scoring=files.manifest["device_type"] != "cpu")
+        self.passes = Passes(options, larger_scoring=self.on_accelerator)
         self.compiling = RoleCompiling(options, asking.stores["train"], files.total)
         self.schedule()
         self.publishing = publishing_of(options, roles, asking.stores["train"], self.passes)
@@ -218,15 +218,18 @@ class RLRun:
             self.passes.fill(experience, "values_N", self.roles.critic, "values")
 
     @property
+    def on_accelerator(self) -> bool:
+        return self.files.manifest["device_type"] != "cpu"
+
+    @property
     def scores_old_policy(self) -> bool:
         there = {name: getattr(self.roles, name) is not None for name in ("reference", "teacher")}
         return scores_old_policy(self.options, **there, leaves_kl=self.leaves_kl_to_update)
 
     @property
     def leaves_kl_to_update(self) -> bool:
-        accelerator = self.files.manifest["device_type"] != "cpu"
         updated = self.counters.iteration >= self.options.freezing_actor_steps
-        return updated and leaves_kl_to_update(self.options, accelerator=accelerator)
+        return updated and leaves_kl_to_update(self.options, accelerator=self.on_accelerator)
 
     def shape(self, experience: Experience) -> dict[str, float]:
         """Rewards become advantages; what there is to say of them."""

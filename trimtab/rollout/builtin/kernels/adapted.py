@@ -27,7 +27,7 @@ from trimtab.rollout.builtin.kernels.adapted_tiles import (
     stages_of_low,
     tiles_within,
 )
-from trimtab.rollout.builtin.kernels.int8 import shared_memory
+from trimtab.rollout.builtin.kernels.hardware import shared_memory
 from trimtab.rollout.builtin.kernels.overlap import overlapped, wait
 
 

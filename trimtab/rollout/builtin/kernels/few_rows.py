@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from trimtab.rollout.builtin.kernels.int8 import shared_memory
+from trimtab.rollout.builtin.kernels.hardware import shared_memory
+from trimtab.rollout.builtin.kernels.linear import TILE, can_join
 from trimtab.rollout.builtin.kernels.overlap import overlapped, wait
 
 
@@ -153,29 +154,14 @@ class Tiles(NamedTuple):
         }  # fmt: skip
 
 
-TILE = 64
 MOST_ROWS = 64  # of gated products and of parts; beyond, tiles for many rows are better
 MOST_ROWS_OF_HEADS = 1024  # of models less wide than
 WIDE = 4096
 
 
 def can_take(x_TD: Tensor, modules: list[nn.Module], most: int = MOST_ROWS) -> bool:
-    """Few rows, and plain half-precision Linear modules, alike in bias, of widths that make whole tiles."""
-    return (
-        len(x_TD) <= most
-        and x_TD.dtype in (torch.bfloat16, torch.float16)
-        and x_TD.stride(1) == 1
-        and all(
-            type(module) is nn.Linear
-            and "forward" not in vars(module)  # int8 replaces it
-            and module.weight.dtype == x_TD.dtype
-            and module.weight.is_contiguous()
-            and module.out_features % TILE == 0
-            and module.in_features % 16 == 0
-            and (module.bias is None) == (modules[0].bias is None)
-            for module in modules
-        )
-    )
+    """Few rows, and modules that can be joined."""
+    return len(x_TD) <= most and x_TD.stride(1) == 1 and x_TD.shape[1] % 16 == 0 and can_join(x_TD, modules)
 
 
 def can_take_heads(x_TD: Tensor, modules: list[nn.Module], width: int) -> bool:

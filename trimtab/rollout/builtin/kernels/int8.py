@@ -8,7 +8,6 @@ time is that of reading the weights, of which there are half the bytes. The weig
 numbers is converted by one warp and goes into the product from its registers.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from trimtab.distributed.device import kind_of
 from trimtab.rollout.builtin.int8 import Int8Weight
+from trimtab.rollout.builtin.kernels.hardware import shared_memory
 
 
 @triton.jit
@@ -254,17 +254,6 @@ def _fitting(tiles: Tiles, weights: int) -> Tiles:
     return tiles._replace(words=words)
 
 
-@functools.cache
-def shared_memory() -> int:
-    if INTERPRETED:
-        return 2**30
-    driver = triton.runtime.driver.active
-    return driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
-
-
 def _in_ptx(out: Tensor) -> bool:
     """Whether the instructions in _halves are the device's own, and give this dtype."""
     return out.dtype == torch.bfloat16 and kind_of(out.device).ptx
-
-
-INTERPRETED = not isinstance(_product, triton.JITFunction)

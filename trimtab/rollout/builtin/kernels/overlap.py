@@ -4,14 +4,12 @@ Such a kernel calls `wait` before it touches what others write, and every progra
 then also waits for all that this one has waited for.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from trimtab.distributed.device import kind_of
+from trimtab.distributed.device import overlaps_launches
 
 
 @triton.jit
@@ -24,9 +22,4 @@ def wait(OVERLAPPED: tl.constexpr):
 
 def overlapped(device: torch.device) -> dict[str, bool]:
     """How to launch a kernel that waits."""
-    return {"OVERLAPPED": True, "launch_pdl": True} if _can_overlap(device) else {"OVERLAPPED": False}
-
-
-@functools.cache
-def _can_overlap(device: torch.device) -> bool:
-    return kind_of(device).ptx and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"OVERLAPPED": True, "launch_pdl": True} if overlaps_launches(device) else {"OVERLAPPED": False}
