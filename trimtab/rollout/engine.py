@@ -4,6 +4,7 @@ from collections.abc import Collection, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
+from trimtab.envs.types import Task
 from trimtab.rollout.types import Draft, Rollout, Sampling
 
 
@@ -18,11 +19,13 @@ class Session(Protocol):
         seed: int | None = None,
         limit: int | None = None,
         drafts: Sequence[Draft] | None = None,
+        task: Task | None = None,
     ) -> int:
         """The number of the new request, which its rollouts carry as their `prompt`.
 
         `seed`: from which its samples draw; `limit`: its own max_new_tokens; `drafts`: these of its samples alone, each
         going on from what it has. They come whole: what stood in the draft as it was drawn then, and what follows.
+        `task`: what an environment is to open; who answers prompts has no use for it.
         """
 
     @property
@@ -70,10 +73,12 @@ class Engine(Protocol):
         *,
         seeds: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
+        tasks: Sequence[Task] | None = None,
     ) -> list[Rollout]:
         """All answers, in the order of the prompts and their samples.
 
-        `seeds`: one for each prompt, from which its samples draw; `limits`: each prompt's own max_new_tokens.
+        `seeds`: one for each prompt, from which its samples draw; `limits`: each prompt's own max_new_tokens;
+        `tasks`: each prompt's, where an environment is played.
         """
 
     def stream(
@@ -83,6 +88,7 @@ class Engine(Protocol):
         *,
         seeds: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
+        tasks: Sequence[Task] | None = None,
     ) -> Generator[Rollout]:
         """The same answers as they finish; to close it ends them."""
 

@@ -7,9 +7,11 @@ from typing import Literal
 
 import numpy as np
 
+from trimtab.envs.episode import Episode
 from trimtab.errors import UserError
 
-Finish = Literal["stop", "length", "abort"]
+# Of episodes also: the context is full, --max_turns is reached, the environment has cut it off, or has failed.
+Finish = Literal["stop", "length", "abort", "context", "turns", "truncated", "failed"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Rollout:
     plain_log_probs: np.ndarray | None = None  # at temperature 1, where asked for
     versions: np.ndarray | None = None  # int32: of the weights that drew each token; every engine says it
     drawn: np.ndarray | None = None  # which of the tokens the model drew itself; None: all
+    episode: Episode | None = None  # of an environment: who said what; all branches of it have the same
+    branch: int = 0  # which sequence of an episode whose history was rewritten on its way
 
     def __post_init__(self) -> None:
         self.tokens = np.asarray(self.tokens, dtype=np.int32)
@@ -85,6 +89,8 @@ class Draft:
     log_probs: np.ndarray  # fp32, as they were drawn
     versions: np.ndarray  # int32: of the weights that drew each token
     finish: Finish | None = None  # how it ended, if it has
+    drawn: np.ndarray | None = None  # which of the tokens the model drew itself; None: all
+    episode: Episode | None = None  # of an environment: what another instance is played to go on from here
 
     def __post_init__(self) -> None:
         self.tokens = np.asarray(self.tokens, dtype=np.int32)

@@ -12,6 +12,7 @@ import torch
 
 from trimtab.distributed.memory import free_memory
 from trimtab.distributed.peers import Peers
+from trimtab.envs.types import Task
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.captured import CapturedGraphs
@@ -80,6 +81,7 @@ class BuiltinEngine:
         *,
         seeds: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
+        tasks: Sequence[Task] | None = None,
     ) -> Generator[Rollout]:
         """Answers as they finish. Until the last one, or until the stream is closed, the policy is the engine's.
 

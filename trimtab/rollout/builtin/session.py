@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from trimtab.distributed.watch import pulse
+from trimtab.envs.types import Task
 from trimtab.errors import UserError
 from trimtab.rollout.builtin.graphs import CannotCapture, DecodeGraphs
 from trimtab.rollout.builtin.reader import Reader
@@ -54,6 +55,7 @@ class BuiltinSession:
         seed: int | None = None,
         limit: int | None = None,
         drafts: Sequence[Draft] | None = None,
+        task: Task | None = None,
     ) -> int:
         number, limit = self.requests, self.sampling.max_new_tokens if limit is None else limit
         check_request(self.engine.policy, number, prompt_ids, limit)

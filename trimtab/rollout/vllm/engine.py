@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.distributed.alone import be_alone
+from trimtab.envs.types import Task
 from trimtab.errors import RunFailed, UserError
 from trimtab.models.handover import Handover
 from trimtab.models.hugging_face import from_pretrained
@@ -113,6 +114,7 @@ class VLLMEngine:
         *,
         seeds: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
+        tasks: Sequence[Task] | None = None,
     ) -> Generator[Rollout]:
         for name, values in (("seeds", seeds), ("limits", limits)):
             if values is not None and len(values) != len(prompts):

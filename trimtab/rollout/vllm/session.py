@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trimtab.distributed.watch import pulse
+from trimtab.envs.types import Task
 from trimtab.errors import RunFailed, UserError
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_string_end
@@ -66,6 +67,7 @@ class VLLMSession:
         seed: int | None = None,
         limit: int | None = None,
         drafts: Sequence[Draft] | None = None,
+        task: Task | None = None,
     ) -> int:
         """vLLM draws by a seed and how many tokens it has drawn itself: with every draft, from another stream."""
         number, limit = self.requests, self.sampling.max_new_tokens if limit is None else limit

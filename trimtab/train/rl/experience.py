@@ -18,7 +18,7 @@ from trimtab.rewards.types import RewardResult
 from trimtab.rollout.types import Rollout
 from trimtab.train.rl.trajectories import Trajectories, joined, runs
 
-FINISHES = ("stop", "length", "abort")
+FINISHES = ("stop", "length", "abort", "context", "turns", "truncated", "failed")
 # The columns that hold a list for each sample, and what is in the lists.
 LISTS = {"step_tokens": torch.int64, "step_scores": torch.float64}
 

@@ -1,0 +1,49 @@
+"""The record of an episode: who said what, and what it was worth. It holds what a person reads and what another
+instance of the environment must be played to be where this one was; tokens lie beside it."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trimtab.envs.types import Message
+
+
+@dataclass
+class Said:
+    """A turn of the model, or what the world said to it."""
+
+    messages: list[Message]
+    start: int  # its tokens in the sequence of its branch, counted from behind the prompt
+    end: int
+    drawn: bool  # by the model; what stands between the runs of drawn tokens is the template's
+    text: str = ""
+    finish: str = ""  # of a turn of the model: stop or length
+    reward: float = 0.0  # of a turn of the model
+    seconds: float = 0.0  # that the engine or the environment took
+    branch: int = 0
+
+
+@dataclass
+class Episode:
+    said: list[Said] = field(default_factory=list)
+    opening: list[Message] | None = None  # what reset gave, if it did
+    last_reward: float = 0.0  # of the episode as a whole, beside those of its turns
+    logs: dict[str, float] = field(default_factory=dict)  # figures of its own
+    begun: int = 1  # instances of the environment that it took
+    problem: str | None = None  # why it failed, in the environment's words
+
+    @property
+    def reward(self) -> float:
+        return sum(said.reward for said in self.said) + self.last_reward
+
+    @property
+    def turns(self) -> list[Said]:
+        """Those of the model."""
+        return [said for said in self.said if said.drawn]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return asdict(self)
+
+    @classmethod
+    def of_plain(cls, found: dict[str, Any]) -> "Episode":
+        return cls(**{**found, "said": [Said(**said) for said in found["said"]]})

@@ -1,0 +1,58 @@
+"""What an environment is: it opens an episode, and answers the policy turn by turn. Every method may be async."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Message = dict[str, Any]  # role, content, and where they apply: tool_calls, tool_call_id, name
+
+
+@dataclass(frozen=True)
+class Task:
+    """One episode of one row. All samples of a group have one seed, so that they begin alike; what the policy draws in
+    them, it draws from streams of their own."""
+
+    row: int  # of the prompt data
+    sample: int  # which of the row's episodes
+    seed: int  # made of the run's seed and the row's place in the data
+    prompt: str | list[Message] = ""
+    label: Any = None
+    columns: dict[str, Any] = field(default_factory=dict)  # everything else that the row has
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy did."""
+
+    text: str  # without the token that ended it
+    message: Message  # the same as a message, with its tool calls
+    ids: list[int]
+    finish: Literal["stop", "length"]
+    number: int  # 0 is the episode's first
+    room: int  # tokens that are left in the episode
+
+
+@dataclass
+class Step:
+    """What the environment says to it."""
+
+    messages: str | list[Message] = field(default_factory=list)  # read next; a str is one user message
+    reward: float = 0.0  # of this turn
+    done: bool = False  # over, in the task's own terms
+    truncated: bool = False  # cut off from outside
+    ids: list[int] | None = None  # exact tokens in place of messages
+    sampling: dict[str, Any] | None = None  # of the next turn: max_new_tokens, stop_strings
+    logs: dict[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One instance, one episode at a time."""
+
+    tools: Sequence[Callable[..., Any]] = ()  # their schemas come from signatures and docstrings
+
+    def reset(self, task: Task) -> str | list[Message] | None:
+        """What the policy reads first; None: the row's own prompt."""
+
+    def step(self, turn: Turn) -> Step: ...
+
+    def close(self) -> None: ...
