@@ -100,8 +100,8 @@ def main() -> None:
     from trimtab.config.jobs import ServeRMOptions
     from trimtab.rewards.server.app import make_app
     from trimtab.rewards.server.reward import served_reward
-    from trimtab.rewards.server.run import bind, make_server
     from trimtab.rewards.types import RewardRequest
+    from trimtab.web.server import bind, make_server
 
     texts = make_texts(samples)
     with tempfile.TemporaryDirectory() as folder:

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Iterator
 
 from trimtab.rewards.server.app import make_app
-from trimtab.rewards.server.run import address, bind, make_server
 from trimtab.rewards.types import Reward
+from trimtab.web.server import address, bind, make_server
 
 
 class Running:

@@ -20,9 +20,9 @@ import pytest
 from tests.rewards.running import running
 from tests.rewards.samples import Lengths, request_of
 from trimtab.rewards.client import HttpReward
-from trimtab.rewards.server import app, manners
 from trimtab.rewards.types import BadSample, RewardFailed, RewardResult
 from trimtab.rewards.verify import make_verifier
+from trimtab.web import manners, requests
 
 
 class Numbers:
@@ -352,7 +352,7 @@ def test_headers_that_never_end_hold_no_connection(monkeypatch):
 
 
 def test_a_body_that_never_ends_is_refused(monkeypatch):
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(requests, "BODY_SECONDS", 0.3)
     with running(Numbers()) as server:
         connection = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
         connection.sendall(b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{")

@@ -5,11 +5,8 @@ Everything that a client can get wrong is a 4xx with one sentence, in the form i
 
 import asyncio
 import contextlib
-import json
 import logging
-import secrets
 from collections.abc import AsyncIterator
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -18,19 +15,12 @@ from starlette.routing import Route
 
 from trimtab.rewards.protocols import PROTOCOLS, NotUnderstood, Protocol, protocol_of
 from trimtab.rewards.server.batching import Batcher, Overloaded
-from trimtab.rewards.server.manners import Closing, Gate
 from trimtab.rewards.server.metrics import Metrics
 from trimtab.rewards.types import BadSample, Reward, RewardFailed
+from trimtab.web.manners import Closing, Gate
+from trimtab.web.requests import Refused, authorise, json_object, read_body
 
 log = logging.getLogger(__name__)
-
-BODY_SECONDS = 120.0  # in which the whole of a request must have come
-
-
-class Refused(Exception):
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
 
 
 def make_app(
@@ -57,8 +47,8 @@ def make_app(
         protocol = next(known for known in PROTOCOLS.values() if known.path == request.url.path)
         try:
             with gate.entered():
-                _authorise(request, token)
-                body = _json(await _body(request, max_bytes))
+                authorise(request, token)
+                body = json_object(await read_body(request, max_bytes, "send fewer samples at once"))
                 protocol = protocol_of(body)
                 result = await batcher.score(protocol.read_request(body))
                 response = JSONResponse(protocol.reply_body(result))
@@ -76,7 +66,7 @@ def make_app(
 
     async def page(request: Request) -> Response:
         try:
-            _authorise(request, token)
+            authorise(request, token)
         except Refused as refusal:
             return PlainTextResponse(f"{refusal}\n", refusal.status)
         return PlainTextResponse(metrics.page())
@@ -108,34 +98,3 @@ def _refusal(error: Exception, protocol: Protocol) -> Response:
             log.error("a request failed", exc_info=error)
             status, message = 500, "the server failed; its log says why"
     return JSONResponse(protocol.error_body(status, message), status, headers)
-
-
-def _authorise(request: Request, token: str | None) -> None:
-    if token is None:
-        return
-    given = request.headers.get("authorization", "").removeprefix("Bearer ")
-    if not secrets.compare_digest(given.encode(), token.encode()):
-        raise Refused(401, "a bearer token is needed, and it must be the right one")
-
-
-async def _body(request: Request, max_bytes: int) -> bytes:
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > max_bytes:
-                    raise Refused(413, f"the request has more than {max_bytes} bytes; send fewer samples at once")
-    except TimeoutError:
-        raise Refused(408, f"the request was not whole after {BODY_SECONDS:g} s") from None
-    return bytes(body)
-
-
-def _json(content: bytes) -> dict[str, Any]:
-    try:
-        body = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the request is not JSON: {str(error)[:100]}") from None
-    if not isinstance(body, dict):
-        raise Refused(422, f"the request must be a JSON object, not {type(body).__name__}")
-    return body

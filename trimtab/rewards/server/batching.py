@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from trimtab.rewards.server.manners import Closing
 from trimtab.rewards.server.metrics import Metrics
 from trimtab.rewards.types import Reward, RewardRequest, RewardResult
+from trimtab.web.manners import Closing
 
 MOST_WAITING = 65_536
 

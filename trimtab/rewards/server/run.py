@@ -1,28 +1,15 @@
-"""Bind, serve until SIGINT or SIGTERM, answer what has been accepted within a limit, end."""
+"""A reward behind HTTP, until the process is told to stop."""
 
-import ipaddress
-import signal
-import socket
-import time
 from collections.abc import Callable
-from types import FrameType
 
 from trimtab.errors import UserError
 from trimtab.rewards.types import Reward
 
 try:
-    import uvicorn
-    from starlette.applications import Starlette
-
     from trimtab.rewards.server.app import make_app
-    from trimtab.rewards.server.manners import Gate, keep_logs_short, most_connections, protocol_with_limits
+    from trimtab.web.server import SECONDS_TO_SEND, address, bind, make_server, serve_until_told
 except ImportError as error:
     raise UserError(f"a reward server needs the package {error.name}: pip install 'trimtab[serve]'") from error
-
-DRAIN_SECONDS = 30.0
-SECONDS_TO_SEND = 2  # of replies, once all are there
-BACKLOG = 2048
-ACCEPTED_AT_ONCE = 64
 
 
 def serve(
@@ -41,80 +28,6 @@ def serve(
     listening = bind(host, port)
     app = make_app(reward, token=token, max_bytes=max_bytes, max_samples=max_samples)
     say(f"serving {reward.name} at {address(listening)}")
-    # uvicorn hands the signal on once it has finished; by then there is nothing left to stop.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    make_server(app, drain_seconds).run(sockets=[listening])
+    serve_until_told(make_server(app, drain_seconds, logs=["trimtab.rewards.server.app"]), listening)
     app.state.batcher.thread.join(SECONDS_TO_SEND)
     return not app.state.batcher.thread.is_alive()
-
-
-class Server(uvicorn.Server):
-    """Told to end, it answers those inside, within a limit, and turns others away; told again, it ends at once."""
-
-    def __init__(self, config: uvicorn.Config, gate: Gate, drain_seconds: float):
-        super().__init__(config)
-        self.gate, self.drain_seconds = gate, drain_seconds
-        self._deadline = float("inf")
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        # asyncio accepts a whole backlog at a time, and where descriptors are short it complains as often.
-        for listening in sockets or []:
-            listening.listen(BACKLOG)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.gate.closed:
-            self.gate.give_up()
-            super().handle_exit(sig, frame)
-        self.drain()
-
-    def drain(self) -> None:
-        self.gate.closed = True
-        self._deadline = min(self._deadline, time.monotonic() + self.drain_seconds)
-
-    async def on_tick(self, counter: int) -> bool:
-        if self.gate.closed and (not self.gate.inside or time.monotonic() >= self._deadline):
-            self.gate.give_up()
-            self.should_exit = True
-        return await super().on_tick(counter)
-
-
-def make_server(app: Starlette, drain_seconds: float = DRAIN_SECONDS) -> Server:
-    config = uvicorn.Config(
-        app,
-        http=protocol_with_limits(most_connections()),
-        log_level="warning",
-        access_log=False,
-        lifespan="on",
-        backlog=ACCEPTED_AT_ONCE,
-        timeout_graceful_shutdown=SECONDS_TO_SEND,
-    )
-    keep_logs_short("uvicorn.error", "asyncio", "trimtab.rewards.server.app")
-    return Server(config, app.state.gate, drain_seconds)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if _is_ipv6(host) else socket.AF_INET
-        # Only where the protocol is named does asyncio send small replies at once (TCP_NODELAY): 40 ms less.
-        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(BACKLOG)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"--host {host} --port {port}: cannot listen there ({reason}); choose another") from error
-    return listening
-
-
-def address(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _is_ipv6(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).version == 6
-    except ValueError:
-        return False
