@@ -6,6 +6,9 @@ from typing import Any, Literal, Protocol
 
 Message = dict[str, Any]  # role, content, and where they apply: tool_calls, tool_call_id, name
 
+VERBATIM = "verbatim"
+"""The role of a text that stands as it is: it is tokenised alone, and marks of a chat template are its author's."""
+
 
 @dataclass(frozen=True)
 class Task:
