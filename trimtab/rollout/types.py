@@ -91,6 +91,7 @@ class Draft:
     finish: Finish | None = None  # how it ended, if it has
     drawn: np.ndarray | None = None  # which of the tokens the model drew itself; None: all
     episode: Episode | None = None  # of an environment: what another instance is played to go on from here
+    branch: int = 0  # of an episode in several sequences; its sample then has a draft for each
 
     def __post_init__(self) -> None:
         self.tokens = np.asarray(self.tokens, dtype=np.int32)
@@ -108,9 +109,10 @@ class Draft:
     @classmethod
     def of(cls, rollout: Rollout) -> "Draft":
         """What an engine has handed over. One that was aborted has not ended."""
-        assert rollout.versions is not None and rollout.drawn is None, "an answer as an engine gives it"
+        assert rollout.versions is not None, "an answer as an engine gives it"
         finish = None if rollout.finish == "abort" else rollout.finish
-        return cls(rollout.sample, rollout.tokens, rollout.log_probs, rollout.versions, finish)
+        own = (rollout.sample, rollout.tokens, rollout.log_probs, rollout.versions)
+        return cls(*own, finish, rollout.drawn, rollout.episode, rollout.branch)
 
     def versions_of(self, count: int, version: int) -> np.ndarray:
         """Of the first `count` tokens, where this one's are followed by some that these weights drew."""

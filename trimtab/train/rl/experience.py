@@ -2,9 +2,14 @@
 
 S samples, the answers to a prompt one after another (a group, of any size); N tokens that the model drew, sample after
 sample. Nothing is padded, re-tokenised or derived twice: a micro-batch is cut out of these columns.
+
+An answer is one sample, and so is an episode with an environment. Only where its history was rewritten on the way it is
+several, its *branches*, one after another; every drawn token stands in one of them as drawn. E counts answers and
+episodes, each once; whatever is said of rewards is said of those.
 """
 
 import itertools
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -14,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimtab.envs.episode import Episode
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.types import Rollout
 from trimtab.train.rl.trajectories import Trajectories, joined, runs
@@ -33,6 +39,8 @@ class Experience(Trajectories):
     scores_S: Tensor  # what dynamic filtering looks at
     logs: dict[str, Tensor] = field(default_factory=dict)  # other figures of the samples, from the rewards
     versions_N: Tensor | None = None  # int32: of the weights that drew each token
+    branches_S: Tensor | None = None  # which branch of its episode: 0, 1, 2 and so on; None: all are the only ones
+    episodes: list[Episode] | None = None  # of an environment, for each sample: who said what; branches share it
     # of a process reward, a list for each sample
     step_tokens: list[list[int]] | None = None  # which of the sample's drawn tokens ends each step
     step_scores: list[list[float]] | None = None
@@ -76,22 +84,32 @@ class Experience(Trajectories):
         if len(versions) == len(rollouts):
             experience.versions_N = torch.from_numpy(np.concatenate(versions))
             assert len(experience.versions_N) == len(experience.sampled_N), "a version for every token that was drawn"
+        if any(r.branch for r in rollouts):
+            experience.branches_S = torch.tensor([r.branch for r in rollouts])
+        episodes = [r.episode for r in rollouts if r.episode is not None]
+        if episodes:
+            assert len(episodes) == len(rollouts), "a record for every sample"
+            experience.episodes = episodes
         if result is not None:
             experience.reward(result)
         return experience
 
     def reward(self, result: RewardResult) -> None:
-        self.rewards_S = torch.tensor(result.rewards, dtype=torch.float32)
-        self.scores_S = torch.tensor(result.scores, dtype=torch.float32)
-        self.logs = {name: torch.tensor(values, dtype=torch.float32) for name, values in result.logs.items()}
+        """One entry a sample; an episode of several branches is judged by the last, where it ends."""
+        judged = self.lasts_E[self.episodes_S]
+        self.rewards_S = torch.tensor(result.rewards, dtype=torch.float32)[judged]
+        self.scores_S = torch.tensor(result.scores, dtype=torch.float32)[judged]
+        self.logs = {name: torch.tensor(values, dtype=torch.float32)[judged] for name, values in result.logs.items()}
         if result.steps is not None:
             # They come as places in the response. A step that ends in what the world said ends for the model at the
-            # last token that it drew before.
-            self.step_tokens = []
-            for i, steps in enumerate(result.steps):
-                among = (self.drawn(i).cumsum(0) - 1).clamp(min=0).tolist()
-                self.step_tokens.append([among[token] for token, _ in steps])
-            self.step_scores = [[score for _, score in steps] for steps in result.steps]
+            # last token that it drew before; one that it ended in an earlier branch is counted there.
+            self.step_tokens, self.step_scores = [], []
+            branches = [0] * len(self) if self.branches_S is None else self.branches_S.tolist()
+            for i, (steps, branch) in enumerate(zip(result.steps, branches)):
+                among = (self.drawn(i).cumsum(0) - 1).clamp(min=-1 if branch else 0).tolist()
+                own = [(among[token], score) for token, score in steps if among[token] >= 0]
+                self.step_tokens.append([token for token, _ in own])
+                self.step_scores.append([score for _, score in own])
 
     @classmethod
     def joined(cls, parts: Sequence["Experience"]) -> "Experience":
@@ -102,6 +120,7 @@ class Experience(Trajectories):
         columns: dict[str, Any] = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}
         logs = columns.pop("logs")
         lists = {name: columns.pop(name) for name in LISTS}
+        episodes, branches = columns.pop("episodes"), columns.pop("branches_S")
         columns = {name: None if found[0] is None else torch.cat(found) for name, found in columns.items()}
         names = dict.fromkeys(name for found in logs for name in found)
         nothing = [torch.full((len(part),), torch.nan) for part in parts]
@@ -109,12 +128,17 @@ class Experience(Trajectories):
         for name, found in lists.items():
             if any(own is not None for own in found):
                 columns[name] = [x for own, part in zip(found, parts) for x in own or [[] for _ in range(len(part))]]
+        if all(own is not None for own in episodes):
+            columns["episodes"] = [episode for own in episodes for episode in own]
+        if any(own is not None for own in branches):
+            zeros = (torch.zeros(len(part), dtype=torch.int64) for part in parts)
+            columns["branches_S"] = torch.cat([none if own is None else own for own, none in zip(branches, zeros)])
         before = itertools.accumulate((part.groups for part in parts), initial=0)
         columns["groups_S"] = torch.cat([part.groups_S + first for part, first in zip(parts, before)])
         return cls(**columns)
 
     def take(self, samples: Sequence[int]) -> "Experience":
-        """These samples alone; those of a group are beside each other."""
+        """These samples alone; those of a group are beside each other, and no episode is without its first branch."""
         chosen = torch.as_tensor(samples, dtype=torch.int64)
         runs_of = {"_T": runs(self.offsets_S[chosen], self.sequence_lengths_S[chosen]), "_N": self.drawn_of(chosen)}
         taken: dict[str, Any] = {"logs": {name: values[chosen] for name, values in self.logs.items()}}
@@ -148,6 +172,34 @@ class Experience(Trajectories):
         firsts, sizes = self.firsts_G.tolist(), self.sizes_G.tolist()
         return [firsts[group] + answer for group in groups for answer in range(sizes[group])]
 
+    # ---- its answers and episodes
+
+    @cached_property
+    def episodes_S(self) -> Tensor:
+        """Which answer or episode a sample is, or is a branch of: 0, 1, 2 and so on, in order."""
+        if self.branches_S is None:
+            return torch.arange(len(self))
+        return (self.branches_S == 0).cumsum(0) - 1
+
+    @cached_property
+    def firsts_E(self) -> Tensor:
+        """The first branch of each."""
+        return torch.arange(len(self)) if self.branches_S is None else (self.branches_S == 0).nonzero()[:, 0]
+
+    @cached_property
+    def lasts_E(self) -> Tensor:
+        """The branch in which each ends."""
+        return torch.cat([self.firsts_E[1:] - 1, torch.tensor([len(self) - 1])]) if len(self) else self.firsts_E
+
+    @property
+    def groups_E(self) -> Tensor:
+        return self.groups_S[self.firsts_E]
+
+    @cached_property
+    def lengths_E(self) -> Tensor:
+        """How many tokens the model drew, in all branches."""
+        return self.lengths_S.new_zeros(len(self.firsts_E)).index_add(0, self.episodes_S, self.lengths_S)
+
     # ---- what a sample is worth
 
     @property
@@ -160,8 +212,11 @@ class Experience(Trajectories):
         """What an answer is judged by as a whole: its reward and, where its steps have rewards, their mean."""
         if self.step_scores is None:
             return self.rewards_S
-        means = [sum(scores) / len(scores) if scores else 0.0 for scores in self.step_scores]
-        return self.rewards_S + torch.tensor(means)
+        found: list[list[float]] = [[] for _ in self.firsts_E]
+        for episode, scores in zip(self.episodes_S.tolist(), self.step_scores):
+            found[episode] += scores
+        means_E = torch.tensor([sum(scores) / len(scores) if scores else 0.0 for scores in found])
+        return self.rewards_S + means_E[self.episodes_S]
 
     def steps(self) -> tuple[Tensor, Tensor]:
         """Of all K steps, sample after sample: their scores, and where their last tokens lie among all tokens."""
@@ -195,12 +250,16 @@ class Experience(Trajectories):
             if found[name] is not None:
                 tensors[name] = torch.tensor([item for part in found[name] for item in part], dtype=dtype)
                 tensors[f"{name}_lengths"] = torch.tensor([len(part) for part in found[name]])
+        if self.episodes is not None:
+            plain = json.dumps([self.episodes[i].plain() for i in self.firsts_E])
+            tensors["episodes"] = torch.frombuffer(bytearray(plain.encode()), dtype=torch.uint8)
         return tensors
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> "Experience":
         tensors = dict(tensors)
         versions_S = tensors.pop("versions_S", None)  # earlier recordings have one for each sample
+        episodes = tensors.pop("episodes", None)
         arguments: dict = {"logs": {}}
         for name in LISTS:
             if name in tensors:
@@ -214,6 +273,9 @@ class Experience(Trajectories):
         experience = cls(**arguments)
         if versions_S is not None:
             experience.versions_N = versions_S[experience.owners_N].int()
+        if episodes is not None:
+            found = [Episode.of_plain(plain) for plain in json.loads(episodes.numpy().tobytes())]
+            experience.episodes = [found[episode] for episode in experience.episodes_S]
         return experience
 
 

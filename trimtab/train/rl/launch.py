@@ -8,6 +8,7 @@ from trimtab.distributed.device import find_device
 from trimtab.distributed.staging import Host, Stage, WorldStage, stage_of
 from trimtab.distributed.stopping import heard_by_all, was_told
 from trimtab.distributed.world import World, find_world, leave_world
+from trimtab.envs.episode import Episode, Said
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.sharded import mesh_of
@@ -26,7 +27,7 @@ from trimtab.train.rl.recording import as_recorded
 # What goes to the roles and comes back; nothing else may.
 RECORDS = (
     *(AnswerSlice, TextSlice, Sampling, Questions, Answers, Experience),
-    *(Draft, UnderWay, Admission, Written, Collected, Wait),
+    *(Draft, Episode, Said, UnderWay, Admission, Written, Collected, Wait),
     *(RewardRequest, RewardResult, RewardFailed, BadSample, NoRoom),
 )
 

@@ -165,7 +165,7 @@ class Rollouts(Role):
             if not found:
                 return None
             results = [RewardResult.joined(part) for part in zip(*scored.results())]
-        order = sorted(range(len(found)), key=lambda i: (found[i].prompt, found[i].sample))
+        order = sorted(range(len(found)), key=lambda i: (found[i].prompt, found[i].sample, found[i].branch))
         found = [found[i] for i in order]
         experience = Experience.of([questions.rows[r.prompt] for r in found], found)
         return Answers(experience, [result.take(order) for result in results])

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trimtab.envs.episode import Episode
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.types import Draft, Sampling
 from trimtab.train.rl.answers import Answers, UnderWay
@@ -24,8 +25,7 @@ def drafts_on_disk(groups: Iterable[UnderWay]) -> Kept:
     described: list[dict[str, Any]] = []
     drafts: list[Draft] = []
     for group in groups:
-        own = [{"sample": d.sample, "tokens": len(d.tokens), "finish": d.finish} for d in group.drafts]
-        described.append({**vars(group), "drafts": own})
+        described.append({**vars(group), "drafts": [_described(draft) for draft in group.drafts]})
         drafts += group.drafts
     if not drafts:
         return {}, described
@@ -34,18 +34,39 @@ def drafts_on_disk(groups: Iterable[UnderWay]) -> Kept:
         "log_probs": np.concatenate([draft.log_probs for draft in drafts]),
         "versions": np.concatenate([draft.versions for draft in drafts]),
     }
+    masks = [draft.drawn for draft in drafts if draft.drawn is not None]
+    if masks:
+        columns["drawn"] = np.concatenate(masks)
     return {f"drafts/{name}": torch.from_numpy(column) for name, column in columns.items()}, described
 
 
+def _described(draft: Draft) -> dict[str, Any]:
+    found: dict[str, Any] = {"sample": draft.sample, "tokens": len(draft.tokens), "finish": draft.finish}
+    if draft.drawn is not None:
+        found["drawn"] = len(draft.log_probs)
+    if draft.episode is not None:
+        found |= {"episode": draft.episode.plain(), "branch": draft.branch}
+    return found
+
+
 def drafts_from_disk(tensors: dict[str, Tensor], described: Iterable[dict[str, Any]]) -> list[UnderWay]:
-    groups, begin = [], 0
+    columns = {name.removeprefix("drafts/"): column.numpy() for name, column in tensors.items()}
+    taken = dict.fromkeys(columns, 0)
+
+    def next_of(name: str, count: int) -> np.ndarray:
+        begin = taken[name]
+        taken[name] += count
+        return columns[name][begin : taken[name]]
+
+    groups = []
     for group in described:
         drafts = []
         for draft in group["drafts"]:
-            own = slice(begin, begin := begin + draft["tokens"])
-            names = ("ids", "log_probs", "versions")
-            ids, log_probs, versions = (tensors[f"drafts/{name}"][own].numpy() for name in names)
-            drafts.append(Draft(draft["sample"], ids, log_probs, versions, draft["finish"]))
+            tokens, drawn = draft["tokens"], draft.get("drawn", draft["tokens"])
+            own = (next_of("ids", tokens), next_of("log_probs", drawn), next_of("versions", drawn))
+            mask = next_of("drawn", tokens) if "drawn" in draft else None
+            episode = Episode.of_plain(draft["episode"]) if "episode" in draft else None
+            drafts.append(Draft(draft["sample"], *own, draft["finish"], mask, episode, draft.get("branch", 0)))
         groups.append(UnderWay(**{**group, "drafts": drafts}))
     return groups
 
@@ -53,8 +74,11 @@ def drafts_from_disk(tensors: dict[str, Tensor], described: Iterable[dict[str, A
 def fitting(group: UnderWay, sampling: Sampling) -> UnderWay:
     """For a run that was told on resume to draw fewer or shorter answers: none is more than that."""
     drafts = []
-    for draft in group.drafts[: sampling.n]:
-        full = draft.finish is None and len(draft.tokens) >= sampling.max_new_tokens
+    for draft in group.drafts:
+        if draft.sample >= sampling.n:
+            continue
+        # In an episode the limit is one of a turn, and whoever plays it looks at that.
+        full = draft.finish is None and draft.episode is None and len(draft.tokens) >= sampling.max_new_tokens
         drafts.append(replace(draft, finish="length") if full else draft)
     return replace(group, drafts=drafts)
 
