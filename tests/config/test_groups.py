@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from tests.config.every_job import EVERY_JOB
-from trimtab.config import attack, data, generation, groups, objectives, placement, rewards, rl, serving, tail
+from trimtab.config import agents, attack, data, generation, groups, objectives, placement, rewards, rl, serving, tail
 from trimtab.config.catalogue import options_of
 from trimtab.config.job import job
 from trimtab.config.jobs import (
@@ -163,6 +163,7 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
     own |= {"gradient_checkpointing_layers", "gradient_checkpointing_keep", "offload_activations", "compile"}
     own |= {"ray", "max_restarts", "restart_wait", "rollout_engine", "vllm_sync_lora"}
     own |= {"async_staleness", "async_timeout"}
+    own |= {field.name for field in dataclasses.fields(agents.AgentTrainingOptions)} - {"agent_func_path", "given"}
     own |= {"mismatch_correction", "mismatch_range", "teacher_model", "teacher_coef", "record", "replay"}
     own |= {"placeholder_token", "reward_tokens", "step_reward", "step_separator", "reward_func", "reward_timeout"}
     own |= {"generate_min_len", "repetition_penalty", "adam_eps", "policy_loss_coef", "kl_clip", "running_reward_norm"}
@@ -209,7 +210,7 @@ def test_every_training_job_packs_and_resumes():
 def test_no_option_is_declared_in_two_groups():
     found = {
         group
-        for module in (attack, data, generation, groups, objectives, placement, rewards, rl, serving, tail)
+        for module in (agents, attack, data, generation, groups, objectives, placement, rewards, rl, serving, tail)
         for group in vars(module).values()
         if isinstance(group, type)
     }

@@ -27,7 +27,7 @@ def test_what_is_not_implemented_is_refused_by_name(name, value):
         support.refuse_unimplemented(SFTOptions(**{name: value}))
 
 
-@pytest.mark.parametrize("name, value", [("agent_func_path", "agent.py")])
+@pytest.mark.parametrize("name, value", [("agent_func_path", "agent.py"), ("environment", "gem:a")])
 def test_what_rl_does_not_do_is_refused_by_name(name, value):
     support.refuse_unimplemented(PPOOptions())
     with pytest.raises(UserError, match=f"^--{name} "):

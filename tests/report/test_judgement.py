@@ -9,6 +9,7 @@ import pytest
 
 from tests.report.pages import Checked, write_metrics, write_rl_run, write_run
 from trimtab.cli.main import main
+from trimtab.config.agents import AgentTrainingOptions
 from trimtab.config.asynchronous import AsyncOptions
 from trimtab.config.placement import ClusterOptions
 from trimtab.config.rl import EngineOptions
@@ -277,8 +278,14 @@ def test_what_changes_answers_is_no_matter_of_the_device(capsys, rl_pair, name, 
 
 def test_every_option_of_placement_and_engines_is_of_the_device_or_named_here():
     """A new one has to be decided on."""
-    known = {field.name for group in (ClusterOptions, EngineOptions, AsyncOptions) for field in fields(group)}
+    known = {
+        field.name
+        for group in (ClusterOptions, EngineOptions, AsyncOptions, AgentTrainingOptions)
+        for field in fields(group)
+    }
     learnt = {"agent_func_path", "enable_vllm_is_correction", "vllm_is_truncated_threshold"}
+    learnt |= {"environment", "env_rows", "max_turns", "episode_max_len", "observation_max_len", "agent_history"}
+    learnt |= {"turn_reward", "mask_truncated"}
     learnt |= {"async_train", "async_queue_size", "async_staleness", "partial_rollout"}
     assert known - OF_THE_DEVICE - WITHOUT_EFFECT == learnt | {"weight_only_int8"}
 

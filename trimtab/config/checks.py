@@ -43,7 +43,7 @@ def check(options: Options) -> list[str]:
     """Refuse what cannot be meant; return warnings about what probably is not."""
     described = options_of(type(options))
     for name, option in described.items():
-        if option.required and not getattr(options, name):
+        if option.required and not getattr(options, name) and not options.may_lack(name):
             raise UserError(f"--{name} is missing: give {option.required[1]}")
     for name, option in described.items():
         value = getattr(options, name)

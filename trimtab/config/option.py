@@ -127,6 +127,10 @@ class Options:
         """Refuse (UserError) what the group's options cannot mean together; a line for what they probably do not."""
         return ()
 
+    def may_lack(self, name: str) -> bool:
+        """Whether these options do without one that their job cannot start without else."""
+        return False
+
     def changed(self, name: str) -> bool:
         """Whether an option is not at its default."""
         known = type(self).__dataclass_fields__[name]

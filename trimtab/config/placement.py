@@ -69,10 +69,6 @@ class PlacementOptions(Options):
     are apart, the model."""
     actor_init_on_gpu: bool = option(False, always=True)
     """Load the policy straight to the device; that is how it is always done here."""
-    agent_func_path: str | None = option(
-        None, refused="(rollouts of several turns) is not implemented yet; leave it out"
-    )
-    """Python file of an environment that answers the policy turn by turn. Not implemented yet."""
 
     def check(self) -> Iterable[str]:
         for name in COLOCATING:

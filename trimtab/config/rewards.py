@@ -53,7 +53,7 @@ class RewardSourceOptions(JudgeOptions):
             place_exists(model, "--reward_pretrain")
         functions = listed(self.reward_func)
         for place in functions:
-            _check_function(place, "--reward_func", "is not")
+            check_function(place, "--reward_func", "is not")
         files = [place for place in places if _is_file_of_a_reward(place)]
         count = len(models) + len(functions) + len(files) + (len(files) < len(places))  # all servers are one reward
         weights = self.reward_weights
@@ -68,11 +68,12 @@ class RewardSourceOptions(JudgeOptions):
 def _is_file_of_a_reward(place: str) -> bool:
     if place.startswith(("http://", "https://")):
         return False
-    _check_function(place, "--remote_rm_url", "is neither an address (http://...) nor")
+    check_function(place, "--remote_rm_url", "is neither an address (http://...) nor")
     return True
 
 
-def _check_function(place: str, flag: str, otherwise: str) -> None:
+def check_function(place: str, flag: str, otherwise: str) -> None:
+    """Refuse what is no FILE.py or FILE.py:NAME, or is not there."""
     file = place[: place.rfind(".py") + 3]  # a function's name may follow
     if not file.endswith(".py"):
         raise UserError(f"{flag} {place} {otherwise} a Python file")

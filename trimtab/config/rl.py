@@ -36,6 +36,8 @@ class PromptOptions(RowOptions, PromptLengthOptions):
     """At most this many tokens in prompt and answer together; unset: prompt_max_len + generate_max_len. Deprecated."""
 
     def check(self) -> Iterable[str]:
+        if self.prompt_data is None:  # an environment has rows
+            return self.idle(["prompt_data_probs", "prompt_split"], "without --prompt_data")
         return check_mixture(self.prompt_data, self.prompt_data_probs, "--prompt_data")
 
 

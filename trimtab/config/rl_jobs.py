@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from trimtab.config.agents import AgentTrainingOptions
 from trimtab.config.asynchronous import AsyncOptions, AsyncRunOptions
 from trimtab.config.attack import RewardInputOptions
 from trimtab.config.data import TemplateOptions
@@ -77,6 +78,7 @@ class RLOptions(
     RolloutOptions,
     EngineOptions,
     AsyncOptions,
+    AgentTrainingOptions,
     RewardOptions,
     RewardHeadOptions,
     StepScoreOptions,
@@ -108,8 +110,9 @@ class RLOptions(
 
     @property
     def longest_rollout(self) -> int:
-        """Tokens of the longest prompt and the longest answer."""
-        return self.prompt_max_len + self.generate_max_len
+        """Tokens of the longest prompt and the longest answer, or of the longest episode: at the latest the loop knows
+        its length, from the model's context."""
+        return (self.episode_max_len if self.plays else None) or self.prompt_max_len + self.generate_max_len
 
     @property
     def policy_processes(self) -> int:
@@ -169,7 +172,12 @@ class RLOptions(
             why = f"with --advantage_estimator {estimator.name}: it standardises the rewards of each group"
             yield from self.idle(["running_reward_norm"], why)
         self._check_rewarded()
-        if self.max_len is not None and self.max_len < self.longest_rollout:
+        if self.plays and self.episode_max_len is not None and self.episode_max_len < self.generate_max_len:
+            raise UserError(
+                f"--episode_max_len {self.episode_max_len} is less than --generate_max_len {self.generate_max_len}, "
+                "which is of one turn"
+            )
+        if not self.plays and self.max_len is not None and self.max_len < self.longest_rollout:
             raise UserError(
                 f"--max_len {self.max_len} is less than --prompt_max_len + --generate_max_len "
                 f"({self.longest_rollout}): lower these instead"
@@ -189,9 +197,7 @@ class RLOptions(
         yield from self._about_what_is_not_there()
 
     def _check_rewarded(self) -> None:
-        if any(
-            (self.reward_pretrain, self.reward_func, self.remote_rm_url, self.reward_verifier, self.agent_func_path)
-        ):
+        if self.plays or any((self.reward_pretrain, self.reward_func, self.remote_rm_url, self.reward_verifier)):
             return
         name_one = "set --reward_pretrain, --reward_func, --remote_rm_url or --reward_verifier"
         if not self.teacher_model and not self.replay:
@@ -400,6 +406,8 @@ class TailOptions(RLOptions, RewardInputOptions, TailMethodOptions, ProposalOpti
 
     def check(self) -> Iterable[str]:
         method, group = self.method, self.n_samples_per_prompt
+        if self.plays:
+            raise UserError(f"{self.environment_flag}: tail methods learn from single answers; leave it out")
         if self.async_train:
             raise UserError("--async_train: tail methods learn from the policy's own new answers; leave it out")
         if self.uses_vllm:

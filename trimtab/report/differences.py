@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from trimtab.config.agents import EnvironmentOptions
 from trimtab.config.asynchronous import AsyncOptions
 from trimtab.config.placement import COLOCATING, ROLES
 from trimtab.config.rewards import RewardSourceOptions
@@ -51,9 +52,10 @@ OF_THE_DEVICE = {
     *("rollout_engine", "rollout_slots", "rollout_kv_tokens", "attn_implementation", "use_liger_kernel"),
     *("micro_rollout_batch_size", "micro_logprob_batch_size", "micro_reward_batch_size", "micro_value_batch_size"),
     *("rollout_max_tokens_per_gpu", "save_rollouts", "async_timeout", *OF_EVALUATION),
+    *("env_timeout", "env_workers", "env_threads", "env_memory", "env_retries", "env_max_failed"),
 }
 """Settings that say where and how fast, and what is looked at on the way."""
-OF_ANSWERS = _names(RewardSourceOptions, AsyncOptions) | {
+OF_ANSWERS = _names(RewardSourceOptions, AsyncOptions, EnvironmentOptions) | {
     *(*OF_SAMPLING, *OF_ALL_ANSWERS, "dynamic_filtering_reward_range"),
 }
 """Settings without effect on answers that are recorded, rewards and all."""
