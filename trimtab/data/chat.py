@@ -66,14 +66,17 @@ def _refusal(where: str, error: Exception) -> UserError:
 class ChatRenderer:
     """Renders conversations through the tokenizer's chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, multiturn: bool = False):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, multiturn: bool = False, settings: dict[str, Any] | None = None
+    ):
+        """`settings`: what else the template is told."""
         if not tokenizer.chat_template:
             raise UserError(
                 "the tokenizer has no chat template, and the data are conversations (or --apply_chat_template is "
                 "set): give one with --tokenizer_chat_template"
             )
         self.tokenizer = tokenizer
-        self.multiturn = multiturn
+        self.multiturn, self.settings = multiturn, settings or {}
         names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         names.update(token for token in [*tokenizer.all_special_tokens, tokenizer.eos_token] if token)
         alternatives = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
@@ -98,7 +101,7 @@ class ChatRenderer:
         wanted = [number for number, index in enumerate(turns) if index >= first]
         if GENERATION_BLOCK.search(self.tokenizer.get_chat_template(tools=tools)):
             return self._from_generation_blocks(messages, tools, wanted, len(turns), where)
-        text = self._text(messages, tools, where)
+        text = self.render_text(messages, tools, where)
         # Tool calls and reasoning are the turn's own words, so the marker stands for them too; a template that needs
         # to see them (to render the tool's answer) gets a second chance with only the content replaced.
         for keep_extras in (False, True):
@@ -114,13 +117,16 @@ class ChatRenderer:
 
     def render_whole(self, messages: list[Message], *, tools: list[Any] | None = None, where: str = "") -> Rendering:
         """The rendered conversation with loss on all of it."""
-        return render_whole(self._text(messages, tools, where), self.tokenizer)
+        return render_whole(self.render_text(messages, tools, where), self.tokenizer)
 
     def render_prompt(self, messages: list[Message], *, tools: list[Any] | None = None, where: str = "") -> str:
         """The conversation up to where the assistant is to speak."""
-        return self._text(messages, tools, where, prompt=True)
+        return self.render_text(messages, tools, where, prompt=True)
 
-    def _text(self, messages: list[Message], tools: list[Any] | None, where: str, prompt: bool = False) -> str:
+    def render_text(
+        self, messages: list[Message], tools: list[Any] | None = None, where: str = "", prompt: bool = False
+    ) -> str:
+        """As the template writes it; with `prompt`, up to where the assistant is to speak next."""
         try:
             with template_time():
                 return self.tokenizer.apply_chat_template(
@@ -129,6 +135,7 @@ class ChatRenderer:
                     tokenize=False,
                     add_generation_prompt=prompt,
                     strftime_now=TEMPLATE_DAY.strftime,
+                    **self.settings,
                 )
         except Exception as error:  # templates raise what they like: jinja2's errors, TypeError, KeyError, ...
             raise _refusal(where, error) from error
@@ -180,7 +187,7 @@ class ChatRenderer:
             content = [{"type": "text", "text": marker}] if as_parts else marker
             marked[index] = {**extras, "role": "assistant", "content": content}
         try:
-            rest = self._text(marked, tools, "")
+            rest = self.render_text(marked, tools, "")
         except UserError:
             return None
         pieces, shown = [], []
@@ -308,7 +315,7 @@ class ChatRenderer:
         if key not in self._generation_prompts:
             probe = [{"role": "user", "content": "x"}]
             try:
-                without, with_prompt = (self._text(probe, tools, "", prompt) for prompt in (False, True))
+                without, with_prompt = (self.render_text(probe, tools, "", prompt) for prompt in (False, True))
             except UserError:
                 without = with_prompt = ""
             extends = with_prompt.startswith(without)

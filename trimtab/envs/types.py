@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 Message = dict[str, Any]  # role, content, and where they apply: tool_calls, tool_call_id, name
+VERBATIM = "verbatim"  # a role: its content is read as it stands, without any marks of a chat template
 
 VERBATIM = "verbatim"
 """The role of a text that stands as it is: it is tokenised alone, and marks of a chat template are its author's."""
