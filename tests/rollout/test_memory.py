@@ -115,7 +115,7 @@ def test_to_ask_for_room_costs_nothing_of_what_is_kept():
         kept.keep(ids, pages)
         pool.give_back(pages)
     scheduler = Scheduler(kept, slots=1)
-    scheduler.add([Sample.of(Prompt(0, [*shared, 1], 1), Draft.empty(0), seed=0, limit=100)])
+    scheduler.add([Sample.of(Prompt(0, [*shared, 1], 1), Draft.empty(0), seed=0, limit=100, sampling=Sampling())])
     (admission,) = scheduler.admit()
     admission.sample.ids.extend(np.array([1]))
     scheduler.settled()

@@ -10,7 +10,7 @@ from trimtab.rollout.types import Draft, Rollout, Sampling
 
 @runtime_checkable
 class Session(Protocol):
-    """Requests that are added while others run, all with one sampling setting; to be closed, or used in a `with`."""
+    """Requests that are added while others run; to be closed, or used in a `with`."""
 
     def add(
         self,
@@ -20,12 +20,14 @@ class Session(Protocol):
         limit: int | None = None,
         drafts: Sequence[Draft] | None = None,
         task: Task | None = None,
+        sampling: Sampling | None = None,
     ) -> int:
         """The number of the new request, which its rollouts carry as their `prompt`.
 
         `seed`: from which its samples draw; `limit`: its own max_new_tokens; `drafts`: these of its samples alone, each
         going on from what it has. They come whole: what stood in the draft as it was drawn then, and what follows.
-        `task`: what an environment is to open; who answers prompts has no use for it.
+        `task`: what an environment is to open; who answers prompts has no use for it. `sampling`: its own setting
+        in place of the session's; what others are drawn by changes nothing.
         """
 
     @property

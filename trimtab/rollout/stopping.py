@@ -5,7 +5,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from trimtab.errors import UserError
 from trimtab.models.policy import Policy
+from trimtab.rollout.types import Sampling
 
 Ids = TypeVar("Ids", list[int], np.ndarray)
 
@@ -18,6 +20,32 @@ def stop_tokens(policy: Policy, tokenizer: Any) -> tuple[int, ...]:
     configured = getattr(policy.inner.generation_config, "eos_token_id", None)
     listed = configured if isinstance(configured, list) else [configured]
     return tuple(dict.fromkeys(t for t in [tokenizer.eos_token_id, *listed] if t is not None))
+
+
+def check_setting(sampling: Sampling, vocabulary: int, tokenizer: Any) -> None:
+    """Of a request, which may be a stranger's: that it names tokens of the model alone, and can be followed."""
+    if sampling.stop_strings and tokenizer is None:
+        raise UserError("stop strings need a tokenizer; give the engine one")
+    for name, tokens in (
+        ("stop_token_ids", sampling.stop_token_ids),
+        ("logit_bias", sampling.logit_bias),
+        ("forbidden_tokens", sampling.forbidden_tokens),
+    ):
+        if (strange := next((token for token in tokens if not 0 <= token < vocabulary), None)) is not None:
+            raise UserError(f"sampling: {name} has token {strange}, and the model's vocabulary is {vocabulary}")
+    if vocabulary == len(set(sampling.forbidden_tokens)):
+        raise UserError("sampling: forbidden_tokens are all that the model has; leave it one")
+
+
+def at_stop_tokens(tokens_BS: np.ndarray, stops: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """Where rows of tokens have one of their own stop tokens."""
+    if len(set(stops)) == 1:
+        return np.isin(tokens_BS, stops[0])
+    found = np.zeros(tokens_BS.shape, dtype=bool)
+    for own in set(stops):
+        rows = [row for row, others in enumerate(stops) if others == own]
+        found[rows] = np.isin(tokens_BS[rows], own)
+    return found
 
 
 def stop_string_end(

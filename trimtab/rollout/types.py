@@ -13,10 +13,12 @@ from trimtab.errors import UserError
 # Of episodes also: the context is full, --max_turns is reached, the environment has cut it off, or has failed.
 Finish = Literal["stop", "length", "abort", "context", "turns", "truncated", "failed"]
 
+MOST_ALTERNATIVES = 20  # as many as vLLM and the protocol of OpenAI give
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn; one for all prompts of a call."""
+    """How answers are drawn: those of a call, or of a request that has a setting of its own."""
 
     max_new_tokens: int = 128
     n: int = 1
@@ -27,6 +29,8 @@ class Sampling:
     """Draw among the k most likely tokens; 0: among all."""
     top_p: float = 1.0
     """Draw among the most likely tokens that together have this probability."""
+    min_p: float = 0.0
+    """Draw among the tokens that have at least this share of the most likely one's probability; before top_k."""
     min_new_tokens: int = 0
     """No stop token before this many."""
     repetition_penalty: float = 1.0
@@ -37,6 +41,8 @@ class Sampling:
     seed: int = 0
     plain_log_probs: bool = False
     """Also the log-probs at temperature 1."""
+    top_log_probs: int = 0
+    """Also the so many most likely tokens at each place, with their log-probs."""
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -45,13 +51,35 @@ class Sampling:
             ("temperature", self.temperature, 0),
             ("top_k", self.top_k, 0),
             ("min_new_tokens", self.min_new_tokens, 0),
+            ("top_log_probs", self.top_log_probs, 0),
         ):
             if value < least:
                 raise UserError(f"sampling: {name} is {value}; at least {least} is needed")
         if not 0 < self.top_p <= 1:
             raise UserError(f"sampling: top_p is {self.top_p}; above 0 and at most 1 is needed")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"sampling: min_p is {self.min_p}; between 0 and 1 is needed")
+        if self.top_log_probs > MOST_ALTERNATIVES:
+            raise UserError(f"sampling: top_log_probs is {self.top_log_probs}; at most {MOST_ALTERNATIVES} can be had")
         if self.repetition_penalty <= 0:
             raise UserError(f"sampling: repetition_penalty is {self.repetition_penalty}; above 0 is needed")
+
+    @cached_property
+    def rule(self) -> tuple:
+        """Of the next token. Settings that differ in how many tokens and samples there are, or in what their text ends
+        with, have the same one."""
+        bias = tuple(sorted(self.logit_bias.items()))
+        chosen_from = self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, bias
+        ended = self.forbidden_tokens, self.stop_token_ids, self.min_new_tokens
+        return chosen_from, ended, self.plain_log_probs, self.top_log_probs
+
+
+@dataclass
+class Alternatives:
+    """The most likely tokens at each place of an answer, the likeliest first."""
+
+    tokens: np.ndarray  # int32 [tokens of the answer, so many]
+    log_probs: np.ndarray  # fp32, like those of the tokens that were drawn
 
 
 @dataclass
@@ -70,6 +98,7 @@ class Rollout:
     drawn: np.ndarray | None = None  # which of the tokens the model drew itself; None: all
     episode: Episode | None = None  # of an environment: who said what; all branches of it have the same
     branch: int = 0  # which sequence of an episode whose history was rewritten on its way
+    alternatives: Alternatives | None = None  # where asked for, of an answer that has tokens
 
     def __post_init__(self) -> None:
         self.tokens = np.asarray(self.tokens, dtype=np.int32)

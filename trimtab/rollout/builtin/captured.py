@@ -1,7 +1,6 @@
 """The graphs captured for a policy, kept between calls while it still does what the policy does."""
 
 import logging
-from dataclasses import replace
 
 import torch
 
@@ -27,7 +26,7 @@ class CapturedGraphs:
         self.reads: ReadGraphs | None = None
         self.decodes: DecodeGraphs | None = None
         self._hold_for: tuple = ()
-        self._sampling: Sampling | None = None
+        self._rule: tuple = ()  # that they draw by
 
     def follow(self, cache: KVCache, *, fused: bool) -> None:
         """Drop what holds no longer; `fused`: the policy's layers are."""
@@ -49,13 +48,12 @@ class CapturedGraphs:
 
     def decoding(self, cache: KVCache, sampling: Sampling, longest: int) -> DecodeGraphs | None:
         """For such samples of at most `longest` tokens; None where the host has a part in every step."""
-        if not self.possible or sampling.repetition_penalty != 1.0:
+        if not self.possible or sampling.repetition_penalty != 1.0 or sampling.top_log_probs:
             return None
-        same = replace(sampling, n=1, max_new_tokens=1, seed=0, stop_strings=())
-        if self.decodes is None or self._sampling != same or not self.decodes.holds(longest):
+        if self.decodes is None or self._rule != sampling.rule or not self.decodes.holds(longest):
             self.decodes = None  # its memory first
             sampler = Sampler(sampling, self.policy.head.out_features, cache.keys.device)
-            self.decodes, self._sampling = DecodeGraphs(sampler, cache, self.slots, longest), same
+            self.decodes, self._rule = DecodeGraphs(sampler, cache, self.slots, longest), sampling.rule
         return self.decodes
 
 

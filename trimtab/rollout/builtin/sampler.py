@@ -4,6 +4,7 @@ A sequence draws one number a token, u = hash(its seed, the position), and takes
 probabilities u falls into. Its stream is its own: what else is in the batch changes nothing.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,12 +41,16 @@ class Drawn:
     tokens_B: Tensor
     log_probs_B: Tensor
     plain_B: Tensor | None  # log-probs at temperature 1, where asked for
+    likely_BK: tuple[Tensor, Tensor] | None = None  # the most likely tokens and their log-probs, where asked for
 
     @classmethod
     def stacked(cls, steps: list["Drawn"]) -> "Drawn":
-        """Of several steps: [B, steps] each."""
+        """Of several steps: [B, steps] each, and [B, steps, K]."""
         plain = None if steps[0].plain_B is None else torch.stack([s.plain_B for s in steps], 1)
-        return cls(torch.stack([s.tokens_B for s in steps], 1), torch.stack([s.log_probs_B for s in steps], 1), plain)
+        found = cls(torch.stack([s.tokens_B for s in steps], 1), torch.stack([s.log_probs_B for s in steps], 1), plain)
+        if likely := [step.likely_BK for step in steps if step.likely_BK is not None]:
+            found.likely_BK = torch.stack([t for t, _ in likely], 1), torch.stack([p for _, p in likely], 1)
+        return found
 
     def on_host(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Tokens, log-probs and plain log-probs as [rows, steps]."""
@@ -54,6 +59,13 @@ class Drawn:
             return values_B.cpu().numpy().reshape(rows, -1)
 
         return host(self.tokens_B), host(self.log_probs_B), None if self.plain_B is None else host(self.plain_B)
+
+    def likely_on_host(self, rows: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """The most likely tokens and their log-probs as [rows, steps, K]."""
+        if self.likely_BK is None:
+            return None
+        tokens, log_probs = (x.cpu().numpy().reshape(rows, -1, x.shape[-1]) for x in self.likely_BK)
+        return tokens.astype(np.int32), log_probs
 
 
 class Sampler:
@@ -72,7 +84,7 @@ class Sampler:
         self.plainly = (
             sampling.temperature > 0
             and self.bias is None
-            and (sampling.top_k, sampling.top_p, sampling.repetition_penalty) == (0, 1, 1)
+            and (sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty) == (0, 1, 0, 1)
         )
         self.waits = sampling.min_new_tokens > 0 and bool(sampling.stop_token_ids)
 
@@ -88,12 +100,12 @@ class Sampler:
         if sampling.temperature == 0:
             tokens = chosen_from.argmax(-1)
         else:
+            if sampling.min_p > 0:
+                chosen_from = likely_enough(chosen_from, math.log(sampling.min_p))
             if sampling.top_k > 0 or sampling.top_p < 1:
                 chosen_from = _filtered(chosen_from, sampling.top_k, sampling.top_p)
-            shares = chosen_from.softmax(-1).cumsum(-1)
-            u = uniform(seeds_B, drawn_B).to(shares.dtype)[:, None] * shares[:, -1:]
-            tokens = torch.searchsorted(shares, u, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-        return Drawn(tokens, _log_probs(logits, tokens), _log_probs(raw, tokens) if sampling.plain_log_probs else None)
+            tokens = drawn_from(chosen_from, seeds_B, drawn_B)
+        return with_log_probs(tokens, logits, raw, plain=sampling.plain_log_probs, likely=sampling.top_log_probs)
 
     def _draw_by_kernel(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> Drawn:
         from trimtab.rollout.builtin.kernels.sampling import draw_plainly
@@ -109,7 +121,9 @@ class Sampler:
             picked = logits_BV.gather(-1, tokens[:, None])[:, 0] / temperature
             whole = torch.logaddexp(picked - drawn_from, (stops_BK / temperature).logsumexp(-1))
             log_probs = torch.where(early_B, picked - whole, drawn_from)
-        return Drawn(tokens, log_probs, _log_probs(logits_BV, tokens) if self.sampling.plain_log_probs else None)
+        plain = log_probs_of(logits_BV, tokens) if self.sampling.plain_log_probs else None
+        most = self.sampling.top_log_probs
+        return Drawn(tokens, log_probs, plain, likeliest(logits_BV / temperature, most) if most else None)
 
     def _adjusted(self, logits: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> Tensor:
         """What tokens are chosen from: the model's logits with everything the setting asks for."""
@@ -125,8 +139,31 @@ class Sampler:
         return logits
 
 
-def _log_probs(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
+def with_log_probs(tokens_B: Tensor, logits_BV: Tensor, raw_BV: Tensor, *, plain: bool, likely: int) -> Drawn:
+    """`logits_BV`: at the temperature; `raw_BV`: at 1, for the plain ones; `likely`: so many most likely tokens."""
+    at_one = log_probs_of(raw_BV, tokens_B) if plain else None
+    return Drawn(tokens_B, log_probs_of(logits_BV, tokens_B), at_one, likeliest(logits_BV, likely) if likely else None)
+
+
+def drawn_from(logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> Tensor:
+    shares = logits_BV.softmax(-1).cumsum(-1)
+    u = uniform(seeds_B, drawn_B).to(shares.dtype)[:, None] * shares[:, -1:]
+    return torch.searchsorted(shares, u, right=True)[:, 0].clamp(max=logits_BV.shape[-1] - 1)
+
+
+def log_probs_of(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
     return logits_BV.gather(-1, tokens_B[:, None])[:, 0] - logits_BV.logsumexp(-1)
+
+
+def likeliest(logits_BV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """So many tokens, as far as there are, and their log-probs."""
+    top = logits_BV.topk(min(count, logits_BV.shape[-1]), -1)
+    return top.indices, top.values - logits_BV.logsumexp(-1, keepdim=True)
+
+
+def likely_enough(logits_BV: Tensor, log_share: float | Tensor) -> Tensor:
+    """Everything below this share of the most likely token's probability at minus infinity."""
+    return logits_BV.masked_fill(logits_BV < logits_BV.amax(-1, keepdim=True) + log_share, float("-inf"))
 
 
 def _filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 from trimtab.errors import UserError
 from trimtab.rollout.builtin.column import Column
 from trimtab.rollout.builtin.kept import Found, KeptPages
-from trimtab.rollout.types import Draft
+from trimtab.rollout.types import Draft, Sampling
 
 
 @dataclass(eq=False)
@@ -36,13 +36,29 @@ class Sample:
     ids: Column
     log_probs: Column
     plain_log_probs: Column
+    sampling: Sampling
+    likely: tuple[Column, Column] | None = None  # the most likely tokens and their log-probs, where asked for
     pages: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, prompt: Prompt, draft: Draft, seed: int, limit: int) -> "Sample":
+    def of(cls, prompt: Prompt, draft: Draft, seed: int, limit: int, sampling: Sampling) -> "Sample":
         """Like one that had to make room: its tokens are read again, and its stream goes on."""
         ids, log_probs = Column(np.int32, draft.tokens), Column(np.float32, draft.log_probs)
-        return cls(prompt, draft.sample, seed, limit, draft, ids, log_probs, Column(np.float32))
+        return cls(prompt, draft.sample, seed, limit, draft, ids, log_probs, Column(np.float32), sampling)
+
+    def extend_likely(self, tokens: np.ndarray, log_probs: np.ndarray) -> None:
+        """By at least one place; others may have asked for more tokens at each."""
+        most = self.sampling.top_log_probs
+        if self.likely is None:
+            self.likely = Column(np.int32, tokens[:, :most]), Column(np.float32, log_probs[:, :most])
+        else:
+            for column, values in zip(self.likely, (tokens, log_probs)):
+                column.extend(values[:, :most])
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """What it has of every token that it drew, or has drawn of late."""
+        return self.ids, self.log_probs, self.plain_log_probs, *(self.likely or ())
 
     @property
     def length(self) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trimtab.distributed.watch import pulse
 from trimtab.envs.types import Task
@@ -19,12 +20,14 @@ from trimtab.errors import UserError
 from trimtab.rollout.builtin.graphs import CannotCapture, DecodeGraphs
 from trimtab.rollout.builtin.reader import Reader
 from trimtab.rollout.builtin.requests import check_request
+from trimtab.rollout.builtin.row_sampler import RowSampler
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.builtin.sampler import Drawn, Sampler
+from trimtab.rollout.builtin.samplers import Samplers, alike
 from trimtab.rollout.builtin.scheduler import Admission, Prompt, Sample, Scheduler
 from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.stopping import stop_string_end
-from trimtab.rollout.types import Draft, Finish, Rollout, Sampling, drafts_of
+from trimtab.rollout.stopping import at_stop_tokens, check_setting, stop_string_end
+from trimtab.rollout.types import Alternatives, Draft, Finish, Rollout, Sampling, drafts_of
 
 if TYPE_CHECKING:
     from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -56,14 +59,19 @@ class BuiltinSession:
         limit: int | None = None,
         drafts: Sequence[Draft] | None = None,
         task: Task | None = None,
+        sampling: Sampling | None = None,
     ) -> int:
-        number, limit = self.requests, self.sampling.max_new_tokens if limit is None else limit
+        if sampling is not None:
+            check_setting(sampling, self.engine.policy.head.out_features, self.engine.tokenizer)
+        sampling = self.sampling if sampling is None else sampling
+        number, limit = self.requests, sampling.max_new_tokens if limit is None else limit
         check_request(self.engine.policy, number, prompt_ids, limit)
-        seed = request_seed(self.sampling.seed, number) if seed is None else seed
-        assert not (drafts and self.sampling.plain_log_probs), "a draft has no log-probs at another temperature"
-        drafts = drafts_of(drafts, self.sampling.n, number, limit)
+        seed = request_seed(sampling.seed, number) if seed is None else seed
+        assert not (drafts and sampling.plain_log_probs), "a draft has no log-probs at another temperature"
+        assert not (drafts and sampling.top_log_probs), "a draft has no alternatives"
+        drafts = drafts_of(drafts, sampling.n, number, limit)
         prompt = Prompt(number, list(prompt_ids), len(drafts))
-        self._new += [Sample.of(prompt, draft, request_seed(seed, draft.sample), limit) for draft in drafts]
+        self._new += [Sample.of(prompt, draft, request_seed(seed, draft.sample), limit, sampling) for draft in drafts]
         self._longest = max(self._longest, len(prompt_ids) + limit)
         self.requests += 1
         return number
@@ -90,9 +98,10 @@ class BuiltinSession:
             self._aborted.clear()
         finished += self._begin(scheduler, scheduler.admit())
         if scheduler.running and not finished:
-            look = self._look(scheduler) if steps is None else min(steps, self._look(scheduler))
+            graphs = self._graphs_for(scheduler.running)
+            look = self._look(scheduler, graphs) if steps is None else min(steps, self._look(scheduler, graphs))
             scheduler.make_room(look)
-            finished += self._decode(scheduler, look)
+            finished += self._decode(scheduler, graphs, look)
         return finished
 
     def drawn(self, request: int) -> list[int]:
@@ -143,14 +152,15 @@ class BuiltinSession:
         engine, memory = self.engine, self.engine.memory
         cache = memory.cache(min(engine.slots, len(self._at_work()) + len(self._new)), self._longest, self.device)
         engine.captured.follow(cache, fused=engine.fused is not None)
-        self._graphs = engine.captured.decoding(cache, self.sampling, self._longest)
         if self._scheduler is None:
+            self._recorded = self._new[0].sampling
             memory.kept.keeping = self.keeping
             self._scheduler = Scheduler(memory.kept, engine.slots)
             self._runner = Runner(engine.policy, cache, engine.fused)
             self.enter(self._runner)
             self._reader = Reader(self._runner, engine.captured, engine.read_tokens)
-            self._sampler = Sampler(self.sampling, engine.policy.head.out_features, self.device)
+            self._samplers = Samplers(engine.policy.head.out_features, self.device)
+        self._graphs = engine.captured.decoding(cache, self._recorded, self._longest)
         self._scheduler.add(self._new)
         self._new = []
 
@@ -167,33 +177,36 @@ class BuiltinSession:
         fresh, finished = [a.sample for a in admissions if not a.sample.ids], []
         if fresh:
             hidden = torch.stack([reader.hidden[s.prompt] for s in fresh])
-            finished = self._take(scheduler, fresh, self._draw(hidden, fresh, seen=self._seen(fresh)))
+            samplers = self._samplers
+            drawn = self._draw(hidden, samplers.of(fresh), self._seeds(fresh), None, samplers.seen(fresh))
+            finished = self._take(scheduler, fresh, drawn)
         scheduler.settled()
         reader.forget()
         return finished
 
-    @property
-    def graphs(self) -> DecodeGraphs | None:
-        return self._graphs if self.engine.captured.possible else None
+    def _graphs_for(self, running: list[Sample]) -> DecodeGraphs | None:
+        """Those that draw by the rule of everything that runs."""
+        if self._graphs is None or not self.engine.captured.possible:
+            return None
+        return self._graphs if alike(running) and running[0].sampling.rule == self._recorded.rule else None
 
-    def _look(self, scheduler: Scheduler) -> int:
+    def _look(self, scheduler: Scheduler, graphs: DecodeGraphs | None) -> int:
         """Steps between two looks."""
-        if self.graphs is None:
+        if graphs is None:
             return STEPS_BETWEEN_LOOKS
-        at_ease = not scheduler.waiting and scheduler.has_room(self.graphs.steps_at_ease)
-        return self.graphs.steps_at_ease if at_ease else self.graphs.steps
+        at_ease = not scheduler.waiting and scheduler.has_room(graphs.steps_at_ease)
+        return graphs.steps_at_ease if at_ease else graphs.steps
 
-    def _decode(self, scheduler: Scheduler, look: int) -> list[Rollout]:
+    def _decode(self, scheduler: Scheduler, graphs: DecodeGraphs | None, look: int) -> list[Rollout]:
         running = list(scheduler.running)
         steps = min(look, max(s.remaining for s in running))
-        if self.graphs is not None:
+        drawn: Drawn | None = None
+        if graphs is not None:
             try:
-                running, drawn = self.graphs.run(self._runner, running, steps)
+                running, drawn = graphs.run(self._runner, running, steps)
             except CannotCapture as error:
                 self.engine.captured.give_up(error)
-        if self.graphs is None:
-            drawn = self._step_by_step(running, steps)
-        return self._take(scheduler, running, drawn)
+        return self._take(scheduler, running, self._step_by_step(running, steps) if drawn is None else drawn)
 
     def _step_by_step(self, running: list[Sample], steps: int) -> Drawn:
         runner = self._runner
@@ -206,34 +219,26 @@ class BuiltinSession:
         drawn = torch.tensor([len(s.ids) for s in running], device=self.device)
         last = tables.shape[1] * runner.cache.size - 1
         results: list[Drawn] = []
-        seen = self._seen(running)
+        sampler, seeds, seen = self._samplers.of(running), self._seeds(running), self._samplers.seen(running)
         for step in range(steps):
             # A sample past its end writes to page 0, which nobody reads.
             hidden = runner.decode(tokens, (positions + step).clamp(max=last), tables)
-            results.append(self._draw(hidden, running, drawn + step, seen))
+            results.append(self._draw(hidden, sampler, seeds, drawn + step, seen))
             tokens = results[-1].tokens_B
             if seen is not None:
                 seen.scatter_(1, tokens[:, None], True)
         return Drawn.stacked(results)
 
-    def _draw(self, hidden, samples, drawn=None, seen=None) -> Drawn:
-        seeds = torch.tensor([s.seed for s in samples], device=self.device)
+    def _seeds(self, samples: list[Sample]) -> Tensor:
+        return torch.tensor([s.seed for s in samples], device=self.device)
+
+    def _draw(
+        self, hidden: Tensor, sampler: Sampler | RowSampler, seeds: Tensor, drawn: Tensor | None, seen: Tensor | None
+    ) -> Drawn:
         drawn = torch.zeros_like(seeds) if drawn is None else drawn
-        found = self._sampler.draw(self._runner.logits(hidden), seeds, drawn, seen)
+        found = sampler.draw(self._runner.logits(hidden), seeds, drawn, seen)
         # One different bit would part them for good.
         return replace(found, tokens_B=self.engine.tensor.of_first(found.tokens_B))
-
-    def _seen(self, samples: list[Sample]) -> torch.Tensor | None:
-        """With a repetition penalty: which tokens stand in each sample or its prompt, [samples, vocabulary]."""
-        if self.sampling.repetition_penalty == 1.0:
-            return None
-        texts = [sample.text for sample in samples]
-        rows = np.repeat(np.arange(len(texts)), [len(ids) for ids in texts])
-        places = torch.from_numpy(np.stack([rows, np.concatenate(texts)])).to(self.device)
-        shape = len(samples), self.engine.policy.head.out_features
-        seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        seen[places[0], places[1]] = True
-        return seen
 
     # ---- what was drawn
 
@@ -242,7 +247,9 @@ class BuiltinSession:
         tokens, log_probs, plain = drawn.on_host(len(samples))
         steps, number = tokens.shape[1], np.arange(tokens.shape[1])
         remaining = np.array([sample.remaining for sample in samples])
-        stops = np.isin(tokens, self.sampling.stop_token_ids) & (number < remaining[:, None])
+        stops = at_stop_tokens(tokens, [sample.sampling.stop_token_ids for sample in samples]) & (
+            number < remaining[:, None]
+        )
         stopped = stops.any(1)
         kept = np.where(stopped, stops.argmax(1) + 1, np.minimum(steps, remaining))
         broken = np.argwhere(np.isnan(log_probs) & (number < kept[:, None]))
@@ -255,8 +262,8 @@ class BuiltinSession:
         # Copies of their own, sample by sample: where they were drawn the next steps write.
         rows = list(np.array(tokens, np.int32, order="C")), list(np.array(log_probs, np.float32, order="C"))
         plain = None if plain is None else np.array(plain, np.float32, order="C")
+        likely = drawn.likely_on_host(len(samples))
         finished: list[tuple[Sample, Finish]] = []
-        stop_strings = self.sampling.stop_strings
         counts, at_stop, at_end = kept.tolist(), stopped.tolist(), (stopped | (kept == remaining)).tolist()
         for row, (sample, count, ids, own) in enumerate(zip(samples, counts, *rows)):
             before = sample.ids.count
@@ -264,7 +271,9 @@ class BuiltinSession:
             sample.log_probs.extend(own if count == steps else own[:count])
             if plain is not None:
                 sample.plain_log_probs.extend(plain[row, :count])
-            at_string = bool(stop_strings) and self._cut_at_stop_string(sample, before)
+            if likely is not None and sample.sampling.top_log_probs:
+                sample.extend_likely(*(part[row, :count] for part in likely))
+            at_string = bool(sample.sampling.stop_strings) and self._cut_at_stop_string(sample, before)
             if at_string or at_end[row]:
                 finished.append((sample, "stop" if at_string or at_stop[row] else "length"))
         scheduler.finish([sample for sample, _ in finished])
@@ -272,14 +281,14 @@ class BuiltinSession:
 
     def _cut_at_stop_string(self, sample: Sample, before: int) -> bool:
         """Drop what follows a stop string that ends after the first `before` tokens; whether there is one."""
-        sampling, decode = self.sampling, self.engine.tokenizer.decode
+        sampling, decode = sample.sampling, self.engine.tokenizer.decode
         end = stop_string_end(
             *(sample.ids.array, before, sampling.min_new_tokens, sampling.stop_strings),
             lambda ids: decode(ids.tolist()),
         )
         if end is None:
             return False
-        for column in (sample.ids, sample.log_probs, sample.plain_log_probs):
+        for column in sample.columns:
             column.cut(min(end, len(column)))
         return True
 
@@ -287,5 +296,7 @@ class BuiltinSession:
         prompt, columns = sample.prompt, (sample.ids, sample.log_probs, sample.plain_log_probs)
         ids, log_probs, plain = (column.array for column in columns)
         versions = sample.draft.versions_of(len(ids), self.engine.version)
-        plain = plain if self.sampling.plain_log_probs else None
-        return Rollout(prompt.index, sample.number, prompt.ids, ids, log_probs, finish, plain, versions)
+        rollout = Rollout(prompt.index, sample.number, prompt.ids, ids, log_probs, finish, versions=versions)
+        rollout.plain_log_probs = plain if sample.sampling.plain_log_probs else None
+        rollout.alternatives = None if sample.likely is None else Alternatives(*(c.array for c in sample.likely))
+        return rollout

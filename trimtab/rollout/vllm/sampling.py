@@ -34,13 +34,14 @@ class Parameters:
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
             "repetition_penalty": sampling.repetition_penalty,
             "stop_token_ids": list(sampling.stop_token_ids),
             "min_tokens": sampling.min_new_tokens,
             "logit_bias": dict(sampling.logit_bias) or None,
             "ignore_eos": True,  # what ends an answer is named
             "detokenize": False,
-            "logprobs": 0,  # of the drawn token alone
+            "logprobs": sampling.top_log_probs,  # beside the drawn token's
             "flat_logprobs": True,
             "output_kind": RequestOutputKind.CUMULATIVE,
         }

@@ -12,8 +12,8 @@ from trimtab.distributed.watch import pulse
 from trimtab.envs.types import Task
 from trimtab.errors import RunFailed, UserError
 from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.stopping import stop_string_end
-from trimtab.rollout.types import Draft, Finish, Rollout, Sampling, drafts_of
+from trimtab.rollout.stopping import check_setting, stop_string_end
+from trimtab.rollout.types import Alternatives, Draft, Finish, Rollout, Sampling, drafts_of
 from trimtab.rollout.vllm.sampling import Parameters
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Sample:
     number: int
     prompt_ids: list[int]
     draft: Draft  # what it goes on from
+    sampling: Sampling
     output: Any = None  # vLLM's own, of all that was drawn since
     looked: int = 0  # tokens in which there is no stop string
 
@@ -49,12 +50,24 @@ class Sample:
         drawn = np.array([flat.logprobs[start] for start in flat.start_indices[:new]], dtype=np.float32)
         return np.concatenate([self.draft.log_probs, drawn])
 
+    def alternatives(self, count: int) -> Alternatives | None:
+        """vLLM has the drawn token first at each place, and then the most likely ones."""
+        most = self.sampling.top_log_probs
+        if not most or self.output is None:
+            return None
+        flat = self.output.logprobs
+        starts = [start + 1 for start in flat.start_indices[:count]]
+        tokens = np.array([flat.token_ids[start : start + most] for start in starts], dtype=np.int32)
+        return Alternatives(
+            tokens, np.array([flat.logprobs[start : start + most] for start in starts], dtype=np.float32)
+        )
+
 
 class VLLMSession:
     def __init__(self, engine: "VLLMEngine", sampling: Sampling, ended: Callable[[], None]):
         self.engine, self.sampling, self._ended = engine, sampling, ended
         self.requests = 0
-        self._parameters = Parameters(sampling, engine.vocabulary)
+        self._parameters = Parameters(sampling, engine.vocabulary)  # of requests without a setting of their own
         self._running: dict[str, Sample] = {}
         self._aborted: set[int] = set()
 
@@ -68,20 +81,28 @@ class VLLMSession:
         limit: int | None = None,
         drafts: Sequence[Draft] | None = None,
         task: Task | None = None,
+        sampling: Sampling | None = None,
     ) -> int:
         """vLLM draws by a seed and how many tokens it has drawn itself: with every draft, from another stream."""
-        number, limit = self.requests, self.sampling.max_new_tokens if limit is None else limit
+        parameters = self._parameters
+        if sampling is None:
+            sampling = self.sampling
+        else:
+            check_setting(sampling, self.engine.vocabulary, self.engine.tokenizer)
+            parameters = Parameters(sampling, self.engine.vocabulary)
+        number, limit = self.requests, sampling.max_new_tokens if limit is None else limit
         self.engine.check_request(number, prompt_ids, limit)
-        seed = request_seed(self.sampling.seed, number) if seed is None else seed
-        for draft in drafts_of(drafts, self.sampling.n, number, limit):
+        assert not (drafts and sampling.top_log_probs), "a draft has no alternatives"
+        seed = request_seed(sampling.seed, number) if seed is None else seed
+        for draft in drafts_of(drafts, sampling.n, number, limit):
             name, own, done = self.engine.name_request(), request_seed(seed, draft.sample), len(draft.ids)
             self.engine.llm.add_request(
                 name,
                 {"prompt_token_ids": prompt_ids + draft.ids},
-                self._parameters.of(request_seed(own, done) if done else own, limit, done),
+                parameters.of(request_seed(own, done) if done else own, limit, done),
                 lora_request=self.engine.adapter,
             )
-            self._running[name] = Sample(number, draft.sample, list(prompt_ids), draft, looked=done)
+            self._running[name] = Sample(number, draft.sample, list(prompt_ids), draft, sampling, looked=done)
         self.requests += 1
         return number
 
@@ -116,7 +137,7 @@ class VLLMSession:
         found: dict[int, list[Draft]] = {}
         for sample in list(self._running.values()):
             # Nobody has looked for stop strings in what comes after.
-            count = sample.looked if self.sampling.stop_strings else sample.length
+            count = sample.looked if sample.sampling.stop_strings else sample.length
             found.setdefault(sample.request, []).append(Draft.of(self._rollout(sample, "abort", count)))
         return found
 
@@ -144,7 +165,7 @@ class VLLMSession:
         if ended not in (None, "stop", "length"):
             del self._running[name]
             raise RunFailed(f"vLLM gave up an answer to prompt {sample.request}: {ended}")
-        if self.sampling.stop_strings and (end := self._stop_string(sample, ended is not None)) is not None:
+        if sample.sampling.stop_strings and (end := self._stop_string(sample, ended is not None)) is not None:
             if ended is None:
                 self.engine.llm.abort_request([name])
             del self._running[name]
@@ -156,7 +177,7 @@ class VLLMSession:
 
     def _stop_string(self, sample: Sample, ended: bool) -> int | None:
         """How many tokens the answer has up to a stop string; None: there is none, or it is too early to look."""
-        ids, sampling = sample.ids, self.sampling
+        ids, sampling = sample.ids, sample.sampling
         if not ended and len(ids) - sample.looked < TOKENS_BETWEEN_LOOKS:
             return None
         decode = self.engine.tokenizer.decode
@@ -175,7 +196,7 @@ class VLLMSession:
                 del self._running[name]
         finished = []
         for sample in gone.values():
-            end = self._stop_string(sample, True) if self.sampling.stop_strings else None
+            end = self._stop_string(sample, True) if sample.sampling.stop_strings else None
             finished.append(self._rollout(sample, "abort" if end is None else "stop", end))
         return finished
 
@@ -187,6 +208,8 @@ class VLLMSession:
                 f"the model's logits are not finite for prompt {sample.request}, sample {sample.number}; its weights "
                 "are probably broken"
             )
-        plain = log_probs.copy() if self.sampling.plain_log_probs else None
-        versions = sample.draft.versions_of(len(ids), self.engine.version)
-        return Rollout(sample.request, sample.number, sample.prompt_ids, ids, log_probs, finish, plain, versions)
+        rollout = Rollout(sample.request, sample.number, sample.prompt_ids, ids, log_probs, finish)
+        rollout.plain_log_probs = log_probs.copy() if sample.sampling.plain_log_probs else None
+        rollout.versions = sample.draft.versions_of(len(ids), self.engine.version)
+        rollout.alternatives = sample.alternatives(len(ids))
+        return rollout
