@@ -38,7 +38,7 @@ MAY_IMPORT = {
         *("envs", "agents", "errors", "files"),
     },
     "report": {"evaluate", "config", "errors", "files"},
-    "embedded": {"errors"},
+    "embedded": {"envs.types", "errors"},
     "progress": set(),
     "interrupts": {"errors"},
     "output": set(),
