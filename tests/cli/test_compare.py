@@ -48,6 +48,7 @@ def against_the_first(capsys, folder: Path, out: Path) -> tuple[int, dict]:
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.long
 def test_a_run_in_bf16_agrees_with_fp32(capsys, folder):
     code, found = against_the_first(capsys, folder, train(folder, "sft", "bf16", "--bf16"))
     assert code == 0, found["complaints"]

@@ -173,7 +173,7 @@ def test_a_documents_command_passes_a_dry_run_and_trains_two_steps(pasted, place
         assert_key_is_nowhere(place, output)
 
 
-@pytest.mark.short(3)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     "name, option", [(name, option) for name, options in IN_COMMENTS.items() for option in options]
 )

@@ -65,6 +65,7 @@ def here(made, server, tmp_path, monkeypatch):
     return ["--pretrain", "policy", "--remote_rm_url", server]
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("name", ["grpo_argument", "reinforce_plus_plus_argument", "grpo_32b_argument"])
 def test_a_file_passes_a_dry_run_which_prints_a_config_of_ours(here, tmp_path, capsys, name):
     words = ["--config", str(FILES / f"{name}.yaml"), *here, "--nproc", "4"]

@@ -61,7 +61,8 @@ def start(cluster, command, log):
     return warm.start(command, log=log, environment=cluster.environment)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_run_goes_on_as_if_there_had_been_none(cluster, words, straight, notes, tmp_path, sent):
     log = tmp_path / "log"
     process = start(cluster, words(tmp_path), log)

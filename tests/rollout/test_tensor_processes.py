@@ -55,7 +55,7 @@ def cut_over_two(family: str, int8: bool, **changes) -> None:
     leave_world()
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     "family, int8",
     [("qwen3", False), ("qwen2", True), ("llama_tied", False), ("mixtral", False), ("mixtral", True)],

@@ -98,6 +98,7 @@ def test_two_processes_follow_the_curve_of_one(folder, alone, tmp_path, job, sta
     same_model(tmp_path, alone(job))
 
 
+@pytest.mark.short(3)
 @pytest.mark.short(2)
 @pytest.mark.parametrize(
     ("more", "model"),
@@ -130,7 +131,7 @@ def test_bf16_stays_close_and_is_saved_as_bf16(folder, alone, tmp_path):
     assert {t.dtype for t in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("first", "second"), [((2, 3), (1, 2)), ((1, 2), (2, 3)), ((2, 0), (2, 3))])
 def test_a_run_goes_on_with_other_processes_and_another_stage(folder, alone, tmp_path, first, second):
     (size, stage), (then_size, then_stage) = first, second

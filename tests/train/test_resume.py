@@ -82,7 +82,7 @@ def steps_done(out):
     return len(read_rows(out / "metrics.jsonl"))
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("after", [4, 7])  # within an epoch, and after its boundary at step 6
 def test_killed_and_resumed_equals_uninterrupted(folder, straight, tmp_path, variant, after):

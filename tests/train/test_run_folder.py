@@ -65,6 +65,7 @@ def test_two_runs_may_have_folders_beside_each_other_but_not_one_for_checkpoints
         process.join()
 
 
+@pytest.mark.long
 def test_the_processes_of_one_run_share_their_folder_and_are_refused_together(tasks, tmp_path):
     process = warm.start(words(tasks, "sft", tmp_path / "out"), prepare=wait_before_the_end)
     try:
@@ -129,7 +130,7 @@ def test_a_new_run_that_was_killed_leaves_no_old_model_to_be_taken_for_its_own(t
     check_model_folder(str(folder))
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("moves", range(1, 6))
 def test_killed_while_its_model_is_moved_in_a_folder_is_no_model(tasks, tmp_path, moves):
     """Whatever has been moved, config.json is the last, and the mark is still there."""

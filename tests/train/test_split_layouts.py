@@ -139,7 +139,7 @@ CASES = [
 ]
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(("layout", "job", "family", "more"), [*dict.fromkeys(CASES)])
 def test_a_split_run_learns_what_one_process_learns(folder, alone, tmp_path, layout, job, family, more):
     processes, flags = LAYOUTS[layout]

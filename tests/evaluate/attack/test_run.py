@@ -101,6 +101,7 @@ def test_an_attack_that_was_killed_goes_on_to_the_same_findings(tmp_path, steps_
     assert len(judge.requests) == {0: 4, 3: 3, 8: 2, 11: 1}[steps_before]
 
 
+@pytest.mark.long
 def test_a_search_that_was_not_stored_whole_begins_again_and_ends_the_same(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     attacked(whole)

@@ -122,6 +122,7 @@ def train(place, name: str, *words: str) -> list[float]:
     return [json.loads(line)["loss"] for line in (place / name / "metrics.jsonl").open()]
 
 
+@pytest.mark.long
 def test_a_run_that_leaves_it_open_says_how_many_layers_recompute_and_learns_the_same(place, monkeypatch, capsys):
     auto = ("--gradient_checkpointing", "--gradient_checkpointing_layers", "auto")
     plain = train(place, "plain")

@@ -91,6 +91,7 @@ def test_the_gradients_of_a_recorded_rollout_are_those_of_one_process(folder, tm
             torch.testing.assert_close(found[parameter], gradient, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_a_reward_model_on_one_of_two_processes_gives_what_it_gives_alone(folder, tmp_path):
     assert warm.run(words(folder, tmp_path / "one")) == 0
     assert warm.run_world(words(folder, tmp_path / "two", "--reward_num_gpus_per_node 1"), 2) == [0, 0]

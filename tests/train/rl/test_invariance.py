@@ -48,11 +48,11 @@ def assert_same(first, second):
         assert mine[name].tolist() == pytest.approx(theirs[name].tolist(), abs=1e-5, rel=1e-4), name
 
 
-CUTS = ["--micro_train_batch_size 8 --micro_rollout_batch_size 1", "--micro_train_batch_size 1"]
+CUTS = ["--micro_train_batch_size 1", "--micro_train_batch_size 8 --micro_rollout_batch_size 1"]
 CUTS += ["--use_dynamic_batch --train_max_tokens_per_gpu 70", "--use_dynamic_batch --rollout_max_tokens_per_gpu 70"]
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("estimator", ["ppo", "grpo"])
 def test_cutting_and_packing_change_nothing(folder, usual, tmp_path, estimator, cut):
@@ -60,6 +60,7 @@ def test_cutting_and_packing_change_nothing(folder, usual, tmp_path, estimator, 
     assert_same(tmp_path, usual(estimator))
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     "estimator, stage",
     [("ppo", 2), ("grpo", 3), *(pytest.param(e, s, marks=pytest.mark.long) for e in ("rloo", "lora") for s in (0, 3))],

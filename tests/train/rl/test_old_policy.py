@@ -27,6 +27,7 @@ def trained(task, out, monkeypatch, left: bool, *more: str) -> tuple[list[dict],
     return rows(out), len(asked)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("more", [("--use_kl_loss", "False", "--kl_estimator", "k1"), ("--kl_target", "0.05")])
 def test_a_kl_measured_in_the_update_is_the_one_measured_before_it(task, tmp_path, monkeypatch, more):
     before = trained(task, tmp_path / "before", monkeypatch, False, *more)

@@ -110,6 +110,7 @@ def test_a_teacher_draws_the_policy_towards_itself(folder, teacher, tmp_path):
     assert sum(kls[-3:]) < 0.7 * sum(kls[:3])
 
 
+@pytest.mark.long
 def test_a_teacher_needs_no_reward_beside_it(folder, teacher, tmp_path):
     words = without(arguments(folder, tmp_path, "grpo", teacher), "--reward_verifier", "--eval_dataset")
     assert warm.run(words, log=tmp_path / "log") == 0

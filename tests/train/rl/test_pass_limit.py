@@ -107,7 +107,8 @@ def test_a_rollout_without_room_ends_the_run_with_a_checkpoint_to_go_on_from(tas
     assert_identical(result(task / "whole"), result(task / "out"))
 
 
-@pytest.mark.parametrize("estimator", [pytest.param("grpo", marks=pytest.mark.long), "ppo"])
+@pytest.mark.long
+@pytest.mark.parametrize("estimator", ["grpo", "ppo"])
 def test_one_process_without_room_and_all_begin_anew_where_they_were(task, estimator):
     def run(place: str, prepare: dict) -> list[dict]:
         log = task / f"{place}.log"

@@ -41,7 +41,7 @@ STOPPED = [(2, "sample", 0), (3, "update", 0), (1, "score", 0), (0, "evaluate", 
 STOPPED += [(4, "evaluate", 0), (0, "sample", 0)]
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("moment", DURING, ids=str)
 @pytest.mark.parametrize("estimator", ["ppo", pytest.param("lora", marks=pytest.mark.long)])
 def test_killed_and_resumed_equals_uninterrupted(folder, straight, tmp_path, estimator, moment):
@@ -62,7 +62,7 @@ def check_killed(folder, straight, out, estimator, moment):
     assert_identical(result(out), straight(estimator))
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     "moment",
     [*STOPPED[::3], *(pytest.param(m, marks=pytest.mark.long) for m in STOPPED if m not in STOPPED[::3])],
@@ -82,6 +82,7 @@ def test_stopped_by_a_signal_and_resumed_equals_uninterrupted(folder, straight, 
     assert_identical(found, expected)
 
 
+@pytest.mark.long
 def test_what_is_measured_at_the_start_is_told_once_however_often_it_is_measured(folder, straight, tmp_path):
     words = arguments(folder, tmp_path, "ppo")
     stopped = partial(at, (0, "measure_start", 0), signal.SIGTERM)

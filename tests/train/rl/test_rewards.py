@@ -139,6 +139,7 @@ class FailLater:
         setattr(RLRun, self.what, failing)
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("estimator", ["reinforce", "grpo"])
 def test_rewards_of_steps_stand_within_the_answers(folder, tmp_path, estimator):
     model = tiny_model("llama", vocab_size=len(make_tokenizer()), seed=7)

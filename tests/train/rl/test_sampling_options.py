@@ -84,6 +84,7 @@ def test_passes_of_scoring_have_the_sizes_that_were_asked_for_and_the_numbers_st
         assert found[0][name] == pytest.approx(found[1][name], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_with_the_moments_of_all_rewards(folder, tmp_path):
     words = ["--running_reward_norm", "--max_steps", "3"]
     whole = tmp_path / "whole"

@@ -72,7 +72,7 @@ def end(process, log, number, told="samples; given up"):
 
 
 @pytest.mark.short(1)
-@pytest.mark.parametrize("what, iteration", [("sample", 2), ("evaluate", 1)])
+@pytest.mark.parametrize("what, iteration", [("evaluate", 1), ("sample", 2)])
 def test_a_signal_while_a_function_sleeps_is_obeyed_at_once_and_nothing_is_lost(sleepy, tmp_path, what, iteration):
     words, flag, whole = sleepy
     log = tmp_path / "log"

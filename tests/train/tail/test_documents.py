@@ -116,6 +116,7 @@ def attack(words: list[str]) -> None:
     raise SystemExit(main(words))
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("number", [10, 20])
 def test_the_documented_attack_takes_what_a_documented_command_wrote_and_the_figure_takes_both(
     things, tmp_path, number, capsys

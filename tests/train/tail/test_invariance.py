@@ -67,7 +67,7 @@ LONG = [
 SHORT = [("repulse", 2), ("base_proposal", 3), ("lora", 3), ("linear_head", 2)]
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize("method, stage", SHORT + LONG)
 def test_two_processes_learn_and_measure_what_one_does(folder, usual, tmp_path, method, stage):
     words = arguments(folder, tmp_path, method, QUIET, f"--zero_stage {stage}")

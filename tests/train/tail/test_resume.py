@@ -137,6 +137,7 @@ def reward_func(queries, prompts, labels):
 """
 
 
+@pytest.mark.long
 def test_a_signal_while_the_proposals_reward_sleeps_is_obeyed_at_once_and_nothing_is_lost(folder, tmp_path):
     flag, out, whole = tmp_path / "night", tmp_path / "out", tmp_path / "whole"
     (tmp_path / "reward.py").write_text(SLEEPS.format(flag=str(flag)))

@@ -146,6 +146,7 @@ def test_answers_that_a_signal_finds_half_written_are_written_on(folder, tmp_pat
     assert first["read_again"] >= written, "they were read again, and not written again"
 
 
+@pytest.mark.short(1)
 @pytest.mark.parametrize("method", ["keep_samples", "keep_places"])
 def test_a_disk_that_fills_up_after_an_update_repeats_and_loses_no_prompt(folder, tmp_path, monkeypatch, method):  # noqa: F811
     plain = getattr(RunFiles, method)
