@@ -35,8 +35,8 @@ def halving(heard: list[str]) -> str:
 def test_who_listens_finds_every_number_and_who_does_not_finds_three_of_seven():
     numbers = range(1, HIGHEST + 1)
     assert [played(number, halving)[0] for number in numbers] == [1.0] * HIGHEST
-    for fixed in itertools.permutations(numbers, TRIES):
-        assert sum(played(number, lambda heard: str(fixed[len(heard) - 1]))[0] for number in numbers) == TRIES
+    for fixed in itertools.permutations(guess_game.NUMBERS, TRIES):
+        assert sum(played(number, lambda heard, said=fixed: said[len(heard) - 1])[0] for number in numbers) == TRIES
 
 
 @pytest.mark.parametrize("text", ["", "four", "4 5", "-4", "٤", "4.0"])

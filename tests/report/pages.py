@@ -159,6 +159,36 @@ def write_async_run(folder, steps: int = 40, engines: int = 2, **options):
     return folder
 
 
+def write_episode_run(folder, steps: int = 40, **options):
+    """The same of a run whose answers are episodes of an environment with a tool."""
+    write_rl_run(folder, steps=steps, environment="trimtab:guess", max_turns=4, **options)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[1:]:
+        done = row["step"] / steps
+        row |= {"turns": 3 - done, "episode_length": 20 - 5 * done, "failed_episodes": 0.0, "branches": 1.0}
+        row |= {"tool_calls": 1.0, "tool_failures": 0.3 - 0.2 * done, "unknown_tools": 0.0}
+        row |= {"finish/stop": 0.8 + 0.2 * done, "finish/turns": 0.2 - 0.2 * done}
+        row |= {"seconds_environment": 0.01, "seconds_environment_95": 0.05}
+    write_metrics(folder, rows)
+    rollouts = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    for row in rollouts:
+        won = row["reward"] > 0.5
+        row |= {"prompt": "Find my number from 1 to 7 in 3 guesses.", "turns": episode_turns(won)}
+        row |= {"environment": {"tool_calls": 1, "guesses": 2}, "finish": "stop" if won else "turns"}
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
+    return folder
+
+
+def episode_turns(won: bool) -> list[dict]:
+    call = '<tool_call>{"name": "middle", "arguments": {"low": 1, "high": 7}}</tool_call>'
+    said = [("assistant", call, 0.0), ("tool", "4", 0.0), ("assistant", "4", 0.0), ("user", "higher", 0.0)]
+    said.append(("assistant", "6" if won else "<b>seven</b>", 1.0 if won else 0.0))
+    return [
+        {"role": role, "text": text, "tokens": 2, "drawn": role == "assistant", "reward": reward, "seconds": 0.2}
+        for role, text, reward in said
+    ]
+
+
 FIGURES = {
     "sft": {},
     "rm": {"accuracy": 0.8, "chosen_reward": 1.0, "rejected_reward": -1.0},

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.pages import FIGURES, write_rl_run, write_run
+from tests.report.pages import FIGURES, write_episode_run, write_rl_run, write_run
 from trimtab.report.comparison import write_comparison
 from trimtab.report.page import write_report
 
@@ -77,6 +77,10 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     rollout |= {"row": 1, "kept": "best", "group": "evaluation", "parts": {"p" * 200: 1.0, "q": 2.0}}
     with (runs["ppo"] / "rollouts.jsonl").open("a") as file:
         file.write(json.dumps(rollout) + "\n")
+    runs["episodes"] = write_episode_run(folder / "episodes")
+    turns = [{"role": "r" * 90, "text": "w" * 400, "tokens": 9, "drawn": False}] * 2
+    with (runs["episodes"] / "rollouts.jsonl").open("a") as file:
+        file.write(json.dumps(rollout | {"turns": turns, "problem": "p" * 300, "environment": {"e" * 99: 1}}) + "\n")
     written = {name: write_report(run) for name, run in runs.items()}
     compared = [
         runs["dpo"],

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from trimtab.report.conversations import shortened
 from trimtab.report.numbers import plain, short_number
 from trimtab.report.read import Run, finite
-from trimtab.report.rollouts import card, shortened
+from trimtab.report.rollouts import card
 
 MOST_PROMPTS, MOST_STEPS = 8, 12
 SETS = {"evaluation": "evaluation", "train": "training"}

@@ -50,6 +50,27 @@ FIGURES = (
     Picture("Policy loss", {"policy_loss": "surrogate", "loss": "whole"}, noun="policy loss"),
     Picture("Critic loss", {"critic_loss": "critic loss"}, better=-1),
 )
+FINISH = "finish/"
+ENDS = {"stop": "over", "truncated": "cut off by it", "turns": "no turns left", "context": "no room left"}
+"""How an episode can end, in words; the rest are their own."""
+EPISODES = (
+    Picture("Turns of an episode", {"turns": "mean"}, "of the model", limit="max_turns"),
+    Picture("Episode length", {"episode_length": "mean"}, "tokens, the world's among them", limit="episode_max_len"),
+    Picture(
+        "Tools",
+        {"tool_calls": "calls", "tool_failures": "failed", "unknown_tools": "unknown"},
+        "an episode",
+        noun="tool calls",
+    ),
+    Picture("Episodes that failed", {"failed_episodes": "episodes"}, "their groups are left out", better=-1),
+    Picture("Sequences of an episode", {"branches": "mean"}, "more than 1: its history was rewritten"),
+    Picture(
+        "Time in the environment",
+        {"seconds_environment": "mean", "seconds_environment_95": "95 % are below"},
+        "seconds an episode",
+    ),
+)
+"""Of environments."""
 OUTLIVING = (
     Picture(
         "Age of what is trained",
@@ -92,8 +113,10 @@ def rl_pictures(runs: Sequence[Run]) -> Iterator[Picture]:
     # The only part of a reward is the reward.
     parts = [name for name in names if name.startswith(PART) and any(_differ(run, name, "reward") for run in runs)]
     yield Picture("Parts of the reward", {name: name.removeprefix(PART) or name for name in parts})
-    for picture in (*TAIL, *FIGURES, *OUTLIVING):
+    for picture in (*TAIL, *FIGURES, *EPISODES, *OUTLIVING):
         yield picture.only(recorded)
+    ends = [name for name in names if name.startswith(FINISH)]
+    yield Picture("How episodes end", {name: _end(name) for name in ends}, share=True)
     if any(len({value for _, value in run.series("kl_coefficient")}) > 1 for run in runs):
         yield KL_WEIGHT
 
@@ -119,6 +142,11 @@ def success_pictures(runs: Sequence[Run], names: Sequence[str]) -> Iterator[Pict
             share=binary,
             better=1,
         )
+
+
+def _end(name: str) -> str:
+    end = name.removeprefix(FINISH)
+    return ENDS.get(end, end)
 
 
 def is_binary(run: Run) -> bool:

@@ -5,15 +5,21 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+from trimtab.report.conversations import conversation, has_turns, model_turns, shortened, shown_text
 from trimtab.report.numbers import plain, plural, short_number
 from trimtab.report.read import Run, finite
 
 MOST_EACH = 3
 """Answers shown of each kind."""
-MOST_CHARACTERS = 1500
-"""Of one prompt or answer: a longer one loses its middle."""
 NONE = "<p class=nothing>All kept answers have the same reward.</p>"
-FINISHES = {"length": "cut at the limit", "stop": "ended by itself"}
+FINISHES = {
+    "length": "cut at the limit",
+    "stop": "ended by itself",
+    "truncated": "cut off by the environment",
+    "turns": "no turns left",
+    "context": "no room left",
+    "failed": "the environment failed",
+}
 
 
 def rollout_section(run: Run) -> str:
@@ -31,7 +37,8 @@ def rollout_section(run: Run) -> str:
                 for step, side in zip(chosen, sides)
             )
             body += f"<div class=rollouts>{columns}</div>"
-    return f"<h2>Best and worst answers</h2>{body}"
+    noun = "episodes" if any(map(has_turns, rows)) else "answers"
+    return f"<h2>Best and worst {noun}</h2>{body}"
 
 
 def best_and_worst(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -48,13 +55,6 @@ def best_and_worst(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], li
     return best[:MOST_EACH], worst[:MOST_EACH]
 
 
-def shortened(text: str) -> str:
-    if len(text) <= MOST_CHARACTERS:
-        return text
-    half = MOST_CHARACTERS // 2
-    return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
-
-
 def _reward(row: dict[str, Any]) -> float:
     reward = finite(row.get("reward"))
     return float("-inf") if reward is None else reward
@@ -67,15 +67,16 @@ def card(row: dict[str, Any], with_prompt: bool = True, classes: str = "") -> st
     facts = [f"{name} {short_number(value)}" for name, value in _numbers(parts if isinstance(parts, dict) else {})]
     facts += [f"advantage {short_number(advantage)}"] if advantage is not None else []
     facts += [plural(int(tokens), "token")] if tokens is not None else []
+    facts += [plural(model_turns(row), "turn")] if has_turns(row) else []
     if row.get("finish") is not None:
         facts.append(FINISHES.get(str(row["finish"]), str(row["finish"])))
     shown = f"reward {short_number(reward)}" if reward is not None else "no reward"
     prompt, response = (shortened(plain(row.get(name, ""))) for name in ("prompt", "response"))
-    answer = escape(response) if response.strip() else "<i class=empty>empty</i>"
+    answer = conversation(row) if has_turns(row) else f"<pre>{shown_text(response)}</pre>"
     asked = f"<pre class=prompt>{escape(prompt)}</pre>" if with_prompt else ""
     return (
         f"<article{f' class={classes}' if classes else ''}><p><b>{escape(shown)}</b> "
-        f"<span>{escape(', '.join(facts))}</span></p>{asked}<pre>{answer}</pre></article>"
+        f"<span>{escape(', '.join(facts))}</span></p>{asked}{answer}</article>"
     )
 
 

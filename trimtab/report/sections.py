@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
+from trimtab.report.conversations import shortened
 from trimtab.report.curves import Line, chart, smooth, window_of
 from trimtab.report.figures import objective_pictures, pace_pictures
 from trimtab.report.findings import findings
@@ -18,7 +19,6 @@ from trimtab.report.picture import BOUNDS, EVALUATION, Picture
 from trimtab.report.read import Point, Run, finite
 from trimtab.report.rewards import accuracy_of, are_held_out
 from trimtab.report.rl_summary import achieved, summary
-from trimtab.report.rollouts import shortened
 from trimtab.report.settings import chosen_options
 from trimtab.report.subject import facts, job_name, lead, subject
 

@@ -108,6 +108,14 @@ td:last-child, th:last-child { padding-right: 0; }
 .rollouts pre { margin: 0; font-family: var(--mono); font-size: .84rem; line-height: 1.45; white-space: pre-wrap;
                 overflow-wrap: anywhere; max-height: 16rem; overflow-y: auto; }
 .rollouts .prompt { color: var(--quiet); margin-bottom: .35rem; }
+.turns { list-style: none; margin: 0; padding: 0; }
+.turns li { margin: .3rem 0; padding: .1rem 0 .15rem .7rem; border-left: 3px solid var(--rule); }
+.turns li.drawn { border-color: var(--accent); } .turns li.world pre { color: var(--quiet); }
+.turns li.gap { color: var(--quiet); font-size: .78rem; font-style: italic; }
+.rollouts .turns p { margin: 0; font-size: .78rem; color: var(--quiet); } .turns .drawn p { color: var(--accent); }
+.turns b { color: var(--ink); }
+.rollouts .problem { color: var(--bad); margin: .3rem 0 0; }
+.rollouts .counted { color: var(--quiet); font-size: .78rem; margin: .3rem 0 0; }
 .browser fieldset { border: 0; margin: 0 0 .5rem; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem .9rem;
                     font-size: .88rem; }
 .browser details { margin-top: 0; }

@@ -22,6 +22,8 @@ MEANINGS = {
     "sync": "engines get the new weights, and are asked whether they have",
     "evaluation": "prompts of the evaluation are answered",
 }
+OF_EPISODES = {"environment", "environment_95"}
+"""Not phases: what an episode spent in its environment, while others were answered."""
 MOST_BARS = 200
 """More iterations share a bar, which shows their mean."""
 
@@ -53,6 +55,7 @@ def time_section(run: Run) -> str:
 def phase_times(run: Run) -> tuple[list[str], Times]:
     """The phases in their order, and their seconds in every iteration that recorded any."""
     recorded = [name.removeprefix(PREFIX) for name in run.metrics if name.startswith(PREFIX)]
+    recorded = [name for name in recorded if name not in OF_EPISODES]
     phases = [*(name for name in MEANINGS if name in recorded), *(name for name in recorded if name not in MEANINGS)]
     times = [
         (row["step"], [max(finite(row.get(f"{PREFIX}{name}")) or 0.0, 0.0) for name in phases]) for row in run.rows

@@ -14,6 +14,8 @@ FINE = {
 
 def test_a_healthy_iteration_raises_none():
     assert list(alarms(FINE, 1.0)) == []
+    episodes = {"failed_episodes": 0.0, "tool_calls": 4.0, "tool_failures": 1.0, "finish/turns": 0.2}
+    assert list(alarms(FINE | episodes, 1.0)) == []
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,10 @@ def test_a_healthy_iteration_raises_none():
         ({"log_prob_ratio": 1.2}, "drift apart"),
         ({"corrected_share": 0.3}, "30% of the tokens are weighed by a tenth or more: what is sampled is not"),
         ({"corrected_share": 0.3, "log_prob_gap": 0.2}, "drift apart"),
+        ({"failed_episodes": 3.0}, "3 episodes failed, retries and all"),
+        ({"tool_calls": 2.0, "tool_failures": 1.5}, "75% of the tool calls failed"),
+        ({"finish/turns": 0.6, "finish/context": 0.4}, "60% of the episodes end at --max_turns"),
+        ({"finish/context": 0.6}, "end at --episode_max_len"),
         ({"log_prob_gap_fresh": 0.2, "age": 1.0}, "log-probs of the same weights drift apart"),
         ({"corrected_share": 0.3, "log_prob_gap": 0.2, "age": 1.0}, "lower --async_staleness or the learning rate"),
     ],

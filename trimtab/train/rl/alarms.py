@@ -9,6 +9,8 @@ MANY_TRUNCATED = 0.5
 MUCH_GAP = 0.05  # nats, mean over tokens
 RATIO_OFF = 0.02
 MANY_CORRECTED = 0.2  # of the tokens
+MANY_FAILURES = 0.5  # of the tool calls
+MANY_CUT_OFF = 0.5  # of the episodes
 OLD_IN_A_ROW = 3  # iterations whose oldest answers were as old as may be
 
 
@@ -48,8 +50,21 @@ def alarms(row: dict, first_entropy: float, at_bound: int = 0) -> Iterator[str]:
             f"{corrected:.0%} of the tokens are weighed by a tenth or more: "
             f"{why if older else 'what is sampled is not what is trained'}"
         )
+    yield from _of_episodes(row)
     if at_bound >= OLD_IN_A_ROW:
         yield (
             f"in {at_bound} iterations running the oldest answers were {row['age_max']:.0f} iterations old, the most "
             "that --async_staleness allows: learning waits for them; raise it, or look at what makes them slow"
         )
+
+
+def _of_episodes(row: dict) -> Iterator[str]:
+    if failed := row.get("failed_episodes", 0):
+        yield f"{failed:.0f} episodes failed, retries and all, and their groups are left out: look at the environment"
+    calls, failures = row.get("tool_calls", 0.0), row.get("tool_failures", 0.0)
+    if calls and failures > MANY_FAILURES * calls:
+        yield f"{failures / calls:.0%} of the tool calls failed: look at a few episodes and at what the tools expect"
+    cut_off = {"turns": "--max_turns", "context": "--episode_max_len"}
+    for end, option in cut_off.items():
+        if (share := row.get(f"finish/{end}", 0.0)) > MANY_CUT_OFF:
+            yield f"{share:.0%} of the episodes end at {option}: raise it, or reward shorter ones"
