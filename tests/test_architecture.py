@@ -15,19 +15,24 @@ FILES = sorted(ROOT.rglob("*.py"))
 MAY_IMPORT = {
     "cli": {
         *("config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded", "data.hub"),
-        *("data.knights", "serving", "envs", "agents", "errors", "files", "output"),
+        *("data.knights", "serving", "envs", "agents", "processes", "errors", "files", "output"),
     },
     "train": {
         *("data", "models", "algos", "rollout", "rewards", "distributed", "config", "progress", "interrupts"),
-        *("envs", "agents", "serving", "errors", "files"),
+        *("envs", "agents", "serving", "processes", "errors", "files"),
         *("evaluate.bad_words", "evaluate.tail_files", "evaluate.tail_risk"),
     },
     "models": {"data.batches", "data.hub", "distributed", "config", "errors", "files"},
     "rollout": {"data.batches", "models", "distributed", "envs.types", "envs.episode", "errors"},
-    "rewards": {"data", "models", "distributed", "config", "envs.types", "envs.episode", "web", "errors", "algos"},
-    "envs": {"errors"},
-    "agents": {"envs", "rollout", "data", "distributed", "errors"},
-    "serving": {"agents", "envs", "rollout", "data", "models", "distributed", "config", "web", "errors"},
+    "rewards": {
+        *("data", "models", "distributed", "config", "envs.types", "envs.episode", "web", "processes", "errors"),
+        "algos",
+    },
+    "envs": {"processes", "errors"},
+    "agents": {"envs", "rollout", "data", "distributed", "processes", "errors"},
+    "serving": {
+        *("agents", "envs", "rollout", "data", "models", "distributed", "config", "web", "processes", "errors"),
+    },
     "web": {"errors"},
     "data": {"config", "errors", "files"},
     "distributed": {"interrupts", "errors"},
@@ -35,10 +40,11 @@ MAY_IMPORT = {
     "config": {"errors"},
     "evaluate": {
         *("data", "algos", "models", "distributed", "rollout", "rewards", "config", "progress", "interrupts"),
-        *("envs", "agents", "errors", "files"),
+        *("envs", "agents", "processes", "errors", "files"),
     },
     "report": {"evaluate", "config", "errors", "files"},
     "embedded": {"envs.types", "errors"},
+    "processes": {"errors"},
     "progress": set(),
     "interrupts": {"errors"},
     "output": set(),

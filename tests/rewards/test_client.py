@@ -11,10 +11,10 @@ import pytest
 
 from tests.rewards.samples import request_of
 from trimtab.errors import UserError
-from trimtab.rewards import waiting
+from trimtab.processes import waiting
+from trimtab.processes.waiting import GivenUp, Waiting
 from trimtab.rewards.client import HttpReward
 from trimtab.rewards.types import RewardFailed
-from trimtab.rewards.waiting import GivenUp, Waiting
 
 RESPONSES = [str(number) for number in range(10)]
 EXPECTED = [float(number) for number in range(10)]

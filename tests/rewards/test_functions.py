@@ -17,9 +17,9 @@ import pytest
 
 from tests.rewards.samples import request_of
 from trimtab.errors import UserError
+from trimtab.processes.waiting import GivenUp, Waiting
 from trimtab.rewards.functions import FunctionReward
 from trimtab.rewards.types import RewardFailed, RewardRequest
-from trimtab.rewards.waiting import GivenUp, Waiting
 
 
 @pytest.fixture

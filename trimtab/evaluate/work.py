@@ -9,8 +9,8 @@ from trimtab.distributed.world import World
 from trimtab.errors import Interrupted
 from trimtab.evaluate.journal import Journal
 from trimtab.interrupts import StopRequest
+from trimtab.processes.waiting import GivenUp
 from trimtab.progress import RunProgress
-from trimtab.rewards.waiting import GivenUp
 
 Results = Iterable[tuple[int, Any]]
 

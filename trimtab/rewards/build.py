@@ -14,6 +14,7 @@ from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.sharded import frozen_is_split, share_rows
+from trimtab.processes.waiting import Waiting
 from trimtab.rewards.classifiers import load_judge
 from trimtab.rewards.client import HttpReward
 from trimtab.rewards.functions import CALLS_AT_ONCE, FunctionReward
@@ -21,7 +22,6 @@ from trimtab.rewards.model import ModelReward
 from trimtab.rewards.process import ProcessReward
 from trimtab.rewards.types import Reward
 from trimtab.rewards.verify import make_verifier
-from trimtab.rewards.waiting import Waiting
 from trimtab.rewards.weighing import Weighted
 
 Parts = list[tuple[Reward, float]]  # rewards and their weights

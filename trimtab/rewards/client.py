@@ -17,9 +17,9 @@ import httpx
 from trimtab.config.credentials import without_credentials
 from trimtab.config.serving import TOKEN_VARIABLE
 from trimtab.errors import UserError
+from trimtab.processes.waiting import Waiting, spoken
 from trimtab.rewards.protocols import PROTOCOLS, NotUnderstood, Protocol, encode
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, named
-from trimtab.rewards.waiting import Waiting, spoken
 
 WORTH_ANOTHER_TRY = {408, 425, 429}  # of the client errors; server errors all are
 LONGEST_PAUSE = 30.0

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import UserError
+from trimtab.processes.waiting import Waiting, spoken
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked, figure, named
-from trimtab.rewards.waiting import Waiting, spoken
 from trimtab.rewards.workers import Fault, Late, Stuck, Worker
 
 PARTS_A_WORKER = 4

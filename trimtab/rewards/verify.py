@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import UserError
+from trimtab.processes.waiting import Waiting
 from trimtab.rewards import verifiers
 from trimtab.rewards.functions import FunctionReward
 from trimtab.rewards.types import BadSample, Reward, RewardRequest, RewardResult
-from trimtab.rewards.waiting import Waiting
 from trimtab.rewards.weighing import Weighted
 
 SECONDS, MEMORY_GIB = 10.0, 4.0  # of mathematics, for one answer

@@ -1,21 +1,16 @@
 """A process that runs a reward function (worker.py), seen from the run: requests out, answers in, limits kept."""
 
-import contextlib
 import json
-import multiprocessing
-import os
 import pickle
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import trimtab
 from trimtab.errors import UserError
+from trimtab.processes.child import Child
+from trimtab.processes.waiting import Waiting, spoken
 from trimtab.rewards.types import RewardRequest
-from trimtab.rewards.waiting import Waiting, spoken
 
 LOADING_SECONDS = 300.0  # a file may import a library, and that a slow disk
 
@@ -38,18 +33,9 @@ class Worker:
     def __init__(self, file: Path, function: str | None, seconds: float, memory: int, waiting: Waiting):
         self.seconds, self.memory = seconds, memory
         self._waiting = waiting
-        self._connection, theirs = multiprocessing.Pipe()
-        words = [str(theirs.fileno()), str(seconds), str(memory), str(file), *([function] if function else [])]
-        source = str(Path(trimtab.__file__).parents[1])
-        path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "trimtab.rewards.worker", *words],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,  # which is ended as a whole
-        )
-        theirs.close()
+        words = [str(seconds), str(memory), str(file), *([function] if function else [])]
+        self._child = Child("trimtab.rewards.worker", words)
+        self._connection = Connection(self._child.socket.detach())
         self.about: dict[str, Any] = {}
         try:
             told = f"{file} to be loaded; given up after {spoken(LOADING_SECONDS)} at the latest"
@@ -84,28 +70,18 @@ class Worker:
 
     def close(self) -> None:
         self._connection.close()  # which ends an idle worker
-        try:
-            self._process.wait(timeout=2)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        self._child.leave()
 
     def kill(self) -> None:
         """End it, and everything that it started."""
         self._connection.close()
-        self._end_group()
-
-    def _end_group(self) -> int:
-        if self._process.returncode is not None:
-            return self._process.returncode
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: macOS, of a process that has ended
-            os.killpg(self._process.pid, signal.SIGKILL)
-        return self._process.wait()
+        self._child.kill()
 
     def _send(self, request: RewardRequest) -> None:
         try:
             self._connection.send_bytes(pickle.dumps(request))
         except OSError:
-            raise Stuck(self._death()) from None
+            raise Stuck(self._child.how_it_died()) from None
 
     def _receive(self, seconds: float, *, grace: float = 0.0, told: str | None = None) -> dict[str, Any]:
         try:
@@ -113,7 +89,7 @@ class Worker:
                 raise Late(f"took longer than {seconds:g} s")
             return json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
-            raise Stuck(self._death()) from None
+            raise Stuck(self._child.how_it_died()) from None
 
     def _told(self, message: dict[str, Any]) -> Fault | Stuck:
         if "late" in message:
@@ -121,9 +97,3 @@ class Worker:
         if message["error"].startswith("MemoryError"):
             return Stuck(f"needed more than {self.memory / 2**30:g} GiB of memory")
         return Fault(message["error"])
-
-    def _death(self) -> str:
-        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)  # its number stays its own until it is reaped
-        code = self._end_group()
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"its process died ({how})"

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.data.tokenizer import texts_of
+from trimtab.processes.waiting import GivenUp
 from trimtab.rewards.build import Parts
 from trimtab.rewards.functions import CALLS_AT_ONCE
 from trimtab.rewards.requests import Questions, request_of
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult
-from trimtab.rewards.waiting import GivenUp
 from trimtab.rollout.types import Rollout
 from trimtab.train.rl.answers import Answers, Written
 from trimtab.train.rl.experience import Experience

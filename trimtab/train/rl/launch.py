@@ -12,9 +12,9 @@ from trimtab.envs.episode import Episode, Said
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.sharded import mesh_of
+from trimtab.processes.waiting import GivenUp
 from trimtab.rewards.requests import Questions
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult
-from trimtab.rewards.waiting import GivenUp
 from trimtab.rollout.types import Draft, Sampling
 from trimtab.train.pass_limit import BeginAnew, NoRoom
 from trimtab.train.rl.answers import Admission, Answers, Collected, UnderWay, Wait, Written

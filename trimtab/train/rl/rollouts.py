@@ -12,11 +12,11 @@ from trimtab.distributed.link import Plan
 from trimtab.distributed.peers import Peers
 from trimtab.distributed.roles import Role
 from trimtab.errors import OutOfMemory
+from trimtab.processes.waiting import GivenUp
 from trimtab.rewards.build import Parts
 from trimtab.rewards.overlap import Overlapped
 from trimtab.rewards.requests import Questions
 from trimtab.rewards.types import RewardFailed, RewardResult
-from trimtab.rewards.waiting import GivenUp
 from trimtab.rewards.weighing import described
 from trimtab.rollout.engine import Engine, ReceivingEngine
 from trimtab.rollout.types import Rollout, Sampling
