@@ -28,7 +28,7 @@ class Episode:
     opening: list[Message] | None = None  # what reset gave, if it did
     last_reward: float = 0.0  # of the episode as a whole, beside those of its turns
     logs: dict[str, float] = field(default_factory=dict)  # figures of its own
-    begun: int = 1  # instances of the environment that it took
+    begun: int = 1  # times from nothing: again where an environment failed, or answered another instance otherwise
     problem: str | None = None  # why it failed, in the environment's words
 
     @property

@@ -68,6 +68,10 @@ class Engine(Protocol):
     version: int
     """Of the weights, as whoever changed them last has told; every token carries the one it was drawn from."""
 
+    @property
+    def context(self) -> int | None:
+        """Tokens of the longest prompt with its answer; None: no limit is known."""
+
     def generate(
         self,
         prompts: Sequence[list[int]],

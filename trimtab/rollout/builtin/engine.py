@@ -19,6 +19,7 @@ from trimtab.rollout.builtin.captured import CapturedGraphs
 from trimtab.rollout.builtin.int8 import Int8Layers
 from trimtab.rollout.builtin.memory import PAGE_SIZE, KVMemory
 from trimtab.rollout.builtin.recognition import recognised
+from trimtab.rollout.builtin.requests import longest_text
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.builtin.session import BuiltinSession
 from trimtab.rollout.builtin.weights import is_split, state_of
@@ -63,6 +64,7 @@ class BuiltinEngine:
         self.captured = CapturedGraphs(policy, slots, possible=not eager and not cut)
         self.exact = shape.dtype == torch.float32 and not weight_only_int8
         self.version = 0
+        self.context = longest_text(policy)
         self.tokens_read = 0
         """Of all prompts so far, those that were not kept; and what was read back after making room for others."""
         self._int8 = Int8Layers(policy) if weight_only_int8 else None

@@ -4,9 +4,14 @@ from trimtab.errors import UserError
 from trimtab.models.policy import Policy
 
 
+def longest_text(policy: Policy) -> int | None:
+    """Tokens that the model has places for; None: it has for any number."""
+    return getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+
+
 def check_request(policy: Policy, number: int, prompt_ids: list[int], limit: int) -> None:
     vocabulary = policy.head.out_features
-    most = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    most = longest_text(policy)
     if not prompt_ids:
         raise UserError(f"prompt {number} is empty; at least one token is needed")
     if max(prompt_ids) >= vocabulary or min(prompt_ids) < 0:

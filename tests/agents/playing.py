@@ -1,0 +1,64 @@
+"""A tiny model that plays, and what its episodes must be."""
+
+import numpy as np
+import torch
+
+from tests.agents.templates import tokenizer_of
+from tests.agents.worlds import Pool
+from tests.data.templates import CHATML
+from tests.tiny import tiny_model
+from trimtab.agents.engine import AgentEngine
+from trimtab.agents.settings import PlaySettings
+from trimtab.data.batches import TokenBatch
+from trimtab.envs.types import Task
+from trimtab.models.policy import Policy
+from trimtab.models.selfcheck import choose_path
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.types import Rollout, Sampling
+
+VOCABULARY, CONTEXT = 400, 512
+
+
+def make_policy(seed: int = 0) -> Policy:
+    policy = Policy(tiny_model("llama", seed=seed, vocab_size=VOCABULARY, max_position_embeddings=CONTEXT))
+    choose_path(policy)
+    return policy
+
+
+def sampling_of(tokenizer, **changes) -> Sampling:
+    """Every seventh token ends a turn, so that some are cut and some are not."""
+    stops = tuple(sorted({tokenizer.eos_token_id, *range(60, VOCABULARY, 9)}))
+    return Sampling(**{"max_new_tokens": 12, "stop_token_ids": stops, **changes})
+
+
+def player(policy, pool: Pool, template: str | None = CHATML, inner: dict | None = None, **settings):
+    tokenizer = tokenizer_of(template)
+    engine = BuiltinEngine(policy, tokenizer, **(inner or {}))
+    return AgentEngine(engine, pool, tokenizer, PlaySettings(**settings))
+
+
+def play(engine: AgentEngine, rows: int = 2, *, seeds=None, prompts=None, **sampling) -> list[Rollout]:
+    prompts = prompts or [[5, 6, 7 + row] for row in range(rows)]
+    tasks = [Task(row, 0, seed=100 + row, prompt="Hello") for row in range(len(prompts))]
+    seeds = seeds or [31 + row for row in range(len(prompts))]
+    return engine.generate(prompts, sampling_of(engine.tokenizer, **sampling), seeds=seeds, tasks=tasks)
+
+
+def trained(policy: Policy, rollout: Rollout, temperature: float = 1.0) -> torch.Tensor:
+    """The trainer's log-probs of what was drawn, all turns in one pass."""
+    ids = np.array(rollout.prompt_ids + rollout.ids)
+    drawn = np.append(np.zeros(len(rollout.prompt_ids), dtype=bool), rollout.drawn)
+    return policy(TokenBatch.of([(ids, drawn)]), temperature=temperature).log_probs_N
+
+
+def check_exact(policy: Policy, rollouts: list[Rollout], temperature: float = 1.0) -> None:
+    for rollout in rollouts:
+        assert len(rollout.log_probs) == len(rollout.versions) == rollout.drawn.sum()
+        own = trained(policy, rollout, temperature)
+        torch.testing.assert_close(torch.from_numpy(rollout.log_probs), own, atol=1e-5, rtol=0)
+
+
+def plain(rollout: Rollout) -> tuple:
+    """What must be equal where nothing but the company differs."""
+    said = [(s.messages, s.start, s.end, s.drawn, s.text, s.finish, s.reward, s.branch) for s in rollout.episode.said]
+    return rollout.prompt_ids, rollout.ids, rollout.drawn.tolist(), rollout.finish, rollout.episode.reward, said

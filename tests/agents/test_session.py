@@ -1,0 +1,364 @@
+"""Episodes drawn by an engine: the rules of tokens, limits, failures, and that company changes nothing."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.agents.playing import CONTEXT, check_exact, make_policy, plain, play, player, sampling_of, trained
+from tests.agents.worlds import Counting, Fault, Pool
+from tests.data.templates import CHATML, GEMMA, LLAMA3, QWEN3
+from trimtab.envs.types import Step, Task
+from trimtab.rollout.engine import Engine, Session
+from trimtab.rollout.types import Draft
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return make_policy()
+
+
+def pieces(tokenizer, rollout):
+    """What was drawn and what was not, as texts in turn."""
+    edges = np.flatnonzero(np.diff(rollout.drawn.astype(int))) + 1
+    return [tokenizer.decode(part.tolist()) for part in np.split(rollout.tokens, edges)]
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, GEMMA, QWEN3, None])
+def test_log_probs_of_all_turns_are_the_trainers_in_one_pass(policy, template):
+    engine = player(policy, Pool(), template, plain=template is None)
+    rollouts = play(engine, n=3, temperature=0.8)
+    assert [(r.prompt, r.sample) for r in rollouts] == [(p, s) for p in range(2) for s in range(3)]
+    check_exact(policy, rollouts, 0.8)
+    assert {len(r.episode.turns) for r in rollouts} == {3}
+    assert {said.finish for r in rollouts for said in r.episode.turns} == {"stop", "length"}
+
+
+def test_what_is_drawn_is_marked_and_everything_else_is_the_templates(policy):
+    engine = player(policy, Pool())
+    for rollout in play(engine, n=2):
+        assert engine.tokenizer.decode(rollout.prompt_ids) == (
+            f"<|im_start|>user\nBegin {rollout.prompt}.<|im_end|>\n<|im_start|>assistant\n"
+        )
+        turns, said = rollout.episode.turns, [s for s in rollout.episode.said if not s.drawn]
+        for turn, answer in zip(turns, said):
+            ids = rollout.ids[turn.start : turn.end]
+            assert rollout.drawn[turn.start : turn.end].all()
+            end = "" if turn.finish == "stop" else "<|im_end|>"
+            text = f"{end}\n<|im_start|>user\n{answer.messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+            assert engine.tokenizer.decode(rollout.ids[answer.start : answer.end]) == text
+            assert answer.start == turn.end and not rollout.drawn[answer.start : answer.end].any()
+            assert f"had {len(ids)} tokens" in answer.messages[0]["content"]
+        assert rollout.drawn.sum() == sum(turn.end - turn.start for turn in turns)
+        assert turns[-1].end == len(rollout.ids) and rollout.episode.said[0].start == 0
+
+
+def test_a_turn_is_drawn_from_exactly_the_tokens_before_it(policy):
+    """The engine alone, asked for each turn by itself with the turn's own seed, draws the same."""
+    from trimtab.rollout.seeds import request_seed
+
+    engine = player(policy, Pool())
+    sampling = sampling_of(engine.tokenizer)
+    for rollout in play(engine, n=2):
+        for number, turn in enumerate(rollout.episode.turns):
+            seed = request_seed(request_seed(31 + rollout.prompt, rollout.sample), number)
+            before = rollout.prompt_ids + rollout.ids[: turn.start]
+            (alone,) = engine.engine.generate([before], sampling, seeds=[seed])
+            assert alone.ids == rollout.ids[turn.start : turn.end]
+
+
+def test_tokens_of_the_world_carry_no_gradient(policy):
+    """Their logits have none: only what predicts a drawn token is trained."""
+    (rollout, *_) = play(player(policy, Pool()), rows=1)
+    own_of_trainer = trained(policy, rollout)
+    assert len(own_of_trainer) == rollout.drawn.sum() < len(rollout.ids)
+    ids = torch.tensor([rollout.prompt_ids + rollout.ids])
+    logits = policy.model(ids).logits
+    logits.retain_grad()
+    places = np.flatnonzero(np.append(np.zeros(len(rollout.prompt_ids), dtype=bool), rollout.drawn))
+    own = logits[0, places - 1].log_softmax(-1)[torch.arange(len(places)), ids[0, places]]
+    torch.testing.assert_close(own, own_of_trainer, atol=1e-5, rtol=0)
+    own.sum().backward()
+    touched = logits.grad[0].abs().sum(-1) > 0
+    expected = np.zeros(ids.shape[1], dtype=bool)
+    expected[places - 1] = True
+    assert touched.tolist() == expected.tolist()
+
+
+def test_company_order_and_slowness_change_nothing(policy):
+    alone = [play(player(policy, Pool()), seeds=[31 + row], prompts=[[5, 6, 7 + row]], n=2) for row in range(3)]
+    tight = {"kv_tokens": 1024, "slots": 2, "page_size": 8}
+    for pool, inner in ((Pool(), {}), (Pool(slow=3), {}), (Pool(), tight)):
+        together = play(player(policy, pool, inner=inner), rows=3, n=2)
+        for rollout in together:
+            expected = alone[rollout.prompt][rollout.sample]
+            assert rollout.ids == expected.ids or rollout.prompt > 0  # the opening names the row
+        check_exact(policy, together)
+    first, second = (play(player(policy, Pool(slow=slow)), rows=3, n=2) for slow in (0, 5))
+    assert [plain(r) for r in first] == [plain(r) for r in second]
+    assert len({tuple(r.ids) for r in first}) == 6
+
+
+def test_rewards_figures_and_logs_are_in_the_record(policy):
+    (rollout,) = play(player(policy, Pool(lambda: Counting(last=10.0))), rows=1)
+    episode = rollout.episode
+    assert [turn.reward for turn in episode.turns] == [1.0, 2.0, 3.0]
+    assert episode.last_reward == 10.0 and episode.reward == 16.0 and episode.begun == 1
+    assert rollout.finish in ("stop", "length") and rollout.finish == episode.turns[-1].finish
+    assert episode.logs == {
+        **{"heard": 3.0, "ended": 1.0, "turns": 3.0, "branches": 1.0, "tool_calls": 0.0, "tool_failures": 0.0},
+        **{"unknown_tools": 0.0, "seconds_environment": 0.25 + 3 * 0.5 + 0.125},
+        "episode_length": float(len(rollout.prompt_ids) + len(rollout.ids)),
+    }
+
+
+# ---- limits
+
+
+def test_max_turns_ends_an_episode_after_the_last_turn_was_rewarded(policy):
+    (rollout,) = play(player(policy, Pool(lambda: Counting(9)), max_turns=2), rows=1)
+    assert rollout.finish == "turns" and [turn.reward for turn in rollout.episode.turns] == [1.0, 2.0]
+    assert rollout.episode.said[-1].drawn
+
+
+def test_what_the_environment_cuts_off_is_truncated(policy):
+    class Cutting(Counting):
+        def step(self, turn):
+            return Step(reward=0.5, truncated=turn.number == 1)
+
+    (rollout,) = play(player(policy, Pool(Cutting)), rows=1)
+    assert rollout.finish == "truncated" and rollout.episode.reward == 1.0
+
+
+@pytest.mark.parametrize("longest", [60, 100, 140])
+def test_an_observation_that_does_not_fit_is_not_read(policy, longest):
+    rollouts = play(player(policy, Pool(lambda: Counting(99)), episode_max_len=longest), n=4)
+    assert {r.finish for r in rollouts} == {"context"}
+    for rollout in rollouts:
+        assert len(rollout.prompt_ids) + len(rollout.ids) <= longest
+        assert rollout.episode.said[-1].drawn and rollout.episode.turns[-1].reward > 0
+    check_exact(policy, rollouts)
+
+
+def test_the_models_context_is_a_limit_of_its_own(policy):
+    class Flood(Counting):
+        def step(self, turn):
+            return Step(messages="flood " * 100_000, reward=1.0)
+
+    (rollout,) = play(player(policy, Pool(Flood)), rows=1)
+    assert rollout.finish == "context" and len(rollout.episode.said) == 1 and rollout.episode.reward == 1.0
+    assert len(rollout.prompt_ids) + len(rollout.ids) <= CONTEXT
+
+
+def test_a_prompt_that_leaves_no_room_ends_at_once(policy):
+    (rollout,) = play(player(policy, Pool(), episode_max_len=5), rows=1)
+    assert rollout.finish == "context" and rollout.ids == [] and rollout.episode.said == []
+
+
+def test_the_middle_of_a_long_observation_is_cut_out_with_a_mark(policy):
+    class Long(Counting):
+        def step(self, turn):
+            return Step(messages="first " + "noise " * 500 + "last", done=turn.number == 1)
+
+    (rollout,) = play(player(policy, Pool(Long), observation_max_len=60), rows=1)
+    said = rollout.episode.said[1]
+    content = said.messages[0]["content"]
+    assert content.startswith("first") and content.endswith("last") and "tokens are left out here" in content
+    tokenizer = player(policy, Pool()).tokenizer
+    assert len(tokenizer.encode(content)) <= 62  # what is cut apart may be encoded otherwise
+    assert rollout.finish in ("stop", "length")
+
+
+def test_the_environment_may_ask_for_shorter_turns_and_stop_strings(policy):
+    class Asking(Counting):
+        def step(self, turn):
+            asked = {"max_new_tokens": 2} if turn.number == 0 else {"stop_strings": [" ", "e", "a", "t"]}
+            return Step(sampling=asked, done=turn.number == 2)
+
+    engine = player(policy, Pool(Asking))
+    for rollout in play(engine, n=4, stop_token_ids=(engine.tokenizer.eos_token_id,), max_new_tokens=20):
+        _, second, third = rollout.episode.turns
+        assert second.end - second.start <= 2
+        assert third.finish == "length" or any(stop in third.text[-8:] for stop in " eat")
+        check_exact(policy, [rollout])
+
+
+def test_exact_tokens_of_an_environment_are_read_as_they_are(policy):
+    class Exact(Counting):
+        def step(self, turn):
+            return Step(ids=[9, 8, 7], done=turn.number == 1)
+
+    (rollout,) = play(player(policy, Pool(Exact)), rows=1)
+    assert rollout.tokens[~rollout.drawn].tolist() == [9, 8, 7]
+
+
+# ---- failures
+
+
+def test_a_failing_environment_is_begun_anew_and_draws_the_same(policy):
+    seen = []
+
+    def once(what, instance):
+        if what == "step" and len(instance.heard) == 1 and len(seen) < 2:
+            seen.append(instance)
+            raise Fault("boom")
+
+    (rollout,) = play(player(policy, Pool(fault=once)), rows=1)
+    (expected,) = play(player(policy, Pool()), rows=1)
+    assert plain(rollout) == plain(expected)
+    assert rollout.episode.begun == 3 and expected.episode.begun == 1
+
+
+def test_when_retries_are_used_up_the_whole_group_has_failed_and_nothing_is_scored(policy):
+    def always(what, instance):
+        if what == "step" and instance.task.row == 0 and instance.task.sample == 1 and instance.heard:
+            raise Fault("the database is gone")
+
+    pool = Pool(lambda: Counting(9), fault=always)
+    rollouts = play(player(policy, pool, retries=1), n=3)
+    assert [r.finish for r in rollouts if r.prompt == 0] == ["failed"] * 3
+    assert all(r.ids == [] and len(r.log_probs) == 0 for r in rollouts if r.prompt == 0)
+    assert [r.episode.problem for r in rollouts[:3]] == [None, "the database is gone", None]
+    assert {r.finish for r in rollouts if r.prompt == 1} <= {"stop", "length"}
+    assert not pool.instances
+
+
+def test_one_that_broke_for_anothers_sake_goes_on_where_it_was(policy):
+    seen = []
+
+    def once(what, instance):
+        if what in ("step", "end") and len(seen) < 3 and len(instance.heard) == len(seen) + 1:
+            seen.append(instance)
+            raise Fault("its process was ended", innocent=True)
+
+    pool = Pool(fault=once)
+    (rollout,) = play(player(policy, pool, retries=0), rows=1)
+    (expected,) = play(player(policy, Pool()), rows=1)
+    assert plain(rollout) == plain(expected)
+    assert rollout.episode.begun == 1 and len(pool.made) == 4
+
+
+# ---- pausing and going on
+
+
+def at_work(engine, advances, n=2):
+    """A session with two rows, so many looks old."""
+    session = engine.session(sampling_of(engine.tokenizer, n=n))
+    for row in range(2):
+        session.add([5, 6, 7 + row], seed=31 + row, task=Task(row, 0, 100 + row, "Hello"))
+    finished = []
+    for _ in range(advances):
+        finished += session.advance(3)
+    return session, finished
+
+
+def go_on(engine, drafts, n=2):
+    """What they become in a new session; the row of each request is that of its number before."""
+    with engine.session(sampling_of(engine.tokenizer, n=n)) as session:
+        rows = {}
+        for row, own in drafts.items():
+            rows[session.add([5, 6, 7 + row], seed=31 + row, task=Task(row, 0, 100 + row, "Hello"), drafts=own)] = row
+        found = list(session)
+    for rollout in found:
+        rollout.prompt = rows[rollout.prompt]
+    return found
+
+
+def stored(draft):
+    """As it comes from disk: nothing of it is the object that was."""
+    from trimtab.envs.episode import Episode
+
+    episode = None if draft.episode is None else Episode.of_plain(draft.episode.plain())
+    return Draft(draft.sample, draft.tokens, draft.log_probs, draft.versions, None, draft.drawn, episode, draft.branch)
+
+
+@pytest.mark.parametrize("advances", [1, 4, 7, 11, 15])
+@pytest.mark.parametrize("way", ["parked", "stored", "beside"])
+def test_episodes_go_on_from_drafts_as_if_nothing_had_been(policy, advances, way):
+    expected = {(r.prompt, r.sample): plain(r) for r in play(player(policy, Pool(slow=1)), n=2)}
+    pool = Pool(slow=1)
+    engine = player(policy, pool)
+    session, finished = at_work(engine, advances)
+    drafts = session.drafts()
+    if way == "beside":  # what another thread has seen, and the process is gone
+        session.close()
+        pool = Pool(slow=1)
+        engine = player(policy, pool)
+        drafts = {row: [stored(draft) for draft in own] for row, own in drafts.items()}
+    else:
+        session.abort()
+        aborted = []
+        while session.busy:
+            aborted += session.advance()
+        assert {r.finish for r in aborted} <= {"abort"}
+        session.close()
+        told = {row: [(d.sample, d.ids) for d in own] for row, own in drafts.items()}
+        drafts = {}
+        for rollout in aborted:
+            drafts.setdefault(rollout.prompt, []).append(Draft.of(rollout))
+        assert {row: [(d.sample, d.ids) for d in own] for row, own in drafts.items()} == told
+        if way == "stored":
+            drafts = {row: [stored(draft) for draft in own] for row, own in drafts.items()}
+    made = len(pool.made)
+    rollouts = finished + go_on(engine, drafts)
+    assert {(r.prompt, r.sample): plain(r) for r in rollouts} == expected
+    check_exact(policy, rollouts)
+    assert all(r.episode.begun == 1 for r in rollouts)
+    if way == "parked" and advances >= 7:
+        assert len(pool.made) == made, "nothing was played again"
+    assert not pool.instances
+
+
+def test_an_environment_that_answers_otherwise_is_begun_anew_and_counted(policy):
+    class Fickle(Counting):
+        made = 0
+
+        def __init__(self):
+            super().__init__()
+            Fickle.made += 1
+            self.own = Fickle.made
+
+        def step(self, turn):
+            step = super().step(turn)
+            return Step(messages=f"{step.messages} {self.own}", reward=1.0, done=step.done)
+
+    session, _ = at_work(player(policy, Pool(Fickle)), 9)
+    drafts = {row: [stored(draft) for draft in own] for row, own in session.drafts().items()}
+    session.close()
+    answered = {(row, d.sample) for row, own in drafts.items() for d in own if d.episode and len(d.episode.said) > 1}
+    rollouts = go_on(player(policy, Pool(Fickle)), drafts)
+    assert answered and {(r.prompt, r.sample) for r in rollouts if r.episode.begun == 2} == answered
+    check_exact(policy, rollouts)
+
+
+def test_parked_instances_that_nobody_wants_are_given_up(policy):
+    pool = Pool()
+    engine = player(policy, pool)
+    session, _ = at_work(engine, 7)
+    session.abort()
+    session.advance()
+    session.close()
+    assert pool.instances
+    play(engine, rows=1)
+    assert not pool.instances
+    engine.close()
+    assert pool.closed
+
+
+# ---- the protocol
+
+
+def test_it_is_an_engine_and_its_sessions_are_sessions(policy):
+    engine = player(policy, Pool())
+    assert isinstance(engine, Engine) and engine.exact and engine.context == CONTEXT
+    with engine.session(sampling_of(engine.tokenizer)) as session:
+        assert isinstance(session, Session) and not session.busy
+
+
+def test_lengths_at_work_count_what_was_read_and_what_is_being_written(policy):
+    engine = player(policy, Pool(slow=1))
+    session, _ = at_work(engine, 8)
+    lengths = session.at_work()
+    drafts = {(row, draft.sample): len(draft.tokens) for row, own in session.drafts().items() for draft in own}
+    assert lengths == drafts and max(lengths.values()) > 12
+    assert session.drawn(0) == session.drafts()[0][0].ids
+    session.close()

@@ -1,0 +1,200 @@
+"""An episode under way: its sequences, what was said in it, and where it stands."""
+
+import time
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+
+from trimtab.agents.language import Language
+from trimtab.envs.episode import Episode, Said
+from trimtab.envs.types import Message, Task
+from trimtab.rollout.types import Draft, Finish, Rollout
+
+FIGURES = ("tool_calls", "tool_failures", "unknown_tools", "seconds_environment")
+
+
+class Stage(Enum):
+    """What it waits for."""
+
+    OPENING = auto()  # the environment's first words
+    REPLAYING = auto()  # another instance, to be where the last one was
+    WRITING = auto()  # the engine
+    STEPPING = auto()  # the environment's answer
+    ENDING = auto()  # its last reward
+
+
+@dataclass(frozen=True)
+class Strand:
+    """One sequence of tokens: a prompt, and what was drawn or read after it. Nothing in it changes."""
+
+    prompt_ids: list[int]
+    tokens: np.ndarray
+    drawn: np.ndarray
+    log_probs: np.ndarray
+    versions: np.ndarray
+    plain_log_probs: np.ndarray
+
+    @classmethod
+    def of(cls, prompt_ids: list[int]) -> "Strand":
+        ints, floats = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+        return cls(prompt_ids, ints, ints.astype(bool), floats, ints, floats)
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.tokens)
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt_ids + self.tokens.tolist()
+
+    def read(self, ids: list[int]) -> "Strand":
+        """With tokens of the world behind it."""
+        tokens = np.append(self.tokens, np.array(ids, dtype=np.int32))
+        return replace(self, tokens=tokens, drawn=np.append(self.drawn, np.zeros(len(ids), dtype=bool)))
+
+    def wrote(self, turn: Draft, plain_log_probs: np.ndarray | None = None) -> "Strand":
+        """With a turn of the model behind it, whole or not."""
+        plain = self.plain_log_probs
+        return replace(
+            self,
+            tokens=np.append(self.tokens, turn.tokens),
+            drawn=np.append(self.drawn, np.ones(len(turn.tokens), dtype=bool)),
+            log_probs=np.append(self.log_probs, turn.log_probs),
+            versions=np.append(self.versions, turn.versions),
+            plain_log_probs=plain if plain_log_probs is None else np.append(plain, plain_log_probs),
+        )
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What an episode has at one time. It is replaced as a whole: other threads may look."""
+
+    strands: tuple[Strand, ...] = ()
+    said: tuple[Said, ...] = ()
+    request: int | None = None  # of the engine's session, that its next turn is
+    part: Draft | None = None  # of the next turn, from which the engine goes on
+
+    @property
+    def turns(self) -> int:
+        return sum(said.drawn for said in self.said)
+
+    @property
+    def messages(self) -> list[Message]:
+        return [message for said in self.said for message in said.messages]
+
+
+@dataclass
+class Play:
+    number: int  # of the environment's instance
+    request: int
+    seed: int  # of this sample
+    task: Task
+    prompt_ids: list[int]  # the row's
+    limit: int  # of a turn
+    now: Moment = field(default_factory=Moment)
+    stage: Stage = Stage.OPENING
+    finish: Finish | None = None  # once it is known
+    opening: list[Message] | None = None  # what reset gave
+    language: Language | None = None  # once its tools are known
+    next_sampling: dict[str, Any] | None = None  # that the environment wishes for the next turn
+    replayed: int = 0  # of what was said, so much the new instance knows
+    begun: int = 1
+    failures: int = 0
+    last_reward: float = 0.0
+    logs: dict[str, float] = field(default_factory=dict)  # the environment's own
+    figures: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FIGURES, 0.0))
+    since: float = field(default_factory=time.monotonic)  # of the turn that is written
+
+    @property
+    def sample(self) -> int:
+        return self.task.sample
+
+    @property
+    def strand(self) -> Strand:
+        return self.now.strands[-1]
+
+    def restore(self, drafts: list[Draft]) -> None:
+        """Be where these drafts are, one for each of its sequences in order; the environment is not, yet."""
+        record = drafts[0].episode
+        if record is None:
+            return
+        self.begun = record.begun
+        if not record.said and not len(drafts[0].tokens):  # it has not begun
+            return
+        self.opening = record.opening
+        self.figures = {name: record.logs.get(name, 0.0) for name in FIGURES}
+        self.logs = {name: value for name, value in record.logs.items() if name not in FIGURES}
+        strands = tuple(_strand(draft, self.prompt_ids) for draft in drafts)
+        last = len(strands) - 1
+        end = max((said.end for said in record.said if said.branch == last), default=0)
+        strand, part = strands[-1], None
+        if (more := len(strand.tokens) - end) > 0:
+            log_probs, versions = strand.log_probs, strand.versions
+            part = Draft(0, strand.tokens[end:], log_probs[-more:], versions[-more:])
+            cut = replace(strand, tokens=strand.tokens[:end], drawn=strand.drawn[:end])
+            strands = (*strands[:-1], replace(cut, log_probs=log_probs[:-more], versions=versions[:-more]))
+        self.now = Moment(strands, tuple(record.said), part=part)
+
+    def forget(self) -> None:
+        """Begin from nothing."""
+        self.now, self.finish, self.next_sampling, self.opening = Moment(), None, None, None
+        self.stage, self.replayed, self.last_reward, self.logs = Stage.OPENING, 0, 0.0, {}
+        self.figures = dict.fromkeys(FIGURES, 0.0)
+        self.begun += 1
+
+    def said(self, *more: Said, strands: tuple[Strand, ...]) -> None:
+        self.now = Moment(strands, (*self.now.said, *more))
+
+    def rewarded(self, reward: float) -> None:
+        """The last turn was."""
+        *before, turn = self.now.said
+        assert turn.drawn, "an environment rewards what the model said"
+        self.now = replace(self.now, said=(*before, replace(turn, reward=reward)))
+
+    # ---- what is handed over
+
+    def record(self, problem: str | None = None, now: Moment | None = None) -> Episode:
+        now = now or self.now
+        return Episode(
+            list(now.said), self.opening, self.last_reward, {**self.logs, **self.figures}, self.begun, problem
+        )
+
+    def drafts(self, part: Draft | None, now: Moment | None = None) -> list[Draft]:
+        """As it stands, with so much of the turn that is written."""
+        now = now or self.now
+        if not now.strands:
+            return [Draft.empty(self.sample)]
+        episode, strands = self.record(now=now), now.strands
+        part = now.part if part is None else part
+        if part is not None:
+            strands = (*strands[:-1], strands[-1].wrote(part))
+        return [
+            Draft(self.sample, s.tokens, s.log_probs, s.versions, None, s.drawn, episode, branch)
+            for branch, s in enumerate(strands)
+        ]
+
+    def rollouts(self, finish: Finish, episode: Episode, plain: bool = False) -> list[Rollout]:
+        """One for each of its sequences."""
+        strands = self.now.strands if finish != "failed" else ()
+        if finish == "abort" and self.now.part is not None:
+            strands = (*strands[:-1], strands[-1].wrote(self.now.part))
+        return [
+            Rollout(
+                *(self.request, self.sample, s.prompt_ids, s.tokens, s.log_probs, finish),
+                s.plain_log_probs if plain else None,
+                s.versions,
+                s.drawn,
+                episode,
+                branch,
+            )
+            for branch, s in enumerate(strands or [Strand.of(self.prompt_ids)])
+        ]
+
+
+def _strand(draft: Draft, prompt_ids: list[int]) -> Strand:
+    """Its own prompt comes with the environment's first words; until then it has the row's."""
+    drawn = np.ones(len(draft.tokens), dtype=bool) if draft.drawn is None else draft.drawn
+    nothing = np.zeros(0, dtype=np.float32)
+    return Strand(prompt_ids, draft.tokens, drawn, draft.log_probs, draft.versions, nothing)

@@ -1,0 +1,42 @@
+"""What comes back from environments, each of one episode."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.envs.types import Message, Step
+
+
+@dataclass(frozen=True)
+class Opened:
+    episode: int
+    messages: list[Message] | None  # None: the row's own prompt
+    tools: list[dict[str, Any]] = field(default_factory=list)  # schemas
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stepped:
+    episode: int
+    step: Step
+    tool_calls: int = 0
+    tool_failures: int = 0
+    unknown_tools: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    episode: int
+    reward: float = 0.0
+    logs: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Broken:
+    episode: int
+    words: str
+    innocent: bool = False  # its process was ended for another one's sake
+
+
+Reply = Opened | Stepped | Ended | Broken
