@@ -64,6 +64,7 @@ RUNS = {
 
 ELSEWHERE = {
     "tour": "made of the others; tests/embedded/test_tour.py",
+    "serve": "does not end by itself; tests/cli/test_serve.py",
     "serve-rm": "does not end by itself; tests/cli/test_serve_rm.py",
     "compare": "needs a run of several steps twice; tests/cli/test_compare.py",
     "plot": "reads the files of many runs; tests/report/test_plots.py",

@@ -68,6 +68,7 @@ JOBS = {
     "grpo reward": f"{GRPO} --pretrain {{0}}/good --reward_pretrain {{bad}}",
     "generate": "generate --pretrain {bad} --dataset {0}/prompts.jsonl --output_path {0}/out.jsonl",
     "chat": "chat --pretrain {bad}",
+    "serve": "serve {bad} --port 0",
     "serve-rm": "serve-rm --reward_pretrain {bad} --port 0",
 }
 

@@ -28,6 +28,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "generate": ("trimtab.cli.batch_inference", "answers to many prompts, and their scores"),
     "chat": ("trimtab.cli.interactive_chat", "a conversation with a model"),
     "lora-combine": ("trimtab.cli.lora_combiner", "merge a LoRA adapter into its model"),
+    "serve": ("trimtab.cli.serve", "a model as an HTTP server that other projects' clients accept"),
     "serve-rm": ("trimtab.cli.serve_rm", "a reward model, a process reward model or a verifier as an HTTP server"),
     "kk-data": ("trimtab.cli.kk_data", "knights-and-knaves puzzles as rows of PaddleNLP's recipe"),
     "attack": ("trimtab.cli.attack", "search for suffixes that make a model misbehave (GCG)"),

@@ -71,15 +71,21 @@ class DataOptions(SourceOptions, RowOptions, LengthOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TemplateOptions(Options):
+class ChatTemplateOptions(Options):
+    """Conversations"""
+
+    tokenizer_chat_template: str | None = None
+    """Jinja chat template, or a file that holds one, to use instead of the tokenizer's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateOptions(ChatTemplateOptions):
     """Conversations"""
 
     input_template: str | None = None
     """Text with {} where the prompt goes, used when no chat template is; None switches it off."""
     apply_chat_template: bool = False
     """Render conversations with the tokenizer's chat template; a plain string becomes one user turn."""
-    tokenizer_chat_template: str | None = None
-    """Jinja chat template, or a file that holds one, to use instead of the tokenizer's own."""
 
     def settle(self, changes: dict[str, Any]) -> Iterable[str]:
         if self.input_template is None or "{}" in self.input_template:

@@ -13,6 +13,7 @@ from trimtab.config.attack import (
     TargetFileOptions,
 )
 from trimtab.config.data import (
+    ChatTemplateOptions,
     ConversationOptions,
     CountOptions,
     DataOptions,
@@ -78,7 +79,7 @@ from trimtab.config.rl_jobs import (
     RLOptions,
     TailOptions,
 )
-from trimtab.config.serving import ServerOptions, StepScoreOptions
+from trimtab.config.serving import PolicyServerOptions, RewardServerOptions, StepScoreOptions
 from trimtab.config.sharding import ShardingOptions
 from trimtab.config.sources import listed, place_exists
 from trimtab.errors import UserError
@@ -349,7 +350,7 @@ class ServeRMOptions(
     LoadOptions,
     LengthOptions,
     PackingOptions,
-    ServerOptions,
+    RewardServerOptions,
     CallOptions,
 ):
     """Reward server"""
@@ -371,6 +372,11 @@ class ServeRMOptions(
         return self.idle(["value_head_prefix"], "with --placeholder_token") if self.placeholder_token else ()
 
 
+@job("serve", port=8000, max_request_mib=32.0)
+class ServeOptions(PretrainOptions, ChatTemplateOptions, PolicyServerOptions, RunOptions):
+    """Policy server"""
+
+
 TrainedOptions = Training | RLOptions
 """The options of any training job."""
 
@@ -383,6 +389,7 @@ TRAINED: dict[str, type[Training] | type[RLOptions]] = {
 
 JOBS: dict[str, type[CallOptions]] = {
     **TRAINED,
-    **{job.verb: job for job in (GenerateOptions, ChatOptions, AttackOptions, LoraCombineOptions, ServeRMOptions)},
+    **{job.verb: job for job in (GenerateOptions, ChatOptions, AttackOptions, LoraCombineOptions)},
+    **{job.verb: job for job in (ServeOptions, ServeRMOptions)},
 }
 """Every job by its verb."""

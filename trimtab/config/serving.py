@@ -1,4 +1,4 @@
-"""Groups of options of a reward server. Like groups.py."""
+"""Groups of options of servers. Like groups.py."""
 
 import ipaddress
 import os
@@ -11,7 +11,7 @@ from trimtab.config.rewards import RewardScaleOptions
 from trimtab.errors import UserError
 
 TOKEN_VARIABLE = "TRIMTAB_BEARER_TOKEN"
-"""Environment variable of the token that a reward server asks for and its clients send."""
+"""Environment variable of the token that a server asks for and its clients send."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,6 @@ class ServerOptions(Options):
     """Address to listen at; 0.0.0.0 is every one of this machine, for anybody who can reach it."""
     port: int = option(5000, at_least=0, at_most=65535)
     """Port to listen at; 0: any that is free."""
-    batch_size: int | None = option(None, at_least=1)
-    """At most this many samples in one pass, whoever sent them; unset: as many as wait, by tokens."""
     max_request_mib: float = option(64.0, above=0)
     """Larger requests are refused."""
     drain_seconds: float = option(30.0, at_least=0)
@@ -55,6 +53,28 @@ class ServerOptions(Options):
         if _is_loopback(self.host) or self.bearer_token or os.environ.get(TOKEN_VARIABLE):
             return ()
         return [f"--host {self.host}: anybody who reaches this machine can use the server; give a --bearer_token"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardServerOptions(ServerOptions):
+    """Server"""
+
+    batch_size: int | None = option(None, at_least=1)
+    """At most this many samples in one pass, whoever sent them; unset: as many as wait, by tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyServerOptions(ServerOptions):
+    """Server"""
+
+    served_model_name: str | None = None
+    """What clients call the model; unset: what --pretrain says."""
+    max_model_len: int | None = option(None, at_least=2)
+    """At most this many tokens of a prompt and its answer; unset: the model's context."""
+    max_requests: int = option(256, at_least=1)
+    """Answers that are written at once; others wait."""
+    max_waiting: int = option(1024, at_least=1)
+    """Requests at once, at work or waiting; beyond them a request gets a 503 and may try again."""
 
 
 def _is_loopback(host: str) -> bool:

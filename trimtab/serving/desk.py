@@ -1,0 +1,166 @@
+"""Where requests wait for an engine: asked for from any thread, drawn by the one that works.
+
+Requests that arrive while others are drawn join them. Who works may be a thread of the desk's own (`Driver`), or a loop
+that has an open session anyway.
+"""
+
+import contextlib
+import logging
+import threading
+from collections import deque
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+
+from trimtab.errors import UserError
+from trimtab.rollout.engine import Engine, Session
+from trimtab.rollout.types import Rollout, Sampling
+from trimtab.serving.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 1024
+
+
+class Overloaded(Exception):
+    """More requests wait than should; the client may try again."""
+
+
+class EngineFailed(Exception):
+    """A request that the engine cannot answer, through no fault of its client."""
+
+
+@dataclass(eq=False)
+class Ask:
+    """A turn that is to be drawn."""
+
+    prompt_ids: list[int]
+    seed: int
+    sampling: Sampling
+    answer: "Future[Rollout]" = field(default_factory=Future)
+
+
+class Desk:
+    def __init__(self, metrics: Metrics, most_waiting: int = MOST_WAITING):
+        """`most_waiting`: requests at once; whoever asks beyond them is turned away."""
+        self.metrics, self.most_waiting = metrics, most_waiting
+        self._arrived = threading.Condition()
+        self._new: deque[Ask] = deque()
+        self._suspects: deque[Ask] = deque()  # at work when the engine failed: they are drawn one by one
+        self._at_work: dict[int, Ask] = {}
+        self._closed: Exception | None = None
+
+    def ask(self, ask: Ask) -> None:
+        with self._arrived:
+            if self._closed is not None:
+                raise self._closed
+            if self.waiting >= self.most_waiting:
+                raise Overloaded
+            self._new.append(ask)
+            self._arrived.notify()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no answer yet."""
+        return len(self._new) + len(self._suspects) + len(self._at_work)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until there is something to do, or the desk is closed; whether there is."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: self.waiting or self.closed, seconds)
+            return bool(self.waiting) and not self.closed
+
+    @property
+    def closed(self) -> bool:
+        return self._closed is not None
+
+    def work(self, session: Session) -> None:
+        """Let new requests in, draw for a moment, and hand over what has finished."""
+        for ask in self._next():
+            self._admit(session, ask)
+        gone = [number for number, ask in self._at_work.items() if ask.answer.cancelled()]
+        if gone:
+            session.abort(gone)
+        if session.busy:
+            self.take(session.advance())
+
+    def take(self, rollouts: list[Rollout]) -> None:
+        """Answers to those of a session's requests that are the desk's."""
+        for rollout in rollouts:
+            if (ask := self._at_work.pop(rollout.prompt, None)) is not None:
+                self.metrics.drawn += len(rollout.tokens)
+                self.metrics.read += len(rollout.prompt_ids)
+                _settle(ask, rollout)
+
+    def failed(self, error: Exception) -> None:
+        """The session is no more. Whoever was alone in it has its answer; several are tried again one by one."""
+        asks = list(self._at_work.values())
+        self._at_work.clear()
+        if len(asks) == 1:
+            _settle(asks[0], EngineFailed(str(error)))
+        else:
+            self._suspects.extend(asks)
+
+    def close(self, error: Exception) -> None:
+        """Whoever still waits gets this, and whoever comes later."""
+        with self._arrived:
+            self._closed = self._closed or error
+            asks = [*self._new, *self._suspects, *self._at_work.values()]
+            self._new.clear()
+            self._suspects.clear()
+            self._arrived.notify_all()
+        for ask in asks:
+            _settle(ask, error)
+
+    def _next(self) -> list[Ask]:
+        if self._suspects:
+            return [] if self._at_work else [self._suspects.popleft()]
+        with self._arrived:
+            asks = list(self._new)
+            self._new.clear()
+        return asks
+
+    def _admit(self, session: Session, ask: Ask) -> None:
+        if ask.answer.cancelled():
+            return
+        try:
+            number = session.add(ask.prompt_ids, seed=ask.seed, sampling=ask.sampling)
+        except UserError as error:
+            _settle(ask, error)
+        else:
+            self._at_work[number] = ask
+
+
+class Driver:
+    """A thread in which an engine works for a desk."""
+
+    def __init__(self, engine: Engine, desk: Desk, usual: Sampling):
+        """`usual`: how most requests are drawn."""
+        self.engine, self.desk, self.usual = engine, desk, usual
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self.desk.closed:
+                # Who cannot begin will not be able to later.
+                with self.engine.session(self.usual) as session:
+                    try:
+                        while self.desk.wait():
+                            with self.desk.metrics.working():
+                                self.desk.work(session)
+                    except Exception as error:
+                        log.error("the engine failed", exc_info=error)
+                        self.desk.failed(error)
+        except Exception as error:
+            log.error("the engine cannot go on", exc_info=error)
+            self.desk.close(EngineFailed(str(error)))
+        finally:
+            self.desk.close(EngineFailed("the engine has ended"))
+
+
+def _settle(ask: Ask, outcome: Rollout | Exception) -> None:
+    with contextlib.suppress(InvalidStateError):  # its client has gone
+        if isinstance(outcome, Exception):
+            ask.answer.set_exception(outcome)
+        else:
+            ask.answer.set_result(outcome)

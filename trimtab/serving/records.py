@@ -1,0 +1,154 @@
+"""What was drawn in each session: exact tokens, for clients that speak in messages, and a trace for who asks.
+
+A turn stands behind the one that it goes on from, and keeps only what came since: the tokens that were read, and those
+that it drew. Turns that no other goes on from are the ends of branches.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trimtab.envs.types import Message
+from trimtab.rollout.types import Rollout
+
+MOST_TOKENS = 2**24  # of all sessions; each takes twelve bytes
+TURN = 128  # tokens that have the size of what a turn has besides
+
+
+@dataclass(eq=False)
+class RecordedTurn:
+    number: int
+    before: "RecordedTurn | None"
+    read: np.ndarray  # int32: between the turn before, or the beginning, and what it drew
+    rollout: Rollout
+    ended: bool  # its last token is one that ends turns
+    message: Message
+    said: list[Message] = field(default_factory=list)  # what was read, where the client spoke in messages
+
+    @property
+    def ids(self) -> list[int]:
+        """Everything up to its end."""
+        parts: list[np.ndarray] = []
+        turn: RecordedTurn | None = self
+        while turn is not None:
+            parts += [turn.rollout.tokens, turn.read]
+            turn = turn.before
+        return np.concatenate(parts[::-1]).tolist()
+
+    @property
+    def held(self) -> int:
+        return len(self.read) + len(self.rollout.tokens) + TURN
+
+    @property
+    def path(self) -> "list[RecordedTurn]":
+        """The turns up to it, the first one first."""
+        path: list[RecordedTurn] = []
+        turn: RecordedTurn | None = self
+        while turn is not None:
+            path.append(turn)
+            turn = turn.before
+        return path[::-1]
+
+    def trace(self) -> dict[str, Any]:
+        versions = self.rollout.versions
+        return {
+            "turn": self.number,
+            "after": None if self.before is None else self.before.number,
+            "read_token_ids": self.read.tolist(),
+            "token_ids": self.rollout.ids,
+            "logprobs": self.rollout.log_probs.tolist(),
+            "versions": [] if versions is None else versions.tolist(),
+            "finish_reason": self.rollout.finish,
+            "message": self.message,
+        }
+
+
+class Record:
+    """Of one session."""
+
+    def __init__(self) -> None:
+        self.turns: list[RecordedTurn] = []
+        self.held = 0  # tokens, and as many as a turn takes besides
+        self._by_history: dict[bytes, RecordedTurn] = {}
+
+    def said_before(self, keys: Sequence[bytes]) -> tuple[int, RecordedTurn] | None:
+        """The latest turn that a conversation of these beginnings has had here, and how many messages end with it."""
+        for count in range(len(keys) - 1, 0, -1):
+            if (turn := self._by_history.get(keys[count])) is not None:
+                return count, turn
+        return None
+
+    def read_before(self, prompt_ids: list[int]) -> RecordedTurn | None:
+        """The longest turn whose tokens these go on from."""
+        best, most = None, 0
+        for turn in self.turns:
+            ids = turn.ids
+            if most < len(ids) <= len(prompt_ids) and prompt_ids[: len(ids)] == ids:
+                best, most = turn, len(ids)
+        return best
+
+    def add(
+        self,
+        rollout: Rollout,
+        before: RecordedTurn | None,
+        message: Message,
+        *,
+        ended: bool,
+        said: list[Message] | None = None,
+        key: bytes | None = None,
+    ) -> RecordedTurn:
+        """`key`: of the history with this turn at its end."""
+        known = 0 if before is None else len(before.ids)
+        read = np.array(rollout.prompt_ids[known:], dtype=np.int32)
+        rollout.prompt_ids = []  # it is in the record once
+        turn = RecordedTurn(len(self.turns), before, read, rollout, ended, message, said or [])
+        self.turns.append(turn)
+        self.held += turn.held
+        if key is not None:
+            self._by_history[key] = turn
+        return turn
+
+    @property
+    def ends(self) -> list[RecordedTurn]:
+        """The last turns of its branches, in the order in which they were drawn."""
+        gone_on = {id(turn.before) for turn in self.turns}
+        return [turn for turn in self.turns if id(turn) not in gone_on]
+
+    def trace(self) -> dict[str, Any]:
+        branches = [[turn.number for turn in end.path] for end in self.ends]
+        return {"turns": [turn.trace() for turn in self.turns], "branches": branches}
+
+
+class Records:
+    """Of all sessions. When they hold too much, those are forgotten that were quiet for the longest."""
+
+    def __init__(self, most_tokens: int = MOST_TOKENS):
+        self.most_tokens, self.held = most_tokens, 0
+        self._records: OrderedDict[str, Record] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def find(self, session: str) -> Record | None:
+        return self._records.get(session)
+
+    def of(self, session: str) -> Record:
+        record = self._records.setdefault(session, Record())
+        self._records.move_to_end(session)
+        return record
+
+    def forget(self, session: str) -> None:
+        if (record := self._records.pop(session, None)) is not None:
+            self.held -= record.held
+
+    def grown(self, session: str, turn: RecordedTurn) -> None:
+        """A turn was added to this session's record, which may have been forgotten meanwhile."""
+        record = self._records.get(session)
+        if record is None or turn.number >= len(record.turns) or record.turns[turn.number] is not turn:
+            return
+        self.held += turn.held
+        while self.held > self.most_tokens:
+            self.forget(next(iter(self._records)))

@@ -1,0 +1,192 @@
+"""Answers in the form that clients of each protocol insist on."""
+
+import json
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+
+from trimtab.envs.types import Message
+from trimtab.rollout.types import Rollout
+from trimtab.serving.messages import sent
+from trimtab.serving.policy import ServedPolicy
+from trimtab.serving.wanted import Wanted
+
+LEAST = -9999.0  # log-prob of a token
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What was drawn behind one prompt."""
+
+    prompt_ids: list[int]
+    rollouts: list[Rollout]
+    messages: list[Message]  # of each, where it is a turn of a conversation
+
+
+class Replies:
+    """Of one server."""
+
+    def __init__(self, policy: ServedPolicy):
+        self.policy = policy
+
+    # ---- protocols
+
+    def chat(self, answered: Answered, wanted: Wanted) -> Response:
+        choices = []
+        for index, (rollout, message) in enumerate(zip(answered.rollouts, answered.messages)):
+            called = "tool_calls" in message
+            choices.append(
+                {
+                    "index": index,
+                    "message": sent(message),
+                    "finish_reason": "tool_calls" if called and rollout.finish == "stop" else rollout.finish,
+                    "stop_reason": self._stop_reason(rollout, wanted),
+                    "logprobs": {"content": self._content(rollout, wanted)} if wanted.log_probs else None,
+                    **({"token_ids": rollout.ids} if wanted.token_ids else {}),
+                }
+            )
+        body = self._head("chatcmpl", "chat.completion") | {"choices": choices, "usage": _usage([answered])}
+        if wanted.token_ids:
+            body["prompt_token_ids"] = answered.prompt_ids
+        return _streamed(body, wanted, _chat_pieces) if wanted.stream else _json(body)
+
+    def completions(self, answers: list[Answered], wanted: Wanted) -> Response:
+        choices: list[dict[str, Any]] = []
+        for answered in answers:
+            for rollout in answered.rollouts:
+                ids = {"token_ids": rollout.ids, "prompt_token_ids": answered.prompt_ids} if wanted.token_ids else {}
+                choices.append(
+                    {
+                        "index": len(choices),
+                        "text": self.text(rollout, wanted),
+                        "finish_reason": rollout.finish,
+                        "stop_reason": self._stop_reason(rollout, wanted),
+                        "logprobs": self._columns(rollout, wanted) if wanted.log_probs else None,
+                        **ids,
+                    }
+                )
+        body = self._head("cmpl", "text_completion") | {"choices": choices, "usage": _usage(answers)}
+        return _streamed(body, wanted, _completion_pieces) if wanted.stream else _json(body)
+
+    def generation(self, answered: Answered, wanted: Wanted, name: str) -> Response:
+        choices = [
+            {
+                "index": index,
+                "token_ids": rollout.ids,
+                "finish_reason": rollout.finish,
+                "logprobs": {"content": self._content(rollout, wanted)},
+            }
+            for index, rollout in enumerate(answered.rollouts)
+        ]
+        return _json({"request_id": name, "choices": choices, "usage": _usage([answered])})
+
+    # ---- parts of them
+
+    def text(self, rollout: Rollout, wanted: Wanted) -> str:
+        """Without the token or the text that ended it, where that was asked to."""
+        ids = rollout.ids
+        if rollout.finish == "stop" and ids and ids[-1] in wanted.sampling.stop_token_ids:
+            return self.policy.text(ids[:-1], special=wanted.special_tokens)
+        return without_stop(self.policy.text(ids, special=wanted.special_tokens), rollout, wanted)
+
+    def _head(self, kind: str, called: str) -> dict[str, Any]:
+        name = f"{kind}-{uuid.uuid4().hex}"
+        return {"id": name, "object": called, "created": int(time.time()), "model": self.policy.name}
+
+    def _name(self, token: int, wanted: Wanted) -> str:
+        return f"token_id:{token}" if wanted.names_as_ids else self.policy.text([token], special=True)
+
+    def _content(self, rollout: Rollout, wanted: Wanted) -> list[dict[str, Any]]:
+        """The log-prob of every token, and of the likeliest others where they were asked for."""
+        others = self._others(rollout, wanted)
+        named = zip(rollout.ids, rollout.log_probs.tolist(), others)
+        return [self._one(token, log_prob, wanted) | {"top_logprobs": likely} for token, log_prob, likely in named]
+
+    def _one(self, token: int, log_prob: float, wanted: Wanted) -> dict[str, Any]:
+        name = self._name(token, wanted)
+        spelling = None if wanted.names_as_ids else list(name.encode())
+        return {"token": name, "logprob": log_prob, "bytes": spelling}
+
+    def _others(self, rollout: Rollout, wanted: Wanted) -> list[list[dict[str, Any]]]:
+        if rollout.alternatives is None:
+            return [[] for _ in rollout.ids]
+        rows = zip(rollout.alternatives.tokens.tolist(), rollout.alternatives.log_probs.tolist())
+        # JSON knows no infinity, which tokens have that may not be drawn.
+        return [[self._one(token, max(value, LEAST), wanted) for token, value in zip(*row)] for row in rows]
+
+    def _columns(self, rollout: Rollout, wanted: Wanted) -> dict[str, Any]:
+        names = [self._name(token, wanted) for token in rollout.ids]
+        offsets = [0]
+        for name in names:
+            offsets.append(offsets[-1] + len(name))
+        others = [{one["token"]: one["logprob"] for one in row} for row in self._others(rollout, wanted)]
+        return {
+            "tokens": names,
+            "token_logprobs": rollout.log_probs.tolist(),
+            "top_logprobs": others if rollout.alternatives is not None else None,
+            "text_offset": offsets[:-1],
+        }
+
+    def _stop_reason(self, rollout: Rollout, wanted: Wanted) -> int | str | None:
+        """The token that ended it, unless it is the model's own way to end, or the text."""
+        if rollout.finish != "stop" or not rollout.ids or rollout.ids[-1] in self.policy.house.stops:
+            return None
+        if rollout.ids[-1] in wanted.sampling.stop_token_ids:
+            return rollout.ids[-1]
+        text = self.policy.text(rollout.ids, special=True)
+        return next((stop for stop in wanted.sampling.stop_strings if stop in text), None)
+
+
+def without_stop(text: str, rollout: Rollout, wanted: Wanted) -> str:
+    """Up to the stop string that ended it."""
+    if rollout.finish != "stop" or wanted.stop_strings_shown:
+        return text
+    places = [place for stop in wanted.sampling.stop_strings if (place := text.rfind(stop)) >= 0]
+    return text[: min(places)] if places else text
+
+
+def _usage(answers: list[Answered]) -> dict[str, int]:
+    read = sum(len(answered.prompt_ids) for answered in answers)
+    drawn = sum(len(rollout.tokens) for answered in answers for rollout in answered.rollouts)
+    return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+
+
+def _json(body: dict[str, Any]) -> Response:
+    return Response(json.dumps(body, separators=(",", ":")), media_type="application/json")
+
+
+# ---- server-sent events: whole turns, since they are all there
+
+
+def _streamed(
+    body: dict[str, Any], wanted: Wanted, pieces: Callable[[dict[str, Any]], list[dict[str, Any]]]
+) -> Response:
+    head = {name: value for name, value in body.items() if name not in ("choices", "usage", "prompt_token_ids")}
+    head["object"] = {"chat.completion": "chat.completion.chunk"}.get(head["object"], head["object"])
+    chunks = [head | {"choices": [piece]} for choice in body["choices"] for piece in pieces(choice)]
+    if "prompt_token_ids" in body:
+        chunks[0]["prompt_token_ids"] = body["prompt_token_ids"]
+    if wanted.stream_usage:
+        chunks.append(head | {"choices": [], "usage": body["usage"]})
+    lines = [*(json.dumps(chunk, separators=(",", ":")) for chunk in chunks), "[DONE]"]
+    return Response("".join(f"data: {line}\n\n" for line in lines), media_type="text/event-stream")
+
+
+def _chat_pieces(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    message = choice["message"]
+    delta = {name: value for name, value in message.items() if name != "role"}
+    if calls := message.get("tool_calls"):
+        delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+    opening = {"index": choice["index"], "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    middle = choice | {"delta": delta, "finish_reason": None}
+    del middle["message"], middle["stop_reason"]
+    ending = {"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}
+    return [opening, middle, ending | {"stop_reason": choice["stop_reason"]}]
+
+
+def _completion_pieces(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    return [choice]

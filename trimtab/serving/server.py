@@ -1,0 +1,80 @@
+"""The parts of a policy server, put together: in a process of its own, or in a thread of one that does other things."""
+
+import socket
+import threading
+from collections.abc import Callable
+
+from trimtab.rollout.engine import Engine
+from trimtab.rollout.types import Sampling
+from trimtab.serving.app import MOST_BYTES, make_app
+from trimtab.serving.desk import MOST_WAITING, Desk, Driver, EngineFailed
+from trimtab.serving.metrics import Metrics
+from trimtab.serving.policy import ServedPolicy
+from trimtab.serving.records import Records
+from trimtab.web.server import DRAIN_SECONDS, SECONDS_TO_SEND, address, bind, make_server, serve_until_told
+
+LOGS = ["trimtab.serving.refusals", "trimtab.serving.desk"]
+
+
+class PolicyServer:
+    def __init__(
+        self,
+        policy: ServedPolicy,
+        *,
+        token: str | None = None,
+        seed: int = 0,
+        version: Callable[[], int] = lambda: 0,
+        max_bytes: int = MOST_BYTES,
+        max_waiting: int = MOST_WAITING,
+        drain_seconds: float = DRAIN_SECONDS,
+    ):
+        """`token`: what requests must bring; `seed`: of requests that bring none; `version`: of the weights."""
+        self.policy, self.metrics, self.records = policy, Metrics(), Records()
+        self.desk = Desk(self.metrics, max_waiting)
+        app = make_app(
+            *(policy, self.desk, self.records, self.metrics),
+            token=token,
+            seed=seed,
+            version=version,
+            max_bytes=max_bytes,
+        )
+        self.gate, self._server = app.state.gate, make_server(app, drain_seconds, logs=LOGS)
+        self._driver: Driver | None = None
+        self._thread: threading.Thread | None = None
+
+    def drive(self, engine: Engine) -> None:
+        """Have this engine answer, in a thread of its own. Without it, whoever has a session works at the desk."""
+        self._driver = Driver(engine, self.desk, Sampling(stop_token_ids=self.policy.house.stops))
+
+    def run(self, listening: socket.socket) -> bool:
+        """In the main thread until SIGINT or SIGTERM; whether nothing is being drawn any more."""
+        try:
+            serve_until_told(self._server, listening)
+        finally:
+            ended = self._end()
+        return ended
+
+    def start(self) -> str:
+        """In a thread, at a free port of this machine's own address, which is returned."""
+        listening = bind("127.0.0.1", 0)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [listening]}, name="policy server", daemon=True
+        )
+        self._thread.start()
+        return address(listening)
+
+    def stop(self) -> None:
+        """Answer those inside, then end; whoever comes later is sent away."""
+        self._server.drain()
+
+    def join(self) -> None:
+        assert self._thread is not None, "it was started"
+        self._thread.join()
+        self._end()
+
+    def _end(self) -> bool:
+        self.desk.close(EngineFailed("the server has ended"))
+        if self._driver is None:
+            return True
+        self._driver.thread.join(SECONDS_TO_SEND)
+        return not self._driver.thread.is_alive()
