@@ -25,8 +25,9 @@ def joined(moments: Sequence[float], new_S: Tensor) -> tuple[float, float, float
     return total, mean + difference * new / total, squares
 
 
-def standardised(rewards_S: Tensor, moments: Sequence[float]) -> Tensor:
-    _, mean, _ = moments
+def standardised(rewards_S: Tensor, moments: Sequence[float], *, centred: bool = True) -> Tensor:
+    """Not `centred`: parts of rewards, which add up to them."""
+    mean = moments[1] if centred else 0.0
     return ((rewards_S.double() - mean) / (deviation(moments) + 1e-8)).to(rewards_S.dtype)
 
 

@@ -89,14 +89,16 @@ class AgentTrainingOptions(EnvironmentOptions):
     """Share of an iteration's episodes that may fail, retries and all, before the run stops, with a checkpoint. The
     group of one that failed is left out, and the next prompt is taken."""
     turn_reward: str = option("sum", choices=("sum", "returns"))
-    """sum: the rewards of all turns are the episode's. returns: a turn is judged by what comes from it on."""
+    """sum: the rewards of all turns are the episode's. returns: a turn is judged by what comes from it on, less what
+    episodes of its group got as wholes."""
     mask_truncated: bool = False
-    """Learn nothing from episodes that were cut off: by the environment, by --max_turns or for lack of room."""
+    """Learn nothing from answers and episodes that were cut off: at a limit of tokens or turns, or by the environment.
+    Others are still compared with them."""
 
     def check(self) -> Iterable[str]:
         if self.plays:
             return ()
-        own = AgentTrainingOptions.__annotations__
+        own = [name for name in AgentTrainingOptions.__annotations__ if name != "mask_truncated"]
         return self.idle(own, "without --agent_func_path or --environment")
 
 

@@ -99,7 +99,8 @@ class RewardOptions(RewardSourceOptions, RewardScaleOptions):
     """Subtract the mean of all rewards of the run so far, and divide by their deviation, before anything else is made
     of them."""
     overlong_buffer_len: float | None = option(None, above=0)
-    """Tokens before --generate_max_len in which an answer's length is penalised, the longer the more; unset: none."""
+    """Tokens before --generate_max_len in which an answer's length is penalised, the longer the more; of an episode
+    those before --episode_max_len; unset: none."""
     overlong_penalty_factor: float = option(1.0, at_least=0, needs="overlong_buffer_len")
     """The penalty at full length."""
 

@@ -62,7 +62,7 @@ _OF_OTHER_METHODS = (
     *("dynamic_filtering", "overlong_buffer_len", "entropy_loss_coef", "policy_loss_type", "no_advantage_std_norm"),
     *("eps_clip", "eps_clip_low_high", "dual_clip", "aux_loss_coef", "loss_reduction", "mismatch_correction"),
     *("teacher_model", "pretrain_data", "freezing_actor_steps", "repetition_penalty", "generate_min_len"),
-    *("policy_loss_coef", "kl_clip", "running_reward_norm"),
+    *("policy_loss_coef", "kl_clip", "running_reward_norm", "mask_truncated"),
 )
 
 
@@ -182,10 +182,10 @@ class RLOptions(
                 f"--max_len {self.max_len} is less than --prompt_max_len + --generate_max_len "
                 f"({self.longest_rollout}): lower these instead"
             )
-        if self.overlong_buffer_len is not None and self.overlong_buffer_len > self.generate_max_len:
+        self._check_overlong()
+        if self.turn_reward == "returns" and self.policy_loss_type == "gspo":
             raise UserError(
-                f"--overlong_buffer_len {self.overlong_buffer_len:g} is more than --generate_max_len "
-                f"{self.generate_max_len}"
+                "--turn_reward returns: --policy_loss_type gspo has one advantage a sequence; use ppo or cispo"
             )
         self._check_budget("train_max_tokens_per_gpu", self.train_max_tokens_per_gpu)
         self._check_budget("rollout_max_tokens_per_gpu", self.rollout_max_tokens_per_gpu)
@@ -206,6 +206,16 @@ class RLOptions(
             raise UserError(f"--eval_dataset needs a reward to measure with: {name_one}, or leave it out")
         if self.dynamic_filtering and not self.replay:
             raise UserError(f"--dynamic_filtering needs a reward to judge groups by: {name_one}, or leave it out")
+
+    def _check_overlong(self) -> None:
+        if self.overlong_buffer_len is None:
+            return
+        name = "episode_max_len" if self.plays else "generate_max_len"
+        longest = getattr(self, name)
+        if longest is None:
+            raise UserError(f"--overlong_buffer_len is the end of what an episode may have: set --{name}")
+        if self.overlong_buffer_len > longest:
+            raise UserError(f"--overlong_buffer_len {self.overlong_buffer_len:g} is more than --{name} {longest}")
 
     def _check_budget(self, name: str, budget: int | None) -> None:
         if budget is None:

@@ -34,17 +34,16 @@ class Evaluation:
         experience = asking(requests, "evaluation", self.sampling)
         if experience is None:
             return None
-        n, groups = self.sampling.n, experience.groups_S.numpy()
         self.shown = of_evaluation(experience)
-        scores = experience.scores_S.double().numpy()
-        best = (
-            for_groups(lambda scores_GA: scores_GA.amax(1), experience.groups_S, experience.scores_S).double().numpy()
-        )
-        figures = {"eval_length": float(experience.lengths_S.float().mean())}
+        n, firsts_E, groups_E = self.sampling.n, experience.firsts_E, experience.groups_E
+        groups, scores_E = groups_E.numpy(), experience.scores_S[firsts_E]
+        scores = scores_E.double().numpy()
+        best = for_groups(lambda scores_GA: scores_GA.amax(1), groups_E, scores_E).double().numpy()
+        figures = {"eval_length": float(experience.lengths_E.float().mean())}
         figures["eval_binary"] = bool(np.isin(scores, (0.0, 1.0)).all())
-        figures |= with_interval("eval_reward", experience.answer_rewards_S.double().numpy(), groups)
+        figures |= with_interval("eval_reward", experience.answer_rewards_S[firsts_E].double().numpy(), groups)
         for name, values_S in experience.logs.items():
-            figures |= with_interval(f"eval_reward/{name}", values_S.double().numpy(), groups)
+            figures |= with_interval(f"eval_reward/{name}", values_S[firsts_E].double().numpy(), groups)
         figures |= with_interval("eval_pass_1", scores, groups)
         if n > 1:
             figures |= with_interval(f"eval_pass_{n}", best, np.arange(len(best)))

@@ -25,6 +25,8 @@ from trimtab.rollout.types import Rollout
 from trimtab.train.rl.trajectories import Trajectories, joined, runs
 
 FINISHES = ("stop", "length", "abort", "context", "turns", "truncated", "failed")
+# Those of answers and episodes that something outside them has cut off, by their places above.
+CUT_OFF = [FINISHES.index(finish) for finish in ("length", "context", "turns", "truncated")]
 # The columns that hold a list for each sample, and what is in the lists.
 LISTS = {"step_tokens": torch.int64, "step_scores": torch.float64}
 
@@ -194,6 +196,16 @@ class Experience(Trajectories):
     @property
     def groups_E(self) -> Tensor:
         return self.groups_S[self.firsts_E]
+
+    @property
+    def answers_G(self) -> Tensor:
+        """How many each group has."""
+        return torch.bincount(self.groups_E)
+
+    @property
+    def counts_N(self) -> Tensor:
+        """How many tokens the model drew in each token's answer or episode."""
+        return self.lengths_E[self.episodes_S[self.owners_N]]
 
     @cached_property
     def lengths_E(self) -> Tensor:

@@ -107,7 +107,7 @@ class RunFiles:
     def keep_evaluation(self, iteration: int, experience: Experience) -> None:
         """The answers to the first prompts of the evaluation, the same ones every time."""
         if self.options.save_rollouts:
-            everything = range(len(experience))
+            everything = experience.lasts_E.tolist()
             self._keep(iteration, experience, everything, "evaluation", {}, set(everything))
 
     def _keep(

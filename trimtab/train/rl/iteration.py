@@ -79,7 +79,7 @@ def row_of(work: Iteration, counters: Counters, bound: int | None = None) -> dic
         "sampled_entropy": entropy,
         **summary(work.reports),
         "skipped_steps": counters.skipped_steps,
-        "samples": len(experience),
+        "samples": len(experience.firsts_E),
         "tokens": int(experience.lengths_S.sum()),
         "prompt_tokens": int(experience.prompt_lengths_S[experience.firsts_G].sum()),
         **distributions(experience),

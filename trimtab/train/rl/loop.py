@@ -36,7 +36,7 @@ from trimtab.train.rl.passes import Passes, counted, totals_of
 from trimtab.train.rl.publishing import publishing_of
 from trimtab.train.rl.recording import Sampled
 from trimtab.train.rl.role_groups import Roles
-from trimtab.train.rl.shaping import penalties, shape, with_advantage
+from trimtab.train.rl.shaping import penalties, shape, trained, with_advantage
 from trimtab.train.rl.supply import Supply
 from trimtab.train.rl.text import TextMixture
 
@@ -208,7 +208,7 @@ class RLRun:
         roles = self.roles
         if self.supply.exact:
             experience.old_N = experience.sampled_N
-        elif self.scores_old_policy:
+        elif self.scores_old_policy(experience):
             # Where the engine's and the trainer's sums differ, a ratio must compare like with like.
             self.passes.fill(experience, "old_N", roles.actor, "log_probs")
         for name in ("reference", "teacher"):
@@ -221,10 +221,11 @@ class RLRun:
     def on_accelerator(self) -> bool:
         return self.files.manifest["device_type"] != "cpu"
 
-    @property
-    def scores_old_policy(self) -> bool:
+    def scores_old_policy(self, experience: Experience) -> bool:
         there = {name: getattr(self.roles, name) is not None for name in ("reference", "teacher")}
-        return scores_old_policy(self.options, **there, leaves_kl=self.leaves_kl_to_update)
+        # Of an episode in several branches the KL to come may be in another pass.
+        leaves_kl = self.leaves_kl_to_update and experience.branches_S is None
+        return scores_old_policy(self.options, **there, leaves_kl=leaves_kl)
 
     @property
     def leaves_kl_to_update(self) -> bool:
@@ -236,8 +237,8 @@ class RLRun:
         options, counters = self.options, self.counters
         if not options.running_reward_norm:
             return shape(experience, options, counters.kl_coefficient)
-        rewards_S = experience.rewards_S - penalties(experience, options)
-        counters.reward_moments = running.joined(counters.reward_moments, rewards_S)
+        rewards_E = experience.rewards_S[experience.firsts_E] - penalties(experience, options)
+        counters.reward_moments = running.joined(counters.reward_moments, rewards_E)
         return shape(experience, options, counters.kl_coefficient, counters.reward_moments)
 
     def updates_of(self, work: Iteration) -> list[list[int]]:
@@ -254,6 +255,7 @@ class RLRun:
     def update(self, work: Iteration, samples: list[int]) -> None:
         """One optimiser step of the critic and of the actor."""
         experience, reports = work.experience, work.unfinished
+        samples = trained(experience, samples, self.options)
         if self.roles.critic is not None and "critic" not in reports:
             reports["critic"] = self.passes.until_they_fit(lambda: self.update_critic(experience, samples))
             self.counters.critic_steps += 1
@@ -268,7 +270,8 @@ class RLRun:
     def update_critic(self, experience: Experience, samples: list[int]) -> dict[str, float]:
         critic = self.roles.critic
         assert critic is not None
-        parts = self.passes.parts(critic, experience, samples, "values_N", "returns_N")
+        columns = ["values_N", "returns_N", *(["counts_N"] if experience.branches_S is not None else [])]
+        parts = self.passes.parts(critic, experience, samples, *columns)
         return self.passes.send(
             critic, "update", parts, totals=totals_of(experience, samples), step=self.counters.critic_steps
         )[0]
@@ -291,10 +294,12 @@ class RLRun:
             columns.append("remaining_N")
         if experience.fresh_N is not None:
             columns.append("fresh_N")
+        if experience.branches_S is not None:
+            columns.append("counts_N")
         parts = self.passes.parts(actor, experience, learnt, *columns)
         totals = totals_of(experience, samples)
-        totals["seen_tokens"] = float(experience.lengths_S[learnt].sum())
-        totals["row_tokens"] = counted("tokens", *parts)
+        totals["seen_tokens"] = max(float(experience.lengths_S[learnt].sum()), 1.0)
+        totals["row_tokens"] = max(counted("tokens", *parts), 1.0)
         if experience.fresh_N is not None:
             totals["fresh_tokens"] = float(experience.fresh_N[experience.tokens_of(learnt)].sum())
         if self.text is not None:
@@ -381,7 +386,7 @@ class RLRun:
         if self.roles.reference is not None:
             row["kl_coefficient"] = counters.kl_coefficient
             if options.kl_target is not None:
-                args = (row["kl"], options.kl_target, options.kl_horizon, len(work.experience))
+                args = (row["kl"], options.kl_target, options.kl_horizon, row["samples"])
                 counters.kl_coefficient = adapted(counters.kl_coefficient, *args)
         self.files.keep_samples(counters.iteration, work.experience)
         for process, told in self.supply.spans().items():

@@ -28,7 +28,8 @@ def policy_share(
     policy: Policy, batch: AnswerBatch, totals: Totals, options: RLOptions, *, kl_coefficient: float
 ) -> Share:
     """`batch.extra`: advantages_N and sampled_N; old_N if the policy has moved since; reference_N for a KL loss;
-    with remaining_N too where nobody has measured that KL yet; fresh_N if some tokens are older than the policy."""
+    with remaining_N too where nobody has measured that KL yet; fresh_N if some tokens are older than the policy;
+    counts_N if answers may be in several sequences."""
     extra = batch.extra
     out = policy(
         batch,
@@ -108,7 +109,11 @@ def token_weights(batch: TokenBatch, totals: Totals, options: RLOptions) -> Tens
     if reduction == "token":
         return ones_N / totals["tokens"]
     if reduction == "answer":
-        return ones_N / (counts_by_sequence(batch)[batch.owners_N] * totals["answers"])
+        # Branches of one episode are sequences of their own, of whose tokens each counts by all of them.
+        counts_N = batch.extra.get("counts_N")
+        if counts_N is None:
+            counts_N = counts_by_sequence(batch)[batch.owners_N]
+        return ones_N / (counts_N * totals["answers"])
     assert reduction == "constant", reduction
     return ones_N / (options.generate_max_len * totals["answers"])
 

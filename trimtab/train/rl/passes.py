@@ -41,7 +41,8 @@ class Passes:
         by_tokens = self.scoring_budget() is not None
 
         def ask() -> None:
-            shares = self._shares(role, experience, range(len(experience)), count, self.scoring_budget())
+            drawn = experience.lengths_S.nonzero()[:, 0].tolist()
+            shares = self._shares(role, experience, drawn, count, self.scoring_budget())
             parts = [[experience.slice(share)] for share in shares]
             pieces = []
             for share, values in zip(shares, self.send(role, method, parts)):
@@ -87,6 +88,8 @@ class Passes:
         self, role: Group, experience: Experience, samples: Sequence[int], count: int, budget: int | None
     ) -> list[list[list[int] | None]]:
         """The samples of every pass of every process."""
+        if not samples:  # every process takes part in a step
+            return [[None] for _ in range(role.size)]
         count = self.limit.of_samples(count)
         budget = None if budget is None else self.limit.of_tokens(budget)
         cut = micro_batches(experience, samples, count=count, budget=budget)
@@ -122,4 +125,6 @@ def counted(what: str, *parts: Sequence[Slice]) -> float:
 
 
 def totals_of(experience: Experience, samples: list[int]) -> dict[str, float]:
-    return {"tokens": float(experience.lengths_S[samples].sum()), "answers": float(len(samples))}
+    """What means are over; of an update of nothing, 1."""
+    answers = len(experience.episodes_S[samples].unique())
+    return {"tokens": max(float(experience.lengths_S[samples].sum()), 1.0), "answers": max(float(answers), 1.0)}

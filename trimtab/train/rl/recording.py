@@ -141,7 +141,7 @@ class Recording:
             raise UserError(
                 f"--replay {path}: it speaks of row {last + 1} of the prompts, of which there are {self.rows}"
             )
-        if self.compared and bool((experience.sizes_G < 2).any()):
+        if self.compared and bool((experience.answers_G < 2).any()):
             raise UserError(
                 f"--replay {path}: a group has a single answer, and --advantage_estimator compares the answers of a "
                 "group; leave such groups out"

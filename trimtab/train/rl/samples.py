@@ -24,8 +24,10 @@ SCRAMBLE = 2654435761  # Knuth's multiplier: neighbours in the file come far apa
 
 
 def best_and_worst(experience: Experience, count: int) -> dict[int, str]:
-    """Up to `count` different answers, half of them the best and half the worst."""
-    order, rows = experience.answer_rewards_S.argsort(descending=True, stable=True).tolist(), experience.rows_S.tolist()
+    """Up to `count` different answers, half of them the best and half the worst; of an episode in several branches the
+    last."""
+    ends, rows = experience.lasts_E, experience.rows_S.tolist()
+    order = ends[experience.answer_rewards_S[ends].argsort(descending=True, stable=True)].tolist()
     seen: dict[tuple[int, bytes], int] = {}
     for i in order:
         seen.setdefault((rows[i], experience.response_bytes(i)), i)
@@ -41,7 +43,8 @@ def groups(experience: Experience, iteration: int, total: int) -> list[int]:
         return []
     first = experience.rows_S[experience.firsts_G].tolist()
     chosen = sorted(range(len(first)), key=lambda group: _key(first[group]))[:GROUPS]
-    return _shown(experience, sorted(chosen))
+    ends = set(experience.lasts_E.tolist())
+    return [i for i in _shown(experience, sorted(chosen)) if i in ends]
 
 
 def of_evaluation(experience: Experience) -> Experience:
@@ -50,8 +53,13 @@ def of_evaluation(experience: Experience) -> Experience:
 
 
 def _shown(experience: Experience, groups: Iterable[int]) -> list[int]:
-    """The first answers of each group."""
-    return [i for group in groups for i in experience.samples_of([group])[:MOST_ANSWERS]]
+    """The first answers of each group, with all their branches."""
+    found = []
+    for group in groups:
+        samples = experience.samples_of([group])
+        first = int(experience.episodes_S[samples[0]])
+        found += [i for i in samples if experience.episodes_S[i] - first < MOST_ANSWERS]
+    return found
 
 
 def described(experience: Experience, i: int) -> dict[str, Any]:
@@ -60,21 +68,22 @@ def described(experience: Experience, i: int) -> dict[str, Any]:
     found: dict[str, Any] = {"reward": float(experience.answer_rewards_S[i])}
     if len(parts) > 1:
         found["parts"] = parts
-    if experience.advantages_N is not None:
+    if experience.advantages_N is not None and experience.lengths_S[i]:
         found["advantage"] = float(experience.advantages_N[experience.tokens_of([i])].mean())
     return found
 
 
 def distributions(experience: Experience) -> dict[str, list]:
     """For a row of metrics: [lowest, highest, count, ...] of rewards and lengths, and [row, score] of prompts."""
-    means_G = for_groups(lambda scores_GA: scores_GA.mean(1), experience.groups_S, experience.scores_S)
+    firsts_E = experience.firsts_E
+    means_G = for_groups(lambda scores_GA: scores_GA.mean(1), experience.groups_E, experience.scores_S[firsts_E])
     scores = {}
     for row, score in zip(experience.rows_S[experience.firsts_G].tolist(), means_G.tolist()):
         scores[row] = round(score, 4)
     followed = sorted(scores, key=_key)[:MOST_PROMPTS]
     return {
-        "reward_histogram": _histogram(experience.answer_rewards_S),
-        "length_histogram": _histogram(experience.lengths_S.float()),
+        "reward_histogram": _histogram(experience.answer_rewards_S[firsts_E]),
+        "length_histogram": _histogram(experience.lengths_E.float()),
         "prompt_scores": [[row, scores[row]] for row in sorted(followed)],
     }
 

@@ -3,8 +3,11 @@
 R of each answer, less what it is too long; standardised by all rewards of the run (running); seen against its group
 (group_rewards); clipped
 r of each token: -beta KL, and R on the last one (token_rewards); on the last token of each step the step's reward,
-seen against the group's steps (step_rewards); a teacher adds log teacher - log policy
+seen against the group's steps (step_rewards); on the last token of each turn the turn's, which R then lacks
+(turn_rewards); a teacher adds log teacher - log policy
 A of each token: GAE with a critic, the discounted sum of r without (advantages); whitened, where that belongs
+
+An episode in several branches is one answer here, and its tokens stand in the order in which they were drawn.
 """
 
 from collections.abc import Sequence
@@ -12,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trimtab.algos import kl, running
+from trimtab.algos import kl, running, turn_rewards
 from trimtab.algos.advantages import discounted_sums, gae, whiten
 from trimtab.algos.answers import sums
 from trimtab.algos.group_rewards import SHAPED_BY, equal_groups
@@ -21,17 +24,21 @@ from trimtab.algos.step_rewards import STEPS_SHAPED_BY
 from trimtab.algos.token_rewards import overlong_penalty, per_token
 from trimtab.algos.value_loss import explained_variance
 from trimtab.config.jobs import RLOptions
-from trimtab.train.rl.experience import FINISHES, Experience
+from trimtab.train.rl.experience import CUT_OFF, Experience
 from trimtab.train.rl.trajectories import totals
+from trimtab.train.rl.turns import InTime, Turns
 
 
 def penalties(experience: Experience, options: RLOptions) -> Tensor:
-    """What is taken from each answer's reward because it is too long."""
+    """What is taken from each answer's reward because it is too long. An episode is as long as the sequence that it
+    ends in, prompt and all."""
     if options.overlong_buffer_len is None:
-        return torch.zeros_like(experience.rewards_S)
-    return overlong_penalty(
-        experience.lengths_S, options.generate_max_len, options.overlong_buffer_len, options.overlong_penalty_factor
-    )
+        return torch.zeros(len(experience.firsts_E))
+    lengths_E, longest = experience.lengths_S, options.generate_max_len
+    if experience.episodes is not None:
+        assert options.episode_max_len is not None, "checked"
+        lengths_E, longest = experience.sequence_lengths_S[experience.lasts_E], options.episode_max_len
+    return overlong_penalty(lengths_E, longest, options.overlong_buffer_len, options.overlong_penalty_factor)
 
 
 def shape(
@@ -39,48 +46,67 @@ def shape(
 ) -> dict[str, float]:
     """Give the experience its advantages (and returns); the figures of rewards, KL and lengths. `moments`: of all
     rewards of the run, these among them, where they are standardised by them."""
-    estimator = options.estimator
-    penalty_S = penalties(experience, options)
-    rewards_S, groups_S = experience.rewards_S - penalty_S, experience.groups_S
+    estimator, time = options.estimator, InTime(experience)
+    penalty_E = penalties(experience, options)
+    rewards_E, groups_E = experience.rewards_S[experience.firsts_E] - penalty_E, experience.groups_E
     if moments is not None:
-        rewards_S = running.standardised(rewards_S, moments)
-    shaped_S = for_answers(SHAPED_BY[estimator.group], groups_S, rewards_S)
+        rewards_E = running.standardised(rewards_E, moments)
+    turns = Turns.of(experience) if options.turn_reward == "returns" and experience.episodes is not None else None
+    if turns is not None and moments is not None:
+        turns.rewards_K = running.standardised(turns.rewards_K, moments, centred=False)
+    shaped_E, unit_E = against_groups(rewards_E, groups_E, turns, estimator.group)
     kl_N = None
     if experience.reference_N is not None and experience.old_N is not None:
         kl_N = kl.estimate(experience.old_N, experience.reference_N, options.kl_estimator)
     rewards_N = per_token(
-        shaped_S,
-        None if options.use_kl_loss else kl_N,
+        shaped_E,
+        None if options.use_kl_loss or kl_N is None else time.sorted(kl_N),
         kl_coefficient,
-        experience.remaining_N,
-        experience.owners_N,
+        time.remaining_N,
+        time.owners_N,
         options.reward_clip_range,
     )
+    if turns is not None:
+        of_turns = (turns.rewards_K, turns.episodes_K, time.places_N[turns.tokens_K])
+        rewards_N = turn_rewards.spread(rewards_N, *of_turns, time.lasts_E, unit_E)
     if experience.step_scores is not None and any(experience.step_scores):
         scores_K, tokens_K = experience.steps()
-        shaped_K = STEPS_SHAPED_BY[estimator.group](scores_K, experience.owners_N[tokens_K], groups_S)
-        rewards_N = rewards_N.index_add(0, tokens_K, shaped_K)
+        answers_K = experience.episodes_S[experience.owners_N[tokens_K]]
+        shaped_K = STEPS_SHAPED_BY[estimator.group](scores_K, answers_K, groups_E)
+        rewards_N = rewards_N.index_add(0, time.places_N[tokens_K], shaped_K)
     if experience.teacher_N is not None:
-        rewards_N = rewards_N + options.teacher_coef * (experience.teacher_N - experience.old_N)
+        rewards_N = rewards_N + options.teacher_coef * time.sorted(experience.teacher_N - experience.old_N)
     gamma = options.gamma if estimator.discounted else 1.0
     if estimator.critic:
-        advantages_N, experience.returns_N = gae(
-            rewards_N, experience.values_N, experience.remaining_N, gamma, options.lambd
-        )
+        values_N = time.sorted(experience.values_N)
+        advantages_N, returns_N = gae(rewards_N, values_N, time.remaining_N, gamma, options.lambd)
+        experience.returns_N = time.back(returns_N)
     else:
-        advantages_N = discounted_sums(rewards_N, experience.remaining_N, gamma)
-    if estimator.whitened:
-        advantages_N = whiten(advantages_N, scale=not options.no_advantage_std_norm)
-    experience.advantages_N = advantages_N
-    figures = described(experience, rewards_S, sums(rewards_N, experience.owners_N, len(experience)), kl_N)
-    figures["advantage_size"] = advantages_N.abs().mean()
+        advantages_N = discounted_sums(rewards_N, time.remaining_N, gamma)
+    advantages_N = time.back(advantages_N)
+    learnt_S = carrying_loss(experience, options)
+    if learnt_S is None:
+        experience.advantages_N = whitened(advantages_N, options)
+    else:
+        learnt_N = learnt_S[experience.owners_N]
+        experience.advantages_N = torch.zeros_like(advantages_N)
+        experience.advantages_N[learnt_N] = whitened(advantages_N[learnt_N], options)
+    figures = described(experience, rewards_E, sums(rewards_N, time.owners_N, len(rewards_E)), kl_N)
+    figures["advantage_size"] = experience.advantages_N.abs().mean()
     if experience.step_scores is not None:
-        equal_G = for_groups(equal_groups, groups_S, rewards_S) & equal_steps(experience, options)
+        equal_G = for_groups(equal_groups, groups_E, rewards_E) & equal_steps(experience, options)
+        figures["equal_groups"] = share_of_several(equal_G, experience)
+    if turns is not None:
+        rewarded_K = (turns.rewards_K != 0) & (time.places_N[turns.tokens_K] != time.lasts_E[turns.episodes_K])
+        turned_G = torch.bincount(groups_E[turns.episodes_K[rewarded_K]], minlength=experience.groups) > 0
+        equal_G = for_groups(equal_groups, groups_E, rewards_E) & ~turned_G
         figures["equal_groups"] = share_of_several(equal_G, experience)
     if moments is not None:
         figures |= {"reward_mean_so_far": moments[1], "reward_std_so_far": running.deviation(moments)}
     if options.overlong_buffer_len is not None:
-        figures["overlong_penalty"] = penalty_S.mean()
+        figures["overlong_penalty"] = penalty_E.mean()
+    if learnt_S is not None:
+        figures["masked"] = 1 - learnt_S[experience.firsts_E].float().mean()
     if experience.teacher_N is not None:
         figures["teacher_kl"] = (experience.old_N - experience.teacher_N).mean()
     if estimator.critic:
@@ -88,28 +114,54 @@ def shape(
     return {name: float(value) for name, value in figures.items()}
 
 
-def described(experience: Experience, rewards_S: Tensor, returns_S: Tensor, kl_N: Tensor | None) -> dict[str, Tensor]:
-    """What there is to say of answers whatever is learnt from them; `rewards_S` are those that groups are seen by."""
+def against_groups(rewards_E: Tensor, groups_E: Tensor, turns: Turns | None, by: str) -> tuple[Tensor, Tensor]:
+    """Every reward as its group's others let it appear, and what a reward of 1 has become in that."""
+    if turns is None or by != "standardised":
+        return for_answers(SHAPED_BY[by], groups_E, rewards_E), torch.ones_like(rewards_E)
+    unit_E = 1 / (turn_rewards.deviations(rewards_E, turns.rewards_K, turns.episodes_K, groups_E) + 1e-9)
+    return for_answers(SHAPED_BY["minus_mean"], groups_E, rewards_E) * unit_E, unit_E
+
+
+def whitened(advantages_N: Tensor, options: RLOptions) -> Tensor:
+    """Where that belongs to the estimator."""
+    if not options.estimator.whitened or not len(advantages_N):
+        return advantages_N
+    return whiten(advantages_N, scale=not options.no_advantage_std_norm)
+
+
+def carrying_loss(experience: Experience, options: RLOptions) -> Tensor | None:
+    """--mask_truncated: which samples carry loss. Those that were cut off are compared with the others of their group
+    and stand in all figures of rewards and lengths, but they are in no update, and the means of losses and of
+    advantages are over the others. None: all do."""
+    if not options.mask_truncated:
+        return None
+    return ~torch.isin(experience.finishes_S, torch.tensor(CUT_OFF))
+
+
+def described(experience: Experience, rewards_E: Tensor, returns_E: Tensor, kl_N: Tensor | None) -> dict[str, Tensor]:
+    """What there is to say of answers whatever is learnt from them; `rewards_E` are those that groups are seen by."""
+    firsts_E = experience.firsts_E
+    answer_rewards_E = experience.answer_rewards_S[firsts_E]
     figures = {
-        "reward": experience.answer_rewards_S.mean(),
-        "reward_std": experience.answer_rewards_S.std(correction=0),
-        "reward_min": experience.answer_rewards_S.min(),
-        "reward_max": experience.answer_rewards_S.max(),
-        "score": experience.scores_S.mean(),
-        "return": returns_S.mean(),
-        "equal_groups": share_of_several(for_groups(equal_groups, experience.groups_S, rewards_S), experience),
-        "length": experience.lengths_S.float().mean(),
-        "length_max": experience.lengths_S.max(),
-        "truncated": (experience.finishes_S == FINISHES.index("length")).float().mean(),
+        "reward": answer_rewards_E.mean(),
+        "reward_std": answer_rewards_E.std(correction=0),
+        "reward_min": answer_rewards_E.min(),
+        "reward_max": answer_rewards_E.max(),
+        "score": experience.scores_S[firsts_E].mean(),
+        "return": returns_E.mean(),
+        "equal_groups": share_of_several(for_groups(equal_groups, experience.groups_E, rewards_E), experience),
+        "length": experience.lengths_E.float().mean(),
+        "length_max": experience.lengths_E.max(),
+        "truncated": torch.isin(experience.finishes_S[firsts_E], torch.tensor(CUT_OFF)).float().mean(),
     }
     if kl_N is not None:
-        figures |= {"kl": kl_N.mean(), "kl_answer": kl_N.sum() / len(experience)}
-    return figures | {f"reward/{name}": values.nanmean() for name, values in experience.logs.items()}
+        figures |= {"kl": kl_N.mean(), "kl_answer": kl_N.sum() / len(firsts_E)}
+    return figures | {f"reward/{name}": values[firsts_E].nanmean() for name, values in experience.logs.items()}
 
 
 def share_of_several(chosen_G: Tensor, experience: Experience) -> Tensor:
     """Of the groups that have several answers; 0 without any."""
-    several_G = experience.sizes_G > 1
+    several_G = experience.answers_G > 1
     return (chosen_G & several_G).sum() / several_G.sum().clamp(min=1)
 
 
@@ -119,10 +171,22 @@ def equal_steps(experience: Experience, options: RLOptions) -> Tensor:
     scores = experience.step_scores
     assert scores is not None
     found = []
-    for group in ([scores[i] for i in experience.samples_of([number])] for number in range(experience.groups)):
-        alike = len({score for steps in group for score in steps}) <= 1
-        found.append(alike and (options.estimator.grouped or len({len(steps) for steps in group}) == 1))
+    for number in range(experience.groups):
+        group: dict[int, list[float]] = {}  # of every answer
+        for i in experience.samples_of([number]):
+            group.setdefault(int(experience.episodes_S[i]), []).extend(scores[i])
+        alike = len({score for steps in group.values() for score in steps}) <= 1
+        found.append(alike and (options.estimator.grouped or len({len(steps) for steps in group.values()}) == 1))
     return torch.tensor(found)
+
+
+def trained(experience: Experience, samples: list[int], options: RLOptions) -> list[int]:
+    """Those of an update that are in it: not what carries no loss, nor episodes in which nothing was drawn."""
+    trained_S, learnt_S = experience.lengths_S > 0, carrying_loss(experience, options)
+    if learnt_S is not None:
+        trained_S &= learnt_S
+    found = trained_S.tolist()
+    return [i for i in samples if found[i]]
 
 
 def with_advantage(experience: Experience, samples: list[int]) -> list[int]:

@@ -1,0 +1,145 @@
+"""What an update learns of episodes: branches count once, and what was cut off carries no loss where that is asked."""
+
+import signal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import warm
+from tests.train.rl.played import Played, experience_of
+from tests.train.rl.rl_run import rows, write_task
+from tests.train.rl.test_resume import at
+from tests.train.rl.test_trajectories import words_of
+from trimtab.config.jobs import GRPOOptions, PPOOptions
+from trimtab.errors import UserError
+from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.objective import token_weights
+from trimtab.train.rl.passes import totals_of
+from trimtab.train.rl.recording import Recording
+from trimtab.train.rl.samples import best_and_worst, distributions, groups, of_evaluation
+from trimtab.train.rl.shaping import penalties, shape, trained
+from trimtab.train.rl.supply import useful_groups
+
+BRANCHED = Played([([1, 2], 0.5), ([3], 0.0), ([4, 5, 6], 0.5)], branches=[1, 2])
+SHORT = Played([([7], 0.0)])
+CUT = Played([([8, 9], 1.0), ([1], 0.5)], finish="turns")
+GROUPS = [[BRANCHED, SHORT], [CUT, Played([([2], 0.25), ([3, 3], 0.0)], branches=[1])]]
+
+
+def weights_of(experience: Experience, samples: list[int], reduction: str) -> list[float]:
+    (batch,) = experience.slice([samples], "counts_N").batches()
+    options = PPOOptions(loss_reduction=reduction, generate_max_len=10)
+    return token_weights(batch, totals_of(experience, samples), options).tolist()
+
+
+def test_every_token_of_an_episode_weighs_alike_and_all_episodes_too():
+    experience = experience_of(GROUPS)
+    samples = list(range(len(experience)))
+    assert totals_of(experience, samples) == {"tokens": 13.0, "answers": 4.0}
+    expected = [1 / (4 * length) for length in (6, 1, 3, 3) for _ in range(length)]
+    assert weights_of(experience, samples, "answer") == pytest.approx(expected)
+    assert weights_of(experience, samples, "token") == pytest.approx([1 / 13] * 13)
+    assert weights_of(experience, samples, "constant") == pytest.approx([1 / 40] * 13)
+    # In another pass than the rest of its episode, a branch still counts by the whole.
+    (batch,) = experience.slice([[1]], "counts_N").batches()
+    options = PPOOptions(loss_reduction="answer")
+    assert token_weights(batch, totals_of(experience, samples), options).tolist() == pytest.approx([1 / 24])
+
+
+def test_figures_filters_and_what_is_shown_count_an_episode_once():
+    experience = experience_of(GROUPS)
+    found = distributions(experience)
+    assert sum(found["reward_histogram"][2:]) == sum(found["length_histogram"][2:]) == 4
+    assert found["prompt_scores"] == [[0, 0.5], [1, 0.875]]  # (1 + 0) / 2, not (1 + 1 + 1 + 0) / 4
+    narrow = {"dynamic_filtering": True, "n_samples_per_prompt": 2, "dynamic_filtering_reward_range": (0.4, 0.6)}
+    assert useful_groups(experience, PPOOptions(**narrow)) == [0]
+    figures = shape(experience, PPOOptions(advantage_estimator="rloo"), 0.0)
+    assert figures["reward"] == pytest.approx((1 + 0 + 1.5 + 0.25) / 4) and figures["length"] == 13 / 4
+    assert figures["truncated"] == 0.25
+    # Of an episode in several branches the last is shown.
+    assert sorted(best_and_worst(experience, 10)) == [2, 3, 4, 6]
+    assert groups(experience, 1, 100) == [2, 3, 4, 6]
+    assert len(of_evaluation(experience)) == len(experience)
+
+
+def test_what_was_cut_off_is_compared_with_but_not_learnt():
+    experience, masked = experience_of(GROUPS), experience_of(GROUPS)
+    options = {"advantage_estimator": "reinforce_baseline", "n_samples_per_prompt": 2}
+    shape(experience, PPOOptions(**options), 0.0)
+    figures = shape(masked, PPOOptions(mask_truncated=True, **options), 0.0)
+    assert figures["masked"] == 0.25 and figures["reward"] == pytest.approx((1 + 0 + 1.5 + 0.25) / 4)
+    left = trained(masked, list(range(7)), PPOOptions(mask_truncated=True))
+    assert left == [0, 1, 2, 3, 5, 6] and trained(masked, [4, 5, 6], PPOOptions()) == [4, 5, 6]
+    assert totals_of(masked, left) == {"tokens": 10.0, "answers": 3.0}
+    tokens = masked.tokens_of(left)
+    assert not masked.advantages_N[masked.tokens_of([4])].any()
+    # Whitened over what is learnt alone, and seen against the one that was cut off all the same.
+    raw = torch.tensor([0.5] * 6 + [-0.5] + [-0.625] * 3)
+    expected = (raw - raw.mean()) / raw.std(correction=0)
+    torch.testing.assert_close(masked.advantages_N[tokens], expected, atol=1e-6, rtol=0)
+    assert (experience.advantages_N[tokens] - expected).abs().max() > 0.05
+
+
+def test_an_episode_is_too_long_by_the_sequence_it_ends_in():
+    experience = experience_of(GROUPS)
+    assert experience.sequence_lengths_S[experience.lasts_E].tolist() == [13, 4, 8, 8]
+    options = PPOOptions(overlong_buffer_len=8.0, overlong_penalty_factor=2.0, episode_max_len=14)
+    assert penalties(experience, options).tolist() == pytest.approx([2 * 7 / 8, 0, 2 * 2 / 8, 2 * 2 / 8])
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ({"turn_reward": "returns", "policy_loss_type": "gspo"}, "gspo has one advantage a sequence"),
+        ({"overlong_buffer_len": 8.0}, "set --episode_max_len"),
+        ({"overlong_buffer_len": 8.0, "episode_max_len": 4, "generate_max_len": 4}, "more than --episode_max_len 4"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_a_line(given, told):
+    options = GRPOOptions(
+        pretrain="model", prompt_data="data", n_samples_per_prompt=2, environment="trimtab:game", **given
+    )
+    with pytest.raises(UserError, match=told):
+        list(options.check())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+def record(folder, groups: list[list[Played]]) -> None:
+    folder.mkdir(parents=True)
+    Recording(folder, {}, None).write(0, (experience_of(groups), 2, {}))
+
+
+def test_recorded_episodes_in_branches_train_and_resume_inside_the_iteration(folder, tmp_path):
+    record(tmp_path / "recording", GROUPS)
+    more = "--turn_reward returns --init_kl_coef 0.1 --loss_reduction answer --train_batch_size 2 --mask_truncated"
+    words = [*words_of(folder, tmp_path / "out", tmp_path / "recording"), *more.split()]
+    assert warm.run(words) == 0
+    (row,) = rows(tmp_path / "out")
+    assert row["samples"] == 4 and row["tokens"] == 13 and row["grad_norm"] > 0 and row["masked"] == 0.25
+    stopped = [word.replace(str(tmp_path / "out"), str(tmp_path / "again")) for word in words]
+    assert warm.run(stopped, prepare=stop_in_update) == 128 + signal.SIGTERM
+    assert warm.run([*stopped, "--load_checkpoint"]) == 0
+    (again,) = rows(tmp_path / "again")
+    for name in ("loss", "grad_norm", "policy_loss", "kl", "return", "advantage_size", "masked"):
+        assert again[name] == row[name], name
+
+
+def stop_in_update() -> None:
+    at((0, "update", 0), signal.SIGTERM)
+
+
+def test_an_iteration_of_which_nothing_may_be_learnt_changes_nothing(folder, tmp_path):
+    record(tmp_path / "recording", [[CUT, CUT], [CUT, CUT]])
+    more = "--mask_truncated --init_kl_coef 0.1 --use_kl_loss --kl_estimator k3 --entropy_loss_coef 0.1"
+    words = [*words_of(folder, tmp_path / "out", tmp_path / "recording"), *more.split()]
+    assert warm.run(words) == 0
+    (row,) = rows(tmp_path / "out")
+    assert row["masked"] == 1 and row["grad_norm"] == 0 and row["loss"] == 0 and row["skipped_steps"] == 0
+    before, after = (load_file(place / "model.safetensors") for place in (folder / "model", tmp_path / "out"))
+    for name in before:
+        assert torch.equal(before[name].float(), after[name].float()), name

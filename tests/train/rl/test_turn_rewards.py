@@ -1,0 +1,219 @@
+"""--turn_reward returns: what a turn is judged by, exactly, and that its mean is the policy gradient."""
+
+import statistics
+
+import pytest
+import torch
+
+from tests.algos.stochastic_game import GAMES, all_groups, mean_gradient, policy_gradient, probabilities
+from tests.train.rl.played import Played, experience_of
+from trimtab.config.estimators import ESTIMATORS
+from trimtab.config.jobs import PPOOptions
+from trimtab.rollout.types import Rollout
+from trimtab.train.rl import shaping
+from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.shaping import shape
+from trimtab.train.rl.turns import InTime, Turns
+
+SAMPLES = 2
+
+
+def options_of(estimator: str, turn_reward: str = "returns", **more) -> PPOOptions:
+    more = {"n_samples_per_prompt": SAMPLES, "gamma": 1.0, "lambd": 1.0, **more}
+    return PPOOptions(advantage_estimator=estimator, turn_reward=turn_reward, **more)
+
+
+def played(index: int, branched: bool = False) -> Played:
+    turns = [([token + 1 for _, token in turn], reward) for turn, reward in GAMES[index].turns]
+    return Played(turns, branches=list(range(1, len(turns))) if branched else [])
+
+
+def whole_game(branched: bool = False) -> Experience:
+    """Every group of the game once."""
+    return experience_of([[played(index, branched) for index in group] for group in all_groups(SAMPLES)])
+
+
+def shaped(experience: Experience, estimator: str, turn_reward: str = "returns", **more) -> list[float]:
+    experience.old_N = experience.sampled_N
+    if experience.values_N is None:
+        experience.values_N = torch.zeros_like(experience.sampled_N)
+    shape(experience, options_of(estimator, turn_reward, **more), kl_coefficient=0.0)
+    return experience.advantages_N.tolist()
+
+
+@pytest.fixture
+def unwhitened(monkeypatch):
+    monkeypatch.setattr(shaping, "whiten", lambda values_N, scale: values_N)
+
+
+def share(estimator: str) -> float:
+    """Of the policy gradient, since a mean that includes the episode itself takes some of it."""
+    return (SAMPLES - 1) / SAMPLES if ESTIMATORS[estimator].group == "minus_mean" else 1.0
+
+
+@pytest.mark.parametrize("branched", [False, True], ids=["one sequence", "branches"])
+@pytest.mark.parametrize("turn_reward", ["sum", "returns"])
+@pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if name != "group_norm"])
+def test_the_mean_gradient_is_the_policy_gradient(estimator, turn_reward, branched, unwhitened):
+    assert probabilities().sum().item() == pytest.approx(1)
+    expected = policy_gradient() * share(estimator)
+    found = mean_gradient(shaped(whole_game(branched), estimator, turn_reward), SAMPLES)
+    assert expected.abs().max() > 0.05, "nothing to compare"
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+
+
+def test_gae_with_any_values_is_the_policy_gradient(unwhitened):
+    experience = whole_game(branched=True)
+    torch.manual_seed(0)
+    of_situation = torch.randn(8)
+    places = [place for group in all_groups(SAMPLES) for index in group for place, _ in GAMES[index].tokens]
+    experience.values_N = of_situation[torch.tensor(places)]
+    found = mean_gradient(shaped(experience, "gae"), SAMPLES)
+    torch.testing.assert_close(found, policy_gradient(), atol=2e-6, rtol=0)
+
+
+def by_turn_index(*, scaled: bool) -> list[float]:
+    """What is not offered: a turn's to come against that of the group's turns of the same number."""
+    advantages = []
+    for group in all_groups(SAMPLES):
+        to_come = [[sum(reward for _, reward in GAMES[index].turns[k:]) for k in range(3)] for index in group]
+        for place, index in enumerate(group):
+            for k, (turn, _) in enumerate(GAMES[index].turns):
+                alike = [to_come[other][k] for other, found in enumerate(group) if len(GAMES[found].turns) > k]
+                deviation = statistics.stdev(alike) + 1e-9 if scaled and len(alike) > 1 else 1.0
+                advantages += [(to_come[place][k] - statistics.fmean(alike)) / deviation] * len(turn)
+    return advantages
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["centred", "scaled"])
+def test_normalising_by_turn_index_is_no_multiple_of_the_policy_gradient(scaled):
+    found, exact = mean_gradient(by_turn_index(scaled=scaled), SAMPLES), policy_gradient()
+    scale = (found * exact).sum() / exact.square().sum()
+    assert (found - scale * exact).abs().max() > 0.15 * found.abs().max()
+
+
+# ---- the formula, one group after another
+
+GROUPS = [
+    [
+        Played([([1, 2], 0.5), ([3], -0.25), ([4, 5, 6], 1.0)], last_reward=0.75, branches=[1]),
+        Played([([7], 0.0)], other_reward=2.0),
+        Played([([8, 9], 1.0), ([1], 0.5)], branches=[1]),
+    ],
+    [
+        Played([([8, 9], 1.0), ([1], 0.5)], finish="turns"),
+        Played([([2], 0.25), ([3, 3], 0.0), ([4], 0.0)], branches=[1, 2], finish="context"),
+    ],
+]
+
+
+def worked_out(estimator: str) -> list[float]:
+    advantages = []
+    for group in GROUPS:
+        totals = [episode.reward for episode in group]
+        mean = statistics.fmean(totals)
+        to_come = [
+            [episode.reward - sum(reward for _, reward in episode.turns[:k]) for k in range(len(episode.turns))]
+            for episode in group
+        ]
+        squares = [statistics.fmean((g - mean) ** 2 for g in own) for own in to_come]
+        deviation = (sum(squares) / (len(group) - 1)) ** 0.5
+        for place, episode in enumerate(group):
+            others = statistics.fmean(total for other, total in enumerate(totals) if other != place)
+            baseline = {"rloo": others, "gae": 0.0, "reinforce": 0.0}.get(estimator, mean)
+            for (tokens, _), g in zip(episode.turns, to_come[place]):
+                one = (g - baseline) / (deviation + 1e-9 if estimator == "group_norm" else 1.0)
+                advantages += [one] * len(tokens)
+    return advantages
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_turn_is_judged_by_what_is_still_to_come(estimator, unwhitened):
+    experience = experience_of(GROUPS)
+    assert shaped(experience, estimator) == pytest.approx(worked_out(estimator), abs=1e-6)
+    if estimator == "gae":
+        assert torch.equal(experience.returns_N, experience.advantages_N)  # values are 0
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_rewards_at_the_end_alone_are_judged_as_those_of_whole_episodes(estimator):
+    groups = [[Played([([1, 2], 0.0), ([3], reward)], last_reward=0.5) for reward in (1.0, 0.0, 0.25)]]
+    found, expected = (shaped(experience_of(groups), estimator, kind) for kind in ("returns", "sum"))
+    assert found == pytest.approx(expected, abs=1e-6) and any(expected)
+
+
+def test_rewards_standardised_by_the_run_stay_the_sum_of_their_turns(unwhitened):
+    moments = (10.0, 0.3, 10 * 0.5**2)  # a mean of 0.3, a deviation of 0.5
+    experience = experience_of(GROUPS)
+    experience.old_N = experience.sampled_N
+    shape(experience, options_of("rloo"), 0.0, moments)
+    expected = [advantage / 0.5 for advantage in worked_out("rloo")]
+    assert experience.advantages_N.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_equal_totals_of_rewarded_turns_are_no_equal_group():
+    episodes = [Played([([1], 0.5), ([2], 0.5)]), Played([([1], 1.0), ([2], 0.0)])]
+    for turn_reward, equal in (("sum", 1.0), ("returns", 0.0)):
+        experience = experience_of([episodes])
+        assert shape(experience, options_of("rloo", turn_reward), 0.0)["equal_groups"] == equal
+
+
+# ---- branches
+
+
+def alike(groups: list[list[Played]], branched: bool) -> Experience:
+    return experience_of(
+        [[Played(e.turns, e.last_reward, e.other_reward, e.branches if branched else []) for e in g] for g in groups]
+    )
+
+
+@pytest.mark.parametrize("turn_reward", ["sum", "returns"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_an_episode_counts_once_however_many_branches_it_has(estimator, turn_reward):
+    found = []
+    for branched in (False, True):
+        experience = alike(GROUPS, branched)
+        torch.manual_seed(1)
+        experience.old_N = experience.sampled_N
+        experience.reference_N = experience.sampled_N - torch.rand(len(experience.sampled_N))
+        experience.values_N = torch.randn(len(experience.sampled_N))
+        options = options_of(estimator, turn_reward, lambd=0.7, gamma=0.9)
+        figures = shape(experience, options, kl_coefficient=0.3)
+        found.append((figures, experience))
+    (plain, one), (figures, several) = found
+    assert one.branches_S is None and len(several) == len(one) + 4
+    assert figures == pytest.approx(plain, abs=1e-6)
+    torch.testing.assert_close(several.advantages_N, one.advantages_N, atol=1e-6, rtol=0)
+    if estimator == "gae":
+        torch.testing.assert_close(several.returns_N, one.returns_N, atol=1e-6, rtol=0)
+
+
+def test_tokens_of_a_branch_that_was_gone_on_with_later_come_later():
+    """Turns 0 and 2 in the first branch, turn 1 in the second."""
+    first, second = Played([([1, 2], 1.0), ([5], 4.0)]), Played([([3, 4], 2.0)])
+    (a,), (b,) = first.rollouts(0, 0, [9]), second.rollouts(0, 0, [9])
+    record = a.episode
+    middle = b.episode.said[0]
+    middle.branch, b.branch, b.episode = 1, 1, record
+    record.said.insert(1, middle)
+    other = Played([([7], 0.0)]).rollouts(0, 1, [9])
+    experience = Experience.of([0, 0, 0], [a, b, *other])
+    experience.rewards_S = torch.tensor([7.0, 7.0, 0.0])
+    time = InTime(experience)
+    # Its tokens are 1 2 5, 3 4, and the other episode's 7.
+    assert time.order_N.tolist() == [0, 1, 3, 4, 2, 5] and time.owners_N.tolist() == [0, 0, 0, 0, 0, 1]
+    assert time.remaining_N.tolist() == [4, 3, 2, 1, 0, 0]
+    assert Turns.of(experience).rewards_K.tolist() == [1.0, 2.0, 4.0, 0.0]
+    experience.old_N, experience.reference_N = experience.sampled_N, experience.sampled_N - 0.5
+    shape(experience, options_of("rloo"), kl_coefficient=0.2)
+    kl = 0.1  # of each token
+    expected = [7 - 5 * kl, 7 - 4 * kl, 4 - kl, 6 - 3 * kl, 6 - 2 * kl]
+    assert experience.advantages_N[:5].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_plain_answers_have_no_turns():
+    rollouts = [Rollout(0, sample, [1], [2, 3], torch.zeros(2).numpy(), "stop") for sample in range(2)]
+    experience = Experience.of([0, 0], rollouts)
+    experience.rewards_S = torch.tensor([1.0, 0.0])
+    shape(experience, options_of("rloo"), kl_coefficient=0.0)
+    assert experience.advantages_N.tolist() == [1, 1, -1, -1]

@@ -1,0 +1,54 @@
+"""Rewards of the turns of an episode: a token answers for what comes from its turn on (--turn_reward returns).
+
+    r_k              the reward of turn k, at its last token; what is rewarded as a whole, at the episode's last one
+    G_t              sum of the rewards that come at token t or later;  R the sum of all, G of the first token
+    A_t              G_t - b,   b what the estimator takes from R (group_rewards): nothing, the mean R of the group, or
+                     that of its other episodes                                      = (R - b) - what came before t
+    standardised     (G_t - mean) / (D + 1e-9),   D^2 the sum over the n episodes of the mean over their turns of
+                     (G - mean)^2, divided by n - 1; with rewards at the end alone the deviation of R
+
+b knows nothing of what the episode did from t on but through R itself, so the mean gradient of leave_one_out is that of
+E[R], and that of minus_mean (n - 1) / n of it, as for whole episodes. To compare a k-th turn with the k-th turns of the
+group would be biased: how many there are depends on where the policy stops, so that turns count by their number
+(verl#7244). Where all totals of a group are alike, rewarded turns leave something in its tokens all the same, which is
+nothing in the mean: b is not what is still to come.
+"""
+
+import torch
+from torch import Tensor
+
+from trimtab.algos.answers import sums
+from trimtab.algos.groups import for_answers
+
+
+def before(rewards_K: Tensor, episodes_K: Tensor) -> Tensor:
+    """What each turn's episode was given before it. `episodes_K`: which one a turn belongs to, in order."""
+    upto_K = rewards_K.double().cumsum(0) - rewards_K
+    firsts_K = torch.searchsorted(episodes_K, episodes_K)
+    return (upto_K - upto_K[firsts_K]).to(rewards_K.dtype)
+
+
+def deviations(totals_E: Tensor, rewards_K: Tensor, episodes_K: Tensor, groups_E: Tensor) -> Tensor:
+    """D of each episode's group, for `standardised`."""
+    means_E = for_answers(lambda totals_GA: totals_GA.mean(1, keepdim=True).expand_as(totals_GA), groups_E, totals_E)
+    to_come_K = totals_E[episodes_K] - before(rewards_K, episodes_K)
+    squares_K = (to_come_K - means_E[episodes_K]).square()
+    turns_E = torch.bincount(episodes_K, minlength=len(totals_E))
+    own_E = sums(squares_K, episodes_K, len(totals_E)) / turns_E.clamp(min=1)
+    squares_E = torch.where(turns_E > 0, own_E, (totals_E - means_E).square())
+
+    def deviation(squares_GA: Tensor) -> Tensor:
+        return (squares_GA.sum(1, keepdim=True) / (squares_GA.shape[1] - 1)).sqrt().expand_as(squares_GA)
+
+    return for_answers(deviation, groups_E, squares_E)
+
+
+def spread(
+    rewards_N: Tensor, rewards_K: Tensor, episodes_K: Tensor, tokens_K: Tensor, lasts_E: Tensor, unit_E: Tensor
+) -> Tensor:
+    """Rewards of tokens where each episode's shaped total stands on its last one, `lasts_E`: turns get their own, times
+    the `unit_E` in which their episode's total is measured, and the last token the less."""
+    earlier_K = tokens_K != lasts_E[episodes_K]
+    rewards_K, episodes_K, tokens_K = rewards_K[earlier_K], episodes_K[earlier_K], tokens_K[earlier_K]
+    own_K = rewards_K * unit_E[episodes_K]
+    return rewards_N.index_add(0, tokens_K, own_K).index_add(0, lasts_E[episodes_K], -own_K)
