@@ -15,7 +15,7 @@ from tests.tiny import tiny_model
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
-from trimtab.rollout.builtin import attention, captured, fused_layers, graphs, int8, recognition, sampler
+from trimtab.rollout.builtin import attention, captured, fused_layers, graphs, int8, recognition, row_sampler, sampler
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.kernels import adapted as adapted_kernels
 from trimtab.rollout.builtin.kernels import attention as kernels
@@ -29,7 +29,7 @@ TIGHT = {"kv_tokens": 160 if DEVICE == "cuda" else 40, "slots": 3, "page_size": 
 # The interpreter takes a second for a step.
 SHORT, NEW = (prompts((5, 17, 33, 1)), 20) if DEVICE == "cuda" else (prompts((3, 9)), 6)
 OUTLIVES = pytest.mark.skipif(DEVICE == "cpu", reason="what is done again is done with the session it was made in")
-USERS_OF_KERNELS = (attention, int8, recognition, sampler)
+USERS_OF_KERNELS = (attention, int8, recognition, row_sampler, sampler)
 
 
 class DoneAgain:
@@ -141,6 +141,7 @@ def test_log_probs_equal_the_trainers(temperature, late):
         torch.testing.assert_close(sampled, policy(batch, temperature=heat).log_probs_N.cpu(), atol=1e-5, rtol=1e-5)
 
 
+@OUTLIVES
 def test_recordings_follow_the_weights_and_survive_a_nap():
     policy = policy_of()
     used = BuiltinEngine(policy)
@@ -312,3 +313,50 @@ def test_a_model_that_cannot_be_recorded_decodes_step_by_step(monkeypatch):
     assert [a.ids for a in used.generate(SHORT, sampling)] == expected
     assert not used.captured.possible
     assert [a.ids for a in used.generate(SHORT, sampling)] == expected and used.captured.decodes is None
+
+
+def mixed(policy, settings, **memory):
+    """Two are added while the first ones run, so that their company changes."""
+    engine, found = BuiltinEngine(policy, **memory), []
+    with engine.session(settings[0]) as session:
+        for number, setting in enumerate(settings):
+            session.add(SHORT[number % len(SHORT)], seed=number, sampling=setting)
+            if number == 1:
+                found += session.advance(2)
+        while session.busy:
+            found += session.advance(2)
+    return [a.ids for a in sorted(found, key=lambda a: (a.prompt, a.sample))], engine
+
+
+PLAIN = [Sampling(max_new_tokens=NEW, **s) for s in ({}, {"temperature": 0}, {"temperature": 0.4})]
+ENDING = [
+    Sampling(max_new_tokens=NEW - 1, stop_token_ids=tuple(range(9))),
+    Sampling(max_new_tokens=NEW, stop_token_ids=tuple(range(3, 30)), min_new_tokens=3),
+]
+FILTERED = [Sampling(max_new_tokens=NEW, **s) for s in ({"top_k": 4}, {"top_p": 0.6, "temperature": 2}, {"min_p": 0.2})]
+
+
+@pytest.mark.parametrize("settings", [PLAIN, [*PLAIN, *ENDING], [*PLAIN[:2], *FILTERED, *ENDING]])
+@pytest.mark.parametrize("fused", [True, False])
+def test_rows_of_different_settings_are_recorded_and_draw_what_they_draw_alone(settings, fused, monkeypatch):
+    policy = policy_of("llama" if fused else "gpt2")
+    found, engine = mixed(policy, settings)
+    (by_rows,) = engine.captured._by_rows.values()
+    assert engine.captured.possible and by_rows[1].graphs
+    alone = [
+        BuiltinEngine(policy).generate([SHORT[number % len(SHORT)]], setting, seeds=[number])[0].ids
+        for number, setting in enumerate(settings)
+    ]
+    assert found == alone
+    use_kernels(monkeypatch, False)
+    assert found == mixed(policy, settings)[0]
+
+
+def test_what_cannot_be_recorded_goes_step_by_step_and_the_others_are_recorded_again():
+    settings = [*PLAIN, Sampling(max_new_tokens=3, repetition_penalty=1.3), Sampling(max_new_tokens=2, top_log_probs=2)]
+    policy = policy_of()
+    found, engine = mixed(policy, settings)
+    assert engine.captured.possible and [kind.is_plain for kind, _ in engine.captured._by_rows.values()] == [True]
+    for number, setting in enumerate(settings):
+        (expected,) = BuiltinEngine(policy).generate([SHORT[number % len(SHORT)]], setting, seeds=[number])
+        assert found[number] == expected.ids

@@ -5,12 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from tests.rollout.kernel_device import DEVICE
+from trimtab.rollout.builtin import row_sampler
 from trimtab.rollout.builtin.int8 import Int8Weight, packed, quantised
 from trimtab.rollout.builtin.kernels.attention import paged_attention
 from trimtab.rollout.builtin.kernels.int8 import Tiles, added, int8_gated, int8_product, unpacked
 from trimtab.rollout.builtin.kernels.layers import add_norm, gated, rotate_and_store
 from trimtab.rollout.builtin.kernels.linear import gated_linear, joined_linear
 from trimtab.rollout.builtin.kernels.sampling import draw_plainly
+from trimtab.rollout.builtin.row_sampler import RowSampler
 from trimtab.rollout.builtin.sampler import Sampler
 from trimtab.rollout.types import Sampling
 
@@ -169,6 +171,32 @@ def test_plain_drawing_gives_the_samplers_tokens_and_log_probs(vocabulary, tempe
     expected = plain.draw(logits.cpu(), seeds.cpu(), drawn.cpu(), None)
     assert torch.equal(tokens.cpu(), expected.tokens_B)
     torch.testing.assert_close(log_probs.cpu(), expected.log_probs_B, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_with_temperatures_of_their_own_draw_what_they_draw_alone():
+    heats, logits = torch.tensor([0.3, 1.0, 2.5, 0.7], device=DEVICE), noise(4, 5000)
+    seeds = torch.arange(4, device=DEVICE) * 7_919_000_000_000_000 - 3
+    tokens, log_probs = draw_plainly(logits, seeds, seeds * 0, torch.stack([heats, heats], 1)[:, 1])
+    for row, heat in enumerate(heats.tolist()):
+        one = slice(row, row + 1)
+        own, own_log_probs = draw_plainly(logits[one], seeds[one], seeds[one] * 0, heat)
+        assert tokens[row] == own[0] and log_probs[row] == own_log_probs[0]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_rows_by_kernel_draw_what_they_draw_without_it(plain, monkeypatch):
+    settings = [Sampling(temperature=heat, plain_log_probs=plain) for heat in (0.0, 1.0, 0.4, 0.0, 2.0)]
+    logits, seeds = noise(5, 5000), torch.arange(5, device=DEVICE)
+    by_rows = RowSampler(settings, torch.device(DEVICE))
+    monkeypatch.setattr(row_sampler, "has_kernels", lambda device: False)
+    expected = by_rows.draw(logits, seeds, seeds + 3, None)
+    monkeypatch.setattr(row_sampler, "has_kernels", lambda device: True)
+    found = by_rows.draw(logits, seeds, seeds + 3, None)
+    assert torch.equal(found.tokens_B, expected.tokens_B)
+    torch.testing.assert_close(found.log_probs_B, expected.log_probs_B, atol=1e-5, rtol=1e-5)
+    assert (found.plain_B is None) == (not plain)
+    if plain:
+        torch.testing.assert_close(found.plain_B, expected.plain_B, atol=1e-5, rtol=1e-5)
 
 
 def test_plain_drawing_passes_on_that_logits_are_not_numbers():

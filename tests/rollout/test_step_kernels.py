@@ -32,7 +32,12 @@ def test_a_step_begins_with_what_the_table_says():
     assert torch.equal(found.lengths_B, positions + 1)
 
 
-@pytest.mark.parametrize("stops", [[], [3, 11]])
+def own_stops(rows):
+    """Each row's own, and some have fewer."""
+    return torch.tensor([[row % 13, -1] if row % 3 else [2, (row + 1) % 13] for row in range(rows)])
+
+
+@pytest.mark.parametrize("stops", [[], [3, 11], None], ids=["none", "two", "each row's own"])
 @pytest.mark.parametrize("rows, plain", [(5, False), (1100, True)])
 def test_what_was_drawn_is_kept_and_moves_the_table_on(rows, plain, stops):
     table, slots = table_of(rows, 3, 4), rows + 2
@@ -40,11 +45,15 @@ def test_what_was_drawn_is_kept_and_moves_the_table_on(rows, plain, stops):
     log_probs, plain_log_probs = torch.rand(2, rows, device=DEVICE)
     kept_tokens = torch.zeros(4, slots, dtype=torch.int64, device=DEVICE)
     kept_log_probs = torch.zeros(1 + plain, 4, slots, device=DEVICE)
-    step, stop_tokens = torch.tensor([2], device=DEVICE), torch.tensor(stops, dtype=torch.int64, device=DEVICE)
+    step = torch.tensor([2], device=DEVICE)
+    stop_tokens = own_stops(rows) if stops is None else torch.tensor(stops, dtype=torch.int64)
+    stop_tokens = stop_tokens.to(DEVICE)
     expected = table.clone()
     expected[:, 0] = tokens
     expected[:, 1:3] += 1
-    expected[torch.isin(tokens, stop_tokens), 4] = 0
+    ended = (tokens[:, None] == stop_tokens).any(1)
+    assert stops == [] or ended.sum() > 0
+    expected[ended, 4] = 0
     given = (tokens, log_probs, plain_log_probs if plain else None)
     move_on(table, *given, kept_tokens, kept_log_probs, stop_tokens, step)
     assert torch.equal(table, expected) and step.tolist() == [3]

@@ -73,6 +73,33 @@ def test_forbidden_and_favoured_tokens(made):
             engine.generate(PROMPTS, Sampling(max_new_tokens=2, **wrong))
 
 
+def test_requests_with_settings_of_their_own_get_what_they_get_alone(made):
+    engine, policy = made
+    settings = [
+        Sampling(max_new_tokens=9),
+        Sampling(max_new_tokens=12, temperature=0),
+        Sampling(max_new_tokens=10, temperature=0.7, top_p=0.8, min_p=0.1),
+        Sampling(max_new_tokens=30, stop_token_ids=tuple(range(3, 40)), min_new_tokens=4),
+        Sampling(max_new_tokens=40, stop_strings=("1", "2"), n=2),
+        Sampling(max_new_tokens=5, temperature=0.5, top_log_probs=3),
+    ]
+    alone = [engine.generate(PROMPTS[:1], setting, seeds=[7]) for setting in settings]
+    with engine.session(settings[0]) as session:
+        for setting in settings:
+            session.add(PROMPTS[0], seed=7, sampling=None if setting is settings[0] else setting)
+        with pytest.raises(UserError, match="has token 99999"):
+            session.add(PROMPTS[0], sampling=Sampling(stop_token_ids=(99999,)))
+        found = sorted(session, key=lambda r: (r.prompt, r.sample))
+    assert [(r.ids, r.finish) for r in found] == [(r.ids, r.finish) for answers in alone for r in answers]
+    alternatives = found[-1].alternatives
+    ids = torch.tensor([found[-1].prompt_ids + found[-1].ids])
+    with torch.no_grad():
+        top = (policy.model(ids).logits[0, len(PROMPTS[0]) - 1 : -1] / 0.5).log_softmax(-1).topk(3)
+    assert alternatives.tokens.tolist() == top.indices.tolist()
+    np.testing.assert_allclose(alternatives.log_probs, top.values, atol=LIMIT)
+    assert found[0].alternatives is None
+
+
 def test_stop_strings_cut_answers_where_the_text_first_holds_one(made):
     engine, _ = made
     plain = engine.generate(PROMPTS, Sampling(max_new_tokens=40), seeds=[1, 2, 3])

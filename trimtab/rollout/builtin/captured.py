@@ -1,14 +1,16 @@
 """The graphs captured for a policy, kept between calls while it still does what the policy does."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
 from trimtab.distributed.device import has_graphs
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.cache import KVCache
-from trimtab.rollout.builtin.graphs import CannotCapture, DecodeGraphs
+from trimtab.rollout.builtin.graphs import CannotCapture, DecodeGraphs, rows_for
 from trimtab.rollout.builtin.read_graphs import ReadGraphs
+from trimtab.rollout.builtin.row_sampler import Kind, RowSampler
 from trimtab.rollout.builtin.sampler import Sampler
 from trimtab.rollout.builtin.weights import switches
 from trimtab.rollout.types import Sampling
@@ -25,6 +27,7 @@ class CapturedGraphs:
     def release(self) -> None:
         self.reads: ReadGraphs | None = None
         self.decodes: DecodeGraphs | None = None
+        self._by_rows: dict[bool, tuple[Kind, DecodeGraphs]] = {}  # with filters, and without
         self._hold_for: tuple = ()
         self._rule: tuple = ()  # that they draw by
 
@@ -55,6 +58,25 @@ class CapturedGraphs:
             sampler = Sampler(sampling, self.policy.head.out_features, cache.keys.device)
             self.decodes, self._rule = DecodeGraphs(sampler, cache, self.slots, longest), sampling.rule
         return self.decodes
+
+    def decoding_by_rows(self, cache: KVCache, settings: Sequence[Sampling], longest: int) -> DecodeGraphs | None:
+        """The same for samples of different settings, whose numbers may change from one run to the next."""
+        kind = Kind.of(settings)
+        if not self.possible or not all(can_be_recorded(setting) for setting in settings):
+            return None
+        found = self._by_rows.get(kind.filtered)
+        if found is None or not found[0].covers(kind) or not found[1].holds(longest):
+            kind = kind if found is None else found[0].together_with(kind)
+            self._by_rows.pop(kind.filtered, None)  # its memory first
+            sampler = RowSampler.blank(kind, rows_for(self.slots), cache.keys.device)
+            found = self._by_rows[kind.filtered] = kind, DecodeGraphs(sampler, cache, self.slots, longest)
+        return found[1]
+
+
+def can_be_recorded(sampling: Sampling) -> bool:
+    """What else a row may ask for is not made of a fixed number of numbers, or is not kept from step to step."""
+    plain = sampling.repetition_penalty == 1 and sampling.top_log_probs == 0
+    return plain and not sampling.logit_bias and not sampling.forbidden_tokens
 
 
 def fingerprint(policy: Policy, cache: KVCache) -> tuple:

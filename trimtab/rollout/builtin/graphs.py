@@ -15,6 +15,7 @@ from trimtab.distributed.captures import Graph, capture
 from trimtab.models.hugging_face import first_line
 from trimtab.rollout.builtin.ahead import compile_ahead
 from trimtab.rollout.builtin.cache import KVCache
+from trimtab.rollout.builtin.row_sampler import RowSampler
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.builtin.sampler import Drawn, Sampler
 from trimtab.rollout.builtin.scheduler import Sample
@@ -30,17 +31,17 @@ class DecodeGraphs:
     steps = 24  # between two looks, and
     steps_at_ease = 64  # while nobody waits for a place
 
-    def __init__(self, sampler: Sampler, cache: KVCache, slots: int, longest: int):
+    def __init__(self, sampler: Sampler | RowSampler, cache: KVCache, slots: int, longest: int):
         """For at most `slots` samples at once, of at most `longest` tokens."""
         self.sampler, self.size = sampler, cache.size
         self.pages = 1 << (-(-longest // cache.size) - 1).bit_length()
-        device, shape = cache.keys.device, (_bucket(slots), COLUMNS + self.pages)
+        device, shape = cache.keys.device, (rows_for(slots), COLUMNS + self.pages)
         self.host = torch.zeros(shape, dtype=torch.int64)
         self.table = torch.zeros(shape, dtype=torch.int64, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         results = self.steps_at_ease, shape[0]
         self.tokens = torch.zeros(results, dtype=torch.int64, device=device)
-        self.log_probs = torch.zeros(2 if sampler.sampling.plain_log_probs else 1, *results, device=device)
+        self.log_probs = torch.zeros(2 if sampler.plain else 1, *results, device=device)
         self.angles: tuple[Tensor, Tensor] | None = None
         self.graphs: dict[int, Graph] = {}
         self.rows: list[Sample] = []
@@ -50,11 +51,13 @@ class DecodeGraphs:
         """The samples in the order of the result, and what they drew [samples, steps], on the host."""
         self._arrange(samples)
         count = len(self.rows)
-        bucket = _bucket(count)
+        bucket = rows_for(count)
         if bucket not in self.graphs:
             self.graphs[bucket] = self._capture(runner, bucket)
         self._fill(bucket)
         self.table[:bucket].copy_(self.host[:bucket])
+        if isinstance(self.sampler, RowSampler):
+            self.sampler.follow([sample.sampling for sample in self.rows])
         self.step.zero_()
         for _ in range(steps):
             self.graphs[bucket].replay()
@@ -85,7 +88,7 @@ class DecodeGraphs:
         given = begun(table, COLUMNS, self.size, runner.fused.embedding_VD, self.angles)
         hidden = runner.decode_from(given, table[:, COLUMNS:])
         result = self.sampler.draw(runner.logits(hidden), table[:, 3], table[:, 2], None)
-        kept, stops = (self.tokens, self.log_probs), self.sampler.stops
+        kept, stops = (self.tokens, self.log_probs), self.sampler.stops_of(rows)
         move_on(table, result.tokens_B, result.log_probs_B, result.plain_B, *kept, stops, self.step)
 
     def _advance_by_parts(self, runner: Runner, rows: int) -> None:
@@ -101,8 +104,8 @@ class DecodeGraphs:
             kept[:, :rows].index_copy_(0, self.step, new[None])
         tokens.copy_(result.tokens_B)
         table[:, 1:3] += 1
-        if len(self.sampler.stops):
-            limits.masked_fill_((tokens[:, None] == self.sampler.stops).any(1), 0)
+        if (stops := self.sampler.stops_of(rows)).numel():
+            limits.masked_fill_((tokens[:, None] == stops).any(1), 0)
         self.step += 1
 
     def _arrange(self, samples: list[Sample]) -> None:
@@ -148,7 +151,7 @@ def capture_or_explain(work: Callable[[], None], pool: tuple[int, int] | None) -
         raise CannotCapture(first_line(error)) from error
 
 
-def _bucket(rows: int) -> int:
+def rows_for(rows: int) -> int:
     """The number of rows that is captured for so many."""
     if rows <= 32:
         return 1 << (rows - 1).bit_length()

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trimtab.rollout.builtin.sampler import Drawn, drawn_from, likely_enough, with_log_probs
+from trimtab.distributed.device import has_kernels
+from trimtab.rollout.builtin.sampler import Drawn, drawn_from, likely_enough, log_probs_of, with_log_probs
 from trimtab.rollout.types import Sampling
 
 
@@ -34,6 +35,18 @@ class Kind(NamedTuple):
             max(s.top_log_probs for s in settings),
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Nothing but a temperature lies between logits and draw, or the most likely token is taken."""
+        return not (self.filtered or self.waits or self.likely)
+
+    def covers(self, other: "Kind") -> bool:
+        return all(own >= others for own, others in zip(self, other))
+
+    def together_with(self, other: "Kind") -> "Kind":
+        sizes = max(self.stops, other.stops), self.plain or other.plain, max(self.likely, other.likely)
+        return Kind(self.filtered or other.filtered, self.waits or other.waits, *sizes)
+
 
 def numbers_of(setting: Sampling) -> tuple[float, ...]:
     """What `RowSampler` has of a row."""
@@ -53,16 +66,51 @@ class RowSampler:
             self.bias = tokens, _padded([list(bias.values()) for bias in biases], 0.0, torch.float32, device)
         self.penalties_B1 = torch.tensor([[s.repetition_penalty] for s in settings], device=device)
 
+    @classmethod
+    def blank(cls, kind: Kind, rows: int, device: torch.device) -> "RowSampler":
+        """For at most so many rows of this kind, which are told before every draw; without biases and penalties."""
+        made = cls([Sampling()] * rows, device)
+        made.kind, made.stops_BK = kind, torch.full((rows, kind.stops), -1, device=device)
+        return made
+
+    def follow(self, settings: Sequence[Sampling]) -> None:
+        """The first rows have these settings from now on, the others none; in the tensors that there are."""
+        others = [Sampling()] * (len(self.numbers_BN) - len(settings))
+        rows = [*settings, *others]
+        self.numbers_BN.copy_(torch.tensor([numbers_of(s) for s in rows], dtype=torch.float32))
+        if self.kind.stops:
+            self.stops_BK.copy_(torch.tensor([_filled(s.stop_token_ids, self.kind.stops, -1) for s in rows]))
+
+    @property
+    def plain(self) -> bool:
+        return self.kind.plain
+
+    def stops_of(self, rows: int) -> Tensor:
+        """Tokens that end each of so many rows: its own [rows, K]."""
+        return self.stops_BK[:rows]
+
     def draw(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> Drawn:
         """As Sampler.draw."""
         raw = logits_BV.float()
-        temperature, greedy, top_k, top_p, least, _ = self.numbers_BN.split(1, dim=1)
+        temperature, greedy, top_k, top_p, least, _ = self.numbers_BN[: len(raw)].split(1, dim=1)
+        if has_kernels(raw.device) and self.bias is None and seen_BV is None and self.kind.is_plain:
+            return self._draw_by_kernel(raw, seeds_B, drawn_B)
         chosen_from = self._adjusted(raw, drawn_B, seen_BV) / temperature
         first = chosen_from.argmax(-1)
         if self.kind.filtered:
             chosen_from = _filtered(likely_enough(chosen_from, least), top_k, top_p)
         tokens = torch.where(greedy[:, 0] > 0, first, drawn_from(chosen_from, seeds_B, drawn_B))
         return with_log_probs(tokens, raw / temperature, raw, plain=self.kind.plain, likely=self.kind.likely)
+
+    def _draw_by_kernel(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> Drawn:
+        from trimtab.rollout.builtin.kernels.sampling import draw_plainly
+
+        temperature, greedy = self.numbers_BN[: len(logits_BV), :2].unbind(1)
+        tokens, log_probs = draw_plainly(logits_BV, seeds_B, drawn_B, temperature)
+        picked, first = logits_BV.gather(-1, tokens[:, None])[:, 0], logits_BV.max(-1)
+        log_probs = torch.where(greedy > 0, log_probs + (first.values - picked) / temperature, log_probs)
+        tokens = torch.where(greedy > 0, first.indices, tokens)
+        return Drawn(tokens, log_probs, log_probs_of(logits_BV, tokens) if self.kind.plain else None)
 
     def _adjusted(self, logits: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> Tensor:
         if seen_BV is not None:
@@ -72,10 +120,10 @@ class RowSampler:
             logits = logits.scatter_add(1, *self.bias)
         if self.kind.waits:
             # Minus infinity at stop tokens that must wait; infinity, which is nobody's least, everywhere else.
-            early = (drawn_B < self.numbers_BN[:, 5])[:, None] & (self.stops_BK >= 0)
-            limits = torch.zeros_like(self.stops_BK, dtype=logits.dtype).masked_fill(~early, math.inf)
-            limits.masked_fill_(early, -math.inf)
-            logits = logits.scatter_reduce(1, self.stops_BK.clamp(min=0), limits, "amin")
+            stops = self.stops_of(len(logits))
+            early = (drawn_B < self.numbers_BN[: len(logits), 5])[:, None] & (stops >= 0)
+            limits = torch.full_like(stops, math.inf, dtype=logits.dtype).masked_fill(early, -math.inf)
+            logits = logits.scatter_reduce(1, stops.clamp(min=0), limits, "amin")
         return logits
 
 
@@ -91,4 +139,8 @@ def _filtered(logits: Tensor, top_k_B1: Tensor, top_p_B1: Tensor) -> Tensor:
 
 def _padded(rows: Sequence[Sequence[float]], filling: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     width = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[filling] * (width - len(row))] for row in rows], dtype=dtype, device=device)
+    return torch.tensor([_filled(row, width, filling) for row in rows], dtype=dtype, device=device)
+
+
+def _filled(row: Sequence[float], width: int, filling: float) -> list[float]:
+    return [*row, *[filling] * (width - len(row))]

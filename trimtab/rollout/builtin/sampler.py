@@ -87,6 +87,11 @@ class Sampler:
             and (sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty) == (0, 1, 0, 1)
         )
         self.waits = sampling.min_new_tokens > 0 and bool(sampling.stop_token_ids)
+        self.plain = sampling.plain_log_probs
+
+    def stops_of(self, rows: int) -> Tensor:
+        """Tokens that end each of so many rows: the same ones [K]."""
+        return self.stops
 
     def draw(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> Drawn:
         """`drawn_B`: how many tokens each sequence has drawn; `seen_BV`: tokens it has had (repetition penalty)."""

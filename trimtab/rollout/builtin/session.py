@@ -185,10 +185,14 @@ class BuiltinSession:
         return finished
 
     def _graphs_for(self, running: list[Sample]) -> DecodeGraphs | None:
-        """Those that draw by the rule of everything that runs."""
-        if self._graphs is None or not self.engine.captured.possible:
+        """Those that draw by the rule of everything that runs, or each row by its own."""
+        captured = self.engine.captured
+        if not captured.possible:
             return None
-        return self._graphs if alike(running) and running[0].sampling.rule == self._recorded.rule else None
+        if alike(running) and running[0].sampling.rule == self._recorded.rule:
+            return self._graphs
+        settings = [sample.sampling for sample in running]
+        return captured.decoding_by_rows(self._runner.cache, settings, self._longest)
 
     def _look(self, scheduler: Scheduler, graphs: DecodeGraphs | None) -> int:
         """Steps between two looks."""

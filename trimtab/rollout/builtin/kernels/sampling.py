@@ -1,4 +1,4 @@
-"""Drawing at a plain temperature from fp32 logits, reading them once.
+"""Drawing at a plain temperature, one for all rows or each row's own, from fp32 logits, reading them once.
 
 The first kernel leaves each stretch of the vocabulary's highest logit and sum of exponentials; the second finds the
 stretch that the sequence's own random number falls into, and the token inside it. Same rule as sampler.py, same tokens
@@ -14,8 +14,12 @@ STRETCH = 2048
 
 
 @triton.jit
-def _stretches(logits, peaks, sums, vocabulary, row_stride, temperature, STRETCH: tl.constexpr):
+def _stretches(
+    logits, peaks, sums, vocabulary, row_stride, temperature, heat_stride, STRETCH: tl.constexpr, BY_ROW: tl.constexpr
+):
     stretch, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if BY_ROW:
+        temperature = tl.load(temperature + row * heat_stride)
     token = stretch * STRETCH + tl.arange(0, STRETCH)
     z = tl.load(logits + row * row_stride + token, token < vocabulary, float("-inf")) / temperature
     peak = tl.max(z, 0)
@@ -35,9 +39,12 @@ def _mixed(x):
 @triton.jit
 def _pick(
     logits, peaks, sums, seeds, drawn, tokens, log_probs, vocabulary, row_stride, seeds_stride, drawn_stride,
-    temperature, COUNT: tl.constexpr, COUNT_ROUNDED: tl.constexpr, STRETCH: tl.constexpr,
+    temperature, heat_stride, COUNT: tl.constexpr, COUNT_ROUNDED: tl.constexpr, STRETCH: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    if BY_ROW:
+        temperature = tl.load(temperature + row * heat_stride)
     stretch = tl.arange(0, COUNT_ROUNDED)
     inside = stretch < COUNT
     peak = tl.load(peaks + row * COUNT + stretch, inside, float("-inf"))
@@ -65,18 +72,24 @@ def _pick(
     tl.store(log_probs + row, picked - top - tl.log(total))
 
 
-def draw_plainly(logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Tokens, and their log-probs at the temperature."""
+def draw_plainly(
+    logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor, temperature: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tokens, and their log-probs at the temperature; as a tensor, each row's own."""
     rows, vocabulary = logits_BV.shape
     count = triton.cdiv(vocabulary, STRETCH)
     device = logits_BV.device
     peaks, sums = torch.empty(2, rows, count, dtype=torch.float32, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     log_probs = torch.empty(rows, dtype=torch.float32, device=device)
-    _stretches[count, rows](logits_BV, peaks, sums, vocabulary, logits_BV.stride(0), temperature, STRETCH=STRETCH)
+    heat = (temperature, temperature.stride(0)) if isinstance(temperature, Tensor) else (temperature, 0)
+    by_row = isinstance(temperature, Tensor)
+    _stretches[count, rows](
+        logits_BV, peaks, sums, vocabulary, logits_BV.stride(0), *heat, STRETCH=STRETCH, BY_ROW=by_row
+    )
     _pick[rows,](
         logits_BV, peaks, sums, seeds_B, drawn_B, tokens, log_probs, vocabulary, logits_BV.stride(0),
-        seeds_B.stride(0), drawn_B.stride(0), temperature,
-        COUNT=count, COUNT_ROUNDED=triton.next_power_of_2(count), STRETCH=STRETCH,
+        seeds_B.stride(0), drawn_B.stride(0), *heat,
+        COUNT=count, COUNT_ROUNDED=triton.next_power_of_2(count), STRETCH=STRETCH, BY_ROW=by_row,
     )  # fmt: skip
     return tokens, log_probs

@@ -65,7 +65,7 @@ def begun(
 @triton.jit
 def _move_on(
     table, tokens, log_probs, plain, kept_tokens, kept_log_probs, stops, step, rows, table_row, kept_row, kept_kind,
-    STOPS: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
+    stops_row, STOPS: tl.constexpr, BY_ROW: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # One program, so that the step is counted when all its rows have read it.
     at = tl.load(step)
@@ -83,7 +83,10 @@ def _move_on(
         tl.store(own + 2, tl.load(own + 2, live, 0) + 1, live)
         ended = token < 0
         for i in range(STOPS):
-            ended = ended | (token == tl.load(stops + i))
+            if BY_ROW:
+                ended = ended | (token == tl.load(stops + row * stops_row + i, live, -1))
+            else:
+                ended = ended | (token == tl.load(stops + i))
         tl.store(own + 4, tl.zeros([BLOCK], tl.int64), live & ended)
     tl.debug_barrier()
     tl.store(step, at + 1)
@@ -93,12 +96,15 @@ def move_on(
     table_BC: Tensor, tokens_B: Tensor, log_probs_B: Tensor, plain_B: Tensor | None,
     kept_tokens_SB: Tensor, kept_log_probs_KSB: Tensor, stops: Tensor, step: Tensor,
 ) -> None:  # fmt: skip
-    """Keep what was drawn in this step's row, and move the table's rows and the step on; a stop token ends a row."""
-    rows = len(table_BC)
+    """Keep what was drawn in this step's row, and move the table's rows and the step on; a stop token ends a row.
+
+    `stops`: of all rows [K], or each row's own [B, K], filled up with -1."""
+    rows, count = len(table_BC), stops.shape[-1]
     assert table_BC.stride(1) == 1 and kept_tokens_SB.stride(0) == kept_log_probs_KSB.stride(1)
     _move_on[1,](
         table_BC, tokens_B, log_probs_B, log_probs_B if plain_B is None else plain_B, kept_tokens_SB,
-        kept_log_probs_KSB, stops if len(stops) else tokens_B, step, rows, table_BC.stride(0),
-        kept_tokens_SB.stride(0), kept_log_probs_KSB.stride(0), STOPS=len(stops), PLAIN=plain_B is not None,
+        kept_log_probs_KSB, stops if count else tokens_B, step, rows, table_BC.stride(0),
+        kept_tokens_SB.stride(0), kept_log_probs_KSB.stride(0), stops.stride(0), STOPS=count, BY_ROW=stops.dim() == 2,
+        PLAIN=plain_B is not None,
         BLOCK=min(1024, triton.next_power_of_2(rows)), num_warps=4,
     )  # fmt: skip
