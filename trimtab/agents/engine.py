@@ -15,6 +15,7 @@ from trimtab.agents.play import Play
 from trimtab.agents.session import AgentSession
 from trimtab.agents.settings import PlaySettings
 from trimtab.envs.episode import Episode
+from trimtab.envs.load import About
 from trimtab.envs.replies import Reply
 from trimtab.envs.types import Task, Turn
 from trimtab.errors import UserError
@@ -24,6 +25,9 @@ from trimtab.rollout.types import Rollout, Sampling
 
 class World(Protocol):
     """Environments at work elsewhere (envs/pool.py). Nothing of this waits but `finished`."""
+
+    @property
+    def about(self) -> About: ...
 
     def reset(self, episode: int, task: Task) -> None: ...
 
@@ -45,10 +49,8 @@ class AgentEngine:
         pool: World,
         tokenizer: PreTrainedTokenizerBase,
         settings: PlaySettings | None = None,
-        *,
-        tools: Sequence[dict[str, Any]] = (),
     ):
-        """`tools`: schemas that are known already, so that a chat template which cannot serve them is refused now."""
+        assert pool.about.kind == "environment", "an agent asks for its turns itself"
         self.engine, self.pool, self.tokenizer = engine, pool, tokenizer
         self.settings = settings or PlaySettings()
         self.numbers = itertools.count()
@@ -56,7 +58,7 @@ class AgentEngine:
         self._session: AgentSession | None = None
         self._parked: dict[int, tuple[Episode, Play]] = {}  # by the identity of what was handed over
         self._inbox: dict[int, Reply] = {}  # for those that are parked
-        self.language(tools, ())
+        self.language(pool.about.tools, ())  # a chat template that cannot serve them is refused now
 
     # ---- answers
 
