@@ -40,3 +40,16 @@ class Broken:
 
 
 Reply = Opened | Stepped | Ended | Broken
+
+
+def reply_of(found: dict[str, Any], episode: int) -> Reply:
+    """Of what a worker says, which has its own numbers for episodes."""
+    kind, values = found["kind"], found["values"]
+    if kind == "opened":
+        return Opened(episode, **values)
+    if kind == "stepped":
+        return Stepped(episode, **values | {"step": Step(**values["step"])})
+    if kind == "ended":
+        return Ended(episode, **values)
+    assert kind == "broken", kind
+    return Broken(episode, **values)

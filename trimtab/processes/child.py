@@ -24,7 +24,8 @@ class Child:
     def __init__(self, module: str, words: Sequence[str], *, captured: bool = False):
         """`captured`: what it prints is kept from the run's own output, and the end of it can be asked for."""
         self.socket, theirs = socket.socketpair()
-        life, self._life = os.pipe()  # which is held open for as long as the run lives
+        life, ours = os.pipe()
+        self._life: int | None = ours  # which is held open for as long as the run lives
         self._printed = tempfile.TemporaryFile() if captured else None  # noqa: SIM115
         self._gone, self._words = False, ""
         source = str(Path(trimtab.__file__).parents[1])
@@ -65,8 +66,16 @@ class Child:
             return self._words
         return os.pread(self._printed.fileno(), LAST_WORDS, 0).decode(errors="replace")
 
+    def dismiss(self) -> None:
+        """It has a moment to tidy up, and then ends."""
+        self.socket.close()
+        if self._life is not None:
+            os.close(self._life)
+            self._life = None
+
     def leave(self) -> None:
-        """The run has closed its end of the socket: a moment to tidy up, and then the end."""
+        """As `dismiss`, and wait until it has."""
+        self.dismiss()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=SECONDS_TO_LEAVE)
         self.kill()
@@ -79,8 +88,7 @@ class Child:
         code = self._process.wait()
         if not self._gone:
             self._words, self._gone = self.last_words(), True
-            os.close(self._life)
-            self.socket.close()
+            self.dismiss()
             if self._printed is not None:
                 self._printed.close()
         return code

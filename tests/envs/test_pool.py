@@ -1,0 +1,360 @@
+"""Environments in processes of their own: what they say comes back, and whatever they do harms nobody else."""
+
+import os
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from trimtab.envs.pool import EnvLimits, Pool
+from trimtab.envs.replies import Broken, Ended, Opened, Stepped
+from trimtab.envs.types import Task, Turn
+from trimtab.errors import UserError
+from trimtab.processes.waiting import GivenUp
+
+CODE = """
+    import asyncio, json, os, pathlib, signal, subprocess, sys, threading, time
+    from trimtab.envs.types import Step
+
+    def add(a: int, b: int) -> int:
+        \"\"\"The sum.
+
+        Args:
+            a: one number
+            b: another
+        \"\"\"
+        return a + b
+
+    def raises() -> str:
+        \"\"\"Nothing.\"\"\"
+        raise ValueError("no such page")
+
+    class World:
+        tools = [add, raises]
+
+        def reset(self, task):
+            self.task, self.thread, self.texts = task, threading.get_ident(), []
+            return None if task.row == 0 else f"row {task.row}, sample {task.sample}, seed {task.seed}"
+
+        def step(self, turn):
+            self.texts.append(turn.text)
+            word, _, rest = turn.text.partition(" ")
+            if word == "do":
+                exec(rest, globals() | {"turn": turn, "self": self})
+            if word == "wait":
+                time.sleep(float(rest))
+            found = {"pid": os.getpid(), "thread": threading.get_ident() == self.thread, "texts": self.texts}
+            return Step(json.dumps(found), 0.5, turn.text == "bye", logs={"turn": turn.number})
+
+        def get_reward(self):
+            return len(self.texts)
+"""
+ASYNC = """
+    import asyncio, time
+    from trimtab.envs.types import Step
+
+    class World:
+        def __init__(self):
+            self.closed = False
+        async def reset(self, task):
+            await asyncio.sleep(0)
+        async def step(self, turn):
+            word, _, rest = turn.text.partition(" ")
+            if word == "wait":
+                await asyncio.sleep(float(rest))
+            if word == "block":
+                time.sleep(float(rest))
+            if word == "exit":
+                raise SystemExit(4)
+            return Step(turn.text)
+        async def close(self):
+            raise OSError("too late")
+"""
+
+
+def said(text, number=0, calls=()):
+    message = {"role": "assistant", "content": text} | ({"tool_calls": list(calls)} if calls else {})
+    return Turn(text, message, [1, 2], "stop", number, 100)
+
+
+def call(name, identity="c", **arguments):
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def collected(pool, count, seconds=20.0):
+    """The next so many replies, by episode."""
+    found, deadline = [], time.monotonic() + seconds
+    while len(found) < count and time.monotonic() < deadline:
+        found += pool.finished(0.5)
+    assert len(found) == count, found
+    assert len({reply.episode for reply in found}) == count
+    return {reply.episode: reply for reply in found}
+
+
+def one(pool):
+    (found,) = collected(pool, 1).values()
+    return found
+
+
+def opened(pool, *episodes):
+    for episode in episodes:
+        pool.reset(episode, Task(episode, 0, 0))
+    assert all(isinstance(reply, Opened) for reply in collected(pool, len(episodes)).values())
+
+
+def process_of(pool, episode):
+    pool.step(episode, said("where"))
+    reply = one(pool)
+    assert isinstance(reply, Stepped)
+    return int(reply.step.messages[0]["content"].partition('"pid": ')[2].partition(",")[0])
+
+
+def has_ended(pid, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture
+def pool_of(tmp_path):
+    made = []
+
+    def make(code=CODE, seconds=20.0, workers=1, threads=4, memory_gib=2.0, **others):
+        (tmp_path / "world.py").write_text(textwrap.dedent(code))
+        limits = EnvLimits(seconds, workers, threads, memory_gib)
+        made.append(Pool(str(tmp_path / "world.py"), limits, **others))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def test_an_episode_is_opened_played_and_ended(pool_of):
+    pool = pool_of()
+    assert pool.about.name == "World" and pool.about.kind == "environment"
+    pool.reset(7, Task(3, 2, 11))
+    opening = one(pool)
+    assert opening.episode == 7 and opening.seconds > 0
+    assert opening.messages == [{"role": "user", "content": "row 3, sample 2, seed 11"}]
+    assert [tool["function"]["name"] for tool in opening.tools] == ["add", "raises"]
+    pool.step(7, said("hello", 0))
+    first = one(pool)
+    assert (first.step.reward, first.step.done, first.step.logs, first.tool_calls) == (0.5, False, {"turn": 0.0}, 0)
+    pool.step(7, said("bye", 1))
+    last = one(pool)
+    assert last.step.done and '["hello", "bye"]' in last.step.messages[0]["content"]
+    pool.end(7)
+    assert one(pool) == Ended(7, 2.0, {}, pytest.approx(0.0, abs=1.0))
+    assert pool.finished(0.0) == []
+    pool.reset(7, Task(0, 0, 0))
+    assert one(pool).messages is None, "the row's own prompt, and a number may be used again"
+
+
+def test_tools_are_called_and_what_fails_is_told_to_the_model_and_counted(pool_of):
+    pool = pool_of()
+    opened(pool, 1)
+    pool.step(1, said("", calls=[call("add", "x", a=1, b=2), call("raises"), call("sub"), call("add", a=1)]))
+    reply = one(pool)
+    contents = [message["content"] for message in reply.step.messages]
+    assert [message["role"] for message in reply.step.messages] == ["tool"] * 4
+    assert reply.step.messages[0] == {"role": "tool", "name": "add", "tool_call_id": "x", "content": "3"}
+    assert contents[1] == '{"error": "ValueError: no such page"}'
+    assert "no tool sub" in contents[2] and "'b'" in contents[3]
+    assert (reply.tool_calls, reply.tool_failures, reply.unknown_tools) == (4, 2, 1)
+    pool.step(1, said("and then"))
+    assert '["and then"]' in one(pool).step.messages[0]["content"], "the turn of tools was no step"
+
+
+FAULTS = {
+    "raises": ("do 1 / 0", "ZeroDivisionError: division by zero (line 29)"),
+    "stops": ("do next(iter([]))", "RuntimeError: StopIteration (line 29)"),
+    "exits": ("do sys.exit(3)", "SystemExit: 3 (line 29)"),
+}
+
+
+def test_what_raises_breaks_its_episode_alone(pool_of):
+    pool = pool_of()
+    opened(pool, *range(len(FAULTS) + 1))
+    before = process_of(pool, len(FAULTS))
+    for episode, (text, words) in enumerate(FAULTS.values()):
+        pool.step(episode, said(text))
+        assert one(pool) == Broken(episode, words)
+    assert process_of(pool, len(FAULTS)) == before
+
+
+DEATHS = {
+    "leaves": ("do os._exit(3)", "its process died (exit code 3)"),
+    "is killed": ("do os.kill(os.getpid(), signal.SIGSEGV)", "its process died (signal SIGSEGV)"),
+    "eats memory": ("do bytearray(10**11)", "needed more than 2 GiB of memory"),
+    "hangs": ("wait 100", "took longer than 1 s (line "),
+    "closes all": ("do os.closerange(3, 100); time.sleep(30)", "its process died (signal SIGKILL)"),
+}
+
+
+@pytest.mark.parametrize("text, words", DEATHS.values(), ids=DEATHS)
+def test_who_dies_or_hangs_is_named_and_others_there_are_innocent(pool_of, text, words):
+    pool = pool_of(seconds=1.0)
+    opened(pool, 1, 2)
+    pid = process_of(pool, 2)
+    pool.step(1, said(f"{text}"))
+    replies = collected(pool, 2)
+    assert replies[1].words.startswith(words) and not replies[1].innocent
+    assert replies[2].innocent and "another episode's sake" in replies[2].words
+    assert has_ended(pid)
+    pool.step(2, said("is heard by nobody"))
+    opened(pool, 1, 2)
+    assert process_of(pool, 1) != pid
+
+
+def test_the_last_lines_that_were_printed_are_named(pool_of, capfd):
+    pool = pool_of()
+    opened(pool, 1)
+    pool.step(1, said("do print('x' * 10**8); print('the cause'); sys.stderr.write('of it all'); os._exit(1)"))
+    assert one(pool).words.endswith("/ the cause / of it all")
+    assert capfd.readouterr() == ("", ""), "nothing of it is the run's"
+
+
+def test_coroutines_wait_together_and_one_that_is_late_ends_alone(pool_of):
+    pool = pool_of(ASYNC, seconds=1.0, threads=2)
+    opened(pool, *range(100))
+    began = time.monotonic()
+    for episode in range(99):
+        pool.step(episode, said("wait 0.3"))
+    pool.step(99, said("wait 100"))
+    replies = collected(pool, 100)
+    assert time.monotonic() - began < 6.0, "and not 99 times 0.3 s"
+    assert replies.pop(99) == Broken(99, "took longer than 1 s")
+    assert all(isinstance(reply, Stepped) for reply in replies.values())
+    pool.step(0, said("exit"))
+    assert one(pool) == Broken(0, "SystemExit: 4 (line 17)")
+    pool.end(1)
+    assert one(pool).logs == {"close_failures": 1.0}
+
+
+def test_a_coroutine_that_holds_up_the_others_is_found(pool_of):
+    pool = pool_of(ASYNC, seconds=0.5)
+    opened(pool, 1, 2)
+    pool.step(1, said("wait 0.1"))
+    pool.step(2, said("block 100"))
+    replies = collected(pool, 2)
+    assert not replies[2].innocent and replies[2].words.startswith("a coroutine held up all others")
+    assert "(line 15)" in replies[2].words
+
+
+def test_plain_calls_run_at_once_each_episode_in_its_thread(pool_of):
+    pool = pool_of(threads=4)
+    opened(pool, *range(8))
+    began = time.monotonic()
+    for _ in range(2):
+        for episode in range(8):
+            pool.step(episode, said("wait 0.2"))
+        for reply in collected(pool, 8).values():
+            assert '"thread": true' in reply.step.messages[0]["content"]
+    assert time.monotonic() - began < 2.4, "and not 16 times 0.2 s"
+
+
+def test_waiting_for_a_thread_is_nobodys_time(pool_of):
+    pool = pool_of(threads=1, seconds=0.6)
+    opened(pool, 1, 2, 3)
+    for episode in (1, 2, 3):
+        pool.step(episode, said("wait 0.3"))
+    for reply in collected(pool, 3).values():
+        assert isinstance(reply, Stepped) and 0.3 <= reply.seconds < 0.6
+
+
+def test_an_episode_that_is_dropped_says_nothing_more(pool_of):
+    pool = pool_of()
+    opened(pool, 1, 2)
+    pool.step(1, said("wait 0.3"))
+    pool.drop(1)
+    pool.drop(1)
+    opened(pool, 1)
+    pool.step(2, said("wait 0.5"))
+    assert one(pool).episode == 2
+    assert pool.finished(0.1) == []
+
+
+def test_a_flood_of_an_observation_is_cut_in_its_middle(pool_of):
+    pool = pool_of()
+    opened(pool, 1)
+    pool.step(1, said("do self.texts.append('y' * 10**8)"))
+    content = one(pool).step.messages[0]["content"]
+    assert len(content) < 4_000_100 and "characters left out ...]" in content
+    assert content.startswith('{"pid"') and content.endswith('y"]}')
+
+
+CHILD = "do child = subprocess.Popen(['sleep', '1000']); pathlib.Path({place!r}).write_text(str(child.pid)); {then}"
+
+
+@pytest.mark.parametrize("then", ["pass", "child.wait()", "os._exit(3)"], ids=["ends", "waits", "dies"])
+def test_what_an_environment_started_ends_with_it(pool_of, tmp_path, then):
+    pool = pool_of(seconds=0.5)
+    opened(pool, 1)
+    pool.step(1, said(CHILD.format(place=str(tmp_path / "pid"), then=then)))
+    one(pool)
+    pool.close()
+    assert has_ended(int((tmp_path / "pid").read_text()))
+
+
+def test_a_fork_may_leave_alone(pool_of):
+    pool = pool_of()
+    opened(pool, 1)
+    before = process_of(pool, 1)
+    pool.step(1, said("do pid = os.fork(); pid or sys.exit(0); time.sleep(0.2)"))
+    assert isinstance(one(pool), Stepped)
+    assert process_of(pool, 1) == before
+    pool.step(1, said("do os._exit(1)"))
+    assert isinstance(one(pool), Broken), "the end of its process is seen, though the fork lives"
+
+
+def test_a_run_that_is_killed_takes_them_along(tmp_path):
+    (tmp_path / "world.py").write_text(textwrap.dedent(CODE))
+    read, write = os.pipe()
+    run = os.fork()
+    if run == 0:
+        try:
+            pool = Pool(str(tmp_path / "world.py"), EnvLimits(workers=1))
+            opened(pool, 1)
+            os.write(write, str(process_of(pool, 1)).encode())
+            pool.step(1, said("do import re; re.match('(a+)+b', 'a' * 60)"))  # which lets no other thread work
+            time.sleep(0.5)
+            os.write(write, b".")
+            if os.fork() == 0:
+                time.sleep(30)  # and holds the run's end of everything open
+            time.sleep(30)
+        finally:
+            os._exit(0)
+    pid = int(os.read(read, 100))
+    assert os.read(read, 1) == b"."
+    os.kill(run, 9)
+    os.waitpid(run, 0)
+    assert has_ended(pid)
+
+
+def test_a_source_that_cannot_be_loaded_is_one_line(pool_of):
+    for code, words in (
+        ("x = 1", "there is no environment in it"),
+        ("import nothing_like_this", "No module named 'nothing_like_this'"),
+        ("print('because')\nimport os\nos._exit(3)", r"its process died \(exit code 3\); printed last: because"),
+    ):
+        with pytest.raises(UserError, match=words):
+            pool_of(code)
+
+
+def test_a_run_that_is_told_to_stop_waits_no_longer(pool_of):
+    stop = []
+    pool = pool_of(stopped=lambda: bool(stop))
+    opened(pool, 1)
+    pool.step(1, said("wait 10"))
+    assert pool.finished(0.1) == []
+    stop.append(True)
+    with pytest.raises(GivenUp):
+        pool.finished(100)

@@ -1,0 +1,122 @@
+"""One instance of an environment in a worker: opened, played turn by turn, ended."""
+
+import json
+from typing import Any
+
+from trimtab.envs.lanes import Caller, Late, Stuck
+from trimtab.envs.load import Loaded
+from trimtab.envs.shapes.adapted import Adapted
+from trimtab.envs.tools import BadArguments, UnknownTool, call, schemas
+from trimtab.envs.types import Message, Step, Task, Turn
+
+LONGEST_TEXT = 4_000_000
+"""Characters of a message. More would take minutes to become tokens, and no context holds it: the middle is cut out."""
+
+
+class Instance:
+    def __init__(self, loaded: Loaded, caller: Caller, seconds: float):
+        """`seconds`: that a call may take."""
+        self.loaded, self.caller, self.seconds = loaded, caller, seconds
+        self.busy = self.dropped = False
+        self._environment: Adapted | None = None
+        self._told = 0.0  # of the caller's seconds
+
+    @property
+    def environment(self) -> Adapted:
+        assert self._environment is not None, "it has been opened"
+        return self._environment
+
+    async def answer(self, kind: str, words: list[Any]) -> dict[str, Any]:
+        """What is asked of it, by name."""
+        if kind == "reset":
+            return await self.reset(*words)
+        if kind == "step":
+            return await self.step(*words)
+        return await self.end()
+
+    async def reset(self, task: Task) -> dict[str, Any]:
+        assert self.loaded.make is not None, "an agent is not opened"
+        self._environment = await self._call(self.loaded.make)
+        messages = await self._call(self.environment.reset, task)
+        tools = await self._call(lambda: schemas(self.environment.tools))
+        return {"messages": None if messages is None else _cut(messages), "tools": tools, "seconds": self._spent()}
+
+    async def step(self, turn: Turn) -> dict[str, Any]:
+        calls = turn.message.get("tool_calls") or []
+        if calls and self.environment.tools:
+            counts = {"tool_calls": len(calls), "tool_failures": 0, "unknown_tools": 0}
+            step = Step([await self._tool(one, counts) for one in calls])
+        else:
+            counts = {}
+            step = await self._call(self.environment.step, turn)
+        answer = vars(step) | {"messages": _cut(step.messages)}
+        return {"step": answer, **counts, "seconds": self._spent()}
+
+    async def end(self) -> dict[str, Any]:
+        reward = await self._call(self.environment.get_reward)
+        logs = await self.close()
+        return {"reward": reward, "logs": logs, "seconds": self._spent()}
+
+    async def close(self) -> dict[str, float]:
+        """What its author's code makes of it spoils nothing that is there already; the figure says that it raised."""
+        environment, self._environment = self._environment, None
+        if environment is None:
+            return {}
+        try:
+            await self._call(environment.close)
+        except Stuck:
+            raise
+        except BaseException:
+            return {"close_failures": 1.0}
+        return {}
+
+    def drop(self) -> None:
+        """Nobody wants an answer any more."""
+        self.dropped = True
+        self.caller.cancel()
+
+    async def _tool(self, found: Message, counts: dict[str, int]) -> Message:
+        function = found.get("function") or {}
+        name = str(function.get("name"))
+        try:
+            text = await self._call(call, self.environment.tools, name, function.get("arguments"))
+        except (Late, Stuck):
+            raise
+        except UnknownTool as error:
+            counts["unknown_tools"] += 1
+            text = _error(str(error))
+        except BadArguments as error:
+            counts["tool_failures"] += 1
+            text = _error(str(error))
+        except BaseException as error:
+            counts["tool_failures"] += 1
+            text = _error(f"{type(error).__name__}: {error}".removesuffix(": "))
+        identity = {"tool_call_id": found["id"]} if "id" in found else {}
+        return {"role": "tool", "name": name, "content": text, **identity}
+
+    async def _call(self, function: Any, *arguments: Any) -> Any:
+        return await self.caller.call(self.seconds, function, *arguments)
+
+    def _spent(self) -> float:
+        """Since the last answer."""
+        spent, self._told = self.caller.seconds - self._told, self.caller.seconds
+        return spent
+
+
+def _error(words: str) -> str:
+    return json.dumps({"error": words[:2000]}, ensure_ascii=False)
+
+
+def _cut(messages: str | list[Message]) -> list[Message]:
+    assert not isinstance(messages, str), "shapes make messages of it"
+    return [
+        message | {"content": shortened(message["content"])} if isinstance(message.get("content"), str) else message
+        for message in messages
+    ]
+
+
+def shortened(text: str) -> str:
+    if len(text) <= LONGEST_TEXT:
+        return text
+    half = LONGEST_TEXT // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"

@@ -1,0 +1,100 @@
+"""A process that environments run in (worker.py), seen from the run: who lives there, and what they were asked."""
+
+import json
+import pickle
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.processes.channel import Channel
+from trimtab.processes.child import Child
+
+PING_EVERY = 1.0  # seconds, where somebody waits for an answer
+GRACE = 5.0  # seconds beyond a call's own, of a process that says nothing at all
+LOADING_SECONDS = 300.0  # a source may import a library, and that from a slow disk
+
+
+@dataclass(frozen=True)
+class EnvLimits:
+    seconds: float = 60.0
+    """That a reset, a step or a tool call may take."""
+    workers: int | None = None
+    """Processes; unset: one a core, and at most 8."""
+    threads: int = 16
+    """In which plain methods run, in each of them; coroutines all run at once."""
+    memory_gib: float = 8.0
+    """Of each of them."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """`careful`: what is asked there is asked one after another, so that who ends the process is known."""
+
+    child: Child
+    channel: Channel
+    careful: bool
+    began: float = field(default_factory=time.monotonic)
+    loaded: bool = False
+    keys: set[int] = field(default_factory=set)
+    """Of those who live there."""
+    asked: set[int] = field(default_factory=set)
+    """Of those who owe an answer."""
+    _waiting: deque[tuple[int, bytes]] = field(default_factory=deque)
+    _pinged: float = 0.0
+    _silent_since: float | None = None
+
+    @classmethod
+    def started(cls, source: str, limits: EnvLimits, *, careful: bool) -> "Worker":
+        memory = int(limits.memory_gib * 2**30)
+        words = [str(limits.seconds), str(memory), str(limits.threads), source]
+        child = Child("trimtab.envs.worker", words, captured=True)
+        return cls(child, Channel(child.socket), careful)
+
+    def ask(self, kind: str, key: int, *words: Any) -> None:
+        message = pickle.dumps((kind, key, *words))
+        if self.careful and self.asked:
+            self._waiting.append((key, message))
+        else:
+            self.asked.add(key)
+            self.channel.send(message)
+
+    def forget(self, key: int) -> None:
+        """It wants no answer any more."""
+        self.keys.discard(key)
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != key)
+        self.channel.send(pickle.dumps(("drop", key)))
+        self.answered(key)
+
+    def answered(self, key: int) -> None:
+        self.asked.discard(key)
+        if not self.asked and self._waiting:
+            following, message = self._waiting.popleft()
+            self.asked.add(following)
+            self.channel.send(message)
+
+    def heard(self) -> list[dict[str, Any]]:
+        """What it has said. EOFError, TooLarge: see Channel."""
+        found = [json.loads(message) for message in self.channel.receive()]
+        if found:
+            self._silent_since = None
+        return found
+
+    def silence(self, now: float, seconds: float) -> str | None:
+        """Why it must be ended, if it must: asked for a sign, it gives none."""
+        if not self.loaded:
+            late = now - self.began > LOADING_SECONDS
+            return f"took longer than {LOADING_SECONDS:g} s to be loaded" if late else None
+        if self._silent_since is not None and now - self._silent_since > seconds + GRACE:
+            return f"nothing was heard of its process for longer than {seconds + GRACE:g} s"
+        if self.asked and now - self._pinged > PING_EVERY:
+            self._pinged = now
+            self._silent_since = self._silent_since or now
+            self.channel.send(pickle.dumps(("ping", 0)))
+        return None
+
+    def with_last_words(self, words: str) -> str:
+        """And the end of what was printed there, which may say more."""
+        printed = [" ".join(line.split()) for line in self.child.last_words().splitlines()[-20:]]
+        last = " / ".join(line for line in printed if line)[-400:]
+        return f"{words}; printed last: {last}" if last else words
