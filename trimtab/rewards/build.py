@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from trimtab.config.agents import EnvironmentOptions
 from trimtab.config.jobs import GenerateOptions
 from trimtab.config.rl_jobs import RLOptions, TailOptions
 from trimtab.config.serving import StepScoreOptions
@@ -17,6 +18,7 @@ from trimtab.models.sharded import frozen_is_split, share_rows
 from trimtab.processes.waiting import Waiting
 from trimtab.rewards.classifiers import load_judge
 from trimtab.rewards.client import HttpReward
+from trimtab.rewards.environment import EnvironmentReward
 from trimtab.rewards.functions import CALLS_AT_ONCE, FunctionReward
 from trimtab.rewards.model import ModelReward
 from trimtab.rewards.process import ProcessReward
@@ -68,8 +70,12 @@ def other_rewards(options: RLOptions | GenerateOptions, stopped: Callable[[], bo
         rewards.append(HttpReward(addresses, waiting=waiting, **limits))
     models = len(listed(options.reward_pretrain))
     weights = options.reward_weights[models:] if options.reward_weights else (1.0,) * len(rewards)
-    parts = list(zip(rewards, weights, strict=True))
-    return [*parts, *make_verifier(options.reward_verifier, waiting).parts] if options.reward_verifier else parts
+    parts: Parts = list(zip(rewards, weights, strict=True))
+    if options.reward_verifier:
+        parts += make_verifier(options.reward_verifier, waiting).parts
+    if isinstance(options, EnvironmentOptions) and (source := options.environment_source):
+        parts.append((EnvironmentReward(source), 1.0))
+    return parts
 
 
 def in_words(rewards: str, options: RLOptions) -> str:

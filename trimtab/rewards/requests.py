@@ -5,7 +5,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from trimtab.data.prompts import PromptStore
+from trimtab.envs.episode import Episode
+from trimtab.envs.types import Task
 from trimtab.rewards.types import RewardRequest
+
+SEED_BITS = 2**31 - 1  # of an environment's seed: numpy takes no negative one, others none of 64 bits
 
 
 class Rows(Protocol):
@@ -53,6 +57,15 @@ class Questions:
         lists = {f.name: getattr(self, f.name)[index : index + 1] for f in fields(self) if f.name != "input_key"}
         return Questions(input_key=self.input_key, **lists)
 
+    def tasks(self) -> list[Task]:
+        """What an environment is to open for each of them."""
+        return [
+            Task(row, 0, seed & SEED_BITS, prompt, label, others)
+            for row, seed, prompt, label, others in zip(
+                self.rows, self.seeds, self.prompts, self.labels, self.others, strict=True
+            )
+        ]
+
     def text(self, index: int, /) -> str:
         return self.texts[index]
 
@@ -72,10 +85,13 @@ def request_of(
     responses: Sequence[str],
     prompt_ids: Sequence[list[int]],
     response_ids: Sequence[list[int]],
+    episodes: Sequence[Episode] = (),
+    openings: Sequence[str] = (),
 ) -> RewardRequest:
-    """One answer a row, with everything that the row has beside its prompt."""
-    prompts, given = [store.text(row) for row in rows], [store.prompt(row) for row in rows]
-    conversations = [prompt for prompt in given if isinstance(prompt, list)]
+    """One answer a row, with everything that the row has beside its prompt. `openings`: what was read in the place of
+    the prompts, where an environment was played."""
+    prompts, given = list(openings) or [store.text(row) for row in rows], [store.prompt(row) for row in rows]
+    conversations = [prompt for prompt in given if isinstance(prompt, list) and not openings]
     columns = [store.columns(row) for row in rows]
     names = dict.fromkeys(name for row in columns for name in row)
     return RewardRequest(
@@ -87,4 +103,5 @@ def request_of(
         prompt_ids=list(prompt_ids),
         response_ids=list(response_ids),
         conversations=conversations if len(conversations) == len(given) else [],
+        episodes=list(episodes),
     )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
+from trimtab.envs.episode import Episode
 from trimtab.errors import RunFailed
 
 
@@ -41,12 +42,14 @@ class RewardRequest:
     response_ids: list[list[int]] = field(default_factory=list)
     conversations: list[list[dict[str, Any]]] = field(default_factory=list)
     """The prompts as messages, where the data have conversations."""
+    episodes: list[Episode] = field(default_factory=list)
+    """Who said what, where an environment was played; the responses are then all that followed the prompts."""
 
     def __len__(self) -> int:
         return len(self.queries)
 
     def __post_init__(self) -> None:
-        ids = (known for known in (self.prompt_ids, self.response_ids, self.conversations) if known)
+        ids = (known for known in (self.prompt_ids, self.response_ids, self.conversations, self.episodes) if known)
         for name in (self.prompts, self.responses, self.labels, *self.columns.values(), *ids):
             assert len(name) == len(self.queries), "a request has one entry a sample in every list"
 
@@ -83,6 +86,7 @@ class RewardRequest:
             taken(self.prompt_ids),
             taken(self.response_ids),
             taken(self.conversations),
+            taken(self.episodes),
         )
 
     def with_columns(self, names: Sequence[str]) -> "RewardRequest":

@@ -7,7 +7,9 @@ from trimtab.config.jobs import GRPOOptions
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed, RewardResult
 from trimtab.rollout.types import Rollout, Sampling
+from trimtab.train.rl.asking import Asked
 from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.failures import EnvironmentFailed
 from trimtab.train.rl.supply import SampledNow, order_of_prompts
 
 PROMPTS = 10
@@ -16,15 +18,22 @@ PROMPTS = 10
 class Answered:
     """Two answers to every prompt; those to even ones are scored 0.5 each, to odd ones 0 and 1."""
 
-    def __init__(self, useful=lambda row: row % 2 == 1):
-        self.useful, self.asked = useful, []
+    def __init__(self, useful=lambda row: row % 2 == 1, broken=()):
+        """`broken`: rows whose environment fails."""
+        self.useful, self.broken, self.asked = useful, broken, []
 
-    def __call__(self, requests, store, sampling):
+    def ask(self, requests, store, sampling):
         rows = [row for row, _ in requests]
         self.asked.append(rows)
+        failed = [f"row {row} broke" for row in rows if row in self.broken]
+        rows = [row for row in rows if row not in self.broken]
+        if not rows:
+            return Asked(None, failed, len(failed))
         drawn = [Rollout(p, k, [1], [2], np.zeros(1, np.float32), "stop") for p in range(len(rows)) for k in (0, 1)]
         scores = [score for row in rows for score in ((0.0, 1.0) if self.useful(row) else (0.5, 0.5))]
-        return Experience.of([row for row in rows for _ in (0, 1)], drawn, RewardResult(scores))
+        return Asked(
+            Experience.of([row for row in rows for _ in (0, 1)], drawn, RewardResult(scores)), failed, len(failed)
+        )
 
 
 def iterations(asking, **changes):
@@ -39,7 +48,8 @@ def iterations(asking, **changes):
             return found
         used += taken
         found.append(experience.rows_S[::2].tolist())
-        assert figures.get("filtered_groups", 0) == taken - len(found[-1]) or len(found[-1]) == 3
+        left_out = figures.get("filtered_groups", 0) + figures.get("failed_episodes", 0)
+        assert left_out == taken - len(found[-1]) or len(found[-1]) == 3
     return found
 
 
@@ -77,3 +87,20 @@ def test_where_no_group_is_of_use_after_so_many_rounds_the_run_is_told():
 def test_with_drop_last_no_iteration_is_smaller(changes):
     found = iterations(Answered(), drop_last=True, **changes)
     assert found == ([[0, 1, 2], [3, 4, 5], [6, 7, 8]] if "dynamic_filtering" in changes else [[1, 3, 5]])
+
+
+def test_groups_whose_environment_failed_are_left_out_and_the_next_prompts_taken():
+    asking = Answered(broken=(1, 3, 9))
+    played = {"environment": "rg:game", "env_max_failed": 0.5, "dynamic_filtering": False}
+    assert iterations(asking, **played) == [[0, 2, 4], [5, 6, 7], [8]]
+    assert asking.asked == [[0, 1, 2], [3], [4], [5, 6, 7], [8, 9]], "as many as are missing"
+    asking = Answered(broken=(1, 3))
+    differing = played | {"dynamic_filtering": True, "dynamic_filtering_rule": "differing"}
+    assert iterations(asking, **differing) == [[5, 7, 9]], "some failed, some taught nothing"
+
+
+def test_too_many_failures_in_an_iteration_end_the_run_in_the_environments_words():
+    played = {"environment": "rg:game", "env_max_failed": 0.2, "dynamic_filtering": False}
+    with pytest.raises(EnvironmentFailed, match=r"rg:game: 2 episodes .*0.2 of its 6 may \(--env_max_f.*row 1 broke"):
+        iterations(Answered(broken=(0, 1)), **played)
+    assert iterations(Answered(broken=(0, 4)), **played) == [[1, 2, 3], [5, 6, 7], [8, 9]], "one in each is not"

@@ -85,7 +85,8 @@ def supposed(options: TrainedModelOptions) -> Work:
 
 def rl_work(options: RLOptions, longest_prompt: int) -> Work:
     group = options.n_samples_per_prompt
-    rows = Rows(longest_prompt, options.generate_max_len, group)
+    answer = max(1, options.longest_rollout - longest_prompt) if options.plays else options.generate_max_len
+    rows = Rows(longest_prompt, answer, group)
     groups = max(1, options.train_batch_size // group)
     return Work(rows, groups * (rows.prompt + group * rows.answer), rows.longest)
 

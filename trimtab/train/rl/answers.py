@@ -1,11 +1,32 @@
 """What travels between the loop, which decides what is written, and the processes that write it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from trimtab.rewards.requests import Questions
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.types import Draft
+from trimtab.rollout.types import Draft, Rollout
 from trimtab.train.rl.experience import Experience
+
+
+@dataclass
+class Failed:
+    """Prompts whose groups are left out: an environment failed in them, retries and all. No score is made up."""
+
+    prompts: list[int] = field(default_factory=list)  # which of those that were asked for
+    words: list[str] = field(default_factory=list)  # the environment's, one of each group's
+    episodes: int = 0  # that failed
+
+    @classmethod
+    def of(cls, rollouts: Iterable[Rollout]) -> "Failed":
+        found: dict[int, str] = {}
+        episodes = 0
+        for rollout in rollouts:
+            assert rollout.episode is not None, "an environment was played"
+            if rollout.episode.problem is not None:  # else it was given up for another one of its group
+                found.setdefault(rollout.prompt, rollout.episode.problem)
+                episodes += 1
+        return cls(list(found), list(found.values()), episodes)
 
 
 @dataclass
@@ -14,6 +35,14 @@ class Answers:
 
     experience: Experience
     results: list[RewardResult]
+
+
+@dataclass
+class Replied:
+    """What became of prompts that were asked for at once."""
+
+    answers: Answers | None  # None: all groups have failed
+    failed: Failed = field(default_factory=Failed)
 
 
 @dataclass

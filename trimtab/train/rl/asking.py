@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from trimtab.data.prompts import PromptStore
@@ -17,7 +18,7 @@ from trimtab.rewards.weighing import Weighing
 from trimtab.rollout.types import Sampling
 from trimtab.train.pass_limit import NoRoom
 from trimtab.train.rl import rewarding, rollouts
-from trimtab.train.rl.answers import Answers
+from trimtab.train.rl.answers import Answers, Failed, Replied
 from trimtab.train.rl.experience import Experience
 
 Request = tuple[int, int]  # row of the prompt data, seed
@@ -46,10 +47,23 @@ class Asking:
         self._texts = reward_models is not None and found[0]["texts"]
 
     def __call__(self, requests: Sequence[Request], store: str, sampling: Sampling) -> Experience | None:
-        """The answers to prompts of a store and their rewards. None: they were given up."""
+        """The answers to prompts of a store and their rewards, where nothing can fail. None: they were given up."""
+        asked = self.ask(requests, store, sampling)
+        assert asked is None or asked.experience is not None, "no environment is played"
+        return None if asked is None else asked.experience
+
+    def ask(self, requests: Sequence[Request], store: str, sampling: Sampling) -> "Asked | None":
+        """The same with what has failed."""
         with self.placed(store):
-            answers = self._answers(self.stores[store], requests, sampling)
-        return None if answers is None else self.judged(answers, store)
+            replied = self._answers(self.stores[store], requests, sampling)
+        if replied is None:
+            return None
+        failed = [
+            f"{words}; its prompt stands in {self.stores[store].place(requests[prompt][0])}"
+            for prompt, words in zip(replied.failed.prompts, replied.failed.words)
+        ]
+        experience = None if replied.answers is None else self.judged(replied.answers, store)
+        return Asked(experience, failed, replied.failed.episodes)
 
     def judged(self, answers: Answers, store: str) -> Experience:
         """With their rewards: what those near the engine have said, and what the reward models say now."""
@@ -76,7 +90,7 @@ class Asking:
     def questions(self, requests: Sequence[Request], store: str) -> Questions:
         return Questions.of(self.stores[store], requests, rewarded=self._near)
 
-    def _answers(self, prompts: PromptStore, requests: Sequence[Request], sampling: Sampling) -> Answers | None:
+    def _answers(self, prompts: PromptStore, requests: Sequence[Request], sampling: Sampling) -> Replied | None:
         """Prompts dealt out to all processes in turn."""
         size = self.rollouts.size
         shares = [list(range(rank, len(requests), size)) for rank in range(size)]
@@ -92,14 +106,17 @@ class Asking:
                 raise part
             if part is None and share:
                 return None
-        found: list[Answers] = [part for part in parts if part is not None]
-        places = [place for share in shares for place in share]
-        joined = Experience.joined([part.experience for part in found])
-        samples = joined.samples_of(sorted(range(len(places)), key=places.__getitem__))
-        if samples == list(range(len(joined))):
-            return Answers(joined, [RewardResult.joined(part) for part in zip(*(part.results for part in found))])
-        results = [RewardResult.joined(part).take(samples) for part in zip(*(part.results for part in found))]
-        return Answers(joined.take(samples), results)
+        replies: list[tuple[Replied, list[int]]] = [(part, share) for part, share in zip(parts, shares) if part]
+        failed = Failed(
+            [share[prompt] for part, share in replies for prompt in part.failed.prompts],
+            [words for part, _ in replies for words in part.failed.words],
+            sum(part.failed.episodes for part, _ in replies),
+        )
+        found = [part.answers for part, _ in replies if part.answers is not None]
+        if not found:
+            return Replied(None, failed)
+        places = [place for _, share in replies for place in share if place not in failed.prompts]
+        return Replied(_in_order(found, places), failed)
 
     def _called(self, asked: list[Questions], sampling: Sampling) -> list[Any]:
         while True:
@@ -116,7 +133,9 @@ class Asking:
         prompt_ids = [experience.prompt(i) for i in range(len(rows))]
         response_ids = [experience.response(i) for i in range(len(rows))]
         responses = texts_of(self.tokenizer, response_ids) if self._texts else [""] * len(rows)
-        request = request_of(prompts, rows, responses, prompt_ids, response_ids)
+        played = experience.episodes is not None
+        openings = self.tokenizer.batch_decode(prompt_ids) if played else []
+        request = request_of(prompts, rows, responses, prompt_ids, response_ids, openings=openings)
         request = request.with_columns(self._columns)
         bounds = [len(rows) * rank // size for rank in range(size + 1)]
         shares = [range(start, end) for start, end in itertools.pairwise(bounds)]
@@ -131,6 +150,25 @@ class Asking:
             if isinstance(part, NoRoom):
                 raise part
         return [RewardResult.joined(results) for results in zip(*parts)]
+
+
+@dataclass
+class Asked:
+    """What came of prompts."""
+
+    experience: Experience | None  # None: nothing is left
+    failed: list[str]  # of every group that is left out, why
+    failed_episodes: int = 0
+
+
+def _in_order(found: Sequence[Answers], places: Sequence[int]) -> Answers:
+    """Answers of several processes as those of one; `places`: of all their groups, in the order of the whole."""
+    joined = Experience.joined([part.experience for part in found])
+    samples = joined.samples_of(sorted(range(len(places)), key=places.__getitem__))
+    if samples == list(range(len(joined))):
+        return Answers(joined, [RewardResult.joined(part) for part in zip(*(part.results for part in found))])
+    results = [RewardResult.joined(part).take(samples) for part in zip(*(part.results for part in found))]
+    return Answers(joined.take(samples), results)
 
 
 @contextmanager

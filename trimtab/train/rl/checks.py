@@ -1,5 +1,6 @@
 """What is refused of an RL run before anything slow is done, in one line each."""
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from trimtab.distributed.staging import Unit
 from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.hugging_face import check_model_folder
+from trimtab.models.load import policy_skeleton
 from trimtab.models.packed import PackedModel
 from trimtab.models.splits import check_splits
 from trimtab.rewards.model import same_tokenizer
@@ -34,9 +36,12 @@ def check_shares(options: RLOptions, units: Iterable[Unit]) -> None:
 def check_model(model: PackedModel, options: RLOptions, stores: dict[str, PromptStore]) -> None:
     """Refuse a model this job cannot train, in one line."""
     config, name = model.config.get_text_config(), type(model.inner).__name__
-    longest = max(int(store.lengths.max()) for store in stores.values()) + options.generate_max_len
-    room = getattr(config, "max_position_embeddings", None)
-    if room is not None and longest > room:
+    prompt = max(int(store.lengths.max()) for store in stores.values())
+    longest = prompt + options.generate_max_len
+    room = context_of(model)
+    if options.plays:
+        check_episodes(options, room, name)
+    elif room is not None and longest > room:
         raise UserError(
             f"--generate_max_len {options.generate_max_len}: with the longest prompt that is {longest} tokens, but "
             f"{name} has a context of {room}; lower it, or --prompt_max_len"
@@ -49,6 +54,33 @@ def check_model(model: PackedModel, options: RLOptions, stores: dict[str, Prompt
         )
     if options.aux_loss_coef > 0 and not hasattr(model.config, "num_experts_per_tok"):
         raise UserError(f"--aux_loss_coef {options.aux_loss_coef}: {name} has no experts; drop it")
+
+
+def with_context(options: RLOptions) -> RLOptions:
+    """With a length of episodes: where nobody gave one, the model's context."""
+    if not options.plays or options.episode_max_len is not None:
+        return options
+    room = context_of(policy_skeleton(options))
+    if room is None:
+        raise UserError(f"--pretrain {options.pretrain} does not say how long its context is; give --episode_max_len")
+    return dataclasses.replace(options, episode_max_len=room)
+
+
+def context_of(model: PackedModel) -> int | None:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def check_episodes(options: RLOptions, room: int | None, name: str) -> None:
+    """Of a model with a context of so many tokens, if that is known."""
+    longest = options.episode_max_len
+    assert longest is not None, "settled by with_context"
+    if room is not None and longest > room:
+        raise UserError(f"--episode_max_len {longest}: {name} has a context of {room} tokens; lower it")
+    if longest <= options.generate_max_len:
+        raise UserError(
+            f"--generate_max_len {options.generate_max_len}: one turn alone would fill the {longest} tokens of an "
+            "episode; lower it"
+        )
 
 
 def check_drop_last(order: SampleOrder, options: RLOptions) -> None:

@@ -28,6 +28,7 @@ from trimtab.train.rl.checks import (
     check_shares,
     check_teacher,
     critic_start,
+    with_context,
 )
 from trimtab.train.rl.description import units_of
 from trimtab.train.rl.evaluation import Evaluation
@@ -44,9 +45,10 @@ class Controller:
 
     def __init__(self, options: RLOptions, device: Device, world: World):
         """`device`: of this process, which is planned for where it does everything."""
-        self.options, self.world = options, world
         check_shares(options, self.units(options, world.size))
         check_places(options)
+        options = with_context(options)
+        self.options, self.world = options, world
         self.tokenizer = load_job_tokenizer(options)
         self.stores, self.reports = self._prompts()
         check_labels(self.stores, options.reward_verifier, options.label_key)

@@ -15,8 +15,11 @@ from trimtab.data.prompts import PromptStore
 from trimtab.evaluate.tail_risk import mean, rate
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.types import Sampling
+from trimtab.train.metrics import CLOCK_FIELDS
 from trimtab.train.rl.asking import Asking
+from trimtab.train.rl.episode_figures import episode_figures
 from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.failures import EnvironmentFailed
 from trimtab.train.rl.samples import of_evaluation
 
 SEED = 0x5EED  # the same samples' streams in every evaluation, so that two differ by the policy alone
@@ -31,9 +34,11 @@ class Evaluation:
         """Figures over all prompts, and over those of each data source where there are several. None: the answers were
         given up."""
         requests = [(row, request_seed(SEED, row)) for row in range(len(self.store))]
-        experience = asking(requests, "evaluation", self.sampling)
-        if experience is None:
+        asked = asking.ask(requests, "evaluation", self.sampling)
+        if asked is None:
             return None
+        if (experience := asked.experience) is None:
+            raise EnvironmentFailed(f"every episode of the evaluation has failed; the first: {asked.failed[0]}")
         self.shown = of_evaluation(experience)
         n, firsts_E, groups_E = self.sampling.n, experience.firsts_E, experience.groups_E
         groups, scores_E = groups_E.numpy(), experience.scores_S[firsts_E]
@@ -47,7 +52,12 @@ class Evaluation:
         figures |= with_interval("eval_pass_1", scores, groups)
         if n > 1:
             figures |= with_interval(f"eval_pass_{n}", best, np.arange(len(best)))
-        sources = np.array([self.store.source(row) for row in range(len(self.store))])
+        if experience.episodes is not None:
+            figures["eval_failed_episodes"] = float(asked.failed_episodes)
+            found = episode_figures(experience)
+            figures |= {f"eval_{name}": value for name, value in found.items() if name not in CLOCK_FIELDS}
+        answered = experience.rows_S[experience.firsts_G].tolist()  # all, unless an environment has failed
+        sources = np.array([self.store.source(row) for row in answered])
         for source in dict.fromkeys(sources.tolist()) if len(set(sources)) > 1 else ():
             chosen = sources == source
             figures[f"eval_{source}_pass_1"] = float(scores[chosen[groups]].mean())

@@ -24,6 +24,7 @@ from trimtab.train.endings import not_finite
 from trimtab.train.manifest import compare
 from trimtab.train.metrics import MetricsFile
 from trimtab.train.rl import samples
+from trimtab.train.rl.episode_figures import turns
 from trimtab.train.rl.experience import FINISHES, Experience, is_earlier
 from trimtab.train.rl.spans import TimeLine
 from trimtab.train.run_folder import RunFolder
@@ -133,10 +134,18 @@ class RunFiles:
                         **samples.described(experience, i),
                         "tokens": int(experience.lengths_S[i]),
                         "finish": FINISHES[experience.finishes_S[i]],
+                        **self._played(experience, i),
                         "kept": extremes.get(i),
                         "group": store if i in grouped else None,
                     }
                 )
+
+    @staticmethod
+    def _played(experience: Experience, i: int) -> dict[str, Any]:
+        if experience.episodes is None:
+            return {}
+        episode = experience.episodes[i]
+        return {"turns": turns(episode, SHOWN_CHARACTERS), "environment": {"reward": episode.reward, **episode.logs}}
 
     def keep_places(self, iteration: int, settled: dict[str, list[int]] | None) -> None:
         """ledger.jsonl: which places of the data an iteration has trained, and which were filtered before it."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from trimtab.algos import running
 from trimtab.errors import RunFailed
 from trimtab.train.rl.alarms import alarms
+from trimtab.train.rl.episode_figures import episode_figures
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.samples import distributions
 
@@ -82,6 +83,7 @@ def row_of(work: Iteration, counters: Counters, bound: int | None = None) -> dic
         "samples": len(experience.firsts_E),
         "tokens": int(experience.lengths_S.sum()),
         "prompt_tokens": int(experience.prompt_lengths_S[experience.firsts_G].sum()),
+        **episode_figures(experience),
         **distributions(experience),
     }
     return row | {"alarms": list(alarms(row, counters.first_entropy, counters.at_bound))}

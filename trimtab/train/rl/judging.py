@@ -45,7 +45,9 @@ class Several:
         """Their text without the token that ended it."""
         responses = texts_of(self.tokenizer, [r.ids for r in rollouts])
         ids = [r.prompt_ids for r in rollouts], [r.ids for r in rollouts]
-        return request_of(self.questions, [r.prompt for r in rollouts], responses, *ids)
+        episodes = [r.episode for r in rollouts if r.episode is not None]
+        openings = self.tokenizer.batch_decode(ids[0]) if episodes else []
+        return request_of(self.questions, [r.prompt for r in rollouts], responses, *ids, episodes, openings)
 
 
 class Judging:

@@ -29,6 +29,7 @@ from trimtab.train.rl.compiling import RoleCompiling
 from trimtab.train.rl.cut import groups_at_once, mini_batches, updates_per_iteration
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.failures import EnvironmentFailed
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.iteration import Counters, Iteration, row_of, timed
 from trimtab.train.rl.old_policy import leaves_kl_to_update, scores_old_policy
@@ -119,7 +120,7 @@ class RLRun:
                 raise RunFailed(ended_badly(self.counters.skipped_in_a_row, "updates", self.files.folder))
         except CannotWrite as error:
             raise UserError(f"{error}; {self.files.rescue(*self.checkpoint())}") from error
-        except (RewardFailed, NoRoom, Stalled) as error:
+        except (RewardFailed, EnvironmentFailed, NoRoom, Stalled) as error:
             try:
                 # After a lack of memory what processes hold together can be saved in parts, but not gathered.
                 where = go_on_from(self.save(export=not isinstance(error, NoRoom)))

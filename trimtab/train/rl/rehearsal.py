@@ -22,6 +22,7 @@ from trimtab.train.rl.checks import (
     check_shares,
     check_teacher,
     critic_start,
+    with_context,
 )
 from trimtab.train.rl.controller import iterations_of
 from trimtab.train.rl.cut import updates_per_iteration
@@ -46,6 +47,7 @@ def rehearse_rl(
     check_shares(options, described)
     placed = table(layout_of_units(options, described).rows()) if options.ray else []
     check_places(options)
+    options = with_context(options)
     tokenizer = load_job_tokenizer(options)
     few = of_few_rows(options)
     stores, reports = load_stores(few, tokenizer)

@@ -1,11 +1,12 @@
-"""The role that answers prompts: an engine, and the rewards that are best near it (functions, servers, verifiers).
+"""The role that answers prompts: an engine, and the rewards that are best near it (functions, servers, verifiers). With
+an environment the answers are episodes, which the engine is made to play.
 
 Samples go to those rewards as they finish, while others are still being written. Every process answers its own share.
 Those of a tensor group share one: they write the same answers, go on or stop together, and the first has the rewards.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 from trimtab.distributed.link import Plan
@@ -21,7 +22,7 @@ from trimtab.rewards.weighing import described
 from trimtab.rollout.engine import Engine, ReceivingEngine
 from trimtab.rollout.types import Rollout, Sampling
 from trimtab.train.pass_limit import NoRoom, memory_guard
-from trimtab.train.rl.answers import Admission, Answers, Collected, UnderWay, Wait
+from trimtab.train.rl.answers import Admission, Answers, Collected, Failed, Replied, UnderWay, Wait
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.judging import Judging, Several
 from trimtab.train.rl.spans import Spans, Told
@@ -41,16 +42,18 @@ class Rollouts(Role):
         stopped: Callable[[], bool],
         tensor: Peers | None = None,
         *,
+        player: Engine | None = None,
         beside: bool = False,
     ):
-        """`stopped`: whether to give up what is being written; `tensor`: who writes the same answers; `beside`: the
-        engine can write while the policy learns."""
+        """`stopped`: whether to give up what is being written; `tensor`: who writes the same answers; `player`: has
+        the engine play an environment; `beside`: the engine can write while the policy learns."""
         self.engine, self.rewards = engine, rewards
+        self.player, self.plays = player or engine, player is not None
         self.tokenizer, self.stopped = tokenizer, stopped
         self.tensor = tensor or Peers()
         self._spans = Spans()
         self._judging = Judging(rewards, tokenizer, self._spans)
-        writing = Writing(engine, self._judging, stopped, self.tensor)
+        writing = Writing(self.player, self._judging, stopped, self.tensor)
         self.writing: Writing | WritingBeside = WritingBeside(writing) if beside else writing
 
     def describe(self) -> dict[str, Any]:
@@ -64,6 +67,8 @@ class Rollouts(Role):
         self._judging.close()
         for reward, _ in self.rewards:
             reward.close()
+        if self.plays:
+            self.player.close()
         self.engine.close()
 
     # ---- an engine that is sent its weights
@@ -128,7 +133,7 @@ class Rollouts(Role):
 
     # ---- answers
 
-    def sample(self, questions: Questions, *, sampling: Sampling) -> Answers | RewardFailed | NoRoom | None:
+    def sample(self, questions: Questions, *, sampling: Sampling) -> Replied | RewardFailed | NoRoom | None:
         """None: there were no prompts, or it was given up. A failed reward, or a lack of memory, is handed back, not
         raised: all processes can then still write a checkpoint."""
         try:
@@ -143,14 +148,15 @@ class Rollouts(Role):
         finally:
             self.engine.rest()
 
-    def _sample(self, questions: Questions, sampling: Sampling) -> Answers | None:
+    def _sample(self, questions: Questions, sampling: Sampling) -> Replied | None:
         found: list[Rollout] = []
         waiting: list[Rollout] = []
+        failed: list[Rollout] = []
         rewards = Several(self.rewards, questions, self.tokenizer)
-        stream = self.engine.stream(questions.ids, sampling, seeds=questions.seeds)
+        stream = self._stream(questions, sampling)
         with Overlapped(rewards) as scored, contextlib.closing(stream):
             for rollout in stream:
-                waiting.append(rollout)
+                (failed if rollout.finish == "failed" else waiting).append(rollout)
                 if self.tensor.any(self.stopped() or scored.failed):
                     scored.check()
                     return None
@@ -162,13 +168,21 @@ class Rollouts(Role):
             if waiting:
                 scored.submit(waiting)
                 found += waiting
-            if not found:
+            if not found and not failed:
                 return None
             results = [RewardResult.joined(part) for part in zip(*scored.results())]
-        order = sorted(range(len(found)), key=lambda i: (found[i].prompt, found[i].sample, found[i].branch))
+        lost = Failed.of(failed)
+        order = [i for i in range(len(found)) if found[i].prompt not in lost.prompts]
+        if not order:
+            return Replied(None, lost)
+        order.sort(key=lambda i: (found[i].prompt, found[i].sample, found[i].branch))
         found = [found[i] for i in order]
         experience = Experience.of([questions.rows[r.prompt] for r in found], found)
-        return Answers(experience, [result.take(order) for result in results])
+        return Replied(Answers(experience, [result.take(order) for result in results]), lost)
+
+    def _stream(self, questions: Questions, sampling: Sampling) -> Generator[Rollout]:
+        tasks = questions.tasks() if self.plays else None
+        return self.player.stream(questions.ids, sampling, seeds=questions.seeds, tasks=tasks)
 
 
 def no_room(shortage: OutOfMemory) -> NoRoom:

@@ -22,8 +22,9 @@ from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.types import Sampling
-from trimtab.train.rl.asking import Asking
+from trimtab.train.rl.asking import Asked, Asking
 from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.failures import Failures
 from trimtab.train.rl.recording import Recording, Sampled
 from trimtab.train.rl.spans import Told
 
@@ -103,18 +104,27 @@ class SampledNow(Supply):
         wanted = min(options.rollout_batch_size, left)
         most = options.dynamic_filtering_batches or left
         taken, rounds, kept, groups = 0, 0, [], 0
+        failures = Failures(options)
         while groups < wanted and taken < left and rounds < most:
-            count = min(prompts_at_once(options), left - taken)
-            part = self._answers(prompts_used + taken, count)
-            if part is None or stop.signal:
+            # Without filtering, more are needed only where groups have failed.
+            at_once = prompts_at_once(options) if options.dynamic_filtering else wanted - groups
+            count = min(at_once, left - taken)
+            asked = self._answers(prompts_used + taken, count)
+            if asked is None or stop.signal:
                 return None
             taken, rounds = taken + count, rounds + 1
+            failures.add(asked.failed, asked.failed_episodes)
+            part = asked.experience
+            if part is None:
+                continue
             useful = useful_groups(part, options)
             if not useful:
                 continue
             kept.append(part if len(useful) == part.groups else part.take(part.samples_of(useful)))
             groups += len(useful)
-        figures = {"filtered_groups": float(taken - groups)} if options.dynamic_filtering else {}
+        filtered = taken - groups - failures.groups
+        figures = {"filtered_groups": float(filtered)} if options.dynamic_filtering else {}
+        figures |= failures.figures()
         if groups < wanted and taken < left:
             self._check_limit(groups, rounds)
         elif not kept or (options.drop_last and groups < options.rollout_batch_size):
@@ -124,10 +134,10 @@ class SampledNow(Supply):
             experience = experience.take(experience.samples_of(range(wanted)))
         return experience, taken, figures
 
-    def _answers(self, first: int, count: int) -> Experience | None:
+    def _answers(self, first: int, count: int) -> Asked | None:
         places = range(first, first + count)
         requests = [(self.order.step_samples(p)[0], request_seed(self.options.seed, p)) for p in places]
-        return self.asking(requests, "train", self.sampling)
+        return self.asking.ask(requests, "train", self.sampling)
 
     def _check_limit(self, groups: int, rounds: int) -> None:
         """--dynamic_filtering_batches has ended the sampling: what there is, is learnt from, if there is anything."""
