@@ -5,8 +5,10 @@ import math
 from trimtab.rewards.types import RewardRequest, RewardResult
 
 NAME = "environment"
-OF_PLAYING = ("tool_calls", "tool_failures", "unknown_tools", "seconds_environment")
-OF_PLAYING += ("turns", "episode_length", "branches")
+OF_PLAYING = (
+    *("tool_calls", "tool_failures", "unknown_tools", "seconds_environment"),
+    *("turns", "episode_length", "branches"),
+)
 """Figures that an episode has from whoever played it; all others are the environment's own."""
 
 
