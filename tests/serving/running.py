@@ -1,6 +1,7 @@
 """A policy server in a thread of this process, over a tiny model or over an engine that says what a test wants."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -51,8 +52,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @cache
-def engine(number: int = 0) -> BuiltinEngine:
-    """Of a small random model that ends its turns now and then; those of other numbers are the same."""
+def plain_model() -> LlamaForCausalLM:
+    """Small and random; it ends its turns now and then."""
     torch.manual_seed(0)
     words = tokenizer()
     config = LlamaConfig(
@@ -66,9 +67,15 @@ def engine(number: int = 0) -> BuiltinEngine:
         pad_token_id=words.pad_token_id,
         bos_token_id=None,
     )
-    policy = Policy(LlamaForCausalLM(config).eval())
+    return LlamaForCausalLM(config).eval()
+
+
+@cache
+def engine(number: int = 0) -> BuiltinEngine:
+    """Of that model; those of other numbers are the same."""
+    policy = Policy(copy.deepcopy(plain_model()))
     choose_path(policy)
-    return BuiltinEngine(policy, words, keep_prefixes=True)
+    return BuiltinEngine(policy, tokenizer(), keep_prefixes=True)
 
 
 class Scripted:

@@ -63,10 +63,13 @@ class Session(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    exact: bool
-    """Whether the log-probs of what it draws are the trainer's own, but for the last bits of fp32."""
-    version: int
-    """Of the weights, as whoever changed them last has told; every token carries the one it was drawn from."""
+    @property
+    def exact(self) -> bool:
+        """Whether the log-probs of what it draws are the trainer's own, but for the last bits of fp32."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights, as whoever changed them last has told; every token carries the one it was drawn from."""
 
     @property
     def context(self) -> int | None:

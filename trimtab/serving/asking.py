@@ -109,7 +109,7 @@ class Asking:
         if not fields.flag("add_generation_prompt", True) or fields.flag("continue_final_message"):
             raise NotUnderstood("the model speaks next; a turn is not continued", "add_generation_prompt")
         wanted = reading.of_chat(fields, self.policy.house)
-        return wanted, self._stage(fields), None if session is None else self.records.of(session)
+        return wanted, self._stage(fields), self.records.of(session)
 
     def _stage(self, fields: Fields) -> Stage:
         settings = fields.part("chat_template_kwargs").body
@@ -144,14 +144,18 @@ class Asking:
         self, ids: list[int], wanted: Wanted, session: str | None, param: str, number: int = 0
     ) -> list[Rollout]:
         """`number`: of the prompt in its request."""
-        sampling = wanted.within(self.policy.room(ids, param))
-        if wanted.seed is None:
-            seed = stream_seed(self.seed, session, next(self._numbers))
-        else:
-            seed = stream_seed(wanted.seed, session, len(ids))
-        seed = request_seed(seed, number) if number else seed
-        seeds = [seed, *(request_seed(seed, answer) for answer in range(1, wanted.answers))]
-        asks = [Ask(ids, own, sampling) for own in seeds]
+        record = self.records.of(session)
+        try:
+            sampling = wanted.within(self.policy.room(ids, param))
+        except NotUnderstood:
+            if record is not None:
+                record.refused = "context"
+            raise
+        if record is not None and record.most_turns is not None and len(record.turns) >= record.most_turns:
+            record.refused = "turns"
+            raise NotUnderstood(f"this episode has had its {record.most_turns} turns", code="max_turns")
+        seeds = self._seeds(record, wanted, session, len(ids), number)
+        asks = [Ask(ids, own, sampling, session) for own in seeds]
         try:
             for ask in asks:
                 self.desk.ask(ask)
@@ -160,10 +164,23 @@ class Asking:
             for ask in asks:
                 ask.answer.cancel()
 
+    def _seeds(self, record: Record | None, wanted: Wanted, session: str | None, length: int, number: int) -> list[int]:
+        """Of the answers to one prompt."""
+        own = None if record is None else record.next_seed(length)
+        if own is not None:
+            seed = own
+        elif wanted.seed is None:
+            seed = stream_seed(self.seed, session, next(self._numbers))
+        else:
+            seed = stream_seed(wanted.seed, session, length)
+        seed = request_seed(seed, number) if number else seed
+        return [seed, *(request_seed(seed, answer) for answer in range(1, wanted.answers))]
+
     def _recorded_by_tokens(self, session: str | None, answered: Answered, wanted: Wanted) -> None:
-        if session is None:
+        record = self.records.of(session)
+        if session is None or record is None:
             return
-        before = self.records.of(session).read_before(answered.prompt_ids)
+        before = record.read_before(answered.prompt_ids)
         for rollout in answered.rollouts:
             message = {"role": "assistant", "content": self.replies.text(rollout, wanted)}
             self._record(session, rollout, before, message, [], None)
@@ -177,8 +194,9 @@ class Asking:
         said: list[Message],
         key: bytes | None,
     ) -> None:
-        ended = self.policy.ended(rollout)
-        turn = self.records.of(session).add(rollout, before, message, ended=ended, said=said, key=key)
+        ended, record = self.policy.ended(rollout), self.records.of(session)
+        assert record is not None, "a session has one"
+        turn = record.add(rollout, before, message, ended=ended, said=said, key=key)
         self.records.grown(session, turn)
 
     def _prompts(self, fields: Fields) -> list[list[int]]:

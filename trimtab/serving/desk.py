@@ -8,12 +8,13 @@ import contextlib
 import logging
 import threading
 from collections import deque
+from collections.abc import Collection
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine, Session
-from trimtab.rollout.types import Rollout, Sampling
+from trimtab.rollout.types import Draft, Rollout, Sampling
 from trimtab.serving.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ class Ask:
     prompt_ids: list[int]
     seed: int
     sampling: Sampling
+    session: str | None = None
+    draft: Draft | None = None  # what was drawn of it before it was set down
     answer: "Future[Rollout]" = field(default_factory=Future)
 
 
@@ -73,15 +76,15 @@ class Desk:
     def closed(self) -> bool:
         return self._closed is not None
 
-    def work(self, session: Session) -> None:
-        """Let new requests in, draw for a moment, and hand over what has finished."""
+    def work(self, session: Session, steps: int | None = None) -> None:
+        """Let new requests in, draw for a moment or so many tokens, and hand over what has finished."""
         for ask in self._next():
             self._admit(session, ask)
         gone = [number for number, ask in self._at_work.items() if ask.answer.cancelled()]
         if gone:
             session.abort(gone)
         if session.busy:
-            self.take(session.advance())
+            self.take(session.advance(steps))
 
     def take(self, rollouts: list[Rollout]) -> None:
         """Answers to those of a session's requests that are the desk's."""
@@ -90,6 +93,22 @@ class Desk:
                 self.metrics.drawn += len(rollout.tokens)
                 self.metrics.read += len(rollout.prompt_ids)
                 _settle(ask, rollout)
+
+    def set_down(self, session: Session) -> None:
+        """The session is about to be closed. What it has drawn is where the next one goes on."""
+        drafts = session.drafts()
+        for number, ask in self._at_work.items():
+            found = drafts.get(number, [])
+            ask.draft = found[0] if found and len(found[0].tokens) else None
+        with self._arrived:
+            self._new.extendleft(reversed(self._at_work.values()))
+        self._at_work.clear()
+
+    def give_up(self, sessions: Collection[str]) -> None:
+        """Those that wait in these sessions are asked for by nobody any more."""
+        for ask in [*self._new, *self._at_work.values()]:
+            if ask.session in sessions:
+                ask.answer.cancel()
 
     def failed(self, error: Exception) -> None:
         """The session is no more. Whoever was alone in it has its answer; several are tried again one by one."""
@@ -123,7 +142,8 @@ class Desk:
         if ask.answer.cancelled():
             return
         try:
-            number = session.add(ask.prompt_ids, seed=ask.seed, sampling=ask.sampling)
+            drafts = None if ask.draft is None or ask.sampling.plain_log_probs else [ask.draft]
+            number = session.add(ask.prompt_ids, seed=ask.seed, sampling=ask.sampling, drafts=drafts)
         except UserError as error:
             _settle(ask, error)
         else:

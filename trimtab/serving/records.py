@@ -4,7 +4,7 @@ A turn stands behind the one that it goes on from, and keeps only what came sinc
 that it drew. Turns that no other goes on from are the ends of branches.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 
 from trimtab.envs.types import Message
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.seeds import request_seed
+from trimtab.rollout.types import Finish, Rollout
+from trimtab.serving.refusals import NotUnderstood
+from trimtab.serving.seeds import stream_seed
 
 MOST_TOKENS = 2**24  # of all sessions; each takes twelve bytes
 TURN = 128  # tokens that have the size of what a turn has besides
@@ -69,10 +72,21 @@ class RecordedTurn:
 class Record:
     """Of one session."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int | None = None, most_turns: int | None = None) -> None:
+        """`seed`: from which its turns draw, whatever requests say; `most_turns`: whoever asks for more is refused."""
+        self.seed, self.most_turns = seed, most_turns
+        self.refused: Finish | None = None  # why a turn of it was, at last
+        self._asked: Counter[int] = Counter()  # turns, by what stood before them
         self.turns: list[RecordedTurn] = []
         self.held = 0  # tokens, and as many as a turn takes besides
         self._by_history: dict[bytes, RecordedTurn] = {}
+
+    def next_seed(self, length: int) -> int | None:
+        """Of a turn before which so many tokens stand: by its place alone, and another one if it is asked for again."""
+        if self.seed is None:
+            return None
+        self._asked[length] += 1
+        return request_seed(stream_seed(self.seed, None, length), self._asked[length] - 1)
 
     def said_before(self, keys: Sequence[bytes]) -> tuple[int, RecordedTurn] | None:
         """The latest turn that a conversation of these beginnings has had here, and how many messages end with it."""
@@ -125,8 +139,9 @@ class Record:
 class Records:
     """Of all sessions. When they hold too much, those are forgotten that were quiet for the longest."""
 
-    def __init__(self, most_tokens: int = MOST_TOKENS):
-        self.most_tokens, self.held = most_tokens, 0
+    def __init__(self, most_tokens: int = MOST_TOKENS, *, invited: bool = False):
+        """`invited`: only sessions that were opened here may be named."""
+        self.most_tokens, self.held, self.invited = most_tokens, 0, invited
         self._records: OrderedDict[str, Record] = OrderedDict()
 
     def __len__(self) -> int:
@@ -135,10 +150,18 @@ class Records:
     def find(self, session: str) -> Record | None:
         return self._records.get(session)
 
-    def of(self, session: str) -> Record:
+    def of(self, session: str | None) -> Record | None:
+        """A new one for a session that nobody knows; None: nobody keeps one."""
+        if self.invited and (session is None or session not in self._records):
+            raise NotUnderstood("there is no such episode, or it is over", "session", status=404)
+        if session is None:
+            return None
         record = self._records.setdefault(session, Record())
         self._records.move_to_end(session)
         return record
+
+    def open(self, session: str, record: Record) -> None:
+        self._records[session] = record
 
     def forget(self, session: str) -> None:
         if (record := self._records.pop(session, None)) is not None:
@@ -150,5 +173,5 @@ class Records:
         if record is None or turn.number >= len(record.turns) or record.turns[turn.number] is not turn:
             return
         self.held += turn.held
-        while self.held > self.most_tokens:
+        while self.held > self.most_tokens and not self.invited:
             self.forget(next(iter(self._records)))

@@ -27,9 +27,11 @@ class PolicyServer:
         max_bytes: int = MOST_BYTES,
         max_waiting: int = MOST_WAITING,
         drain_seconds: float = DRAIN_SECONDS,
+        invited: bool = False,
     ):
-        """`token`: what requests must bring; `seed`: of requests that bring none; `version`: of the weights."""
-        self.policy, self.metrics, self.records = policy, Metrics(), Records()
+        """`token`: what requests must bring; `seed`: of requests that bring none; `version`: of the weights; `invited`:
+        only sessions that were opened in this process are answered."""
+        self.policy, self.metrics, self.records = policy, Metrics(), Records(invited=invited)
         self.desk = Desk(self.metrics, max_waiting)
         app = make_app(
             *(policy, self.desk, self.records, self.metrics),

@@ -33,14 +33,14 @@ class Wanted:
         return dataclasses.replace(self.sampling, max_new_tokens=limit)
 
 
-@dataclass(frozen=True)
+@dataclass
 class House:
     """What a server knows of drawing, whoever asks."""
 
     stops: tuple[int, ...]  # tokens that end a turn
     vocabulary: int
     pinned: Sampling | None = None
-    """In training: how the run draws. Of requests only lengths, stops and seeds count."""
+    """In training: how the run draws. Of requests only lengths and stops count."""
 
 
 def of_chat(fields: Fields, house: House) -> Wanted:
@@ -73,6 +73,9 @@ def _wanted(fields: Fields, house: House, alternatives: int, log_probs: bool) ->
             raise NotUnderstood(f"{name} is not offered; leave it out, or give repetition_penalty", name)
     longest = fields.optional_whole("max_tokens", 1)
     longest = fields.optional_whole("max_completion_tokens", 1) or longest
+    if house.pinned is not None:
+        most = house.pinned.max_new_tokens
+        longest = most if longest is None else min(longest, most)
     return Wanted(
         sampling=_sampling(fields, house, alternatives),
         limit=longest,

@@ -1,0 +1,27 @@
+"""The one place that chooses what is around an engine: environments that it answers, or agents that ask it."""
+
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
+
+from trimtab.agents.engine import AgentEngine
+from trimtab.agents.settings import PlaySettings
+from trimtab.errors import UserError
+from trimtab.rollout.engine import Engine
+
+if TYPE_CHECKING:
+    from trimtab.envs.pool import Pool
+
+
+def playing_engine(
+    engine: Engine, pool: "Pool", tokenizer: PreTrainedTokenizerBase, settings: PlaySettings | None = None
+) -> Engine:
+    if pool.about.kind != "agent":
+        return AgentEngine(engine, pool, tokenizer, settings, tools=pool.about.tools)
+    try:
+        from trimtab.serving.agent_engine import ServedAgents
+    except ImportError as error:
+        raise UserError(
+            f"an agent needs a server, and that the package {error.name}: pip install 'trimtab[serve]'"
+        ) from error
+    return ServedAgents(engine, pool, tokenizer, settings)
