@@ -17,7 +17,7 @@ def playing_engine(
     engine: Engine, pool: "Pool", tokenizer: PreTrainedTokenizerBase, settings: PlaySettings | None = None
 ) -> Engine:
     if pool.about.kind != "agent":
-        return AgentEngine(engine, pool, tokenizer, settings, tools=pool.about.tools)
+        return AgentEngine(engine, pool, tokenizer, settings)
     try:
         from trimtab.serving.agent_engine import ServedAgents
     except ImportError as error:
