@@ -15,6 +15,7 @@ nothing in the mean: b is not what is still to come.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trimtab.algos.answers import sums
@@ -43,12 +44,17 @@ def deviations(totals_E: Tensor, rewards_K: Tensor, episodes_K: Tensor, groups_E
     return for_answers(deviation, groups_E, squares_E)
 
 
-def spread(
-    rewards_N: Tensor, rewards_K: Tensor, episodes_K: Tensor, tokens_K: Tensor, lasts_E: Tensor, unit_E: Tensor
+def at_ends(
+    shaped_E: Tensor,
+    unit_E: Tensor,
+    rewards_K: Tensor,
+    episodes_K: Tensor,
+    clip: tuple[float, float] | None = None,
 ) -> Tensor:
-    """Rewards of tokens where each episode's shaped total stands on its last one, `lasts_E`: turns get their own, times
-    the `unit_E` in which their episode's total is measured, and the last token the less."""
-    earlier_K = tokens_K != lasts_E[episodes_K]
-    rewards_K, episodes_K, tokens_K = rewards_K[earlier_K], episodes_K[earlier_K], tokens_K[earlier_K]
-    own_K = rewards_K * unit_E[episodes_K]
-    return rewards_N.index_add(0, tokens_K, own_K).index_add(0, lasts_E[episodes_K], -own_K)
+    """What stands on the last token of each turn, so that sums from a token on are its turn's G - b. `shaped_E`: R - b
+    of each episode; `unit_E`: what a reward of 1 is in that; `clip`: lowest and highest G - b."""
+    to_come_K = shaped_E[episodes_K] - unit_E[episodes_K] * before(rewards_K, episodes_K)
+    if clip is not None:
+        to_come_K = to_come_K.clamp(*clip)
+    goes_on_K = F.pad(episodes_K[1:] == episodes_K[:-1], (0, 1))
+    return torch.where(goes_on_K, to_come_K - F.pad(to_come_K[1:], (0, 1)), to_come_K)

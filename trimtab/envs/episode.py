@@ -1,7 +1,7 @@
 """The record of an episode: who said what, and what it was worth. It holds what a person reads and what another
 instance of the environment must be played to be where this one was; tokens lie beside it."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.envs.types import Message
@@ -41,8 +41,8 @@ class Episode:
         return [said for said in self.said if said.drawn]
 
     def plain(self) -> dict[str, Any]:
-        """As JSON holds it."""
-        return asdict(self)
+        """As JSON holds it; what lies inside is not copied."""
+        return {**vars(self), "said": [dict(vars(said)) for said in self.said]}
 
     @classmethod
     def of_plain(cls, found: dict[str, Any]) -> "Episode":

@@ -151,6 +151,12 @@ def test_rewards_standardised_by_the_run_stay_the_sum_of_their_turns(unwhitened)
     assert experience.advantages_N.tolist() == pytest.approx(expected, abs=1e-5)
 
 
+def test_what_is_to_come_is_clipped_turn_by_turn():
+    episodes = [Played([([1], 45.0), ([2, 3], 5.0)]), Played([([4], 0.0)])]
+    experience = experience_of([episodes])
+    assert shaped(experience, "rloo", reward_clip_range=(-10.0, 10.0)) == pytest.approx([10.0, 5.0, 5.0, -10.0])
+
+
 def test_equal_totals_of_rewarded_turns_are_no_equal_group():
     episodes = [Played([([1], 0.5), ([2], 0.5)]), Played([([1], 1.0), ([2], 0.0)])]
     for turn_reward, equal in (("sum", 1.0), ("returns", 0.0)):

@@ -3,8 +3,8 @@
 R of each answer, less what it is too long; standardised by all rewards of the run (running); seen against its group
 (group_rewards); clipped
 r of each token: -beta KL, and R on the last one (token_rewards); on the last token of each step the step's reward,
-seen against the group's steps (step_rewards); on the last token of each turn the turn's, which R then lacks
-(turn_rewards); a teacher adds log teacher - log policy
+seen against the group's steps (step_rewards); instead of R, on the last token of each turn, what makes its sum what is
+still to come (turn_rewards); a teacher adds log teacher - log policy
 A of each token: GAE with a critic, the discounted sum of r without (advantages); whitened, where that belongs
 
 An episode in several branches is one answer here, and its tokens stand in the order in which they were drawn.
@@ -59,7 +59,7 @@ def shape(
     if experience.reference_N is not None and experience.old_N is not None:
         kl_N = kl.estimate(experience.old_N, experience.reference_N, options.kl_estimator)
     rewards_N = per_token(
-        shaped_E,
+        shaped_E if turns is None else torch.zeros_like(shaped_E),
         None if options.use_kl_loss or kl_N is None else time.sorted(kl_N),
         kl_coefficient,
         time.remaining_N,
@@ -67,8 +67,8 @@ def shape(
         options.reward_clip_range,
     )
     if turns is not None:
-        of_turns = (turns.rewards_K, turns.episodes_K, time.places_N[turns.tokens_K])
-        rewards_N = turn_rewards.spread(rewards_N, *of_turns, time.lasts_E, unit_E)
+        own_K = turn_rewards.at_ends(shaped_E, unit_E, turns.rewards_K, turns.episodes_K, options.reward_clip_range)
+        rewards_N = rewards_N.index_add(0, time.places_N[turns.tokens_K], own_K)
     if experience.step_scores is not None and any(experience.step_scores):
         scores_K, tokens_K = experience.steps()
         answers_K = experience.episodes_S[experience.owners_N[tokens_K]]
@@ -97,7 +97,7 @@ def shape(
         equal_G = for_groups(equal_groups, groups_E, rewards_E) & equal_steps(experience, options)
         figures["equal_groups"] = share_of_several(equal_G, experience)
     if turns is not None:
-        rewarded_K = (turns.rewards_K != 0) & (time.places_N[turns.tokens_K] != time.lasts_E[turns.episodes_K])
+        rewarded_K = turn_rewards.before(turns.rewards_K, turns.episodes_K) != 0
         turned_G = torch.bincount(groups_E[turns.episodes_K[rewarded_K]], minlength=experience.groups) > 0
         equal_G = for_groups(equal_groups, groups_E, rewards_E) & ~turned_G
         figures["equal_groups"] = share_of_several(equal_G, experience)

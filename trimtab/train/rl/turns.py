@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.trajectories import runs
+from trimtab.train.rl.trajectories import joined, runs
 
 
 class InTime:
@@ -51,20 +52,16 @@ class InTime:
         lengths_E = self.experience.lengths_E
         return torch.repeat_interleave(lengths_E.cumsum(0) - 1, lengths_E) - torch.arange(len(self.order_N))
 
-    @property
-    def lasts_E(self) -> Tensor:
-        """The last of each episode; of one that drew nothing, none of its own."""
-        return self.experience.lengths_E.cumsum(0) - 1
-
 
 def _order(experience: Experience) -> Tensor:
     """The drawn tokens in the order of time. Where no record says it, branches were drawn one after another."""
     if experience.episodes is None:
         return torch.arange(len(experience.sampled_N))
     turns = Turns.of(experience)
-    order = [torch.arange(run.start, run.stop) for run in runs(turns.starts_K, turns.tokens_K + 1 - turns.starts_K)]
-    assert sum(map(len, order)) == len(experience.sampled_N), "every drawn token is one of a turn"
-    return torch.cat(order)
+    places_N = torch.arange(len(experience.sampled_N))
+    order_N = joined(places_N, runs(turns.starts_K, turns.tokens_K + 1 - turns.starts_K))
+    assert len(order_N) == len(places_N), "every drawn token is one of a turn"
+    return order_N
 
 
 @dataclass
@@ -79,17 +76,15 @@ class Turns:
     @classmethod
     def of(cls, experience: Experience) -> "Turns":
         assert experience.episodes is not None
+        behind_prompt = (experience.offsets_S + experience.prompt_lengths_S).tolist()
         found: list[tuple[float, int, int, int]] = []
-        firsts, starts = experience.firsts_E.tolist(), experience.starts_S.tolist()
-        for episode, first in enumerate(firsts):
-            drawn: dict[int, list[int]] = {}  # of each branch: how many of the first so many tokens
+        for episode, first in enumerate(experience.firsts_E.tolist()):
             for turn in experience.episodes[first].turns:
-                sample = first + turn.branch
-                if sample not in drawn:
-                    drawn[sample] = [0, *experience.drawn(sample).cumsum(0).tolist()]
-                start, end = (starts[sample] + drawn[sample][place] for place in (turn.start, turn.end))
-                assert start < end, "a turn has drawn something"
-                found.append((turn.reward, episode, start, end - 1))
-        rewards, *places = zip(*found) if found else ((), (), (), ())
-        whole = (torch.tensor(column, dtype=torch.int64) for column in places)
-        return cls(torch.tensor(rewards, dtype=torch.float32), *whole)
+                begin = behind_prompt[first + turn.branch]
+                found.append((turn.reward, episode, begin + turn.start, begin + turn.end))
+        rewards, episodes, starts, ends = zip(*found) if found else ((), (), (), ())
+        drawn_before = F.pad(experience.drawn_T.cumsum(0), (1, 0))
+        starts_K, ends_K = (drawn_before[torch.tensor(places, dtype=torch.int64)] for places in (starts, ends))
+        assert bool((starts_K < ends_K).all()), "a turn has drawn something"
+        episodes_K = torch.tensor(episodes, dtype=torch.int64)
+        return cls(torch.tensor(rewards, dtype=torch.float32), episodes_K, starts_K, ends_K - 1)
