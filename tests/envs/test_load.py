@@ -39,6 +39,14 @@ def test_an_environment_of_the_native_shape_is_played_as_it_is(tmp_path: Path, t
     assert now(first.close()) is None
 
 
+def test_a_file_may_offer_rows(tmp_path: Path) -> None:
+    offers = "def rows(count, seed):\n    return [{'prompt': str(seed + place)} for place in range(count)]\n"
+    loaded = load(written(tmp_path, NATIVE + offers))
+    assert loaded.rows is not None and loaded.about.offers_rows
+    assert loaded.rows(2, 5) == [{"prompt": "5"}, {"prompt": "6"}]
+    assert not load(written(tmp_path, NATIVE)).about.offers_rows
+
+
 def of(answer: str) -> str:
     return f"""
 from trimtab.envs.types import Step

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from trimtab.envs.loaded import About, Loaded
 from trimtab.envs.shapes import agent, gymnasium, native, openrlhf, skyrl, textarena, trl
-from trimtab.envs.shapes.adapted import Adapted, Maker, needed
+from trimtab.envs.shapes.adapted import Adapted, Maker, needed, parameters
 from trimtab.errors import UserError
 
 PREFERRED = ("AgentInstance", "Environment", "Env", "run", "step")
@@ -41,15 +41,19 @@ FUNCTIONS = (
 
 
 def load_file(file: Path, name: str | None) -> Loaded:
-    """The class or function called `name`, or the only one that can be meant."""
+    """The class or function called `name`, or the only one that can be meant; a function `rows(count, seed)` of the file
+    offers prompts."""
     openrlhf.offer_stand_in()
     module = _module(file)
     openrlhf.refuse_executors(module, str(file))
     found, shape = _only(module, str(file)) if name is None else _called(module, name, str(file))
-    about = About(_name(found), shape.words, "agent" if shape.adapt is None else "environment")
+    rows = getattr(module, "rows", None)
+    offered = rows if inspect.isfunction(rows) and list(parameters(rows)) == ["count", "seed"] else None
+    kind: Literal["environment", "agent"] = "agent" if shape.adapt is None else "environment"
+    about = About(_name(found), shape.words, kind, offers_rows=offered is not None)
     if shape.adapt is None:
-        return Loaded(about, run=functools.partial(agent.run, found))
-    return Loaded(about, functools.partial(shape.adapt, found))
+        return Loaded(about, run=functools.partial(agent.run, found), rows=offered)
+    return Loaded(about, functools.partial(shape.adapt, found), rows=offered)
 
 
 def _only(module: ModuleType, file: str) -> tuple[Maker, Shape]:

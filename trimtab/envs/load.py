@@ -45,7 +45,7 @@ def _with_tools(loaded: Loaded) -> Loaded:
     closed = first.close()
     if inspect.iscoroutine(closed):
         asyncio.run(closed)
-    return replace(loaded, about=replace(loaded.about, tools=tools, offers_rows=loaded.rows is not None))
+    return replace(loaded, about=replace(loaded.about, tools=tools))
 
 
 def _embedded(source: str, name: str) -> Path:

@@ -41,7 +41,7 @@ def load(place: str) -> Loaded:
             {"prompt": asked(entry), "label": str(entry["answer"]), **columns} for entry, columns in zip(entries, known)
         ]
 
-    return Loaded(About(name, "reasoning-gym's"), lambda: Question(generator), rows=rows)
+    return Loaded(About(name, "reasoning-gym's", offers_rows=True), lambda: Question(generator), rows=rows)
 
 
 def asked(entry: dict[str, Any]) -> list[Message]:
