@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trimtab.envs.load import About
+from trimtab.envs.loaded import About
 from trimtab.envs.replies import Broken, Ended, Opened, Stepped
 from trimtab.envs.types import Step, Task, Turn
 

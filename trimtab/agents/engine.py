@@ -15,7 +15,7 @@ from trimtab.agents.play import Play
 from trimtab.agents.session import AgentSession
 from trimtab.agents.settings import PlaySettings
 from trimtab.envs.episode import Episode
-from trimtab.envs.load import About
+from trimtab.envs.loaded import About
 from trimtab.envs.replies import Reply
 from trimtab.envs.types import Task, Turn
 from trimtab.errors import UserError

@@ -41,7 +41,7 @@ FUNCTIONS = (
 
 
 def load_file(file: Path, name: str | None) -> Loaded:
-    """The class or function called `name`, or the only one that can be meant; a function `rows(count, seed)` of the file
+    """The class or function called `name`, or the only one that can be meant. A function `rows(count, seed)` beside it
     offers prompts."""
     openrlhf.offer_stand_in()
     module = _module(file)

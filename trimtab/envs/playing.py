@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from trimtab.envs.lanes import Caller, Late, Stuck
-from trimtab.envs.load import Loaded
+from trimtab.envs.loaded import Loaded
 from trimtab.envs.shapes.adapted import Adapted
 from trimtab.envs.tools import BadArguments, UnknownTool, call, schemas
 from trimtab.envs.types import Message, Step, Task, Turn

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.envs.load import About
+from trimtab.envs.loaded import About
 from trimtab.envs.replies import Broken, Ended, Reply, reply_of
 from trimtab.envs.types import Task, Turn
 from trimtab.envs.workers import LOADING_SECONDS, PING_EVERY, EnvLimits, Worker

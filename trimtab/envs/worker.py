@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from trimtab.envs.lanes import Caller, Lanes, Late, Stuck, line_of
-from trimtab.envs.load import Loaded, load, split
+from trimtab.envs.load import load, split
+from trimtab.envs.loaded import Loaded
 from trimtab.envs.playing import Instance
 from trimtab.errors import UserError
 from trimtab.processes.telling import plain, told
