@@ -10,8 +10,14 @@ from tests.train.rl.test_experience import assert_equal
 from trimtab.distributed.wire import Wire
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.types import Draft, Sampling
-from trimtab.train.rl.answers import UnderWay
-from trimtab.train.rl.asynchronous.groups import drafts_from_disk, drafts_on_disk, fitting
+from trimtab.train.rl.answers import Answers, UnderWay
+from trimtab.train.rl.asynchronous.groups import (
+    drafts_from_disk,
+    drafts_on_disk,
+    fitting,
+    whole_from_disk,
+    whole_on_disk,
+)
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.launch import RECORDS
 
@@ -80,6 +86,23 @@ def test_parts_with_and_without_branches_are_joined():
     assert plain.branches_S is None and plain.episodes_S.tolist() == [0, 1]
     assert Experience.joined([plain, make()]).branches_S.tolist() == [0, 0, 0, 1, 0, 0, 0, 1, 2]
     assert Experience.joined([plain, plain]).branches_S is None
+
+
+def test_groups_that_are_whole_keep_their_records_on_disk():
+    experience = make()
+    groups = {place: experience.take(experience.samples_of([place - 4])) for place in (4, 5)}
+    result = RewardResult([0.5] * 4)
+    tensors, described = whole_on_disk({4: groups[4]}, {5: Answers(groups[5], [result])})
+    judged, written = whole_from_disk(tensors, json.loads(json.dumps(described)))
+    assert_equal(judged[4], groups[4])
+    assert_equal(written[5].experience, groups[5])
+    assert judged[4].episodes == groups[4].episodes and written[5].results == [result]
+
+
+def test_branches_out_of_order_are_noticed():
+    rollouts = SECOND[1].rollouts(0, 0, [5])
+    with pytest.raises(AssertionError, match="one after another"):
+        Experience.of([0, 0, 0], [rollouts[0], rollouts[2], rollouts[1]])
 
 
 @pytest.mark.parametrize("with_episodes", [True, False])

@@ -87,6 +87,10 @@ class Experience(Trajectories):
             experience.versions_N = torch.from_numpy(np.concatenate(versions))
             assert len(experience.versions_N) == len(experience.sampled_N), "a version for every token that was drawn"
         if any(r.branch for r in rollouts):
+            pairs = itertools.pairwise((r.prompt, r.sample, r.branch) for r in rollouts)
+            assert rollouts[0].branch == 0 and all(
+                later[2] == 0 or later == (*earlier[:2], earlier[2] + 1) for earlier, later in pairs
+            ), "the branches of an episode one after another"
             experience.branches_S = torch.tensor([r.branch for r in rollouts])
         episodes = [r.episode for r in rollouts if r.episode is not None]
         if episodes:

@@ -93,13 +93,13 @@ def shape(
         experience.advantages_N[learnt_N] = whitened(advantages_N[learnt_N], options)
     figures = described(experience, rewards_E, sums(rewards_N, time.owners_N, len(rewards_E)), kl_N)
     figures["advantage_size"] = experience.advantages_N.abs().mean()
-    if experience.step_scores is not None:
-        equal_G = for_groups(equal_groups, groups_E, rewards_E) & equal_steps(experience, options)
-        figures["equal_groups"] = share_of_several(equal_G, experience)
-    if turns is not None:
-        rewarded_K = turn_rewards.before(turns.rewards_K, turns.episodes_K) != 0
-        turned_G = torch.bincount(groups_E[turns.episodes_K[rewarded_K]], minlength=experience.groups) > 0
-        equal_G = for_groups(equal_groups, groups_E, rewards_E) & ~turned_G
+    if experience.step_scores is not None or turns is not None:
+        equal_G = for_groups(equal_groups, groups_E, rewards_E)
+        if experience.step_scores is not None:
+            equal_G &= equal_steps(experience, options)
+        if turns is not None:
+            rewarded_K = turn_rewards.before(turns.rewards_K, turns.episodes_K) != 0
+            equal_G[groups_E[turns.episodes_K[rewarded_K]]] = False
         figures["equal_groups"] = share_of_several(equal_G, experience)
     if moments is not None:
         figures |= {"reward_mean_so_far": moments[1], "reward_std_so_far": running.deviation(moments)}
