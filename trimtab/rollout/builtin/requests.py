@@ -9,9 +9,8 @@ def longest_text(policy: Policy) -> int | None:
     return getattr(policy.config.get_text_config(), "max_position_embeddings", None)
 
 
-def check_request(policy: Policy, number: int, prompt_ids: list[int], limit: int) -> None:
-    vocabulary = policy.head.out_features
-    most = longest_text(policy)
+def check_request(vocabulary: int, most: int | None, number: int, prompt_ids: list[int], limit: int) -> None:
+    """`most`: places that the model has for tokens."""
     if not prompt_ids:
         raise UserError(f"prompt {number} is empty; at least one token is needed")
     if max(prompt_ids) >= vocabulary or min(prompt_ids) < 0:

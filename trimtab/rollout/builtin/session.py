@@ -42,6 +42,7 @@ class BuiltinSession:
         """`keeping`: what was read and drawn may be read again by later requests."""
         self.engine, self.sampling, self.keeping = engine, sampling, keeping
         self.device = engine.policy.device
+        self._vocabulary = engine.policy.head.out_features  # models are slow to ask
         self.requests = 0
         self._longest = 0
         self._new: list[Sample] = []
@@ -62,10 +63,10 @@ class BuiltinSession:
         sampling: Sampling | None = None,
     ) -> int:
         if sampling is not None:
-            check_setting(sampling, self.engine.policy.head.out_features, self.engine.tokenizer)
+            check_setting(sampling, self._vocabulary, self.engine.tokenizer)
         sampling = self.sampling if sampling is None else sampling
         number, limit = self.requests, sampling.max_new_tokens if limit is None else limit
-        check_request(self.engine.policy, number, prompt_ids, limit)
+        check_request(self._vocabulary, self.engine.context, number, prompt_ids, limit)
         seed = request_seed(sampling.seed, number) if seed is None else seed
         assert not (drafts and sampling.plain_log_probs), "a draft has no log-probs at another temperature"
         assert not (drafts and sampling.top_log_probs), "a draft has no alternatives"
@@ -153,14 +154,13 @@ class BuiltinSession:
         cache = memory.cache(min(engine.slots, len(self._at_work()) + len(self._new)), self._longest, self.device)
         engine.captured.follow(cache, fused=engine.fused is not None)
         if self._scheduler is None:
-            self._recorded = self._new[0].sampling
             memory.kept.keeping = self.keeping
             self._scheduler = Scheduler(memory.kept, engine.slots)
             self._runner = Runner(engine.policy, cache, engine.fused)
             self.enter(self._runner)
             self._reader = Reader(self._runner, engine.captured, engine.read_tokens)
-            self._samplers = Samplers(engine.policy.head.out_features, self.device)
-        self._graphs = engine.captured.decoding(cache, self._recorded, self._longest)
+            self._samplers = Samplers(self._vocabulary, self.device)
+        self._graphs = engine.captured.decoding(cache, self.sampling, self._longest)
         self._scheduler.add(self._new)
         self._new = []
 
@@ -189,7 +189,7 @@ class BuiltinSession:
         captured = self.engine.captured
         if not captured.possible:
             return None
-        if alike(running) and running[0].sampling.rule == self._recorded.rule:
+        if alike(running) and running[0].sampling.rule == self.sampling.rule:
             return self._graphs
         settings = [sample.sampling for sample in running]
         return captured.decoding_by_rows(self._runner.cache, settings, self._longest)
