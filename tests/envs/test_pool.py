@@ -137,8 +137,27 @@ def pool_of(tmp_path):
         pool.close()
 
 
-def test_an_episode_is_opened_played_and_ended(pool_of):
-    pool = pool_of()
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    """For tests that end no process."""
+    file = tmp_path_factory.mktemp("pool") / "world.py"
+    file.write_text(textwrap.dedent(CODE))
+    made = Pool(str(file), EnvLimits(20.0, 1, 4, 2.0))
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(request):
+    yield
+    if "pool" in request.fixturenames:
+        pool = request.getfixturevalue("pool")
+        for episode in range(10):
+            pool.drop(episode)
+        assert pool.finished(0.0) == []
+
+
+def test_an_episode_is_opened_played_and_ended(pool):
     assert pool.about.name == "World" and pool.about.kind == "environment"
     pool.reset(7, Task(3, 2, 11))
     opening = one(pool)
@@ -158,8 +177,7 @@ def test_an_episode_is_opened_played_and_ended(pool_of):
     assert one(pool).messages is None, "the row's own prompt, and a number may be used again"
 
 
-def test_tools_are_called_and_what_fails_is_told_to_the_model_and_counted(pool_of):
-    pool = pool_of()
+def test_tools_are_called_and_what_fails_is_told_to_the_model_and_counted(pool):
     opened(pool, 1)
     pool.step(1, said("", calls=[call("add", "x", a=1, b=2), call("raises"), call("sub"), call("add", a=1)]))
     reply = one(pool)
@@ -180,8 +198,7 @@ FAULTS = {
 }
 
 
-def test_what_raises_breaks_its_episode_alone(pool_of):
-    pool = pool_of()
+def test_what_raises_breaks_its_episode_alone(pool):
     opened(pool, *range(len(FAULTS) + 1))
     before = process_of(pool, len(FAULTS))
     for episode, (text, words) in enumerate(FAULTS.values()):
@@ -196,10 +213,16 @@ DEATHS = {
     "eats memory": ("do bytearray(10**11)", "needed more than 2 GiB of memory"),
     "hangs": ("wait 100", "took longer than 1 s (line "),
     "closes all": ("do os.closerange(3, 100); time.sleep(30)", "its process died (signal SIGKILL)"),
+    "stops": ("do os.kill(os.getpid(), signal.SIGSTOP)", "nothing was heard of its process for longer than 6 s"),
+    "lets nobody work": ("do import re; re.match('(a+)+b', 'a' * 60)", "nothing was heard of its process for longer"),
 }
+SHORT = ("leaves", "eats memory", "hangs")
 
 
-@pytest.mark.parametrize("text, words", DEATHS.values(), ids=DEATHS)
+@pytest.mark.parametrize(
+    "text, words",
+    [pytest.param(*DEATHS[name], id=name, marks=() if name in SHORT else pytest.mark.long) for name in DEATHS],
+)
 def test_who_dies_or_hangs_is_named_and_others_there_are_innocent(pool_of, text, words):
     pool = pool_of(seconds=1.0)
     opened(pool, 1, 2)
@@ -214,10 +237,39 @@ def test_who_dies_or_hangs_is_named_and_others_there_are_innocent(pool_of, text,
     assert process_of(pool, 1) != pid
 
 
+def test_of_several_that_may_have_done_it_none_is_blamed_before_it_is_known(pool_of):
+    """Who ends a process while others are being asked there is found out by asking them one after another."""
+    pool = pool_of()
+    opened(pool, 1, 2, 3, 4)
+    for episode, text in enumerate(("wait 5", "do time.sleep(0.3); os._exit(7)", "wait 5"), 1):
+        pool.step(episode, said(text))
+    replies = collected(pool, 4)
+    assert all(reply.innocent for reply in replies.values())
+    assert "another episode's sake" in replies[4].words and "another" not in replies[2].words
+    opened(pool, 1, 2, 3, 4)
+    shared = process_of(pool, 4)
+    for episode, text in enumerate(("wait 0.1", "do os._exit(7)", "wait 0.1"), 1):
+        pool.step(episode, said(text))
+    replies = []
+    while len(replies) < 4:
+        replies += pool.finished(10)
+    assert isinstance(replies[0], Stepped) and replies[0].episode == 1
+    assert [(reply.episode, reply.innocent) for reply in replies[1:]] == [(1, True), (2, False), (3, True)]
+    assert process_of(pool, 4) == shared
+
+
+def test_who_leaves_something_that_ends_the_process_later_is_no_innocent(pool_of):
+    pool = pool_of()
+    opened(pool, 1)
+    pool.step(1, said("do threading.Timer(0.2, os._exit, [5]).start()"))
+    assert isinstance(one(pool), Stepped)
+    assert one(pool) == Broken(1, "its process died (exit code 5)")
+
+
 def test_the_last_lines_that_were_printed_are_named(pool_of, capfd):
     pool = pool_of()
     opened(pool, 1)
-    pool.step(1, said("do print('x' * 10**8); print('the cause'); sys.stderr.write('of it all'); os._exit(1)"))
+    pool.step(1, said("do print('x' * 10**7); print('the cause'); sys.stderr.write('of it all'); os._exit(1)"))
     assert one(pool).words.endswith("/ the cause / of it all")
     assert capfd.readouterr() == ("", ""), "nothing of it is the run's"
 
@@ -249,8 +301,7 @@ def test_a_coroutine_that_holds_up_the_others_is_found(pool_of):
     assert "(line 15)" in replies[2].words
 
 
-def test_plain_calls_run_at_once_each_episode_in_its_thread(pool_of):
-    pool = pool_of(threads=4)
+def test_plain_calls_run_at_once_each_episode_in_its_thread(pool):
     opened(pool, *range(8))
     began = time.monotonic()
     for _ in range(2):
@@ -270,8 +321,7 @@ def test_waiting_for_a_thread_is_nobodys_time(pool_of):
         assert isinstance(reply, Stepped) and 0.3 <= reply.seconds < 0.6
 
 
-def test_an_episode_that_is_dropped_says_nothing_more(pool_of):
-    pool = pool_of()
+def test_an_episode_that_is_dropped_says_nothing_more(pool):
     opened(pool, 1, 2)
     pool.step(1, said("wait 0.3"))
     pool.drop(1)
@@ -282,10 +332,9 @@ def test_an_episode_that_is_dropped_says_nothing_more(pool_of):
     assert pool.finished(0.1) == []
 
 
-def test_a_flood_of_an_observation_is_cut_in_its_middle(pool_of):
-    pool = pool_of()
+def test_a_flood_of_an_observation_is_cut_in_its_middle(pool):
     opened(pool, 1)
-    pool.step(1, said("do self.texts.append('y' * 10**8)"))
+    pool.step(1, said("do self.texts.append('y' * 10**7)"))
     content = one(pool).step.messages[0]["content"]
     assert len(content) < 4_000_100 and "characters left out ...]" in content
     assert content.startswith('{"pid"') and content.endswith('y"]}')
@@ -294,13 +343,24 @@ def test_a_flood_of_an_observation_is_cut_in_its_middle(pool_of):
 CHILD = "do child = subprocess.Popen(['sleep', '1000']); pathlib.Path({place!r}).write_text(str(child.pid)); {then}"
 
 
-@pytest.mark.parametrize("then", ["pass", "child.wait()", "os._exit(3)"], ids=["ends", "waits", "dies"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        "pass",
+        pytest.param("child.wait()", marks=pytest.mark.long),
+        pytest.param("os._exit(3)", marks=pytest.mark.long),
+        pytest.param("threading.Thread(target=time.sleep, args=[1000]).start()", marks=pytest.mark.long),
+    ],
+    ids=["ends", "waits", "dies", "leaves a thread"],
+)
 def test_what_an_environment_started_ends_with_it(pool_of, tmp_path, then):
     pool = pool_of(seconds=0.5)
     opened(pool, 1)
     pool.step(1, said(CHILD.format(place=str(tmp_path / "pid"), then=then)))
     one(pool)
+    began = time.monotonic()
     pool.close()
+    assert time.monotonic() - began < 3.0
     assert has_ended(int((tmp_path / "pid").read_text()))
 
 
@@ -326,17 +386,18 @@ def test_a_run_that_is_killed_takes_them_along(tmp_path):
             os.write(write, str(process_of(pool, 1)).encode())
             pool.step(1, said("do import re; re.match('(a+)+b', 'a' * 60)"))  # which lets no other thread work
             time.sleep(0.5)
-            os.write(write, b".")
-            if os.fork() == 0:
-                time.sleep(30)  # and holds the run's end of everything open
-            time.sleep(30)
+            if (fork := os.fork()) > 0:
+                os.write(write, f" {fork}".encode())
+            time.sleep(30)  # the fork holds the run's end of everything open
         finally:
             os._exit(0)
     pid = int(os.read(read, 100))
-    assert os.read(read, 1) == b"."
+    fork = int(os.read(read, 100))
     os.kill(run, 9)
     os.waitpid(run, 0)
-    assert has_ended(pid)
+    ended = has_ended(pid)
+    os.kill(fork, 9)
+    assert ended
 
 
 def test_a_source_that_cannot_be_loaded_is_one_line(pool_of):

@@ -273,15 +273,18 @@ class Pool:
         if not worker.loaded:
             unloadable = words if words.startswith("environment") else f"environment {self.source}: {words}"
             self._told.setdefault(0, UserError(unloadable))
-        blamed = worker.keys if not worker.loaded else worker.asked if key is None else {key}
+        blamed = {key} if key is not None else worker.asked or worker.keys
+        # Any of those who were being asked may have done it. Where nobody was, what one of them left running has.
+        uncertain = key is None and len(worker.asked) > 1 and worker.loaded
         for other in sorted(worker.keys):
             episode = self._episodes.get(other)
             if episode is None:
                 self._told[other] = UserError(f"environment {self.source}: {words}")
-                continue
-            if worker.loaded and key is None and other in blamed:
-                self._suspects.add(episode)
-            if other not in blamed:
-                self._reply(Broken(episode, f"its process was ended for another episode's sake: {words}", True))
+            elif other in blamed or not worker.loaded:
+                if key is None and worker.loaded:
+                    self._suspects.add(episode)
+                self._reply(Broken(episode, words, innocent=uncertain))
             else:
-                self._reply(Broken(episode, words, worker.loaded and len(blamed) > 1))
+                self._reply(
+                    Broken(episode, f"its process was ended for another episode's sake: {words}", innocent=True)
+                )

@@ -10,7 +10,7 @@ from typing import Any
 from trimtab.processes.channel import Channel
 from trimtab.processes.child import Child
 
-PING_EVERY = 1.0  # seconds, where somebody waits for an answer
+PING_EVERY = 0.5  # seconds, where somebody waits for an answer
 GRACE = 5.0  # seconds beyond a call's own, of a process that says nothing at all
 LOADING_SECONDS = 300.0  # a source may import a library, and that from a slow disk
 
