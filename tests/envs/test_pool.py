@@ -55,9 +55,9 @@ ASYNC = """
     from trimtab.envs.types import Step
 
     class World:
-        def __init__(self):
-            self.closed = False
+        opened = False
         async def reset(self, task):
+            self.opened = True
             await asyncio.sleep(0)
         async def step(self, turn):
             word, _, rest = turn.text.partition(" ")
@@ -69,7 +69,8 @@ ASYNC = """
                 raise SystemExit(4)
             return Step(turn.text)
         async def close(self):
-            raise OSError("too late")
+            if self.opened:
+                raise OSError("too late")
 """
 
 
@@ -398,6 +399,48 @@ def test_a_run_that_is_killed_takes_them_along(tmp_path):
     ended = has_ended(pid)
     os.kill(fork, 9)
     assert ended
+
+
+AGENT = """
+    import time
+    async def run(task, *, base_url, api_key, model):
+        return {"reward": task.row, "asked": float(base_url == "http://x/v1" and (api_key, model) == ("k", "m"))}
+"""
+PLAIN_AGENT = """
+    import time
+    def run(task, *, base_url, api_key, model):
+        time.sleep(0.3)
+        return 1 / task.row
+"""
+
+
+def test_an_agent_runs_by_itself_and_may_take_longer_than_a_call(pool_of):
+    pool = pool_of(AGENT)
+    assert pool.about.kind == "agent"
+    for episode in range(20):
+        pool.run(episode, Task(episode, 0, 0), base_url="http://x/v1", api_key="k", model="m")
+    replies = collected(pool, 20)
+    assert all((reply.reward, reply.logs) == (episode, {"asked": 1.0}) for episode, reply in replies.items())
+    pool = pool_of(PLAIN_AGENT, seconds=0.1)
+    for row in (0, 4):
+        pool.run(row, Task(row, 0, 0), base_url="", api_key="", model="")
+    replies = collected(pool, 2)
+    assert replies[4].reward == 0.25 and "ZeroDivisionError" in replies[0].words
+
+
+ROWS = """
+    def rows(count, seed):
+        if seed < 0:
+            raise ValueError("no such seed")
+        return [{"prompt": f"{seed} {row}"} for row in range(count)]
+"""
+
+
+def test_rows_of_its_own_are_asked_for(pool_of):
+    pool = pool_of(textwrap.dedent(CODE) + textwrap.dedent(ROWS))
+    assert pool.about.offers_rows and pool.rows(2, 5) == [{"prompt": "5 0"}, {"prompt": "5 1"}]
+    with pytest.raises(UserError, match="no such seed"):
+        pool.rows(1, -1)
 
 
 def test_a_source_that_cannot_be_loaded_is_one_line(pool_of):

@@ -1,9 +1,7 @@
 """The environment of a Python file. Whose shape it is of is told by its methods, as with reward functions."""
 
 import functools
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from trimtab.envs.loaded import About, Loaded
 from trimtab.envs.shapes import agent, gymnasium, native, openrlhf, skyrl, textarena, trl
 from trimtab.envs.shapes.adapted import Adapted, Maker, needed, parameters
 from trimtab.errors import UserError
+from trimtab.processes.source import module_of
 
 PREFERRED = ("AgentInstance", "Environment", "Env", "run", "step")
 
@@ -44,7 +43,7 @@ def load_file(file: Path, name: str | None) -> Loaded:
     """The class or function called `name`, or the only one that can be meant. A function `rows(count, seed)` beside it
     offers prompts."""
     openrlhf.offer_stand_in()
-    module = _module(file)
+    module = module_of(file, "environment_file")
     openrlhf.refuse_executors(module, str(file))
     found, shape = _only(module, str(file)) if name is None else _called(module, name, str(file))
     rows = getattr(module, "rows", None)
@@ -113,13 +112,3 @@ def _name(found: Maker) -> str:
 def _expected() -> str:
     classes = "; ".join(shape.words for shape in CLASSES)
     return f"a class with {classes}; or a function: {'; '.join(shape.words for shape in FUNCTIONS)}"
-
-
-def _module(file: Path) -> ModuleType:
-    sys.path.insert(0, str(file.parent))  # the file may import its neighbours
-    specification = importlib.util.spec_from_file_location("environment_file", file)
-    assert specification is not None and specification.loader is not None, "it is a Python file"
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module
-    specification.loader.exec_module(module)
-    return module

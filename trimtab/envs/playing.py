@@ -1,5 +1,6 @@
 """One instance of an environment in a worker: opened, played turn by turn, ended."""
 
+import functools
 import json
 from typing import Any
 
@@ -9,6 +10,9 @@ from trimtab.envs.shapes.adapted import Adapted
 from trimtab.envs.tools import BadArguments, UnknownTool, call, schemas
 from trimtab.envs.types import Message, Step, Task, Turn
 
+AGENT_PATIENCE = 64
+"""So many times as long as a call may take, an agent may: it plays all turns of an episode, and waits for the policy in
+each of them."""
 LONGEST_TEXT = 4_000_000
 """Characters of a message. More would take minutes to become tokens, and no context holds it: the middle is cut out."""
 
@@ -32,6 +36,8 @@ class Instance:
             return await self.reset(*words)
         if kind == "step":
             return await self.step(*words)
+        if kind == "run":
+            return await self.run(*words)
         return await self.end()
 
     async def reset(self, task: Task) -> dict[str, Any]:
@@ -55,6 +61,12 @@ class Instance:
     async def end(self) -> dict[str, Any]:
         reward = await self._call(self.environment.get_reward)
         logs = await self.close()
+        return {"reward": reward, "logs": logs, "seconds": self._spent()}
+
+    async def run(self, task: Task, base_url: str, api_key: str, model: str) -> dict[str, Any]:
+        assert self.loaded.run is not None, "an environment is played turn by turn"
+        play = functools.partial(self.loaded.run, task, base_url=base_url, api_key=api_key, model=model)
+        reward, logs = await self.caller.call(AGENT_PATIENCE * self.seconds, play)
         return {"reward": reward, "logs": logs, "seconds": self._spent()}
 
     async def close(self) -> dict[str, float]:
