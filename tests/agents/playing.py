@@ -37,10 +37,11 @@ def player(policy, pool: Pool, template: str | None = CHATML, inner: dict | None
     return AgentEngine(engine, pool, tokenizer, PlaySettings(**settings))
 
 
-def play(engine: AgentEngine, rows: int = 2, *, seeds=None, prompts=None, **sampling) -> list[Rollout]:
-    prompts = prompts or [[5, 6, 7 + row] for row in range(rows)]
-    tasks = [Task(row, 0, seed=100 + row, prompt="Hello") for row in range(len(prompts))]
-    seeds = seeds or [31 + row for row in range(len(prompts))]
+def play(engine: AgentEngine, rows: int | list[int] = 2, **sampling) -> list[Rollout]:
+    """These rows, or the first so many; what is given to each depends on its number alone."""
+    rows = list(range(rows)) if isinstance(rows, int) else rows
+    prompts, seeds = [[5, 6, 7 + row] for row in rows], [31 + row for row in rows]
+    tasks = [Task(row, 0, seed=100 + row, prompt="Hello") for row in rows]
     return engine.generate(prompts, sampling_of(engine.tokenizer, **sampling), seeds=seeds, tasks=tasks)
 
 

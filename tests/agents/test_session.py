@@ -84,18 +84,12 @@ def test_tokens_of_the_world_carry_no_gradient(policy):
     assert touched.tolist() == expected.tolist()
 
 
-def test_company_order_and_slowness_change_nothing(policy):
-    alone = [play(player(policy, Pool()), seeds=[31 + row], prompts=[[5, 6, 7 + row]], n=2) for row in range(3)]
-    tight = {"kv_tokens": 1024, "slots": 2, "page_size": 8}
-    for pool, inner in ((Pool(), {}), (Pool(slow=3), {}), (Pool(), tight)):
-        together = play(player(policy, pool, inner=inner), rows=3, n=2)
-        for rollout in together:
-            expected = alone[rollout.prompt][rollout.sample]
-            assert rollout.ids == expected.ids or rollout.prompt > 0  # the opening names the row
-        check_exact(policy, together)
-    first, second = (play(player(policy, Pool(slow=slow)), rows=3, n=2) for slow in (0, 5))
-    assert [plain(r) for r in first] == [plain(r) for r in second]
-    assert len({tuple(r.ids) for r in first}) == 6
+def test_company_slowness_and_memory_change_nothing(policy):
+    together = [plain(r) for r in play(player(policy, Pool()), rows=3, n=2)]
+    assert len({str(one) for one in together}) == 6
+    assert [plain(r) for r in play(player(policy, Pool()), rows=[2], n=2)] == together[4:]
+    tight = {"kv_tokens": 640, "slots": 2, "page_size": 8}
+    assert [plain(r) for r in play(player(policy, Pool(slow=3), inner=tight), rows=3, n=2)] == together
 
 
 def test_rewards_figures_and_logs_are_in_the_record(policy):
@@ -271,8 +265,9 @@ def stored(draft):
     return Draft(draft.sample, draft.tokens, draft.log_probs, draft.versions, None, draft.drawn, episode, draft.branch)
 
 
-@pytest.mark.parametrize("advances", [1, 4, 7, 11, 15])
+@pytest.mark.short(7)
 @pytest.mark.parametrize("way", ["parked", "stored", "beside"])
+@pytest.mark.parametrize("advances", [7, 15, 1, 11, 4])
 def test_episodes_go_on_from_drafts_as_if_nothing_had_been(policy, advances, way):
     expected = {(r.prompt, r.sample): plain(r) for r in play(player(policy, Pool(slow=1)), n=2)}
     pool = Pool(slow=1)
