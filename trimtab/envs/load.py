@@ -2,6 +2,7 @@
 that comes along. Runs in the worker processes."""
 
 import asyncio
+import contextlib
 import inspect
 from dataclasses import replace
 from pathlib import Path
@@ -42,9 +43,10 @@ def _with_tools(loaded: Loaded) -> Loaded:
         return loaded
     first = loaded.make()
     tools = schemas(first.tools)
-    closed = first.close()
-    if inspect.iscoroutine(closed):
-        asyncio.run(closed)
+    with contextlib.suppress(Exception):  # as at the end of an episode: it has been of use
+        closed = first.close()
+        if inspect.iscoroutine(closed):
+            asyncio.run(closed)
     return replace(loaded, about=replace(loaded.about, tools=tools))
 
 
