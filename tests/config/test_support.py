@@ -27,13 +27,6 @@ def test_what_is_not_implemented_is_refused_by_name(name, value):
         support.refuse_unimplemented(SFTOptions(**{name: value}))
 
 
-@pytest.mark.parametrize("name, value", [("agent_func_path", "agent.py"), ("environment", "gem:a")])
-def test_what_rl_does_not_do_is_refused_by_name(name, value):
-    support.refuse_unimplemented(PPOOptions())
-    with pytest.raises(UserError, match=f"^--{name} "):
-        support.refuse_unimplemented(PPOOptions(**{name: value}))
-
-
 def test_what_one_process_can_do_is_accepted():
     options = SFTOptions(
         zero_stage=3, overlap_comm=True, local_rank=0, adam_offload=True, grad_accum_dtype="bf16", disable_ds_ckpt=True

@@ -6,7 +6,7 @@ from typing import Any
 
 from trimtab.agents.engine import World
 from trimtab.distributed.peers import Peers
-from trimtab.envs.load import About
+from trimtab.envs.loaded import About
 from trimtab.envs.replies import Broken, Ended, Opened, Reply, Stepped
 from trimtab.envs.types import Step, Task, Turn
 

@@ -8,9 +8,9 @@ from trimtab.config.option import Options, option
 from trimtab.config.rewards import check_function
 from trimtab.errors import UserError
 
-NOT_YET = "(rollouts of several turns) is not implemented yet; leave it out"
 SOURCES = ("gem", "rg", "verifiers", "trimtab")
 """What an --environment may begin with."""
+NEEDED = "without --agent_func_path or --environment"
 FROM_DATA = ("prompt_data", "dataset")
 """Options of jobs that an environment's own rows can stand in for."""
 
@@ -19,10 +19,10 @@ FROM_DATA = ("prompt_data", "dataset")
 class EnvironmentOptions(Options):
     """Environments"""
 
-    agent_func_path: str | None = option(None, refused=NOT_YET)
+    agent_func_path: str | None = None
     """Python file of an environment that answers the policy turn by turn, as FILE.py or FILE.py:NAME; the shapes of
     OpenRLHF, TRL, Gymnasium, GEM and SkyRL are known."""
-    environment: str | None = option(None, refused=NOT_YET)
+    environment: str | None = None
     """An environment of a library: gem:NAME, rg:NAME (reasoning-gym), verifiers:MODULE, or trimtab:NAME for an embedded
     one."""
     env_rows: int = option(10_000, at_least=1)
@@ -75,7 +75,7 @@ class EnvironmentOptions(Options):
             given = [
                 name for name in EnvironmentOptions.__annotations__ if name not in ("agent_func_path", "environment")
             ]
-            return self.idle(given, "without --agent_func_path or --environment")
+            return self.idle(given, NEEDED)
         if any(getattr(self, name, None) for name in FROM_DATA):
             return self.idle(["env_rows"], "where prompts are given")
         return ()
@@ -88,6 +88,8 @@ class AgentTrainingOptions(EnvironmentOptions):
     env_max_failed: float = option(0.1, at_least=0, at_most=1)
     """Share of an iteration's episodes that may fail, retries and all, before the run stops, with a checkpoint. The
     group of one that failed is left out, and the next prompt is taken."""
+    env_eval_rows: int = option(0, at_least=0)
+    """Rows of the environment to evaluate on, of another seed than those that are learnt from; 0: none."""
     turn_reward: str = option("sum", choices=("sum", "returns"))
     """sum: the rewards of all turns are the episode's. returns: a turn is judged by what comes from it on, less what
     episodes of its group got as wholes."""
@@ -99,7 +101,7 @@ class AgentTrainingOptions(EnvironmentOptions):
         if self.plays:
             return ()
         own = [name for name in AgentTrainingOptions.__annotations__ if name != "mask_truncated"]
-        return self.idle(own, "without --agent_func_path or --environment")
+        return self.idle(own, NEEDED)
 
 
 def _check_source(text: str) -> None:

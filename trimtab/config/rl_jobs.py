@@ -115,6 +115,12 @@ class RLOptions(
         return (self.episode_max_len if self.plays else None) or self.prompt_max_len + self.generate_max_len
 
     @property
+    def measures(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        own = self.plays and self.prompt_data is None and self.env_eval_rows
+        return bool(self.eval_dataset or own)
+
+    @property
     def policy_processes(self) -> int:
         return self.processes if self.ray else len(self.ranks_of("actor", self.processes))
 
@@ -172,6 +178,8 @@ class RLOptions(
             why = f"with --advantage_estimator {estimator.name}: it standardises the rewards of each group"
             yield from self.idle(["running_reward_norm"], why)
         self._check_rewarded()
+        if self.plays:
+            yield from self._about_environments()
         if self.plays and self.episode_max_len is not None and self.episode_max_len < self.generate_max_len:
             raise UserError(
                 f"--episode_max_len {self.episode_max_len} is less than --generate_max_len {self.generate_max_len}, "
@@ -195,6 +203,12 @@ class RLOptions(
         yield from self._about_steps()
         yield from self._about_packing()
         yield from self._about_what_is_not_there()
+
+    def _about_environments(self) -> Iterable[str]:
+        if self.prompt_data is None and self.eval_dataset:
+            raise UserError("--eval_dataset: the environment brings the prompts; evaluate with --env_eval_rows")
+        if self.prompt_data is not None:
+            yield from self.idle(["env_eval_rows"], "where prompts are given: give --eval_dataset")
 
     def _check_rewarded(self) -> None:
         if self.plays or any((self.reward_pretrain, self.reward_func, self.remote_rm_url, self.reward_verifier)):
@@ -271,7 +285,7 @@ class RLOptions(
         return self.idle(["packing_samples"], "in RL: samples are always packed")
 
     def _about_what_is_not_there(self) -> Iterable[str]:
-        if not self.eval_dataset:
+        if not self.measures:
             yield from self.idle(OF_EVALUATION, "without --eval_dataset")
         if not self.reward_pretrain and not self.estimator.critic:
             yield from self.idle(["value_head_prefix"], "without a reward model or a critic")
@@ -280,7 +294,7 @@ class RLOptions(
         if self.asks("ref_reward_offload"):
             yield from self._about_offload()
         if self.replay:
-            idle = OF_SAMPLING if self.eval_dataset else (*OF_SAMPLING, *OF_ALL_ANSWERS)
+            idle = OF_SAMPLING if self.measures else (*OF_SAMPLING, *OF_ALL_ANSWERS)
             if names := [f"--{name}" for name in idle if self.asks(name)]:
                 yield f"{', '.join(names)} without effect: --replay samples nothing"
 

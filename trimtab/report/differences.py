@@ -52,7 +52,7 @@ OF_THE_DEVICE = {
     *("rollout_engine", "rollout_slots", "rollout_kv_tokens", "attn_implementation", "use_liger_kernel"),
     *("micro_rollout_batch_size", "micro_logprob_batch_size", "micro_reward_batch_size", "micro_value_batch_size"),
     *("rollout_max_tokens_per_gpu", "save_rollouts", "async_timeout", *OF_EVALUATION),
-    *("env_timeout", "env_workers", "env_threads", "env_memory", "env_retries", "env_max_failed"),
+    *("env_timeout", "env_workers", "env_threads", "env_memory", "env_retries", "env_max_failed", "env_eval_rows"),
 }
 """Settings that say where and how fast, and what is looked at on the way."""
 OF_ANSWERS = _names(RewardSourceOptions, AsyncOptions, EnvironmentOptions) | {

@@ -10,8 +10,10 @@ from trimtab.distributed.device import Device
 from trimtab.errors import UserError
 from trimtab.rewards.build import build_reward
 from trimtab.rewards.client import HttpReward
+from trimtab.rewards.environment import EnvironmentReward
 from trimtab.rewards.requests import request_of
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest
+from trimtab.rewards.weighing import Weighted
 
 MADE_UP = "I do not know."
 
@@ -20,7 +22,9 @@ def try_reward(
     options: RLOptions | GenerateOptions, device: Device, tokenizer: PreTrainedTokenizerBase, store: PromptStore
 ) -> list[str]:
     """What the reward gives for the first prompt's label, or a made-up answer, and for another made-up one."""
-    reward = build_reward(options, device, tokenizer)
+    built = build_reward(options, device, tokenizer)
+    # An environment answers turns, not answers that are made up.
+    reward = Weighted([part for part in built.parts if not isinstance(part[0], EnvironmentReward)])
     try:
         if not reward.parts:
             return []

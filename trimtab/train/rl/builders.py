@@ -28,6 +28,7 @@ from trimtab.train.optimiser import Optimiser
 from trimtab.train.reference import Reference
 from trimtab.train.rl.checks import critic_start, first_reward
 from trimtab.train.rl.learner import Actor, CriticLearner, ReferenceRole
+from trimtab.train.rl.playing import player_of
 from trimtab.train.rl.rewarding import RewardModels
 from trimtab.train.rl.rollouts import Rollouts
 from trimtab.train.rl.sending import Sending, handover_of
@@ -50,8 +51,9 @@ def build_engine_rollouts(options: RLOptions, place: Place) -> dict[str, Any]:
     """An engine apart from the policy: it begins with the weights that the policy begins with, and is sent others."""
     tokenizer = load_job_tokenizer(options)
     engine = build_vllm_engine(options.pretrain, tokenizer, **engine_settings(options, place))
-    rewards = other_rewards(options, place.stop.requested)
-    return {"rollouts": Rollouts(engine, rewards, tokenizer, place.stop.requested, beside=True)}
+    stopped = place.stop.requested
+    rewards, player = other_rewards(options, stopped), player_of(options, engine, tokenizer, stopped)
+    return {"rollouts": Rollouts(engine, rewards, tokenizer, stopped, player=player, beside=True)}
 
 
 def build_reference(options: RLOptions, place: Place) -> dict[str, Any]:
@@ -110,7 +112,9 @@ def rollouts_of(options: RLOptions, policy: Policy, rewards: Parts, tokenizer: A
             eager=options.enforce_eager,
             tensor=place.mesh.tensor,
         )
-    return Rollouts(engine, rewards, tokenizer, place.stop.requested, place.mesh.tensor)
+    stopped = place.stop.requested
+    player = player_of(options, engine, tokenizer, stopped, place.mesh.tensor)
+    return Rollouts(engine, rewards, tokenizer, stopped, place.mesh.tensor, player=player)
 
 
 def engine_settings(options: RLOptions, place: Place) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """What is refused of an RL run before anything slow is done, in one line each."""
 
-import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ from trimtab.distributed.staging import Unit
 from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.hugging_face import check_model_folder
-from trimtab.models.load import policy_skeleton
 from trimtab.models.packed import PackedModel
 from trimtab.models.splits import check_splits
 from trimtab.rewards.model import same_tokenizer
 from trimtab.train.launch import check_share
+from trimtab.train.rl.playing import context_of
 from trimtab.train.rl.recording import Recording
 
 
@@ -56,24 +55,10 @@ def check_model(model: PackedModel, options: RLOptions, stores: dict[str, Prompt
         raise UserError(f"--aux_loss_coef {options.aux_loss_coef}: {name} has no experts; drop it")
 
 
-def with_context(options: RLOptions) -> RLOptions:
-    """With a length of episodes: where nobody gave one, the model's context."""
-    if not options.plays or options.episode_max_len is not None:
-        return options
-    room = context_of(policy_skeleton(options))
-    if room is None:
-        raise UserError(f"--pretrain {options.pretrain} does not say how long its context is; give --episode_max_len")
-    return dataclasses.replace(options, episode_max_len=room)
-
-
-def context_of(model: PackedModel) -> int | None:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
 def check_episodes(options: RLOptions, room: int | None, name: str) -> None:
     """Of a model with a context of so many tokens, if that is known."""
     longest = options.episode_max_len
-    assert longest is not None, "settled by with_context"
+    assert longest is not None, "settled"
     if room is not None and longest > room:
         raise UserError(f"--episode_max_len {longest}: {name} has a context of {room} tokens; lower it")
     if longest <= options.generate_max_len:

@@ -6,7 +6,7 @@ from typing import Any
 
 from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
-from trimtab.data.prompts import PromptStore, load_prompt_stores
+from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
 from trimtab.distributed.roles import Group
 from trimtab.distributed.staging import Unit
@@ -28,12 +28,12 @@ from trimtab.train.rl.checks import (
     check_shares,
     check_teacher,
     critic_start,
-    with_context,
 )
 from trimtab.train.rl.description import units_of
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.loop import RLRun
+from trimtab.train.rl.playing import load_stores, settled
 from trimtab.train.rl.recording import Recording
 from trimtab.train.rl.role_groups import Roles
 from trimtab.train.rl.supply import Recorded, Replayed, SampledNow, Supply, order_of_prompts
@@ -47,9 +47,9 @@ class Controller:
         """`device`: of this process, which is planned for where it does everything."""
         check_shares(options, self.units(options, world.size))
         check_places(options)
-        options = with_context(options)
-        self.options, self.world = options, world
         self.tokenizer = load_job_tokenizer(options)
+        options = settled(options, self.tokenizer)
+        self.options, self.world = options, world
         self.stores, self.reports = self._prompts()
         check_labels(self.stores, options.reward_verifier, options.label_key)
         store = self.stores["train"]
@@ -79,7 +79,7 @@ class Controller:
         return self.options.num_episodes
 
     def load_stores(self) -> tuple[dict[str, PromptStore], dict[str, Any]]:
-        return load_prompt_stores(self.options, self.tokenizer)
+        return load_stores(self.options, self.tokenizer)
 
     def check_models(self) -> None:
         check_model(policy_skeleton(self.options), self.options, self.stores)

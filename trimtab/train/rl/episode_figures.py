@@ -34,7 +34,7 @@ def turns(episode: Episode, characters: int) -> list[dict[str, Any]]:
     return [
         {
             "role": _role(said),
-            "text": said.text[:characters],
+            "text": _text(said)[:characters],
             "tokens": said.end - said.start,
             "drawn": said.drawn,
             "reward": said.reward,
@@ -49,6 +49,12 @@ def _role(said: Said) -> str:
     if said.drawn:
         return "assistant"
     return str(said.messages[0]["role"]) if said.messages else "environment"  # exact tokens have no messages
+
+
+def _text(said: Said) -> str:
+    if said.drawn:
+        return said.text
+    return "\n".join(str(message.get("content") or "") for message in said.messages)
 
 
 def _mean(values: list[float] | list[int]) -> float:

@@ -145,7 +145,10 @@ class RunFiles:
         if experience.episodes is None:
             return {}
         episode = experience.episodes[i]
-        return {"turns": turns(episode, SHOWN_CHARACTERS), "environment": {"reward": episode.reward, **episode.logs}}
+        return {
+            "turns": turns(episode, SHOWN_CHARACTERS),
+            "environment": {"reward": episode.reward, "begun": episode.begun, **episode.logs},
+        }
 
     def keep_places(self, iteration: int, settled: dict[str, list[int]] | None) -> None:
         """ledger.jsonl: which places of the data an iteration has trained, and which were filtered before it."""

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 from trimtab.config.jobs import RLOptions
-from trimtab.data.prompts import load_prompt_stores
 from trimtab.distributed.cluster.layout import table
 from trimtab.distributed.device import find_device
 from trimtab.distributed.staging import Unit
@@ -22,11 +21,11 @@ from trimtab.train.rl.checks import (
     check_shares,
     check_teacher,
     critic_start,
-    with_context,
 )
 from trimtab.train.rl.controller import iterations_of
 from trimtab.train.rl.cut import updates_per_iteration
 from trimtab.train.rl.description import layout_of_units, units_of
+from trimtab.train.rl.playing import load_stores, settled
 from trimtab.train.rl.recording import Recording, as_recorded
 from trimtab.train.rl.supply import order_of_prompts
 from trimtab.train.rl.text import load_text
@@ -37,7 +36,7 @@ OF_A_CLUSTER = "memory: trimtab plan --nodes N --gpus M says what fits on a clus
 
 def rehearse_rl(
     options: RLOptions,
-    load_stores: Callable[[Any, Any], tuple] = load_prompt_stores,
+    load_stores: Callable[[Any, Any], tuple] = load_stores,
     episodes: int | None = None,
     units: Callable[[Any, int], list[Unit]] = units_of,
 ) -> list[str]:
@@ -47,8 +46,8 @@ def rehearse_rl(
     check_shares(options, described)
     placed = table(layout_of_units(options, described).rows()) if options.ray else []
     check_places(options)
-    options = with_context(options)
     tokenizer = load_job_tokenizer(options)
+    options = settled(options, tokenizer)
     few = of_few_rows(options)
     stores, reports = load_stores(few, tokenizer)
     if options.pretrain_data:
