@@ -13,8 +13,8 @@ from trimtab.envs.types import Message, Step, Task, Turn
 AGENT_PATIENCE = 64
 """So many times as long as a call may take, an agent may: it plays all turns of an episode, and waits for the policy in
 each of them."""
-LONGEST_TEXT = 4_000_000
-"""Characters of a message. More would take minutes to become tokens, and no context holds it: the middle is cut out."""
+LONGEST_TEXT = 1_000_000
+"""Characters of a message. More would take long to become tokens, and no context holds it: the middle is cut out."""
 
 
 class Instance:
