@@ -1,6 +1,7 @@
 """An agent's episode: a program that asks a server for turns, and the record of what it was given."""
 
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 
@@ -74,8 +75,8 @@ class Visit:
         return [_sequence(end.path, known) for end in self.record.ends]
 
     def _said(self) -> list[Said]:
-        """Every turn once, in the branch that it is drawn in, with what was read before it."""
-        found: list[Said] = []
+        """Every turn once, as they were drawn, each in the branch that has it as drawn, with what was read before."""
+        found: list[tuple[int, Said]] = []
         known: set[int] = set()
         for branch, end in enumerate(self.record.ends):
             place = 0
@@ -83,13 +84,15 @@ class Visit:
                 start = place + (len(turn.read) if number else 0)
                 if turn.number not in known:
                     if number and len(turn.read):
-                        found.append(Said(turn.said, place, start, False, _words(turn.said), branch=branch))
+                        read = Said(turn.said, place, start, False, _words(turn.said), branch=branch)
+                        found.append((turn.number, read))
                     stop = start + len(turn.rollout.tokens)
                     text = turn.message.get("content") or ""
-                    found.append(Said([turn.message], start, stop, True, text, turn.rollout.finish, branch=branch))
+                    said = Said([turn.message], start, stop, True, text, turn.rollout.finish, branch=branch)
+                    found.append((turn.number, said))
                     known.add(turn.number)
                 place = start + len(turn.rollout.tokens)
-        return found
+        return [said for _, said in sorted(found, key=itemgetter(0))]
 
 
 def _sequence(path: list[RecordedTurn], known: set[int]) -> Sequence:

@@ -5,10 +5,14 @@ import statistics
 import pytest
 import torch
 
+from tests.agents.playing import make_policy, play, player
+from tests.agents.test_branches import FORGETFUL
+from tests.agents.worlds import Pool
 from tests.algos.stochastic_game import GAMES, all_groups, mean_gradient, policy_gradient, probabilities
 from tests.train.rl.played import Played, experience_of
 from trimtab.config.estimators import ESTIMATORS
 from trimtab.config.jobs import PPOOptions
+from trimtab.rewards.types import RewardResult
 from trimtab.rollout.types import Rollout
 from trimtab.train.rl import shaping
 from trimtab.train.rl.experience import Experience
@@ -215,6 +219,28 @@ def test_tokens_of_a_branch_that_was_gone_on_with_later_come_later():
     kl = 0.1  # of each token
     expected = [7 - 5 * kl, 7 - 4 * kl, 4 - kl, 6 - 3 * kl, 6 - 2 * kl]
     assert experience.advantages_N[:5].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_turns_of_played_episodes_are_found_where_they_were_drawn(unwhitened):
+    """An engine that plays, and a template that rewrites: every token's advantage from the records alone."""
+    rollouts = play(player(make_policy(), Pool(), FORGETFUL, history="template"), n=3)
+    for rollout in rollouts:
+        if not rollout.branch:
+            rollout.episode.turns[0].reward += rollout.sample  # the world rewards all of them alike
+    experience = Experience.of([r.prompt for r in rollouts], rollouts)
+    experience.reward(RewardResult([r.episode.reward for r in rollouts]))
+    assert len(experience) > len(experience.firsts_E) == 6 and any(len(r.episode.turns) > 2 for r in rollouts)
+    advantages = iter(shaped(experience, "rloo", n_samples_per_prompt=3))
+    group_of, totals = experience.groups_E.tolist(), experience.rewards_S[experience.firsts_E].tolist()
+    for episode, first in enumerate(experience.firsts_E.tolist()):
+        record, group = rollouts[first].episode, group_of[episode]
+        others = [total for e, total in enumerate(totals) if group_of[e] == group and e != episode]
+        assert [turn.branch for turn in record.turns] == sorted(turn.branch for turn in record.turns)
+        for k, turn in enumerate(record.turns):
+            to_come = sum(later.reward for later in record.turns[k:]) + record.last_reward
+            expected = [to_come - statistics.fmean(others)] * (turn.end - turn.start)
+            assert [next(advantages) for _ in expected] == pytest.approx(expected, abs=1e-5)
+    assert next(advantages, None) is None and len(set(totals)) > 1
 
 
 def test_plain_answers_have_no_turns():
