@@ -121,6 +121,7 @@ class Draft:
     drawn: np.ndarray | None = None  # which of the tokens the model drew itself; None: all
     episode: Episode | None = None  # of an environment: what another instance is played to go on from here
     branch: int = 0  # of an episode in several sequences; its sample then has a draft for each
+    prompt_ids: list[int] | None = None  # what an episode began with; None: the prompt that was asked for
 
     def __post_init__(self) -> None:
         self.tokens = np.asarray(self.tokens, dtype=np.int32)
@@ -141,7 +142,8 @@ class Draft:
         assert rollout.versions is not None, "an answer as an engine gives it"
         finish = None if rollout.finish == "abort" else rollout.finish
         own = (rollout.sample, rollout.tokens, rollout.log_probs, rollout.versions)
-        return cls(*own, finish, rollout.drawn, rollout.episode, rollout.branch)
+        prompt_ids = None if rollout.episode is None else rollout.prompt_ids
+        return cls(*own, finish, rollout.drawn, rollout.episode, rollout.branch, prompt_ids)
 
     def versions_of(self, count: int, version: int) -> np.ndarray:
         """Of the first `count` tokens, where this one's are followed by some that these weights drew."""

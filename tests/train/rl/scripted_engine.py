@@ -49,7 +49,7 @@ class ScriptedSession:
         self.engine, self.sampling = engine, sampling
         self.requests, self.running, self.aborted = 0, [], set()
 
-    def add(self, prompt_ids, *, seed=None, limit=None, drafts=None):
+    def add(self, prompt_ids, *, seed=None, limit=None, drafts=None, task=None):
         fresh = [Draft.empty(sample) for sample in range(self.sampling.n)]
         for draft in fresh if drafts is None else drafts:
             assert draft.finish is None

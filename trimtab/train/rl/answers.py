@@ -73,6 +73,15 @@ class Written:
 
 
 @dataclass
+class LeftOut:
+    """A group in which an environment failed, retries and all."""
+
+    place: int
+    words: str  # the environment's
+    episodes: int  # that failed
+
+
+@dataclass
 class Collected:
     """What one process has done since it was asked last."""
 
@@ -80,6 +89,7 @@ class Collected:
     drawn: int  # tokens
     read_again: int  # tokens of drafts that other weights had to read
     seconds: float  # in which the engine was at work
+    left_out: list[LeftOut] = field(default_factory=list)
 
 
 @dataclass

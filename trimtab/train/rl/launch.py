@@ -17,7 +17,7 @@ from trimtab.rewards.requests import Questions
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult
 from trimtab.rollout.types import Draft, Sampling
 from trimtab.train.pass_limit import BeginAnew, NoRoom
-from trimtab.train.rl.answers import Admission, Answers, Collected, Failed, Replied, UnderWay, Wait, Written
+from trimtab.train.rl.answers import Admission, Answers, Collected, Failed, LeftOut, Replied, UnderWay, Wait, Written
 from trimtab.train.rl.batches import AnswerSlice, TextSlice
 from trimtab.train.rl.controller import Controller
 from trimtab.train.rl.experience import Experience
@@ -27,7 +27,7 @@ from trimtab.train.rl.recording import as_recorded
 # What goes to the roles and comes back; nothing else may.
 RECORDS = (
     *(AnswerSlice, TextSlice, Sampling, Questions, Replied, Answers, Failed, Experience),
-    *(Draft, Episode, Said, UnderWay, Admission, Written, Collected, Wait),
+    *(Draft, Episode, Said, UnderWay, Admission, Written, LeftOut, Collected, Wait),
     *(RewardRequest, RewardResult, RewardFailed, BadSample, NoRoom),
 )
 

@@ -53,7 +53,7 @@ class Rollouts(Role):
         self.tensor = tensor or Peers()
         self._spans = Spans()
         self._judging = Judging(rewards, tokenizer, self._spans)
-        writing = Writing(self.player, self._judging, stopped, self.tensor)
+        writing = Writing(self.player, self._judging, stopped, self.tensor, plays=self.plays)
         self.writing: Writing | WritingBeside = WritingBeside(writing) if beside else writing
 
     def describe(self) -> dict[str, Any]:

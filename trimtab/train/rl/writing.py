@@ -13,7 +13,7 @@ for the other: each of their steps on what they share is one that Python does no
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from trimtab.distributed.peers import Peers
@@ -21,7 +21,7 @@ from trimtab.distributed.watch import pulse
 from trimtab.rewards.requests import Questions
 from trimtab.rollout.engine import Engine, Session
 from trimtab.rollout.types import Draft, Rollout, Sampling
-from trimtab.train.rl.answers import Admission, Collected, UnderWay, Wait
+from trimtab.train.rl.answers import Admission, Collected, Failed, LeftOut, UnderWay, Wait
 from trimtab.train.rl.judging import Judging
 from trimtab.train.rl.spans import WRITING
 
@@ -33,31 +33,69 @@ class Sheet:
 
     def __init__(self, group: UnderWay, question: Questions, samples: int):
         self.group, self.question = group, question
-        found = {draft.sample: draft for draft in group.drafts}
-        self.drafts = [found.get(sample) or Draft.empty(sample) for sample in range(samples)]
+        found = by_sample(group.drafts)
+        # An episode in several sequences has a draft for each.
+        self.drafts = [found.get(sample) or [Draft.empty(sample)] for sample in range(samples)]
         self.since = time.monotonic()  # when it was last handed on: to the engine, to the rewards
 
     @property
     def open(self) -> list[Draft]:
         """Those that have not ended."""
-        return [draft for draft in self.drafts if draft.finish is None]
+        return [draft for own in self.drafts for draft in own if draft.finish is None]
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing is written."""
+        return all(draft.finish is None and not len(draft.tokens) for own in self.drafts for draft in own)
 
     def under_way(self, newer: list[Draft]) -> UnderWay:
         """`newer`: what its open drafts have become."""
         drafts = list(self.drafts)
-        for draft in newer:
-            known = drafts[draft.sample]
-            if known.finish is None and len(draft.tokens) > len(known.tokens):
-                drafts[draft.sample] = draft
-        return replace(self.group, drafts=drafts if any(len(draft.tokens) for draft in drafts) else [])
+        for sample, own in by_sample(newer).items():
+            known = drafts[sample]
+            if known[0].finish is None and tokens_of(own) > tokens_of(known):
+                drafts[sample] = own
+        found = [draft for own in drafts for draft in own]
+        begun = any(draft.finish is not None or len(draft.tokens) for draft in found)
+        return replace(self.group, drafts=found if begun else [])
+
+    def put(self, drafts: list[Draft]) -> int:
+        """What one sample has become; the tokens that this is more than before."""
+        before, self.drafts[drafts[0].sample] = self.drafts[drafts[0].sample], drafts
+        return tokens_of(drafts) - tokens_of(before)
 
     def rollouts(self) -> list[Rollout]:
         (prompt,) = self.question.ids
         return [
-            Rollout(0, draft.sample, prompt, draft.tokens, draft.log_probs, draft.finish, versions=draft.versions)
-            for draft in self.drafts
+            Rollout(
+                *(0, draft.sample, prompt if draft.prompt_ids is None else draft.prompt_ids),
+                *(draft.tokens, draft.log_probs, draft.finish),
+                versions=draft.versions,
+                drawn=draft.drawn,
+                episode=draft.episode,
+                branch=draft.branch,
+            )
+            for own in self.drafts
+            for draft in own
             if draft.finish is not None
         ]
+
+    def left_out(self) -> LeftOut | None:
+        """Why it cannot be learnt from, if it cannot."""
+        failed = Failed.of(rollout for rollout in self.rollouts() if rollout.finish == "failed")
+        return LeftOut(self.group.place, failed.words[0], failed.episodes) if failed.words else None
+
+
+def by_sample(drafts: Iterable[Draft]) -> dict[int, list[Draft]]:
+    """Branches of an episode stay together, in their order."""
+    found: dict[int, list[Draft]] = {}
+    for draft in drafts:
+        found.setdefault(draft.sample, []).append(draft)
+    return found
+
+
+def tokens_of(drafts: Iterable[Draft]) -> int:
+    return sum(len(draft.tokens) for draft in drafts)
 
 
 class Writing:
@@ -67,13 +105,17 @@ class Writing:
         judging: Judging,
         stopped: Callable[[], bool],
         tensor: Peers,
+        *,
+        plays: bool = False,
     ):
-        self.engine, self.judging, self.stopped, self.tensor = engine, judging, stopped, tensor
+        """`plays`: the engine has an environment play its part."""
+        self.engine, self.judging, self.stopped, self.tensor, self.plays = engine, judging, stopped, tensor, plays
         self.sampling: Sampling | None = None
         self._sheets: dict[int, Sheet] = {}  # by place
         self._next: deque[Sheet] = deque()  # not in the engine, the oldest first
         self._session: Session | None = None
         self._asked: dict[int, Sheet] = {}  # by the session's numbers
+        self._left_out: list[LeftOut] = []
         # Sums since the beginning, and what of them has been told.
         self._taken = self._drawn = self._read_again = 0
         self._seconds = 0.0
@@ -100,33 +142,38 @@ class Writing:
                 self.advance()
             elif self.tensor.leads:
                 with pulse.waiting(), self.judging.news:  # a reward has a limit of its own
-                    self.judging.news.wait_for(lambda: self.judging.ready, LOOK_EVERY)
+                    self.judging.news.wait_for(lambda: self.ready, LOOK_EVERY)
         return self.handed_over()
 
     def _enough(self, deadline: float | None, at_once: bool) -> bool:
         if not self.tensor.leads:
             return self.stopped()
         late = deadline is not None and time.monotonic() >= deadline
-        ready = self.judging.ready and (at_once or not self.busy)
+        ready = self.ready and (at_once or not self.busy)
         return late or ready or not self._sheets or self.stopped()
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a group to hand over, or a failure to tell."""
+        return self.judging.ready or bool(self._left_out)
 
     def handed_over(self) -> Collected | None:
         written = self.judging.take()
-        for found in written:
-            del self._sheets[found.place]
-        if self.stopped() and not written:
+        left_out, self._left_out = self._left_out, []
+        for place in [*(found.place for found in written), *(found.place for found in left_out)]:
+            del self._sheets[place]
+        if self.stopped() and not written and not left_out:
             return None
         sums, (drawn, read_again, seconds) = (self._drawn, self._read_again, self._seconds), self._told
         self._told = sums
-        return Collected(written, sums[0] - drawn, sums[1] - read_again, sums[2] - seconds)
+        return Collected(written, sums[0] - drawn, sums[1] - read_again, sums[2] - seconds, left_out)
 
     def pause(self, *, drained: bool = False, seconds: float | None = None) -> bool:
         """Set everything down at once: the engine is free for others until the next `collect`."""
         if (session := self._session) is not None:
             session.abort()
             while session.busy:
-                for rollout in session.advance():
-                    self._take(rollout)
+                self._take(session.advance())
             self._close(session)
             self.engine.rest()
         return True
@@ -152,15 +199,17 @@ class Writing:
         lengths = {} if session is None else session.at_work()
         waits: list[Wait] = []
         for sheet in list(self._sheets.values()):
-            for draft in sheet.open or sheet.drafts:
-                tokens = lengths.get((asked.get(id(sheet), -1), draft.sample), len(draft.tokens))
-                if draft.finish is not None:
+            for own in [own for own in sheet.drafts if own[0].finish is None] or sheet.drafts:
+                sample, known = own[0].sample, tokens_of(own)
+                tokens = lengths.get((asked.get(id(sheet), -1), sample), known)
+                if own[0].finish is not None:
                     what = "its reward"
                 elif sheet in later:
                     what = "a place in the engine"
                 else:
-                    what = "its next token" if tokens > len(draft.tokens) else "its first token from the engine"
-                waits.append(Wait(sheet.group.place, draft.sample, what, tokens, now - sheet.since))
+                    what = "its next token" if tokens > known else "its first token from the engine"
+                    what += " or its environment" if self.plays else ""
+                waits.append(Wait(sheet.group.place, sample, what, tokens, now - sheet.since))
         return waits
 
     # ---- the engine
@@ -178,8 +227,7 @@ class Writing:
             while begin and self._next:
                 self._begin(session, self._next.popleft())
             if session.busy:
-                for rollout in session.advance():
-                    self._take(rollout)
+                self._take(session.advance())
         known = sum(len(draft.tokens) for sheet in self._asked.values() for draft in sheet.open)
         self._drawn = self._taken + sum(session.at_work().values()) - known
         self._seconds += time.monotonic() - began
@@ -192,12 +240,12 @@ class Writing:
         waiting = [
             number
             for number, sheet in self._asked.items()
-            if sheet.open and all(lengths.get((number, draft.sample)) == len(draft.tokens) for draft in sheet.open)
+            if sheet.open
+            and all(lengths.get((number, sample)) == tokens_of(own) for sample, own in by_sample(sheet.open).items())
         ]
         if waiting:
             session.abort(waiting)
-            for rollout in session.advance():
-                self._take(rollout)
+            self._take(session.advance())
             self._next.extendleft(reversed([self._asked.pop(number) for number in waiting]))
 
     @property
@@ -210,8 +258,8 @@ class Writing:
         if (session := self._session) is None:
             return
         for number, drafts in session.drafts().items():
-            for draft in drafts:
-                self._put(self._asked[number], draft)
+            for own in by_sample(drafts).values():
+                self._taken += self._asked[number].put(own)
         self._close(session)
 
     def close(self) -> None:
@@ -235,20 +283,27 @@ class Writing:
         if not sheet.open:  # only its rewards are missing
             return self._judge(sheet)
         (ids,), (seed,) = sheet.question.ids, sheet.question.seeds
-        fresh = not any(len(draft.tokens) for draft in sheet.drafts)
-        self._asked[session.add(ids, seed=seed, drafts=None if fresh else sheet.open)] = sheet
-        self._read_again += sum(len(draft.tokens) for draft in sheet.open)
+        task = sheet.question.tasks()[0] if self.plays else None
+        number = session.add(ids, seed=seed, drafts=None if sheet.fresh else sheet.open, task=task)
+        self._asked[number] = sheet
+        self._read_again += tokens_of(sheet.open)
 
-    def _take(self, rollout: Rollout) -> None:
-        sheet = self._asked[rollout.prompt]
-        self._put(sheet, Draft.of(rollout))
-        if not sheet.open:
-            self._judge(sheet)
-
-    def _put(self, sheet: Sheet, draft: Draft) -> None:
-        self._taken += len(draft.tokens) - len(sheet.drafts[draft.sample].tokens)
-        sheet.drafts[draft.sample] = draft
+    def _take(self, rollouts: Sequence[Rollout]) -> None:
+        """Of an episode all sequences come together."""
+        found: dict[tuple[int, int], list[Draft]] = {}
+        for rollout in rollouts:
+            found.setdefault((rollout.prompt, rollout.sample), []).append(Draft.of(rollout))
+        for (number, _), drafts in found.items():
+            self._taken += self._asked[number].put(drafts)
+        for number in dict.fromkeys(number for number, _ in found):
+            if not (sheet := self._asked[number]).open:
+                self._judge(sheet)
 
     def _judge(self, sheet: Sheet) -> None:
         sheet.since = time.monotonic()
-        self.judging.submit(sheet.group.place, sheet.question, sheet.rollouts())
+        if (left_out := sheet.left_out()) is not None:
+            with self.judging.news:
+                self._left_out.append(left_out)
+                self.judging.news.notify_all()
+        else:
+            self.judging.submit(sheet.group.place, sheet.question, sheet.rollouts())

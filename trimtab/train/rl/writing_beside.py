@@ -49,7 +49,7 @@ class WritingBeside:
 
     def _enough(self, deadline: float | None) -> bool:
         writing, late = self._writing, deadline is not None and time.monotonic() >= deadline
-        return late or writing.judging.ready or self._failure is not None or writing.empty or writing.stopped()
+        return late or writing.ready or self._failure is not None or writing.empty or writing.stopped()
 
     def pause(self, *, drained: bool = False, seconds: float | None = None) -> bool:
         """`drained`: what was begun ends first. Whether the engine is free by now: after so many seconds it may not be,

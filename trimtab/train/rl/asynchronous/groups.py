@@ -45,7 +45,7 @@ def _described(draft: Draft) -> dict[str, Any]:
     if draft.drawn is not None:
         found["drawn"] = len(draft.log_probs)
     if draft.episode is not None:
-        found |= {"episode": draft.episode.plain(), "branch": draft.branch}
+        found |= {"episode": draft.episode.plain(), "branch": draft.branch, "prompt": draft.prompt_ids}
     return found
 
 
@@ -66,7 +66,8 @@ def drafts_from_disk(tensors: dict[str, Tensor], described: Iterable[dict[str, A
             own = (next_of("ids", tokens), next_of("log_probs", drawn), next_of("versions", drawn))
             mask = next_of("drawn", tokens) if "drawn" in draft else None
             episode = Episode.of_plain(draft["episode"]) if "episode" in draft else None
-            drafts.append(Draft(draft["sample"], *own, draft["finish"], mask, episode, draft.get("branch", 0)))
+            more = {"branch": draft.get("branch", 0), "prompt_ids": draft.get("prompt")}
+            drafts.append(Draft(draft["sample"], *own, draft["finish"], mask, episode, **more))
         groups.append(UnderWay(**{**group, "drafts": drafts}))
     return groups
 

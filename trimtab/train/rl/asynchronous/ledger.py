@@ -3,15 +3,15 @@
 Every prompt has a *place* in the order of the data. The weights have a *version*: the iterations done. B groups are a
 batch, D batches may be under way ahead of the one that is wanted, and S bounds the age of what is trained.
 
-    admitted     in the order of the data, while the groups that are neither trained nor filtered, with those in hand,
+    admitted     in the order of the data, while the groups that are neither trained nor left out, with those in hand,
                  are fewer than (1 + D) B; never more than the iterations that are left can train
     age          the iteration that trains a group less the version it was admitted with: at least that of each token
     batch t      the oldest B finished groups, as soon as for every d in t..t+S the groups left behind whose age would
                  be S in iteration d or before are at most the (d - t) B that will have been trained by then
 
 Whoever is left behind can therefore still be trained in time, by waiting for the oldest: the age is never above S,
-nothing that is finished is thrown away, and with S >= D nobody waits for ever. A filtered group frees its place at
-once, and the next prompt is admitted.
+nothing that is finished is thrown away, and with S >= D nobody waits for ever. A group that is filtered, or whose
+environment failed, frees its place at once, and the next prompt is admitted.
 """
 
 from collections import Counter
@@ -34,6 +34,7 @@ class Ledger:
     """Of every group that is admitted and neither filtered nor chosen, in the order of their places."""
     finished: set[int] = field(default_factory=set)  # those of them that can be trained
     filtered: list[int] = field(default_factory=list)  # since a batch was chosen
+    failed: list[int] = field(default_factory=list)  # since then, too
     in_hand: bool = False  # whether this iteration's batch has been chosen
 
     def __post_init__(self) -> None:
@@ -65,6 +66,12 @@ class Ledger:
         del self.versions[place]
         self.finished.discard(place)
         self.filtered.append(place)
+
+    def fail(self, place: int) -> None:
+        """Its environment failed, and it cannot be trained."""
+        assert place not in self.finished, "it was never whole"
+        del self.versions[place]
+        self.failed.append(place)
 
     # ---- who is trained
 
@@ -103,16 +110,16 @@ class Ledger:
     def take(self, chosen: Iterable[int]) -> dict[int, int]:
         """These are trained in this iteration; their versions."""
         self.in_hand = True
-        self.filtered = []
+        self.filtered, self.failed = [], []
         self.finished.difference_update(chosen)
         return {place: self.versions.pop(place) for place in chosen}
 
-    def put_back(self, versions: dict[int, int], filtered: list[int]) -> None:
-        """These were taken, and are not trained after all; `filtered`: those that were filtered before."""
+    def put_back(self, versions: dict[int, int], filtered: list[int], failed: list[int]) -> None:
+        """These were taken, and are not trained after all; `filtered`, `failed`: those that were before."""
         self.in_hand = False
         self.versions = dict(sorted((self.versions | versions).items()))
         self.finished.update(versions)
-        self.filtered = filtered + self.filtered
+        self.filtered, self.failed = filtered + self.filtered, failed + self.failed
 
     # ---- in a checkpoint
 
@@ -124,6 +131,7 @@ class Ledger:
             "versions": list(map(list, self.versions.items())),
             "finished": sorted(self.finished),
             "filtered": list(self.filtered),
+            "failed": list(self.failed),
             "in_hand": self.in_hand,
         }
 
@@ -131,3 +139,4 @@ class Ledger:
         self.iteration, self.admitted, self.in_hand = state["iteration"], state["admitted"], state["in_hand"]
         self.versions = {place: version for place, version in state["versions"]}
         self.finished, self.filtered = set(state["finished"]), list(state["filtered"])
+        self.failed = list(state.get("failed", []))  # earlier versions had no environments

@@ -33,6 +33,7 @@ from trimtab.train.rl.asynchronous.watchdog import Watchdog
 from trimtab.train.rl.asynchronous.writers import STORE, Writers
 from trimtab.train.rl.asynchronous.writers_apart import WritersApart
 from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.failures import Failures
 from trimtab.train.rl.recording import Sampled
 from trimtab.train.rl.spans import Told
 from trimtab.train.rl.supply import Supply, useful_groups
@@ -56,6 +57,7 @@ class Ahead(Supply):
         self.judged: dict[int, Experience] = {}
         self.handed_out: dict[int, Experience] = {}  # the last batch, until it is trained
         self.last: dict[str, list[int]] | None = None  # what it has settled
+        self.failures = Failures(options)  # since the last batch
         self.clock = Clock()
 
     # ---- the next batch
@@ -73,9 +75,10 @@ class Ahead(Supply):
                 self.writers.go_on()
                 if stop.signal or not self._collect() or stop.signal:
                     return None
-        filtered = list(ledger.filtered)
+        filtered, failed = list(ledger.filtered), list(ledger.failed)
         versions = ledger.take(chosen)
         self.last = {"trained": chosen, "versions": list(versions.values()), "filtered": filtered}
+        self.last |= {"failed": failed} if self.options.plays else {}
         if self.writers.apart:
             self._admit()  # they write on while these are trained
         else:
@@ -83,7 +86,9 @@ class Ahead(Supply):
         figures = self._figures([iteration - version for version in versions.values()])
         if self.options.dynamic_filtering:
             figures["filtered_groups"] = float(len(filtered))
-        prompts = len(chosen) + len(filtered)
+        figures |= self.failures.figures()
+        self.failures = Failures(self.options)
+        prompts = len(chosen) + len(filtered) + len(failed)
         if not chosen:
             return None, prompts, figures
         self.handed_out = {place: self.judged.pop(place) for place in chosen}
@@ -91,7 +96,8 @@ class Ahead(Supply):
 
     def _put_back(self) -> None:
         assert self.last is not None
-        self.ledger.put_back(dict(zip(self.last["trained"], self.last["versions"])), self.last["filtered"])
+        versions = dict(zip(self.last["trained"], self.last["versions"]))
+        self.ledger.put_back(versions, self.last["filtered"], self.last.get("failed", []))
         self.judged |= self.handed_out
         self.handed_out, self.last = {}, None
 
@@ -119,14 +125,19 @@ class Ahead(Supply):
         for group in news.written:
             self.written[group.place] = group.answers
             self.ledger.finish(group.place)
+        for left_out in news.left_out:
+            self.ledger.fail(left_out.place)
         self.clock.add(news.seconds, news.read_again)
         if news.problem is not None:
             with self.asking.placed(STORE):
                 raise news.problem
-        if news.written or news.drawn:
+        if news.written or news.left_out or news.drawn:
             self.watchdog.moved()
         elif not news.stopped:
             self.watchdog.check(self.writers.waits)
+        for left_out in news.left_out:
+            where = self.asking.stores[STORE].place(self.order.step_samples(left_out.place)[0])
+            self.failures.add([f"{left_out.words}; its prompt stands in {where}"], left_out.episodes)
         return not news.stopped
 
     def _judge(self) -> None:

@@ -15,7 +15,7 @@ from trimtab.rewards.types import RewardFailed
 from trimtab.rollout.types import Sampling
 from trimtab.train.pass_limit import NoRoom
 from trimtab.train.rl import rollouts
-from trimtab.train.rl.answers import Admission, Collected, UnderWay, Wait, Written
+from trimtab.train.rl.answers import Admission, Collected, LeftOut, UnderWay, Wait, Written
 from trimtab.train.rl.asking import Asking, travelling
 from trimtab.train.rl.spans import Told
 
@@ -29,14 +29,20 @@ class News:
 
     seconds: list[float]  # in which each of them was at work
     written: list[Written] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
     drawn: int = 0
     read_again: int = 0
     problem: RewardFailed | NoRoom | None = None
     stopped: bool = False  # told to
 
+    def places(self) -> list[int]:
+        """Of the groups that are nobody's any more."""
+        return [*(found.place for found in self.written), *(found.place for found in self.left_out)]
+
     def add(self, part: int, told: Collected | RewardFailed | NoRoom | None) -> None:
         if isinstance(told, Collected):
             self.written += told.written
+            self.left_out += told.left_out
             self.drawn += told.drawn
             self.read_again += told.read_again
             self.seconds[part] += told.seconds
@@ -107,8 +113,8 @@ class Writers:
         return News([0.0] * self.group.size)
 
     def _let_go(self, news: News) -> None:
-        for written in news.written:
-            del self.held[written.place], self._process[written.place]
+        for place in news.places():
+            del self.held[place], self._process[place]
 
     def pause(self, *, drained: bool = False) -> bool:
         """Whether nobody writes by now; those who were at it go on later. `drained`: engines of their own first end

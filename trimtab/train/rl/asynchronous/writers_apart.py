@@ -135,7 +135,7 @@ class WritersApart(Writers):
 
     def _give_again(self) -> None:
         known = {group.place for told in self._everybody("unfinished") for group in told}
-        known |= {written.place for written in self._news.written}
+        known |= set(self._news.places())
         self._admit([group for place, group in self.held.items() if place not in known])
         self._replaced = False
 
