@@ -17,8 +17,8 @@ from trimtab.distributed.sharding import keep_part
 LAYER = "layer"
 
 
-def fill_adapters(model: nn.Module, random_state: Tensor) -> None:
-    """`random_state`: of the CPU, before the adapters were put into the model."""
+def fill_adapters(model: nn.Module, random_state: Tensor) -> Tensor:
+    """`random_state`: of the CPU, before the adapters were put into the model. Gives the one behind what was drawn."""
     config = copy.copy(model.peft_config["default"])
     config.target_modules, config.modules_to_save = [LAYER], None
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -29,6 +29,7 @@ def fill_adapters(model: nn.Module, random_state: Tensor) -> None:
                 for name, parameter in layer.named_parameters():
                     if parameter.requires_grad:
                         keep_part(drawn[name], parameter)
+        return torch.get_rng_state()
 
 
 def _fresh(base: nn.Module, config: LoraConfig) -> nn.Module:

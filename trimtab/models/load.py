@@ -1,7 +1,8 @@
 """Load models as the root modules that jobs train or score with: working weights, adapters, path, memory savers.
 
-In one process a model is loaded whole. Of a model that is split over several, each reads its own parts (sharded_load);
-only where that cannot be done, or where --zero_stage 0 gives every process everything, it is loaded whole and split.
+In one process a model is loaded whole, in fp32; one that is frozen and will be bf16 is read as that at once, to where
+it will be. Of a model that is split over several, each reads its own parts (sharded_load); only where that cannot be
+done, or where --zero_stage 0 gives every process everything, it is loaded whole and split.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.models.adapter_start import fill_adapters
 from trimtab.models.dropout import has_dropout, switch_off_dropout
-from trimtab.models.filling import fill
+from trimtab.models.filling import ByName, fill
 from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.hugging_face import (
     check_model_folder,
@@ -59,7 +60,12 @@ def load_policy(
 
     mesh, pretrain = mesh or Mesh(), options.pretrain
     check_model_folder(pretrain)
-    if in_parts(options, mesh) and (unfilled := begin(pretrain, AutoModelForCausalLM, options, mesh, "--pretrain")):
+    unfilled = None
+    if in_parts(options, mesh):
+        unfilled = begin(pretrain, AutoModelForCausalLM, options, mesh, "--pretrain")
+    elif mesh.size == 1 and options.lora_rank > 0:
+        unfilled = _to_be_rounded(pretrain, options, "--pretrain")
+    if unfilled is not None:
         return trained_in_parts(Policy, unfilled, options, device, mesh, within)
     return to_be_trained(Policy, _causal_lm(pretrain, options, device), options, device, mesh, within)
 
@@ -88,7 +94,10 @@ def load_frozen_policy(
     from transformers import AutoModelForCausalLM
 
     check_model_folder(pretrain, flag)
-    if mesh and (unfilled := begin(pretrain, AutoModelForCausalLM, options, mesh, flag)):
+    unfilled = (
+        begin(pretrain, AutoModelForCausalLM, options, mesh, flag) if mesh else _to_be_rounded(pretrain, options, flag)
+    )
+    if unfilled is not None:
         return frozen_in_parts(Policy, unfilled, pretrain, options, device, mesh, flag, offload)
     model = _causal_lm(pretrain, options, device, flag=flag)
     weights = fingerprint(model, pretrain, options, flag)
@@ -143,6 +152,18 @@ def in_parts(options: TrainedModelOptions, mesh: Mesh) -> bool:
     return mesh.size > 1 and (options.zero_stage > 0 or mesh.sizes["tensor"] > 1)
 
 
+def _to_be_rounded(pretrain: str, options: LoadOptions, flag: str) -> Unfilled | None:
+    """A model to be read straight from its files in bf16: what is not trained needs no fp32 on the way, which takes
+    twice the memory and most of the time. How it may be run is asked of a small copy in fp32. None: it cannot be."""
+    from transformers import AutoModelForCausalLM
+
+    if not options.bf16 or options.load_in_4bit or options.attn_implementation is not None:
+        return None
+    unfilled = begin(pretrain, AutoModelForCausalLM, options, Mesh(), flag)
+    # What is converted on the way is converted by Hugging Face's loader, which rounds at other places.
+    return unfilled if unfilled is not None and isinstance(unfilled.filling, ByName) else None
+
+
 def trained_in_parts(
     root: type[PackedModel],
     unfilled: Unfilled,
@@ -162,15 +183,19 @@ def trained_in_parts(
     verdict = settle_path(module, options, device)
     prepare_training(module, options, device)
     module = within(module)
-    if options.bf16:
+    if options.bf16 and mesh.size > 1:
         cast_frozen(module)
+    elif options.bf16:
+        cast_parameters(module, torch.bfloat16)
     shard_trained(module, options, mesh)
     found = fill(module, filling, device.torch, offload=options.adam_offload)
     refuse_fresh_weights(options.pretrain, but_for_head(found) if scores else found)
     if scores:
         set_head(module, head)
     if options.lora_rank > 0:
-        fill_adapters(module.model, random_state)
+        after = fill_adapters(module.model, random_state)
+        if mesh.size == 1:  # as if the model had been there when they were drawn
+            torch.set_rng_state(after)
     return Loaded(module, verdict, unfilled.weights, notes)
 
 
@@ -180,7 +205,7 @@ def frozen_in_parts(
     pretrain: str,
     options: LoadOptions,
     device: Device,
-    mesh: Mesh,
+    mesh: Mesh | None,
     flag: str,
     offload: bool,
 ) -> Loaded:
@@ -192,7 +217,8 @@ def frozen_in_parts(
         verdict = settle_path(module, options, device)
     if options.bf16:
         cast_parameters(module, torch.bfloat16)
-    shard_frozen(module, mesh, offload=offload)
+    if mesh is not None:
+        shard_frozen(module, mesh, offload=offload)
     found = fill(module, unfilled.filling, device.torch, offload=offload)
     refuse_fresh_weights(pretrain, found, flag=flag)
     return Loaded(module, verdict, unfilled.weights)
