@@ -5,6 +5,7 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests import warm
 from tests.train.rl.played import Played, experience_of
@@ -13,8 +14,10 @@ from tests.train.rl.test_resume import at
 from tests.train.rl.test_trajectories import words_of
 from trimtab.config.jobs import GRPOOptions, PPOOptions
 from trimtab.errors import UserError
+from trimtab.models.policy import Policy
+from trimtab.models.selfcheck import choose_path
 from trimtab.train.rl.experience import Experience
-from trimtab.train.rl.objective import token_weights
+from trimtab.train.rl.objective import policy_share, token_weights
 from trimtab.train.rl.passes import totals_of
 from trimtab.train.rl.recording import Recording
 from trimtab.train.rl.samples import best_and_worst, distributions, groups, of_evaluation
@@ -109,6 +112,41 @@ def folder(tmp_path_factory):
     return write_task(tmp_path_factory.mktemp("task"))
 
 
+def test_loss_and_gradient_are_those_of_every_drawn_token_once(folder):
+    """Episodes in branches, cut into passes that hold parts of them: against a plain loop over sequences and tokens."""
+    experience = experience_of(GROUPS)
+    shape(experience, PPOOptions(advantage_estimator="rloo", turn_reward="returns"), 0.0)
+    plain = AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager").train()
+    expected, column = torch.zeros(()), experience.advantages_N.tolist()
+    for episodes in GROUPS:
+        for episode in episodes:
+            tokens = sum(len(turn) for turn, _ in episode.turns)
+            for rollout in episode.rollouts(0, 0, [5, 6, 7 + GROUPS.index(episodes)]):
+                ids = rollout.prompt_ids + rollout.ids
+                log_probs = plain(torch.tensor([ids])).logits[0].log_softmax(-1)
+                for place in rollout.drawn.nonzero()[0] + len(rollout.prompt_ids):
+                    log_prob = log_probs[place - 1, ids[place]]
+                    ratio = (log_prob - log_prob.detach()).exp()
+                    expected = expected - column.pop(0) * ratio / (tokens * 4)
+    expected.backward()
+    assert not column and len(GROUPS) * 2 == 4
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    policy = Policy(model)
+    choose_path(policy)
+    options = PPOOptions(temperature=1.0, loss_reduction="answer")
+    totals = totals_of(experience, list(range(7))) | {"seen_tokens": 13.0}
+    loss = 0.0
+    for batch in experience.slice([[0, 3, 4], [2, 5], [1, 6]], "advantages_N", "sampled_N", "counts_N").batches():
+        share = policy_share(policy, batch, totals, options, kl_coefficient=0.0)
+        share.loss.backward()
+        loss += share.loss.item()
+    assert loss == pytest.approx(expected.item(), abs=1e-5)
+    for (name, found), wanted in zip(model.named_parameters(), plain.parameters()):
+        scale = wanted.grad.abs().max()
+        torch.testing.assert_close(found.grad / scale, wanted.grad / scale, atol=1e-4, rtol=0, msg=name)
+
+
 def record(folder, groups: list[list[Played]]) -> None:
     folder.mkdir(parents=True)
     Recording(folder, {}, None).write(0, (experience_of(groups), 2, {}))
@@ -131,6 +169,17 @@ def test_recorded_episodes_in_branches_train_and_resume_inside_the_iteration(fol
 
 def stop_in_update() -> None:
     at((0, "update", 0), signal.SIGTERM)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", ["ppo", "reinforce", "rloo"])
+def test_recorded_episodes_in_branches_train_in_other_jobs(folder, tmp_path, job):
+    record(tmp_path / "recording", GROUPS)
+    more = "--turn_reward returns --init_kl_coef 0.1 --loss_reduction answer --mask_truncated"
+    assert warm.run([*words_of(folder, tmp_path / "out", tmp_path / "recording", job), *more.split()]) == 0
+    (row,) = rows(tmp_path / "out")
+    assert row["samples"] == 4 and row["grad_norm"] > 0 and row["skipped_steps"] == 0
+    assert (job == "ppo") == ("critic_loss" in row)
 
 
 def test_an_iteration_of_which_nothing_may_be_learnt_changes_nothing(folder, tmp_path):
