@@ -40,10 +40,10 @@ MAY_IMPORT = {
     "config": {"errors"},
     "evaluate": {
         *("data", "algos", "models", "distributed", "rollout", "rewards", "config", "progress", "interrupts"),
-        *("envs", "agents", "processes", "errors", "files"),
+        *("envs", "agents", "serving", "processes", "errors", "files"),
     },
     "report": {"evaluate", "config", "errors", "files"},
-    "embedded": {"envs.types", "errors"},
+    "embedded": {"data.byte_tokenizer", "envs.types", "errors"},
     "processes": {"errors"},
     "progress": set(),
     "interrupts": {"errors"},

@@ -41,6 +41,7 @@ RUNS = {
         "out.jsonl",
     ),
     "chat": (["chat --pretrain model --max_len 60"], None),
+    "play": (["play trimtab:guess --max_turns 1"], None),
     "lora-combine": (
         [
             f"sft {SUPERVISED} --dataset train.jsonl --lora_rank 2 {OUT}",

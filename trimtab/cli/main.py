@@ -26,6 +26,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "rl": ("trimtab.cli.train_rl", "RL of any kind, as a config file says"),
     "tail": ("trimtab.cli.train_tail", "RL that makes rare bad answers rarer (RePULSe and its baselines)"),
     "generate": ("trimtab.cli.batch_inference", "answers to many prompts, and their scores"),
+    "play": ("trimtab.cli.play", "an environment, played by you or by a model, as training sees it"),
     "chat": ("trimtab.cli.interactive_chat", "a conversation with a model"),
     "lora-combine": ("trimtab.cli.lora_combiner", "merge a LoRA adapter into its model"),
     "serve": ("trimtab.cli.serve", "a model as an HTTP server that other projects' clients accept"),

@@ -104,6 +104,20 @@ class AgentTrainingOptions(EnvironmentOptions):
         return self.idle(own, NEEDED)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LookingOptions(Options):
+    """Episodes"""
+
+    episodes: int = option(1, at_least=1)
+    """Episodes to play, one after another."""
+    row: int = option(0, at_least=0)
+    """Row of the data, or of the environment's own, that the first one is about."""
+    by_hand: bool = False
+    """Play yourself, with the tokens of --pretrain. Without a model that is always so."""
+    tokens: bool = False
+    """List every token: its id, whether it was drawn, its log-prob."""
+
+
 def _check_source(text: str) -> None:
     kind, _, name = text.partition(":")
     if kind not in SOURCES or not name:

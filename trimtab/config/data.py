@@ -62,7 +62,7 @@ class SourceOptions(Options):
     """Split to use."""
 
     def check(self) -> Iterable[str]:
-        return check_mixture(self.dataset, self.dataset_probs, "--dataset")
+        return check_mixture(self.dataset, self.dataset_probs, "--dataset") if self.dataset else ()
 
 
 @dataclass(frozen=True, kw_only=True)

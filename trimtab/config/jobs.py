@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from trimtab.config.agents import EnvironmentOptions, LookingOptions
 from trimtab.config.attack import (
     AttackedOptions,
     RewardInputOptions,
@@ -307,6 +308,32 @@ class ChatOptions(
     """A conversation with a model"""
 
 
+@job("play")
+class PlayOptions(
+    EnvironmentOptions,
+    LookingOptions,
+    PretrainOptions,
+    SourceOptions,
+    PromptColumns,
+    TemplateOptions,
+    AnswerLengthOptions,
+    DrawingOptions,
+    RunOptions,
+):
+    """An environment, played by a person or a model and shown as training sees it"""
+
+    idle_here = MappingProxyType(
+        dict.fromkeys(("input_template", "apply_chat_template"), "here: a chat template is used where there is one")
+        | dict.fromkeys(("env_workers", "env_rows"), "here: one process plays one episode after another")
+    )
+
+    def may_lack(self, name: str) -> bool:
+        return name in ("pretrain", "dataset") or super().may_lack(name)
+
+    def check(self) -> Iterable[str]:
+        return () if self.pretrain else self.idle(["by_hand", "tokens", "greedy_sampling"], "without --pretrain")
+
+
 @job("attack", max_new_tokens=20)
 class AttackOptions(
     PretrainOptions,
@@ -389,7 +416,7 @@ TRAINED: dict[str, type[Training] | type[RLOptions]] = {
 
 JOBS: dict[str, type[CallOptions]] = {
     **TRAINED,
-    **{job.verb: job for job in (GenerateOptions, ChatOptions, AttackOptions, LoraCombineOptions)},
-    **{job.verb: job for job in (ServeOptions, ServeRMOptions)},
+    **{job.verb: job for job in (GenerateOptions, ChatOptions, PlayOptions, AttackOptions)},
+    **{job.verb: job for job in (LoraCombineOptions, ServeOptions, ServeRMOptions)},
 }
 """Every job by its verb."""

@@ -12,14 +12,23 @@ import json
 import sys
 from pathlib import Path
 
+from trimtab.data.byte_tokenizer import END, byte_tokenizer
 from trimtab.embedded.sort_task import make_rows, make_tokenizer, prompt_of, reference_of
 
 STEP_END, GOOD, BAD = "ки", "+", "-"  # the step and label tokens of Math-Shepherd
 ROWS = 64
+AGENT_TEMPLATE = (
+    "{%- if tools -%}system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor -%}" + END + "{%- endif -%}"
+    "{%- for message in messages -%}{{ message.role }}\n{{ message.content or '' }}"
+    "{%- for call in message.tool_calls or [] -%}<tool_call>{{ call.function | tojson }}</tool_call>{%- endfor -%}"
+    + END
+    + "{%- endfor -%}{%- if add_generation_prompt -%}assistant\n{% endif -%}"
+)
 
 
 def write(folder: str | Path, rows: int = ROWS) -> Path:
-    """Write the models `llama`, `mixtral`, `teacher` and `reward`, and one data file a kind of job, into `folder`."""
+    """Write the models `llama`, `mixtral`, `teacher`, `reward` and `agent`, whose tokens are bytes, and one
+    data file a kind of job, into `folder`."""
     folder = Path(folder)
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([STEP_END, GOOD, BAD])
@@ -31,6 +40,11 @@ def write(folder: str | Path, rows: int = ROWS) -> Path:
     ):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    speaker = byte_tokenizer(AGENT_TEMPLATE)
+    end = speaker.eos_token_id
+    agent = make_model("llama", len(speaker), max_position_embeddings=1024, eos_token_id=end, pad_token_id=end)
+    agent.save_pretrained(folder / "agent")
+    speaker.save_pretrained(folder / "agent")
     pairs = [(prompt_of(row), reference_of(row)) for row in make_rows(rows, seed=0)]
     for name, make in (
         ("questions", question),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trimtab.config.dump import shown
-from trimtab.config.jobs import ChatOptions, GenerateOptions
+from trimtab.config.jobs import ChatOptions, GenerateOptions, PlayOptions
 from trimtab.data.chat import in_template
 from trimtab.data.formats import Message
 from trimtab.data.prompts import PromptReport, PromptStore, build_prompt_store
@@ -243,7 +243,7 @@ class Generation:
         }
 
 
-def load_job_tokenizer(options: GenerateOptions | ChatOptions) -> Any:
+def load_job_tokenizer(options: GenerateOptions | ChatOptions | PlayOptions) -> Any:
     quiet_transformers()
     check_model_folder(options.pretrain)
     return load_tokenizer(
@@ -275,7 +275,7 @@ def prompts_of_iteration(store: PromptStore, options: GenerateOptions) -> range:
     return range(start, min(start + options.rollout_batch_size, len(store)))
 
 
-def sampling_of(options: GenerateOptions | ChatOptions, **others: Any) -> Sampling:
+def sampling_of(options: GenerateOptions | ChatOptions | PlayOptions, **others: Any) -> Sampling:
     return Sampling(
         temperature=0.0 if options.greedy_sampling else options.temperature,
         top_p=1.0 if options.greedy_sampling else options.top_p,

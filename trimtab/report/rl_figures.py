@@ -67,7 +67,7 @@ EPISODES = (
     Picture(
         "Time in the environment",
         {"seconds_environment": "mean", "seconds_environment_95": "95 % are below"},
-        "seconds an episode",
+        "seconds a step",
     ),
 )
 """Of environments."""

@@ -1,0 +1,136 @@
+"""`trimtab play`: what a person or a model does in an environment, as training sees it."""
+
+import io
+import re
+
+import pytest
+
+from trimtab.cli.main import main
+from trimtab.cli.play import in_options, tool_call
+from trimtab.embedded import guess_game
+from trimtab.errors import UserError
+
+COUNTER = '''
+from trimtab.envs.types import Step
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+class Counter:
+    tools = (add,)
+
+    def reset(self, task):
+        return f"row {task.row}: {task.prompt} {task.label}"
+
+    def step(self, turn):
+        if turn.text == "break":
+            raise ValueError("it is broken")
+        return Step("go on", reward=0.5, done=turn.text == "end", logs={"depth": turn.number})
+
+    def close(self): ...
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return guess_game.write(tmp_path_factory.mktemp("game"), train_rows=1, test_rows=1) / "model"
+
+
+@pytest.fixture
+def typed(monkeypatch, capsys):
+    def run(words: list[str], lines: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        monkeypatch.setenv("COLUMNS", "200")
+        code = main(["play", *words])
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+def test_a_person_plays_without_a_model_and_sees_no_tokens(typed):
+    code, shown, _ = typed(["trimtab:guess", "--episodes", "3"], "4\n" * 9)
+    assert code == 0 and shown.count("Find my number from 1 to 7 in 3 guesses.") == 3
+    assert shown.count("over: reward") == 3 and "token" not in shown
+    assert re.search(r"^ +you  4", shown, re.MULTILINE) and re.search(r"^ +user  (higher|lower)", shown, re.MULTILINE)
+
+
+def test_a_model_plays_and_what_it_drew_stands_in_brackets(typed, model):
+    words = ["trimtab:guess", "--model", str(model), "--max_new_tokens", "4", "--tokens", "--seed", "1"]
+    code, shown, told = typed(words)
+    assert code == 0, told
+    (strip,) = [line for line in shown.splitlines() if line.startswith("  <user>")]
+    turns = re.findall(r"<assistant>\[(.*?)\]", strip)
+    said = re.findall(r"^ +model  (.*?)  ", shown, re.MULTILINE)
+    assert said == [turn.removesuffix("|<eos>").replace("|", "") for turn in turns]
+    whole, drawn = map(int, re.search(r"(\d+) tokens, of which (\d+) carry loss", shown).groups())
+    rows = re.findall(r"^(\d+) +(\d+) +(\S.*?) +(yes +-\d\.\d+)? *$", shown, re.MULTILINE)
+    assert len(rows) == whole and sum(bool(row[3]) for row in rows) == drawn == sum(t.count("|") + 1 for t in turns)
+    again = typed(words)[1]
+    figures = re.compile(r", [\d.]+ s\b")
+    assert figures.sub("", again) == figures.sub("", shown), "the seed says what is drawn"
+
+
+def test_a_person_calls_tools_and_reads_what_went_wrong_as_a_model_would(typed, tmp_path):
+    (tmp_path / "counter.py").write_text(COUNTER)
+    (tmp_path / "rows.jsonl").write_text('{"asked": "count", "right": "7"}\n' * 2)
+    lines = "/help\n/tools\n/add a=2\n/add x\n/nothing {}\n/add a=two\nend\n"
+    words = [f"{tmp_path}/counter.py", "--dataset", f"{tmp_path}/rows.jsonl", "--input_key", "asked"]
+    code, shown, told = typed([*words, "--label_key", "right", "--row", "1"], lines)
+    assert code == 0, told
+    assert "row 1: count 7" in shown and "tools: add" in shown
+    said = re.findall(r"^ +tool  (.*)$", shown, re.MULTILINE)
+    assert said[0] == "3" and all("error" in text for text in said[1:]) and len(said) == 3
+    assert "/add (a, b): Add two numbers." in told and "/add: write its arguments as key=value" in told
+    assert "tool_calls 3" in shown and "reward 0.5" in shown
+
+
+def test_a_broken_environment_is_told_in_its_own_words(typed, tmp_path):
+    (tmp_path / "counter.py").write_text(COUNTER)
+    code, shown, _ = typed([f"{tmp_path}/counter.py", "--env_retries", "0"], "break\n")
+    assert code == 0 and "the environment failed" in shown and "it is broken" in shown
+
+
+def test_who_leaves_early_leaves_quietly(typed):
+    code, shown, told = typed(["trimtab:guess"], "4\n/quit\n")
+    assert (code == 0 and "Traceback" not in told and "over" not in shown) or "reward 1" in shown
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ([], "there is nothing to play"),
+        (["trimtab:nothing"], "trimtab:nothing"),
+        (["missing.py"], "missing.py"),
+        (["trimtab:guess", "--row", "-1"], "--row"),
+        (["trimtab:guess", "--model", "no/such/folder"], "no/such/folder"),
+    ],
+)
+def test_a_mistake_is_one_line(typed, words, told):
+    code, _, error = typed(words)
+    assert code == 2 and len(error.strip().splitlines()) == 1 and told in error
+
+
+def test_the_environment_and_the_model_are_options():
+    assert in_options(["a.py:B", "--model=m", "--row", "1"]) == [
+        "--agent_func_path",
+        "a.py:B",
+        "--pretrain=m",
+        "--row",
+        "1",
+    ]
+    assert in_options(["gem:x", "--model", "m"]) == ["--environment", "gem:x", "--pretrain", "m"]
+    assert in_options(["--environment", "rg:x"]) == ["--environment", "rg:x"]
+
+
+def test_a_tool_call_is_written_as_a_model_would():
+    assert tool_call("add a=2 b=x") == '<tool_call>{"name": "add", "arguments": {"a": 2, "b": "x"}}</tool_call>'
+    assert tool_call('add {"a": [1]}') == '<tool_call>{"name": "add", "arguments": {"a": [1]}}</tool_call>'
+    with pytest.raises(UserError, match="no JSON"):
+        tool_call("add {1")

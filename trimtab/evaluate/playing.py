@@ -1,0 +1,180 @@
+"""`trimtab play`: episodes of an environment by a model or a person, with the code that plays them in training."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.agents.settings import PlaySettings
+from trimtab.config.jobs import PlayOptions
+from trimtab.data.sources import load_rows
+from trimtab.distributed.device import find_device
+from trimtab.distributed.random_state import seed_everything
+from trimtab.envs.episode import Episode, Said
+from trimtab.envs.pool import EnvLimits, Pool
+from trimtab.envs.types import Message, Task
+from trimtab.errors import UserError
+from trimtab.evaluate.generation import load_job_tokenizer, sampling_of
+from trimtab.evaluate.person import Person, tokenizer_of_a_person
+from trimtab.models.load import load_frozen_policy
+from trimtab.rollout.choose import build_engine
+from trimtab.rollout.engine import Engine
+from trimtab.rollout.seeds import request_seed
+from trimtab.rollout.stopping import stop_tokens
+from trimtab.rollout.types import Finish, Rollout
+from trimtab.serving.playing import playing_engine
+
+SEEDS = 2**31  # a row's, as training gives them: below this
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What was said, once all is known of it, with its tokens."""
+
+    said: Said
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """What the trainer reads, prompt and all. `drawn`: which of the tokens carry loss; log-probs are theirs."""
+
+    ids: list[int]
+    drawn: list[bool]
+    log_probs: list[float]
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> "Sequence":
+        assert rollout.drawn is not None, "an episode says it of every token"
+        before = rollout.prompt_ids
+        return cls([*before, *rollout.ids], [False] * len(before) + rollout.drawn.tolist(), rollout.log_probs.tolist())
+
+
+@dataclass(frozen=True)
+class Over:
+    episode: Episode
+    finish: Finish
+    sequences: list[Sequence]
+
+
+class Playing:
+    """`ask`: what gives a person's next words, where no model is named or a person is asked for."""
+
+    def __init__(self, options: PlayOptions, ask: Callable[[], str]):
+        self.options = options
+        self.by_person = options.by_hand or not options.pretrain
+        source = options.environment_source
+        if source is None:
+            raise UserError("there is nothing to play: give a FILE.py or a name such as trimtab:guess after the verb")
+        limits = EnvLimits(options.env_timeout, 1, options.env_threads, options.env_memory)
+        self.pool = Pool(source, limits)
+        try:
+            self.about = self.pool.about
+            self.tokenizer: Any = load_job_tokenizer(options) if options.pretrain else tokenizer_of_a_person()
+            inner, self.stops = self._engine(ask)
+            self.plain = self.tokenizer.chat_template is None
+            settings = PlaySettings(
+                options.max_turns,
+                options.episode_max_len,
+                options.observation_max_len,
+                options.env_retries,
+                "append" if options.agent_history == "append" else "template",
+                self.plain,
+            )
+            self.engine = playing_engine(inner, self.pool, self.tokenizer, settings)
+        except BaseException:
+            self.pool.close()
+            raise
+
+    def _engine(self, ask: Callable[[], str]) -> tuple[Engine, tuple[int, ...]]:
+        options, end = self.options, self.tokenizer.eos_token_id
+        if self.by_person:
+            return Person(self.tokenizer, ask), () if end is None else (end,)
+        seed_everything(options.seed, deterministic=options.full_determinism)
+        policy = load_frozen_policy(options.pretrain, options, find_device(), flag="--pretrain").model
+        return build_engine(policy, self.tokenizer, slots=1), stop_tokens(policy, self.tokenizer)
+
+    def tasks(self) -> list[Task]:
+        """One for each episode, from --row on; after the last row comes the first."""
+        options = self.options
+        first, count = options.row, options.episodes
+        rows = self._rows(first + count)
+        seed = request_seed(options.seed, 0)
+        if not rows:
+            return [Task(row, 0, request_seed(seed, row) % SEEDS) for row in range(first, first + count)]
+        if first >= len(rows):
+            raise UserError(f"--row {first}: there are {len(rows):,}, and the first is 0")
+        places = [row % len(rows) for row in range(first, first + count)]
+        return [self._task(row, rows[row], request_seed(seed, row) % SEEDS) for row in places]
+
+    def _rows(self, count: int) -> list[dict[str, Any]]:
+        options = self.options
+        if options.dataset:
+            found = load_rows(
+                options.dataset,
+                probabilities=options.dataset_probs,
+                split=options.dataset_split,
+                max_samples=None,
+                seed=options.seed,
+            )
+            return [dict(found[row]) for row in range(min(count, len(found)))]
+        return self.pool.rows(count, options.seed) if self.about.offers_rows else []
+
+    def _task(self, number: int, row: dict[str, Any], seed: int) -> Task:
+        """Of a file's row by its columns' names; an environment's own rows have their names already."""
+        options = self.options
+        asked = options.input_key if options.dataset else "prompt"
+        label = options.label_key if options.dataset else "label"
+        if options.dataset and asked not in row:
+            raise UserError(f"--input_key {asked}: row {number} has only {', '.join(row)}; name the prompt's column")
+        rest = {name: value for name, value in row.items() if name not in (asked, label)}
+        return Task(number, 0, seed, row.get(asked, ""), row.get(label) if label else None, rest)
+
+    def play(self, task: Task) -> Iterator[Heard | Over]:
+        """What is said as it is said, and at last the whole episode."""
+        options = self.options
+        limit = {"max_new_tokens": options.max_new_tokens, "stop_token_ids": self.stops}
+        sampling = sampling_of(options, seed=options.seed, **limit)
+        told, found, opened = 0, [], False
+        with self.engine.session(sampling) as session:
+            request = session.add(self._prompt(task), seed=request_seed(task.seed, 0), task=task)
+            while session.busy:
+                found += session.advance()
+                for draft in session.drafts().get(request, [])[-1:]:
+                    if draft.episode is None:
+                        continue
+                    if not opened:
+                        opened = True
+                        yield self._opening(task, draft.episode)
+                    said = draft.episode.said
+                    # Of a turn all is known with what follows it.
+                    complete = len(said) - (1 if said and said[-1].drawn else 0)
+                    for heard in said[told:complete]:
+                        yield Heard(heard, draft.ids[heard.start : heard.end])
+                    told = max(told, complete)
+        found.sort(key=lambda rollout: rollout.branch)
+        episode = found[-1].episode
+        assert episode is not None, "an environment was played"
+        if not opened:
+            yield self._opening(task, episode)
+        for heard in episode.said[told:]:
+            yield Heard(heard, found[heard.branch].ids[heard.start : heard.end])
+        yield Over(episode, found[-1].finish, [Sequence.of(rollout) for rollout in found])
+
+    def _opening(self, task: Task, episode: Episode) -> Heard:
+        messages = _asked(task) if episode.opening is None else episode.opening
+        return Heard(Said(messages, 0, 0, False), [])
+
+    def _prompt(self, task: Task) -> list[int]:
+        """The row's own, for environments that open with it."""
+        messages = _asked(task)
+        if self.plain:
+            text = "".join(str(message.get("content") or "") for message in messages)
+            return self.tokenizer.encode(text, add_special_tokens=False)
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+def _asked(task: Task) -> list[Message]:
+    return [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
