@@ -216,6 +216,19 @@ def test_when_retries_are_used_up_the_whole_group_has_failed_and_nothing_is_scor
     assert not pool.instances
 
 
+def test_words_that_the_template_refuses_are_the_environments_failure(policy):
+    class Impolite(Counting):
+        def step(self, turn):
+            twice = [{"role": "user", "content": "I"}, {"role": "user", "content": "insist"}]
+            return Step(messages=twice if self.task.row == 1 else "Go on", done=turn.number == 2)
+
+    pool = Pool(Impolite)
+    first, second = play(player(policy, pool, GEMMA, retries=1))
+    assert first.finish in ("stop", "length") and second.finish == "failed"
+    assert "roles must alternate" in second.episode.problem and second.episode.begun == 2
+    assert not pool.instances
+
+
 def test_one_that_broke_for_anothers_sake_goes_on_where_it_was(policy):
     seen = []
 

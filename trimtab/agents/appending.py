@@ -8,6 +8,7 @@ this is the same whatever was said before is tried when the class is made; a tem
 import json
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -17,12 +18,23 @@ from trimtab.envs.types import VERBATIM, Message
 from trimtab.errors import UserError
 
 ANSWER, ARGUMENT, QUESTION, PROBE = "Zanswerq", "Zargumentq", "Zquestionq", "Zprobeq"
+MOST_KNOWN = 256
 ANOTHER = "use another chat template (--tokenizer_chat_template)"
 WAY_OUT = f"{ANOTHER}, or --agent_history template"
 
 
 class CannotAppend(UserError):
     """The template can render the conversation, but not turn by turn."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Where a template writes the last answer of a conversation."""
+
+    mark: str  # of what it says, the last that stands there
+    times: int  # that it stands there
+    between: str  # and the token that ends it
+    ends: bool  # whether one does
 
 
 class Opener(Protocol):
@@ -65,7 +77,7 @@ class Appending:
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         stopping = {tokenizer.eos_token, *tokenizer.convert_ids_to_tokens(list(stops))} - {None}
         self._special, self._stopping = _any_of(special | stopping), _any_of(stopping)
-        self._lengths: dict[str, int] = {}  # tokens of the made-up beginnings
+        self._known: dict[str, Shown] = {}  # by the made-up conversation
         self._prove()
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
@@ -83,37 +95,43 @@ class Appending:
     def _behind(self, before: list[Message], messages: list[Message], ended: bool) -> list[int]:
         """What follows the last answer of `before`."""
         text, answered, end = self._places(before, messages)
-        start = end if ended else answered
-        if start == answered == end:  # no token ends it, from which on the tokens would be a matter of their own
-            return encoded(self.tokenizer, text[start:])
-        beginning = text[:start]
-        if beginning not in self._lengths:
-            self._lengths[beginning] = len(encoded(self.tokenizer, beginning))
-        return encoded(self.tokenizer, text)[self._lengths[beginning] :]
+        # From the token on that ends it: what stands before such a one changes nothing of what comes behind.
+        ids = encoded(self.tokenizer, text[answered:])
+        return ids[1:] if ended and end > answered else ids
 
     def _places(self, before: list[Message], messages: list[Message]) -> tuple[str, int, int]:
         """The whole text, where in it the mark begins that ends the last answer of `before`, and where it ends."""
-        alone = self._text(before, prompt=False)
-        mark = max((ANSWER, ARGUMENT), key=alone.rfind)
-        if mark not in alone:
-            raise self._refused("does not show what the assistant says")
-        rest = alone[alone.rfind(mark) + len(mark) :]
-        ends = [*self._stopping.finditer(rest)][:1] or [*self._special.finditer(rest)][-1:]
+        answer = self._shown(before)
         text = self._text([*before, *messages], prompt=True)
         place = -1
-        for _ in range(alone.count(mark)):
-            place = text.find(mark, place + 1)
+        for _ in range(answer.times):
+            place = text.find(answer.mark, place + 1)
         if place < 0:
             raise self._refused("does not show what the assistant said before the last turn")
-        place += len(mark)
-        between = rest[: ends[0].start()] if ends else rest.rstrip()
-        if not ends and text.startswith(between, place):
-            return text, place + len(between), place + len(between)
+        start = place + len(answer.mark) + len(answer.between)
+        if not text.startswith(answer.between, start - len(answer.between)):
+            raise self._refused("writes an answer otherwise when others follow it")
+        if not answer.ends:
+            return text, start, start
         # Some end the last turn of all with another token.
-        end = self._special.match(text, place + len(between))
-        if not text.startswith(between, place) or end is None:
+        if (end := self._special.match(text, start)) is None:
             raise self._refused("writes an answer otherwise when others follow it")
         return text, end.start(), end.end()
+
+    def _shown(self, before: list[Message]) -> "Shown":
+        key = json.dumps(before)
+        if key not in self._known:
+            text = self._text(before, prompt=False)
+            mark = max((ANSWER, ARGUMENT), key=text.rfind)
+            if mark not in text:
+                raise self._refused("does not show what the assistant says")
+            rest = text[text.rfind(mark) + len(mark) :]
+            ends = [*self._stopping.finditer(rest)][:1] or [*self._special.finditer(rest)][-1:]
+            between = rest[: ends[0].start()] if ends else rest.rstrip()
+            self._known[key] = Shown(mark, text.count(mark), between, bool(ends))
+            while len(self._known) > MOST_KNOWN:  # calls may have names of all kinds
+                del self._known[next(iter(self._known))]
+        return self._known[key]
 
     def _text(self, messages: list[Message], prompt: bool) -> str:
         try:
@@ -150,10 +168,9 @@ class Appending:
         said = text[end:]  # a tokenizer of few words need not know these
         if PROBE not in said or ANSWER in said or ARGUMENT in said:
             raise self._refused("does not write it there")
-        for start in {answered, end} if end > answered else ():
-            beginning = encoded(self.tokenizer, text[:start])
-            if encoded(self.tokenizer, text)[: len(beginning)] != beginning:
-                raise self._refused("leaves no border between tokens there")
+        whole, mark = encoded(self.tokenizer, text), encoded(self.tokenizer, text[answered:end])
+        if end > answered and (len(mark) != 1 or whole[-len(found[0]) :] != found[0]):
+            raise self._refused("leaves no border between tokens there")
 
     def _refused(self, how: str) -> CannotAppend:
         return CannotAppend(f"the chat template {how}")

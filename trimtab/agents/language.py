@@ -1,6 +1,7 @@
 """Between tokens and messages, for an episode's tools."""
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +14,10 @@ from trimtab.envs.types import Message
 from trimtab.errors import UserError
 
 CUT = "\n[... {} tokens are left out here ...]\n"
+
+
+class CannotSay(Exception):
+    """The chat template refuses what an environment says."""
 
 
 class Language:
@@ -40,16 +45,20 @@ class Language:
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation up to where the model is to speak."""
-        return encoded(self.tokenizer, self._text(messages)) if self.opener is None else self.opener.opening(messages)
+        with refusing():
+            if self.opener is not None:
+                return self.opener.opening(messages)
+            return encoded(self.tokenizer, self._text(messages))
 
     def behind(
         self, ids: list[int], turn: list[int], before: Sequence[Message], new: Sequence[Message]
     ) -> list[int] | None:
         """What comes behind these tokens, whose last are the model's turn. `before`: the whole conversation up to that
         turn, and with it. None: the template writes that conversation otherwise than these tokens do."""
-        if self.opener is not None:
-            return tail_of(self.opener, turn, new, self.stops)
-        text = self._text([*before, *new])
+        with refusing():
+            if self.opener is not None:
+                return tail_of(self.opener, turn, new, self.stops)
+            text = self._text([*before, *new])
         written = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         # Other tokens may say the same, and stay as they were drawn.
         return encoded(self.tokenizer, text[len(written) :]) if text.startswith(written) else None
@@ -81,6 +90,14 @@ class Language:
 
     def _words(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        raise CannotSay(f"what the environment says cannot be read: {error}") from error
 
 
 def _level(lengths: list[int], most: int) -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
+from trimtab.agents.language import CannotSay
 from trimtab.agents.play import Moment, Play, Stage, Strand
 from trimtab.agents.replaying import next_known, same
 from trimtab.distributed.watch import pulse
@@ -152,15 +153,18 @@ class AgentSession:
             self._broken(play, reply)
             return
         play.figures["seconds_environment"] += reply.seconds
-        if isinstance(reply, Opened):
-            self._opened(play, reply)
-        elif isinstance(reply, Stepped):
-            if play.stage is Stage.REPLAYING:
+        try:
+            if isinstance(reply, Opened):
+                self._opened(play, reply)
+            elif isinstance(reply, Ended):
+                self._ended(play, reply)
+            elif play.stage is Stage.REPLAYING:
                 self._replayed(play, reply)
             else:
                 self._answered(play, reply)
-        else:
-            self._ended(play, reply)
+        except CannotSay as error:
+            self.engine.pool.drop(play.number)
+            self._broken(play, Broken(play.number, str(error)))
 
     def _opened(self, play: Play, reply: Opened) -> None:
         play.language = language = self.engine.language(reply.tools, self.sampling.stop_token_ids)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.agents.engine import AgentEngine
+from trimtab.agents.led_pool import LedPool
 from trimtab.agents.settings import PlaySettings
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine
@@ -14,10 +15,13 @@ if TYPE_CHECKING:
 
 
 def playing_engine(
-    engine: Engine, pool: "Pool", tokenizer: PreTrainedTokenizerBase, settings: PlaySettings | None = None
+    engine: Engine, pool: "Pool | LedPool", tokenizer: PreTrainedTokenizerBase, settings: PlaySettings | None = None
 ) -> Engine:
+    """`pool`: of a policy whose layers are cut over processes, a LedPool in each of these."""
     if pool.about.kind != "agent":
         return AgentEngine(engine, pool, tokenizer, settings)
+    if isinstance(pool, LedPool):
+        raise UserError("an agent that asks for its turns: not with a policy cut over processes; use --zero_stage 3")
     try:
         from trimtab.serving.agent_engine import ServedAgents
     except ImportError as error:
