@@ -117,3 +117,12 @@ def test_the_whole_table_runs_its_rows_in_forks(tmp_path):
     assert "before holds no package" in done.stdout and "== before: exit 1" in done.stdout
     rows = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
     assert [row["who"].split(",")[0] for row in rows] == ["trimtab", "trimtab", "TRL"]
+
+
+@pytest.mark.long
+def test_environments_are_measured_small(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(FOLDER.parent))
+    importlib.import_module("environments").main(["--episodes", "20", "--workers", "1"])
+    sys.modules.pop("environments")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8 and all("episodes/s" in line for line in lines)

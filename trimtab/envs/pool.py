@@ -68,9 +68,9 @@ class Pool:
         with self._state:
             key = self._new_key()
             worker = self._place(careful=False)
-            worker.ask("rows", key, count, seed)
             worker.keys.add(key)
-            self._wake()
+            worker.ask("rows", key, count, seed)
+            self._wake(worker)
         found: list[dict[str, Any]] = self._answer(key, f"rows of environment {self.source}")
         return found
 
@@ -97,7 +97,7 @@ class Pool:
             if home is not None:
                 del self._episodes[home.key]
                 home.worker.forget(home.key)
-                self._wake()
+                self._wake(home.worker)
 
     def finished(self, seconds: float) -> list[Reply]:
         """All replies that are there, when there is one; none where none comes within so many seconds."""
@@ -118,7 +118,7 @@ class Pool:
             if self._closed:
                 return
             self._closed = True
-            self._wake()
+            self._wake(None)
         self._listener.join()
         for worker in self._workers:
             worker.child.dismiss()
@@ -136,14 +136,14 @@ class Pool:
             home.worker.keys.add(home.key)
             self._homes[episode], self._episodes[home.key] = home, episode
             home.worker.ask(kind, home.key, *words)
-            self._wake()
+            self._wake(home.worker)
 
     def _ask(self, episode: int, kind: str, *words: Any) -> None:
         with self._state:
             home = self._homes.get(episode)
             if home is not None:  # else it is broken, and that is on its way to whoever asks
                 home.worker.ask(kind, home.key, *words)
-                self._wake()
+                self._wake(home.worker)
 
     def _new_key(self) -> int:
         self._next_key += 1
@@ -179,11 +179,13 @@ class Pool:
         if self._stopped():
             raise GivenUp
 
-    def _wake(self) -> None:
-        try:
-            os.write(self._waking, b".")
-        except BlockingIOError:  # it has been woken often enough
-            return
+    def _wake(self, worker: Worker | None) -> None:
+        """Have the listener look again, if there is more to be done for this process than it knows."""
+        if worker is None or worker.channel.has_more or worker.is_new:
+            try:
+                os.write(self._waking, b".")
+            except BlockingIOError:  # it has been woken often enough
+                return
 
     # ---- listening, in a thread of its own: the run may be busy with something else
 
@@ -199,12 +201,12 @@ class Pool:
     def _round(self) -> None:
         with self._state:
             workers = list(self._workers)
-            busy = any(worker.asked or not worker.loaded for worker in workers)
             events = select.poll()
             events.register(self._woken, select.POLLIN)
             for worker in workers:
+                worker.is_new = False
                 events.register(worker.channel, select.POLLIN | select.POLLOUT * worker.channel.has_more)
-        ready = {descriptor for descriptor, _ in events.poll(1000 * PING_EVERY if busy else None)}
+        ready = {descriptor for descriptor, _ in events.poll(1000 * PING_EVERY)}
         if self._woken in ready:
             os.read(self._woken, 2**16)
         for worker in workers:

@@ -35,6 +35,7 @@ class Worker:
     channel: Channel
     careful: bool
     began: float = field(default_factory=time.monotonic)
+    is_new: bool = True  # nobody listens to it yet
     loaded: bool = False
     keys: set[int] = field(default_factory=set)
     """Of those who live there."""
