@@ -61,6 +61,15 @@ def test_memory_is_kept_while_it_is_enough(free):
     assert kept.cache(10, 40, CPU) is short  # as much as there was: asking again would not help
 
 
+def test_what_is_enough_is_not_made_larger_by_requests_that_each_want_a_little_more(free):
+    free(2**40)
+    kept = KVMemory(SHAPE, 16, None)
+    for samples in range(1, 33):
+        cache = kept.cache(samples, 40, CPU)
+        kept.pool.take(1)
+    assert 32 * 4 <= cache.pages <= 2 * 32 * 4
+
+
 def test_memory_that_is_too_little_becomes_larger_where_it_is(free):
     free(10 * PAGE_BYTES)
     memory = KVMemory(SHAPE, 16, None)

@@ -92,6 +92,16 @@ def test_the_likeliest_others_are_told_where_asked_for(server):
         assert one["logprob"] <= values[0] + 1e-6
 
 
+def test_log_probs_are_those_at_the_temperature(server):
+    """Which a client can tell: between two tokens there is half as much at twice the temperature."""
+    gaps = []
+    for temperature in (1.0, 2.0):
+        how = {"max_tokens": 1, "temperature": temperature, "logprobs": True, "top_logprobs": 5}
+        likely = server.chat(HELLO, **how)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        gaps.append(likely[0]["logprob"] - likely[-1]["logprob"])
+    assert gaps[0] > 0 and gaps[1] == pytest.approx(gaps[0] / 2, abs=1e-5)
+
+
 def test_several_answers_differ_and_the_first_is_the_one_alone(server):
     choices = server.chat(HELLO, n=4, max_tokens=8, seed=5, return_token_ids=True)["choices"]
     assert choices[0]["token_ids"] == alone(rendered(HELLO), seed=5).ids

@@ -36,7 +36,8 @@ def refusal(error: Exception) -> JSONResponse:
         case NotUnderstood():
             return reply(error.status, str(error), param=error.param, code=error.code)
         case Refused():
-            headers = {"Connection": "close"} if error.status == 408 else {}
+            # What is still being sent would be read as the next request.
+            headers = {"Connection": "close"} if error.status in (408, 413) else {}
             # Clients of this protocol know 400 where others say 422.
             return reply(400 if error.status == 422 else error.status, str(error), headers=headers)
         case UserError():

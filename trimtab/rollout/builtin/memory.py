@@ -37,7 +37,7 @@ class KVMemory:
         wanted = self.wanted(samples, longest)
         if self.tensor.any(self._cache is None):  # each gives its memory back when its own device is full
             self.release()
-        if self._cache is not None and self._wanted < wanted:
+        if self._cache is not None and max(self._wanted, self._cache.pages) < wanted:
             self._enlarge(self._cache, wanted, free_memory(device))
         if self._cache is None:
             pages = self.pages(samples, longest, free_memory(device))

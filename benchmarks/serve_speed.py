@@ -1,0 +1,201 @@
+"""Tokens a second of `trimtab serve` with many clients, against the engine alone with the same requests at once.
+
+Every request is a prompt of token ids, and every answer has as many tokens as were asked for, with log-probs. `engine`
+is one call in a process of its own. The server is a process of its own too, and the clients are threads of others that
+speak plain HTTP and wait for each answer. Without --model a Llama of 6 layers and 256 dimensions with random weights is
+made. `--peer vllm` also asks vLLM's own server, where it is installed, for the same with the same clients.
+
+    python benchmarks/serve_speed.py
+    python benchmarks/serve_speed.py --model HuggingFaceTB/SmolLM2-135M --bf16 --requests 4096 --clients 256 --peer vllm
+"""
+
+import argparse
+import http.client
+import json
+import multiprocessing
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+PROCESSES = 4  # that the clients are threads of
+SECONDS_TO_START = 600
+
+
+def make_model(folder: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from trimtab.embedded.sort_task import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        max_position_embeddings=2048,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
+    numbers = random.Random(0)
+    return [[numbers.randrange(16, vocabulary) for _ in range(length)] for _ in range(count)]
+
+
+# ---- the engine alone, in a process of its own so that its memory is given back
+
+
+def engine_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], tokens: int, answer) -> None:
+    from trimtab.config.jobs import ServeOptions
+    from trimtab.data.tokenizer import load_tokenizer
+    from trimtab.distributed.device import find_device
+    from trimtab.models.load import load_frozen_policy
+    from trimtab.rollout.choose import build_engine
+    from trimtab.rollout.types import Sampling
+
+    options = ServeOptions(pretrain=model, bf16=bf16)
+    policy = load_frozen_policy(model, options, find_device(), flag="--pretrain").model
+    engine = build_engine(policy, load_tokenizer(model), slots=slots)
+    sampling = Sampling(max_new_tokens=tokens)
+    engine.generate(prompts[:slots], sampling)  # warm up
+    began = time.monotonic()
+    rollouts = engine.generate(prompts, sampling)
+    answer.put((time.monotonic() - began, sum(len(rollout.tokens) for rollout in rollouts)))
+
+
+# ---- through a server
+
+
+def talk(port: int, model: str, prompts: list[list[int]], tokens: int, counts: list[int]) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    for prompt in prompts:
+        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        found = json.loads(reply.read())
+        assert reply.status == 200, found
+        assert len(found["choices"][0]["logprobs"]["token_logprobs"]) == tokens
+        counts.append(tokens)
+
+
+def clients(port: int, model: str, shares: list[list[list[int]]], tokens: int, ready, answer) -> None:
+    """Some clients as threads of one process; they begin together."""
+    counts: list[int] = []
+    threads = [threading.Thread(target=talk, args=(port, model, share, tokens, counts)) for share in shares]
+    ready.wait()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answer.put(sum(counts))
+
+
+def through_server(port: int, model: str, prompts: list[list[int]], tokens: int, count: int) -> tuple[float, int]:
+    context = multiprocessing.get_context("spawn")
+    processes = min(PROCESSES, count)
+    ready, answer = context.Barrier(processes + 1), context.Queue()
+    shares = [prompts[number::count] for number in range(count)]
+    started = [
+        context.Process(target=clients, args=(port, model, shares[number::processes], tokens, ready, answer))
+        for number in range(processes)
+    ]
+    for process in started:
+        process.start()
+    ready.wait()
+    began = time.monotonic()
+    drawn = sum(answer.get() for _ in started)
+    seconds = time.monotonic() - began
+    for process in started:
+        process.join()
+    return seconds, drawn
+
+
+def served(words: list[str], port: int, model: str, arguments: argparse.Namespace, prompts: list[list[int]]) -> float:
+    """Tokens a second of the server that these words start at that port."""
+    with subprocess.Popen([sys.executable, "-m", *words], stdout=subprocess.DEVNULL) as process:
+        try:
+            _wait(port, process)
+            warming = prompts[: arguments.clients]
+            through_server(port, model, warming, arguments.tokens, arguments.clients)
+            seconds, drawn = through_server(port, model, prompts, arguments.tokens, arguments.clients)
+        finally:
+            process.terminate()
+            process.wait(60)
+    assert drawn == arguments.requests * arguments.tokens, "answers are missing"
+    return drawn / seconds
+
+
+def _wait(port: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + SECONDS_TO_START
+    while time.monotonic() < deadline and process.poll() is None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise SystemExit("the server did not start")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def main(argv: list[str] | None = None) -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--model", help="hub name or folder; unset: a small one with random weights")
+    words.add_argument("--bf16", action="store_true")
+    words.add_argument("--requests", type=int, default=256)
+    words.add_argument("--clients", type=int, default=32)
+    words.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
+    words.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
+    words.add_argument("--peer", choices=["vllm"], help="also another server")
+    arguments = words.parse_args(argv)
+
+    from transformers import AutoConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = arguments.model or folder
+        if arguments.model is None:
+            make_model(Path(folder))
+        prompts = make_prompts(arguments.requests, arguments.prompt, AutoConfig.from_pretrained(model).vocab_size)
+        context = multiprocessing.get_context("spawn")
+        answer = context.Queue()
+        own = (model, arguments.bf16, arguments.clients, prompts, arguments.tokens, answer)
+        process = context.Process(target=engine_alone, args=own)
+        process.start()
+        seconds, drawn = answer.get(timeout=SECONDS_TO_START)
+        process.join()
+        alone = drawn / seconds
+        print(f"{'engine':8s} {alone:10,.0f} tokens/s", flush=True)
+
+        port = free_port()
+        how = ["--port", str(port), "--max_requests", str(arguments.clients), *["--bf16"] * arguments.bf16]
+        rate = served(["trimtab.cli.serve", model, *how], port, model, arguments, prompts)
+        print(f"{'server':8s} {rate:10,.0f} tokens/s  {rate / alone:.2f} of the engine alone", flush=True)
+        if arguments.peer == "vllm":
+            port = free_port()
+            how = ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", str(arguments.clients)]
+            how += ["--dtype", "bfloat16" if arguments.bf16 else "float32"]
+            peer = served(
+                ["vllm.entrypoints.openai.api_server", "--model", model, *how], port, model, arguments, prompts
+            )
+            print(f"{'vllm':8s} {peer:10,.0f} tokens/s  our server: {rate / peer:.2f} of it", flush=True)
+
+
+if __name__ == "__main__":
+    main()
