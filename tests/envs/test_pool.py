@@ -17,6 +17,8 @@ CODE = """
     import asyncio, json, os, pathlib, signal, subprocess, sys, threading, time
     from trimtab.envs.types import Step
 
+    TOGETHER = threading.Barrier(4)
+
     def add(a: int, b: int) -> int:
         \"\"\"The sum.
 
@@ -45,7 +47,8 @@ CODE = """
             if word == "wait":
                 time.sleep(float(rest))
             found = {"pid": os.getpid(), "thread": threading.get_ident() == self.thread, "texts": self.texts}
-            return Step(json.dumps(found), 0.5, turn.text == "bye", logs={"turn": turn.number})
+            said = getattr(self, "said", json.dumps(found))
+            return Step(said, 0.5, turn.text == "bye", logs={"turn": turn.number})
 
         def get_reward(self):
             return len(self.texts)
@@ -53,6 +56,8 @@ CODE = """
 ASYNC = """
     import asyncio, time
     from trimtab.envs.types import Step
+
+    waiting = most = 0
 
     class World:
         opened = False
@@ -62,7 +67,12 @@ ASYNC = """
         async def step(self, turn):
             word, _, rest = turn.text.partition(" ")
             if word == "wait":
+                global waiting, most
+                waiting += 1
+                most = max(most, waiting)
                 await asyncio.sleep(float(rest))
+                waiting -= 1
+                return Step(str(most))
             if word == "block":
                 time.sleep(float(rest))
             if word == "exit":
@@ -193,9 +203,9 @@ def test_tools_are_called_and_what_fails_is_told_to_the_model_and_counted(pool):
 
 
 FAULTS = {
-    "raises": ("do 1 / 0", "ZeroDivisionError: division by zero (line 29)"),
-    "stops": ("do next(iter([]))", "RuntimeError: StopIteration (line 29)"),
-    "exits": ("do sys.exit(3)", "SystemExit: 3 (line 29)"),
+    "raises": ("do 1 / 0", "ZeroDivisionError: division by zero (line 31)"),
+    "stops": ("do next(iter([]))", "RuntimeError: StopIteration (line 31)"),
+    "exits": ("do sys.exit(3)", "SystemExit: 3 (line 31)"),
 }
 
 
@@ -276,18 +286,16 @@ def test_the_last_lines_that_were_printed_are_named(pool_of, capfd):
 
 
 def test_coroutines_wait_together_and_one_that_is_late_ends_alone(pool_of):
-    pool = pool_of(ASYNC, seconds=1.0, threads=2)
+    pool = pool_of(ASYNC, seconds=2.0, threads=2)
     opened(pool, *range(100))
-    began = time.monotonic()
+    pool.step(99, said("wait 100"))
     for episode in range(99):
         pool.step(episode, said("wait 0.3"))
-    pool.step(99, said("wait 100"))
     replies = collected(pool, 100)
-    assert time.monotonic() - began < 6.0, "and not 99 times 0.3 s"
-    assert replies.pop(99) == Broken(99, "took longer than 1 s")
-    assert all(isinstance(reply, Stepped) for reply in replies.values())
+    assert replies.pop(99) == Broken(99, "took longer than 2 s")
+    assert max(int(reply.step.messages[0]["content"]) for reply in replies.values()) > 50
     pool.step(0, said("exit"))
-    assert one(pool) == Broken(0, "SystemExit: 4 (line 17)")
+    assert one(pool) == Broken(0, "SystemExit: 4 (line 24)")
     pool.end(1)
     assert one(pool).logs == {"close_failures": 1.0}
 
@@ -299,27 +307,25 @@ def test_a_coroutine_that_holds_up_the_others_is_found(pool_of):
     pool.step(2, said("block 100"))
     replies = collected(pool, 2)
     assert not replies[2].innocent and replies[2].words.startswith("a coroutine held up all others")
-    assert "(line 15)" in replies[2].words
+    assert "(line 22)" in replies[2].words
 
 
 def test_plain_calls_run_at_once_each_episode_in_its_thread(pool):
     opened(pool, *range(8))
-    began = time.monotonic()
-    for _ in range(2):
-        for episode in range(8):
-            pool.step(episode, said("wait 0.2"))
-        for reply in collected(pool, 8).values():
+    for first in (0, 4):
+        for episode in range(first, first + 4):
+            pool.step(episode, said("do TOGETHER.wait(15)"))  # which raises where fewer than four come
+        for reply in collected(pool, 4).values():
             assert '"thread": true' in reply.step.messages[0]["content"]
-    assert time.monotonic() - began < 2.4, "and not 16 times 0.2 s"
 
 
 def test_waiting_for_a_thread_is_nobodys_time(pool_of):
-    pool = pool_of(threads=1, seconds=0.6)
+    pool = pool_of(threads=1, seconds=1.0)
     opened(pool, 1, 2, 3)
     for episode in (1, 2, 3):
-        pool.step(episode, said("wait 0.3"))
+        pool.step(episode, said("wait 0.4"))
     for reply in collected(pool, 3).values():
-        assert isinstance(reply, Stepped) and 0.3 <= reply.seconds < 0.6
+        assert isinstance(reply, Stepped) and 0.4 <= reply.seconds < 1.0
 
 
 def test_an_episode_that_is_dropped_says_nothing_more(pool):
@@ -339,6 +345,14 @@ def test_a_flood_of_an_observation_is_cut_in_its_middle(pool):
     content = one(pool).step.messages[0]["content"]
     assert len(content) < 1_000_100 and "characters left out ...]" in content
     assert content.startswith('{"pid"') and content.endswith('y"]}')
+
+
+def test_what_no_tokenizer_can_read_is_made_readable_or_refused(pool):
+    opened(pool, 1, 2)
+    pool.step(1, said("do self.said = 'a' + chr(0xD800) + 'b'"))
+    assert one(pool).step.messages[0]["content"] == "a?b"
+    pool.step(2, said("do self.said = [{'role': 'user', 'content': 5}]"))
+    assert one(pool) == Broken(2, "TypeError: the content of a message is int 5: a text is needed")
 
 
 CHILD = "do child = subprocess.Popen(['sleep', '1000']); pathlib.Path({place!r}).write_text(str(child.pid)); {then}"
@@ -361,7 +375,7 @@ def test_what_an_environment_started_ends_with_it(pool_of, tmp_path, then):
     one(pool)
     began = time.monotonic()
     pool.close()
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 10.0
     assert has_ended(int((tmp_path / "pid").read_text()))
 
 

@@ -4,7 +4,6 @@ import os
 import random
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -123,7 +122,5 @@ def test_thousands_of_episodes_are_answered_rightly_and_nothing_is_left(tmp_path
     grown = [resident(pid) - then for pid, then in zip([os.getpid(), *processes], held)]
     assert max(grown) < 5.0, f"MiB of the run and of its workers: {grown}"
     assert not pool._homes and not pool._episodes and not any(worker.keys for worker in pool._workers)
-    began = time.monotonic()
     pool.close()
-    assert time.monotonic() - began < 3.0
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before

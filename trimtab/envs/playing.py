@@ -6,7 +6,7 @@ from typing import Any
 
 from trimtab.envs.lanes import Caller, Late, Stuck
 from trimtab.envs.loaded import Loaded
-from trimtab.envs.shapes.adapted import Adapted
+from trimtab.envs.shapes.adapted import Adapted, named
 from trimtab.envs.tools import BadArguments, UnknownTool, call, schemas
 from trimtab.envs.types import Message, Step, Task, Turn
 
@@ -121,14 +121,28 @@ def _error(words: str) -> str:
 
 def _cut(messages: str | list[Message]) -> list[Message]:
     assert not isinstance(messages, str), "shapes make messages of it"
-    return [
-        message | {"content": shortened(message["content"])} if isinstance(message.get("content"), str) else message
-        for message in messages
-    ]
+    return [message | {"content": _readable(message.get("content"))} for message in messages]
+
+
+def _readable(content: object) -> object:
+    """As tokenizers can read it: a text, or parts some of which are texts."""
+    if isinstance(content, str):
+        return shortened(content)
+    if isinstance(content, list | tuple):
+        return [
+            part | {"text": shortened(part["text"])}
+            if isinstance(part, dict) and isinstance(part.get("text"), str)
+            else part
+            for part in content
+        ]
+    if content is not None:
+        raise TypeError(f"the content of a message is {named(content)}: a text is needed")
+    return None
 
 
 def shortened(text: str) -> str:
-    if len(text) <= LONGEST_TEXT:
-        return text
-    half = LONGEST_TEXT // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+    """Halves of surrogate pairs, which come from file names and the like, are no characters."""
+    if len(text) > LONGEST_TEXT:
+        half = LONGEST_TEXT // 2
+        text = f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+    return text.encode(errors="replace").decode()
