@@ -2,11 +2,11 @@
 
 Every request is a prompt of token ids, and every answer has as many tokens as were asked for, with log-probs. `engine`
 is one call in a process of its own. The server is a process of its own too, and the clients are threads of others that
-speak plain HTTP and wait for each answer. Without --model a Llama of 6 layers and 256 dimensions with random weights is
-made. `--peer vllm` also asks vLLM's own server, where it is installed, for the same with the same clients.
+speak plain HTTP and wait for each answer. Without --model a Llama of --size with random weights is made. `--peer vllm`
+also asks vLLM's own server, where it is installed, for the same with the same clients.
 
     python benchmarks/serve_speed.py
-    python benchmarks/serve_speed.py --model HuggingFaceTB/SmolLM2-135M --bf16 --requests 4096 --clients 256 --peer vllm
+    python benchmarks/serve_speed.py --size 135M --bf16 --requests 4096 --clients 256 --peer vllm
 """
 
 import argparse
@@ -26,20 +26,29 @@ PROCESSES = 4  # that the clients are threads of
 SECONDS_TO_START = 600
 
 
-def make_model(folder: Path) -> None:
+SIZES = {  # width, inner width, layers, heads, heads of keys, vocabulary
+    "small": (256, 688, 6, 4, 4, 8192),
+    "135M": (576, 1536, 30, 9, 3, 49_152),
+    "1.7B": (2048, 8192, 24, 32, 32, 49_152),
+}
+
+
+def make_model(folder: Path, size: str) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from trimtab.embedded.sort_task import make_tokenizer
 
     tokenizer = make_tokenizer()
+    width, inner, layers, heads, key_heads, vocabulary = SIZES[size]
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=6,
-        num_attention_heads=4,
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
         max_position_embeddings=2048,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -157,7 +166,8 @@ def free_port() -> int:
 
 def main(argv: list[str] | None = None) -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--model", help="hub name or folder; unset: a small one with random weights")
+    words.add_argument("--model", help="hub name or folder; unset: one of --size is made")
+    words.add_argument("--size", choices=SIZES, default="small", help="of a model that is made")
     words.add_argument("--bf16", action="store_true")
     words.add_argument("--requests", type=int, default=256)
     words.add_argument("--clients", type=int, default=32)
@@ -171,7 +181,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or folder
         if arguments.model is None:
-            make_model(Path(folder))
+            make_model(Path(folder), arguments.size)
         prompts = make_prompts(arguments.requests, arguments.prompt, AutoConfig.from_pretrained(model).vocab_size)
         context = multiprocessing.get_context("spawn")
         answer = context.Queue()

@@ -17,7 +17,7 @@ EXTRA = {verb: [*FEW, "--eval_max_samples", "72"] for verb in ("sft", "rm", "prm
 EXTRA |= {"generate": FEW}
 TWO_ITERATIONS = ["--max_samples", "40", "--eval_max_samples", "40"]
 EXTRA |= {verb: TWO_ITERATIONS for verb in ("ppo", "grpo", "reinforce", "rloo")}
-EXTRA["serve-rm"] = ["--dry_run"]  # else it would serve for ever; tests/rewards/test_server.py talks to one
+EXTRA |= {verb: ["--dry_run"] for verb in ("serve", "serve-rm")}  # else they would serve for ever; others talk to them
 
 OF_PLAN = ("on", "device_memory", "nodes", "gpus", "network")  # its own words
 OF_OTHERS = ("devices", "logdir", "host", "nproc_per_node")  # Paddle's launcher, VisualDL, torchrun
@@ -70,14 +70,14 @@ def folder(quickstarted, tmp_path, monkeypatch):
 
 
 @pytest.mark.short(4)
-@pytest.mark.parametrize("page", LEFT_BY)
+@pytest.mark.parametrize("page", [*LEFT_BY, "serve"])
 def test_every_command_of_a_page_runs(folder, page, capsys):
     (first, *others) = commands(page)
     assert first == ["trimtab", "quickstart"] and len(others) >= 2
     for program, verb, *rest in others:
         assert program == "trimtab"
         assert main([verb, *rest, *EXTRA.get(verb, [])]) == 0, (verb, rest, capsys.readouterr().err)
-    for name in LEFT_BY[page]:
+    for name in LEFT_BY.get(page, ()):
         assert (folder / name).is_file(), name
     for code in blocks(page, "python"):
         known: dict = {}
@@ -103,7 +103,7 @@ def test_the_pages_promise_of_what_a_run_leaves_is_kept(folder):
         assert (folder / "quickstart" / "sft" / name).is_file(), name
 
 
-@pytest.mark.parametrize("page", [*LEFT_BY, "sharding", "paddlenlp"])
+@pytest.mark.parametrize("page", [*LEFT_BY, "sharding", "paddlenlp", "serve"])
 def test_every_option_a_page_names_exists_and_every_link_leads_somewhere(page):
     text = (DOCS / f"{page}.md").read_text()
     unknown = {name for name in re.findall(r"--(\w+)", text) if not any(find(job, name) for job in EVERY_JOB)}

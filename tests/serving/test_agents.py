@@ -11,9 +11,12 @@ import torch
 from tests.serving.agents import Agents
 from tests.serving.running import TEMPLATE, engine, plain_model, tokenizer
 from trimtab.agents.settings import PlaySettings
+from trimtab.envs.pool import Pool
 from trimtab.envs.types import Task
+from trimtab.envs.workers import EnvLimits
 from trimtab.rollout.types import Draft, Sampling
 from trimtab.serving.agent_engine import ServedAgents
+from trimtab.serving.playing import playing_engine
 
 CLIENT = httpx.Client(timeout=60)
 SAMPLING = Sampling(max_new_tokens=10, n=2, temperature=0.9, seed=1)
@@ -198,6 +201,38 @@ def test_from_a_record_that_nobody_waits_behind_it_begins_anew_and_says_so():
             session.add([5], seed=2, drafts=[draft], task=tasks(1)[0])
             (again,) = list(session)
     assert again.ids == rollout.ids and again.episode.begun == 2
+
+
+FILE = """
+import httpx
+
+
+async def run(task, *, base_url, api_key, model):
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=60) as client:
+        messages = [{"role": "user", "content": f"{task.prompt} {task.columns['number']}"}]
+        for _ in range(2):
+            reply = await client.post(f"{base_url}/chat/completions", json={"model": model, "messages": messages})
+            reply.raise_for_status()
+            messages += [reply.json()["choices"][0]["message"], {"role": "user", "content": "and"}]
+    return {"reward": float(task.label), "own": 3.0}
+"""
+
+
+def test_an_agent_of_a_file_plays_in_a_process_of_its_own(tmp_path):
+    (tmp_path / "agent.py").write_text(FILE)
+    words = tokenizer()
+    words.chat_template = TEMPLATE
+    played = playing_engine(engine(3), Pool(str(tmp_path / "agent.py"), EnvLimits(workers=1)), words)
+    given = [Task(row, 0, 7, "what is", label=row / 2, columns={"number": row}) for row in range(4)]
+    try:
+        rollouts = played.generate([[5]] * 4, sampling(), tasks=given)
+    finally:
+        played.close()
+    assert [rollout.episode.reward for rollout in rollouts] == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0, 1.5, 1.5]
+    for rollout in rollouts:
+        assert rollout.finish == "stop" and len(rollout.episode.turns) == 2 and rollout.episode.logs["own"] == 3.0
+        assert f"what is {rollout.prompt}" in words.decode(rollout.prompt_ids)
+        np.testing.assert_allclose(rollout.log_probs, log_probs(rollout), atol=1e-5)
 
 
 def test_nobody_else_is_answered():
