@@ -355,9 +355,13 @@ def test_what_no_tokenizer_can_read_is_made_readable_or_refused(pool):
     assert one(pool) == Broken(2, "TypeError: the content of a message is int 5: a text is needed")
 
 
-CHILD = "do child = subprocess.Popen(['sleep', '1000']); pathlib.Path({place!r}).write_text(str(child.pid)); {then}"
+CHILD = (
+    "do child = subprocess.Popen(['sleep', '1000'], start_new_session={apart}); "
+    "pathlib.Path({place!r}).write_text(str(child.pid)); {then}"
+)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["", "in a group of its own"])
 @pytest.mark.parametrize(
     "then",
     [
@@ -368,10 +372,10 @@ CHILD = "do child = subprocess.Popen(['sleep', '1000']); pathlib.Path({place!r})
     ],
     ids=["ends", "waits", "dies", "leaves a thread"],
 )
-def test_what_an_environment_started_ends_with_it(pool_of, tmp_path, then):
+def test_what_an_environment_started_ends_with_it(pool_of, tmp_path, then, apart):
     pool = pool_of(seconds=0.5)
     opened(pool, 1)
-    pool.step(1, said(CHILD.format(place=str(tmp_path / "pid"), then=then)))
+    pool.step(1, said(CHILD.format(place=str(tmp_path / "pid"), then=then, apart=apart)))
     one(pool)
     began = time.monotonic()
     pool.close()
@@ -399,6 +403,8 @@ def test_a_run_that_is_killed_takes_them_along(tmp_path):
             pool = Pool(str(tmp_path / "world.py"), EnvLimits(workers=1))
             opened(pool, 1)
             os.write(write, str(process_of(pool, 1)).encode())
+            pool.step(1, said(CHILD.format(place=str(tmp_path / "pid"), then="pass", apart=True)))
+            one(pool)
             pool.step(1, said("do import re; re.match('(a+)+b', 'a' * 60)"))  # which lets no other thread work
             time.sleep(0.5)
             if (fork := os.fork()) > 0:
@@ -410,7 +416,7 @@ def test_a_run_that_is_killed_takes_them_along(tmp_path):
     fork = int(os.read(read, 100))
     os.kill(run, 9)
     os.waitpid(run, 0)
-    ended = has_ended(pid)
+    ended = has_ended(pid) and has_ended(int((tmp_path / "pid").read_text()))
     os.kill(fork, 9)
     assert ended
 

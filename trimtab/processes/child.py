@@ -8,10 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 import trimtab
+from trimtab.processes.strays import VARIABLE, end_strays
 from trimtab.processes.within import LAST_WORDS
 
 SECONDS_TO_LEAVE = 2.0
@@ -28,6 +30,7 @@ class Child:
         self._life: int | None = ours  # which is held open for as long as the run lives
         self._printed = tempfile.TemporaryFile() if captured else None  # noqa: SIM115
         self._gone, self._words = False, ""
+        self._mark = uuid.uuid4().hex
         source = str(Path(trimtab.__file__).parents[1])
         path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs:
@@ -37,7 +40,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=self._printed,
                 stderr=self._printed,
-                env=os.environ | {"PYTHONPATH": path},
+                env=os.environ | {"PYTHONPATH": path, VARIABLE: self._mark},
                 start_new_session=True,  # which is ended as a whole
             )
         os.close(life)
@@ -89,6 +92,7 @@ class Child:
         if not self._gone:
             self._words, self._gone = self.last_words(), True
             self.dismiss()
+            end_strays(self._mark)
             if self._printed is not None:
                 self._printed.close()
         return code

@@ -12,6 +12,8 @@ import signal
 import time
 from multiprocessing.connection import Connection
 
+from trimtab.processes.strays import VARIABLE, end_strays
+
 LAST_WORDS = 8192  # bytes of what it printed
 SECONDS_TO_END = 1.0  # for code that is at rest, and what it has to tidy up
 
@@ -79,6 +81,7 @@ def _keep(life: int, run: int | None, output: int | None) -> None:
             last = (last + os.read(output, 2**16))[-LAST_WORDS:]
             _write(last)
     time.sleep(SECONDS_TO_END)
+    end_strays(os.environ[VARIABLE])
     os.killpg(0, signal.SIGKILL)
 
 
