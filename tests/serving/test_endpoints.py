@@ -36,10 +36,18 @@ def test_chat_gives_the_engines_own_tokens_and_log_probs(server):
     choice = body["choices"][0]
     assert body["prompt_token_ids"] == rendered(HELLO) and choice["token_ids"] == expected.ids
     assert choice["finish_reason"] == expected.finish
-    found = [one["logprob"] for one in choice["logprobs"]["content"]]
-    np.testing.assert_allclose(found, expected.log_probs, atol=2e-6)
+    content = choice["logprobs"]["content"]
+    assert [one["token"] for one in content] == [f"token_id:{token}" for token in expected.ids]
+    np.testing.assert_allclose([one["logprob"] for one in content], expected.log_probs, atol=2e-6)
     assert body["usage"]["total_tokens"] == len(rendered(HELLO)) + len(expected.ids)
     assert body["object"] == "chat.completion" and body["model"] == "tiny"
+
+
+def test_tokens_are_named_by_their_texts_where_nobody_wants_ids(server):
+    choice = server.chat(HELLO, max_tokens=3, logit_bias={"40": 100}, logprobs=True)["choices"][0]
+    text = tokenizer().decode([40])
+    assert [(one["token"], bytes(one["bytes"])) for one in choice["logprobs"]["content"]] == [(text, text.encode())] * 3
+    assert all(one["logprob"] <= 0 for one in choice["logprobs"]["content"]) and "token_ids" not in choice
 
 
 def test_completions_of_several_prompts_are_in_their_order(server):

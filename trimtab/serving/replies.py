@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from starlette.responses import Response
 
 from trimtab.envs.types import Message
@@ -103,7 +104,7 @@ class Replies:
     def _content(self, rollout: Rollout, wanted: Wanted) -> list[dict[str, Any]]:
         """The log-prob of every token, and of the likeliest others where they were asked for."""
         others = self._others(rollout, wanted)
-        named = zip(rollout.ids, rollout.log_probs.tolist(), others)
+        named = zip(rollout.ids, _log_probs(rollout), others)
         return [self._one(token, log_prob, wanted) | {"top_logprobs": likely} for token, log_prob, likely in named]
 
     def _one(self, token: int, log_prob: float, wanted: Wanted) -> dict[str, Any]:
@@ -126,7 +127,7 @@ class Replies:
         others = [{one["token"]: one["logprob"] for one in row} for row in self._others(rollout, wanted)]
         return {
             "tokens": names,
-            "token_logprobs": rollout.log_probs.tolist(),
+            "token_logprobs": _log_probs(rollout),
             "top_logprobs": others if rollout.alternatives is not None else None,
             "text_offset": offsets[:-1],
         }
@@ -139,6 +140,11 @@ class Replies:
             return rollout.ids[-1]
         text = self.policy.text(rollout.ids, special=True)
         return next((stop for stop in wanted.sampling.stop_strings if stop in text), None)
+
+
+def _log_probs(rollout: Rollout) -> list[float]:
+    """Of a token that is all but certain it may be a last bit above 0, which clients do not believe."""
+    return np.minimum(rollout.log_probs, 0.0).tolist()
 
 
 def without_stop(text: str, rollout: Rollout, wanted: Wanted) -> str:

@@ -82,7 +82,8 @@ def _wanted(fields: Fields, house: House, alternatives: int, log_probs: bool) ->
         seed=fields.optional_whole("seed", -(2**63)),
         answers=fields.whole("n", 1, 1, MOST_ANSWERS),
         log_probs=log_probs,
-        names_as_ids=fields.flag("return_tokens_as_token_ids"),
+        # Who wants ids takes texts in their place for a sign that log-probs are not those of the temperature.
+        names_as_ids=fields.flag("return_tokens_as_token_ids", fields.flag("return_token_ids")),
         token_ids=fields.flag("return_token_ids"),
         special_tokens=not fields.flag("skip_special_tokens", True),
         stop_strings_shown=fields.flag("include_stop_str_in_output"),
