@@ -34,6 +34,8 @@ def test_a_healthy_iteration_raises_none():
         ({"tool_calls": 2.0, "tool_failures": 1.5}, "75% of the tool calls failed"),
         ({"finish/turns": 0.6, "finish/context": 0.4}, "60% of the episodes end at --max_turns"),
         ({"finish/context": 0.6}, "end at --episode_max_len"),
+        ({"truncated": 0.9, "finish/length": 0.0, "finish/turns": 0.9}, "90% of the episodes end at --max_turns"),
+        ({"truncated": 0.9, "finish/length": 0.9}, "90% of the answers end at --generate_max_len"),
         ({"log_prob_gap_fresh": 0.2, "age": 1.0}, "log-probs of the same weights drift apart"),
         ({"corrected_share": 0.3, "log_prob_gap": 0.2, "age": 1.0}, "lower --async_staleness or the learning rate"),
     ],

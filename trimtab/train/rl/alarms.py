@@ -30,8 +30,8 @@ def alarms(row: dict, first_entropy: float, at_bound: int = 0) -> Iterator[str]:
             f"entropy has fallen to {row['sampled_entropy']:.3f} from {first_entropy:.3f} nats a token: all answers "
             "become alike; try --entropy_loss_coef or a higher --temperature"
         )
-    if row["truncated"] > MANY_TRUNCATED:
-        yield f"{row['truncated']:.0%} of the answers end at --generate_max_len: raise it, or reward shorter ones"
+    if (cut := row.get("finish/length", row["truncated"])) > MANY_TRUNCATED:
+        yield f"{cut:.0%} of the answers end at --generate_max_len: raise it, or reward shorter ones"
     gap, ratio = row.get("log_prob_gap", 0.0), row.get("log_prob_ratio", 1.0)
     older = "age" in row  # than the policy that learns from it: then a gap is expected, but of what that policy drew
     if (fresh := row.get("log_prob_gap_fresh", 0.0)) > MUCH_GAP:
