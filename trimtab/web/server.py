@@ -15,6 +15,9 @@ from trimtab.web.manners import Gate, keep_logs_short, most_connections, protoco
 
 DRAIN_SECONDS = 30.0
 SECONDS_TO_SEND = 2  # of replies, once all are there
+# Longer than clients keep a connection that they do not use (httpx: 5 s): who hangs up first must not be the server, for
+# a request may be on its way.
+IDLE_SECONDS = 75
 BACKLOG = 2048
 ACCEPTED_AT_ONCE = 64
 
@@ -67,6 +70,7 @@ def make_server(app: Starlette, drain_seconds: float = DRAIN_SECONDS, *, logs: S
         access_log=False,
         lifespan="on",
         backlog=ACCEPTED_AT_ONCE,
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=SECONDS_TO_SEND,
     )
     keep_logs_short("uvicorn.error", "asyncio", *logs)
