@@ -161,7 +161,7 @@ def write_async_run(folder, steps: int = 40, engines: int = 2, **options):
 
 def write_episode_run(folder, steps: int = 40, **options):
     """The same of a run whose answers are episodes of an environment with a tool."""
-    write_rl_run(folder, steps=steps, environment="trimtab:guess", max_turns=4, **options)
+    write_rl_run(folder, steps=steps, environment="trimtab:guess", max_turns=4, generate_max_len=7, **options)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in rows[1:]:
         done = row["step"] / steps
@@ -174,7 +174,10 @@ def write_episode_run(folder, steps: int = 40, **options):
     for row in rollouts:
         won = row["reward"] > 0.5
         row |= {"prompt": "Find my number from 1 to 7 in 3 guesses.", "turns": episode_turns(won)}
-        row |= {"environment": {"tool_calls": 1, "guesses": 2}, "finish": "stop" if won else "turns"}
+        row |= {
+            "environment": {"tool_calls": 1, "guesses": 2, "tool_failures": 0, "begun": 1, "turns": 3},
+            "finish": "stop" if won else "turns",
+        }
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
     return folder
 

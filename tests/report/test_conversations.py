@@ -29,13 +29,14 @@ def test_an_episode_is_shown_turn_by_turn_with_what_was_learnt_apart_from_what_w
     assert [role for _, role, *_ in turns] == ["model", "tool", "model", "user", "model"]
     assert [text for *_, text in turns][1:] == ["4", "4", "higher", "6"]
     assert "+1" in turns[-1][2] and all("+" not in facts for _, _, facts, _ in turns[:-1])
-    assert "3 turns" in best and "guesses 2" in best
+    assert "3 turns" in best and "<p class=counted>tool calls 1, guesses 2</p>" in best
     assert "<b>seven</b>" not in page and "&lt;b&gt;seven&lt;/b&gt;" in page, "a model's text stays text"
 
 
 def test_a_run_of_episodes_has_their_pictures_and_its_time_is_not_counted_twice(page):
     titles = re.findall(r"<figcaption><b>(.*?)</b>", page)
     wanted = {"Turns of an episode", "Episode length", "Tools", "How episodes end", "Time in the environment"}
+    assert ">limit</span>" not in page.split("<b>Answer length</b>")[1].split("</figure>")[0]
     assert wanted <= set(titles) and len(titles) == len(set(titles))
     assert "environment" not in page.split("Where the time goes")[1].split("<h2>")[0]
 

@@ -15,6 +15,7 @@ MOST_CHARACTERS = 1500
 """Of one prompt, answer or turn: a longer one loses its middle."""
 MOST_TURNS = 24
 """Of a longer episode the middle is left out."""
+SAID_ELSEWHERE = {"reward", "turns", "episode_length", "seconds_environment"}
 
 
 def has_turns(row: dict[str, Any]) -> bool:
@@ -67,9 +68,12 @@ def _turn(turn: dict[str, Any]) -> str:
 
 
 def _figures(found: Any) -> str:
-    """What the environment counted in this episode."""
-    numbers = found.items() if isinstance(found, dict) else ()
+    """What the environment counted in this episode, where it is not nothing and not said elsewhere."""
+    figures = {plain(name): finite(value) for name, value in found.items()} if isinstance(found, dict) else {}
+    once = {"begun", "branches"}
     words = [
-        f"{plain(name)} {short_number(number)}" for name, value in numbers if (number := finite(value)) is not None
+        f"{name.replace('_', ' ')} {short_number(number)}"
+        for name, number in figures.items()
+        if number and name not in SAID_ELSEWHERE and not (name in once and number == 1)
     ]
     return f"<p class=counted>{escape(', '.join(words))}</p>" if words else ""

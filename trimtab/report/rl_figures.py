@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from trimtab.report.picture import EVALUATION, Picture
 from trimtab.report.read import Run
@@ -114,7 +115,9 @@ def rl_pictures(runs: Sequence[Run]) -> Iterator[Picture]:
     parts = [name for name in names if name.startswith(PART) and any(_differ(run, name, "reward") for run in runs)]
     yield Picture("Parts of the reward", {name: name.removeprefix(PART) or name for name in parts})
     for picture in (*TAIL, *FIGURES, *EPISODES, *OUTLIVING):
-        yield picture.only(recorded)
+        # The limit of answers is one of turns, where an answer is an episode.
+        plays = "turns" in recorded and picture.limit == "generate_max_len"
+        yield replace(picture.only(recorded), limit="" if plays else picture.limit)
     ends = [name for name in names if name.startswith(FINISH)]
     yield Picture("How episodes end", {name: _end(name) for name in ends}, share=True)
     if any(len({value for _, value in run.series("kl_coefficient")}) > 1 for run in runs):

@@ -62,6 +62,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     described = [
         ("from", options.get("pretrain")),
         ("on", _rows(run, "dataset") if options.get("dataset") or options.get("prompt_data") else None),
+        ("environment", _environment(run)),
         ("evaluated on", _rows(run, "evaluation") if isinstance(run.data.get("evaluation"), dict) else None),
         ("learns", _objective(run)),
         ("teacher", options.get("teacher_model")),
@@ -78,7 +79,7 @@ def _rows(run: Run, which: str) -> str:
     training = which == "dataset"
     data = run.data if training else run.data["evaluation"]
     name = "prompt_data" if run.is_rl else "dataset"
-    listed = run.options.get(name if training else "eval_dataset")
+    listed = run.options.get(name if training else "eval_dataset") or (training and _environment(run))
     names = [short_name(name, "") for name in str(listed or "").split(",")]
     source = ", ".join(name for name in names if name)
     source = source or ("its data" if training else f"the test split of {_dataset_name(run)}")
@@ -86,8 +87,13 @@ def _rows(run: Run, which: str) -> str:
     return f"{short_number(kept)} {run.noun} of {source}" if kept is not None else source
 
 
+def _environment(run: Run) -> str | None:
+    named = run.options.get("environment") or run.options.get("agent_func_path")
+    return plain(named) if run.is_rl and named else None
+
+
 def _dataset_name(run: Run) -> str:
-    listed = run.options.get("prompt_data" if run.is_rl else "dataset")
+    listed = run.options.get("prompt_data" if run.is_rl else "dataset") or _environment(run)
     return short_name(str(listed or "").split(",")[0], "its data")
 
 
