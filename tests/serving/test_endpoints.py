@@ -190,10 +190,14 @@ def test_thoughts_and_stop_texts_are_cut_from_what_is_said():
         assert message["content"] == "four STOP" and message["reasoning"] == "so"
 
 
-def test_in_training_the_run_says_how_is_drawn():
+def test_in_training_the_run_says_how_is_drawn(caplog):
     scripted = Scripted(lambda prompt: "four<|im_end|>")
     with running(scripted, pinned=Sampling(temperature=0.8, seed=4)) as server:
-        server.chat("2+2?", temperature=0.1, top_p=0.2, top_k=3, presence_penalty=1.0, max_tokens=9, stop=["x"])
+        for _ in range(3):
+            server.chat("2+2?", temperature=0.1, top_p=0.2, top_k=3, presence_penalty=1.0, max_tokens=9, stop=["x"])
+    assert [record.getMessage() for record in caplog.records if "training" in record.getMessage()] == [
+        "temperature, top_p, top_k: requests do not say that in training, the run's options do"
+    ]
     (_, sampling), *_ = scripted.asked
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.8, 1.0, 0)
     assert sampling.max_new_tokens == 9 and sampling.stop_strings == ("x",)

@@ -1,6 +1,7 @@
 """How a request wants its turn drawn and shown: the same fields in every protocol."""
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +9,11 @@ from trimtab.rollout.types import MOST_ALTERNATIVES, Sampling
 from trimtab.serving.fields import Fields
 from trimtab.serving.refusals import NotUnderstood
 
+log = logging.getLogger(__name__)
+
 MOST_ANSWERS = 128
 COLDEST = 0.01  # below, and above 0, probabilities leave the range of numbers
+OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "min_tokens")
 NOT_OFFERED = ("presence_penalty", "frequency_penalty")
 
 
@@ -41,6 +45,7 @@ class House:
     vocabulary: int
     pinned: Sampling | None = None
     """In training: how the run draws. Of requests only lengths and stops count."""
+    told: bool = False  # that the rest does not
 
 
 def of_chat(fields: Fields, house: House) -> Wanted:
@@ -103,6 +108,10 @@ def _sampling(fields: Fields, house: House, alternatives: int) -> Sampling:
         "top_log_probs": alternatives,
     }
     if house.pinned is not None:
+        ignored = [name for name in OF_THE_RUN if name in fields]
+        if ignored and not house.told:
+            house.told = True
+            log.warning("%s: requests do not say that in training, the run's options do", ", ".join(ignored))
         return dataclasses.replace(house.pinned, n=1, **ends)
     temperature = fields.number("temperature", 1.0, 0, 100)
     return Sampling(
