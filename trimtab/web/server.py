@@ -15,8 +15,8 @@ from trimtab.web.manners import Gate, keep_logs_short, most_connections, protoco
 
 DRAIN_SECONDS = 30.0
 SECONDS_TO_SEND = 2  # of replies, once all are there
-# Longer than clients keep a connection that they do not use (httpx: 5 s). A server that hangs up first may do so while a
-# request is on its way.
+# Longer than clients keep a connection that they do not use (httpx: 5 s). A server that hangs up first may do so while
+# a request is on its way.
 IDLE_SECONDS = 75
 BACKLOG = 2048
 ACCEPTED_AT_ONCE = 64
