@@ -1,0 +1,132 @@
+"""RL on an environment through the real command: what is learnt, recorded, left out, and goes on after a stop."""
+
+import random
+import signal
+from functools import partial
+
+import pytest
+import torch
+
+from tests import warm
+from tests.train.rl.asynchronous.async_run import kill_after, tell_while_collecting
+from tests.train.rl.environment_run import (
+    AHEAD,
+    BATCH,
+    PROMPTS,
+    SAMPLES,
+    arguments,
+    check_ledger,
+    kept,
+    result,
+    write_game,
+    write_task,
+)
+from tests.train.rl.rl_run import rows, weights
+from tests.train.rl.test_resume import at
+from trimtab.cli.main import main
+from trimtab.train.metrics import read_rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def straight(folder, tmp_path_factory):
+    """The run that nobody stops, and its recording."""
+    out = tmp_path_factory.mktemp("straight")
+    assert warm.run(arguments(folder, out, write_game(folder), f"--record {out}/recording")) == 0
+    return out
+
+
+def same(first, second):
+    """What was said and what it was worth to the bit; sums of the engine, whose company depends on who answers when, to
+    the last bits of fp32."""
+    words = ("prompt", "response", "reward", "turns", "environment", "tokens", "finish", "step", "row")
+    assert [[row[name] for name in words] for row in first[1]] == [[row[name] for name in words] for row in second[1]]
+    for row, other in zip(first[0], second[0], strict=True):
+        assert row.keys() == other.keys() and row["prompt_scores"] == other["prompt_scores"]
+        assert all(row[name] == pytest.approx(other[name], abs=1e-4) for name in row if isinstance(row[name], float))
+    assert all(torch.allclose(tensor, second[2][name], atol=1e-5) for name, tensor in first[2].items())
+
+
+def test_what_is_drawn_is_what_is_trained_and_every_turn_is_told(straight):
+    found = [row for row in rows(straight) if row["step"]]
+    assert [row["samples"] for row in found] == [BATCH * SAMPLES, BATCH * SAMPLES, 2 * SAMPLES]
+    for row in found:
+        assert row["log_prob_gap"] < 1e-5 and 1 <= row["turns"] <= 3
+        assert row["finish/stop"] + row["finish/length"] == 1, "a last turn may be cut"
+        assert row["failed_episodes"] == row["begun_anew"] == 0 and row["reward"] == row["reward/environment"]
+    for row in kept(straight):
+        turns = row["turns"]
+        assert [turn["drawn"] for turn in turns] == [place % 2 == 0 for place in range(len(turns))]
+        assert sum(turn["tokens"] for turn in turns if turn["drawn"]) == row["tokens"]
+        assert row["reward"] == sum(turn["reward"] for turn in turns) == row["environment"]["reward"]
+        assert all(turn["text"] in ("higher", "lower", "only a number, please") for turn in turns[1::2])
+
+
+def test_a_recording_is_replayed_without_the_environment(folder, straight, tmp_path):
+    words = arguments(folder, tmp_path, "trimtab:guess", f"--replay {straight}/recording")
+    place = words.index("--environment")
+    assert main([*words[:place], *words[place + 2 :]]) == 0
+    assert [row["reward"] for row in rows(tmp_path)] == [row["reward"] for row in rows(straight)]
+    assert all(torch.equal(tensor, weights(tmp_path)[name]) for name, tensor in weights(straight).items())
+    assert kept(tmp_path) == kept(straight), "who said what was recorded too"
+
+
+@pytest.mark.short(1)
+@pytest.mark.parametrize("moment", [(1, "update", 1), (1, "score", 0), (2, "sample", 0)], ids=str)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=str)
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, straight, tmp_path, moment, number):
+    words = arguments(folder, tmp_path, folder / "game.py")
+    code = warm.run(words, prepare=partial(at, moment, number))
+    assert code == (128 + number if number == signal.SIGTERM else -number)
+    assert warm.run([*words, "--load_checkpoint"]) == 0
+    same(result(tmp_path), result(straight))
+
+
+def test_rows_whose_environment_breaks_are_left_out_until_there_are_too_many(folder, tmp_path, capsys):
+    game = write_game(tmp_path, breaks=(1, 7))
+    words = arguments(folder, tmp_path / "out", game, "--no_shuffle --env_retries 1")
+    assert main([*words, "--env_max_failed", "0.05"]) == 1
+    told = capsys.readouterr().err
+    assert "row 1 is broken" in told and "--env_max_failed" in told and "prompts.jsonl" in told and "checkpoint" in told
+    assert main([*words, "--env_max_failed", "0.9", "--load_checkpoint"]) == 0
+    found = [row for row in rows(tmp_path / "out") if row["step"]]
+    assert sum(row["samples"] for row in found) == SAMPLES * (PROMPTS - 2), "two groups are left out"
+    assert sum(row["failed_episodes"] > 0 for row in found) == 2
+    trained = [row for row in read_rows(tmp_path / "out" / "metrics.jsonl") if row["step"]]
+    assert not {1, 7} & {prompt for row in trained for prompt, _ in row["prompt_scores"]}
+
+
+def test_episodes_outlive_updates_and_each_prompt_is_trained_or_named_as_failed_once(folder, tmp_path):
+    game = write_game(tmp_path, breaks=(2,), slow=0.02)
+    words = arguments(folder, tmp_path / "out", game, AHEAD, "--env_max_failed 1 --env_retries 0 --no_shuffle")
+    told = warm.run(words, prepare=partial(tell_while_collecting, signal.SIGTERM, 12), log=tmp_path / "log")
+    assert told == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
+    assert warm.run([*words, "--load_checkpoint"], log=tmp_path / "again") == 0, (tmp_path / "again").read_text()
+    lines = check_ledger(tmp_path / "out")
+    assert [place for line in lines for place in line["failed"]] == [2]
+    assert sum(row.get("failed_episodes", 0) for row in rows(tmp_path / "out")) > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("forgetful", [False, True])
+def test_ten_kills_inside_episodes_lose_nothing(folder, tmp_path, forgetful):
+    """One whose instances answer otherwise begins anew, and that is counted."""
+    game = write_game(tmp_path, slow=0.1, forgetful=forgetful)
+    words = arguments(folder, tmp_path / "out", game, AHEAD, "--num_episodes 4")
+    moments = random.Random(3)
+    for kill in range(10):
+        more = ["--load_checkpoint"] if kill else []
+        if kill % 2:
+            prepare = partial(kill_after, moments.uniform(0.5, 4.0))
+        else:
+            prepare = partial(tell_while_collecting, signal.SIGTERM, moments.randrange(5, 120))
+        if warm.run([*words, *more], prepare=prepare, log=tmp_path / f"log{kill}") == 0:
+            break
+    assert warm.run([*words, "--load_checkpoint"], log=tmp_path / "last") == 0, (tmp_path / "last").read_text()
+    check_ledger(tmp_path / "out", 4 * PROMPTS)
+    anew = sum(row.get("begun_anew", 0) for row in rows(tmp_path / "out"))
+    assert anew > 0 if forgetful else anew == 0
