@@ -180,7 +180,8 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
             GENERATE_DEFAULTS,
             {"dataset_split", "label_key", "reward_pretrain", "remote_rm_url", "reward_verifier", "reward_weights"}
             | {"reward_func", "reward_timeout"}
-            | {"nproc", "load_in_4bit", "hang_timeout", "rollout_engine"},
+            | {"nproc", "load_in_4bit", "hang_timeout", "rollout_engine"}
+            | {field.name for field in dataclasses.fields(agents.EnvironmentOptions)} - {"given"},
         ),
         (ChatOptions, CHAT_DEFAULTS, {"seed", "full_determinism"}),
     ],

@@ -242,6 +242,7 @@ class GenerateOptions(
     TemplateOptions,
     AnswerLengthOptions,
     DrawingOptions,
+    EnvironmentOptions,
     SelectionOptions,
     RewardSourceOptions,
     RewardHeadOptions,
@@ -274,6 +275,7 @@ class GenerateOptions(
     def _check_rewards(self, scoring: bool) -> None:
         rewards = {"reward_pretrain": self.reward_pretrain, "reward_func": self.reward_func}
         rewards |= {"remote_rm_url": self.remote_rm_url}
+        rewards |= {"agent_func_path": self.agent_func_path, "environment": self.environment}
         named = [f"--{name}" for name, value in (rewards | {"reward_verifier": self.reward_verifier}).items() if value]
         if scoring and named:
             raise UserError(f"with --eval_task rm the reward model is --pretrain: leave {', '.join(named)} out")

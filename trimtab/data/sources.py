@@ -9,11 +9,13 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import datasets
+import pyarrow
 from datasets import Dataset
 
+from trimtab.data.faults import first_line
 from trimtab.data.places import Chosen, Interleaved, available, interleave, joined, places_of, remember
 from trimtab.data.readers import agree_on_types, concatenate, explained, load_splits
 from trimtab.errors import UserError
@@ -191,3 +193,15 @@ def _quiet() -> Iterator[None]:
         datasets.logging.set_verbosity(level)
         if bars:
             datasets.enable_progress_bars()
+
+
+def own_rows(rows: list[dict[str, Any]], source: str, flag: str) -> Dataset:
+    """Rows that an environment brings. Where it says everything itself, its name stands for the prompt. `flag`: the
+    option that names it."""
+    named = [{**row, "prompt": row.get("prompt") or source, SOURCE_COLUMN: source} for row in rows]
+    if not named:
+        raise UserError(f"{flag} gives no rows; name prompts")
+    try:
+        return Dataset.from_list(named)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{flag}: its rows are not alike ({first_line(error)}); name prompts") from error

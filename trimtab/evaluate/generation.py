@@ -16,7 +16,7 @@ from trimtab.data.chat import in_template
 from trimtab.data.formats import Message
 from trimtab.data.prompts import PromptReport, PromptStore, build_prompt_store
 from trimtab.data.rendering import as_messages
-from trimtab.data.sources import load_rows
+from trimtab.data.sources import load_rows, own_rows
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device
 from trimtab.distributed.random_state import seed_everything
@@ -31,6 +31,7 @@ from trimtab.models.load import hollow_policy, load_frozen_policy
 from trimtab.models.policy import Policy
 from trimtab.rewards.build import build_reward, contents
 from trimtab.rewards.labels import check_labels
+from trimtab.rewards.requests import Questions
 from trimtab.rewards.trial import try_reward
 from trimtab.rewards.types import RewardRequest
 from trimtab.rewards.weighing import Weighted
@@ -39,11 +40,13 @@ from trimtab.rollout.engine import Engine
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Rollout, Sampling
+from trimtab.serving.playing import open_pool, playing_engine, settings_of
 
 SCORED_AT_ONCE = 64  # answers; what is not scored yet is lost when the process dies
 
 REWARD_CONTENTS = "content of the reward"  # among the settings of the work
 
+OF_EPISODES = ["agent_func_path", "environment", "max_turns", "episode_max_len", "observation_max_len", "agent_history"]
 Group = list[Rollout]  # the answers to one prompt
 
 
@@ -68,18 +71,23 @@ def rehearse_generation(options: GenerateOptions) -> list[str]:
 
 
 def is_scored(options: GenerateOptions) -> bool:
-    return any((options.reward_pretrain, options.reward_func, options.remote_rm_url, options.reward_verifier))
+    return options.plays or any(
+        (options.reward_pretrain, options.reward_func, options.remote_rm_url, options.reward_verifier)
+    )
 
 
 class Generation:
     def __init__(self, options: GenerateOptions, device: Device, world: World, stop: StopRequest):
-        self.options, self.world, self.stop = options, world, stop
         self.tokenizer = load_job_tokenizer(options)
+        options = in_template_of(self.tokenizer, options)
+        self.options, self.world, self.stop = options, world, stop
         self.store = self._prompts()
         check_labels({"prompt": self.store}, options.reward_verifier, options.label_key)
         self.rows = prompts_of_iteration(self.store, options)
         seed_everything(options.seed, deterministic=options.full_determinism)
         self.policy, self.weights, self.engine = self._engine(device)
+        self.player = self._player()
+        self.failures: list[str] = []
         self.limits = [self._room(len(self.store.ids(row))) for row in self.rows]
         self.sampling = sampling_of(
             options,
@@ -99,12 +107,17 @@ class Generation:
         finally:
             if self.reward is not None:
                 self.reward.close()
+            if self.player is not None:
+                self.player.close()
             self.engine.close()
         if self.world.leads:
             rows = [row for item in range(len(self.rows)) for row in self._output(item, journal.done[item])]
             cut = sum(answer["finish"] == "length" for answers in journal.done.values() for answer in answers)
             if cut:
                 print(f"{'note':9}{cut:,} of {len(rows):,} answers were cut at --max_new_tokens or the model's context")
+            if failed := [item for item, answers in journal.done.items() if not answers]:
+                why = f": {self.failures[0]}" if self.failures else ""
+                print(f"{'note':9}{len(failed):,} prompts have no answer, since the environment failed{why}")
             write_rows(rows, journal, self.options)
 
     # ---- answers
@@ -113,17 +126,27 @@ class Generation:
         """(prompt, its answers) as they are finished and scored."""
         groups: dict[int, Group] = {}
         waiting: list[tuple[int, Group]] = []
-        for rollout in self.engine.stream(
-            [self.store.ids(self.rows[item]) for item in items],
+        requests = [(self.rows[item], request_seed(self.options.seed, self.rows[item])) for item in items]
+        questions = Questions.of(self.store, requests, rewarded=self.player is not None)
+        for rollout in (self.player or self.engine).stream(
+            questions.ids,
             self.sampling,
-            seeds=[request_seed(self.options.seed, self.rows[item]) for item in items],
+            seeds=questions.seeds,
             limits=[self.limits[item] for item in items],
+            tasks=None if self.player is None else questions.tasks(),
         ):
             self._tokens += len(rollout.ids)
+            if is_followed(rollout):
+                continue
             group = groups.setdefault(rollout.prompt, [])
             group.append(rollout)
             if len(group) == self.sampling.n:
-                waiting.append((items[rollout.prompt], groups.pop(rollout.prompt)))
+                item, group = items[rollout.prompt], groups.pop(rollout.prompt)
+                if any(answer.finish == "failed" for answer in group):
+                    self.failures += [r.episode.problem for r in group if r.episode and r.episode.problem]
+                    yield item, []
+                    continue
+                waiting.append((item, group))
                 if self.reward is None or len(waiting) * self.sampling.n >= SCORED_AT_ONCE:
                     yield from self.scored(waiting)
                     waiting = []
@@ -134,7 +157,7 @@ class Generation:
             return
         rollouts = [(item, r) for item, group in waiting for r in sorted(group, key=lambda r: r.sample)]
         texts = self.tokenizer.batch_decode([r.ids for _, r in rollouts], skip_special_tokens=True)
-        answers = [{"output": text, "finish": r.finish} for text, (_, r) in zip(texts, rollouts)]
+        answers = [{"output": text, "finish": r.finish, **_played(r)} for text, (_, r) in zip(texts, rollouts)]
         if self.reward is not None:
             result = self.reward(self._request(rollouts, texts))
             self._rewards += result.rewards
@@ -182,6 +205,18 @@ class Generation:
         loaded = load_frozen_policy(options.pretrain, options, device, flag="--pretrain")
         return loaded.model, loaded.weights, build_engine(loaded.model, tokenizer, slots=options.max_num_seqs)
 
+    def _player(self) -> Engine | None:
+        """What has the engine play, if there is an environment."""
+        if not self.options.plays:
+            return None
+        pool = open_pool(self.options, self.stop.requested)
+        settings = settings_of(self.options, plain=not self.options.apply_chat_template)
+        try:
+            return playing_engine(self.engine, pool, self.tokenizer, settings)
+        except BaseException:
+            pool.close()
+            raise
+
     def _room(self, tokens: int) -> int:
         """New tokens that may follow a prompt of this many."""
         context = getattr(self.policy.config.get_text_config(), "max_position_embeddings", None)
@@ -216,6 +251,7 @@ class Generation:
             prompt_ids=[r.prompt_ids for _, r in rollouts],
             response_ids=[r.ids for _, r in rollouts],
             conversations=conversations if len(conversations) == len(given) else [],
+            episodes=[r.episode for _, r in rollouts if r.episode is not None],
         )
 
     def _input(self, row: int) -> str | list[Message]:
@@ -230,7 +266,8 @@ class Generation:
     def _settings(self) -> dict[str, Any]:
         """What the answers depend on."""
         options = self.options
-        names = ("reward_pretrain", "reward_func", "remote_rm_url", "reward_verifier", "reward_weights", "label_key")
+        names = ["reward_pretrain", "reward_func", "remote_rm_url", "reward_verifier", "reward_weights", "label_key"]
+        names += OF_EPISODES if options.plays else []
         return {
             "model": self.weights,
             "precision": "bf16" if options.bf16 else "fp32",
@@ -252,6 +289,8 @@ def load_job_tokenizer(options: GenerateOptions | ChatOptions | PlayOptions) -> 
 
 
 def load_prompts(options: GenerateOptions, tokenizer: Any) -> tuple[PromptStore, PromptReport]:
+    if options.dataset is None:
+        return _prompts_of_environment(options, tokenizer)
     rows = load_rows(
         options.dataset,
         probabilities=options.dataset_probs,
@@ -260,6 +299,43 @@ def load_prompts(options: GenerateOptions, tokenizer: Any) -> tuple[PromptStore,
         seed=options.seed,
     )
     return build_prompt_store(rows, tokenizer, options, what="prompt")
+
+
+def _prompts_of_environment(options: GenerateOptions, tokenizer: Any) -> tuple[PromptStore, PromptReport]:
+    pool = open_pool(options)
+    try:
+        if not pool.about.offers_rows:
+            raise UserError(f"{options.environment_flag} has no prompts of its own: give --dataset")
+        found = pool.rows(min(options.env_rows, options.max_samples), options.seed)
+    finally:
+        pool.close()
+    rows = own_rows(found, str(options.environment_source), options.environment_flag)
+    label_key = "label" if "label" in rows.column_names else None
+    named = dataclasses.replace(options, input_key="prompt", label_key=label_key)
+    return build_prompt_store(rows, tokenizer, named, what="prompt")
+
+
+def in_template_of(tokenizer: Any, options: GenerateOptions) -> GenerateOptions:
+    """Where an environment is played, prompts are in the chat template, if there is one, unless somebody says
+    otherwise."""
+    if not options.plays or "apply_chat_template" in options.given:
+        return options
+    chat = tokenizer.chat_template is not None and options.input_template is None
+    return dataclasses.replace(options, apply_chat_template=chat)
+
+
+def is_followed(rollout: Rollout) -> bool:
+    """Whether another sequence of the same episode comes, which goes on after it."""
+    branches = 1 if rollout.episode is None else int(rollout.episode.logs.get("branches", 1))
+    return rollout.branch < branches - 1
+
+
+def _played(rollout: Rollout) -> dict[str, Any]:
+    """Who said what, of an episode."""
+    if rollout.episode is None:
+        return {}
+    messages = [message for said in rollout.episode.said for message in said.messages]
+    return {"messages": [*(rollout.episode.opening or []), *messages]}
 
 
 def prompts_of_iteration(store: PromptStore, options: GenerateOptions) -> range:

@@ -16,7 +16,7 @@ from trimtab.train.manifest import compare
 MODEL_FILES = ("config.json", "adapter_config.json")
 READ = (
     *("pretrain", "ref_pretrain", "teacher_model", "critic_pretrain", "reward_pretrain", "dataset", "prompt_data"),
-    *("eval_dataset", "pretrain_data", "heldout_prompt_data", "reward_func", "replay"),
+    *("eval_dataset", "pretrain_data", "heldout_prompt_data", "reward_func", "replay", "agent_func_path"),
 )
 """Options whose places are read; a run must not set aside what it reads."""
 

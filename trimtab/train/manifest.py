@@ -103,6 +103,8 @@ def compare(saved: dict, current: dict, checkpoint: Path) -> list[str]:
             )
     for name in changed:
         lines.append(f"resumed with another --{name} ({json.dumps(before[name])} -> {json.dumps(now[name])})")
+    if saved.get("environment") != current.get("environment"):
+        lines.append("the environment's file has changed since: episodes that were under way may begin anew")
     for key in ("seed", "dtype", "device_type", "threads", "fused_optimiser", "attention_path", "layout", "versions"):
         noted = key != "layout" or key in saved  # earlier versions do not say it
         if noted and saved.get(key) != current.get(key):

@@ -1,5 +1,6 @@
 """RL on an environment through the real command: what is learnt, recorded, left out, and goes on after a stop."""
 
+import json
 import random
 import signal
 from functools import partial
@@ -67,7 +68,7 @@ def test_what_is_drawn_is_what_is_trained_and_every_turn_is_told(straight):
 
 
 def test_a_recording_is_replayed_without_the_environment(folder, straight, tmp_path):
-    words = arguments(folder, tmp_path, "trimtab:guess", f"--replay {straight}/recording")
+    words = arguments(folder, tmp_path, "trimtab:guess", f"--replay {straight}/recording --apply_chat_template")
     place = words.index("--environment")
     assert main([*words[:place], *words[place + 2 :]]) == 0
     assert [row["reward"] for row in rows(tmp_path)] == [row["reward"] for row in rows(straight)]
@@ -130,3 +131,26 @@ def test_ten_kills_inside_episodes_lose_nothing(folder, tmp_path, forgetful):
     check_ledger(tmp_path / "out", 4 * PROMPTS)
     anew = sum(row.get("begun_anew", 0) for row in rows(tmp_path / "out"))
     assert anew > 0 if forgetful else anew == 0
+
+
+def test_generate_writes_episodes_of_the_environments_own_rows(folder, tmp_path, capsys):
+    given = f"generate --pretrain {folder}/model --environment trimtab:guess --env_rows 4 --best_of_n 2 --env_workers 1"
+    assert main([*given.split(), *f"--max_new_tokens 3 --output_path {tmp_path}/rows.jsonl".split()]) == 0
+    found = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len(found) == 8 and {row["reward"] for row in found} <= {0.0, 1.0}
+    for row in found:
+        roles = [message["role"] for message in row["messages"]]
+        assert roles == [("user", "assistant")[place % 2] for place in range(len(roles))] and roles[-1] == "assistant"
+    assert "reward   mean" in capsys.readouterr().out
+
+
+def test_a_dry_run_says_how_the_environment_opens_or_what_is_wrong_with_it(folder, tmp_path, capsys):
+    words = arguments(folder, tmp_path / "out", "trimtab:guess", "--dry_run")
+    assert main(words) == 0
+    assert "environment: Guess, reset(task), step(turn); it opens with Find my number" in capsys.readouterr().out
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "class Game:\n    def reset(self, task): raise KeyError('no board')\n    def step(self, turn): ...\n"
+    )
+    assert main(arguments(folder, tmp_path / "out", broken, "--dry_run")) == 2
+    assert "was tried and failed" in (told := capsys.readouterr().err) and "no board" in told

@@ -33,7 +33,7 @@ from trimtab.train.rl.description import units_of
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.loop import RLRun
-from trimtab.train.rl.playing import load_stores, settled
+from trimtab.train.rl.playing import contents_of_environment, load_stores, settled
 from trimtab.train.rl.recording import Recording
 from trimtab.train.rl.role_groups import Roles
 from trimtab.train.rl.supply import Recorded, Replayed, SampledNow, Supply, order_of_prompts
@@ -176,6 +176,7 @@ class Controller:
             zero_stage=options.zero_stage,
             reward=reward,
             data={name: report.as_dict() for name, report in self.reports.items()},
+            **contents_of_environment(options),
             **for_manifest(self.memory_plan),
         )
 

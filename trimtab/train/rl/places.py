@@ -34,6 +34,8 @@ def _named(options: RLOptions) -> Iterator[tuple[str, str]]:
         for source in listed(sources):
             kind, _, folder = source.partition("@")
             yield flag, folder if kind in FILE_TYPES and folder else source
-    for flag, files in (("reward_func", options.reward_func), ("remote_rm_url", options.remote_rm_url)):
+    functions = {"reward_func": options.reward_func, "remote_rm_url": options.remote_rm_url}
+    functions["agent_func_path"] = options.agent_func_path
+    for flag, files in functions.items():
         for file in listed(files):
             yield flag, file[: file.rfind(".py") + 3]  # a function's name may follow

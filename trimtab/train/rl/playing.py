@@ -1,41 +1,33 @@
 """An environment around the engine of a run: what plays it, and the rows that it brings where no prompts are given."""
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import pyarrow
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.agents.engine import AgentEngine
 from trimtab.agents.led_pool import LedPool
-from trimtab.agents.settings import PlaySettings
-from trimtab.config.agents import EnvironmentOptions
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore, build_prompt_stores, load_prompt_stores
-from trimtab.data.sources import SOURCE_COLUMN
+from trimtab.data.sources import own_rows
 from trimtab.distributed.peers import Peers
-from trimtab.envs.pool import EnvLimits, Pool
+from trimtab.envs.pool import Pool
+from trimtab.envs.replies import Broken, Opened, Reply
 from trimtab.errors import UserError
 from trimtab.models.load import policy_skeleton
 from trimtab.models.packed import PackedModel
+from trimtab.rewards.requests import Questions
 from trimtab.rollout.engine import Engine
-from trimtab.serving.playing import playing_engine
+from trimtab.rollout.seeds import request_seed
+from trimtab.serving.playing import never, open_pool, playing_engine, settings_of
+from trimtab.train.rehearsal import one_line
 
 PROMPT, LABEL = "prompt", "label"
 EVALUATION = 1_000_003
 """What is added to the seed of rows to measure with."""
-
-
-def never() -> bool:
-    return False
-
-
-def open_pool(options: EnvironmentOptions, stopped: Callable[[], bool] = never) -> Pool:
-    assert options.environment_source is not None
-    limits = EnvLimits(options.env_timeout, options.env_workers, options.env_threads, options.env_memory)
-    return Pool(options.environment_source, limits, stopped)
 
 
 def player_of(
@@ -49,20 +41,12 @@ def player_of(
     that is alone gives up what it waits for, unless episodes are kept."""
     if not options.plays:
         return None
-    settings = PlaySettings(
-        max_turns=options.max_turns,
-        episode_max_len=options.episode_max_len,
-        observation_max_len=options.observation_max_len,
-        retries=options.env_retries,
-        history="template" if options.agent_history == "template" else "append",
-        plain=not options.apply_chat_template,
-    )
+    settings = settings_of(options, plain=not options.apply_chat_template)
+    pool: Pool | LedPool
     if tensor is not None and tensor.size > 1:
-        led = LedPool(open_pool(options) if tensor.leads else None, tensor)
-        if led.about.kind == "agent":
-            raise UserError(f"{options.environment_flag}: an agent asks one engine; train without tensor parallelism")
-        return AgentEngine(engine, led, tokenizer, settings)
-    pool = open_pool(options, never if options.outlives_updates else stopped)
+        pool = LedPool(open_pool(options) if tensor.leads else None, tensor)
+    else:
+        pool = open_pool(options, never if options.outlives_updates else stopped)
     try:
         return playing_engine(engine, pool, tokenizer, settings)
     except BaseException:
@@ -115,16 +99,39 @@ def _own_rows(options: RLOptions) -> dict[str, Dataset]:
             found["evaluation"] = pool.rows(options.env_eval_rows, options.seed + EVALUATION)
     finally:
         pool.close()
-    return {what: _as_dataset(rows, options) for what, rows in found.items()}
+    source, flag = str(options.environment_source), options.environment_flag
+    return {what: own_rows(rows, source, flag) for what, rows in found.items()}
 
 
-def _as_dataset(rows: list[dict[str, Any]], options: RLOptions) -> Dataset:
-    """Where the environment says everything itself, its name stands for the prompt."""
-    source = str(options.environment_source)
-    named = [{**row, PROMPT: row.get(PROMPT) or source, SOURCE_COLUMN: source} for row in rows]
-    if not named:
-        raise UserError(f"{options.environment_flag} gives no rows; give --prompt_data")
+def contents_of_environment(options: RLOptions) -> dict[str, str]:
+    """For the manifest: what its file holds, which may change while its path does not."""
+    if not options.agent_func_path:
+        return {}
+    file = Path(options.agent_func_path[: options.agent_func_path.rfind(".py") + 3]).expanduser()
+    return {"environment": hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()}
+
+
+def try_environment(options: RLOptions, store: PromptStore) -> list[str]:
+    """How it opens an episode of the first row, before a run."""
+    if not options.plays:
+        return []
+    pool = open_pool(options)
     try:
-        return Dataset.from_list(named)
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{options.environment_flag}: its rows are not alike ({error}); give --prompt_data") from error
+        about = pool.about
+        told = f"{about.kind}: {about.name}, {about.shape}"
+        if about.kind == "agent":
+            return [told]
+        questions = Questions.of(store, [(0, request_seed(options.seed, 0))], rewarded=True)
+        pool.reset(0, questions.tasks()[0])
+        replies: list[Reply] = []
+        while not replies:
+            replies = pool.finished(1.0)
+    finally:
+        pool.close()
+    (reply,) = replies
+    if isinstance(reply, Broken):
+        raise UserError(f"{options.environment_flag} was tried and failed: {reply.words}")
+    assert isinstance(reply, Opened)
+    said = "the prompt" if reply.messages is None else one_line(str(reply.messages[-1].get("content")))
+    tools = ", ".join(tool["function"]["name"] for tool in reply.tools)
+    return [f"{told}; it opens with {said}{f'; tools: {tools}' if tools else ''}"]

@@ -25,7 +25,7 @@ from trimtab.train.rl.checks import (
 from trimtab.train.rl.controller import iterations_of
 from trimtab.train.rl.cut import updates_per_iteration
 from trimtab.train.rl.description import layout_of_units, units_of
-from trimtab.train.rl.playing import load_stores, settled
+from trimtab.train.rl.playing import load_stores, settled, try_environment
 from trimtab.train.rl.recording import Recording, as_recorded
 from trimtab.train.rl.supply import order_of_prompts
 from trimtab.train.rl.text import load_text
@@ -81,5 +81,6 @@ def rehearse_rl(
         f"{iterations_of(whole, options):,} iterations of {updates_per_iteration(options)} updates",
         f"first prompt, as the policy reads it: {one_line(stores['train'].text(0))}",
         *rewarded,
+        *try_environment(options, stores["train"]),
         OF_A_CLUSTER if options.ray else memory_line(options, device, lambda: work_of_prompts(options, stores)),
     ]
