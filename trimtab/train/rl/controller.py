@@ -33,7 +33,7 @@ from trimtab.train.rl.description import units_of
 from trimtab.train.rl.evaluation import Evaluation
 from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.loop import RLRun
-from trimtab.train.rl.playing import contents_of_environment, load_stores, settled
+from trimtab.train.rl.playing import contents_of_environment, load_stores
 from trimtab.train.rl.recording import Recording
 from trimtab.train.rl.role_groups import Roles
 from trimtab.train.rl.supply import Recorded, Replayed, SampledNow, Supply, order_of_prompts
@@ -48,7 +48,6 @@ class Controller:
         check_shares(options, self.units(options, world.size))
         check_places(options)
         self.tokenizer = load_job_tokenizer(options)
-        options = settled(options, self.tokenizer)
         self.options, self.world = options, world
         self.stores, self.reports = self._prompts()
         check_labels(self.stores, options.reward_verifier, options.label_key)

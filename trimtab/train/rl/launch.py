@@ -22,6 +22,7 @@ from trimtab.train.rl.batches import AnswerSlice, TextSlice
 from trimtab.train.rl.controller import Controller
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.loop import RLRun
+from trimtab.train.rl.playing import as_played
 from trimtab.train.rl.recording import as_recorded
 
 # What goes to the roles and comes back; nothing else may.
@@ -33,7 +34,7 @@ RECORDS = (
 
 
 def train_rl(options: RLOptions, kind: type[Controller] = Controller) -> None:
-    options = as_recorded(options)
+    options = as_played(as_recorded(options))
     if options.ray:
         from trimtab.train.rl.on_cluster import train_on_cluster  # Ray is imported only where it is asked for
 

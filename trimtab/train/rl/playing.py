@@ -23,6 +23,7 @@ from trimtab.rewards.requests import Questions
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.seeds import request_seed
 from trimtab.serving.playing import never, open_pool, playing_engine, settings_of
+from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.rehearsal import one_line
 
 PROMPT, LABEL = "prompt", "label"
@@ -57,13 +58,15 @@ def player_of(
 # ---- before the first episode
 
 
-def settled(options: RLOptions, tokenizer: PreTrainedTokenizerBase) -> RLOptions:
+def as_played(options: RLOptions) -> RLOptions:
     """With what options leave open that only model and tokenizer know: episodes are as long as the context, and
-    prompts in the chat template, if there is one, unless somebody says otherwise."""
+    prompts in the chat template, if there is one, unless somebody says otherwise. Every process of a run asks, before
+    any of them speaks."""
     if not options.plays:
         return options
     changes: dict[str, Any] = {}
     if "apply_chat_template" not in options.given:
+        tokenizer = load_job_tokenizer(options)
         changes["apply_chat_template"] = tokenizer.chat_template is not None and options.input_template is None
     if options.episode_max_len is None:
         changes["episode_max_len"] = context_of(policy_skeleton(options))

@@ -25,7 +25,7 @@ from trimtab.train.rl.checks import (
 from trimtab.train.rl.controller import iterations_of
 from trimtab.train.rl.cut import updates_per_iteration
 from trimtab.train.rl.description import layout_of_units, units_of
-from trimtab.train.rl.playing import load_stores, settled, try_environment
+from trimtab.train.rl.playing import as_played, load_stores, try_environment
 from trimtab.train.rl.recording import Recording, as_recorded
 from trimtab.train.rl.supply import order_of_prompts
 from trimtab.train.rl.text import load_text
@@ -41,13 +41,12 @@ def rehearse_rl(
     units: Callable[[Any, int], list[Unit]] = units_of,
 ) -> list[str]:
     """Everything that can go wrong before the first step, on a few rows and without the weights."""
-    options, device = as_recorded(options), find_device()
+    options, device = as_played(as_recorded(options)), find_device()
     described = units(options, options.processes)
     check_shares(options, described)
     placed = table(layout_of_units(options, described).rows()) if options.ray else []
     check_places(options)
     tokenizer = load_job_tokenizer(options)
-    options = settled(options, tokenizer)
     few = of_few_rows(options)
     stores, reports = load_stores(few, tokenizer)
     if options.pretrain_data:
