@@ -11,10 +11,11 @@ from trimtab.envs.file import load_file
 from trimtab.envs.loaded import Loaded
 from trimtab.envs.sources import gem, reasoning_gym
 from trimtab.envs.sources.named import unknown
+from trimtab.envs.sources.verifiers import load as verifiers
 from trimtab.envs.tools import schemas
 from trimtab.errors import UserError
 
-LIBRARIES = {"gem": gem.load, "rg": reasoning_gym.load}
+LIBRARIES = {"gem": gem.load, "rg": reasoning_gym.load, "verifiers": verifiers.load}
 EMBEDDED = Path(__file__).parents[1] / "embedded" / "environments"
 
 
