@@ -19,8 +19,8 @@ from trimtab.rollout.types import Rollout, Sampling
 VOCABULARY, CONTEXT = 400, 512
 
 
-def make_policy(seed: int = 0) -> Policy:
-    policy = Policy(tiny_model("llama", seed=seed, vocab_size=VOCABULARY, max_position_embeddings=CONTEXT))
+def make_policy(context: int = CONTEXT) -> Policy:
+    policy = Policy(tiny_model("llama", vocab_size=VOCABULARY, max_position_embeddings=context))
     choose_path(policy)
     return policy
 

@@ -98,6 +98,12 @@ def test_a_template_that_cannot_be_appended_to_is_refused_with_the_way_out(templ
     assert ("--agent_history template" in line) == ("cannot render" not in line)
 
 
+def test_words_that_stop_an_answer_are_no_ends_of_turns():
+    tokenizer = tokenizer_of(LLAMA3)
+    words = tokenizer.encode("abcdefghijklmnopqrstuvwxyz<>|_", add_special_tokens=False)
+    assert Appending(tokenizer, stops=words).after([USER], False) == Appending(tokenizer).after([USER], False)
+
+
 def test_marks_in_what_the_world_says_do_not_move_the_border():
     tokenizer = tokenizer_of(CHATML)
     appending = Appending(tokenizer)

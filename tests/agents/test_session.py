@@ -4,7 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.agents.playing import CONTEXT, check_exact, make_policy, plain, play, player, sampling_of, trained
+from tests.agents.playing import (
+    CONTEXT,
+    VOCABULARY,
+    check_exact,
+    make_policy,
+    plain,
+    play,
+    player,
+    sampling_of,
+    trained,
+)
+from tests.agents.test_appending import REFUSED, templates
 from tests.agents.worlds import Counting, Fault, Pool
 from tests.data.templates import CHATML, GEMMA, LLAMA3, QWEN3
 from trimtab.envs.types import Step, Task
@@ -31,6 +42,19 @@ def test_log_probs_of_all_turns_are_the_trainers_in_one_pass(policy, template):
     check_exact(policy, rollouts, 0.8)
     assert {len(r.episode.turns) for r in rollouts} == {3}
     assert {said.finish for r in rollouts for said in r.episode.turns} == {"stop", "length"}
+
+
+@pytest.mark.long
+def test_so_they_are_with_every_template_at_hand():
+    policy = make_policy(context=8192)
+    for path in templates():
+        if path.stem.removesuffix("_training") in REFUSED:
+            continue
+        engine = player(policy, Pool(), path.read_text())
+        assert len(engine.tokenizer) <= VOCABULARY
+        rollouts = play(engine, n=1)
+        assert {len(r.episode.turns) for r in rollouts} == {3}, path.name
+        check_exact(policy, rollouts)
 
 
 def test_what_is_drawn_is_marked_and_everything_else_is_the_templates(policy):

@@ -75,7 +75,8 @@ class Appending:
         self.tokenizer, self.tools = tokenizer, list(tools) or None
         self.renderer = ChatRenderer(tokenizer, settings=settings)
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        stopping = {tokenizer.eos_token, *tokenizer.convert_ids_to_tokens(list(stops))} - {None}
+        # Words may stop an answer, too; but it is special tokens that a template ends it with.
+        stopping = {tokenizer.eos_token, *(special & {*tokenizer.convert_ids_to_tokens(list(stops))})} - {None}
         self._special, self._stopping = _any_of(special | stopping), _any_of(stopping)
         self._known: dict[str, Shown] = {}  # by the made-up conversation
         self._prove()
