@@ -57,7 +57,9 @@ class Rollouts(Role):
         self.writing: Writing | WritingBeside = WritingBeside(writing) if beside else writing
 
     def describe(self) -> dict[str, Any]:
-        return {"exact": self.engine.exact, **described(self.rewards)}
+        # Which turns meet in a pass is a matter of who answers when. So the last bits of what was drawn are not those of
+        # a resumed run; the trainer's own are.
+        return {"exact": self.engine.exact and not self.plays, **described(self.rewards)}
 
     def weights_changed(self, *, version: int) -> None:
         self.engine.weights_changed(version)
