@@ -57,8 +57,8 @@ class Rollouts(Role):
         self.writing: Writing | WritingBeside = WritingBeside(writing) if beside else writing
 
     def describe(self) -> dict[str, Any]:
-        # Which turns meet in a pass is a matter of who answers when. So the last bits of what was drawn are not those of
-        # a resumed run; the trainer's own are.
+        # Which turns meet in a pass depends on who answers when. So the last bits of what was drawn are not those of a
+        # resumed run; the trainer's own are.
         return {"exact": self.engine.exact and not self.plays, **described(self.rewards)}
 
     def weights_changed(self, *, version: int) -> None:
