@@ -15,6 +15,9 @@ EXTRAS = METADATA["optional-dependencies"]
 
 # Where a package is not called what one imports, and what always comes with a package we ask for.
 CALLED = {
+    "gem": "gem-llm",
+    "reasoning_gym": "reasoning-gym",
+    "openai": "verifiers",
     "liger_kernel": "liger-kernel",
     "math_verify": "math-verify",
     "yaml": "pyyaml",

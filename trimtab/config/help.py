@@ -20,6 +20,7 @@ COMMON = {
     *("actor_learning_rate", "critic_learning_rate", "save_path", "save_steps", "load_checkpoint", "init_kl_coef"),
     *("n_samples_per_prompt", "rollout_batch_size", "reward_verifier", "reward_pretrain", "reward_func", "beta"),
     *("preference_loss", "teacher_model", "kd_coef", "placeholder_token", "reward_tokens"),
+    *("environment", "best_of_n", "temperature"),
 }
 """The options that people use, of all jobs."""
 RARE_IN_RL = {
