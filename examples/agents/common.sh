@@ -4,7 +4,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 MODEL=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct}
 tiny && MODEL=$TASK/agent
-tiny && SMALL=(--prompt_max_len 128 --generate_max_len 8 --episode_max_len 400 --max_turns 3 --max_samples 16
+tiny && SMALL=(--prompt_max_len 640 --generate_max_len 8 --episode_max_len 1024 --max_turns 3 --max_samples 16
     --rollout_batch_size 4 --n_samples_per_prompt 4 --train_batch_size 16 --actor_learning_rate 1e-3 --zero_stage 0
     --bf16 False --env_workers 1)
 

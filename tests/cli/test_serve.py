@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -30,7 +31,10 @@ def signals():
         signal.signal(number, handler)
 
 
-def test_it_serves_a_model_folder_and_ends_when_told(model, capsys, signals):
+def test_it_serves_a_model_folder_and_ends_when_told(model, capsys, signals, monkeypatch):
+    monkeypatch.delenv("TRIMTAB_BEARER_TOKEN", raising=False)
+    make, made = secrets.token_urlsafe, []
+    monkeypatch.setattr(secrets, "token_urlsafe", lambda size: made.append(make(size)) or made[0])
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     found = []
@@ -39,6 +43,8 @@ def test_it_serves_a_model_folder_and_ends_when_told(model, capsys, signals):
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             while not found:
                 with contextlib.suppress(httpx.ConnectError):
+                    assert client.get("/v1/models").status_code == 401
+                    client.headers["Authorization"] = f"Bearer {made[0]}"
                     found.append(client.get("/v1/models").json()["data"][0])
                 time.sleep(0.02)
             body = {"model": "sorter", "messages": [{"role": "user", "content": "231"}], "max_tokens": 5}
@@ -49,7 +55,9 @@ def test_it_serves_a_model_folder_and_ends_when_told(model, capsys, signals):
     talking.start()
     assert main(["serve", model, "--port", str(port), "--served_model_name", "sorter"]) == 0
     talking.join(30)
-    assert capsys.readouterr().out == f"serving sorter at http://127.0.0.1:{port}\n"
+    printed = capsys.readouterr()
+    assert printed.out == f"serving sorter at http://127.0.0.1:{port}\n"
+    assert f"clients send the API key {made[0]} (" in printed.err and len(made[0]) >= 32
     assert found[0]["id"] == "sorter" and found[0]["max_model_len"] == 256
     assert found[1].status_code == 200 and found[1].json()["usage"]["completion_tokens"] <= 5
 
@@ -69,5 +77,7 @@ def test_mistakes_are_one_line(model, tmp_path, capsys):
 def test_a_server_for_everybody_without_a_token_is_warned_of(capsys, monkeypatch):
     monkeypatch.delenv("TRIMTAB_BEARER_TOKEN", raising=False)
     assert main(["serve", "a/b", "--host", "0.0.0.0", "--dry_run"]) == 0
+    assert "--bearer_token" not in capsys.readouterr().err, "it makes one"
+    assert main(["serve", "a/b", "--host", "0.0.0.0", "--bearer_token", "none", "--dry_run"]) == 0
     printed = capsys.readouterr()
     assert "give a --bearer_token" in printed.err and "pretrain: a/b" in printed.out

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,39 @@ def test_openrlhfs_instances_say_text_that_stands_as_it_is(tmp_path: Path) -> No
     agent = made(written(tmp_path, OPENRLHF.replace(' + states["label"]', "")))
     assert now(agent.reset(task(prompt="p"))) is None, "the row's own prompt"
     agent.close()
+    rendered = task(prompt="p", label="l")
+    agent = made(written(tmp_path, OPENRLHF))
+    opening = now(agent.reset(replace(rendered, text="<user>p<model>")))
+    assert opening == [{"role": VERBATIM, "content": "<user>p<model>l"}], "what it is told has the template's marks"
+    agent = made(written(tmp_path, OPENRLHF.replace("sampling.stop =", "sampling.stop_token_ids =")))
+    now(agent.reset(rendered))
+    with pytest.raises(ValueError, match="give stop, a text"):
+        now(agent.step(turn("a")))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("dict(stop_strings='END', max_new_tokens=None)", {"stop_strings": ["END"]}),
+        ("dict(max_new_tokens=8)", {"max_new_tokens": 8}),
+        ("dict(max_new_tokens='8')", "a whole number of at least 1"),
+        ("dict(max_new_tokens=0)", "a whole number of at least 1"),
+        ("dict(max_new_tokens=2.5)", "a whole number of at least 1"),
+        ("dict(stop_strings=['a', ''])", "a list of texts"),
+        ("dict(temperature=1)", "max_new_tokens and stop_strings are a step's to say"),
+        ("[1]", "a dict is needed"),
+    ],
+)
+def test_settings_of_the_next_turn_are_checked(tmp_path: Path, given: str, found: dict[str, Any] | str) -> None:
+    step = f"def step(self, turn):\n        return Step('on', sampling={given})"
+    text = f"from trimtab.envs.types import Step\nclass Game:\n    def reset(self, task): ...\n    {step}\n"
+    game = made(written(tmp_path, text))
+    game.reset(task())
+    if isinstance(found, dict):
+        assert now(game.step(turn("a"))).sampling == found
+        return
+    with pytest.raises((TypeError, ValueError), match=found):
+        game.step(turn("a"))
 
 
 def test_an_executor_that_does_more_than_its_base_is_refused(tmp_path: Path) -> None:

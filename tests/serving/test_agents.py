@@ -244,3 +244,19 @@ def test_nobody_else_is_answered():
         for path in ("/v1/chat/completions", "/s/nobody/v1/chat/completions"):
             assert CLIENT.post(url + path, json=body, headers=right).status_code == 404
         assert len(agents.server.records) == 0
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_who_was_refused_and_went_on_has_not_ended_by_that(raises):
+    def play(task, *address):
+        with pytest.raises(RuntimeError, match="context_length_exceeded"):
+            asking(*address, [{"role": "user", "content": "x" * 2000}])
+        asking(*address, [{"role": "user", "content": "go"}])
+        if raises:
+            raise RuntimeError("no such tool")
+        return 1.0
+
+    with served(play, retries=0) as (agents, _):
+        (rollout,) = agents.generate([[5]], replace(sampling(), n=1), tasks=tasks(1))
+    assert rollout.finish == ("failed" if raises else "stop")
+    assert rollout.episode.problem == ("no such tool" if raises else None)

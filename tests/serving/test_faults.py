@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from tests.serving.running import CONTEXT, Scripted, ScriptedSession, engine, running, tokenizer
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.types import Rollout, Sampling
+from trimtab.serving.desk import Ask, Desk
+from trimtab.serving.metrics import Metrics
 from trimtab.serving.records import Record, Records
 
 CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
@@ -200,6 +202,39 @@ def test_beyond_the_limit_a_request_is_sent_away_and_may_try_again():
             thread.join(30)
         assert [reply.status_code for reply in replies] == [200] * 3
         assert server.post(CHAT, messages=HELLO).status_code == 200
+
+
+def test_of_a_request_that_is_sent_away_nothing_is_drawn():
+    holding = Holding()
+    with running(holding, max_waiting=3) as server:
+        _, threads = posted(server, 2)
+        late = server.post(COMPLETE, prompt=["a", "b"])
+        assert late.status_code == 503
+        until(lambda: server.server.desk.waiting == 2)
+        many = server.post(COMPLETE, prompt=["a", "b"], n=2)
+        assert many.status_code == 400 and "at most 3 answers" in many.json()["error"]["message"]
+        holding.leave.set()
+        for thread in threads:
+            thread.join(30)
+
+
+def test_what_was_set_down_is_drawn_whole_where_others_than_the_drawn_are_wanted():
+    desk, own = Desk(Metrics()), Sampling(max_new_tokens=12, top_log_probs=2)
+    asks = [Ask([5, 6], 1, own), Ask([5, 6], 1, own)]
+    with engine(2).session(Sampling()) as whole:
+        desk.ask(asks[0])
+        while not asks[0].answer.done():
+            desk.work(whole)
+    with engine(2).session(Sampling()) as first:
+        desk.ask(asks[1])
+        desk.work(first, 4)
+        desk.set_down(first)
+    assert asks[1].draft is not None
+    with engine(2).session(Sampling()) as second:
+        while not asks[1].answer.done():
+            desk.work(second)
+    expected, found = (ask.answer.result() for ask in asks)
+    assert found.ids == expected.ids and found.alternatives.tokens.shape == (12, 2)
 
 
 def test_what_was_accepted_is_answered_before_the_server_ends():

@@ -120,8 +120,12 @@ def test_requests_in_tokens_are_recorded_behind_what_they_go_on_from():
             ids = [*ids, *drawn, 9]
         server.post(path, token_ids=[8, 8], sampling_params={"max_tokens": 5})
         trace = server.client.get("/s/tokens/trace").json()
+        far = server.post(
+            "/s/tokens/v1/chat/completions/tokens", messages=[{"role": "user", "content": "a"}], tokens=[2**40]
+        )
     assert trace["branches"] == [[0, 1, 2], [3]]
     assert [part["read_token_ids"] for part in trace["turns"]] == [[5, 6, 7], [9], [9], [8, 8]]
+    assert far.status_code == 400
 
 
 def test_a_template_that_cannot_be_appended_to_is_rendered_anew():

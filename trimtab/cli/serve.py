@@ -1,12 +1,13 @@
 """A policy server: `trimtab serve MODEL`, or `python -m trimtab.cli.serve MODEL`."""
 
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 
 from trimtab.cli.run import run_job, say
 from trimtab.config.jobs import ServeOptions
-from trimtab.config.serving import TOKEN_VARIABLE
+from trimtab.config.serving import NO_TOKEN
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,11 +20,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def serve_policy(options: ServeOptions) -> None:
     from trimtab.serving.run import serve
 
-    token = options.bearer_token or os.environ.get(TOKEN_VARIABLE) or None
+    def note(line: str) -> None:
+        say(f"trimtab serve: note: {line}", options)
+
+    token = options.token
+    if token is None:
+        token = secrets.token_urlsafe(24)
+        note(f"clients send the API key {token} (--bearer_token names another one, or none)")
     ended = serve(
-        *(options, token),
+        *(options, None if token == NO_TOKEN else token),
         say=lambda line: print(line, flush=True),
-        note=lambda line: say(f"trimtab serve: note: {line}", options),
+        note=note,
     )
     if not ended:
         # A pass that is beyond its time is still being computed, by a thread that nobody can end.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from trimtab.cli.run import run_job
 from trimtab.config.jobs import ServeRMOptions
-from trimtab.config.serving import TOKEN_VARIABLE
+from trimtab.config.serving import NO_TOKEN
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +22,7 @@ def serve_reward(options: ServeRMOptions) -> None:
             reward,
             host=options.host,
             port=options.port,
-            token=options.bearer_token or os.environ.get(TOKEN_VARIABLE) or None,
+            token=None if options.token == NO_TOKEN else options.token,
             max_bytes=int(options.max_request_mib * 2**20),
             max_samples=options.batch_size,
             drain_seconds=options.drain_seconds,

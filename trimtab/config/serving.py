@@ -4,6 +4,7 @@ import ipaddress
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from trimtab.config.objectives import StepRewardOptions
 from trimtab.config.option import Options, option, secret
@@ -12,6 +13,7 @@ from trimtab.errors import UserError
 
 TOKEN_VARIABLE = "TRIMTAB_BEARER_TOKEN"
 """Environment variable of the token that a server asks for and its clients send."""
+NO_TOKEN = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +48,18 @@ class ServerOptions(Options):
     drain_seconds: float = option(30.0, at_least=0)
     """On Ctrl-C or SIGTERM, what has been accepted is still answered for so long; new requests get a 503."""
     bearer_token: str | None = secret(None)
-    """Refuse requests without this token; unset: what the environment variable TRIMTAB_BEARER_TOKEN holds, if it is
-    set."""
+    """Refuse requests without this token; unset: what the environment variable TRIMTAB_BEARER_TOKEN holds, else a
+    policy server makes one and shows it, and a reward server asks for none; none: ask for none."""
+
+    makes_token: ClassVar[bool] = False
+
+    @property
+    def token(self) -> str | None:
+        """What was given; NO_TOKEN: nobody is asked for one."""
+        return self.bearer_token or os.environ.get(TOKEN_VARIABLE) or (None if self.makes_token else NO_TOKEN)
 
     def check(self) -> Iterable[str]:
-        if _is_loopback(self.host) or self.bearer_token or os.environ.get(TOKEN_VARIABLE):
+        if _is_loopback(self.host) or self.token != NO_TOKEN:
             return ()
         return [f"--host {self.host}: anybody who reaches this machine can use the server; give a --bearer_token"]
 
@@ -66,6 +75,8 @@ class RewardServerOptions(ServerOptions):
 @dataclass(frozen=True, kw_only=True)
 class PolicyServerOptions(ServerOptions):
     """Server"""
+
+    makes_token: ClassVar[bool] = True
 
     served_model_name: str | None = None
     """What clients call the model; unset: what --pretrain says."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 Message = dict[str, Any]  # role, content, and where they apply: tool_calls, tool_call_id, name
-VERBATIM = "verbatim"  # a role: its content is read as it stands, without any marks of a chat template
 
 VERBATIM = "verbatim"
 """The role of a text that stands as it is: it is tokenised alone, and marks of a chat template are its author's."""
@@ -22,6 +21,7 @@ class Task:
     prompt: str | list[Message] = ""
     label: Any = None
     columns: dict[str, Any] = field(default_factory=dict)  # everything else that the row has
+    text: str | None = None  # the prompt as the policy reads it, if that is known
 
 
 @dataclass(frozen=True)

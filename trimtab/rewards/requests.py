@@ -60,9 +60,9 @@ class Questions:
     def tasks(self) -> list[Task]:
         """What an environment is to open for each of them."""
         return [
-            Task(row, 0, seed & SEED_BITS, prompt, label, others)
-            for row, seed, prompt, label, others in zip(
-                self.rows, self.seeds, self.prompts, self.labels, self.others, strict=True
+            Task(row, 0, seed & SEED_BITS, prompt, label, others, text)
+            for row, seed, prompt, label, others, text in zip(
+                self.rows, self.seeds, self.prompts, self.labels, self.others, self.texts, strict=True
             )
         ]
 

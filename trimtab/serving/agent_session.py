@@ -91,8 +91,8 @@ class ServedSession:
 
     def drawn(self, request: int) -> list[int]:
         first = next((v for v in self._visits.values() if (v.request, v.sample) == (request, 0)), None)
-        sequences = [] if first is None else first.sequences()
-        return sequences[0].tokens.tolist() if sequences else []
+        sequence = None if first is None else first.first_sequence()
+        return [] if sequence is None else sequence.tokens.tolist()
 
     def at_work(self) -> dict[tuple[int, int], int]:
         return {(visit.request, visit.sample): visit.tokens() for visit in list(self._visits.values())}
@@ -163,13 +163,12 @@ class ServedSession:
 
     def _hand_over(self, visit: Visit, finish: Finish, problem: str | None = None) -> None:
         self._leave(visit)
-        episode = visit.episode(problem)
-        rollouts = visit.rollouts(finish, episode)
+        rollouts = visit.rollouts(finish, problem)
         if finish != "failed":
             last = rollouts[-1]
-            length = float(len(last.prompt_ids) + len(last.tokens))
-            turns = float(len(visit.record.turns))
-            episode.logs |= {"turns": turns, "episode_length": length, "branches": float(len(rollouts))}
+            assert last.episode is not None, "they have one"
+            length, turns = float(len(last.prompt_ids) + len(last.tokens)), float(len(last.episode.turns))
+            last.episode.logs |= {"turns": turns, "episode_length": length, "branches": float(len(rollouts))}
         self._finished += rollouts
 
     def _leave(self, visit: Visit) -> None:
@@ -181,6 +180,7 @@ class ServedSession:
         self._aborted.clear()
         for visit in gone:
             del self._visits[visit.number]
-            episode = visit.episode()
-            self.engine.park(visit, episode)
-            self._finished += visit.rollouts("abort", episode)
+            rollouts = visit.rollouts("abort")
+            assert rollouts[0].episode is not None, "they have one"
+            self.engine.park(visit, rollouts[0].episode)
+            self._finished += rollouts

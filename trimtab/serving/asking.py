@@ -51,6 +51,8 @@ class Asking:
         """The same behind tokens that the client has put together itself."""
         wanted, stage, record = self._of_chat(fields, session)
         messages, ids = read_messages(fields), fields.ids("tokens")
+        if ids:
+            self.policy.check_ids(ids, "tokens")
         before = None if record is None else record.read_before(ids)
         return await self._chat(fields, session, wanted, Conversation(ids, before, messages, messages, stage))
 
@@ -59,8 +61,18 @@ class Asking:
         prompts = await _aside(fields, lambda: self._prompts(fields))
         for ids in prompts:  # before any is drawn
             self.policy.room(ids, "prompt")
-        drawn = [self._drawn(ids, wanted, session, "prompt", number) for number, ids in enumerate(prompts)]
-        answers = [Answered(ids, rollouts, []) for ids, rollouts in zip(prompts, await asyncio.gather(*drawn))]
+        if len(prompts) * wanted.answers > self.desk.most_waiting:
+            most = f"{len(prompts)} prompts with n {wanted.answers}: at most {self.desk.most_waiting} answers at once"
+            raise NotUnderstood(f"{most} are drawn here; send fewer", "prompt")
+        drawn = [
+            asyncio.ensure_future(self._drawn(ids, wanted, session, "prompt", number))
+            for number, ids in enumerate(prompts)
+        ]
+        try:
+            answers = [Answered(ids, rollouts, []) for ids, rollouts in zip(prompts, await asyncio.gather(*drawn))]
+        finally:
+            for one in drawn:  # nobody wants the others where one was refused
+                one.cancel()
         for answered in answers:
             self._recorded_by_tokens(session, answered, wanted)
         return self.replies.completions(answers, wanted)
@@ -154,6 +166,8 @@ class Asking:
         if record is not None and record.most_turns is not None and len(record.turns) >= record.most_turns:
             record.refused = "turns"
             raise NotUnderstood(f"this episode has had its {record.most_turns} turns", code="max_turns")
+        if record is not None:
+            record.refused = None
         seeds = self._seeds(record, wanted, session, len(ids), number)
         asks = [Ask(ids, own, sampling, session) for own in seeds]
         try:

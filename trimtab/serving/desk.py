@@ -142,7 +142,9 @@ class Desk:
         if ask.answer.cancelled():
             return
         try:
-            drafts = None if ask.draft is None or ask.sampling.plain_log_probs else [ask.draft]
+            # Of a draft nobody knows what else could have been said at its places.
+            whole = ask.sampling.plain_log_probs or ask.sampling.top_log_probs
+            drafts = None if ask.draft is None or whole else [ask.draft]
             number = session.add(ask.prompt_ids, seed=ask.seed, sampling=ask.sampling, drafts=drafts)
         except UserError as error:
             _settle(ask, error)

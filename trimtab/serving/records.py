@@ -4,9 +4,11 @@ A turn stands behind the one that it goes on from, and keeps only what came sinc
 that it drew. Turns that no other goes on from are the ends of branches.
 """
 
+import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,20 @@ class RecordedTurn:
             turn = turn.before
         return np.concatenate(parts[::-1]).tolist()
 
+    @cached_property
+    def length(self) -> int:
+        """Of everything up to its end."""
+        before = 0 if self.before is None else self.before.length
+        return before + len(self.read) + len(self.rollout.tokens)
+
+    @cached_property
+    def digest(self) -> "hashlib.blake2b":
+        """The same, so that it is known again without a look at every token."""
+        found = _digest() if self.before is None else self.before.digest.copy()
+        found.update(self.read.tobytes())
+        found.update(self.rollout.tokens.tobytes())
+        return found
+
     @property
     def held(self) -> int:
         return len(self.read) + len(self.rollout.tokens) + TURN
@@ -61,7 +77,7 @@ class RecordedTurn:
             "turn": self.number,
             "after": None if self.before is None else self.before.number,
             "read_token_ids": self.read.tolist(),
-            "token_ids": self.rollout.ids,
+            "token_ids": self.rollout.tokens.tolist(),
             "logprobs": self.rollout.log_probs.tolist(),
             "versions": [] if versions is None else versions.tolist(),
             "finish_reason": self.rollout.finish,
@@ -75,11 +91,12 @@ class Record:
     def __init__(self, seed: int | None = None, most_turns: int | None = None) -> None:
         """`seed`: from which its turns draw, whatever requests say; `most_turns`: whoever asks for more is refused."""
         self.seed, self.most_turns = seed, most_turns
-        self.refused: Finish | None = None  # why a turn of it was, at last
+        self.refused: Finish | None = None  # why the last turn that was asked for was, if it was
         self._asked: Counter[int] = Counter()  # turns, by what stood before them
         self.turns: list[RecordedTurn] = []
         self.held = 0  # tokens, and as many as a turn takes besides
         self._by_history: dict[bytes, RecordedTurn] = {}
+        self._by_tokens: dict[int, dict[bytes, RecordedTurn]] = {}  # by their number first
 
     def next_seed(self, length: int) -> int | None:
         """Of a turn before which so many tokens stand: by its place alone, and another one if it is asked for again."""
@@ -97,11 +114,11 @@ class Record:
 
     def read_before(self, prompt_ids: list[int]) -> RecordedTurn | None:
         """The longest turn whose tokens these go on from."""
-        best, most = None, 0
-        for turn in self.turns:
-            ids = turn.ids
-            if most < len(ids) <= len(prompt_ids) and prompt_ids[: len(ids)] == ids:
-                best, most = turn, len(ids)
+        ids, best, digest, read = np.array(prompt_ids, dtype=np.int32), None, _digest(), 0
+        for length in sorted(length for length in self._by_tokens if length <= len(ids)):
+            digest.update(ids[read:length].tobytes())
+            read = length
+            best = self._by_tokens[length].get(digest.digest(), best)
         return best
 
     def add(
@@ -115,11 +132,12 @@ class Record:
         key: bytes | None = None,
     ) -> RecordedTurn:
         """`key`: of the history with this turn at its end."""
-        known = 0 if before is None else len(before.ids)
+        known = 0 if before is None else before.length
         read = np.array(rollout.prompt_ids[known:], dtype=np.int32)
-        rollout.prompt_ids = []  # it is in the record once
-        turn = RecordedTurn(len(self.turns), before, read, rollout, ended, message, said or [])
+        kept = replace(rollout, prompt_ids=[], alternatives=None)  # what came before is in the record already
+        turn = RecordedTurn(len(self.turns), before, read, kept, ended, message, said or [])
         self.turns.append(turn)
+        self._by_tokens.setdefault(turn.length, {}).setdefault(turn.digest.digest(), turn)
         self.held += turn.held
         if key is not None:
             self._by_history[key] = turn
@@ -127,13 +145,21 @@ class Record:
 
     @property
     def ends(self) -> list[RecordedTurn]:
-        """The last turns of its branches, in the order in which they were drawn."""
-        gone_on = {id(turn.before) for turn in self.turns}
-        return [turn for turn in self.turns if id(turn) not in gone_on]
+        return ends_of(self.turns)
 
     def trace(self) -> dict[str, Any]:
         branches = [[turn.number for turn in end.path] for end in self.ends]
         return {"turns": [turn.trace() for turn in self.turns], "branches": branches}
+
+
+def ends_of(turns: Sequence[RecordedTurn]) -> list[RecordedTurn]:
+    """The last turns of their branches, in the order in which they were drawn."""
+    gone_on = {id(turn.before) for turn in turns}
+    return [turn for turn in turns if id(turn) not in gone_on]
+
+
+def _digest() -> "hashlib.blake2b":
+    return hashlib.blake2b(digest_size=16)
 
 
 class Records:

@@ -8,7 +8,7 @@ import numpy as np
 from trimtab.envs.episode import Episode, Said
 from trimtab.envs.types import Task
 from trimtab.rollout.types import Draft, Finish, Rollout
-from trimtab.serving.records import Record, RecordedTurn
+from trimtab.serving.records import Record, RecordedTurn, ends_of
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,11 @@ class Visit:
     def tokens(self) -> int:
         return sum(len(turn.rollout.tokens) for turn in list(self.record.turns))
 
-    def rollouts(self, finish: Finish, episode: Episode) -> list[Rollout]:
-        """One for each branch."""
-        sequences = [] if finish == "failed" else self.sequences()
+    def rollouts(self, finish: Finish, problem: str | None = None) -> list[Rollout]:
+        """One for each branch, with the episode's record."""
+        turns = list(self.record.turns)  # the server's thread may be about to add one
+        episode = self._episode(turns, problem)
+        sequences = [] if finish == "failed" else _sequences(turns)
         return [
             Rollout(
                 *(self.request, self.sample, s.prompt_ids, s.tokens, s.log_probs, finish),
@@ -57,42 +59,47 @@ class Visit:
         ]
 
     def drafts(self) -> list[Draft]:
-        episode = self.episode()
+        turns = list(self.record.turns)
+        episode = self._episode(turns)
         return [
             Draft(self.sample, s.tokens, s.log_probs, s.versions, None, s.drawn, episode, branch)
-            for branch, s in enumerate(self.sequences())
+            for branch, s in enumerate(_sequences(turns))
         ] or [Draft.empty(self.sample)]
 
-    def episode(self, problem: str | None = None) -> Episode:
-        turns = list(self.record.turns)
+    def _episode(self, turns: list[RecordedTurn], problem: str | None = None) -> Episode:
         calls = sum(len(turn.message.get("tool_calls", ())) for turn in turns)
         figures = {"tool_calls": float(calls), "tool_failures": 0.0, "unknown_tools": 0.0}
         logs = {**self.logs, **figures, "seconds_environment": self.seconds}
-        return Episode(self._said(), None, self.reward, logs, self.begun, problem)
+        return Episode(_said(turns), None, self.reward, logs, self.begun, problem)
 
-    def sequences(self) -> list[Sequence]:
-        known: set[int] = set()
-        return [_sequence(end.path, known) for end in self.record.ends]
+    def first_sequence(self) -> Sequence | None:
+        return next(iter(_sequences(list(self.record.turns))), None)
 
-    def _said(self) -> list[Said]:
-        """Every turn once, as they were drawn, each in the branch that has it as drawn, with what was read before."""
-        found: list[tuple[int, Said]] = []
-        known: set[int] = set()
-        for branch, end in enumerate(self.record.ends):
-            place = 0
-            for number, turn in enumerate(end.path):
-                start = place + (len(turn.read) if number else 0)
-                if turn.number not in known:
-                    if number and len(turn.read):
-                        read = Said(turn.said, place, start, False, _words(turn.said), branch=branch)
-                        found.append((turn.number, read))
-                    stop = start + len(turn.rollout.tokens)
-                    text = turn.message.get("content") or ""
-                    said = Said([turn.message], start, stop, True, text, turn.rollout.finish, branch=branch)
-                    found.append((turn.number, said))
-                    known.add(turn.number)
-                place = start + len(turn.rollout.tokens)
-        return [said for _, said in sorted(found, key=itemgetter(0))]
+
+def _said(turns: list[RecordedTurn]) -> list[Said]:
+    """Every turn once, as they were drawn, each in the branch that has it as drawn, with what was read before."""
+    found: list[tuple[int, Said]] = []
+    known: set[int] = set()
+    for branch, end in enumerate(ends_of(turns)):
+        place = 0
+        for number, turn in enumerate(end.path):
+            start = place + (len(turn.read) if number else 0)
+            if turn.number not in known:
+                if number and len(turn.read):
+                    read = Said(turn.said, place, start, False, _words(turn.said), branch=branch)
+                    found.append((turn.number, read))
+                stop = start + len(turn.rollout.tokens)
+                text = turn.message.get("content") or ""
+                said = Said([turn.message], start, stop, True, text, turn.rollout.finish, branch=branch)
+                found.append((turn.number, said))
+                known.add(turn.number)
+            place = start + len(turn.rollout.tokens)
+    return [said for _, said in sorted(found, key=itemgetter(0))]
+
+
+def _sequences(turns: list[RecordedTurn]) -> list[Sequence]:
+    known: set[int] = set()
+    return [_sequence(end.path, known) for end in ends_of(turns)]
 
 
 def _sequence(path: list[RecordedTurn], known: set[int]) -> Sequence:

@@ -79,6 +79,30 @@ def figures(found: object) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
+def next_turn(found: object, what: str) -> dict[str, Any] | None:
+    """Settings of the turn that comes next: `max_new_tokens`, `stop_strings`."""
+    if found is None:
+        return None
+    if not isinstance(found, Mapping):
+        raise TypeError(f"{what} is {named(found)}: a dict is needed")
+    wanted: dict[str, Any] = {}
+    for name, value in found.items():
+        if value is None:
+            continue
+        if name == "max_new_tokens":
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{what}: max_new_tokens is {named(value)}: a whole number of at least 1 is needed")
+            wanted[name] = value
+        elif name == "stop_strings":
+            texts = [value] if isinstance(value, str) else value
+            if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+                raise ValueError(f"{what}: stop_strings is {named(value)}: a list of texts is needed")
+            wanted[name] = list(texts)
+        else:
+            raise ValueError(f"{what} has {named(name)} in it: max_new_tokens and stop_strings are a step's to say")
+    return wanted or None
+
+
 def named(value: object) -> str:
     shown = " ".join(repr(value).split())
     return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"

@@ -3,7 +3,19 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trimtab.envs.shapes.adapted import Adapted, Later, Maker, figures, has, messages_of, named, needed, number, then
+from trimtab.envs.shapes.adapted import (
+    Adapted,
+    Later,
+    Maker,
+    figures,
+    has,
+    messages_of,
+    named,
+    needed,
+    next_turn,
+    number,
+    then,
+)
 from trimtab.envs.types import Message, Step, Task, Turn
 
 WORDS = "reset(task), step(turn)"
@@ -46,16 +58,14 @@ def opening(found: object) -> list[Message] | None:
 def _checked(found: object) -> Step:
     if not isinstance(found, Step):
         raise TypeError(f"step gave {named(found)}: a trimtab.envs.types.Step is needed")
-    if found.ids is not None and not all(isinstance(token, int) for token in found.ids):
+    if found.ids is not None and not all(type(token) is int and 0 <= token < 2**31 for token in found.ids):
         raise TypeError("Step.ids has something in it that is no token's number")
-    if found.sampling is not None and not isinstance(found.sampling, dict):
-        raise TypeError(f"Step.sampling is {named(found.sampling)}: a dict is needed")
     return Step(
         messages_of(found.messages, "Step.messages"),
         number(found.reward, "Step.reward"),
         bool(found.done),
         bool(found.truncated),
         found.ids,
-        found.sampling,
+        next_turn(found.sampling, "Step.sampling"),
         figures(found.logs),
     )

@@ -21,6 +21,7 @@ from trimtab.envs.shapes.adapted import (
     has,
     named,
     needed,
+    next_turn,
     number,
     parameters,
     then,
@@ -94,7 +95,7 @@ class _Talk:
 
     def __init__(self, task: Task):
         self.task = task
-        self.text = _prompt(task)
+        self.text = _prompt(task) if task.text is None else task.text
         self.sampling = SimpleNamespace(max_tokens=None, stop=None, stop_token_ids=None)
 
     def step(self, turn: Turn, call: Callable[[], Any]) -> Later[Step]:
@@ -117,12 +118,10 @@ class _Talk:
         if wanted is None:
             return None
         limit, stop, tokens = (getattr(wanted, name, None) for name in ("max_tokens", "stop", "stop_token_ids"))
-        sampling = {
-            "max_new_tokens": limit if limit is not None and limit < turn.room else None,
-            "stop_strings": [stop] if isinstance(stop, str) else stop,
-            "stop_token_ids": tokens,
-        }
-        return {name: value for name, value in sampling.items() if value} or None
+        if tokens:
+            raise ValueError("sampling_params.stop_token_ids: turns end with the tokens of the run; give stop, a text")
+        limit = limit if limit is not None and limit < turn.room else None
+        return next_turn({"max_new_tokens": limit, "stop_strings": stop or None}, "sampling_params")
 
 
 class Instance(Adapted):
