@@ -77,3 +77,26 @@ def test_a_tokenizer_with_a_response_template_is_asked(tokenizer):
     message = parsed(own, 'CALL add {"a": 5};<|im_end|>', prefix=prefix)
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 5}}
     assert parsed(own, "Four.<|im_end|>", prefix=prefix)["content"] == "Four."
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>" + "\n" * 100_000,
+        "<tool_call>" * 10_000 + " " * 10_000,
+        "\n" * 100_000,
+        "<think>" + "\n" * 100_000,
+        "<tool_call>x</tool_call>" * 10_000,
+    ],
+    ids=["a call without an end", "calls in calls", "space", "a thought without an end", "what does not parse"],
+)
+def test_what_ends_nothing_is_read_in_one_go(tokenizer, text):
+    """It stays text. Patterns that go back and forth take minutes for these."""
+    assert Parsing(tokenizer).hermes(text) == {"role": "assistant", "content": text}
+
+
+def test_space_around_calls_and_thoughts(tokenizer):
+    parsing, made = Parsing(tokenizer), call("add", {"a": 1})
+    message = parsing.hermes(f"  <think>\n so \n</think> \n One:\t{made} \n two\n{made}\n")
+    assert (message["reasoning_content"], message["content"]) == (" so ", "One:\ttwo")
+    assert len(message["tool_calls"]) == 2

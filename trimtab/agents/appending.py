@@ -7,7 +7,7 @@ this is the same whatever was said before is tried when the class is made; a tem
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from trimtab.errors import UserError
 
 ANSWER, ARGUMENT, QUESTION, PROBE = "Zanswerq", "Zargumentq", "Zquestionq", "Zprobeq"
 MOST_KNOWN = 256
+LONGEST_KEPT = 2**14  # characters
 ANOTHER = "use another chat template (--tokenizer_chat_template)"
 WAY_OUT = f"{ANOTHER}, or --agent_history template"
 
@@ -79,17 +80,31 @@ class Appending:
         stopping = {tokenizer.eos_token, *(special & {*tokenizer.convert_ids_to_tokens(list(stops))})} - {None}
         self._special, self._stopping = _any_of(special | stopping), _any_of(stopping)
         self._known: dict[str, Shown] = {}  # by the made-up conversation
+        self._kept: dict[str, list[int]] = {}  # samples begin alike, and worlds repeat themselves
         self._prove()
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         if is_verbatim(messages):
             return encoded(self.tokenizer, texts_of(messages))
-        return encoded(self.tokenizer, self._text(list(messages), prompt=True))
+        return self._keeping(
+            ("opening", messages), lambda: encoded(self.tokenizer, self._text(list(messages), prompt=True))
+        )
 
     def after(self, messages: Sequence[Message], ended: bool) -> list[int]:
         if is_verbatim(messages):
             return encoded(self.tokenizer, texts_of(messages))
-        return self._behind(_made_up(messages, self.tools), list(messages), ended)
+        return self._keeping(
+            ("after", ended, messages), lambda: self._behind(_made_up(messages, self.tools), list(messages), ended)
+        )
+
+    def _keeping(self, asked: tuple, find: Callable[[], list[int]]) -> list[int]:
+        key = json.dumps(asked)
+        if len(key) > LONGEST_KEPT:
+            return find()
+        if (ids := self._kept.get(key)) is None:
+            self._kept[key] = ids = find()
+            _shrink(self._kept)
+        return list(ids)
 
     # ---- the made-up conversation
 
@@ -130,8 +145,7 @@ class Appending:
             ends = [*self._stopping.finditer(rest)][:1] or [*self._special.finditer(rest)][-1:]
             between = rest[: ends[0].start()] if ends else rest.rstrip()
             self._known[key] = Shown(mark, text.count(mark), between, bool(ends))
-            while len(self._known) > MOST_KNOWN:  # calls may have names of all kinds
-                del self._known[next(iter(self._known))]
+            _shrink(self._known)  # calls may have names of all kinds
         return self._known[key]
 
     def _text(self, messages: list[Message], prompt: bool) -> str:
@@ -226,6 +240,12 @@ def _made_up(messages: Sequence[Message], tools: list[dict[str, Any]] | None) ->
             for number, message in enumerate(answers)
         ]
     return [{"role": "user", "content": QUESTION}, answer]
+
+
+def _shrink(known: dict[str, Any]) -> None:
+    """Forget what has been known longest."""
+    while len(known) > MOST_KNOWN:
+        known.pop(next(iter(known)), None)  # the server asks in several threads
 
 
 def _any_of(names: set[str]) -> re.Pattern[str]:

@@ -13,8 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.envs.types import Message
 
-CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
-THOUGHT = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
+# Sought one after the other: one pattern for both would go back and forth in what a model draws that ends nothing.
+CALL, CALLED = "<tool_call>", "</tool_call>"
+THOUGHT, THOUGHT_THROUGH = "<think>", "</think>"
+SPACE = re.compile(r"\s*")
 
 
 class Parsing:
@@ -28,26 +30,21 @@ class Parsing:
 
     def message(self, ids: Sequence[int], prefix: Sequence[int], stops: Collection[int]) -> Message:
         """`prefix`: what it was drawn from, whose end may be the beginning of the message."""
+        return self.turn(ids, prefix, stops)[0]
+
+    def turn(self, ids: Sequence[int], prefix: Sequence[int], stops: Collection[int]) -> tuple[Message, str]:
+        """The message, and its text."""
+        text, found = self.text(ids, stops), None
         if getattr(self.tokenizer, "response_template", None) is not None:
             found = self._by_template(list(ids), list(prefix))
-            if found is not None:
-                return found
-        return self.hermes(self.text(ids, stops))
+        return self.hermes(text) if found is None else found, text
 
     def hermes(self, text: str) -> Message:
-        message: Message = {"role": "assistant", "content": text}
-        if thought := THOUGHT.match(text):
-            message["reasoning_content"], text = thought[1].strip("\n"), text[thought.end() :]
-        calls: list[dict[str, Any]] = []
-
-        def read(found: re.Match[str]) -> str:
-            function = _function(found[1])
-            if function is None:
-                return found[0]
-            calls.append(_call(len(calls), function))
-            return ""
-
-        content = CALL.sub(read, text)
+        message: Message = {"role": "assistant"}
+        thought, through, rest = text.partition(THOUGHT_THROUGH)
+        if through:
+            message["reasoning_content"], text = thought.lstrip().removeprefix(THOUGHT).strip("\n"), rest.lstrip()
+        content, calls = _without_calls(text)
         message["content"] = content.strip() if calls else content
         return {**message, "tool_calls": calls} if calls else message
 
@@ -66,6 +63,24 @@ class Parsing:
             return None
         calls = [_call(number, function) for number, function in enumerate(functions) if function is not None]
         return {**message, "tool_calls": calls} if calls else message
+
+
+def _without_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """What stands around the calls, and the calls."""
+    around: list[str] = []
+    calls: list[dict[str, Any]] = []
+    place = 0
+    while (start := text.find(CALL, place)) >= 0 and (end := text.find(CALLED, start)) >= 0:
+        behind = end + len(CALLED)
+        function = _function(text[start + len(CALL) : end].strip())
+        if function is None:
+            around.append(text[place:behind])
+        else:
+            calls.append(_call(len(calls), function))
+            around.append(text[place:start])
+            behind = SPACE.match(text, behind).end()  # type: ignore[union-attr]  # it matches nothing, too
+        place = behind
+    return "".join([*around, text[place:]]), calls
 
 
 def _call(number: int, function: dict[str, Any]) -> dict[str, Any]:

@@ -224,10 +224,10 @@ class AgentSession:
     def _wrote(self, play: Play, rollout: Rollout) -> None:
         assert play.language is not None and rollout.finish in ("stop", "length")
         strand, parsing, stops = play.strand, play.language.parsing, play.language.stops
-        message = parsing.message(rollout.ids, strand.ids, stops)
+        message, text = parsing.turn(rollout.ids, strand.ids, stops)
         start, branch = len(strand.tokens), len(play.now.strands) - 1
         said = Said(
-            *([message], start, start + len(rollout.ids), True, parsing.text(rollout.ids, stops), rollout.finish),
+            *([message], start, start + len(rollout.ids), True, text, rollout.finish),
             seconds=time.monotonic() - play.since,
             branch=branch,
         )

@@ -27,7 +27,9 @@ Arguments = dict[str, Any]
 class Reading:
     row: PackedRow
     places_T: Tensor
-    cached: list[tuple[slice, Tensor]]  # (own tokens in the row, places of the whole sequence) where some was cached
+    cached: list[tuple[Tensor, Tensor]]
+    """Of sequences of which some was cached, those of one length together: their own tokens in the row [S, new], and
+    the places of the whole [S, whole]."""
 
 
 @dataclass
@@ -80,7 +82,7 @@ class CachedAttention:
         """query [1, heads, T, D] -> [1, T, heads, D]."""
         out = attend_packed(current.row, query, key, value, arguments)
         for own, places in current.cached:
-            out[:, own] = self._continue(query[:, :, own], layer, places, arguments)
+            out[0, own] = self._continue(query[0][:, own].transpose(0, 1), layer, places, arguments)
         return out
 
     def _decode(
@@ -115,9 +117,9 @@ class CachedAttention:
         )
 
     def _continue(self, query: Tensor, layer: int, places: Tensor, arguments: Arguments) -> Tensor:
-        """The last tokens of one sequence against all of it. query [1, heads, new, D] -> [1, new, heads, D]."""
+        """The last tokens of sequences against all of them. query [S, heads, new, D] -> [S, new, heads, D]."""
         stored = (self.cache.keys, self.cache.values)
-        keys, values = (t[layer].flatten(0, 1)[places].transpose(0, 1)[None] for t in stored)
+        keys, values = (t[layer].flatten(0, 1)[places].transpose(1, 2) for t in stored)
         new, whole = query.shape[2], keys.shape[2]
         position = torch.arange(whole, device=query.device)
         distance = position[whole - new :, None] - position

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from trimtab.rollout.builtin.fused_layers import FusedLayers
     from trimtab.rollout.builtin.kernels.steps import Begun
 
+MOST_TOGETHER = 2**16  # tokens of sequences that are gone on with, whose keys and values are copied for that
+
 
 @contextlib.contextmanager
 def generating(policy: Policy, attention: CachedAttention | MeasuringAttention) -> Iterator[None]:
@@ -94,10 +96,10 @@ class Runner:
             positions.append(np.arange(done, len(tokens)))
             places.append(where[done:])
             if done:
-                cached.append((slice(start, start + own), torch.from_numpy(where).to(self.device)))
+                cached.append((np.arange(start, start + own), where))
             start += own
         row, ids = PackedRow.of(spans, self.device), torch.tensor(ids, device=self.device)
-        hidden = self.hidden_of_row(row, ids, self._tensor(*positions), self._tensor(*places), cached)
+        hidden = self.hidden_of_row(row, ids, self._tensor(*positions), self._tensor(*places), self._alike(cached))
         return hidden[[span.start + span.length - 1 for span in spans]]
 
     def read_answers(self, prompts: list[tuple[list[int], list[tuple[list[int], list[int]]]]]) -> None:
@@ -121,6 +123,19 @@ class Runner:
                 start += len(tokens)
         row = PackedRow.of(spans, self.device)
         self.hidden_of_row(row, self._tensor(np.array(ids)), self._tensor(*positions), self._tensor(*places), [])
+
+    def _alike(self, cached: list[tuple[np.ndarray, np.ndarray]]) -> list[tuple[Tensor, Tensor]]:
+        """Those of one length together, which attend in one go."""
+        groups: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
+        for own, where in cached:
+            groups.setdefault((len(own), len(where)), []).append((own, where))
+        found = []
+        for (_, whole), group in groups.items():
+            most = max(1, MOST_TOGETHER // whole)
+            for first in range(0, len(group), most):
+                own, where = (np.stack(part) for part in zip(*group[first : first + most]))
+                found.append((self._tensor(own), self._tensor(where)))
+        return found
 
     def _tensor(self, *parts: np.ndarray) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(self.device)
