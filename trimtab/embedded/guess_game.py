@@ -52,7 +52,8 @@ def make_model(seed: int = 0) -> LlamaForCausalLM:
     """A Llama of 84 thousand parameters whose first guess is any number."""
     import torch
 
-    model = word_llama(WORDS, seed, width=64, inner=128, layers=2, positions=64)
+    # Heads of 32 are what the attention of vLLM on a CPU takes.
+    model = word_llama(WORDS, seed, width=64, inner=128, layers=2, positions=64, heads=2)
     with torch.no_grad():
         # A phrase is a direction of its own, which the norm before the head makes as long as the root of the width.
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight

@@ -33,6 +33,7 @@ def word_llama(
     inner: int,
     layers: int,
     positions: int,
+    heads: int = 4,
     spread: float = 0.0,
     **how: Any,
 ) -> LlamaForCausalLM:
@@ -46,7 +47,7 @@ def word_llama(
         hidden_size=width,
         intermediate_size=inner,
         num_hidden_layers=layers,
-        num_attention_heads=4,
+        num_attention_heads=heads,
         max_position_embeddings=positions,
         pad_token_id=words.index("<pad>"),
         eos_token_id=words.index("<eos>"),
