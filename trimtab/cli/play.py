@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trimtab.cli.run import run_job, say
+from trimtab.config.agents import SOURCES
 from trimtab.config.jobs import PlayOptions
 from trimtab.errors import UserError
 
@@ -40,7 +41,8 @@ def in_options(words: Sequence[str]) -> list[str]:
     """The environment that stands before all options, and --model, as the options that they are."""
     words = list(words)
     if words and not words[0].startswith("-"):
-        words[:1] = ["--agent_func_path" if ".py" in words[0] else "--environment", words[0]]
+        of_library = words[0].partition(":")[0] in SOURCES
+        words[:1] = ["--environment" if of_library or ".py" not in words[0] else "--agent_func_path", words[0]]
     return ["--pretrain" + word.removeprefix("--model") if word.split("=")[0] == "--model" else word for word in words]
 
 

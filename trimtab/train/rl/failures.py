@@ -7,7 +7,7 @@ from trimtab.errors import RunFailed
 
 
 class EnvironmentFailed(RunFailed):
-    """More episodes of an iteration than may have failed. What the run holds is whole and can be saved."""
+    """More groups of an iteration are left out than may be. What the run holds is whole and can be saved."""
 
 
 class Failures:
@@ -24,12 +24,12 @@ class Failures:
         self.groups += len(words)
         self.episodes += episodes
         options = self.options
-        whole = options.rollout_batch_size * options.n_samples_per_prompt
         print(f"left out, since {options.environment_flag} failed: {words[0]}{_and_more(words)}", flush=True)
-        if self.episodes > options.env_max_failed * whole:
+        if self.groups > options.env_max_failed * options.rollout_batch_size:
             raise EnvironmentFailed(
-                f"{options.environment_flag}: {self.episodes} episodes of an iteration have failed, and "
-                f"{options.env_max_failed:g} of its {whole} may (--env_max_failed); the last: {words[-1]}"
+                f"{options.environment_flag}: {self.groups} groups of an iteration had to be left out, and "
+                f"{options.env_max_failed:g} of its {options.rollout_batch_size} may (--env_max_failed); the last: "
+                f"{words[-1]}"
             )
 
     def figures(self) -> dict[str, float]:
