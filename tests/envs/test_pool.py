@@ -452,6 +452,8 @@ ROWS = """
     def rows(count, seed):
         if seed < 0:
             raise ValueError("no such seed")
+        if seed > 5:
+            return ["a text"] if seed == 6 else "a text"
         return [{"prompt": f"{seed} {row}"} for row in range(count)]
 """
 
@@ -461,6 +463,9 @@ def test_rows_of_its_own_are_asked_for(pool_of):
     assert pool.about.offers_rows and pool.rows(2, 5) == [{"prompt": "5 0"}, {"prompt": "5 1"}]
     with pytest.raises(UserError, match="no such seed"):
         pool.rows(1, -1)
+    for seed in (6, 7):
+        with pytest.raises(UserError, match="gave str 'a text': a list of dicts is needed"):
+            pool.rows(1, seed)
 
 
 def test_a_source_that_cannot_be_loaded_is_one_line(pool_of):

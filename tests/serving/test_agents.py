@@ -125,7 +125,7 @@ def test_who_has_had_its_turns_is_told_and_that_is_how_it_ends(giving_up):
         try:
             return talkative(9)(task, *address)
         except RuntimeError as error:
-            assert "max_turns" in str(error)
+            assert "max_turns" in str(error) and "This model's maximum context length is" in str(error)
             if giving_up:
                 raise
             return 0.5

@@ -22,6 +22,7 @@ from trimtab.envs.lanes import Caller, Lanes, Late, Stuck, line_of
 from trimtab.envs.load import load, split
 from trimtab.envs.loaded import Loaded
 from trimtab.envs.playing import Instance
+from trimtab.envs.shapes.adapted import named
 from trimtab.errors import UserError
 from trimtab.processes.telling import plain, told
 from trimtab.processes.within import SECONDS_TO_END, begin
@@ -157,7 +158,11 @@ class Worker:
     async def _rows(self, key: int, count: int, seed: int) -> None:
         assert self._loaded.rows is not None, "asked where they are offered"
         try:
-            self._say("rows", key, await asyncio.to_thread(self._loaded.rows, count, seed))
+            found = await asyncio.to_thread(self._loaded.rows, count, seed)
+            wrong = [found] if not isinstance(found, list) else [row for row in found if not isinstance(row, dict)]
+            if wrong:
+                raise TypeError(f"rows({count}, {seed}) gave {named(wrong[0])}: a list of dicts is needed")
+            self._say("rows", key, found)
         except BaseException as error:
             self._say("unloadable", key, told(error, self._file))
 

@@ -165,7 +165,9 @@ class Asking:
             raise
         if record is not None and record.most_turns is not None and len(record.turns) >= record.most_turns:
             record.refused = "turns"
-            raise NotUnderstood(f"this episode has had its {record.most_turns} turns", code="max_turns")
+            # Clients know the beginning of this line as a conversation's end, and judge what there is of it.
+            words = f"This model's maximum context length is reached: the episode has had its {record.most_turns} turns"
+            raise NotUnderstood(words, code="max_turns")
         if record is not None:
             record.refused = None
         seeds = self._seeds(record, wanted, session, len(ids), number)

@@ -11,8 +11,10 @@ from trimtab.serving.desk import MOST_WAITING, Desk, Driver, EngineFailed
 from trimtab.serving.metrics import Metrics
 from trimtab.serving.policy import ServedPolicy
 from trimtab.serving.records import Records
+from trimtab.web.manners import MOST_CONNECTIONS
 from trimtab.web.server import DRAIN_SECONDS, SECONDS_TO_SEND, address, bind, make_server, serve_until_told
 
+INVITED_CONNECTIONS = 2**16  # all episodes of an iteration are under way at once, each with one of its own
 LOGS = ["trimtab.serving.refusals", "trimtab.serving.desk"]
 
 
@@ -40,7 +42,9 @@ class PolicyServer:
             version=version,
             max_bytes=max_bytes,
         )
-        self.gate, self._server = app.state.gate, make_server(app, drain_seconds, logs=LOGS)
+        connections = INVITED_CONNECTIONS if invited else MOST_CONNECTIONS
+        self.gate = app.state.gate
+        self._server = make_server(app, drain_seconds, logs=LOGS, connections=connections)
         self._driver: Driver | None = None
         self._thread: threading.Thread | None = None
 

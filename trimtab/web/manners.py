@@ -16,14 +16,14 @@ OTHER_DESCRIPTORS = 64  # what the process has open besides
 LOG_SECONDS, LOG_LINES = 10.0, 20
 
 
-def most_connections() -> int:
+def most_connections(wanted: int = MOST_CONNECTIONS) -> int:
     """As many as wanted, if the system lets us have so many descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_CONNECTIONS + OTHER_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    descriptors = wanted + OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < descriptors:
+        soft = descriptors if hard == resource.RLIM_INFINITY else min(descriptors, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, soft - OTHER_DESCRIPTORS)
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - OTHER_DESCRIPTORS)
 
 
 def protocol_with_limits(connections: int) -> type[asyncio.Protocol]:
