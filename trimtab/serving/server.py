@@ -11,7 +11,6 @@ from trimtab.serving.desk import MOST_WAITING, Desk, Driver, EngineFailed
 from trimtab.serving.metrics import Metrics
 from trimtab.serving.policy import ServedPolicy
 from trimtab.serving.records import Records
-from trimtab.web.manners import MOST_CONNECTIONS
 from trimtab.web.server import DRAIN_SECONDS, SECONDS_TO_SEND, address, bind, make_server, serve_until_told
 
 INVITED_CONNECTIONS = 2**16  # all episodes of an iteration are under way at once, each with one of its own
@@ -42,7 +41,7 @@ class PolicyServer:
             version=version,
             max_bytes=max_bytes,
         )
-        connections = INVITED_CONNECTIONS if invited else MOST_CONNECTIONS
+        connections = INVITED_CONNECTIONS if invited else None
         self.gate = app.state.gate
         self._server = make_server(app, drain_seconds, logs=LOGS, connections=connections)
         self._driver: Driver | None = None

@@ -16,9 +16,10 @@ OTHER_DESCRIPTORS = 64  # what the process has open besides
 LOG_SECONDS, LOG_LINES = 10.0, 20
 
 
-def most_connections(wanted: int = MOST_CONNECTIONS) -> int:
-    """As many as wanted, if the system lets us have so many descriptors."""
+def most_connections(wanted: int | None = None) -> int:
+    """As many as wanted, or usual, if the system lets us have so many descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS if wanted is None else wanted
     descriptors = wanted + OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < descriptors:
         soft = descriptors if hard == resource.RLIM_INFINITY else min(descriptors, hard)

@@ -11,7 +11,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from trimtab.errors import UserError
-from trimtab.web.manners import MOST_CONNECTIONS, Gate, keep_logs_short, most_connections, protocol_with_limits
+from trimtab.web.manners import Gate, keep_logs_short, most_connections, protocol_with_limits
 
 DRAIN_SECONDS = 30.0
 SECONDS_TO_SEND = 2  # of replies, once all are there
@@ -66,7 +66,7 @@ def make_server(
     drain_seconds: float = DRAIN_SECONDS,
     *,
     logs: Sequence[str] = (),
-    connections: int = MOST_CONNECTIONS,
+    connections: int | None = None,
 ) -> Server:
     """`app.state.gate` is where its requests come in; `logs`: loggers that are to be kept short; `connections`: at
     once, if the system lets us have so many."""
