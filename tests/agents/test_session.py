@@ -18,6 +18,7 @@ from tests.agents.playing import (
 from tests.agents.test_appending import REFUSED, templates
 from tests.agents.worlds import Counting, Fault, Pool
 from tests.data.templates import CHATML, GEMMA, LLAMA3, QWEN3
+from trimtab.envs.replies import Stepped
 from trimtab.envs.types import Step, Task
 from trimtab.rollout.engine import Engine, Session
 from trimtab.rollout.types import Draft
@@ -266,6 +267,35 @@ def test_one_that_broke_for_anothers_sake_goes_on_where_it_was(policy):
     (expected,) = play(player(policy, Pool()), rows=1)
     assert plain(rollout) == plain(expected)
     assert rollout.episode.begun == 1 and len(pool.made) == 4
+
+
+def test_tools_of_a_turn_that_is_told_twice_count_once(policy):
+    class Calling(Pool):
+        def step(self, episode, turn):
+            instance = self.instances[episode]
+            self._reply("step", episode, lambda: Stepped(episode, instance.step(turn), 2, 1, 1, 0.5))
+
+    broken = []
+
+    def once(what, instance):
+        if what == "end" and not broken:
+            broken.append(instance)
+            raise Fault("its process was ended", innocent=True)
+
+    (rollout,) = play(player(policy, Calling(fault=once)), rows=1)
+    logs = rollout.episode.logs
+    assert broken and [logs[name] for name in ("tool_calls", "tool_failures", "unknown_tools")] == [6.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("ids", [[2**40], [-1], [10**6]])
+def test_tokens_that_nobody_has_are_the_environments_failure(policy, ids):
+    class Strange(Counting):
+        def step(self, turn):
+            return Step(ids=ids if self.task.row == 1 else None, messages="Go on", done=turn.number == 1)
+
+    first, second = play(player(policy, Pool(Strange), retries=1))
+    assert first.finish in ("stop", "length") and second.finish == "failed"
+    assert "tokens that the tokenizer does not have" in second.episode.problem
 
 
 # ---- pausing and going on

@@ -22,6 +22,8 @@ from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.types import Rollout, Sampling
 
+MOST_LANGUAGES = 64
+
 
 class World(Protocol):
     """Environments at work elsewhere (envs/pool.py). Nothing of this waits but `finished`."""
@@ -100,6 +102,8 @@ class AgentEngine:
         key = json.dumps([list(tools), sorted(stops)], sort_keys=True)
         if key not in self._languages:
             self._languages[key] = Language(self.tokenizer, tools, stops, self.settings)
+            if len(self._languages) > MOST_LANGUAGES:  # tools may differ by episode
+                del self._languages[next(iter(self._languages))]
         return self._languages[key]
 
     def replies(self, seconds: float) -> list[Reply]:

@@ -29,6 +29,7 @@ class Language:
         settings: PlaySettings,
     ):
         self.tokenizer, self.tools, self.stops = tokenizer, list(tools), frozenset(stops)
+        self.vocabulary = len(tokenizer)
         self.most = settings.observation_max_len
         self.parsing = Parsing(tokenizer, self.tools)
         self.renderer: ChatRenderer | None = None

@@ -105,6 +105,9 @@ class Play:
     last_reward: float = 0.0
     logs: dict[str, float] = field(default_factory=dict)  # the environment's own
     figures: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FIGURES, 0.0))
+    last_tools: dict[str, float] = field(default_factory=dict)
+    """What the last turn adds to these figures, until its answer stands in the record: another instance may be told it
+    again."""
     since: float = field(default_factory=time.monotonic)  # of the turn that is written
 
     @property
@@ -141,7 +144,7 @@ class Play:
         """Begin from nothing."""
         self.now, self.finish, self.next_sampling, self.opening = Moment(), None, None, None
         self.stage, self.replayed, self.last_reward, self.logs = Stage.OPENING, 0, 0.0, {}
-        self.figures = dict.fromkeys(FIGURES, 0.0)
+        self.figures, self.last_tools = dict.fromkeys(FIGURES, 0.0), {}
         self.begun += 1
 
     def said(self, *more: Said, strands: tuple[Strand, ...]) -> None:
@@ -152,6 +155,11 @@ class Play:
         *before, turn = self.now.said
         assert turn.drawn, "an environment rewards what the model said"
         self.now = replace(self.now, said=(*before, replace(turn, reward=reward)))
+
+    def count_tools(self) -> None:
+        for name, more in self.last_tools.items():
+            self.figures[name] += more
+        self.last_tools = {}
 
     # ---- what is handed over
 

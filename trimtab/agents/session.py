@@ -9,9 +9,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
-from trimtab.agents.language import CannotSay
+from trimtab.agents.language import CannotSay, refusing
+from trimtab.agents.mishaps import Mishaps
 from trimtab.agents.play import Moment, Play, Stage, Strand
-from trimtab.agents.replaying import next_known, same
+from trimtab.agents.replaying import Replaying, words_of
 from trimtab.distributed.watch import pulse
 from trimtab.envs.episode import Said
 from trimtab.envs.replies import Broken, Ended, Opened, Reply, Stepped
@@ -33,8 +34,9 @@ class AgentSession:
         self.inner = engine.engine.session(replace(sampling, n=1))
         most = engine.settings.episode_max_len, engine.context
         self.longest = min((limit for limit in most if limit is not None), default=NO_LIMIT)
-        self._plays: dict[int, Play] = {}  # by the numbers of their instances
-        self._writing: dict[int, Play] = {}  # by the inner session's requests
+        self.plays: dict[int, Play] = {}  # by the numbers of their instances
+        self.writing: dict[int, Play] = {}  # by the inner session's requests
+        self.replaying, self.mishaps = Replaying(self), Mishaps(self)
         self._aborted: set[int] = set()
         self._prompts: dict[int, list[int]] = {}  # of every request, for its samples to share
         self._finished: list[Rollout] = []
@@ -71,12 +73,12 @@ class AgentSession:
             instance, at = next(self.engine.numbers), replace(task, sample=sample)
             play = Play(instance, number, request_seed(seed, sample), at, list(prompt_ids), limit)
             play.restore(own)
-            self._open(play)
+            self.open(play)
         return number
 
     @property
     def busy(self) -> bool:
-        return bool(self._plays or self._finished)
+        return bool(self.plays or self._finished)
 
     def __iter__(self) -> Iterator[Rollout]:
         while self.busy:
@@ -84,22 +86,23 @@ class AgentSession:
 
     def advance(self, steps: int | None = None) -> list[Rollout]:
         pulse.move()
-        self._take_aborted()
+        aborted, self._aborted = self._aborted, set()
+        self.mishaps.abort(aborted)
         if self.inner.busy and not self._finished:
             for rollout in self.inner.advance(steps):
-                if (play := self._writing.pop(rollout.prompt, None)) is not None:
+                if (play := self.writing.pop(rollout.prompt, None)) is not None:
                     self._wrote(play, rollout)
-        if self._plays:
+        if self.plays:
             with pulse.waiting():  # an environment has a limit of its own
                 replies = self.engine.replies(0.0 if self.inner.busy or self._finished else LOOK_EVERY)
             for reply in replies:
-                if (play := self._plays.get(reply.episode)) is not None:
+                if (play := self.plays.get(reply.episode)) is not None:
                     self._take(play, reply)
         finished, self._finished = self._finished, []
         return finished
 
     def drawn(self, request: int) -> list[int]:
-        play = next((p for p in self._plays.values() if (p.request, p.sample) == (request, 0)), None)
+        play = next((p for p in self.plays.values() if (p.request, p.sample) == (request, 0)), None)
         if play is None or not play.now.strands:
             return []
         inner = [] if play.now.request is None else self.inner.drawn(play.now.request)
@@ -108,7 +111,7 @@ class AgentSession:
     def at_work(self) -> dict[tuple[int, int], int]:
         inner = self.inner.at_work()
         found = {}
-        for play in list(self._plays.values()):
+        for play in list(self.plays.values()):
             now = play.now
             tokens = sum(len(strand.tokens) for strand in now.strands)
             part = 0 if now.part is None else len(now.part.tokens)
@@ -119,7 +122,7 @@ class AgentSession:
     def drafts(self) -> dict[int, list[Draft]]:
         inner = self.inner.drafts()
         found: dict[int, list[Draft]] = {}
-        for play in list(self._plays.values()):
+        for play in list(self.plays.values()):
             now = play.now
             parts = [] if now.request is None else inner.get(now.request, [])
             found.setdefault(play.request, []).extend(play.drafts(parts[0] if parts else None, now))
@@ -130,9 +133,9 @@ class AgentSession:
 
     def close(self) -> None:
         self.inner.close()
-        for number in self._plays:
+        for number in self.plays:
             self.engine.pool.drop(number)
-        self._plays.clear()
+        self.plays.clear()
         self.engine.give_up(self._parked_before)
         self.engine.ended()
 
@@ -144,13 +147,13 @@ class AgentSession:
 
     # ---- one episode
 
-    def _open(self, play: Play) -> None:
-        self._plays[play.number] = play
+    def open(self, play: Play) -> None:
+        self.plays[play.number] = play
         self.engine.pool.reset(play.number, play.task)
 
     def _take(self, play: Play, reply: Reply) -> None:
         if isinstance(reply, Broken):
-            self._broken(play, reply)
+            self.mishaps.broken(play, reply)
             return
         play.figures["seconds_environment"] += reply.seconds
         try:
@@ -159,12 +162,12 @@ class AgentSession:
             elif isinstance(reply, Ended):
                 self._ended(play, reply)
             elif play.stage is Stage.REPLAYING:
-                self._replayed(play, reply)
+                self.replaying.answered(play, reply)
             else:
                 self._answered(play, reply)
         except CannotSay as error:
             self.engine.pool.drop(play.number)
-            self._broken(play, Broken(play.number, str(error)))
+            self.mishaps.broken(play, Broken(play.number, str(error)))
 
     def _opened(self, play: Play, reply: Opened) -> None:
         play.language = language = self.engine.language(reply.tools, self.sampling.stop_token_ids)
@@ -172,36 +175,28 @@ class AgentSession:
         if first is None and reply.tools:
             first = _messages(play.task)
         prompt = play.prompt_ids if first is None else language.opening(first)
+        if not prompt:
+            raise CannotSay("an episode begins with no tokens at all: reset and the row's prompt are empty")
         prompt = self._shared(play.request, prompt)
         if not play.now.strands:
             play.opening, play.now = reply.messages, Moment((Strand.of(prompt),))
-            self._write(play)
+            self.write(play)
         elif reply.messages != play.opening:
-            self._begin_anew(play)
+            self.replaying.begin_anew(play)
         else:
-            play.now = replace(play.now, strands=self._with_prompts(play, prompt))
-            self._replay(play)
+            play.now = replace(play.now, strands=self.replaying.with_prompts(play, prompt))
+            self.replaying.go_on(play)
 
     def _shared(self, request: int, prompt: list[int]) -> list[int]:
         known = self._prompts.setdefault(request, prompt)
         return known if known == prompt else prompt
 
-    def _with_prompts(self, play: Play, prompt: list[int]) -> tuple[Strand, ...]:
-        """Of sequences that come from drafts: each begins with the conversation as it was rendered then."""
-        strands = [replace(play.now.strands[0], prompt_ids=prompt)]
-        for branch, strand in enumerate(play.now.strands[1:], start=1):
-            place = next(index for index, said in enumerate(play.now.said) if said.branch == branch)
-            assert play.language is not None
-            ids = play.language.opening(self._conversation(play, place + 1))
-            strands.append(replace(strand, prompt_ids=ids[: len(ids) - play.now.said[place].end]))
-        return tuple(strands)
-
-    def _conversation(self, play: Play, count: int | None = None) -> list[Message]:
+    def conversation(self, play: Play, count: int | None = None) -> list[Message]:
         """Everything up to now, or the first so many things that were said."""
         first = _messages(play.task) if play.opening is None else play.opening
         return [*first, *(message for said in play.now.said[:count] for message in said.messages)]
 
-    def _write(self, play: Play) -> None:
+    def write(self, play: Play) -> None:
         """Have the next turn drawn, if there is room for it."""
         own = play.next_sampling or {}
         strand, part = play.strand, play.now.part
@@ -210,16 +205,17 @@ class AgentSession:
             self._end(play, "context")
             return
         stops = own.get("stop_strings")
-        request = self.inner.add(
-            strand.ids,
-            seed=request_seed(play.seed, play.now.turns),
-            limit=limit,
-            drafts=None if part is None else [replace(part, sample=0)],
-            sampling=replace(self.sampling, n=1, stop_strings=tuple(stops)) if stops else None,
-        )
+        with refusing():
+            request = self.inner.add(
+                strand.ids,
+                seed=request_seed(play.seed, play.now.turns),
+                limit=limit,
+                drafts=None if part is None else [replace(part, sample=0)],
+                sampling=replace(self.sampling, n=1, stop_strings=tuple(stops)) if stops else None,
+            )
         play.stage, play.since = Stage.WRITING, time.monotonic()
         play.now = replace(play.now, request=request)
-        self._writing[request] = play
+        self.writing[request] = play
 
     def _wrote(self, play: Play, rollout: Rollout) -> None:
         assert play.language is not None and rollout.finish in ("stop", "length")
@@ -233,9 +229,9 @@ class AgentSession:
         )
         wrote = strand.wrote(Draft.of(rollout), rollout.plain_log_probs)
         play.said(said, strands=(*play.now.strands[:-1], wrote))
-        self._step(play, len(play.now.said) - 1)
+        self.tell(play, len(play.now.said) - 1)
 
-    def _step(self, play: Play, place: int) -> None:
+    def tell(self, play: Play, place: int) -> None:
         """Tell the environment a turn."""
         said = play.now.said[place]
         strand = play.now.strands[said.branch]
@@ -249,10 +245,8 @@ class AgentSession:
 
     def _answered(self, play: Play, reply: Stepped) -> None:
         assert play.language is not None
-        step, figures = reply.step, play.figures
-        figures["tool_calls"] += reply.tool_calls
-        figures["tool_failures"] += reply.tool_failures
-        figures["unknown_tools"] += reply.unknown_tools
+        step = reply.step
+        play.last_tools = {name: getattr(reply, name) for name in ("tool_calls", "tool_failures", "unknown_tools")}
         play.logs.update(step.logs)
         play.rewarded(step.reward)
         if step.done:
@@ -267,16 +261,20 @@ class AgentSession:
     def _read(self, play: Play, step: Step, seconds: float) -> None:
         """What the environment says, if there is room for it and a token more."""
         assert play.language is not None
-        messages, strand, strands = _said(step, play), play.strand, play.now.strands
+        messages, strand, strands = words_of(step, play), play.strand, play.now.strands
         turn = play.now.said[-1]
         ids = step.ids
         if ids is None:
             drawn = strand.tokens[turn.start : turn.end].tolist()
-            ids = play.language.behind(strand.ids, drawn, self._conversation(play), messages)
+            ids = play.language.behind(strand.ids, drawn, self.conversation(play), messages)
+        elif not all(0 <= token < play.language.vocabulary for token in ids):
+            raise CannotSay(
+                f"Step.ids has tokens that the tokenizer does not have: 0 to {play.language.vocabulary - 1}"
+            )
         if ids is not None:
             strands, read = strands[:-1], strand.read(ids)
         else:
-            whole = play.language.opening([*self._conversation(play), *messages])
+            whole = play.language.opening([*self.conversation(play), *messages])
             prompt = strands[0].prompt_ids
             kept = len(prompt) if whole[: len(prompt)] == prompt else 1
             read = Strand.of(prompt if kept > 1 else whole[:1]).read(whole[kept:])
@@ -287,8 +285,9 @@ class AgentSession:
         start = len(strand.tokens) if branch == turn.branch else 0
         said = Said(messages, start, len(read.tokens), False, seconds=seconds, branch=branch)
         play.said(said, strands=(*strands, read))
+        play.count_tools()
         play.next_sampling = step.sampling
-        self._write(play)
+        self.write(play)
 
     def _end(self, play: Play, finish: Finish) -> None:
         play.finish, play.stage = finish, Stage.ENDING
@@ -296,12 +295,13 @@ class AgentSession:
 
     def _ended(self, play: Play, reply: Ended) -> None:
         assert play.finish is not None
+        play.count_tools()
         play.last_reward = reply.reward
         play.logs.update(reply.logs)
-        self._hand_over(play, play.finish)
+        self.hand_over(play, play.finish)
 
-    def _hand_over(self, play: Play, finish: Finish, problem: str | None = None) -> None:
-        del self._plays[play.number]
+    def hand_over(self, play: Play, finish: Finish, problem: str | None = None) -> None:
+        del self.plays[play.number]
         episode = play.record(problem)
         if finish not in ("abort", "failed"):
             episode.logs |= {
@@ -313,95 +313,13 @@ class AgentSession:
             self.engine.park(play, episode)
         self._finished += play.rollouts(finish, episode, self.sampling.plain_log_probs)
 
-    # ---- going on from a record
-
     def _resume(self, play: Play) -> None:
         """In the instance that it had."""
-        self._plays[play.number] = play
+        self.plays[play.number] = play
         if play.stage is Stage.WRITING:
-            self._write(play)
-
-    def _replay(self, play: Play) -> None:
-        """Tell a new instance the next turn that has been answered, or go on."""
-        place = next_known(play.now.said, play.replayed)
-        if place is not None:
-            play.stage = Stage.REPLAYING
-            self._step(play, place)
-        elif play.now.said and play.now.said[-1].drawn:
-            self._step(play, len(play.now.said) - 1)
-        else:
-            self._write(play)
-
-    def _replayed(self, play: Play, reply: Stepped) -> None:
-        place = next_known(play.now.said, play.replayed)
-        assert place is not None
-        answer = play.now.said[place + 1]
-        tokens = play.now.strands[answer.branch].tokens[answer.start : answer.end].tolist()
-        if same(answer, tokens, reply.step, _said(reply.step, play)):
-            play.replayed, play.next_sampling = place + 2, reply.step.sampling
-            self._replay(play)
-        else:
-            self._begin_anew(play)
-
-    def _begin_anew(self, play: Play) -> None:
-        """In another instance, from nothing."""
-        self.engine.pool.drop(play.number)
-        del self._plays[play.number]
-        play.number = next(self.engine.numbers)
-        play.forget()
-        self._open(play)
-
-    # ---- what goes wrong
-
-    def _broken(self, play: Play, reply: Broken) -> None:
-        self._leave_engine([play])
-        if reply.innocent:  # another instance is played what this one knew
-            play.replayed, play.stage = 0, Stage.OPENING
-            self._open(play)
-            return
-        play.failures += 1
-        if play.failures <= self.engine.settings.retries:
-            play.forget()
-            self._open(play)
-            return
-        self._hand_over(play, "failed", reply.words)
-        for other in [other for other in self._plays.values() if other.request == play.request]:
-            self._leave_engine([other])
-            self.engine.pool.drop(other.number)
-            self._hand_over(other, "failed")
-
-    def _take_aborted(self) -> None:
-        gone = [play for play in self._plays.values() if play.request in self._aborted]
-        self._aborted.clear()
-        if gone:
-            self._leave_engine(gone)
-            for play in gone:
-                if play.stage in (Stage.OPENING, Stage.REPLAYING):
-                    self.engine.pool.drop(play.number)
-                self._hand_over(play, "abort")
-
-    def _leave_engine(self, plays: list[Play]) -> None:
-        """Take what of their turns is written already."""
-        written = [play for play in plays if play.now.request is not None]
-        if not written:
-            return
-        parts = self.inner.drafts()
-        self.inner.abort([play.now.request for play in written if play.now.request is not None])
-        for play in written:
-            request = play.now.request
-            assert request is not None
-            del self._writing[request]
-            part = parts[request][0]
-            play.now = replace(play.now, request=None, part=part if len(part.tokens) else None)
+            self.write(play)
 
 
 def _messages(task: Task) -> list[Message]:
     """The row's prompt."""
     return [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
-
-
-def _said(step: Step, play: Play) -> list[Message]:
-    """What is read of it."""
-    assert play.language is not None
-    messages = [{"role": "user", "content": step.messages}] if isinstance(step.messages, str) else step.messages
-    return play.language.shortened(messages)
