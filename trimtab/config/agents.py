@@ -86,8 +86,8 @@ class AgentTrainingOptions(EnvironmentOptions):
     """Environments"""
 
     env_max_failed: float = option(0.1, at_least=0, at_most=1)
-    """Share of an iteration's groups that may be left out before the run stops, with a checkpoint. A group is left out
-    where an episode of it fails, retries and all; the next prompt is taken for it."""
+    """Share of an iteration's groups that may be left out before the run stops, with a checkpoint; of few, one.
+    A group is left out where an episode of it fails, retries and all; the next prompt is taken for it."""
     env_eval_rows: int = option(0, at_least=0)
     """Rows of the environment to evaluate on, of another seed than those that are learnt from; 0: none."""
     turn_reward: str = option("sum", choices=("sum", "returns"))

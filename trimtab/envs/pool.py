@@ -273,8 +273,8 @@ class Pool:
 
     def _blame(self, worker: Worker, words: str, key: int | None) -> None:
         if not worker.loaded:
-            unloadable = words if words.startswith("environment") else f"environment {self.source}: {words}"
-            self._told.setdefault(0, UserError(unloadable))
+            named = words.startswith(("environment", "--environment"))
+            self._told.setdefault(0, UserError(words if named else f"environment {self.source}: {words}"))
         blamed = {key} if key is not None else worker.asked or worker.keys
         # Any of those who were being asked may have done it. Where nobody was, what one of them left running has.
         uncertain = key is None and len(worker.asked) > 1 and worker.loaded

@@ -95,7 +95,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(folder, straight, 
 def test_rows_whose_environment_breaks_are_left_out_until_there_are_too_many(folder, tmp_path, capsys):
     game = write_game(tmp_path, breaks=(1, 7))
     words = arguments(folder, tmp_path / "out", game, "--no_shuffle --env_retries 1")
-    assert main([*words, "--env_max_failed", "0.05"]) == 1
+    assert main([*words, "--env_max_failed", "0"]) == 1
     told = capsys.readouterr().err
     assert "row 1 is broken" in told and "--env_max_failed" in told and "prompts.jsonl" in told and "checkpoint" in told
     assert main([*words, "--env_max_failed", "0.9", "--load_checkpoint"]) == 0

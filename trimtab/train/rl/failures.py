@@ -25,7 +25,8 @@ class Failures:
         self.episodes += episodes
         options = self.options
         print(f"left out, since {options.environment_flag} failed: {words[0]}{_and_more(words)}", flush=True)
-        if self.groups > options.env_max_failed * options.rollout_batch_size:
+        # A small batch may lose one, or every flaky episode would end the run.
+        if self.groups > max(options.env_max_failed * options.rollout_batch_size, float(options.env_max_failed > 0)):
             raise EnvironmentFailed(
                 f"{options.environment_flag}: {self.groups} groups of an iteration had to be left out, and "
                 f"{options.env_max_failed:g} of its {options.rollout_batch_size} may (--env_max_failed); the last: "

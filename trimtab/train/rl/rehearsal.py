@@ -49,6 +49,9 @@ def rehearse_rl(
     tokenizer = load_job_tokenizer(options)
     few = of_few_rows(options)
     stores, reports = load_stores(few, tokenizer)
+    if options.plays and not options.prompt_data and reports["train"].rows_read == few.max_samples:
+        # An environment that has as many rows as it is asked for has as many as the run will ask for.
+        reports["train"].rows_available = min(options.env_rows, options.max_samples)
     if options.pretrain_data:
         load_text(few, tokenizer)
     check_labels(stores, options.reward_verifier, options.label_key)

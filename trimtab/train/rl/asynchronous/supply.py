@@ -197,7 +197,7 @@ class Ahead(Supply):
         drafts, under_way = drafts_on_disk(self.writers.unfinished())
         columns, whole = whole_on_disk(self.judged, self.written)
         state = {"ledger": self.ledger.state(), "bound": self.ledger.bound, "last": self.last}
-        state |= {"failed": [self.failures.groups, self.failures.episodes]} if self.options.plays else {}
+        state |= {"failed_episodes": self.failures.episodes} if self.options.plays else {}
         return drafts | columns, {**state, "under_way": under_way, "whole": whole}
 
     def restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -208,7 +208,7 @@ class Ahead(Supply):
                 f"trained; give {state['bound']} and the --rollout_batch_size of before"
             )
         self.last = state["last"]
-        self.failures.groups, self.failures.episodes = state.get("failed", (0, 0))
+        self.failures.episodes = state.get("failed_episodes", 0)  # a run that they have ended may go on
         drafts = {name: column for name, column in tensors.items() if name.startswith("drafts/")}
         columns = {name: column for name, column in tensors.items() if name not in drafts}
         self.judged, self.written = whole_from_disk(columns, state["whole"])
