@@ -49,7 +49,7 @@ class Data(vf.TaskData):
 class Say(vf.Task[Data]):
     @vf.reward(weight=2.0)
     async def said(self, trace: vf.Trace) -> float:
-        return float(self.data.answer in trace.branches[-1].messages[-1].content)
+        return float(self.data.answer in (trace.branches[-1].messages[-1].content or ""))
     @vf.metric
     async def talked(self, trace: vf.Trace) -> float:
         return len(trace.branches[-1].messages) - 1
@@ -82,7 +82,7 @@ class Endpoint:
     """Says 3 whatever is asked, in conversations of at most so many messages."""
 
     def __init__(self) -> None:
-        self.longest, self.asked = 99, []  # type: ignore[var-annotated]
+        self.longest, self.says, self.asked = 99, "I say 3.", []  # type: ignore[var-annotated]
         own = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -103,7 +103,7 @@ class Endpoint:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def reply(self, body: dict[str, Any]) -> dict[str, Any]:
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "I say 3."}}
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": self.says}}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         about = {"id": "one", "object": "chat.completion", "created": 1, "model": body["model"]}
         return {**about, "choices": [choice], "usage": usage}
@@ -165,6 +165,11 @@ def test_a_conversation_that_is_full_is_judged_as_it_stands(source: str, endpoin
     found = played(source, endpoint)
     assert [reward for reward, _ in found] == [0.0, 0.0, 0.0, 2.0, 0.0]
     assert all(logs["talked"] == 3.0 for _, logs in found)
+
+
+def test_a_policy_that_says_nothing_is_judged_by_that(source: str, endpoint: Endpoint) -> None:
+    endpoint.says = ""
+    assert [reward for reward, _ in played(source, endpoint)] == [0.0] * 5
 
 
 def test_an_endpoint_that_fails_is_no_reward(source: str, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from trimtab.errors import UserError
 
 WORDS = "verifiers' (load_environment)"
 RETRIES = 5  # of requests that a busy server sends away
+NOTHING_SAID = "EmptyModelResponseError"  # the policy's business: the episode ends, and the rubric has judged it
 
 
 def load(module: str, options: dict[str, Any], source: str) -> Loaded:
@@ -31,8 +32,9 @@ def load(module: str, options: dict[str, Any], source: str) -> Loaded:
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=RETRIES, timeout=None) as client:
             row = {"example_id": task.row, "answer": task.label, **task.columns, "prompt": task.prompt}
             found = await environment.run_rollout(row, OpenAIChatCompletionsClient(client), model, {})
-        if found.get("error") is not None:
-            raise RuntimeError(f"verifiers: {found['error']}")
+        error = found.get("error")
+        if error is not None and NOTHING_SAID not in str(error):
+            raise RuntimeError(f"verifiers: {error}")
         return number(found["reward"], "the reward"), figures(found.get("metrics"))
 
     return Loaded(About(module, WORDS, "agent", offers_rows=True), run=run, rows=rows)
