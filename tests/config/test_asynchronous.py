@@ -59,6 +59,11 @@ def test_without_it_nothing_is_settled():
         ("grpo", f"{ASYNC} --async_staleness -1", "--async_staleness is -1: it must be at least 0"),
         ("grpo", f"{ASYNC} --async_queue_size -1", "--async_queue_size is -1: it must be at least 0"),
         ("grpo", f"{ASYNC} --async_timeout 0", "--async_timeout is 0: it must be above 0"),
+        (
+            "grpo",
+            f"{ASYNC} --environment trimtab:guess --env_timeout 900",
+            "--async_timeout 600 would end the run while an environment is within its --env_timeout 900: give 9000",
+        ),
         *(
             (
                 "grpo",

@@ -41,7 +41,7 @@ class EnvironmentOptions(Options):
     env_workers: int | None = option(None, at_least=1)
     """Processes that environments run in; unset: one for each core, and at most 8."""
     env_threads: int = option(16, at_least=1)
-    """Episodes at once in each of them."""
+    """Threads in each of them for methods that are not async: so many may work at once."""
     env_memory: float = option(8.0, above=0)
     """GiB that each of them may take."""
     env_retries: int = option(2, at_least=0)

@@ -207,6 +207,11 @@ class RLOptions(
     def _about_environments(self) -> Iterable[str]:
         if self.prompt_data is None and self.eval_dataset:
             raise UserError("--eval_dataset: the environment brings the prompts; evaluate with --env_eval_rows")
+        if self.outlives_updates and self.async_timeout <= self.env_timeout:
+            raise UserError(
+                f"--async_timeout {self.async_timeout:g} would end the run while an environment is within its "
+                f"--env_timeout {self.env_timeout:g}: give {10 * self.env_timeout:g}"
+            )
         if self.prompt_data is not None:
             yield from self.idle(["env_eval_rows"], "where prompts are given: give --eval_dataset")
 

@@ -139,18 +139,18 @@ class Playing:
             request = session.add(self._prompt(task), seed=request_seed(task.seed, 0), task=task)
             while session.busy:
                 found += session.advance()
-                for draft in session.drafts().get(request, [])[-1:]:
-                    if draft.episode is None:
-                        continue
-                    if not opened:
-                        opened = True
-                        yield self._opening(task, draft.episode)
-                    said = draft.episode.said
-                    # Of a turn all is known with what follows it.
-                    complete = len(said) - (1 if said and said[-1].drawn else 0)
-                    for heard in said[told:complete]:
-                        yield Heard(heard, draft.ids[heard.start : heard.end])
-                    told = max(told, complete)
+                branches = session.drafts().get(request, [])
+                if not branches or (so_far := branches[-1].episode) is None:
+                    continue
+                if not opened:
+                    opened = True
+                    yield self._opening(task, so_far)
+                said = so_far.said
+                # Of a turn all is known with what follows it.
+                complete = len(said) - (1 if said and said[-1].drawn else 0)
+                for heard in said[told:complete]:
+                    yield Heard(heard, branches[heard.branch].ids[heard.start : heard.end])
+                told = max(told, complete)
         found.sort(key=lambda rollout: rollout.branch)
         episode = found[-1].episode
         assert episode is not None, "an environment was played"

@@ -41,7 +41,7 @@ def straight(folder, tmp_path_factory):
     return out
 
 
-OF_THE_ENGINES_LOG_PROBS = ("sampled_entropy", "log_prob_gap")
+OF_THE_ENGINES_LOG_PROBS = ("sampled_entropy", "log_prob_gap", "log_prob_ratio")
 
 
 def same(first, second):
