@@ -23,15 +23,14 @@ def serve_policy(options: ServeOptions) -> None:
     def note(line: str) -> None:
         say(f"trimtab serve: note: {line}", options)
 
-    token = options.token
-    if token is None:
-        token = secrets.token_urlsafe(24)
-        note(f"clients send the API key {token} (--bearer_token names another one, or none)")
-    ended = serve(
-        *(options, None if token == NO_TOKEN else token),
-        say=lambda line: print(line, flush=True),
-        note=note,
-    )
+    token = secrets.token_urlsafe(24) if options.token is None else options.token
+
+    def served(line: str) -> None:
+        if options.token is None:
+            note(f"clients send the API key {token} (--bearer_token names another one, or none)")
+        print(line, flush=True)
+
+    ended = serve(options, None if token == NO_TOKEN else token, say=served, note=note)
     if not ended:
         # A pass that is beyond its time is still being computed, by a thread that nobody can end.
         os._exit(0)

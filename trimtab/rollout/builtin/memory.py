@@ -37,7 +37,7 @@ class KVMemory:
         wanted = self.wanted(samples, longest)
         if self.tensor.any(self._cache is None):  # each gives its memory back when its own device is full
             self.release()
-        if self._cache is not None and max(self._wanted, self._cache.pages) < wanted:
+        if self._cache is not None and self._wanted < wanted and self._cache.pages < self._enough(wanted):
             self._enlarge(self._cache, wanted, free_memory(device))
         if self._cache is None:
             pages = self.pages(samples, longest, free_memory(device))
@@ -45,6 +45,10 @@ class KVMemory:
             self._pages = pool, KeptPages(pool, WORTH_WHILE if has_kernels(device) else 0)
         self._wanted = max(self._wanted, wanted)
         return self._cache
+
+    def _enough(self, wanted: int) -> int:
+        """Pages, with room for what is kept beside those that are wanted, up to as many again."""
+        return wanted + min(self.kept.alone, wanted)
 
     def _enlarge(self, cache: KVCache, wanted: int, free: int) -> None:
         # At least twice as many, so that requests that come one by one do not copy all of it every time.
