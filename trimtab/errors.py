@@ -1,7 +1,11 @@
 """The ways a run ends early on purpose."""
 
 
-class UserError(Exception):
+class Error(Exception):
+    """What all of them are: whoever calls from Python catches this one."""
+
+
+class UserError(Error):
     """A mistake its author can mend: shown as one line (what, where, what to do), exit code 2."""
 
 
@@ -9,7 +13,7 @@ class CannotWrite(UserError):
     """The disk is full, gone or not ours: what is in memory may still be saved elsewhere."""
 
 
-class Interrupted(Exception):
+class Interrupted(Error):
     """The user or the scheduler asked us to stop; everything needed to go on is on disk."""
 
     def __init__(self, signal_number: int, message: str):
@@ -17,9 +21,9 @@ class Interrupted(Exception):
         self.exit_code = 128 + signal_number
 
 
-class RunFailed(Exception):
+class RunFailed(Error):
     """Training itself went wrong and stopped before doing more harm: shown as one line, exit code 1."""
 
 
-class OutOfMemory(Exception):
+class OutOfMemory(Error):
     """A pass did not fit into memory. Nothing of the step it belongs to is left, so the step can be begun anew."""
