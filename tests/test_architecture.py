@@ -15,7 +15,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 MAY_IMPORT = {
     "cli": {
         *("config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded", "data.hub"),
-        *("data.knights", "serving", "envs", "agents", "processes", "errors", "files", "output"),
+        *("data.knights", "serving", "envs", "agents", "processes", "watching", "errors", "files", "output"),
     },
     "train": {
         *("data", "models", "algos", "rollout", "rewards", "distributed", "config", "progress", "interrupts"),
@@ -43,6 +43,7 @@ MAY_IMPORT = {
         *("envs", "agents", "serving", "processes", "errors", "files"),
     },
     "report": {"evaluate", "config", "errors", "files"},
+    "watching": {"report", "web", "config", "progress", "errors", "files"},
     "embedded": {"data.byte_tokenizer", "envs.types", "errors"},
     "processes": {"errors"},
     "progress": set(),

@@ -68,6 +68,7 @@ ELSEWHERE = {
     "serve": "does not end by itself; tests/cli/test_serve.py",
     "serve-rm": "does not end by itself; tests/cli/test_serve_rm.py",
     "compare": "needs a run of several steps twice; tests/cli/test_compare.py",
+    "watch": "looks at files alone; tests/cli/test_watch.py",
     "plot": "reads the files of many runs; tests/report/test_plots.py",
 }
 

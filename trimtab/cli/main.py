@@ -37,6 +37,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("trimtab.cli.plan", "what memory and time a training job needs, on this device or another"),
     "jobs": ("trimtab.cli.jobs", "write Slurm or shell files for a command over seeds"),
     "report": ("trimtab.cli.report", "turn a run's metrics into a page to look at"),
+    "watch": ("trimtab.cli.watch", "a run while it works, or after: in the terminal, or as a live page"),
     "compare": ("trimtab.cli.compare", "judge whether two runs are the same training on two devices"),
 }
 
