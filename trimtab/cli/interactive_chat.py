@@ -9,9 +9,10 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-from trimtab.cli.run import run_job, say
+from trimtab.cli.run import run_job
 from trimtab.config.jobs import ChatOptions
 from trimtab.errors import UserError
+from trimtab.running.speaking import say
 
 PROMPT = "> "
 HELP = "/clear begins anew, /quit or Ctrl-D leaves, Ctrl-C stops an answer; everything else is said to the model"

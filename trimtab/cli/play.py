@@ -12,10 +12,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trimtab.cli.run import run_job, say
+from trimtab.cli.run import run_job
 from trimtab.config.agents import SOURCES
 from trimtab.config.jobs import PlayOptions
 from trimtab.errors import UserError
+from trimtab.running.speaking import say
 
 if TYPE_CHECKING:
     from trimtab.cli.play_view import View

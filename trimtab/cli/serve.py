@@ -5,9 +5,10 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-from trimtab.cli.run import run_job, say
+from trimtab.cli.run import run_job
 from trimtab.config.jobs import ServeOptions
 from trimtab.config.serving import NO_TOKEN
+from trimtab.running.speaking import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,67 @@
+"""A training job from its checked options: the job's module is imported late, and a run ends with its report.
+
+By convention the job `trimtab VERB` has its options in trimtab.config.jobs, as a class that says which module of
+trimtab.train is its trainer: VERB's own, or one that several jobs share. That has `train_TRAINER(options)` and
+`rehearse_TRAINER(options)`.
+"""
+
+import importlib
+import os
+import signal
+from collections.abc import Sequence
+from types import ModuleType
+
+from trimtab.config.groups import CheckpointOptions
+from trimtab.config.jobs import TrainedOptions
+from trimtab.distributed.launch import launch
+from trimtab.distributed.watch import watch
+from trimtab.errors import Interrupted, RunFailed, UserError
+from trimtab.running.leaving import show_what_is_left
+from trimtab.running.preparing import launches_others, on_a_cluster
+
+
+def start_training(options: TrainedOptions, module: str, words: Sequence[str]) -> int:
+    """Train, in this process or in several, and return the exit code. `module` and `words`: the command that each of
+    several processes is started with."""
+    if on_a_cluster(options):
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise UserError("--ray starts the processes of a run by itself: leave the launcher out, or --ray")
+    elif launches_others(options):
+        return launch(module, words, options.nproc, options.hang_timeout)
+    watch(options.hang_timeout)
+    _train(options)
+    return 0
+
+
+def rehearse_training(options: TrainedOptions) -> list[str]:
+    return getattr(_trainer(options), f"rehearse_{options.trainer}")(options)
+
+
+def _train(options: TrainedOptions) -> None:
+    trainer = _trainer(options)
+    from trimtab.train.checkpoint import mark_of_newest
+
+    before = mark_of_newest(options)
+    try:
+        getattr(trainer, f"train_{options.trainer}")(options)
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") != "0":
+            raise
+        raise Interrupted(signal.SIGINT, f"interrupted; {_where_to_go_on(options, before)}") from None
+    except (Interrupted, RunFailed):
+        # The page is wanted most where something went wrong; there is no model to point to.
+        show_what_is_left(options, finished=False)
+        raise
+    show_what_is_left(options, finished=True)
+
+
+def _where_to_go_on(options: CheckpointOptions, before: tuple[str, int] | None) -> str:
+    """For who leaves at once, with a second Ctrl-C: the checkpoint that there is."""
+    from trimtab.train.checkpoint import newest_of_run
+    from trimtab.train.endings import last_checkpoint
+
+    return last_checkpoint(newest_of_run(options, before))
+
+
+def _trainer(options: TrainedOptions) -> ModuleType:
+    return importlib.import_module(f"trimtab.train.{options.trainer}")
