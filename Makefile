@@ -9,7 +9,7 @@ comma := ,
 # A file's tests stay together: they share what was slow to make.
 ON_BOTH_CORES := -n 2 --dist loadfile
 
-.PHONY: quickstart tour test test-quick test-long test-vllm lint bench
+.PHONY: quickstart tour test test-quick test-long test-vllm lint docs wheel bench
 .DELETE_ON_ERROR:
 
 quickstart: $(INSTALLED)
@@ -37,6 +37,20 @@ lint: $(INSTALLED_FOR_TESTS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation site, in build/site.
+docs: $(INSTALLED_FOR_TESTS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Wheel and source archive in dist, and the wheel tried where nothing else is: the API, the type marker, the commands.
+wheel:
+	rm -rf build dist
+	$(PYTHON) -m venv --clear build/tools
+	build/tools/bin/python -m pip install --quiet --disable-pip-version-check build
+	build/tools/bin/python -m build --outdir dist .
+	$(PYTHON) -m venv --clear build/empty
+	build/empty/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd build && empty/bin/python -I ../tests/packaging/installed.py
 
 bench: $(INSTALLED_FOR_TESTS)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done

@@ -120,6 +120,7 @@ def _shape(annotation: Any) -> tuple[type, int | None, bool, tuple[str, ...]]:
     return kind, None, optional, tuple(words)
 
 
+@functools.cache
 def _help_texts(group: type) -> dict[str, str]:
     """The string under each field of a class."""
     if group is object:

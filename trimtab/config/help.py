@@ -75,19 +75,19 @@ def _section_order(job_class: type) -> Callable[[Option], int]:
 
 
 def _entry(option: Option, width: int) -> list[str]:
-    notes = [f"default: {_shown(option)}"] if not (option.default is None or option.default is False) else []
+    notes = [f"default: {shown_default(option)}"] if not (option.default is None or option.default is False) else []
     notes += [f"also --{alias}" for alias in option.aliases]
     if not all(str(choice) in option.help for choice in option.limits.choices):
         notes.insert(0, f"{option.limits}")
     text = option.help + (f" ({'; '.join(notes)})" if notes else "")
-    left = f"  {option.flag} {_metavar(option)}".rstrip()
+    left = f"  {option.flag} {metavar(option)}".rstrip()
     body = textwrap.wrap(text, width - _COLUMN, break_long_words=False, break_on_hyphens=False)
     if len(left) > _COLUMN - 2:
         return [left, *(" " * _COLUMN + line for line in body)]
     return [left.ljust(_COLUMN) + body[0], *(" " * _COLUMN + line for line in body[1:])]
 
 
-def _metavar(option: Option) -> str:
+def metavar(option: Option) -> str:
     if option.kind is bool:
         return ""
     one = _METAVARS[option.kind]
@@ -98,7 +98,7 @@ def _metavar(option: Option) -> str:
     return f"{one} ..." if option.count == 0 else " ".join([one] * option.count)
 
 
-def _shown(option: Option) -> str:
+def shown_default(option: Option) -> str:
     if option.kind is bool:
         return "on"
     values = option.default if option.count is not None else (option.default,)
