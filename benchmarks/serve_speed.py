@@ -3,7 +3,8 @@
 Every request is a prompt of token ids, and every answer has as many tokens as were asked for, with log-probs. `engine`
 is one call in a process of its own. The server is a process of its own too, and the clients are threads of others that
 speak plain HTTP and wait for each answer. Without --model a Llama of --size with random weights is made. `--peer vllm`
-also asks vLLM's own server, where it is installed, for the same with the same clients.
+also asks vLLM's own server, where it is installed, for the same with the same clients; `--peer LLM` asks its engine for
+all of them at once, in one process and without a server.
 
     python benchmarks/serve_speed.py
     python benchmarks/serve_speed.py --size 135M --bf16 --requests 4096 --clients 256 --peer vllm
@@ -13,6 +14,7 @@ import argparse
 import http.client
 import json
 import multiprocessing
+import os
 import random
 import socket
 import subprocess
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 PROCESSES = 4  # that the clients are threads of
@@ -82,6 +85,33 @@ def engine_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], t
     began = time.monotonic()
     rollouts = engine.generate(prompts, sampling)
     answer.put((time.monotonic() - began, sum(len(rollout.tokens) for rollout in rollouts)))
+
+
+def vllm_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], tokens: int, answer) -> None:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        model=model, skip_tokenizer_init=True, dtype="bfloat16" if bf16 else "float32", max_num_seqs=slots,
+        max_model_len=2048, gpu_memory_utilization=0.8,
+    )  # fmt: skip
+    sampling = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    engine.generate(asked[:slots], sampling, use_tqdm=False)  # warm up
+    began = time.monotonic()
+    answers = engine.generate(asked, sampling, use_tqdm=False)
+    answer.put((time.monotonic() - began, sum(len(each.outputs[0].token_ids) for each in answers)))
+
+
+def at_once(engine: Callable[..., None], *work) -> float:
+    """Tokens a second of an engine in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    answer = context.Queue()
+    process = context.Process(target=engine, args=(*work, answer))
+    process.start()
+    seconds, drawn = answer.get(timeout=SECONDS_TO_START)
+    process.join()
+    return drawn / seconds
 
 
 # ---- through a server
@@ -173,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
     words.add_argument("--clients", type=int, default=32)
     words.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     words.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
-    words.add_argument("--peer", choices=["vllm"], help="also another server")
+    words.add_argument("--peer", choices=["vllm", "LLM"], help="also vLLM: its server, or its engine alone")
     arguments = words.parse_args(argv)
 
     from transformers import AutoConfig
@@ -183,14 +213,8 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.model is None:
             make_model(Path(folder), arguments.size)
         prompts = make_prompts(arguments.requests, arguments.prompt, AutoConfig.from_pretrained(model).vocab_size)
-        context = multiprocessing.get_context("spawn")
-        answer = context.Queue()
-        own = (model, arguments.bf16, arguments.clients, prompts, arguments.tokens, answer)
-        process = context.Process(target=engine_alone, args=own)
-        process.start()
-        seconds, drawn = answer.get(timeout=SECONDS_TO_START)
-        process.join()
-        alone = drawn / seconds
+        own = (model, arguments.bf16, arguments.clients, prompts, arguments.tokens)
+        alone = at_once(engine_alone, *own)
         print(f"{'engine':8s} {alone:10,.0f} tokens/s", flush=True)
 
         port = free_port()
@@ -205,6 +229,9 @@ def main(argv: list[str] | None = None) -> None:
                 ["vllm.entrypoints.openai.api_server", "--model", model, *how], port, model, arguments, prompts
             )
             print(f"{'vllm':8s} {peer:10,.0f} tokens/s  our server: {rate / peer:.2f} of it", flush=True)
+        elif arguments.peer == "LLM":
+            peer = at_once(vllm_alone, *own)
+            print(f"{'LLM':8s} {peer:10,.0f} tokens/s  our server: {rate / peer:.2f} of it", flush=True)
 
 
 if __name__ == "__main__":
