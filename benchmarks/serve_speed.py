@@ -218,7 +218,8 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{'engine':8s} {alone:10,.0f} tokens/s", flush=True)
 
         port = free_port()
-        how = ["--port", str(port), "--max_requests", str(arguments.clients), *["--bf16"] * arguments.bf16]
+        how = ["--port", str(port), "--max_requests", str(arguments.clients), "--bearer_token", "none"]
+        how += ["--bf16"] * arguments.bf16
         rate = served(["trimtab.cli.serve", model, *how], port, model, arguments, prompts)
         print(f"{'server':8s} {rate:10,.0f} tokens/s  {rate / alone:.2f} of the engine alone", flush=True)
         if arguments.peer == "vllm":
