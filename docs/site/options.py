@@ -51,7 +51,7 @@ def _row(option: Option, bold: bool) -> str:
     bounds = str(option.limits)
     known = all(str(choice) in option.help for choice in option.limits.choices)
     notes = [bounds] if bounds and not (option.limits.choices and known) else []
-    notes += [f"also `--{alias}`" for alias in option.aliases]
+    notes += [f"also `--{alias}`" for alias in option.aliases if "." not in alias]
     what = option.help + (f" ({'; '.join(notes)})" if notes else "")
     cells = [f"**{flag}**{value}" if bold else flag + value, default, what]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"

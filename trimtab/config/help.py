@@ -76,7 +76,7 @@ def _section_order(job_class: type) -> Callable[[Option], int]:
 
 def _entry(option: Option, width: int) -> list[str]:
     notes = [f"default: {shown_default(option)}"] if not (option.default is None or option.default is False) else []
-    notes += [f"also --{alias}" for alias in option.aliases]
+    notes += [f"also --{alias}" for alias in option.aliases if "." not in alias]  # those are in docs/from_openrlhf.md
     if not all(str(choice) in option.help for choice in option.limits.choices):
         notes.insert(0, f"{option.limits}")
     text = option.help + (f" ({'; '.join(notes)})" if notes else "")

@@ -7,6 +7,8 @@ are in spellings.py.
 from collections.abc import Container
 from dataclasses import dataclass
 
+from trimtab.config.spellings import DOTTED
+
 
 @dataclass(frozen=True)
 class Word:
@@ -62,6 +64,10 @@ WORDS = (
     Word("TRL", "fp16", "--bf16"),
     Word("TRL", "torch_dtype", "--bf16"),
     Word("TRL", "dtype", "--bf16"),
+    # OpenRLHF's dotted flags that are no exact synonyms; those that are stand in spellings.py
+    Word("OpenRLHF", "ds.param_dtype", "--bf16"),
+    Word("OpenRLHF", "algo.advantage.is_correction_type", "--mismatch_correction"),
+    Word("OpenRLHF", "algo.advantage.is_correction_threshold", "--mismatch_correction tis --mismatch_range 0.5 2"),
     # verl
     Word("verl", "algorithm.adv_estimator", "--advantage_estimator"),
     Word("verl", "algorithm.kl_ctrl.kl_coef", "--init_kl_coef", exact=True),
@@ -83,15 +89,59 @@ WORDS = (
     Word("verl", "actor_rollout_ref.rollout.temperature", "--temperature", exact=True),
     Word("verl", "critic.optim.lr", "--critic_learning_rate", exact=True),
     Word("verl", "reward_model.model.path", "--reward_pretrain", exact=True),
+    Word("verl", "reward.reward_model.model_path", "--reward_pretrain", exact=True),
     Word("verl", "custom_reward_function.path", "--reward_func FILE.py"),
+    Word("verl", "reward.custom_reward_function.path", "--reward_func FILE.py"),
+    Word("verl", "critic.model.path", "--critic_pretrain", exact=True),
+    Word("verl", "algorithm.gamma", "--gamma", exact=True),
+    Word("verl", "algorithm.lam", "--lambd", exact=True),
+    Word("verl", "algorithm.use_kl_in_reward", "--use_kl_loss False"),
+    Word("verl", "algorithm.norm_adv_by_std_in_grpo", "--advantage_estimator dr_grpo"),
+    Word("verl", "algorithm.filter_groups.enable", "--dynamic_filtering"),
+    Word("verl", "actor_rollout_ref.actor.clip_ratio_low", "--eps_clip_low_high 0.2 0.28"),
+    Word("verl", "actor_rollout_ref.actor.clip_ratio_high", "--eps_clip_low_high 0.2 0.28"),
+    Word("verl", "actor_rollout_ref.actor.clip_ratio_c", "--dual_clip", exact=True),
+    Word("verl", "actor_rollout_ref.actor.loss_agg_mode", "--loss_reduction"),
+    Word("verl", "actor_rollout_ref.actor.policy_loss.loss_mode", "--policy_loss_type"),
+    Word("verl", "actor_rollout_ref.actor.entropy_coeff", "--entropy_loss_coef", exact=True),
+    Word("verl", "actor_rollout_ref.actor.kl_loss_type", "--kl_estimator"),
+    Word("verl", "actor_rollout_ref.actor.use_dynamic_bsz", "--use_dynamic_batch", exact=True),
+    Word("verl", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "--train_max_tokens_per_gpu", exact=True),
+    Word("verl", "actor_rollout_ref.actor.grad_clip", "--max_norm", exact=True),
+    Word("verl", "actor_rollout_ref.actor.ulysses_sequence_parallel_size", "--ring_attn_size"),
+    Word("verl", "actor_rollout_ref.model.lora_rank", "--lora_rank", exact=True),
+    Word("verl", "actor_rollout_ref.model.lora_alpha", "--lora_alpha", exact=True),
+    Word("verl", "actor_rollout_ref.model.enable_gradient_checkpointing", "--gradient_checkpointing", exact=True),
+    Word("verl", "actor_rollout_ref.rollout.top_p", "--top_p", exact=True),
+    Word("verl", "actor_rollout_ref.rollout.name", "--rollout_engine"),
+    Word("verl", "actor_rollout_ref.rollout.tensor_model_parallel_size", "--vllm_tensor_parallel_size", exact=True),
+    Word("verl", "actor_rollout_ref.rollout.gpu_memory_utilization", "--vllm_gpu_memory_utilization", exact=True),
+    Word("verl", "actor_rollout_ref.rollout.multi_turn.max_assistant_turns", "--max_turns", exact=True),
     Word("verl", "trainer.total_epochs", "--num_episodes", exact=True),
     Word("verl", "trainer.total_training_steps", "--max_steps", exact=True),
     Word("verl", "trainer.save_freq", "--save_steps", exact=True),
     Word("verl", "trainer.test_freq", "--eval_steps", exact=True),
     Word("verl", "trainer.default_local_dir", "--ckpt_path", exact=True),
     Word("verl", "trainer.n_gpus_per_node", "--nproc", exact=True),
+    Word("verl", "trainer.nnodes", "--ray --actor_num_nodes"),
+    Word("verl", "trainer.logger", "--use_wandb or --use_tensorboard FOLDER"),
+    Word("verl", "trainer.resume_mode", "--load_checkpoint"),
+    Word("verl", "trainer.v1.sampler.max_off_policy_threshold", "--async_train --async_staleness"),
     Word("verl", "async_training.staleness_threshold", "--async_train --async_staleness"),
     Word("verl", "async_training.partial_rollout", "--async_train --partial_rollout"),
+    # prime-rl, on its command line or in its files
+    Word("prime-rl", "model.name", "--pretrain", exact=True),
+    Word("prime-rl", "seq_len", "--prompt_max_len --generate_max_len"),
+    Word("prime-rl", "orchestrator.batch_size", "--train_batch_size", exact=True),
+    Word("prime-rl", "orchestrator.group_size", "--n_samples_per_prompt", exact=True),
+    Word("prime-rl", "orchestrator.train.group_size", "--n_samples_per_prompt", exact=True),
+    Word("prime-rl", "rollouts_per_example", "--n_samples_per_prompt", exact=True),
+    Word("prime-rl", "orchestrator.train.sampling.max_completion_tokens", "--generate_max_len", exact=True),
+    Word("prime-rl", "orchestrator.train.sampling.temperature", "--temperature", exact=True),
+    Word("prime-rl", "trainer.optim.lr", "--actor_learning_rate", exact=True),
+    Word("prime-rl", "trainer.model.lora.rank", "--lora_rank", exact=True),
+    Word("prime-rl", "ckpt.interval", "--save_steps", exact=True),
+    Word("prime-rl", "wandb.project", "--use_wandb --wandb_project"),
     # what others call how old answers may get
     Word("prime-rl", "max_off_policy_steps", "--async_train --async_staleness"),
     Word("prime-rl", "orchestrator.max_off_policy_steps", "--async_train --async_staleness"),
@@ -138,14 +188,27 @@ def advice(word: str, known: Container[str]) -> str | None:
     return None
 
 
+def dotted() -> str:
+    """The table of docs/from_openrlhf.md: OpenRLHF's flags since April 2026, those of one owner together."""
+    owners: dict[str, list[str]] = {}
+    for theirs, ours in DOTTED.items():
+        owner, _, name = theirs.partition(".")
+        same = f"`{name}`" if name == ours else f"`{name}` (`--{ours}`)"
+        owners.setdefault(owner, []).append(same)
+    rows = [f"| `--{owner}.` | {', '.join(names)} |" for owner, names in owners.items()]
+    return "\n".join(["| before the name | the name, and ours where it is another |", "|---|---|", *rows]) + "\n"
+
+
 def page() -> str:
     """docs/words.md."""
     lines = [
         "# Other tools' words",
         "",
         "What TRL, verl and others call things, and what leads to the same here. Error messages know this table too:",
-        "it is that of `trimtab/config/words.py`. OpenRLHF's names (v0.7 to v0.8) are ours, and many of TRL's are",
-        "accepted as they are: `--help all` shows them as `also --NAME`.",
+        "it is that of `trimtab/config/words.py`. OpenRLHF's names are ours, the newer, dotted ones too, and many of",
+        "TRL's are accepted as they are: `--help all` shows them as `also --NAME`. For whoever comes from",
+        "[TRL](from_trl.md), [OpenRLHF](from_openrlhf.md), [verl](from_verl.md) or [prime-rl](from_prime_rl.md) a page",
+        "translates a command and says what differs by default.",
         "",
         "| tool | word | here | |",
         "|---|---|---|---|",
