@@ -7,7 +7,7 @@ import pytest
 from tests import warm
 from trimtab import files
 from trimtab.errors import UserError
-from trimtab.files import UNFINISHED, replacing, write_json, write_text, writing
+from trimtab.files import UNFINISHED, is_locked, locked, replacing, write_json, write_text, writing
 
 
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path):
@@ -81,3 +81,35 @@ def test_a_failure_is_one_line_with_its_reason_and_what_to_do(tmp_path):
         writing("--output x: cannot write", "choose another"),
     ):
         write_text(tmp_path / "file" / "inside", "text")
+
+
+def test_a_lock_of_another_process_is_seen_and_not_taken(tmp_path):
+    assert is_locked(tmp_path) is False
+    told, tell = os.pipe()
+    wait, go = os.pipe()
+    child = os.fork()
+    if not child:
+        with locked("save_path", tmp_path):
+            os.write(tell, b"locked")
+            os.read(wait, 1)
+        os._exit(0)
+    try:
+        os.read(told, 6)
+        assert is_locked(tmp_path) is True
+        with pytest.raises(UserError, match="another run is at work there"), locked("save_path", tmp_path):
+            pass
+    finally:
+        os.write(go, b"!")
+        os.waitpid(child, 0)
+    assert is_locked(tmp_path) is False
+
+
+def test_to_ask_for_ones_own_lock_does_not_lose_it(tmp_path):
+    with locked("save_path", tmp_path):
+        assert is_locked(tmp_path) is True
+        child = os.fork()
+        if not child:
+            files._locked_here.clear()  # as in any other process
+            os._exit(0 if is_locked(tmp_path) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert is_locked(tmp_path) is False

@@ -9,6 +9,8 @@ import json
 import os
 import shutil
 import socket
+import struct
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -94,6 +96,10 @@ def flush(path: Path, *, contents: bool = True) -> None:
 # ---- folders that a run is at work in
 
 MARK, LOCK = "unfinished", ".lock"
+FLOCK = {"linux": ("hhqqi4x", 0), "darwin": ("qqihh", 3)}
+"""How the system's record of a lock is laid out, and where in it the kind of lock is."""
+
+_locked_here: list[str] = []
 
 
 def mark_unfinished(folder: Path) -> None:
@@ -115,7 +121,7 @@ def is_unfinished(folder: Path) -> bool:
 def locked(flag: str, folder: Path) -> Iterator[None]:
     """Inside, no other process may enter for the same folder. The end of this process, however it comes, unlocks it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a+") as file:
+    with (folder / LOCK).open("a+") as file, _remembered(folder):
         try:
             # Not flock: a child that outlives a killed parent would inherit it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,6 +138,40 @@ def locked(flag: str, folder: Path) -> Iterator[None]:
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
         yield
+
+
+@contextmanager
+def _remembered(folder: Path) -> Iterator[None]:
+    """A process is not told of its own locks, and would lose one by opening and closing the file."""
+    _locked_here.append(os.path.realpath(folder))
+    try:
+        yield
+    finally:
+        _locked_here.remove(os.path.realpath(folder))
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Whether a process is inside `locked` for this folder; None: that cannot be known. The lock is asked for, never
+    taken, so that nobody who wants it is turned away."""
+    if os.path.realpath(folder) in _locked_here:
+        return True
+    if sys.platform not in FLOCK:
+        return None
+    try:
+        with (folder / LOCK).open("rb") as file:
+            layout, place = FLOCK[sys.platform]
+            question = [0] * 5
+            question[place] = fcntl.F_WRLCK
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(layout, *question))
+            if struct.unpack(layout, answer)[place] != fcntl.F_UNLCK:
+                return True
+            host = file.read(200).decode(errors="replace").rpartition(" on ")[2]
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    # What another machine holds is not told on every disk that machines share.
+    return False if host in ("", socket.gethostname()) else None
 
 
 def remove_leftovers(folder: Path) -> None:

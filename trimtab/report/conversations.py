@@ -19,15 +19,15 @@ SAID_ELSEWHERE = {"reward", "turns", "episode_length", "seconds_environment"}
 
 
 def has_turns(row: dict[str, Any]) -> bool:
-    return bool(_turns(row))
+    return bool(turns_of(row))
 
 
 def model_turns(row: dict[str, Any]) -> int:
-    return sum(bool(turn.get("drawn")) for turn in _turns(row))
+    return sum(bool(turn.get("drawn")) for turn in turns_of(row))
 
 
 def conversation(row: dict[str, Any]) -> str:
-    turns = _turns(row)
+    turns = turns_of(row)
     shown = [_turn(turn) for turn in turns]
     if len(turns) > MOST_TURNS:
         half = MOST_TURNS // 2
@@ -48,7 +48,8 @@ def shortened(text: str) -> str:
     return f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
 
 
-def _turns(row: dict[str, Any]) -> list[dict[str, Any]]:
+def turns_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Who said what in an episode; empty for an answer that is none."""
     listed = row.get("turns")
     return [turn for turn in listed if isinstance(turn, dict)] if isinstance(listed, list) else []
 

@@ -21,8 +21,13 @@ FIGURE = re.compile(r"-?\d[\d.,]*(e[-+]?\d+)?")
 
 def findings(run: Run) -> list[str]:
     """Sentences about the run, the gravest first; empty when nothing is unusual."""
-    rules = (_progress, _skipped, _alarms, *RL_RULES, _loss_trend, *OBJECTIVE_RULES, _overlap, _data)
-    return [sentence for rule in rules for sentence in rule(run)] + run.problems
+    return [*_progress(run), *warnings(run), *run.problems]
+
+
+def warnings(run: Run) -> list[str]:
+    """The same without how far the run is, and without what could not be read."""
+    rules = (_skipped, _alarms, *RL_RULES, _loss_trend, *OBJECTIVE_RULES, _overlap, _data)
+    return [sentence for rule in rules for sentence in rule(run)]
 
 
 def _progress(run: Run) -> Iterator[str]:

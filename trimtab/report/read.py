@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -163,21 +164,52 @@ def read_run(folder: str | Path) -> Run:
         raise UserError(f"{folder}: no such folder; give the --save_path of a run")
     if not (run.folder / METRICS).is_file():
         raise UserError(f"{folder}: no {METRICS} in this folder; give the --save_path of a run")
-    run.rows = _read_metrics(run)
+    rows = _read_lines(run, METRICS)
+    read_description(run)
+    run.rows = by_step(rows, run.job)
+    if run.is_rl and (run.folder / ROLLOUTS).is_file():
+        run.rollouts = sorted(_read_lines(run, ROLLOUTS), key=lambda row: row["step"])
+    # Of an earlier run in this folder one may be left.
+    if run.options.get("async_staleness") and (run.folder / TIME_LINE).is_file():
+        run.spans = spans_of(_read_lines(run, TIME_LINE, "iteration"))
+    return run
+
+
+def read_description(run: Run) -> None:
+    """All but what grows with every step."""
     run.options = _read_mapping(run, OPTIONS, yaml.safe_load)
     run.manifest = _read_mapping(run, MANIFEST, json.loads)
     run.samples = _read_samples(run)
     run.job = _job(run)
     if run.job == "rm" and (run.folder / REWARDS).is_file():
         run.rewards = _read_mapping(run, REWARDS, json.loads)
-    elif run.job == "kto":
-        _add_margins(run.rows)
-    elif run.is_rl and (run.folder / ROLLOUTS).is_file():
-        run.rollouts = sorted(_read_lines(run, ROLLOUTS), key=lambda row: row["step"])
-    # Of an earlier run in this folder one may be left.
-    if run.options.get("async_staleness") and (run.folder / TIME_LINE).is_file():
-        run.spans = _read_spans(run)
-    return run
+
+
+def by_step(rows: Iterable[dict[str, Any]], job: str) -> list[dict[str, Any]]:
+    """Rows of metrics by ascending step. A later one for the same step is the one that counts: the run went back and
+    did it again."""
+    latest = {row["step"]: row for row in rows}
+    ordered = [latest[step] for step in sorted(latest)]
+    if job == "kto":
+        _add_margins(ordered)
+    return ordered
+
+
+def parsed(line: str, key: str = "step") -> dict[str, Any] | None:
+    """The row in a line of a file that has one with a step in every line; `key`: what it calls it."""
+    row = _parse(line, json.loads)
+    step = finite(row.get(key)) if isinstance(row, dict) else None
+    return None if step is None else {**row, key: int(step)}
+
+
+def spans_of(rows: Iterable[dict[str, Any]]) -> list[Span]:
+    """Rows of time_line.jsonl by their beginning."""
+    found = []
+    for row in rows:
+        begin, end = finite(row.get("begin")), finite(row.get("end"))
+        if begin is not None and end is not None and begin <= end:
+            found.append(Span(str(row.get("lane")), str(row.get("what")), begin, end, row["iteration"]))
+    return sorted(found, key=lambda span: span.begin)
 
 
 def finite(value: Any) -> float | None:
@@ -193,35 +225,18 @@ def _number(value: Any, otherwise: float) -> float:
     return math.inf if abs(value) > 1e200 else float(value)
 
 
-def _read_metrics(run: Run) -> list[dict[str, Any]]:
-    # A later row for the same step is the one that counts: the run went back and did it again.
-    by_step = {row["step"]: row for row in _read_lines(run, METRICS)}
-    return [by_step[step] for step in sorted(by_step)]
-
-
-def _read_spans(run: Run) -> list[Span]:
-    found = []
-    for row in _read_lines(run, TIME_LINE, "iteration"):
-        begin, end = finite(row.get("begin")), finite(row.get("end"))
-        if begin is not None and end is not None and begin <= end:
-            found.append(Span(str(row.get("lane")), str(row.get("what")), begin, end, row["iteration"]))
-    return sorted(found, key=lambda span: span.begin)
-
-
 def _read_lines(run: Run, name: str, key: str = "step") -> list[dict[str, Any]]:
-    """The rows of a file that has one with a step in every line; `key`: what it calls it."""
     rows: list[dict[str, Any]] = []
     unreadable: list[int] = []
     lines = _read_text(run, name).splitlines()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        row = _parse(line, json.loads)
-        step = finite(row.get(key)) if isinstance(row, dict) else None
-        if step is None:
+        row = parsed(line, key)
+        if row is None:
             unreadable.append(number)
         else:
-            rows.append({**row, key: int(step)})
+            rows.append(row)
     if unreadable == [len(lines)]:
         run.problems.append(f"The last line of {name} is cut off; it was left out.")
     elif unreadable:

@@ -60,8 +60,8 @@ def _reward(row: dict[str, Any]) -> float:
     return float("-inf") if reward is None else reward
 
 
-def card(row: dict[str, Any], with_prompt: bool = True, classes: str = "") -> str:
-    """An answer with its reward and what it is made of."""
+def figures(row: dict[str, Any]) -> tuple[str, list[str]]:
+    """In words: the reward of an answer, and what else is known of it."""
     reward, tokens, advantage = (finite(row.get(name)) for name in ("reward", "tokens", "advantage"))
     parts = row.get("parts")
     facts = [f"{name} {short_number(value)}" for name, value in _numbers(parts if isinstance(parts, dict) else {})]
@@ -70,7 +70,12 @@ def card(row: dict[str, Any], with_prompt: bool = True, classes: str = "") -> st
     facts += [plural(model_turns(row), "turn")] if has_turns(row) else []
     if row.get("finish") is not None:
         facts.append(FINISHES.get(str(row["finish"]), str(row["finish"])))
-    shown = f"reward {short_number(reward)}" if reward is not None else "no reward"
+    return f"reward {short_number(reward)}" if reward is not None else "no reward", facts
+
+
+def card(row: dict[str, Any], with_prompt: bool = True, classes: str = "") -> str:
+    """An answer with its reward and what it is made of."""
+    shown, facts = figures(row)
     prompt, response = (shortened(plain(row.get(name, ""))) for name in ("prompt", "response"))
     answer = conversation(row) if has_turns(row) else f"<pre>{shown_text(response)}</pre>"
     asked = f"<pre class=prompt>{escape(prompt)}</pre>" if with_prompt else ""
