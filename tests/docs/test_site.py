@@ -43,7 +43,7 @@ class Elements(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    words = ["build", "--strict", "--quiet", "--config-file", str(PROJECT / "mkdocs.yml"), "--site-dir", str(folder)]
+    words = ["build", "--strict", "--config-file", str(PROJECT / "mkdocs.yml"), "--site-dir", str(folder)]
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", *words], cwd=PROJECT, capture_output=True, text=True, timeout=300
     )
