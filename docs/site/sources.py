@@ -9,7 +9,7 @@ import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -109,6 +109,22 @@ def outside_pages() -> dict[str, str]:
                 links = re.findall(r"\]\((.*?)\)", pages[page_of(path)])
                 waiting += [f"{path}/{link.removesuffix('/index.md').removesuffix('.md')}" for link in links]
     return pages
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """A page for which mkdocs.yml has no place stands at the end, under More, instead of nowhere."""
+    placed = set(_places(config.nav))
+    more = [path.name for path in sorted((REPOSITORY / "docs").glob("*.md")) if path.name not in placed]
+    config.nav += [{"More": more}] if more else []
+    return config
+
+
+def _places(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for member in nav.values() if isinstance(nav, dict) else nav:
+            yield from _places(member)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -47,9 +47,7 @@ def site(tmp_path_factory) -> Path:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", *words], cwd=PROJECT, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, (
-        f"mkdocs build --strict (a new page belongs into nav of mkdocs.yml):\n{done.stdout}{done.stderr}"
-    )
+    assert done.returncode == 0, f"mkdocs build --strict:\n{done.stdout}{done.stderr}"
     return folder
 
 
@@ -99,6 +97,12 @@ def test_links_out_of_the_folder_become_links_inside_the_site():
     assert moved("[a](../README.md) [b](rl.md#the-loop)", "docs/dpo.md") == "[a](index.md) [b](rl.md#the-loop)"
     assert moved("[a](docs/rl.md#the-loop)", "README.md") == "[a](rl.md#the-loop)"
     assert moved("[a](docs/rl.md) [b](CHANGELOG.md)", "CONTRIBUTING.md") == "[a](../rl.md) [b](CHANGELOG.md)"
+
+
+def test_a_page_without_a_place_stands_at_the_end():
+    config = SimpleNamespace(nav=[{"All": ["index.md", {"Learning": ["sft.md"]}]}])
+    (more,) = SOURCES.on_config(config).nav[1:]
+    assert "rl.md" in more["More"] and "sft.md" not in more["More"]
 
 
 def test_links_that_lead_nowhere_or_elsewhere_and_code_stay_as_they_are():
