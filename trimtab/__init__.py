@@ -6,6 +6,23 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from trimtab.api.generation import generate as generate
+    from trimtab.api.listing import options as options
+    from trimtab.api.rl import dapo as dapo
+    from trimtab.api.rl import grpo as grpo
+    from trimtab.api.rl import ppo as ppo
+    from trimtab.api.rl import reinforce as reinforce
+    from trimtab.api.rl import rl as rl
+    from trimtab.api.rl import rloo as rloo
+    from trimtab.api.rl import tail as tail
+    from trimtab.api.run import Run as Run
+    from trimtab.api.run import open as open
+    from trimtab.api.supervised import dpo as dpo
+    from trimtab.api.supervised import kd as kd
+    from trimtab.api.supervised import kto as kto
+    from trimtab.api.supervised import prm as prm
+    from trimtab.api.supervised import rm as rm
+    from trimtab.api.supervised import sft as sft
     from trimtab.errors import Error as Error
     from trimtab.errors import Interrupted as Interrupted
     from trimtab.errors import RunFailed as RunFailed
@@ -13,11 +30,38 @@ if TYPE_CHECKING:
 
 # Where each name is defined. It is imported when it is first asked for: `import trimtab` loads no torch.
 _PLACES = {
+    **dict.fromkeys(("dapo", "grpo", "ppo", "reinforce", "rl", "rloo", "tail"), "trimtab.api.rl"),
+    **dict.fromkeys(("dpo", "kd", "kto", "prm", "rm", "sft"), "trimtab.api.supervised"),
+    "generate": "trimtab.api.generation",
+    "options": "trimtab.api.listing",
+    **dict.fromkeys(("Run", "open"), "trimtab.api.run"),
     **dict.fromkeys(("Error", "Interrupted", "RunFailed", "UserError"), "trimtab.errors"),
 }
 
 # Written out, so that type checkers can read it. A star must not put another `open` over Python's.
-__all__ = ["Error", "Interrupted", "RunFailed", "UserError", "__version__"]
+__all__ = [
+    "Error",
+    "Interrupted",
+    "Run",
+    "RunFailed",
+    "UserError",
+    "__version__",
+    "dapo",
+    "dpo",
+    "generate",
+    "grpo",
+    "kd",
+    "kto",
+    "options",
+    "ppo",
+    "prm",
+    "reinforce",
+    "rl",
+    "rloo",
+    "rm",
+    "sft",
+    "tail",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -25,5 +25,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    config.nav.append({"Python": ["reference.md"]})
+    config.nav.append({"Python": ["python.md", "reference.md"]})
     return config

@@ -1,12 +1,13 @@
 import os
 import shlex
 import threading
+from pathlib import Path
 
 import pytest
 
 from trimtab.config.dump import to_yaml
 from trimtab.config.jobs import JOBS, SFTOptions, TailOptions
-from trimtab.config.parse import parse
+from trimtab.config.parse import parse, parse_values
 from trimtab.errors import UserError
 
 
@@ -256,3 +257,30 @@ def test_a_config_may_come_through_a_pipe(tmp_path):
     writer.start()
     options = parse(JOBS["sft"], ["--config", str(path)])
     assert options.given == {"config", "pretrain", "dataset", "seed"}, "what is at its default is nobody's wish"
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"max_len": 9}, ["--max_len", "9"]),
+        ({"learning_rate": "5e-6", "bf16": True}, ["--learning_rate", "5e-6", "--bf16"]),
+        ({"adam_betas": (0.9, 0.99)}, ["--adam_betas", "0.9", "0.99"]),
+        ({"save_path": Path("out")}, ["--save_path", "out"]),
+        ({"per_device_train_batch_size": 2}, ["--per_device_train_batch_size", "2"]),
+        ({"input_template": None}, ["--input_template", "None"]),
+    ],
+)
+def test_values_in_python_mean_what_the_words_of_a_command_mean(values, words):
+    by_values, by_words = parse_values(SFTOptions, values), parse(SFTOptions, words)
+    assert by_values == by_words and by_values.given == by_words.given
+
+
+@pytest.mark.parametrize("values", [{"learning_rat": 1}, {"max_len": "x"}, {"bf16": "perhaps"}, {"adam_betas": (0.9,)}])
+def test_a_wrong_value_in_python_names_the_option(values):
+    with pytest.raises(UserError, match=f"--{next(iter(values))}"):
+        parse_values(SFTOptions, values)
+
+
+def test_an_option_under_two_names_is_set_twice():
+    with pytest.raises(UserError, match="--micro_train_batch_size is set twice, once as per_device_train_batch_size"):
+        parse_values(SFTOptions, {"micro_train_batch_size": 2, "per_device_train_batch_size": 2})

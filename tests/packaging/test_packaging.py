@@ -24,6 +24,7 @@ CALLED = {
     "tokenizers": "transformers",
     "huggingface_hub": "transformers",
     "jinja2": "transformers",
+    "dill": "datasets",
     "pandas": "datasets",
     "pyarrow": "datasets",
     "regex": "transformers",
@@ -31,6 +32,7 @@ CALLED = {
 }
 OF_DEVELOPERS = {"docs", "test"}  # what the source does not import
 ASKED_FOR_BY_NAME = {"modelscope", "flash_attn"}  # an option names them, and an error says how to install them
+THERE_ALREADY = {"IPython"}  # in a notebook, and asked for nowhere else
 
 
 def package(requirement: str) -> str:
@@ -43,7 +45,7 @@ DECLARED = ASKED_FOR - {"trimtab"}  # an extra may ask for another
 
 def test_every_package_that_is_imported_is_a_dependency_or_an_extra():
     used = {name.split(".")[0]: path for path in FILES for name, _ in imports(path)}
-    outside = used.keys() - sys.stdlib_module_names - {"trimtab"} - ASKED_FOR_BY_NAME
+    outside = used.keys() - sys.stdlib_module_names - {"trimtab"} - ASKED_FOR_BY_NAME - THERE_ALREADY
     missing = {name: used[name] for name in outside if CALLED.get(name, name).lower() not in DECLARED}
     assert not missing
 

@@ -1,9 +1,11 @@
-"""Command line and YAML file to a job's options. Imports nothing heavy: an error must come before torch does."""
+"""Command line, YAML file or values in Python to a job's options. Imports nothing heavy: an error must come before
+torch does."""
 
 import argparse
 import dataclasses
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +35,16 @@ def parse(job_class: type[Job], argv: Sequence[str]) -> Job:
     if "-h" in argv or "--help" in argv:
         print(help_text(job_class, everything="all" in argv), end="")
         raise SystemExit(0)
-    on_the_line = _from_command_line(job_class, argv)
+    return _with_file(job_class, _from_command_line(job_class, argv), map(_name, argv))
+
+
+def parse_values(job_class: type[Job], values: Mapping[str, Any]) -> Job:
+    """The same from values by the options' names, as a caller in Python has them."""
+    return _with_file(job_class, _from_values(job_class, values), values)
+
+
+def _with_file(job_class: type[Job], on_the_line: dict[str, Any], words: Iterable[str]) -> Job:
+    """`words`: the names under which options were set."""
     path = on_the_line.get("config")
     text = _text(path) if path else ""  # once: it may be a pipe
     entries = _entries(path, text) if path else []
@@ -53,7 +64,7 @@ def parse(job_class: type[Job], argv: Sequence[str]) -> Job:
             given -= {"ckpt_path"} - on_the_line.keys()
             chosen["ckpt_path"] = on_the_line.get("ckpt_path")
     # Which word was used matters where two mean the same option but not the same step (see BatchOptions).
-    given |= {name for name in map(_name, argv) if name in PER_DEVICE}
+    given |= {name for name in words if name in PER_DEVICE}
     return job_class(**chosen, given=frozenset(given))
 
 
@@ -185,6 +196,30 @@ def _from_file(job_class: type[CallOptions], path: str, entries: Sequence[Entry]
         except ValueError as error:
             raise UserError(f"{where}: {key} {error}") from None
     return chosen
+
+
+def _from_values(job_class: type[CallOptions], values: Mapping[str, Any]) -> dict[str, Any]:
+    chosen: dict[str, Any] = {}
+    for name, value in values.items():
+        option = find(job_class, name)
+        if option is None:
+            raise UserError(_unknown(job_class, f"--{name}", name, "--"))
+        if option.name in chosen:
+            raise UserError(f"--{option.name} is set twice, once as {name}")
+        try:
+            chosen[option.name] = from_yaml(option, _as_in_yaml(value))
+        except ValueError as error:
+            raise UserError(f"--{name}: {error}") from None
+    return chosen
+
+
+def _as_in_yaml(value: Any) -> Any:
+    """Paths are text, all sequences are lists, and a library's numbers are Python's."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, tuple | range | set | frozenset):
+        return [*map(_as_in_yaml, value)]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _text(path: str) -> str:

@@ -8,6 +8,9 @@ from trimtab.config.option import Options, option
 from trimtab.config.sources import listed, place_exists
 from trimtab.errors import UserError
 
+GIVEN = "given:"
+"""Before the name of a function that the process was given in Python: it has no file."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherRewardOptions(Options):
@@ -53,6 +56,8 @@ class RewardSourceOptions(JudgeOptions):
             place_exists(model, "--reward_pretrain")
         functions = listed(self.reward_func)
         for place in functions:
+            if place.startswith(GIVEN):
+                continue
             check_function(place, "--reward_func", "is not")
         files = [place for place in places if _is_file_of_a_reward(place)]
         count = len(models) + len(functions) + len(files) + (len(files) < len(places))  # all servers are one reward

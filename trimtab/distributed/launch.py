@@ -11,8 +11,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from trimtab.distributed.watch import LINE
@@ -25,13 +26,24 @@ FIRST_SIGN = 300.0  # seconds more until the first sign of life, while everythin
 SHOWN_LINES = 30
 
 
-def launch(module: str, argv: Sequence[str], processes: int, hang_timeout: float = HANG_TIMEOUT) -> int:
-    """Run `python -m module argv` as that many processes; the exit code of the first to fail, or 0."""
+Hear = Callable[[str, bool], None]
+"""Gets each line of the first process, and whether it was said on standard error."""
+
+
+def launch(
+    module: str,
+    argv: Sequence[str],
+    processes: int,
+    hang_timeout: float = HANG_TIMEOUT,
+    hear: Hear | None = None,
+) -> int:
+    """Run `python -m module argv` as that many processes; the exit code of the first to fail, or 0. `hear`: who gets
+    what the first process says, in place of the terminal."""
     ranks: list[_Rank] = []
     with _meeting_place() as place, _passing_on(ranks) as asked:
         try:
             for rank in range(processes):
-                ranks.append(_Rank(module, argv, rank, processes, place))
+                ranks.append(_Rank(module, argv, rank, processes, place, hear))
             place.close()
             if asked:  # while they were being started
                 _signal_all(ranks, signal.SIGTERM)
@@ -44,8 +56,16 @@ def launch(module: str, argv: Sequence[str], processes: int, hang_timeout: float
 class _Rank:
     """One of the processes, and the line to it: it sends its signs of life, and notices when the launcher is gone."""
 
-    def __init__(self, module: str, argv: Sequence[str], rank: int, processes: int, place: socket.socket):
-        self.rank = rank
+    def __init__(
+        self,
+        module: str,
+        argv: Sequence[str],
+        rank: int,
+        processes: int,
+        place: socket.socket,
+        hear: Hear | None = None,
+    ):
+        self.rank, self._hear = rank, hear
         self.errors: TextIO | None = tempfile.TemporaryFile("w+") if rank else None  # noqa: SIM115 (lives as long)
         self.line, theirs = socket.socketpair()
         self.line.setblocking(False)
@@ -64,9 +84,28 @@ class _Rank:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
         quiet: dict[str, Any] = {} if self.errors is None else {"stdout": subprocess.DEVNULL, "stderr": self.errors}
         handed_over = (theirs.fileno(), *([] if rank else [place.fileno()]))
+        if hear is not None and not rank:
+            quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = [sys.executable, "-m", module, *argv]
         self.process = subprocess.Popen(command, env=environment, pass_fds=handed_over, **quiet)
         theirs.close()
+        self._listeners = [
+            threading.Thread(target=self._pass_on, args=(stream, stream is self.process.stderr), daemon=True)
+            for stream in (self.process.stdout, self.process.stderr)
+            if stream is not None
+        ]
+        for listener in self._listeners:
+            listener.start()
+
+    def _pass_on(self, stream: TextIO, error: bool) -> None:
+        assert self._hear is not None
+        for line in stream:
+            self._hear(line.rstrip("\n"), error)
+
+    def heard_out(self) -> None:
+        """Wait until all that it has said is heard, once it has ended."""
+        for listener in self._listeners:
+            listener.join(PATIENCE)
 
     def silence(self) -> float:
         """Seconds since its last sign of life."""
@@ -76,11 +115,17 @@ class _Rank:
         return time.monotonic() - self.seen
 
     def show(self, why: str) -> None:
-        print(f"process {self.rank} {why}", file=sys.stderr, flush=True)
+        self._say(f"process {self.rank} {why}")
         if self.errors is not None:
             self.errors.seek(0)
             for line in self.errors.read().splitlines()[-SHOWN_LINES:]:
-                print(f"  {line}", file=sys.stderr)
+                self._say(f"  {line}")
+
+    def _say(self, line: str) -> None:
+        if self._hear is not None:
+            self._hear(line, True)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -97,7 +142,9 @@ def _passing_on(ranks: list[_Rank]) -> Iterator[list[int]]:
         again = number == signal.SIGINT and len(asked) > 1
         _signal_all(ranks, signal.SIGINT if again else signal.SIGTERM)
 
-    before = {number: signal.signal(number, pass_on) for number in handled_signals()}
+    # Only a main thread may; where another one launches, somebody else stops it.
+    handled = handled_signals() if threading.current_thread() is threading.main_thread() else []
+    before = {number: signal.signal(number, pass_on) for number in handled}
     try:
         yield asked
     finally:
@@ -167,6 +214,7 @@ def _end(ranks: list[_Rank]) -> None:
         except subprocess.TimeoutExpired:
             rank.process.kill()
             rank.process.wait()
+        rank.heard_out()
 
 
 def _meeting_place() -> socket.socket:

@@ -56,6 +56,11 @@ def _skipped(run: Run) -> Iterator[str]:
         )
 
 
+def alarms(run: Run) -> list[str]:
+    """What the run itself told while it worked."""
+    return list(_alarms(run))
+
+
 def _alarms(run: Run) -> Iterator[str]:
     """Each kind of alarm once, with the steps at which it held."""
     steps: dict[str, list[int]] = {}

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.config.agents import EnvironmentOptions
 from trimtab.config.jobs import GenerateOptions
+from trimtab.config.rewards import GIVEN
 from trimtab.config.rl_jobs import RLOptions, TailOptions
 from trimtab.config.serving import StepScoreOptions
 from trimtab.config.sources import listed
@@ -20,6 +21,7 @@ from trimtab.rewards.classifiers import load_judge
 from trimtab.rewards.client import HttpReward
 from trimtab.rewards.environment import EnvironmentReward
 from trimtab.rewards.functions import CALLS_AT_ONCE, FunctionReward
+from trimtab.rewards.given import GivenReward
 from trimtab.rewards.model import ModelReward
 from trimtab.rewards.process import ProcessReward
 from trimtab.rewards.types import Reward
@@ -63,7 +65,10 @@ def other_rewards(options: RLOptions | GenerateOptions, stopped: Callable[[], bo
     limits: dict[str, Any] = {} if options.reward_timeout is None else {"seconds": options.reward_timeout}
     limits |= {"calls_at_once": CALLS_AT_ONCE} if by_groups else {}
     places = [*listed(options.reward_func), *files]
-    rewards: list[Reward] = [FunctionReward(place, waiting=waiting, **limits) for place in places]
+    rewards: list[Reward] = [
+        GivenReward(place) if place.startswith(GIVEN) else FunctionReward(place, waiting=waiting, **limits)
+        for place in places
+    ]
     if addresses:
         limits = {} if options.reward_timeout is None else {"timeout": options.reward_timeout}
         limits |= {"concurrency": CALLS_AT_ONCE * len(addresses)} if by_groups else {}
@@ -97,6 +102,8 @@ def contents(reward: Weighted) -> list[str | None]:
 def _contents(reward: Reward) -> str | None:
     if isinstance(reward, ModelReward):
         return weights_fingerprint(reward.model)
+    if isinstance(reward, GivenReward):
+        return None if (text := reward.source()) is None else hashlib.blake2b(text, digest_size=16).hexdigest()
     if isinstance(reward, FunctionReward):
         return hashlib.blake2b(reward.file.read_bytes(), digest_size=16).hexdigest()
     return None

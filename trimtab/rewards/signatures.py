@@ -20,7 +20,10 @@ from trimtab.rewards.types import RewardRequest
 PREFERRED = ("reward_func", "compute_score")
 MARKS = {"OpenRLHF": {"queries"}, "TRL": {"completions"}, "verl": {"solution_str"}}
 """The parameters by which a signature is told from the others."""
-
+EXPECTED = (
+    "(queries, prompts, labels), (prompts, completions, **columns) or "
+    "(data_source, solution_str, ground_truth, extra_info)"
+)
 
 NO_COLUMNS = {"prompt", "completion"}  # TRL gives these as prompts and completions alone
 
@@ -106,7 +109,7 @@ def find_signature(module: ModuleType, name: str | None = None) -> Signature:
             raise NotFound(f"there is no function {name} in it")
         found = recognise(getattr(module, name))
         if found is None:
-            raise NotFound(f"the parameters of {name} are none of {_expected()}")
+            raise NotFound(f"the parameters of {name} are none of {EXPECTED}")
         return found
     known = {
         name: signature
@@ -120,7 +123,7 @@ def find_signature(module: ModuleType, name: str | None = None) -> Signature:
     if len(own) > 1:
         raise NotFound(f"{', '.join(own)} could all be meant: name one after a colon, as in FILE.py:{next(iter(own))}")
     if not own:
-        raise NotFound(f"there is no function in it whose parameters are {_expected()}")
+        raise NotFound(f"there is no function in it whose parameters are {EXPECTED}")
     return next(iter(own.values()))
 
 
@@ -134,10 +137,3 @@ def recognise(function: Callable[..., Any]) -> Signature | None:
         if marks <= parameters.keys():
             return Signature(project, function, None if takes_any else frozenset(parameters))
     return None
-
-
-def _expected() -> str:
-    return (
-        "(queries, prompts, labels), (prompts, completions, **columns) or "
-        "(data_source, solution_str, ground_truth, extra_info)"
-    )

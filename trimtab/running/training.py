@@ -13,21 +13,21 @@ from types import ModuleType
 
 from trimtab.config.groups import CheckpointOptions
 from trimtab.config.jobs import TrainedOptions
-from trimtab.distributed.launch import launch
+from trimtab.distributed.launch import Hear, launch
 from trimtab.distributed.watch import watch
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.running.leaving import show_what_is_left
 from trimtab.running.preparing import launches_others, on_a_cluster
 
 
-def start_training(options: TrainedOptions, module: str, words: Sequence[str]) -> int:
+def start_training(options: TrainedOptions, module: str, words: Sequence[str], hear: Hear | None = None) -> int:
     """Train, in this process or in several, and return the exit code. `module` and `words`: the command that each of
-    several processes is started with."""
+    several processes is started with; `hear`: who gets what they say, if not the terminal."""
     if on_a_cluster(options):
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError("--ray starts the processes of a run by itself: leave the launcher out, or --ray")
     elif launches_others(options):
-        return launch(module, words, options.nproc, options.hang_timeout)
+        return launch(module, words, options.nproc, options.hang_timeout, hear)
     watch(options.hang_timeout)
     _train(options)
     return 0

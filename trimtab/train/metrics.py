@@ -35,12 +35,14 @@ class MetricsFile:
             self.last = max((row[key] for row in _keep_until(path, resume_from, key)), default=-1)
         self._file = path.open("a")
 
-    def write(self, row: dict) -> None:
+    def write(self, row: dict) -> dict:
+        """The row as it stands in the file."""
         # A number that is not finite has no spelling in JSON.
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         self.last = row[self._key]
+        return row
 
     def close(self) -> None:
         # Rows are flushed one by one: what fails now is a row whose failure was told, and must not hide it.

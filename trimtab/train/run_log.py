@@ -9,6 +9,7 @@ from trimtab.config.groups import LoggingOptions
 from trimtab.files import writing
 from trimtab.progress import RunProgress
 from trimtab.train.alarms import Watch
+from trimtab.train.listening import tell
 from trimtab.train.metrics import MetricsFile, open_logs, read_rows
 from trimtab.train.space import SpaceWatch
 
@@ -49,7 +50,7 @@ class RunLog:
         if alarms := [*row.get("alarms", []), *self._watch.see(row)]:
             row["alarms"] = alarms
         with writing(self._cannot_write):
-            self._metrics.write(row)
+            written = self._metrics.write(row)
         if self._is_told(row):
             for log in self._logs:
                 log.write(row)
@@ -59,6 +60,7 @@ class RunLog:
                 self._told.add(kind)
                 self._progress.say(f"step {row['step']}: {alarm}")
         self._tell_of_space()
+        tell(written)
 
     def _is_told(self, row: dict) -> bool:
         return row["step"] % self.every == 0 or row["step"] == self.total

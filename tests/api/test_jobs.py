@@ -1,0 +1,141 @@
+"""A function is its command: the same weights, the same words, with objects in the place of files."""
+
+import inspect
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import trimtab
+from tests.api.digits import early_digits
+from tests.api.small import RL, SFT, same_weights, words_of
+from trimtab.cli.main import VERBS
+from trimtab.cli.main import main as command
+from trimtab.config.jobs import TRAINED
+
+
+def rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_sft_by_command_and_by_function_gives_the_same_weights(task):
+    model = AutoModelForCausalLM.from_pretrained(task / "model")
+    seen = []
+    run = trimtab.sft(
+        model,
+        rows(task / "rows.jsonl"),
+        tokenizer=AutoTokenizer.from_pretrained(task / "model"),
+        on_iteration=seen.append,
+        **SFT,
+    )
+    places = ["--pretrain", f"{task}/model", "--dataset", f"{task}/rows.jsonl", "--save_path", "by_command"]
+    assert command(["sft", *places, *words_of(SFT)]) == 0
+    assert same_weights(run.path, Path("by_command"))
+    assert not same_weights(run.path, task / "model")
+    assert run.path == Path("runs/sft-1").resolve() and run.finished
+    assert seen == run.metrics and [row["step"] for row in seen] == [1, 2]
+
+
+def test_grpo_by_command_and_by_function_gives_the_same_weights(task):
+    run = trimtab.grpo(task / "model", rows(task / "prompts.jsonl"), early_digits, save_path="by_function", **RL)
+    places = ["--pretrain", f"{task}/model", "--prompt_data", f"{task}/prompts.jsonl", "--save_path", "by_command"]
+    function = f"{inspect.getsourcefile(early_digits)}:early_digits"
+    assert command(["grpo", *places, "--reward_func", function, *words_of(RL)]) == 0
+    assert same_weights(run.path, Path("by_command"))
+    assert not same_weights(run.path, task / "model")
+    assert {row["prompt"] for row in run.rollouts()} and run.options.reward_func == "given:early_digits"
+
+
+def test_a_call_from_another_thread_trains(task):
+    runs = []
+    thread = threading.Thread(target=lambda: runs.append(trimtab.sft(task / "model", task / "rows.jsonl", **SFT)))
+    thread.start()
+    thread.join()
+    assert runs[0].finished
+
+
+@pytest.mark.parametrize("verb", TRAINED)
+def test_every_training_job_has_its_function_with_help(verb):
+    function = getattr(trimtab, verb)
+    assert verb in VERBS and f"trimtab.options({verb!r})" in function.__doc__
+    assert {"model", "tokenizer", "save_path", "resume", "on_iteration"} <= inspect.signature(
+        function
+    ).parameters.keys()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"learning_rat": 1},
+        {"max_len": "x"},
+        {"max_len": [1]},
+        {"max_epochs": 0},
+        {"train_batch_size": 6, "micro_train_batch_size": 4},
+        {"pretrain": "no/such/folder/at/all"},
+    ],
+)
+def test_a_mistake_has_the_words_of_the_command(wrong, task, capsys):
+    given = {"pretrain": f"{task}/model", **SFT, **wrong}
+    with pytest.raises(trimtab.UserError) as raised:
+        trimtab.sft(given.pop("pretrain"), rows(task / "rows.jsonl"), **given)
+    assert command(["sft", "--pretrain", wrong.get("pretrain", f"{task}/model"), "--dataset", f"{task}/rows.jsonl",
+                    *words_of(SFT), *words_of(wrong)]) == 2  # fmt: skip
+    assert capsys.readouterr().err.endswith(f"trimtab sft: error: {raised.value}\n".replace("[1]", "'[1]'"))
+    assert not Path("runs").exists()
+
+
+def test_a_model_that_is_not_causal_is_refused_in_the_words_of_the_command(task, capsys):
+    from transformers import BertConfig, BertModel
+
+    words = AutoTokenizer.from_pretrained(task / "model")
+    config = BertConfig(vocab_size=len(words), hidden_size=8, num_hidden_layers=1, num_attention_heads=1,
+                        intermediate_size=8)  # fmt: skip
+    BertModel(config).save_pretrained("bert")
+    words.save_pretrained("bert")
+    with pytest.raises(trimtab.Error) as raised:
+        trimtab.sft("bert", task / "rows.jsonl", **SFT)
+    assert command(["sft", "--pretrain", "bert", "--dataset", f"{task}/rows.jsonl", *words_of(SFT)]) == 2
+    assert capsys.readouterr().err.endswith(f"trimtab sft: error: {raised.value}\n")
+    assert not Path("runs").exists()
+
+
+def broken(prompts, completions, **columns):
+    return [1 / 0]
+
+
+def test_a_reward_that_raises_is_told_with_its_line_and_brings_its_own_exception(task):
+    with pytest.raises(trimtab.RunFailed) as raised:
+        trimtab.grpo(task / "model", task / "prompts.jsonl", broken, save_path="out", **RL)
+    line = inspect.getsourcelines(broken)[1] + 1
+    told = str(raised.value)
+    assert f"{__file__}: broken failed on row 0 (prompt " in told and f"division by zero (line {line})" in told
+    assert "trimtab.open('out').resume() goes on" in told and "--load_checkpoint" not in told
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert "argparse" not in "".join(entry.path.name for entry in raised.traceback)
+
+
+def test_what_is_refused_late_leaves_nothing_and_an_earlier_run_where_it_was(task):
+    Path("out").mkdir()
+    (Path("out") / "manifest.json").write_text("{}")
+    (Path("out") / "config.json").write_text("{}")  # a finished run
+    with pytest.raises(trimtab.UserError, match="compares the answers to one prompt"):
+        trimtab.grpo(task / "model", ["sort 1>"], early_digits, save_path="out", **{**RL, "n_samples_per_prompt": 1})
+    assert sorted(path.name for path in Path("out").iterdir()) == ["config.json", "manifest.json"]
+    assert not list(Path().glob("out.old*"))
+
+
+def test_a_function_is_not_sent_to_other_processes_and_the_way_out_is_told(task):
+    for how in ({"nproc": 2}, {"ray": True}):
+        with pytest.raises(trimtab.UserError, match=r"write it to a file and give FILE.py:early_digits") as raised:
+            trimtab.grpo(task / "model", task / "prompts.jsonl", early_digits, **RL, **how)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(trimtab.UserError, match="on_iteration would be called in another process"):
+        trimtab.sft(task / "model", task / "rows.jsonl", nproc=2, on_iteration=print, **SFT)
+
+
+def test_a_dry_run_tells_what_would_happen_and_leaves_no_folder(task, capsys):
+    trimtab.sft(task / "model", rows(task / "rows.jsonl"), dry_run=True, **SFT)
+    assert "8 rows give 2 steps" in capsys.readouterr().out
+    assert not Path("runs").exists()

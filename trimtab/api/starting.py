@@ -1,0 +1,207 @@
+"""A call from Python as a run: what was given becomes options, which are checked and started as a command's are."""
+
+import dataclasses
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trimtab.api.arguments import Arguments
+from trimtab.api.given import FOLDER, Given
+from trimtab.config.dump import redact
+from trimtab.config.groups import CallOptions
+from trimtab.config.jobs import TRAINED, TrainedOptions
+from trimtab.config.parse import parse_values
+from trimtab.errors import Error, Interrupted, RunFailed, UserError
+from trimtab.files import LOCK, locked, new_temporary_folder, remove
+from trimtab.running.faults import in_our_words
+from trimtab.running.preparing import launches_others, on_a_cluster, prepared, trusting_code
+
+RUNS = Path("runs")
+HEARD_LINES = 40
+LOAD = "--load_checkpoint"
+Listener = Callable[[dict[str, Any]], object]
+Job = TypeVar("Job", bound=CallOptions)
+
+
+def train(verb: str, arguments: Arguments, *, on_iteration: Listener | None = None) -> Path:
+    """Run the job, and return its folder."""
+    from trimtab.rewards.given import giving
+    from trimtab.train.listening import heard_by
+
+    parse_values(TRAINED[verb], arguments.values)  # before a folder is made for it
+    with run_folder(verb, arguments.values) as values:
+        options: TrainedOptions = prepared(parse_values(TRAINED[verb], values))
+        check_can_be_asked(options, arguments)
+        if launches_others(options) and on_iteration is not None:
+            raise UserError(
+                f"--nproc {options.nproc}: on_iteration would be called in another process; leave it out, and read "
+                "metrics.jsonl"
+            )
+        with trusting_code(options), giving(arguments.functions), heard_by(on_iteration):
+            if options.dry_run:
+                _rehearse(options, arguments.given)
+            else:
+                _start(options, values, arguments.given)
+    return Path(options.save_path)
+
+
+def _rehearse(options: TrainedOptions, given: Given) -> None:
+    from trimtab.running.training import rehearse_training
+
+    home = new_temporary_folder("trimtab-dry-run")
+    try:
+        for line in rehearse_training(with_paths(options, given.move_in(str(home)))):
+            print(redact(line, options))
+    finally:
+        remove(home)
+
+
+def _start(options: TrainedOptions, values: Mapping[str, Any], given: Given) -> None:
+    from trimtab.running.training import start_training
+    from trimtab.train.earlier_runs import make_way
+
+    if given:
+        make_way(options, print)  # which the run itself does later, with what is in the folder by then
+        with locked("save_path", Path(options.save_path)):
+            settled = given.move_in(options.save_path)
+    else:
+        settled = given.move_in(options.save_path)
+    words, hearing = in_words(values, settled), Hearing(options.verb)
+    try:
+        hearing.check(start_training(with_paths(options, settled), f"trimtab.cli.train_{options.verb}", words, hearing))
+    except (Interrupted, RunFailed) as ended:
+        go_on = f"trimtab.open({options.save_path!r}).resume() goes on"
+        ended.args = (str(ended).replace(f"add {LOAD} to go on", go_on),)
+        raise
+
+
+@contextmanager
+def run_folder(verb: str, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The options with a folder, one of their own where none is named. Where no run began in it, nothing stays of what
+    was put there."""
+    if values.get("save_path") is not None:
+        folder, made = Path(os.fspath(values["save_path"])), False
+    elif values.get("config") is not None:
+        yield values
+        return
+    elif values.get("load_checkpoint"):
+        raise UserError("resume: say which run goes on, with save_path")
+    else:
+        folder, made = _new_folder(verb), True
+    existed = folder.exists() and not made
+    try:
+        yield {**values, "save_path": str(folder)}
+    finally:
+        if folder.is_dir() and not (folder / "manifest.json").exists():
+            remove(folder / FOLDER)
+            if not existed:
+                remove(folder / LOCK)
+                for place in (folder, RUNS) if made else (folder,):
+                    with suppress(OSError):  # it is not empty
+                        place.rmdir()
+
+
+def _new_folder(verb: str) -> Path:
+    for number in itertools.count(1):
+        folder = RUNS / f"{verb}-{number}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise UserError(f"save_path: cannot make {folder} here ({error.strerror}); name a folder") from error
+    raise AssertionError
+
+
+class in_one_class:
+    """Inside, a fault of the installation is told in our words. Whatever ends a call on purpose leaves without a trace
+    of where we noticed it, and with what a function of the caller's raised, if that was the cause."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if not isinstance(error, Exception):
+            return
+        told = in_our_words(error)
+        if isinstance(told, Error):
+            raise told.with_traceback(None) from _raised_by_the_caller(told)
+
+
+def _raised_by_the_caller(error: BaseException) -> BaseException | None:
+    from trimtab.rewards.workers import Fault
+
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, Fault):
+        found = found.__cause__
+    return None if found is None else found.__cause__
+
+
+def check_can_be_asked(options: CallOptions, arguments: Arguments) -> None:
+    """What lives in this process can be asked by this process alone."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and arguments.given:
+        raise UserError("under a launcher every process would write what was given: give files and folders instead")
+    if not arguments.functions or not (on_a_cluster(options) or launches_others(options)):
+        return
+    name = next(iter(arguments.functions))
+    how = "--ray" if on_a_cluster(options) else f"--nproc {getattr(options, 'nproc', 1)}"
+    raise UserError(
+        f"{how}: the reward {name} is a function of this process, and other processes do not have it: write it to a "
+        f"file and give FILE.py:{name}"
+    )
+
+
+def with_paths(options: Job, settled: Callable[[Any], Any]) -> Job:
+    """The options with the places of what was given."""
+    changes = {
+        known.name: settled(value)
+        for known in dataclasses.fields(options)
+        if isinstance(value := getattr(options, known.name), str)
+    }
+    return dataclasses.replace(options, **changes)
+
+
+def in_words(values: Mapping[str, Any], settled: Callable[[Any], Any]) -> list[str]:
+    """Options as the words of a command."""
+    words: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, list | tuple | range | set | frozenset):
+            words += [f"--{name}", *map(str, value)]
+        else:
+            words.append(f"--{name}={settled(value)}")
+    return words
+
+
+class Hearing:
+    """What the first of several processes says: passed on, and where they fail, raised."""
+
+    def __init__(self, verb: str):
+        self.verb = verb
+        self._lines: list[str] = []
+
+    def __call__(self, line: str, error: bool) -> None:
+        print(line, file=sys.stderr if error else sys.stdout, flush=True)
+        if error:
+            self._lines.append(line)
+            del self._lines[:-HEARD_LINES]
+
+    def check(self, code: int) -> None:
+        """Raise what one process would have raised, if this exit code says that they failed."""
+        if not code:
+            return
+        name = f"trimtab {self.verb}: "
+        kinds: dict[str, type[Error]] = {f"{name}error: ": UserError, f"{name}failed: ": RunFailed}
+        for line in reversed(self._lines):
+            for words, kind in kinds.items():
+                if words in line:
+                    raise kind(line.partition(words)[2])
+        if code > 128:
+            said = next((line for line in reversed(self._lines) if line.startswith(name)), f"{name}stopped")
+            raise Interrupted(code - 128, said.removeprefix(name))
+        last = self._lines[-1] if self._lines else "it said nothing"
+        raise RunFailed(f"a process ended with exit code {code}: {last}")
