@@ -1,12 +1,15 @@
 """The pages for people who come from another tool: our commands on them are understood and pass the checks, and what
 they say of our names and defaults is so."""
 
+import ast
+import inspect
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+import trimtab
 from trimtab.config import words
 from trimtab.config.catalogue import find, options_of
 from trimtab.config.checks import check, settle
@@ -49,6 +52,15 @@ def test_our_commands_are_understood_and_pass_the_checks(page, tmp_path, monkeyp
         refuse_unimplemented(options)
         # That ratios are corrected for is said in a line: it is meant.
         assert [note for note in notes if "--mismatch_correction tis;" not in note] == [], verb
+
+
+def test_the_call_from_python_has_arguments_and_options_that_exist():
+    (block,) = blocks("from_trl", "python")
+    call = ast.parse(block).body[0].value
+    function = getattr(trimtab, call.func.attr)
+    known = {*inspect.signature(function).parameters} - {"options"} | options_of(JOBS[call.func.attr]).keys()
+    given = {word.arg for word in call.keywords}
+    assert given and len(call.args) == 3 and given <= known
 
 
 @pytest.mark.parametrize("page", PAGES)
