@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
 
+AFTER_GUIDES = "---\nsearch:\n  boost: 0.5\n---\n"
+"""An option is on a dozen of these pages: who searches for it finds the page that explains it first."""
+
 
 def page(verb: str) -> str:
     """What there is to say of a command."""
     line = VERBS[verb][1]
-    opening = f"# trimtab {verb}\n\n{line[0].upper()}{line[1:]}.\n\n"
+    opening = f"{AFTER_GUIDES}# trimtab {verb}\n\n{line[0].upper()}{line[1:]}.\n\n"
     return opening + (_of_job(verb) if verb in JOBS else _of_command(verb))
 
 
