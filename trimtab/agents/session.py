@@ -17,6 +17,7 @@ from trimtab.distributed.watch import pulse
 from trimtab.envs.episode import Said
 from trimtab.envs.replies import Broken, Ended, Opened, Reply, Stepped
 from trimtab.envs.types import Message, Step, Task, Turn
+from trimtab.rollout.engine import STEPS_AMONG_OTHERS
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.types import Draft, Finish, Rollout, Sampling
 
@@ -89,6 +90,8 @@ class AgentSession:
         aborted, self._aborted = self._aborted, set()
         self.mishaps.abort(aborted)
         if self.inner.busy and not self._finished:
+            if len(self.plays) > len(self.writing):  # an environment may answer meanwhile
+                steps = min(steps or STEPS_AMONG_OTHERS, STEPS_AMONG_OTHERS)
             for rollout in self.inner.advance(steps):
                 if (play := self.writing.pop(rollout.prompt, None)) is not None:
                     self._wrote(play, rollout)

@@ -7,6 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 from trimtab.envs.types import Task
 from trimtab.rollout.types import Draft, Rollout, Sampling
 
+# Steps at a time where somebody outside may ask for more while they are drawn: nobody waits long for a place, and a
+# place is not empty for long.
+STEPS_AMONG_OTHERS = 8
+
 
 @runtime_checkable
 class Session(Protocol):

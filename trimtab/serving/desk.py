@@ -13,7 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 from trimtab.errors import UserError
-from trimtab.rollout.engine import Engine, Session
+from trimtab.rollout.engine import STEPS_AMONG_OTHERS, Engine, Session
 from trimtab.rollout.types import Draft, Rollout, Sampling
 from trimtab.serving.metrics import Metrics
 
@@ -77,14 +77,14 @@ class Desk:
         return self._closed is not None
 
     def work(self, session: Session, steps: int | None = None) -> None:
-        """Let new requests in, draw for a moment or so many tokens, and hand over what has finished."""
+        """Let new requests in, draw for a moment or at most so many tokens, and hand over what has finished."""
         for ask in self._next():
             self._admit(session, ask)
         gone = [number for number, ask in self._at_work.items() if ask.answer.cancelled()]
         if gone:
             session.abort(gone)
         if session.busy:
-            self.take(session.advance(steps))
+            self.take(session.advance(min(steps or STEPS_AMONG_OTHERS, STEPS_AMONG_OTHERS)))
 
     def take(self, rollouts: list[Rollout]) -> None:
         """Answers to those of a session's requests that are the desk's."""

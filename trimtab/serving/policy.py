@@ -62,6 +62,7 @@ class ServedPolicy:
         """`most_tokens`: of a prompt with its answer."""
         self.name, self.tokenizer, self.house, self.most_tokens = name, tokenizer, house, most_tokens
         self._stages: OrderedDict[str, Stage] = OrderedDict()
+        self._names: dict[int, str] = {}
         # A text with more characters than this has more tokens than there is room for, without a look at it.
         self.most_characters = most_tokens * max(map(len, tokenizer.get_vocab()), default=1)
 
@@ -122,6 +123,12 @@ class ServedPolicy:
     def ended(self, rollout: Rollout) -> bool:
         """Whether its last token is one that ends turns."""
         return bool(rollout.ids) and rollout.ids[-1] in self.house.stops
+
+    def token_name(self, token: int) -> str:
+        """A token alone, as text. Every log-prob that a client asks for has it beside it."""
+        if (name := self._names.get(token)) is None:
+            name = self._names[token] = self.text([token], special=True)
+        return name
 
     def text(self, ids: Sequence[int], *, special: bool = False) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)

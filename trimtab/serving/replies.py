@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,7 @@ class Replies:
         return {"id": name, "object": called, "created": int(time.time()), "model": self.policy.name}
 
     def _name(self, token: int, wanted: Wanted) -> str:
-        return f"token_id:{token}" if wanted.names_as_ids else self.policy.text([token], special=True)
+        return f"token_id:{token}" if wanted.names_as_ids else self.policy.token_name(token)
 
     def _content(self, rollout: Rollout, wanted: Wanted) -> list[dict[str, Any]]:
         """The log-prob of every token, and of the likeliest others where they were asked for."""
@@ -121,15 +122,14 @@ class Replies:
 
     def _columns(self, rollout: Rollout, wanted: Wanted) -> dict[str, Any]:
         names = [self._name(token, wanted) for token in rollout.ids]
-        offsets = [0]
-        for name in names:
-            offsets.append(offsets[-1] + len(name))
-        others = [{one["token"]: one["logprob"] for one in row} for row in self._others(rollout, wanted)]
+        others = None
+        if rollout.alternatives is not None:
+            others = [{one["token"]: one["logprob"] for one in row} for row in self._others(rollout, wanted)]
         return {
             "tokens": names,
             "token_logprobs": _log_probs(rollout),
-            "top_logprobs": others if rollout.alternatives is not None else None,
-            "text_offset": offsets[:-1],
+            "top_logprobs": others,
+            "text_offset": [0, *accumulate(map(len, names[:-1]))] if names else [],
         }
 
     def _stop_reason(self, rollout: Rollout, wanted: Wanted) -> int | str | None:

@@ -1,6 +1,7 @@
 """The parts of a policy server, put together: in a process of its own, or in a thread of one that does other things."""
 
 import socket
+import sys
 import threading
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ from trimtab.serving.records import Records
 from trimtab.web.server import DRAIN_SECONDS, SECONDS_TO_SEND, address, bind, make_server, serve_until_told
 
 INVITED_CONNECTIONS = 2**16  # all episodes of an iteration are under way at once, each with one of its own
+# The engine's thread comes to its next step this soon while replies are written. Python's own 5 ms are several steps.
+SWITCH_SECONDS = 0.0002
 LOGS = ["trimtab.serving.refusals", "trimtab.serving.desk"]
 
 
@@ -46,6 +49,7 @@ class PolicyServer:
         self._server = make_server(app, drain_seconds, logs=LOGS, connections=connections)
         self._driver: Driver | None = None
         self._thread: threading.Thread | None = None
+        sys.setswitchinterval(SWITCH_SECONDS)
 
     def drive(self, engine: Engine) -> None:
         """Have this engine answer, in a thread of its own. Without it, whoever has a session works at the desk."""
