@@ -65,10 +65,11 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 
 def result(out: Path) -> tuple:
-    """Metrics, kept rollouts, weights, and the last checkpoint's tensors."""
+    """Metrics, kept rollouts and their tokens, weights, and the last checkpoint's tensors."""
     last = max((out / "checkpoints").glob("global_step*"), key=lambda p: int(p.name.removeprefix("global_step")))
     tensors = {p.parent.name: load_file(p) for p in sorted(last.glob("*/tensors.safetensors"))}
-    return rows(out), read_rows(out / "rollouts.jsonl"), {"model": weights(out)} | tensors
+    kept = [read_rows(out / f"{name}.jsonl") for name in ("rollouts", "tokens")]
+    return rows(out), kept, {"model": weights(out)} | tensors
 
 
 def assert_identical(first: tuple, second: tuple) -> None:

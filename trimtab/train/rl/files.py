@@ -1,7 +1,7 @@
 """What an RL run leaves on disk: its description, metrics, a few answers of every iteration, checkpoints, models.
 
 save_path/    the policy as a Hugging Face folder, options.yaml, manifest.json, metrics.jsonl, rollouts.jsonl,
-              critic/ with --save_value_network, ledger.jsonl with --async_train
+              tokens.jsonl, critic/ with --save_value_network, ledger.jsonl with --async_train
 ckpt_path/    global_stepN/ with actor/, critic/ or proposal/, experience/ if the run was stopped inside an iteration,
               and ahead/ with the answers of an asynchronous run that are not trained yet
 """
@@ -26,6 +26,7 @@ from trimtab.train.metrics import MetricsFile
 from trimtab.train.rl import samples
 from trimtab.train.rl.episode_figures import turns
 from trimtab.train.rl.experience import FINISHES, Experience, is_earlier
+from trimtab.train.rl.kept_tokens import KeptTokens
 from trimtab.train.rl.spans import TimeLine
 from trimtab.train.run_folder import RunFolder
 from trimtab.train.run_log import RunLog
@@ -57,6 +58,7 @@ class RunFiles:
         )
         self._log: RunLog | None = None
         self._ledger: MetricsFile | None = None
+        self._answers = 0  # the last one of an iteration that was kept
         self.time_line = TimeLine()
 
     # ---- while the run works
@@ -65,6 +67,7 @@ class RunFiles:
         self.run_folder.describe()
         with writing(f"--save_path {self.folder}: cannot write there"):
             self._rollouts = MetricsFile(self.folder / "rollouts.jsonl", resume_from=start if resumed else None)
+            self._tokens = KeptTokens(self.folder, self.tokenizer, resume_from=start if resumed else None)
             if self.options.outlives_updates:
                 self._ledger = MetricsFile(
                     self.folder / "ledger.jsonl", resume_from=start if resumed else None, key="iteration"
@@ -124,9 +127,12 @@ class RunFiles:
             for i in chosen:
                 prompt, response, row = experience.prompt(i), experience.response(i), int(experience.rows_S[i])
                 label = self.stores[store].label(row) if store in self.stores else None
+                self._answers = self._answers + 1 if iteration == self._rollouts.last else 0
+                self._tokens.write(iteration, self._answers, experience, i)
                 self._rollouts.write(
                     {
                         "step": iteration,
+                        "answer": self._answers,
                         "row": row,
                         "prompt": self.tokenizer.decode(prompt)[-SHOWN_CHARACTERS:],
                         "response": self.tokenizer.decode(response)[:SHOWN_CHARACTERS],
@@ -172,6 +178,7 @@ class RunFiles:
         if self._log is not None:
             self._log.close()
             self._rollouts.close()
+            self._tokens.close()
             self.time_line.close()
             if self._ledger is not None:
                 self._ledger.close()
