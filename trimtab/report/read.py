@@ -28,6 +28,8 @@ SAMPLES, REWARDS, ROLLOUTS, TIME_LINE = "samples.json", "rewards.json", "rollout
 RL_JOBS = ("ppo", "grpo", "dapo", "reinforce", "rloo", "rl", "tail")
 
 Point = tuple[int, float]
+LARGEST = 1e200
+"""No metric is that large; JSON allows integers no float can hold, and sums must stay finite."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,8 @@ def spans_of(rows: Iterable[dict[str, Any]]) -> list[Span]:
 
 def finite(value: Any) -> float | None:
     """The value as a float, or None when it is not a finite number."""
+    if type(value) is float:  # of long runs millions are looked at
+        return value if -LARGEST <= value <= LARGEST else None
     number = _number(value, otherwise=math.nan)
     return number if math.isfinite(number) else None
 
@@ -221,8 +225,7 @@ def finite(value: Any) -> float | None:
 def _number(value: Any, otherwise: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return otherwise
-    # No metric is that large; JSON allows integers no float can hold, and sums must stay finite.
-    return math.inf if abs(value) > 1e200 else float(value)
+    return math.inf if abs(value) > LARGEST else float(value)
 
 
 def _read_lines(run: Run, name: str, key: str = "step") -> list[dict[str, Any]]:

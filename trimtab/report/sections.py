@@ -6,7 +6,7 @@ Everything that comes from a file passes through `escape`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -91,10 +91,13 @@ def _accuracy(run: Run) -> list[tuple[str, str, str]]:
 
 
 def warnings(run: Run) -> str:
-    sentences = findings(run)
+    return told(findings(run))
+
+
+def told(sentences: Sequence[str]) -> str:
     if not sentences:
         return "<ul class='findings calm'><li>Nothing unusual was found in this run.</li></ul>"
-    return f"<ul class=findings>{''.join(f'<li>{sentence(told)}</li>' for told in sentences)}</ul>"
+    return f"<ul class=findings>{''.join(f'<li>{sentence(one)}</li>' for one in sentences)}</ul>"
 
 
 def sentence(text: str) -> str:
