@@ -61,6 +61,8 @@ class RunProgress:
             self._cell.update(_html(self._picture()))
 
     def _eta(self) -> str:
+        if self._done <= self._start < self.total:
+            return "–"  # nothing to judge by yet
         per_step = (time.monotonic() - self._began) / max(1, self._done - self._start)
         return time.strftime("%H:%M:%S", time.gmtime(per_step * (self.total - self._done)))
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from trimtab.config.checks import settle
 from trimtab.config.dump import to_yaml
 from trimtab.config.jobs import JOBS, SFTOptions, TailOptions
 from trimtab.config.parse import parse, parse_values
@@ -284,3 +285,12 @@ def test_a_wrong_value_in_python_names_the_option(values):
 def test_an_option_under_two_names_is_set_twice():
     with pytest.raises(UserError, match="--micro_train_batch_size is set twice, once as per_device_train_batch_size"):
         parse_values(SFTOptions, {"micro_train_batch_size": 2, "per_device_train_batch_size": 2})
+
+
+def test_a_runs_own_file_brings_no_wish_for_a_name_that_nobody_gave(tmp_path):
+    named, unnamed = {"wandb_run_name": "mine"}, {}
+    for number, wish in enumerate((named, unnamed)):
+        settled, _ = settle(parse_values(SFTOptions, {"pretrain": "owner/model", "dataset": "owner/data", **wish}))
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(to_yaml(settled))
+        assert ("wandb_run_name" in parse_values(SFTOptions, {"config": file}).given) is bool(wish)

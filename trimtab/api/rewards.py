@@ -28,7 +28,7 @@ def reward_options(
     functions: dict[str, Callable[..., Any]] = {}
     places: dict[str, list[tuple[str, float | None]]] = {name: [] for name in OPTIONS}
     for one, weight in zip(rewards, weights):
-        option, text = _option(one, functions, given)
+        option, text = _option(one, functions, given, f"reward_pretrain{len(places['reward_pretrain']) or ''}")
         if option == "reward_verifier" and weight is not None:
             text, weight = f"{text.rpartition(':')[0] or text}:{weight:g}", None
         places[option].append((text, weight))
@@ -38,9 +38,10 @@ def reward_options(
     return chosen, functions
 
 
-def _option(reward: Any, functions: dict[str, Callable[..., Any]], given: Given) -> tuple[str, str]:
+def _option(reward: Any, functions: dict[str, Callable[..., Any]], given: Given, name: str) -> tuple[str, str]:
+    """`name`: of the folder, if it is a model."""
     if is_model(reward):
-        return "reward_pretrain", given.model(f"reward_{len(functions)}_{id(reward):x}", reward, None)
+        return "reward_pretrain", given.model(name, reward, None)
     if callable(reward):
         name = base = getattr(reward, "__name__", type(reward).__name__).strip("<>")
         while name in functions:

@@ -59,6 +59,8 @@ def _with_file(job_class: type[Job], on_the_line: dict[str, Any], words: Iterabl
         # A resolved config names every option: those at their defaults are nobody's wish.
         defaults = options_of(job_class)
         given = {*on_the_line, *(name for name, value in in_the_file.items() if value != defaults[name].default)}
+        if re.fullmatch(rf"{job_class.verb}_\d{{8}}T\d{{6}}", str(in_the_file.get("wandb_run_name"))):
+            given -= {"wandb_run_name"} - on_the_line.keys()  # made of the time, where nobody named the run
         if "save_path" in in_the_file and in_the_file.get("ckpt_path") == checkpoints_in(in_the_file["save_path"]):
             # Nobody's wish either: another --save_path has its own.
             given -= {"ckpt_path"} - on_the_line.keys()
