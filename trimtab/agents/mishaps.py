@@ -29,13 +29,13 @@ class Mishaps:
             self.session.open(play)
             return
         self.session.hand_over(play, "failed", reply.words)
-        for other in [other for other in self.session.plays.values() if other.request == play.request]:
+        for other in [other for other in self.session.under_way.values() if other.request == play.request]:
             self.leave_engine([other])
             self.session.engine.pool.drop(other.number)
             self.session.hand_over(other, "failed")
 
     def abort(self, requests: Collection[int]) -> None:
-        gone = [play for play in self.session.plays.values() if play.request in requests]
+        gone = [play for play in self.session.under_way.values() if play.request in requests]
         if gone:
             self.leave_engine(gone)
             for play in gone:

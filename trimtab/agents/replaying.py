@@ -25,7 +25,7 @@ class Replaying:
         for branch, strand in enumerate(play.now.strands[1:], start=1):
             place = next(index for index, said in enumerate(play.now.said) if said.branch == branch)
             assert play.language is not None
-            ids = play.language.opening(self.session.conversation(play, place + 1))
+            ids = play.language.opening(self.session.turns.conversation(play, place + 1))
             strands.append(replace(strand, prompt_ids=ids[: len(ids) - play.now.said[place].end]))
         return tuple(strands)
 
@@ -34,11 +34,11 @@ class Replaying:
         place = next_known(play.now.said, play.replayed)
         if place is not None:
             play.stage = Stage.REPLAYING
-            self.session.tell(play, place)
+            self.session.turns.tell(play, place)
         elif play.now.said and play.now.said[-1].drawn:
-            self.session.tell(play, len(play.now.said) - 1)
+            self.session.turns.tell(play, len(play.now.said) - 1)
         else:
-            self.session.write(play)
+            self.session.turns.write(play)
 
     def answered(self, play: Play, reply: Stepped) -> None:
         place = next_known(play.now.said, play.replayed)
@@ -54,7 +54,7 @@ class Replaying:
     def begin_anew(self, play: Play) -> None:
         """In another instance, from nothing."""
         self.session.engine.pool.drop(play.number)
-        del self.session.plays[play.number]
+        del self.session.under_way[play.number]
         play.number = next(self.session.engine.numbers)
         play.forget()
         self.session.open(play)

@@ -23,6 +23,11 @@ class Task:
     columns: dict[str, Any] = field(default_factory=dict)  # everything else that the row has
     text: str | None = None  # the prompt as the policy reads it, if that is known
 
+    @property
+    def asked(self) -> list[Message]:
+        """The prompt as messages."""
+        return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
+
 
 @dataclass(frozen=True)
 class Turn:

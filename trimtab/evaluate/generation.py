@@ -16,7 +16,7 @@ from trimtab.data.chat import in_template
 from trimtab.data.formats import Message
 from trimtab.data.prompts import PromptReport, PromptStore, build_prompt_store
 from trimtab.data.rendering import as_messages
-from trimtab.data.sources import load_rows, own_rows
+from trimtab.data.sources import load_rows
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, find_device
 from trimtab.distributed.random_state import seed_everything
@@ -40,7 +40,7 @@ from trimtab.rollout.engine import Engine
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Rollout, Sampling
-from trimtab.serving.playing import open_pool, playing_engine, settings_of
+from trimtab.serving.playing import columns_of, open_pool, playing_engine, rows_of_environment, settings_of
 
 SCORED_AT_ONCE = 64  # answers; what is not scored yet is lost when the process dies
 
@@ -211,11 +211,7 @@ class Generation:
             return None
         pool = open_pool(self.options, self.stop.requested)
         settings = settings_of(self.options, plain=not self.options.apply_chat_template)
-        try:
-            return playing_engine(self.engine, pool, self.tokenizer, settings)
-        except BaseException:
-            pool.close()
-            raise
+        return playing_engine(self.engine, pool, self.tokenizer, settings)
 
     def _room(self, tokens: int) -> int:
         """New tokens that may follow a prompt of this many."""
@@ -290,7 +286,9 @@ def load_job_tokenizer(options: GenerateOptions | ChatOptions | PlayOptions) -> 
 
 def load_prompts(options: GenerateOptions, tokenizer: Any) -> tuple[PromptStore, PromptReport]:
     if options.dataset is None:
-        return _prompts_of_environment(options, tokenizer)
+        count = min(options.env_rows, options.max_samples)
+        own = rows_of_environment(options, count, options.seed, instead="--dataset")["train"]
+        return build_prompt_store(own, tokenizer, dataclasses.replace(options, **columns_of(own)), what="prompt")
     rows = load_rows(
         options.dataset,
         probabilities=options.dataset_probs,
@@ -299,20 +297,6 @@ def load_prompts(options: GenerateOptions, tokenizer: Any) -> tuple[PromptStore,
         seed=options.seed,
     )
     return build_prompt_store(rows, tokenizer, options, what="prompt")
-
-
-def _prompts_of_environment(options: GenerateOptions, tokenizer: Any) -> tuple[PromptStore, PromptReport]:
-    pool = open_pool(options)
-    try:
-        if not pool.about.offers_rows:
-            raise UserError(f"{options.environment_flag} has no prompts of its own: give --dataset")
-        found = pool.rows(min(options.env_rows, options.max_samples), options.seed)
-    finally:
-        pool.close()
-    rows = own_rows(found, str(options.environment_source), options.environment_flag)
-    label_key = "label" if "label" in rows.column_names else None
-    named = dataclasses.replace(options, input_key="prompt", label_key=label_key)
-    return build_prompt_store(rows, tokenizer, named, what="prompt")
 
 
 def in_template_of(tokenizer: Any, options: GenerateOptions) -> GenerateOptions:

@@ -4,14 +4,14 @@ So an environment is played with the same code, token by token, as in training. 
 probabilities: their log-probs are 0.
 """
 
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trimtab.data.byte_tokenizer import END, byte_tokenizer
 from trimtab.envs.types import Task
+from trimtab.rollout.answering import AnsweringEngine, OpenSession
 from trimtab.rollout.types import Draft, Finish, Rollout, Sampling
 
 TEMPLATE = (
@@ -28,7 +28,7 @@ def tokenizer_of_a_person() -> PreTrainedTokenizerFast:
     return byte_tokenizer(TEMPLATE)
 
 
-class Person:
+class Person(AnsweringEngine):
     """`ask` gives what is said next; what it raises passes through."""
 
     exact = True
@@ -40,31 +40,6 @@ class Person:
 
     def session(self, sampling: Sampling) -> "PersonSession":
         return PersonSession(self, sampling)
-
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        sampling: Sampling,
-        *,
-        seeds: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
-        tasks: Sequence[Task] | None = None,
-    ) -> list[Rollout]:
-        return list(self.stream(prompts, sampling, limits=limits))
-
-    def stream(
-        self,
-        prompts: Sequence[list[int]],
-        sampling: Sampling,
-        *,
-        seeds: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
-        tasks: Sequence[Task] | None = None,
-    ) -> Generator[Rollout]:
-        with self.session(sampling) as session:
-            for place, prompt in enumerate(prompts):
-                session.add(prompt, limit=limits[place] if limits else None)
-            yield from session
 
     def abort(self, prompts: Collection[int] | None = None) -> None: ...
 
@@ -79,14 +54,14 @@ class Person:
     def close(self) -> None: ...
 
 
-class PersonSession:
+class PersonSession(OpenSession):
     """Requests wait for a moment before somebody is asked, so that what they say is seen first."""
 
     def __init__(self, person: Person, sampling: Sampling):
+        super().__init__()
         self.person, self.sampling = person, sampling
         self._new: list[int] = []
         self._waiting: dict[int, tuple[list[int], int]] = {}  # prompt and limit
-        self._added = 0
 
     def add(
         self,
@@ -99,7 +74,7 @@ class PersonSession:
         sampling: Sampling | None = None,
     ) -> int:
         assert drafts is None, "nobody is asked to go on in the middle of a word"
-        request, self._added = self._added, self._added + 1
+        request, self.requests = self.requests, self.requests + 1
         self._new.append(request)
         self._waiting[request] = (prompt_ids, limit or (sampling or self.sampling).max_new_tokens)
         return request
@@ -123,10 +98,6 @@ class PersonSession:
         versions = np.zeros(len(tokens), dtype=np.int32)
         return Rollout(request, 0, prompt, tokens, versions.astype(np.float32), finish, versions=versions)
 
-    def __iter__(self) -> Iterator[Rollout]:
-        while self.busy:
-            yield from self.advance()
-
     def drawn(self, request: int) -> list[int]:
         return []
 
@@ -142,9 +113,3 @@ class PersonSession:
 
     def close(self) -> None:
         self._waiting.clear()
-
-    def __enter__(self) -> "PersonSession":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

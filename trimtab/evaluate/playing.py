@@ -1,17 +1,15 @@
 """`trimtab play`: episodes of an environment by a model or a person, with the code that plays them in training."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.agents.settings import PlaySettings
 from trimtab.config.jobs import PlayOptions
 from trimtab.data.sources import load_rows
 from trimtab.distributed.device import find_device
 from trimtab.distributed.random_state import seed_everything
 from trimtab.envs.episode import Episode, Said
-from trimtab.envs.pool import EnvLimits, Pool
-from trimtab.envs.types import Message, Task
+from trimtab.envs.types import Task
 from trimtab.errors import UserError
 from trimtab.evaluate.generation import load_job_tokenizer, sampling_of
 from trimtab.evaluate.person import Person, tokenizer_of_a_person
@@ -21,7 +19,7 @@ from trimtab.rollout.engine import Engine
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Finish, Rollout
-from trimtab.serving.playing import playing_engine
+from trimtab.serving.playing import LABEL, PROMPT, open_pool, playing_engine, settings_of
 
 SEEDS = 2**31  # a row's, as training gives them: below this
 
@@ -62,25 +60,16 @@ class Playing:
     def __init__(self, options: PlayOptions, ask: Callable[[], str]):
         self.options = options
         self.by_person = options.by_hand or not options.pretrain
-        source = options.environment_source
-        if source is None:
+        if not options.plays:
             raise UserError("there is nothing to play: give a FILE.py or a name such as trimtab:guess after the verb")
-        limits = EnvLimits(options.env_timeout, 1, options.env_threads, options.env_memory)
-        self.pool = Pool(source, limits)
+        # There is one episode at a time.
+        self.pool = open_pool(replace(options, env_workers=1))
         try:
             self.about = self.pool.about
             self.tokenizer: Any = load_job_tokenizer(options) if options.pretrain else tokenizer_of_a_person()
             inner, self.stops = self._engine(ask)
             self.plain = self.tokenizer.chat_template is None
-            settings = PlaySettings(
-                options.max_turns,
-                options.episode_max_len,
-                options.observation_max_len,
-                options.env_retries,
-                "append" if options.agent_history == "append" else "template",
-                self.plain,
-            )
-            self.engine = playing_engine(inner, self.pool, self.tokenizer, settings)
+            self.engine = playing_engine(inner, self.pool, self.tokenizer, settings_of(options, plain=self.plain))
         except BaseException:
             self.pool.close()
             raise
@@ -122,8 +111,8 @@ class Playing:
     def _task(self, number: int, row: dict[str, Any], seed: int) -> Task:
         """Of a file's row by its columns' names; an environment's own rows have their names already."""
         options = self.options
-        asked = options.input_key if options.dataset else "prompt"
-        label = options.label_key if options.dataset else "label"
+        asked = options.input_key if options.dataset else PROMPT
+        label = options.label_key if options.dataset else LABEL
         if options.dataset and asked not in row:
             raise UserError(f"--input_key {asked}: row {number} has only {', '.join(row)}; name the prompt's column")
         rest = {name: value for name, value in row.items() if name not in (asked, label)}
@@ -161,12 +150,12 @@ class Playing:
         yield Over(episode, found[-1].finish, [Sequence.of(rollout) for rollout in found])
 
     def _opening(self, task: Task, episode: Episode) -> Heard:
-        messages = _asked(task) if episode.opening is None else episode.opening
+        messages = task.asked if episode.opening is None else episode.opening
         return Heard(Said(messages, 0, 0, False), [])
 
     def _prompt(self, task: Task) -> list[int]:
         """The row's own, for environments that open with it."""
-        messages = _asked(task)
+        messages = task.asked
         if self.plain:
             text = "".join(str(message.get("content") or "") for message in messages)
             return self.tokenizer.encode(text, add_special_tokens=False)
@@ -174,7 +163,3 @@ class Playing:
 
     def close(self) -> None:
         self.engine.close()
-
-
-def _asked(task: Task) -> list[Message]:
-    return [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt

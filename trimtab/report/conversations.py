@@ -32,9 +32,7 @@ def conversation(row: dict[str, Any]) -> str:
     if len(turns) > MOST_TURNS:
         half = MOST_TURNS // 2
         shown = [*shown[:half], f"<li class=gap>{len(turns) - 2 * half} turns are not shown</li>", *shown[-half:]]
-    problem = row.get("problem")
-    told = f"<p class=problem>{escape(shortened(plain(problem)))}</p>" if problem else ""
-    return f"<ol class=turns>{''.join(shown)}</ol>{told}{_figures(row.get('environment'))}"
+    return f"<ol class=turns>{''.join(shown)}</ol>{_figures(row.get('environment'))}"
 
 
 def shown_text(text: str) -> str:

@@ -114,7 +114,6 @@ td:last-child, th:last-child { padding-right: 0; }
 .turns li.gap { color: var(--quiet); font-size: .78rem; font-style: italic; }
 .rollouts .turns p { margin: 0; font-size: .78rem; color: var(--quiet); } .turns .drawn p { color: var(--accent); }
 .turns b { color: var(--ink); }
-.rollouts .problem { color: var(--bad); margin: .3rem 0 0; }
 .rollouts .counted { color: var(--quiet); font-size: .78rem; margin: .3rem 0 0; }
 .browser fieldset { border: 0; margin: 0 0 .5rem; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem .9rem;
                     font-size: .88rem; }

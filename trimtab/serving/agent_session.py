@@ -3,16 +3,12 @@
 start an agent with the address of an endpoint; draw what it asks for; its episode is what was drawn when it ends
 """
 
-from collections.abc import Collection, Iterator
-from collections.abc import Sequence as Several
-from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING
 
+from trimtab.agents.around import AroundSession
 from trimtab.distributed.watch import pulse
 from trimtab.envs.replies import Broken, Ended, Reply
 from trimtab.envs.types import Task
-from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.types import Draft, Finish, Rollout, Sampling
 from trimtab.serving.records import Record
 from trimtab.serving.visit import Visit
@@ -23,111 +19,70 @@ if TYPE_CHECKING:
 LOOK_EVERY = 0.005  # seconds, where only agents are waited for
 
 
-class ServedSession:
+class ServedSession(AroundSession[Visit]):
     def __init__(self, engine: "ServedAgents", sampling: Sampling):
-        self.engine, self.sampling = engine, sampling
-        self.requests = 0
-        self.inner = engine.engine.session(replace(sampling, n=1))
-        self._visits: dict[int, Visit] = {}  # by the numbers of their instances
-        self._aborted: set[int] = set()
-        self._finished: list[Rollout] = []
-        self._parked_before = engine.parked()
+        super().__init__(engine, sampling)
+        self.engine = engine
 
     # ---- what callers do
 
-    def add(
-        self,
-        prompt_ids: list[int],
-        *,
-        seed: int | None = None,
-        limit: int | None = None,
-        drafts: Several[Draft] | None = None,
-        task: Task | None = None,
-        sampling: Sampling | None = None,
-    ) -> int:
+    def begin(
+        self, request: int, seed: int, task: Task, prompt_ids: list[int], limit: int, drafts: list[Draft]
+    ) -> None:
         """A draft is gone on from only by the agent that it is of, while that waits; of any other, the agent begins
-        anew, for what it was thinking nobody knows."""
-        assert sampling is None, "all episodes of a session are drawn alike"
-        number = self.requests
-        seed = request_seed(self.sampling.seed, number) if seed is None else seed
-        task = Task(number, 0, seed & (2**31 - 1)) if task is None else task
-        given = {draft.sample: draft for draft in drafts or map(Draft.empty, range(self.sampling.n))}
-        self.requests += 1
-        for sample, draft in given.items():
-            parked = self.engine.unpark(draft.episode)
-            if parked is not None:
-                parked.request = number
-                self._visits[parked.number] = parked
-                continue
-            begun = 1 if draft.episode is None else draft.episode.begun + 1
-            own = request_seed(seed, sample)
-            self._begin(number, own, replace(task, sample=sample), list(prompt_ids), begun, 0)
-        return number
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._visits or self._finished)
-
-    def __iter__(self) -> Iterator[Rollout]:
-        while self.busy:
-            yield from self.advance()
+        anew, for what it was thinking nobody knows. It says itself how long its turns may be."""
+        episode = drafts[0].episode
+        if (parked := self.engine.unpark(episode)) is not None:
+            parked.request = request
+            self.under_way[parked.number] = parked
+            return
+        self._start(request, seed, task, prompt_ids, 1 if episode is None else episode.begun + 1, 0)
 
     def advance(self, steps: int | None = None) -> list[Rollout]:
         pulse.move()
         self._take_aborted()
         desk = self.engine.server.desk
-        if self._finished or not self._visits:
-            finished, self._finished = self._finished, []
-            return finished
+        if self._finished or not self.under_way:
+            return self.take_finished()
         with pulse.waiting():  # an agent has a limit of its own
             asked = desk.wait(LOOK_EVERY)
         if asked:
             desk.work(self.inner, steps)
-        for reply in self.engine.replies():
-            if (visit := self._visits.get(reply.episode)) is not None:
+        for reply in self.engine.replies(0.0):
+            if (visit := self.under_way.get(reply.episode)) is not None:
                 self._take(visit, reply)
-        finished, self._finished = self._finished, []
-        return finished
+        return self.take_finished()
 
     def drawn(self, request: int) -> list[int]:
-        first = next((v for v in self._visits.values() if (v.request, v.sample) == (request, 0)), None)
+        first = next((v for v in self.under_way.values() if (v.request, v.sample) == (request, 0)), None)
         sequence = None if first is None else first.first_sequence()
         return [] if sequence is None else sequence.tokens.tolist()
 
     def at_work(self) -> dict[tuple[int, int], int]:
-        return {(visit.request, visit.sample): visit.tokens() for visit in list(self._visits.values())}
+        return {(visit.request, visit.sample): visit.tokens() for visit in list(self.under_way.values())}
 
     def drafts(self) -> dict[int, list[Draft]]:
         found: dict[int, list[Draft]] = {}
-        for visit in list(self._visits.values()):
+        for visit in list(self.under_way.values()):
             found.setdefault(visit.request, []).extend(visit.drafts())
         return found
 
-    def abort(self, requests: Collection[int] | None = None) -> None:
-        self._aborted.update(range(self.requests) if requests is None else requests)
-
     def close(self) -> None:
-        for visit in list(self._visits.values()):
+        for visit in list(self.under_way.values()):
             self._leave(visit)
         self.engine.give_up(self._parked_before)
         self.engine.server.desk.set_down(self.inner)
         self.inner.close()
         self.engine.ended()
 
-    def __enter__(self) -> "ServedSession":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
     # ---- one episode
 
-    def _begin(self, request: int, seed: int, task: Task, prompt_ids: list[int], begun: int, failures: int) -> None:
+    def _start(self, request: int, seed: int, task: Task, prompt_ids: list[int], begun: int, failures: int) -> None:
         number, session = next(self.engine.numbers), self.engine.new_session()
         record = Record(seed, self.engine.settings.max_turns)
         self.engine.server.records.open(session, record)
         visit = Visit(number, request, seed, task, prompt_ids, session, record, begun, failures)
-        self._visits[number] = visit
+        self.under_way[number] = visit
         self.engine.run(visit)
 
     def _take(self, visit: Visit, reply: Reply) -> None:
@@ -154,12 +109,12 @@ class ServedSession:
             self._again(visit, visit.failures + 1)
             return
         self._hand_over(visit, "failed", words)
-        for other in [other for other in self._visits.values() if other.request == visit.request]:
+        for other in [other for other in self.under_way.values() if other.request == visit.request]:
             self._hand_over(other, "failed")
 
     def _again(self, visit: Visit, failures: int) -> None:
         self._leave(visit)
-        self._begin(visit.request, visit.seed, visit.task, visit.prompt_ids, visit.begun + 1, failures)
+        self._start(visit.request, visit.seed, visit.task, visit.prompt_ids, visit.begun + 1, failures)
 
     def _hand_over(self, visit: Visit, finish: Finish, problem: str | None = None) -> None:
         self._leave(visit)
@@ -172,14 +127,14 @@ class ServedSession:
         self._finished += rollouts
 
     def _leave(self, visit: Visit) -> None:
-        self._visits.pop(visit.number, None)
+        self.under_way.pop(visit.number, None)
         self.engine.drop(visit)
 
     def _take_aborted(self) -> None:
-        gone = [visit for visit in self._visits.values() if visit.request in self._aborted]
+        gone = [visit for visit in self.under_way.values() if visit.request in self._aborted]
         self._aborted.clear()
         for visit in gone:
-            del self._visits[visit.number]
+            del self.under_way[visit.number]
             rollouts = visit.rollouts("abort")
             assert rollouts[0].episode is not None, "they have one"
             self.engine.park(visit, rollouts[0].episode)

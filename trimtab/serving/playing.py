@@ -3,17 +3,24 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.agents.engine import AgentEngine
-from trimtab.agents.led_pool import LedPool
 from trimtab.agents.settings import PlaySettings
 from trimtab.config.agents import EnvironmentOptions
+from trimtab.data.sources import own_rows
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine
 
 if TYPE_CHECKING:
     from trimtab.envs.pool import Pool
+    from trimtab.serving.agent_engine import ServedAgents
+
+PROMPT, LABEL = "prompt", "label"
+"""Columns of an environment's own rows."""
+EVALUATION = 1_000_003
+"""What is added to the seed of rows to measure with."""
 
 
 def never() -> bool:
@@ -42,13 +49,21 @@ def settings_of(options: EnvironmentOptions, *, plain: bool) -> PlaySettings:
 
 
 def playing_engine(
-    engine: Engine, pool: "Pool | LedPool", tokenizer: PreTrainedTokenizerBase, settings: PlaySettings | None = None
+    engine: Engine, pool: "Pool", tokenizer: PreTrainedTokenizerBase, settings: PlaySettings | None = None
 ) -> Engine:
-    """`pool`: of a policy whose layers are cut over processes, a LedPool in each of these."""
-    if pool.about.kind != "agent":
-        return AgentEngine(engine, pool, tokenizer, settings)
-    if isinstance(pool, LedPool):
-        raise UserError("an agent that asks for its turns: not with a policy cut over processes; use --zero_stage 3")
+    """The pool is closed with what comes back, and at once where nothing does."""
+    try:
+        if pool.about.kind != "agent":
+            return AgentEngine(engine, pool, tokenizer, settings)
+        return _served(engine, pool, tokenizer, settings)
+    except BaseException:
+        pool.close()
+        raise
+
+
+def _served(
+    engine: Engine, pool: "Pool", tokenizer: PreTrainedTokenizerBase, settings: PlaySettings | None
+) -> "ServedAgents":
     try:
         from trimtab.serving.agent_engine import ServedAgents
     except ImportError as error:
@@ -56,3 +71,29 @@ def playing_engine(
             f"an agent needs a server, and that the package {error.name}: pip install 'trimtab[serve]'"
         ) from error
     return ServedAgents(engine, pool, tokenizer, settings)
+
+
+# ---- rows that an environment brings
+
+
+def rows_of_environment(
+    options: EnvironmentOptions, count: int, seed: int, *, to_measure: int = 0, instead: str
+) -> dict[str, Dataset]:
+    """So many to work with ("train") and, where some are wanted, others to measure with ("evaluation"). `instead`: the
+    option that names prompts."""
+    pool = open_pool(options)
+    try:
+        if not pool.about.offers_rows:
+            raise UserError(f"{options.environment_flag} has no prompts of its own: give {instead}")
+        found = {"train": pool.rows(count, seed)}
+        if to_measure:
+            found["evaluation"] = pool.rows(to_measure, seed + EVALUATION)
+    finally:
+        pool.close()
+    source, flag = str(options.environment_source), options.environment_flag
+    return {what: own_rows(rows, source, flag) for what, rows in found.items()}
+
+
+def columns_of(rows: Dataset) -> dict[str, str | None]:
+    """The options that say what is what in an environment's own rows."""
+    return {"input_key": PROMPT, "label_key": LABEL if LABEL in rows.column_names else None}

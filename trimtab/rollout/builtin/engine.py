@@ -6,15 +6,15 @@ prompts (read_graphs.py), with kernels of their own (kernels/). Where that canno
 as they come.
 """
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection
 
 import torch
 
 from trimtab.distributed.memory import free_memory
 from trimtab.distributed.peers import Peers
-from trimtab.envs.types import Task
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
+from trimtab.rollout.answering import AT_WORK, AnsweringEngine
 from trimtab.rollout.builtin.captured import CapturedGraphs
 from trimtab.rollout.builtin.int8 import Int8Layers
 from trimtab.rollout.builtin.memory import PAGE_SIZE, KVMemory
@@ -23,12 +23,15 @@ from trimtab.rollout.builtin.requests import longest_text
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.builtin.session import BuiltinSession
 from trimtab.rollout.builtin.weights import is_split, state_of
-from trimtab.rollout.types import Rollout, Sampling
+from trimtab.rollout.types import Sampling
 
 READ_TOKENS = 8192  # prompt tokens in one pass
 
 
-class BuiltinEngine:
+class BuiltinEngine(AnsweringEngine):
+    """While it answers, and until a stream is taken to its end or closed, the policy is the engine's. Of a policy that
+    is split over processes, every process must ask, if for no prompts at all."""
+
     def __init__(
         self,
         policy: Policy,
@@ -71,42 +74,17 @@ class BuiltinEngine:
         self._session: BuiltinSession | None = None
         self._read_with: tuple | None = None  # the weights that what is kept was read with
 
-    def generate(self, prompts: Sequence[list[int]], sampling: Sampling, **options) -> list[Rollout]:
-        """All answers, in the order of the prompts and their samples."""
-        rollouts = list(self.stream(prompts, sampling, **options))
-        return sorted(rollouts, key=lambda r: (r.prompt, r.sample))
-
-    def stream(
-        self,
-        prompts: Sequence[list[int]],
-        sampling: Sampling,
-        *,
-        seeds: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
-        tasks: Sequence[Task] | None = None,
-    ) -> Generator[Rollout]:
-        """Answers as they finish. Until the last one, or until the stream is closed, the policy is the engine's.
-
-        `seeds`: one for each prompt (its samples draw from streams of their own); `limits`: each prompt's own
-        max_new_tokens. Of a policy that is split over processes, every process must ask, if for no prompts at all.
-        """
-        for name, values in (("seeds", seeds), ("limits", limits)):
-            if values is not None and len(values) != len(prompts):
-                raise UserError(f"{len(values)} {name} for {len(prompts)} prompts; one for each is needed")
-        with self._begun(sampling, self.keep_prefixes) as session:
-            for index, ids in enumerate(prompts):
-                seed, limit = (None if values is None else values[index] for values in (seeds, limits))
-                session.add(ids, seed=seed, limit=limit)
-            yield from session
-
     def session(self, sampling: Sampling) -> BuiltinSession:
         """Requests one by one; see engine.py above this folder. Until it is closed, the policy is the engine's. Of a
         policy that is split over processes, every process must open one, and close it."""
         return self._begun(sampling, True)
 
+    def session_of_call(self, sampling: Sampling) -> BuiltinSession:
+        return self._begun(sampling, self.keep_prefixes)
+
     def _begun(self, sampling: Sampling, keeping: bool) -> BuiltinSession:
         if self._session is not None:
-            raise UserError("the engine is at work already; take all its answers first, or close their stream")
+            raise UserError(AT_WORK)
         if sampling.stop_strings and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer; give the engine one")
         session = self._session = BuiltinSession(self, sampling, keeping)

@@ -5,9 +5,8 @@ was drawn, let finished samples go, refill their places; repeat
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch import Tensor
 from trimtab.distributed.watch import pulse
 from trimtab.envs.types import Task
 from trimtab.errors import UserError
+from trimtab.rollout.answering import OpenSession
 from trimtab.rollout.builtin.graphs import CannotCapture, DecodeGraphs
 from trimtab.rollout.builtin.reader import Reader
 from trimtab.rollout.builtin.requests import check_request
@@ -35,18 +35,17 @@ if TYPE_CHECKING:
 STEPS_BETWEEN_LOOKS = 8
 
 
-class BuiltinSession:
+class BuiltinSession(OpenSession):
     """Until it is closed, the policy is the engine's."""
 
     def __init__(self, engine: "BuiltinEngine", sampling: Sampling, keeping: bool):
         """`keeping`: what was read and drawn may be read again by later requests."""
+        super().__init__()
         self.engine, self.sampling, self.keeping = engine, sampling, keeping
         self.device = engine.policy.device
         self._vocabulary = engine.policy.head.out_features  # models are slow to ask
-        self.requests = 0
         self._longest = 0
         self._new: list[Sample] = []
-        self._aborted: set[int] = set()  # requests
         self._scheduler: Scheduler | None = None
         self._open = contextlib.ExitStack()
 
@@ -80,10 +79,6 @@ class BuiltinSession:
     @property
     def busy(self) -> bool:
         return bool(self._new) or (self._scheduler is not None and self._scheduler.busy)
-
-    def __iter__(self) -> Iterator[Rollout]:
-        while self.busy:
-            yield from self.advance()
 
     @torch.no_grad()
     def advance(self, steps: int | None = None) -> list[Rollout]:
@@ -122,21 +117,12 @@ class BuiltinSession:
             found.setdefault(sample.prompt.index, []).append(draft)
         return found
 
-    def abort(self, requests: Collection[int] | None = None) -> None:
-        self._aborted.update(range(self.requests) if requests is None else requests)
-
     def close(self) -> None:
         if self._scheduler is not None:
             self._scheduler.close()
             self._scheduler = None
         self._new.clear()
         self._open.close()
-
-    def __enter__(self) -> "BuiltinSession":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     # ---- memory
 

@@ -7,16 +7,16 @@ is not exact: kernels and order of sums differ from the trainer's.
 
 import itertools
 import os
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from trimtab.distributed.alone import be_alone
-from trimtab.envs.types import Task
 from trimtab.errors import RunFailed, UserError
 from trimtab.models.handover import Handover
 from trimtab.models.hugging_face import from_pretrained
-from trimtab.rollout.types import Rollout, Sampling
+from trimtab.rollout.answering import AnsweringEngine
+from trimtab.rollout.types import Sampling
 from trimtab.rollout.vllm.adapter import AdapterFolder, rank_that_fits
 from trimtab.rollout.vllm.environment import load_vllm
 from trimtab.rollout.vllm.session import VLLMSession
@@ -40,7 +40,7 @@ class EngineSettings:
     trust_remote_code: bool = False
 
 
-class VLLMEngine:
+class VLLMEngine(AnsweringEngine):
     exact = False
 
     def __init__(self, folder: str, tokenizer: Any, settings: EngineSettings, weights: Handover | None = None):
@@ -102,28 +102,6 @@ class VLLMEngine:
         self.context: int = self.llm.model_config.max_model_len
 
     # ---- answers
-
-    def generate(self, prompts: Sequence[list[int]], sampling: Sampling, **options: Any) -> list[Rollout]:
-        rollouts = list(self.stream(prompts, sampling, **options))
-        return sorted(rollouts, key=lambda r: (r.prompt, r.sample))
-
-    def stream(
-        self,
-        prompts: Sequence[list[int]],
-        sampling: Sampling,
-        *,
-        seeds: Sequence[int] | None = None,
-        limits: Sequence[int] | None = None,
-        tasks: Sequence[Task] | None = None,
-    ) -> Generator[Rollout]:
-        for name, values in (("seeds", seeds), ("limits", limits)):
-            if values is not None and len(values) != len(prompts):
-                raise UserError(f"{len(values)} {name} for {len(prompts)} prompts; one for each is needed")
-        with self.session(sampling) as session:
-            for index, ids in enumerate(prompts):
-                seed, limit = (None if values is None else values[index] for values in (seeds, limits))
-                session.add(ids, seed=seed, limit=limit)
-            yield from session
 
     def session(self, sampling: Sampling) -> VLLMSession:
         self._check_idle("take all its answers first, or close their stream")

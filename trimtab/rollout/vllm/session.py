@@ -1,9 +1,8 @@
 """Requests at work in a vLLM engine. Every sample is a request of its own there, with its own seed; that they share a
 prompt is left to vLLM's prefix cache."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from trimtab.distributed.watch import pulse
 from trimtab.envs.types import Task
 from trimtab.errors import RunFailed, UserError
+from trimtab.rollout.answering import OpenSession
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import check_setting, stop_string_end
 from trimtab.rollout.types import Alternatives, Draft, Finish, Rollout, Sampling, drafts_of
@@ -63,13 +63,12 @@ class Sample:
         )
 
 
-class VLLMSession:
+class VLLMSession(OpenSession):
     def __init__(self, engine: "VLLMEngine", sampling: Sampling, ended: Callable[[], None]):
+        super().__init__()
         self.engine, self.sampling, self._ended = engine, sampling, ended
-        self.requests = 0
         self._parameters = Parameters(sampling, engine.vocabulary)  # of requests without a setting of their own
         self._running: dict[str, Sample] = {}
-        self._aborted: set[int] = set()
 
     # ---- what callers do
 
@@ -110,10 +109,6 @@ class VLLMSession:
     def busy(self) -> bool:
         return bool(self._running)
 
-    def __iter__(self) -> Iterator[Rollout]:
-        while self.busy:
-            yield from self.advance()
-
     def advance(self, steps: int | None = None) -> list[Rollout]:
         """One step of the engine: at most one token a sample."""
         pulse.move()
@@ -141,20 +136,11 @@ class VLLMSession:
             found.setdefault(sample.request, []).append(Draft.of(self._rollout(sample, "abort", count)))
         return found
 
-    def abort(self, requests: Collection[int] | None = None) -> None:
-        self._aborted.update(range(self.requests) if requests is None else requests)
-
     def close(self) -> None:
         if self._running:
             self.engine.llm.abort_request(list(self._running))
             self._running.clear()
         self._ended()
-
-    def __enter__(self) -> "VLLMSession":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     # ---- what was drawn
 

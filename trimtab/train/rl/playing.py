@@ -6,15 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from trimtab.agents.engine import AgentEngine
 from trimtab.agents.led_pool import LedPool
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore, build_prompt_stores, load_prompt_stores
-from trimtab.data.sources import own_rows
 from trimtab.distributed.peers import Peers
-from trimtab.envs.pool import Pool
 from trimtab.envs.replies import Broken, Opened, Reply
 from trimtab.errors import UserError
 from trimtab.models.load import policy_skeleton
@@ -22,13 +20,9 @@ from trimtab.models.packed import PackedModel
 from trimtab.rewards.requests import Questions
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.seeds import request_seed
-from trimtab.serving.playing import never, open_pool, playing_engine, settings_of
+from trimtab.serving.playing import columns_of, never, open_pool, playing_engine, rows_of_environment, settings_of
 from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.rehearsal import one_line
-
-PROMPT, LABEL = "prompt", "label"
-EVALUATION = 1_000_003
-"""What is added to the seed of rows to measure with."""
 
 
 def player_of(
@@ -43,15 +37,19 @@ def player_of(
     if not options.plays:
         return None
     settings = settings_of(options, plain=not options.apply_chat_template)
-    pool: Pool | LedPool
-    if tensor is not None and tensor.size > 1:
-        pool = LedPool(open_pool(options) if tensor.leads else None, tensor)
-    else:
+    if tensor is None or tensor.size == 1:
         pool = open_pool(options, never if options.outlives_updates else stopped)
-    try:
         return playing_engine(engine, pool, tokenizer, settings)
+    led = LedPool(open_pool(options) if tensor.leads else None, tensor)
+    try:
+        if led.about.kind == "agent":
+            raise UserError(
+                f"{options.environment_flag}: an agent asks for its turns itself, and not a policy cut over processes; "
+                "use --zero_stage 3"
+            )
+        return AgentEngine(engine, led, tokenizer, settings)
     except BaseException:
-        pool.close()
+        led.close()
         raise
 
 
@@ -87,23 +85,9 @@ def load_stores(
     """The prompts to train on and, if there are any, to measure with: given, or the environment's own."""
     if options.prompt_data is not None:
         return load_prompt_stores(options, tokenizer)
-    rows = _own_rows(options)
-    label_key = LABEL if LABEL in rows["train"].column_names else None
-    return build_prompt_stores(rows, tokenizer, dataclasses.replace(options, input_key=PROMPT, label_key=label_key))
-
-
-def _own_rows(options: RLOptions) -> dict[str, Dataset]:
-    pool = open_pool(options)
-    try:
-        if not pool.about.offers_rows:
-            raise UserError(f"{options.environment_flag} has no prompts of its own: give --prompt_data")
-        found = {"train": pool.rows(min(options.env_rows, options.max_samples), options.seed)}
-        if options.env_eval_rows:
-            found["evaluation"] = pool.rows(options.env_eval_rows, options.seed + EVALUATION)
-    finally:
-        pool.close()
-    source, flag = str(options.environment_source), options.environment_flag
-    return {what: own_rows(rows, source, flag) for what, rows in found.items()}
+    count, held_out = min(options.env_rows, options.max_samples), options.env_eval_rows
+    rows = rows_of_environment(options, count, options.seed, to_measure=held_out, instead="--prompt_data")
+    return build_prompt_stores(rows, tokenizer, dataclasses.replace(options, **columns_of(rows["train"])))
 
 
 def contents_of_environment(options: RLOptions) -> dict[str, str]:
