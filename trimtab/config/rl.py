@@ -225,7 +225,8 @@ class PolicyLossOptions(Options):
     """Weight of the policy loss beside the KL and the entropy."""
     loss_reduction: str | None = option(None, choices=("token", "answer", "constant"))
     """What the mean is over: token (all tokens alike), answer (all answers alike) or constant (--generate_max_len
-    tokens for each answer, as in Dr. GRPO); unset: token, for gspo answer."""
+    tokens for each answer, as in Dr. GRPO; for each episode --max_turns times as many, up to --episode_max_len); unset:
+    token, for gspo answer."""
     eps_clip: float = option(0.2, above=0)
     """The ratio of new to old probability is clipped to 1 - eps_clip and 1 + eps_clip."""
     eps_clip_low_high: tuple[float, float] | None = None

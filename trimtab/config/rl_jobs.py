@@ -115,6 +115,14 @@ class RLOptions(
         return (self.episode_max_len if self.plays else None) or self.prompt_max_len + self.generate_max_len
 
     @property
+    def most_drawn(self) -> int:
+        """Tokens that the policy draws in one answer or, turn by turn, in one episode, at the most."""
+        if not self.plays:
+            return self.generate_max_len
+        turns = self.max_turns * self.generate_max_len
+        return turns if self.episode_max_len is None else min(turns, self.episode_max_len)
+
+    @property
     def measures(self) -> bool:
         """Whether there is anything to evaluate on."""
         own = self.plays and self.prompt_data is None and self.env_eval_rows

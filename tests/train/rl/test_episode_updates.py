@@ -50,6 +50,22 @@ def test_every_token_of_an_episode_weighs_alike_and_all_episodes_too():
     assert token_weights(batch, totals_of(experience, samples), options).tolist() == pytest.approx([1 / 24])
 
 
+@pytest.mark.parametrize(
+    "limits, most", [({}, 30), ({"episode_max_len": 100}, 30), ({"episode_max_len": 20}, 20), ({"max_turns": 1}, 10)]
+)
+def test_the_constant_of_an_episode_is_the_most_that_it_can_draw(limits, most):
+    """With the constant of one turn, episodes of several would count more than answers."""
+    given = {"environment": "trimtab:guess", "max_turns": 3, "generate_max_len": 10, **limits}
+    options = PPOOptions(loss_reduction="constant", **given)
+    full = Played([([1] * (most - most // 2), 0.0), ([2] * (most // 2), 1.0)])
+    experience = experience_of([[full, SHORT]])
+    samples = list(range(len(experience)))
+    (batch,) = experience.slice([samples]).batches()
+    weights = token_weights(batch, totals_of(experience, samples), options).tolist()
+    assert weights == pytest.approx([1 / (2 * most)] * (most + 1))
+    assert sum(weights[:most]) == pytest.approx(1 / 2), "as much as any of two answers"
+
+
 def test_figures_filters_and_what_is_shown_count_an_episode_once():
     experience = experience_of(GROUPS)
     found = distributions(experience)

@@ -115,7 +115,7 @@ def token_weights(batch: TokenBatch, totals: Totals, options: RLOptions) -> Tens
             counts_N = counts_by_sequence(batch)[batch.owners_N]
         return ones_N / (counts_N * totals["answers"])
     assert reduction == "constant", reduction
-    return ones_N / (options.generate_max_len * totals["answers"])
+    return ones_N / (options.most_drawn * totals["answers"])
 
 
 @torch.no_grad()
