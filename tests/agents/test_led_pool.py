@@ -1,5 +1,9 @@
 """Episodes of a policy whose layers are cut over two processes."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -15,6 +19,7 @@ from trimtab.distributed.device import find_device
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import shard
 from trimtab.distributed.world import find_world, leave_world
+from trimtab.errors import RunFailed, UserError
 from trimtab.models.policy import Policy
 from trimtab.models.sharded import decoder_layers
 from trimtab.models.tensor_parallel import cut
@@ -34,13 +39,13 @@ def faulty():
 
 
 def cut_over_two() -> None:
-    mesh = Mesh(world := find_world(find_device()), tensor=2)
+    mesh = Mesh(find_world(find_device()), tensor=2)
     policy = Policy(tiny_model("llama", vocab_size=VOCABULARY, max_position_embeddings=CONTEXT))
     cut(policy, mesh.for_cutting())
     shard(policy, decoder_layers(policy), mesh, zero_stage=3)
-    tokenizer, pool = tokenizer_of(CHATML), None if world.rank else faulty()
+    tokenizer = tokenizer_of(CHATML)
     inner = BuiltinEngine(policy, tokenizer, slots=4, page_size=8, tensor=mesh.tensor)
-    found = play(AgentEngine(inner, LedPool(pool, mesh.tensor), tokenizer), n=2)
+    found = play(AgentEngine(inner, LedPool(faulty, mesh.tensor), tokenizer), n=2)
     expected = play(player(make_policy(), faulty()), n=2)
     for one, other in zip(found, expected, strict=True):
         assert (one.prompt, one.sample, one.ids, one.finish) == (other.prompt, other.sample, other.ids, other.finish)
@@ -52,3 +57,49 @@ def cut_over_two() -> None:
 @pytest.mark.long
 def test_processes_that_share_every_layer_play_the_episodes_of_one():
     assert warm.call_world(cut_over_two, 2) == [0, 0]
+
+
+class Pair:
+    """Two threads in the place of two processes."""
+
+    def __init__(self):
+        self.barrier, self.told = threading.Barrier(2, timeout=5), [None, None]
+
+    def __getitem__(self, rank):
+        def gather(value):
+            self.barrier.wait()
+            self.told[rank] = value
+            self.barrier.wait()
+            return list(self.told)
+
+        return SimpleNamespace(leads=rank == 0, gather=gather)
+
+
+def in_both(work):
+    pair = Pair()
+    with ThreadPoolExecutor(2) as threads:
+        return [future.exception() for future in [threads.submit(work, pair[rank]) for rank in range(2)]]
+
+
+def test_who_has_no_environments_hears_at_once_that_they_cannot_be_opened():
+    words = "--environment gem:x: there is no such name"
+
+    def refused():
+        raise UserError(words)
+
+    errors = in_both(lambda peers: LedPool(refused, peers))
+    assert [(type(error), str(error)) for error in errors] == [(UserError, words)] * 2
+
+
+def test_who_has_no_environments_hears_at_once_that_they_have_failed():
+    def fail(seconds):
+        raise RuntimeError("the workers are gone")
+
+    def work(peers):
+        pool = LedPool(lambda: Pool(Counting), peers)
+        if peers.leads:
+            pool._pool.finished = fail
+        pool.finished(0.0)
+
+    first, other = in_both(work)
+    assert (type(first), type(other), str(other)) == (RuntimeError, RunFailed, "the workers are gone")

@@ -1,6 +1,7 @@
 """Environments of a policy whose layers are cut over processes. All of these ask the same and draw the same; the first
 has the environments, and the others hear from it what came back."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -9,16 +10,36 @@ from trimtab.distributed.peers import Peers
 from trimtab.envs.loaded import About
 from trimtab.envs.replies import Broken, Ended, Opened, Reply, Stepped
 from trimtab.envs.types import Step, Task, Turn
+from trimtab.errors import RunFailed, UserError
 
 KINDS: dict[str, type[Reply]] = {kind.__name__: kind for kind in (Opened, Stepped, Ended, Broken)}
 
 
 class LedPool:
-    def __init__(self, pool: World | None, peers: Peers):
-        """`pool`: of the first process."""
-        assert (pool is not None) == peers.leads, "the first has the environments, and no other"
-        self._pool, self._peers = pool, peers
-        self.about = About(**peers.gather(None if pool is None else asdict(pool.about))[0])
+    def __init__(self, open_world: Callable[[], World], peers: Peers):
+        """`open_world`: called by the first process alone."""
+        self._pool: World | None = None
+        self._peers = peers
+        self.about = About(**self._of_first(lambda: self._opened(open_world)))
+
+    def _opened(self, open_world: Callable[[], World]) -> dict[str, Any]:
+        self._pool = open_world()
+        return asdict(self._pool.about)
+
+    def _of_first(self, find: Callable[[], Any]) -> Any:
+        """What the first process finds. If it cannot, all end with its words: nobody waits for more."""
+        if not self._peers.leads:
+            found, words, mistaken = self._peers.gather(None)[0]
+            if words is not None:
+                raise UserError(words) if mistaken else RunFailed(words)
+            return found
+        try:
+            found = find()
+        except Exception as error:
+            self._peers.gather([None, str(error) or type(error).__name__, isinstance(error, UserError)])
+            raise
+        self._peers.gather([found, None, False])
+        return found
 
     def reset(self, episode: int, task: Task) -> None:
         if self._pool is not None:
@@ -37,8 +58,11 @@ class LedPool:
             self._pool.drop(episode)
 
     def finished(self, seconds: float) -> list[Reply]:
-        own = [] if self._pool is None else [_plain(reply) for reply in self._pool.finished(seconds)]
-        return [_reply(*told) for told in self._peers.gather(own)[0]]
+        return [_reply(*told) for told in self._of_first(lambda: self._heard(seconds))]
+
+    def _heard(self, seconds: float) -> list[list[Any]]:
+        assert self._pool is not None, "the first has it"
+        return [_plain(reply) for reply in self._pool.finished(seconds)]
 
     def close(self) -> None:
         if self._pool is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trimtab.agents.around import AroundSession
-from trimtab.agents.language import CannotSay
+from trimtab.agents.language import CannotSay, Language
 from trimtab.agents.mishaps import Mishaps
 from trimtab.agents.play import Moment, Play, Stage, Strand
 from trimtab.agents.replaying import Replaying
@@ -78,10 +78,10 @@ class AgentSession(AroundSession[Play]):
         found = {}
         for play in list(self.under_way.values()):
             now = play.now
-            tokens = sum(len(strand.tokens) for strand in now.strands)
+            drawn = sum(len(strand.log_probs) for strand in now.strands)
             part = 0 if now.part is None else len(now.part.tokens)
             more = part if now.request is None else inner.get((now.request, 0), part)
-            found[play.request, play.sample] = tokens + more
+            found[play.request, play.sample] = drawn + more
         return found
 
     def drafts(self) -> dict[int, list[Draft]]:
@@ -98,7 +98,7 @@ class AgentSession(AroundSession[Play]):
         for number in self.under_way:
             self.engine.pool.drop(number)
         self.under_way.clear()
-        self.engine.give_up(self._parked_before)
+        self.engine.give_up(self.to_resume)
         self.engine.ended()
 
     # ---- one episode
@@ -127,13 +127,7 @@ class AgentSession(AroundSession[Play]):
 
     def _opened(self, play: Play, reply: Opened) -> None:
         play.language = language = self.engine.language(reply.tools, self.sampling.stop_token_ids)
-        first = reply.messages
-        if first is None and reply.tools:
-            first = play.task.asked
-        prompt = play.prompt_ids if first is None else language.opening(first)
-        if not prompt:
-            raise CannotSay("an episode begins with no tokens at all: reset and the row's prompt are empty")
-        prompt = self._shared(play.request, prompt)
+        prompt = self._shared(play.request, opening(language, reply, play.task, play.prompt_ids))
         if not play.now.strands:
             play.opening, play.now = reply.messages, Moment((Strand.of(prompt),))
             self.turns.write(play)
@@ -176,3 +170,13 @@ class AgentSession(AroundSession[Play]):
         self.under_way[play.number] = play
         if play.stage is Stage.WRITING:
             self.turns.write(play)
+
+
+def opening(language: Language, reply: Opened, task: Task, prompt_ids: list[int]) -> list[int]:
+    """What an episode begins with: the environment's words, or the row's prompt, of which a template writes the tools
+    beside it."""
+    first = task.asked if reply.messages is None and reply.tools else reply.messages
+    prompt = prompt_ids if first is None else language.opening(first)
+    if not prompt:
+        raise CannotSay("an episode begins with no tokens at all: reset and the row's prompt are empty")
+    return prompt

@@ -41,6 +41,7 @@ from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Rollout, Sampling
 from trimtab.serving.playing import columns_of, open_pool, playing_engine, rows_of_environment, settings_of
+from trimtab.serving.trial import try_environment
 
 SCORED_AT_ONCE = 64  # answers; what is not scored yet is lost when the process dies
 
@@ -63,10 +64,16 @@ def generate(options: GenerateOptions) -> None:
 def rehearse_generation(options: GenerateOptions) -> list[str]:
     """What can be said without the model's weights."""
     tokenizer = load_job_tokenizer(options)
+    options = in_template_of(tokenizer, options)
     store, report = load_prompts(options, tokenizer)
     check_labels({"prompt": store}, options.reward_verifier, options.label_key)
-    prompts = len(prompts_of_iteration(store, options))
+    rows = prompts_of_iteration(store, options)
+    prompts = len(rows)
     tried = try_reward(options, find_device(), tokenizer, store) if is_scored(options) else []
+    if options.plays:
+        first = Questions.of(store, [(rows[0], request_seed(options.seed, rows[0]))], rewarded=True)
+        plain = not options.apply_chat_template
+        tried += try_environment(options, first.tasks()[0], first.ids[0], tokenizer, plain=plain)
     return [*report.lines(), f"{prompts:,} prompts, {prompts * options.best_of_n:,} answers", *tried]
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trimtab.config.jobs import PlayOptions
+from trimtab.data.chat import ChatRenderer
 from trimtab.data.sources import load_rows
 from trimtab.distributed.device import find_device
 from trimtab.distributed.random_state import seed_everything
@@ -116,7 +117,8 @@ class Playing:
         if options.dataset and asked not in row:
             raise UserError(f"--input_key {asked}: row {number} has only {', '.join(row)}; name the prompt's column")
         rest = {name: value for name, value in row.items() if name not in (asked, label)}
-        return Task(number, 0, seed, row.get(asked, ""), row.get(label) if label else None, rest)
+        task = Task(number, 0, seed, row.get(asked, ""), row.get(label) if label else None, rest)
+        return replace(task, text=self._text(task))
 
     def play(self, task: Task) -> Iterator[Heard | Over]:
         """What is said as it is said, and at last the whole episode."""
@@ -153,13 +155,15 @@ class Playing:
         messages = task.asked if episode.opening is None else episode.opening
         return Heard(Said(messages, 0, 0, False), [])
 
-    def _prompt(self, task: Task) -> list[int]:
-        """The row's own, for environments that open with it."""
-        messages = task.asked
+    def _text(self, task: Task) -> str:
+        """The row's prompt as the policy reads it, where the environment opens with it."""
         if self.plain:
-            text = "".join(str(message.get("content") or "") for message in messages)
-            return self.tokenizer.encode(text, add_special_tokens=False)
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            return "".join(str(message.get("content") or "") for message in task.asked)
+        return ChatRenderer(self.tokenizer).render_prompt(task.asked, where=f"row {task.row}")
+
+    def _prompt(self, task: Task) -> list[int]:
+        text = self._text(task) if task.text is None else task.text
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def close(self) -> None:
         self.engine.close()

@@ -159,3 +159,17 @@ def test_a_dry_run_says_how_the_environment_opens_or_what_is_wrong_with_it(folde
     )
     assert main(arguments(folder, tmp_path / "out", broken, "--dry_run")) == 2
     assert "was tried and failed" in (told := capsys.readouterr().err) and "no board" in told
+    broken.write_text("class Game:\n    def reset(self, task): return []\n    def step(self, turn): ...\n")
+    assert main(arguments(folder, tmp_path / "out", broken, "--dry_run")) == 0
+    assert "it opens with no words" in capsys.readouterr().out
+
+
+def test_a_dry_run_refuses_a_chat_template_that_cannot_be_appended_to(folder, tmp_path, capsys):
+    template = tmp_path / "last.jinja"  # it shows the last message alone
+    template.write_text("<user>{{ messages[-1]['content'] }}<assistant>")
+    words = f"--apply_chat_template --tokenizer_chat_template {template} --dry_run"
+    assert main(arguments(folder, tmp_path / "out", "trimtab:guess", words)) == 2
+    assert "cannot be put behind an answer" in (told := capsys.readouterr().err) and "--agent_history" in told
+    words = f"generate --pretrain {folder}/model --environment trimtab:guess --env_rows 4 --max_new_tokens 3 {words}"
+    assert main([*words.split(), "--output_path", str(tmp_path / "out.jsonl")]) == 2
+    assert "cannot be put behind an answer" in capsys.readouterr().err

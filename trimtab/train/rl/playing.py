@@ -13,16 +13,12 @@ from trimtab.agents.led_pool import LedPool
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore, build_prompt_stores, load_prompt_stores
 from trimtab.distributed.peers import Peers
-from trimtab.envs.replies import Broken, Opened, Reply
 from trimtab.errors import UserError
 from trimtab.models.load import policy_skeleton
 from trimtab.models.packed import PackedModel
-from trimtab.rewards.requests import Questions
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.seeds import request_seed
 from trimtab.serving.playing import columns_of, never, open_pool, playing_engine, rows_of_environment, settings_of
 from trimtab.train.launch import load_job_tokenizer
-from trimtab.train.rehearsal import one_line
 
 
 def player_of(
@@ -40,7 +36,7 @@ def player_of(
     if tensor is None or tensor.size == 1:
         pool = open_pool(options, never if options.outlives_updates else stopped)
         return playing_engine(engine, pool, tokenizer, settings)
-    led = LedPool(open_pool(options) if tensor.leads else None, tensor)
+    led = LedPool(lambda: open_pool(options), tensor)
     try:
         if led.about.kind == "agent":
             raise UserError(
@@ -96,29 +92,3 @@ def contents_of_environment(options: RLOptions) -> dict[str, str]:
         return {}
     file = Path(options.agent_func_path[: options.agent_func_path.rfind(".py") + 3]).expanduser()
     return {"environment": hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()}
-
-
-def try_environment(options: RLOptions, store: PromptStore) -> list[str]:
-    """How it opens an episode of the first row, before a run."""
-    if not options.plays:
-        return []
-    pool = open_pool(options)
-    try:
-        about = pool.about
-        told = f"{about.kind}: {about.name}, {about.shape}"
-        if about.kind == "agent":
-            return [told]
-        questions = Questions.of(store, [(0, request_seed(options.seed, 0))], rewarded=True)
-        pool.reset(0, questions.tasks()[0])
-        replies: list[Reply] = []
-        while not replies:
-            replies = pool.finished(1.0)
-    finally:
-        pool.close()
-    (reply,) = replies
-    if isinstance(reply, Broken):
-        raise UserError(f"{options.environment_flag} was tried and failed: {reply.words}")
-    assert isinstance(reply, Opened)
-    said = "the prompt" if reply.messages is None else one_line(str(reply.messages[-1].get("content")))
-    tools = ", ".join(tool["function"]["name"] for tool in reply.tools)
-    return [f"{told}; it opens with {said}{f'; tools: {tools}' if tools else ''}"]

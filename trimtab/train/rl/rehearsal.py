@@ -10,7 +10,10 @@ from trimtab.distributed.device import find_device
 from trimtab.distributed.staging import Unit
 from trimtab.models.load import policy_skeleton
 from trimtab.rewards.labels import check_labels
+from trimtab.rewards.requests import Questions
 from trimtab.rewards.trial import try_reward
+from trimtab.rollout.seeds import request_seed
+from trimtab.serving.trial import try_environment
 from trimtab.train.launch import load_job_tokenizer, notes, of_few_rows
 from trimtab.train.plan.passes import work_of_prompts
 from trimtab.train.rehearsal import memory_line, one_line, usable_rows
@@ -25,7 +28,7 @@ from trimtab.train.rl.checks import (
 from trimtab.train.rl.controller import iterations_of
 from trimtab.train.rl.cut import updates_per_iteration
 from trimtab.train.rl.description import layout_of_units, units_of
-from trimtab.train.rl.playing import as_played, load_stores, try_environment
+from trimtab.train.rl.playing import as_played, load_stores
 from trimtab.train.rl.recording import Recording, as_recorded
 from trimtab.train.rl.supply import order_of_prompts
 from trimtab.train.rl.text import load_text
@@ -61,6 +64,11 @@ def rehearse_rl(
         check_teacher(options, tokenizer)
     note = critic_start(options, tokenizer)[1] if options.estimator.critic else None
     rewarded = try_reward(options, device, tokenizer, stores["train"])
+    played: list[str] = []
+    if options.plays:
+        first = Questions.of(stores["train"], [(0, request_seed(options.seed, 0))], rewarded=True)
+        plain = not options.apply_chat_template
+        played = try_environment(options, first.tasks()[0], first.ids[0], tokenizer, plain=plain)
     order = order_of_prompts(len(stores["train"]), options, episodes or options.num_episodes)
     replayed = None
     if options.replay and (recording := Recording.of(options)):
@@ -83,6 +91,6 @@ def rehearse_rl(
         f"{iterations_of(whole, options):,} iterations of {updates_per_iteration(options)} updates",
         f"first prompt, as the policy reads it: {one_line(stores['train'].text(0))}",
         *rewarded,
-        *try_environment(options, stores["train"]),
+        *played,
         OF_A_CLUSTER if options.ray else memory_line(options, device, lambda: work_of_prompts(options, stores)),
     ]
