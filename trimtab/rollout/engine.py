@@ -48,7 +48,7 @@ class Session(Protocol):
         """The first sample's tokens so far, of a request at work."""
 
     def at_work(self) -> dict[tuple[int, int], int]:
-        """The tokens that every unfinished sample has so far, by request and sample."""
+        """The tokens that were drawn of every unfinished sample so far, by request and sample."""
 
     def drafts(self) -> dict[int, list[Draft]]:
         """What the unfinished samples of every request have so far. It may be asked from another thread, too, while

@@ -6,6 +6,9 @@ import threading
 import numpy as np
 import pytest
 
+from tests.agents.playing import make_policy, sampling_of
+from tests.agents.playing import player as player_of
+from tests.agents.worlds import Pool
 from tests.rollout.test_builtin_engine import policy_of
 from tests.rollout.test_builtin_engine import prompts as texts
 from tests.train.rl.scripted_engine import ScriptedEngine, length_of
@@ -137,6 +140,21 @@ def test_pauses_under_the_same_weights_change_no_token_of_the_built_in_engine(ro
     for place in range(4):
         log_probs = np.concatenate([rollout.log_probs for rollout in expected if rollout.prompt == place])
         np.testing.assert_allclose(found[place].sampled_N.numpy(), log_probs, atol=1e-5)
+
+
+def test_of_episodes_what_the_model_drew_is_counted_and_not_what_the_world_said():
+    player = player_of(make_policy(), Pool(slow=1))
+    role = Rollouts(player.engine, [], player.tokenizer, lambda: False, player=player)
+    role.admit(admission(range(3)), sampling=sampling_of(player.tokenizer, n=2))
+    found, drawn = [], 0
+    while role.unfinished():
+        done = role.collect(seconds=0.01)
+        role.pause()
+        drawn += done.drawn
+        found += [written.answers.experience for written in done.written]
+    role.close()
+    assert drawn == sum(int(experience.lengths_S.sum()) for experience in found)
+    assert drawn < sum(len(experience.response(i)) for experience in found for i in range(len(experience)))
 
 
 def test_a_reward_that_is_slow_for_some_groups_holds_up_no_other(role_of):

@@ -60,9 +60,9 @@ class Sheet:
         return replace(self.group, drafts=found if begun else [])
 
     def put(self, drafts: list[Draft]) -> int:
-        """What one sample has become; the tokens that this is more than before."""
+        """What one sample has become; the tokens that were drawn since."""
         before, self.drafts[drafts[0].sample] = self.drafts[drafts[0].sample], drafts
-        return tokens_of(drafts) - tokens_of(before)
+        return drawn_of(drafts) - drawn_of(before)
 
     def rollouts(self) -> list[Rollout]:
         (prompt,) = self.question.ids
@@ -95,7 +95,13 @@ def by_sample(drafts: Iterable[Draft]) -> dict[int, list[Draft]]:
 
 
 def tokens_of(drafts: Iterable[Draft]) -> int:
+    """What the world has said among them."""
     return sum(len(draft.tokens) for draft in drafts)
+
+
+def drawn_of(drafts: Iterable[Draft]) -> int:
+    """Those of them that the model drew: they alone have log-probs."""
+    return sum(len(draft.log_probs) for draft in drafts)
 
 
 class Writing:
@@ -200,7 +206,7 @@ class Writing:
         waits: list[Wait] = []
         for sheet in list(self._sheets.values()):
             for own in [own for own in sheet.drafts if own[0].finish is None] or sheet.drafts:
-                sample, known = own[0].sample, tokens_of(own)
+                sample, known = own[0].sample, drawn_of(own)
                 tokens = lengths.get((asked.get(id(sheet), -1), sample), known)
                 if own[0].finish is not None:
                     what = "its reward"
@@ -228,7 +234,7 @@ class Writing:
                 self._begin(session, self._next.popleft())
             if session.busy:
                 self._take(session.advance())
-        known = sum(len(draft.tokens) for sheet in self._asked.values() for draft in sheet.open)
+        known = sum(drawn_of(sheet.open) for sheet in self._asked.values())
         self._drawn = self._taken + sum(session.at_work().values()) - known
         self._seconds += time.monotonic() - began
 
@@ -241,7 +247,7 @@ class Writing:
             number
             for number, sheet in self._asked.items()
             if sheet.open
-            and all(lengths.get((number, sample)) == tokens_of(own) for sample, own in by_sample(sheet.open).items())
+            and all(lengths.get((number, sample)) == drawn_of(own) for sample, own in by_sample(sheet.open).items())
         ]
         if waiting:
             session.abort(waiting)
