@@ -89,7 +89,8 @@ class AgentTrainingOptions(EnvironmentOptions):
     """Share of an iteration's groups that may be left out before the run stops, with a checkpoint; of few, one.
     A group is left out where an episode of it fails, retries and all; the next prompt is taken for it."""
     env_eval_rows: int = option(0, at_least=0)
-    """Rows of the environment to evaluate on, of another seed than those that are learnt from; 0: none."""
+    """Rows of the environment to evaluate on, of another seed than those that are learnt from or, where it has a data
+    set, held out of that; 0: none."""
     turn_reward: str = option("sum", choices=("sum", "returns"))
     """sum: the rewards of all turns are the episode's. returns: a turn is judged by what comes from it on, less what
     episodes of its group got as wholes."""

@@ -15,6 +15,7 @@ class About:
     kind: Literal["environment", "agent"] = "environment"
     tools: list[dict[str, Any]] = field(default_factory=list)  # schemas that are known before a reset
     offers_rows: bool = False
+    fixed: bool = False  # its rows are a data set's, whatever the seed
 
 
 class Run(Protocol):

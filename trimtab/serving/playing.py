@@ -1,7 +1,7 @@
 """The one place that chooses what is around an engine: environments that it answers, or agents that ask it."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -85,13 +85,28 @@ def rows_of_environment(
     try:
         if not pool.about.offers_rows:
             raise UserError(f"{options.environment_flag} has no prompts of its own: give {instead}")
-        found = {"train": pool.rows(count, seed)}
-        if to_measure:
-            found["evaluation"] = pool.rows(to_measure, seed + EVALUATION)
+        if to_measure and pool.about.fixed:
+            found = _held_out(pool.rows(count + to_measure, seed), to_measure, options)
+        else:
+            found = {"train": pool.rows(count, seed)}
+            if to_measure:
+                found["evaluation"] = pool.rows(to_measure, seed + EVALUATION)
     finally:
         pool.close()
     source, flag = str(options.environment_source), options.environment_flag
     return {what: own_rows(rows, source, flag) for what, rows in found.items()}
+
+
+def _held_out(
+    rows: list[dict[str, Any]], to_measure: int, options: EnvironmentOptions
+) -> dict[str, list[dict[str, Any]]]:
+    """The last ones: another seed would give rows that are learnt from."""
+    if len(rows) <= to_measure:
+        raise UserError(
+            f"--env_eval_rows {to_measure}: {options.environment_flag} has {len(rows)} rows, and none would be left to "
+            "learn from; lower it"
+        )
+    return {"train": rows[:-to_measure], "evaluation": rows[-to_measure:]}
 
 
 def columns_of(rows: Dataset) -> dict[str, str | None]:

@@ -37,4 +37,4 @@ def load(module: str, options: dict[str, Any], source: str) -> Loaded:
             raise RuntimeError(f"verifiers: {error}")
         return number(found["reward"], "the reward"), figures(found.get("metrics"))
 
-    return Loaded(About(module, WORDS, "agent", offers_rows=True), run=run, rows=rows)
+    return Loaded(About(module, WORDS, "agent", offers_rows=True, fixed=True), run=run, rows=rows)

@@ -59,7 +59,7 @@ def load(module: str, options: dict[str, Any], source: str) -> Loaded:
         logs = {name: value for trace in episode.traces for name, value in trace.metrics.items()}
         return number(reward, "the reward"), figures(logs)
 
-    return Loaded(About(module, WORDS, "agent", offers_rows=True), run=run, rows=rows)
+    return Loaded(About(module, WORDS, "agent", offers_rows=True, fixed=True), run=run, rows=rows)
 
 
 class Tasks:
