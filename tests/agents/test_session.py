@@ -392,6 +392,25 @@ def test_an_environment_that_answers_otherwise_is_begun_anew_and_counted(policy)
     check_exact(policy, rollouts)
 
 
+def test_an_evaluation_in_between_leaves_paused_episodes_their_instances(policy):
+    expected = {(r.prompt, r.sample): plain(r) for r in play(player(policy, Pool()), n=2)}
+    pool = Pool()
+    engine = player(policy, pool)
+    session, finished = at_work(engine, 7)
+    session.abort()
+    drafts = {}
+    for rollout in session.advance():
+        drafts.setdefault(rollout.prompt, []).append(Draft.of(rollout))
+    session.close()
+    paused = set(pool.instances)
+    play(engine, rows=2)
+    assert paused and set(pool.instances) == paused
+    made = len(pool.made)
+    rollouts = finished + go_on(engine, drafts)
+    assert len(pool.made) == made, "nothing was played again"
+    assert {(r.prompt, r.sample): plain(r) for r in rollouts} == expected
+
+
 def test_parked_instances_that_nobody_wants_are_given_up(policy):
     pool = Pool()
     engine = player(policy, pool)
@@ -400,7 +419,7 @@ def test_parked_instances_that_nobody_wants_are_given_up(policy):
     session.advance()
     session.close()
     assert pool.instances
-    play(engine, rows=1)
+    go_on(engine, {})
     assert not pool.instances
     engine.close()
     assert pool.closed

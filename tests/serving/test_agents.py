@@ -192,6 +192,28 @@ def test_a_paused_agent_waits_and_goes_on_where_it_was():
     assert set(rollout.versions.tolist()) == {0, 1} and len(drafts) == 1
 
 
+def test_an_evaluation_in_between_draws_nothing_of_a_paused_agent():
+    with served(talkative(6)) as (agents, pool):
+        one = replace(sampling(), n=1)
+        with agents.session(one) as session:
+            session.add([5], seed=2, task=tasks(1)[0])
+            while not any(len(d.tokens) for found in session.drafts().values() for d in found):
+                session.advance()
+            session.abort()
+            handed = []
+            while session.busy:
+                handed += session.advance()
+        (measured,) = agents.generate([[5]], replace(one, temperature=0.0), seeds=[3], tasks=tasks(1))
+        with agents.session(one) as session:
+            session.add([5], seed=2, drafts=[Draft.of(handed[0])], task=tasks(1)[0])
+            assert session.at_work()[0, 0] == len(handed[0].log_probs), "it has waited"
+            (rollout,) = list(session)
+        assert len(pool.threads) == 2, "the same program, and that of the evaluation"
+        (whole,) = agents.generate([[5]], one, seeds=[2], tasks=tasks(1))
+    assert rollout.ids == whole.ids and rollout.finish == "stop" and rollout.episode.begun == 1
+    assert measured.finish == "stop" and measured.ids != whole.ids
+
+
 def test_from_a_record_that_nobody_waits_behind_it_begins_anew_and_says_so():
     with served(talkative(2)) as (agents, _):
         one = replace(sampling(), n=1)

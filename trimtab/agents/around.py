@@ -45,19 +45,25 @@ class AroundEngine(AnsweringEngine, Generic[Own]):
         self.engine, self.settings = engine, settings or PlaySettings()
         self.numbers = itertools.count()
         self._instances = pool
-        self._session: Session | None = None
+        self._session: AroundSession[Own] | None = None
         self._parked: dict[int, tuple[Episode, Own]] = {}  # by the identity of what was handed over
         self._inbox: dict[int, Reply] = {}  # for those that are parked
 
     # ---- answers
 
-    def session(self, sampling: Sampling) -> Session:
+    def session(self, sampling: Sampling) -> "AroundSession[Own]":
         if self._session is not None:
             raise UserError(AT_WORK)
         self._session = self.open_session(sampling)
         return self._session
 
-    def open_session(self, sampling: Sampling) -> Session:
+    def session_of_call(self, sampling: Sampling) -> Session:
+        """Such as an evaluation's. It goes on from nothing, and whoever is parked stays so."""
+        session = self.session(sampling)
+        session.to_resume.clear()
+        return session
+
+    def open_session(self, sampling: Sampling) -> "AroundSession[Own]":
         raise NotImplementedError
 
     def abort(self, prompts: Collection[int] | None = None) -> None:
@@ -142,7 +148,8 @@ class AroundSession(OpenSession, Generic[Own]):
         self.inner = engine.engine.session(replace(sampling, n=1))
         self.under_way: dict[int, Own] = {}  # by the numbers of their instances
         self._finished: list[Rollout] = []
-        self._parked_before = engine.parked()
+        self.to_resume = engine.parked()
+        """Records that are given up at its end, if nobody has gone on from them by then."""
 
     def add(
         self,

@@ -45,25 +45,15 @@ class AnsweringEngine:
             yield from session
 
 
-class OpenSession:
+class OpenSession(Session):
     """A session is gone through until nothing is left in it, and closed at the end of a `with`."""
 
     def __init__(self) -> None:
         self.requests = 0  # added so far
         self._aborted: set[int] = set()  # requests that somebody has had enough of
 
-    @property
-    def busy(self) -> bool:
-        raise NotImplementedError
-
-    def advance(self, steps: int | None = None) -> list[Rollout]:
-        raise NotImplementedError
-
     def abort(self, requests: Collection[int] | None = None) -> None:
         self._aborted.update(range(self.requests) if requests is None else requests)
-
-    def close(self) -> None:
-        raise NotImplementedError
 
     def __iter__(self) -> Iterator[Rollout]:
         while self.busy:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.agents.around import AroundEngine, Instances
 from trimtab.agents.settings import PlaySettings
+from trimtab.envs.episode import Episode
 from trimtab.envs.types import Task
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.types import Sampling
@@ -73,8 +74,19 @@ class ServedAgents(AroundEngine[Visit]):
     def drop(self, visit: Visit) -> None:
         """Its program, where it still runs, has nobody to ask any more."""
         super().drop(visit)
+        self.server.desk.let_go(visit.session)
         self.server.records.forget(visit.session)
         self.server.desk.give_up([visit.session])
+
+    def park(self, visit: Visit, episode: Episode) -> None:
+        """It may be asking for its next turn, which is not others' to draw."""
+        self.server.desk.hold(visit.session)
+        super().park(visit, episode)
+
+    def unpark(self, episode: Episode | None) -> Visit | None:
+        if (visit := super().unpark(episode)) is not None:
+            self.server.desk.let_go(visit.session)
+        return visit
 
     def close(self) -> None:
         """The agents and their server; the engine inside is its owner's to close."""

@@ -70,7 +70,7 @@ class ServedSession(AroundSession[Visit]):
     def close(self) -> None:
         for visit in list(self.under_way.values()):
             self._leave(visit)
-        self.engine.give_up(self._parked_before)
+        self.engine.give_up(self.to_resume)
         self.engine.server.desk.set_down(self.inner)
         self.inner.close()
         self.engine.ended()
@@ -79,7 +79,7 @@ class ServedSession(AroundSession[Visit]):
 
     def _start(self, request: int, seed: int, task: Task, prompt_ids: list[int], begun: int, failures: int) -> None:
         number, session = next(self.engine.numbers), self.engine.new_session()
-        record = Record(seed, self.engine.settings.max_turns)
+        record = Record(seed, self.engine.settings.max_turns, self.sampling)
         self.engine.server.records.open(session, record)
         visit = Visit(number, request, seed, task, prompt_ids, session, record, begun, failures)
         self.under_way[number] = visit

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -20,7 +21,7 @@ from trimtab.serving.records import Record, RecordedTurn, Records
 from trimtab.serving.refusals import NotUnderstood
 from trimtab.serving.replies import Answered, Replies, without_stop
 from trimtab.serving.seeds import stream_seed
-from trimtab.serving.wanted import Wanted
+from trimtab.serving.wanted import House, Wanted
 
 LARGE = 2**17  # bytes, beyond which others should not wait for their being tokenised
 MOST_PROMPTS = 256
@@ -57,7 +58,7 @@ class Asking:
         return await self._chat(fields, session, wanted, Conversation(ids, before, messages, messages, stage))
 
     async def complete(self, fields: Fields, session: str | None, request: Request) -> Response:
-        wanted = reading.of_completion(fields, self.policy.house)
+        wanted = reading.of_completion(fields, self._house(session))
         prompts = await _aside(fields, lambda: self._prompts(fields))
         for ids in prompts:  # before any is drawn
             self.policy.room(ids, "prompt")
@@ -78,7 +79,7 @@ class Asking:
         return self.replies.completions(answers, wanted)
 
     async def generate(self, fields: Fields, session: str | None, request: Request) -> Response:
-        wanted, ids = reading.of_generation(fields, self.policy.house), fields.ids("token_ids")
+        wanted, ids = reading.of_generation(fields, self._house(session)), fields.ids("token_ids")
         if wanted.stream:
             raise NotUnderstood("stream is not offered here; leave it out", "stream")
         for name in ("features", "kv_transfer_params"):
@@ -120,7 +121,7 @@ class Asking:
             raise NotUnderstood("response_format: only text is offered", "response_format")
         if not fields.flag("add_generation_prompt", True) or fields.flag("continue_final_message"):
             raise NotUnderstood("the model speaks next; a turn is not continued", "add_generation_prompt")
-        wanted = reading.of_chat(fields, self.policy.house)
+        wanted = reading.of_chat(fields, self._house(session))
         return wanted, self._stage(fields), self.records.of(session)
 
     def _stage(self, fields: Fields) -> Stage:
@@ -151,6 +152,12 @@ class Asking:
         return message | {"content": without_stop(message["content"], rollout, wanted)}
 
     # ---- drawing and records
+
+    def _house(self, session: str | None) -> House:
+        """As it is for this session."""
+        record = None if session is None else self.records.find(session)
+        house = self.policy.house
+        return house if record is None or record.pinned is None else replace(house, pinned=record.pinned)
 
     async def _drawn(
         self, ids: list[int], wanted: Wanted, session: str | None, param: str, number: int = 0

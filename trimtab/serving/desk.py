@@ -50,6 +50,7 @@ class Desk:
         self._new: deque[Ask] = deque()
         self._suspects: deque[Ask] = deque()  # at work when the engine failed: they are drawn one by one
         self._at_work: dict[int, Ask] = {}
+        self._held: set[str] = set()  # sessions whose requests wait
         self._closed: Exception | None = None
 
     def ask(self, ask: Ask) -> None:
@@ -69,8 +70,22 @@ class Desk:
     def wait(self, seconds: float | None = None) -> bool:
         """Until there is something to do, or the desk is closed; whether there is."""
         with self._arrived:
-            self._arrived.wait_for(lambda: self.waiting or self.closed, seconds)
-            return bool(self.waiting) and not self.closed
+            self._arrived.wait_for(lambda: self._ready or self.closed, seconds)
+            return self._ready and not self.closed
+
+    @property
+    def _ready(self) -> bool:
+        return bool(self._suspects or self._at_work) or any(ask.session not in self._held for ask in self._new)
+
+    def hold(self, session: str) -> None:
+        """What is asked in it is not drawn until it is let go."""
+        with self._arrived:
+            self._held.add(session)
+
+    def let_go(self, session: str) -> None:
+        with self._arrived:
+            self._held.discard(session)
+            self._arrived.notify()
 
     @property
     def closed(self) -> bool:
@@ -134,8 +149,8 @@ class Desk:
         if self._suspects:
             return [] if self._at_work else [self._suspects.popleft()]
         with self._arrived:
-            asks = list(self._new)
-            self._new.clear()
+            asks = [ask for ask in self._new if ask.session not in self._held]
+            self._new = deque(ask for ask in self._new if ask.session in self._held)
         return asks
 
     def _admit(self, session: Session, ask: Ask) -> None:

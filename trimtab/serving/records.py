@@ -15,7 +15,7 @@ import numpy as np
 
 from trimtab.envs.types import Message
 from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.types import Finish, Rollout
+from trimtab.rollout.types import Finish, Rollout, Sampling
 from trimtab.serving.refusals import NotUnderstood
 from trimtab.serving.seeds import stream_seed
 
@@ -88,9 +88,10 @@ class RecordedTurn:
 class Record:
     """Of one session."""
 
-    def __init__(self, seed: int | None = None, most_turns: int | None = None) -> None:
-        """`seed`: from which its turns draw, whatever requests say; `most_turns`: whoever asks for more is refused."""
-        self.seed, self.most_turns = seed, most_turns
+    def __init__(self, seed: int | None = None, most_turns: int | None = None, pinned: Sampling | None = None) -> None:
+        """`seed`: from which its turns draw, whatever requests say; `most_turns`: whoever asks for more is refused;
+        `pinned`: how all its turns are drawn, while others may be drawn otherwise."""
+        self.seed, self.most_turns, self.pinned = seed, most_turns, pinned
         self.refused: Finish | None = None  # why the last turn that was asked for was, if it was
         self._asked: Counter[int] = Counter()  # turns, by what stood before them
         self.turns: list[RecordedTurn] = []

@@ -45,7 +45,7 @@ class House:
     vocabulary: int
     pinned: Sampling | None = None
     """In training: how the run draws. Of requests only lengths and stops count."""
-    told: bool = False  # that the rest does not
+    told: set[str] = dataclasses.field(default_factory=set)  # of the rest, what somebody was told does not
 
 
 def of_chat(fields: Fields, house: House) -> Wanted:
@@ -110,7 +110,7 @@ def _sampling(fields: Fields, house: House, alternatives: int) -> Sampling:
     if house.pinned is not None:
         ignored = [name for name in OF_THE_RUN if name in fields]
         if ignored and not house.told:
-            house.told = True
+            house.told.update(ignored)
             log.warning("%s: requests do not say that in training, the run's options do", ", ".join(ignored))
         return dataclasses.replace(house.pinned, n=1, **ends)
     temperature = fields.number("temperature", 1.0, 0, 100)
