@@ -8,19 +8,22 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.cli.command_parser import CommandParser
 from trimtab.cli.run import guarded
 from trimtab.config.checks import settle
-from trimtab.config.groups import PretrainOptions
-from trimtab.config.jobs import TRAINED
+from trimtab.config.jobs import TRAINED, SupervisedOptions
 from trimtab.config.option import Limits
 from trimtab.config.parse import parse
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.hub import trusting
 from trimtab.errors import UserError
 
+if TYPE_CHECKING:
+    from trimtab.train.plan.machines import Machines
+
+Planned = SupervisedOptions | RLOptions
 _MODELS = ("pretrain", "reward_pretrain", "critic_pretrain", "ref_pretrain", "teacher_model")
 
 
@@ -46,7 +49,7 @@ def plan(argv: list[str]) -> None:
         raise UserError(f"{own.verb!r} is no training job; the jobs are {', '.join(TRAINED)}")
     clustered = own.nodes is not None or own.gpus is not None
     options, _ = settle(parse(job, [*(["--ray"] if clustered and issubclass(job, RLOptions) else []), *job_words]))
-    assert isinstance(options, PretrainOptions), "every training job has a model"
+    assert isinstance(options, Planned), "every training job has a model"
     if not options.pretrain:
         raise UserError(
             "--pretrain is missing: give a hub name, a model folder (its config.json is enough), or 7B or so"
@@ -65,12 +68,12 @@ def _check_cluster(own: argparse.Namespace) -> None:
         raise UserError(f"--network is {own.network:g}: it must be a number of GB/s above 0")
 
 
-def _with_shapes(options: Any, folder: Path) -> Any:
+def _with_shapes(options: Planned, folder: Path) -> Planned:
     """Models that are given by their size alone get a folder with their configuration."""
     from trimtab.config.sources import listed
     from trimtab.train.plan import shapes
 
-    changes = {}
+    changes: dict[str, Any] = {}
     for name in _MODELS:
         named = listed(getattr(options, name, None))
         if any(model in shapes.NAMES for model in named):
@@ -79,7 +82,7 @@ def _with_shapes(options: Any, folder: Path) -> Any:
     return dataclasses.replace(options, **changes)
 
 
-def _told(typed: Any, options: Any, own: argparse.Namespace, *, clustered: bool) -> None:
+def _told(typed: Planned, options: Planned, own: argparse.Namespace, *, clustered: bool) -> None:
     from trimtab.distributed.device import find_device
     from trimtab.models.hugging_face import quiet_transformers
     from trimtab.train.plan.hardware import named
@@ -105,7 +108,7 @@ def _told(typed: Any, options: Any, own: argparse.Namespace, *, clustered: bool)
     print("\n".join(told))
 
 
-def _on_machines(options: Any, machines: Any, pretrain: str) -> list[str]:
+def _on_machines(options: Planned, machines: "Machines", pretrain: str) -> list[str]:
     """Layouts, and which of them to take: of all roles in RL, of the one model that is trained elsewhere."""
     if isinstance(options, RLOptions):
         from trimtab.train.plan.cluster.plan import plan_cluster

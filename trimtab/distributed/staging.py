@@ -14,7 +14,7 @@ A builder is a module-level function of the options and a place, so that it can 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
@@ -25,6 +25,16 @@ from trimtab.distributed.world import World
 from trimtab.interrupts import StopRequest
 
 HOST = "host"
+
+
+class SeededOptions(Protocol):
+    """What is asked here of a job's options; units are built by all of them."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def full_determinism(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +63,7 @@ class Host:
 
     def __init__(
         self,
-        options: Any,
+        options: SeededOptions,
         units: Iterable[Unit],
         make_mesh: Callable[..., Mesh],  # (options, world, ranks, learns=...)
         device: Device,
@@ -135,7 +145,7 @@ class Stage(ABC):
     stop: StopRequest
 
     @abstractmethod
-    def groups(self, options: Any) -> dict[str, Group]:
+    def groups(self, options: SeededOptions) -> dict[str, Group]:
         """Build everything, with what the controller has made of the options."""
 
     @abstractmethod
@@ -156,7 +166,7 @@ class LocalStage(Stage):
         self.host = host
         self.device, self.world, self.stop = host.device, host.world, host.stop
 
-    def groups(self, options: Any) -> dict[str, Group]:
+    def groups(self, options: SeededOptions) -> dict[str, Group]:
         self.host.options = options
         for unit in self.host.units:
             self.host.build(unit=unit)
@@ -184,7 +194,7 @@ class WorldStage(Stage):
         self._switchboard = Switchboard(host.world, host.roles, records)
         self._hosts = self._switchboard.group(HOST)
 
-    def groups(self, options: Any) -> dict[str, Group]:
+    def groups(self, options: SeededOptions) -> dict[str, Group]:
         assert options == self.host.options, "the other processes know the options as they were given"
         for unit in self.host.units:
             self._hosts.call("build", unit=unit)

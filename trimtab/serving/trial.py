@@ -44,5 +44,5 @@ def try_environment(
 def _words(reply: Opened) -> str:
     if reply.messages is None:
         return "the prompt"
-    said = str(reply.messages[-1].get("content")) if reply.messages else "no words"
+    said = str(reply.messages[-1].get("content"))
     return said.replace("\\", "\\\\").replace("\n", "\\n")

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from trimtab.data.data_report import DataReport
 from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
+from trimtab.models.load import TrainedModelOptions
 from trimtab.train.plan.hardware import GIB, of_device, shared
 from trimtab.train.plan.passes import is_wanted
 from trimtab.train.plan.work import Work
@@ -53,7 +53,7 @@ def usable_rows(report: DataReport, most: int, kept: int) -> tuple[int, bool]:
     return round(rows * kept / report.rows_read), kept < report.rows_read
 
 
-def memory_line(options: Any, device: Device, work: Callable[[], Work]) -> str:
+def memory_line(options: TrainedModelOptions, device: Device, work: Callable[[], Work]) -> str:
     """What `trimtab plan` says of memory, in a line; where the job does not fit, which flags would make it."""
     from trimtab.train.plan.plan import make_plan  # a second of imports
     from trimtab.train.plan.split.launcher import flags_that_fit, planned_memory

@@ -160,8 +160,8 @@ def test_a_dry_run_says_how_the_environment_opens_or_what_is_wrong_with_it(folde
     assert main(arguments(folder, tmp_path / "out", broken, "--dry_run")) == 2
     assert "was tried and failed" in (told := capsys.readouterr().err) and "no board" in told
     broken.write_text("class Game:\n    def reset(self, task): return []\n    def step(self, turn): ...\n")
-    assert main(arguments(folder, tmp_path / "out", broken, "--dry_run")) == 0
-    assert "it opens with no words" in capsys.readouterr().out
+    assert main(arguments(folder, tmp_path / "out", broken, "--dry_run")) == 2
+    assert "was tried and failed" in (told := capsys.readouterr().err) and "empty conversation" in told
 
 
 def test_a_dry_run_refuses_a_chat_template_that_cannot_be_appended_to(folder, tmp_path, capsys):

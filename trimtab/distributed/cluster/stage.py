@@ -25,7 +25,7 @@ from trimtab.distributed.cluster.worker import Job, Seating, Worker
 from trimtab.distributed.device import Device, showing
 from trimtab.distributed.devices import Kind, of_resource
 from trimtab.distributed.roles import Group, Processes
-from trimtab.distributed.staging import HOST, Stage, Unit
+from trimtab.distributed.staging import HOST, SeededOptions, Stage, Unit
 from trimtab.distributed.wire import Wire
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
@@ -142,7 +142,7 @@ class RayStage(Stage):
             **wanted,
         ).remote()
 
-    def meet(self, options: Any) -> None:
+    def meet(self, options: SeededOptions) -> None:
         """Have the processes meet, to work with these options."""
         self.job = dataclasses.replace(self.job, options=options)
         workers = self._crew.members[: self.layout.size]
@@ -189,7 +189,7 @@ class RayStage(Stage):
 
     # ---- roles
 
-    def groups(self, options: Any) -> dict[str, Group]:
+    def groups(self, options: SeededOptions) -> dict[str, Group]:
         assert options == self.job.options, "the other processes know the options as they were given"
         building = self._start_building_engines()
         if building is not None and self.layout.engines is not None and self.layout.engines.pool is not None:

@@ -19,7 +19,7 @@ from trimtab.distributed.interfaces import speak_at
 from trimtab.distributed.link import NODE_ADDRESS
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.roles import Processes
-from trimtab.distributed.staging import Host, Unit
+from trimtab.distributed.staging import Host, SeededOptions, Unit
 from trimtab.distributed.watch import in_collective, pulse
 from trimtab.distributed.wire import Wire
 from trimtab.distributed.world import World, join
@@ -34,7 +34,7 @@ class Job:
     """What every process of a run is told before it builds anything. Functions and classes of modules, so that they
     can be named to another process."""
 
-    options: Any
+    options: SeededOptions
     units: Callable[[Any, int], Sequence[Unit]]
     make_mesh: Callable[..., Mesh]  # (options, world, ranks, learns=...)
     records: tuple[type, ...]
