@@ -10,6 +10,7 @@ from trimtab.data.sources import load_rows
 from trimtab.distributed.device import find_device
 from trimtab.distributed.random_state import seed_everything
 from trimtab.envs.episode import Episode, Said
+from trimtab.envs.shapes.adapted import named
 from trimtab.envs.types import Task
 from trimtab.errors import UserError
 from trimtab.evaluate.generation import load_job_tokenizer, sampling_of
@@ -116,8 +117,14 @@ class Playing:
         label = options.label_key if options.dataset else LABEL
         if options.dataset and asked not in row:
             raise UserError(f"--input_key {asked}: row {number} has only {', '.join(row)}; name the prompt's column")
+        prompt = row.get(asked, "")
+        said = prompt if isinstance(prompt, list) else []
+        if not isinstance(prompt, str | list) or any(not isinstance(message, dict) for message in said):
+            where = f"--input_key {asked}" if options.dataset else options.environment_flag
+            what = f"the prompt of row {number} is {named(prompt)}"
+            raise UserError(f"{where}: {what}; a text or a list of messages is needed")
         rest = {name: value for name, value in row.items() if name not in (asked, label)}
-        task = Task(number, 0, seed, row.get(asked, ""), row.get(label) if label else None, rest)
+        task = Task(number, 0, seed, prompt, row.get(label) if label else None, rest)
         return replace(task, text=self._text(task))
 
     def play(self, task: Task) -> Iterator[Heard | Over]:
