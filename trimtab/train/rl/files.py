@@ -123,13 +123,14 @@ class RunFiles:
         extremes: dict[int, str],
         grouped: set[int],
     ) -> None:
+        shown: list[dict[str, Any]] = []
         with writing(f"--save_path {self.folder}: cannot write there"):
             for i in chosen:
                 prompt, response, row = experience.prompt(i), experience.response(i), int(experience.rows_S[i])
                 label = self.stores[store].label(row) if store in self.stores else None
                 self._answers = self._answers + 1 if iteration == self._rollouts.last else 0
                 self._tokens.write(iteration, self._answers, experience, i)
-                self._rollouts.write(
+                shown.append(
                     {
                         "step": iteration,
                         "answer": self._answers,
@@ -145,6 +146,9 @@ class RunFiles:
                         "group": store if i in grouped else None,
                     }
                 )
+                self._rollouts.write(shown[-1])
+        if self._log is not None:
+            self._log.show(shown)
 
     @staticmethod
     def _played(experience: Experience, i: int) -> dict[str, Any]:
