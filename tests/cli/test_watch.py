@@ -1,7 +1,12 @@
-"""`trimtab watch` with words that are no run."""
+"""`trimtab watch`: words that are no run, and the commands of its page."""
+
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
+from tests.report.pages import write_rl_run, write_run
 from trimtab.cli.main import main
 
 
@@ -34,3 +39,17 @@ def test_what_is_no_run_is_one_line_and_exit_code_2(words, told, place, capsys):
     assert main(["watch", *words.split()]) == 2
     line = capsys.readouterr().err
     assert line.startswith("trimtab watch: error: ") and told in line and line.count("\n") == 1
+
+
+def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "quickstart" / "sft")
+    write_rl_run(tmp_path / "quickstart" / "grpo")
+    page = (Path(__file__).parents[2] / "docs" / "watch.md").read_text()
+    (block, *_) = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    first, *others = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert first == ["trimtab", "quickstart"] and len(others) >= 3
+    for words in others:
+        if "--page" not in words:  # that one does not end by itself
+            assert main(words[1:]) == 0, capsys.readouterr().err
+            assert "● finished" in capsys.readouterr().out

@@ -93,7 +93,7 @@ class Progress:
 
 def progress_of(run: Run) -> Progress:
     planned = finite(run.manifest.get("steps"))
-    recent = [value for _, value in run.series("seconds")[-RECENT:] if value > 0]
+    recent = [value for row in run.rows[-RECENT:] if (value := finite(row.get("seconds"))) is not None and value > 0]
     return Progress(
         run.rows[-1]["step"] if run.rows else 0, int(planned) if planned else None, fmean(recent) if recent else None
     )

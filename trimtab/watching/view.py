@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 
 from rich.text import Text
 
@@ -43,12 +44,22 @@ class Watched:
     curves: list[Curve] = field(default_factory=list)
     alarms: list[tuple[bool, str]] = field(default_factory=list)
     """Whether it holds in the newest row, and what it says."""
-    _looked: bool = False
+    seconds: float = 0.0
+    """Of all steps together."""
+    _stale: bool = True
+    _not_before: float = 0.0
 
-    def refresh(self) -> bool:
-        if not self.followed.refresh() and self._looked:
-            return False
-        self._looked = True
+    def refresh(self) -> None:
+        """Look at the files. What takes long to make of a long run is made anew less often: a tenth of a core at most
+        goes into it."""
+        self._stale |= self.followed.refresh()
+        began = time.monotonic()
+        if self._stale and began >= self._not_before:
+            self._digest()
+            self._stale = False
+            self._not_before = time.monotonic() + 9 * (time.monotonic() - began)
+
+    def _digest(self) -> None:
         run = self.followed.run
         self.curves = curves_of(run)
         newest = run.rows[-1].get("alarms") if run.rows else None
@@ -56,7 +67,7 @@ class Watched:
         told = [(any(sentence.lower().startswith(text) for text in said), sentence) for sentence in warnings(run)]
         self.alarms = sorted(told, key=lambda alarm: not alarm[0])
         self.shelf.fill(run)
-        return True
+        self.seconds = run.total("seconds")
 
     @property
     def state(self) -> State:
@@ -74,8 +85,8 @@ class Watched:
 def lines_of(watched: Watched, width: int, height: int | None) -> list[Text]:
     """At most `height` lines of at most `width` cells; None: as many as there is to say."""
     head = [*headline(watched, width), *_bar(watched, width)]
-    time = _time(watched, width)
-    room = None if height is None else max(0, height - len(head) - len(time))
+    spent = _time(watched, width)
+    room = None if height is None else max(0, height - len(head) - len(spent))
     answer = _answer(watched.shelf.shown(), watched, width)
     other = _answer(watched.shelf.other(), watched, width)
     # The curves first; then alarms, and what is left is the answer's.
@@ -85,12 +96,12 @@ def lines_of(watched: Watched, width: int, height: int | None) -> list[Text]:
     left = None if room is None else max(0, room - kept - len(curves))
     alarms = _alarms(watched, width, left)
     if left is None:
-        return [*head, *curves, *time, *alarms, *answer, *other]
+        return [*head, *curves, *spent, *alarms, *answer, *other]
     room = left - len(alarms) + kept
     answer = _window(watched, answer, room)
     if len(answer) + 1 + min(3, len(other)) <= room:
         answer += [Text(), *other]
-    return [*head, *curves, *time, *alarms, *answer][:height]
+    return [*head, *curves, *spent, *alarms, *answer][:height]
 
 
 def headline(watched: Watched, width: int) -> list[Text]:
@@ -105,12 +116,12 @@ def headline(watched: Watched, width: int) -> list[Text]:
     if watched.followed.begun:
         of = f" of {progress.planned:,}" if progress.planned else ""
         line.append(f"   {run.unit} {progress.done:,}{of}")
-        epoch = run.last("epoch")
+        epoch = finite(run.rows[-1].get("epoch")) if run.rows else None
         line.append(f"   epoch {epoch:.2f}" if epoch is not None else "")
     if state.condition is Condition.RUNNING and run.rows:
         line.append(f"   last row {duration(state.quiet)} ago", style="dim")
-    elif state.is_over and run.total("seconds"):
-        line.append(f"   took {duration(run.total('seconds'))}", style="dim")
+    elif state.is_over and watched.seconds:
+        line.append(f"   took {duration(watched.seconds)}", style="dim")
     return [_cut(name, width), _cut(line, width)]
 
 
@@ -142,10 +153,10 @@ def _curve(curve: Curve, width: int) -> Text:
 
 def _time(watched: Watched, width: int) -> list[Text]:
     """Where the seconds of late went, memory, speed, and what is under way."""
-    run = watched.followed.run
+    run = replace(watched.followed.run, rows=watched.followed.run.rows[-RECENT:])
     lines = []
     phases, times = phase_times(run)
-    spent = [sum(seconds[place] for _, seconds in times[-RECENT:]) for place in range(len(phases))]
+    spent = [sum(seconds[place] for _, seconds in times) for place in range(len(phases))]
     if sum(spent) > 0:
         line = Text(f"{'time':<{NAMES}}")
         for place, (phase, seconds) in enumerate(zip(phases, spent)):

@@ -123,14 +123,14 @@ class RunFiles:
         extremes: dict[int, str],
         grouped: set[int],
     ) -> None:
-        shown: list[dict[str, Any]] = []
+        kept: list[dict[str, Any]] = []
         with writing(f"--save_path {self.folder}: cannot write there"):
             for i in chosen:
                 prompt, response, row = experience.prompt(i), experience.response(i), int(experience.rows_S[i])
                 label = self.stores[store].label(row) if store in self.stores else None
                 self._answers = self._answers + 1 if iteration == self._rollouts.last else 0
                 self._tokens.write(iteration, self._answers, experience, i)
-                shown.append(
+                kept.append(
                     {
                         "step": iteration,
                         "answer": self._answers,
@@ -146,9 +146,9 @@ class RunFiles:
                         "group": store if i in grouped else None,
                     }
                 )
-                self._rollouts.write(shown[-1])
+                self._rollouts.write(kept[-1])
         if self._log is not None:
-            self._log.show(shown)
+            self._log.show(kept)
 
     @staticmethod
     def _played(experience: Experience, i: int) -> dict[str, Any]:
