@@ -156,8 +156,19 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
     shared = {name: value for name, value in SHARED_DEFAULTS.items() if not name.startswith("dataset")}
     expected = shared | PPO_DEFAULTS
     assert {name: getattr(PPOOptions(), name) for name in expected} == expected
-    own = {"config", "dry_run", "nproc", "num_workers", "use_visualdl", "attn_implementation", "wandb_http_proxy"}
+    own = {
+        "config",
+        "dry_run",
+        "nproc",
+        "num_workers",
+        "use_visualdl",
+        "use_trackio",
+        "trackio_project",
+        "attn_implementation",
+        "wandb_http_proxy",
+    }
     own |= {"tokenizer_chat_template", "wandb_run_name", "train_max_tokens_per_gpu", "loss_reduction"}
+    own |= {"use_trackio", "trackio_project"}
     own |= {"report_samples", "fit_memory", "eval_max_samples", "trust_remote_code", "keep_dropout", "hang_timeout"}
     own |= {"max_steps", "gradient_accumulation_steps", "overwrite", "controller_apart", "shard_size"}
     own |= {"gradient_checkpointing_layers", "gradient_checkpointing_keep", "offload_activations", "compile"}
