@@ -1,6 +1,6 @@
 """Is an installed Trimtab whole? Run by the Python it is installed for, outside the repository (see `make wheel`)."""
 
-import importlib
+import importlib.util
 import pkgutil
 import shutil
 import subprocess
