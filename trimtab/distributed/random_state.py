@@ -68,6 +68,43 @@ def drawing_aside() -> Iterator[None]:
             own[1].set_rng_state(device)
 
 
+class OwnStream:
+    """Random numbers of one's own: what is drawn inside `drawing` comes from this stream, and the generators that
+    everybody draws from are left as they were."""
+
+    def __init__(self, seed: int):
+        with drawing_aside():
+            torch.manual_seed(seed)
+            self._take()
+
+    def _take(self) -> None:
+        own = _own_generator()
+        self._host = torch.get_rng_state()
+        self._device = None if own is None else own[1].get_rng_state()
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        with drawing_aside():
+            own = _own_generator()
+            torch.set_rng_state(self._host)
+            if own is not None and self._device is not None:
+                own[1].set_rng_state(self._device)
+            try:
+                yield
+            finally:
+                self._take()
+
+    def state(self) -> dict[str, str]:
+        """As JSON holds it."""
+        found = {"host": self._host, "device": self._device}
+        return {name: state.numpy().tobytes().hex() for name, state in found.items() if state is not None}
+
+    def restore(self, state: dict[str, str]) -> None:
+        self._host = _bytes_tensor(state["host"])
+        if "device" in state and self._device is not None:
+            self._device = _bytes_tensor(state["device"])
+
+
 def _own_generator() -> tuple[str, Any] | None:
     """torch's name of the accelerator that is here, which is the name of its state, and its module."""
     device = accelerator()

@@ -18,7 +18,8 @@ WEIGHTS = ("adapter_*", "model*.safetensors", "*.safetensors.index.json", "pytor
 
 
 def save_model(model: PackedModel, tokenizer, folder: Path, *, mesh: Mesh | None = None, bf16: bool = False) -> None:
-    """Every process takes part where the model is split; the first one writes what is not weights."""
+    """Every process takes part where the model is split; the first one writes what is not weights. A model that is not
+    split may be without a tokenizer."""
     mesh = mesh or Mesh()
     if mesh.size == 1:
         _write(model, tokenizer, folder, model.model.save_pretrained)
@@ -65,7 +66,8 @@ def _save_split_adapters(model: PackedModel, tokenizer, folder: Path, mesh: Mesh
 
 def _write(model: PackedModel, tokenizer, folder: Path, write: Callable[[Path], object]) -> None:
     head = _head_name(model)
-    write_folder(folder, write, tokenizer.save_pretrained, lambda beside: rename_head(beside, HEAD, head))
+    others = [] if tokenizer is None else [tokenizer.save_pretrained]
+    write_folder(folder, write, *others, lambda beside: rename_head(beside, HEAD, head))
 
 
 def _head_name(model: PackedModel) -> str:

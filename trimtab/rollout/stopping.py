@@ -16,10 +16,12 @@ _UNSURE = 8  # characters at the beginning of a text decoded by itself
 
 
 def stop_tokens(policy: Policy, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end an answer: the tokenizer's end token and those the model's generation config names."""
+    """Tokens that end an answer: the tokenizer's end token, if there is one, and those the model's generation config
+    names."""
     configured = getattr(policy.inner.generation_config, "eos_token_id", None)
     listed = configured if isinstance(configured, list) else [configured]
-    return tuple(dict.fromkeys(t for t in [tokenizer.eos_token_id, *listed] if t is not None))
+    own = None if tokenizer is None else tokenizer.eos_token_id
+    return tuple(dict.fromkeys(t for t in [own, *listed] if t is not None))
 
 
 def check_setting(sampling: Sampling, vocabulary: int, tokenizer: Any) -> None:

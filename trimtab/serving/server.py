@@ -63,9 +63,9 @@ class PolicyServer:
             ended = self._end()
         return ended
 
-    def start(self) -> str:
-        """In a thread, at a free port of this machine's own address, which is returned."""
-        listening = bind("127.0.0.1", 0)
+    def start(self, port: int = 0) -> str:
+        """In a thread, at this port, or a free one, of this machine's own address, which is returned."""
+        listening = bind("127.0.0.1", port)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listening]}, name="policy server", daemon=True
         )

@@ -68,27 +68,48 @@ class Optimiser:
         return self.learning_rate * self.factor(step)
 
     def step(self, step: int) -> StepReport:
-        """Clip, apply and clear the gradients gathered since the last call."""
+        """Clip, apply and clear the gradients gathered since the last call, at the rate of this step."""
+        return self.apply(self.rate(step))
+
+    def apply(self, learning_rate: float, *, divisor: float = 1.0) -> StepReport:
+        """The same at a rate that no schedule has to know; `divisor`: what gradients of sums are divided by first."""
         for name, master in self.masters.items():
             master.grad = self._gradient(name, master)
         gradients = [m.grad for m in self.masters.values() if m.grad is not None]
+        if divisor != 1.0 and gradients:
+            torch._foreach_div_([local(g) for g in gradients], divisor)
         grad_norm = total_norm(gradients)
         applied = math.isfinite(grad_norm)
         if applied:
             if self.max_norm > 0 and gradients:
                 torch._foreach_mul_([local(g) for g in gradients], min(1.0, self.max_norm / (grad_norm + 1e-6)))
             for group in self.adam.param_groups:
-                group["lr"] = self.rate(step)
+                group["lr"] = learning_rate
             self.adam.step()
             self._write_back()
         self.clear_gradients()
         return StepReport(grad_norm, applied)
 
+    def gradients(self) -> dict[str, Tensor]:
+        """What was added up since the last step, by parameter name."""
+        found = {name: self.accumulated.get(name, parameter.grad) for name, parameter in self.working.items()}
+        return {name: gradient for name, gradient in found.items() if gradient is not None}
+
+    def restore_gradients(self, gradients: dict[str, Tensor]) -> None:
+        """Go on adding up where these were."""
+        for name, gradient in gradients.items():
+            parameter = self.working[name]
+            own = gradient.to(parameter.device)
+            if parameter.dtype == self.gradient_dtype:
+                parameter.grad = own
+            else:
+                self.accumulated[name] = own
+
     def take_gradients(self) -> list[Tensor]:
-        """What was added up since the last step, which is forgotten."""
-        found = [self.accumulated.get(name, parameter.grad) for name, parameter in self.working.items()]
+        """The same, which is forgotten."""
+        found = list(self.gradients().values())
         self.clear_gradients()
-        return [gradient for gradient in found if gradient is not None]
+        return found
 
     def clear_gradients(self) -> None:
         self.accumulated.clear()

@@ -10,6 +10,7 @@ import numpy as np
 from trimtab.config.jobs import RLOptions
 from trimtab.data.packing import pack
 from trimtab.train.rl.experience import Experience
+from trimtab.train.rl.trajectories import Trajectories
 
 
 def mini_batches(experience: Experience, at_once: int, seed: Sequence[int]) -> list[list[int]]:
@@ -19,7 +20,9 @@ def mini_batches(experience: Experience, at_once: int, seed: Sequence[int]) -> l
     return [experience.samples_of(sorted(step.tolist())) for step in steps]
 
 
-def micro_batches(experience: Experience, samples: Sequence[int], *, count: int, budget: int | None) -> list[list[int]]:
+def micro_batches(
+    experience: Trajectories, samples: Sequence[int], *, count: int, budget: int | None
+) -> list[list[int]]:
     """Passes of at most `budget` tokens, or of `count` samples."""
     pieces = _pieces(experience, samples, count=count, budget=budget)
     if budget is None:
@@ -31,11 +34,16 @@ def micro_batches(experience: Experience, samples: Sequence[int], *, count: int,
             else:
                 passes.append(list(piece))
         return passes
+    return packed(experience, pieces, budget)
+
+
+def packed(experience: Trajectories, pieces: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
+    """Passes of at most `budget` tokens, none of which has only a part of a piece."""
     costs = [cost(experience, piece) for piece in pieces]
     return [[i for member in members for i in pieces[member]] for members in pack(costs, budget)]
 
 
-def _pieces(experience: Experience, samples: Sequence[int], *, count: int, budget: int | None) -> list[list[int]]:
+def _pieces(experience: Trajectories, samples: Sequence[int], *, count: int, budget: int | None) -> list[list[int]]:
     """Runs of answers to one prompt, as long as a pass can hold."""
     pieces: list[list[int]] = []
     before, tokens = None, 0  # of the last piece
@@ -51,7 +59,7 @@ def _pieces(experience: Experience, samples: Sequence[int], *, count: int, budge
     return pieces
 
 
-def cost(experience: Experience, samples: Sequence[int]) -> int:
+def cost(experience: Trajectories, samples: Sequence[int]) -> int:
     """Tokens that these samples take in a row."""
     tokens, before = 0, None
     for i in samples:
