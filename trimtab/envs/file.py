@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,18 @@ def load_file(file: Path, name: str | None) -> Loaded:
     openrlhf.refuse_executors(module, str(file))
     found, shape = _only(module, str(file)) if name is None else _called(module, name, str(file))
     rows = getattr(module, "rows", None)
+    return _loaded(found, shape, rows)
+
+
+def load_object(found: Any) -> Loaded:
+    """The same of a class or function that is here already: an environment, what makes one, or an agent."""
+    module, name = sys.modules.get(getattr(found, "__module__", "")), _name(found)
+    if not callable(found):
+        raise UserError(f"environment: give a class or a function, not an object of type {type(found).__name__}")
+    return _loaded(*_meant(found, name, "environment"), getattr(module, "rows", None))
+
+
+def _loaded(found: Maker, shape: Shape, rows: Any) -> Loaded:
     offered = rows if inspect.isfunction(rows) and list(parameters(rows)) == ["count", "seed"] else None
     kind: Literal["environment", "agent"] = "agent" if shape.adapt is None else "environment"
     about = About(_name(found), shape.words, kind, offers_rows=offered is not None)
@@ -74,6 +87,10 @@ def _called(module: ModuleType, name: str, file: str) -> tuple[Maker, Shape]:
     found = getattr(module, name, None)
     if not callable(found):
         raise UserError(f"{file}: there is no class or function {name} in it")
+    return _meant(found, name, file)
+
+
+def _meant(found: Maker, name: str, file: str) -> tuple[Maker, Shape]:
     shape = _recognised(found)
     if shape is not None:
         return _makeable(found, shape, file)

@@ -23,13 +23,13 @@ def load(source: str) -> Loaded:
     """Raises UserError where there is nothing to be loaded; what the author's code raises passes through."""
     library, colon, name = source.partition(":")
     if colon and library in LIBRARIES:
-        return _with_tools(LIBRARIES[library](name))
+        return with_tools(LIBRARIES[library](name))
     if colon and library == "trimtab":
-        return _with_tools(load_file(_embedded(source, name), None))
+        return with_tools(load_file(_embedded(source, name), None))
     file, wanted = split(source)
     if not file.is_file():
         raise UserError(f"environment {file}: no such file")
-    return _with_tools(load_file(file, wanted))
+    return with_tools(load_file(file, wanted))
 
 
 def split(source: str) -> tuple[Path, str | None]:
@@ -38,7 +38,7 @@ def split(source: str) -> tuple[Path, str | None]:
     return Path(place).expanduser().resolve(), wanted
 
 
-def _with_tools(loaded: Loaded) -> Loaded:
+def with_tools(loaded: Loaded) -> Loaded:
     """One is made, so that what cannot be made is known before the first episode."""
     if loaded.make is None:
         return loaded

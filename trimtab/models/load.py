@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from trimtab.config.groups import DropoutOptions, LoadOptions
+from trimtab.config.learner import LearnerOptions
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
@@ -37,7 +38,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.recomputing import recompute
 from trimtab.models.reward import HEAD, RewardModel, but_for_head, drawn_head, not_a_decoder
 from trimtab.models.selfcheck import Verdict, choose_path
-from trimtab.models.sharded import TrainedModelOptions, shard_frozen, shard_trained
+from trimtab.models.sharded import HeldModelOptions, TrainedModelOptions, shard_frozen, shard_trained
 from trimtab.models.sharded_load import Unfilled, begin, cast_frozen, set_head, settle_path
 from trimtab.models.weight_files import WeightFiles
 
@@ -53,7 +54,7 @@ class Loaded:
 
 
 def load_policy(
-    options: TrainedModelOptions, device: Device, mesh: Mesh | None = None, *, within: Within = lambda policy: policy
+    options: HeldModelOptions, device: Device, mesh: Mesh | None = None, *, within: Within = lambda policy: policy
 ) -> Loaded:
     """A causal LM to be trained, split over the processes of `mesh`; `within`: the root module it is a part of."""
     from transformers import AutoModelForCausalLM
@@ -147,7 +148,7 @@ def arguments_of(options: LoadOptions, device: Device) -> dict[str, Any]:
     return arguments
 
 
-def in_parts(options: TrainedModelOptions, mesh: Mesh) -> bool:
+def in_parts(options: HeldModelOptions, mesh: Mesh) -> bool:
     """Whether each process reads only its share: without one it needs everything."""
     return mesh.size > 1 and (options.zero_stage > 0 or mesh.sizes["tensor"] > 1)
 
@@ -167,7 +168,7 @@ def _to_be_rounded(pretrain: str, options: LoadOptions, flag: str) -> Unfilled |
 def trained_in_parts(
     root: type[PackedModel],
     unfilled: Unfilled,
-    options: TrainedModelOptions,
+    options: HeldModelOptions,
     device: Device,
     mesh: Mesh,
     within: Within = lambda module: module,
@@ -227,12 +228,30 @@ def frozen_in_parts(
 def to_be_trained(
     root: type[PackedModel],
     model: nn.Module,
-    options: TrainedModelOptions,
+    options: HeldModelOptions,
     device: Device,
     mesh: Mesh,
     within: Within = lambda module: module,
 ) -> Loaded:
     weights = fingerprint(model, options.pretrain, options, "--pretrain")
+    return _made_trainable(root, model, weights, options, device, mesh, within)
+
+
+def given_policy(model: nn.Module, options: LearnerOptions, device: Device) -> Loaded:
+    """A causal LM that somebody has loaded, to be trained as it is, in place."""
+    model = model.float()
+    return _made_trainable(Policy, model, weights_fingerprint(model), options, device, Mesh())
+
+
+def _made_trainable(
+    root: type[PackedModel],
+    model: nn.Module,
+    weights: str,
+    options: HeldModelOptions,
+    device: Device,
+    mesh: Mesh,
+    within: Within = lambda module: module,
+) -> Loaded:
     notes = _settle_dropout(model, options) if isinstance(options, DropoutOptions) else ()
     if in_parts(options, mesh):
         said = "its weights cannot be read in parts (safetensors can), so every process reads them all and then splits"
@@ -255,7 +274,7 @@ def _task_type(root: type[PackedModel]) -> str:
     return "CAUSAL_LM" if root is Policy else "SEQ_CLS"
 
 
-def prepare_training(module: PackedModel, options: TrainedModelOptions, device: Device) -> None:
+def prepare_training(module: PackedModel, options: HeldModelOptions, device: Device) -> None:
     if options.use_liger_kernel:
         _apply_liger(module.model, device)
     recompute(module, options)

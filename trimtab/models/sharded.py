@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from trimtab.config.jobs import SupervisedOptions
+from trimtab.config.learner import LearnerOptions
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.config.sharding import ShardingOptions
 from trimtab.distributed.mesh import Mesh
@@ -17,6 +18,8 @@ from trimtab.models.packed import PackedModel
 from trimtab.models.tensor_parallel import cut
 
 TrainedModelOptions = SupervisedOptions | RLOptions
+HeldModelOptions = TrainedModelOptions | LearnerOptions
+"""Of what trains a model: a job, or whoever calls a Learner."""
 
 
 def mesh_of(options: ShardingOptions, world: World, ranks: Sequence[int] | None = None, *, learns: bool = True) -> Mesh:
@@ -25,7 +28,7 @@ def mesh_of(options: ShardingOptions, world: World, ranks: Sequence[int] | None 
     return Mesh(world, ranks, **options.mesh_sizes(world.size if ranks is None else len(ranks), learns=learns))
 
 
-def shard_trained(model: PackedModel, options: TrainedModelOptions, mesh: Mesh) -> None:
+def shard_trained(model: PackedModel, options: HeldModelOptions, mesh: Mesh) -> None:
     if mesh.size > 1 and options.lora_rank > 0:
         refuse_adapted_experts(model)
     if mesh.sizes["tensor"] > 1:

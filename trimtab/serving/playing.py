@@ -14,6 +14,7 @@ from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine
 
 if TYPE_CHECKING:
+    from trimtab.envs.here import EnvironmentsHere
     from trimtab.envs.pool import Pool
     from trimtab.serving.agent_engine import ServedAgents
 
@@ -49,7 +50,10 @@ def settings_of(options: EnvironmentOptions, *, plain: bool) -> PlaySettings:
 
 
 def playing_engine(
-    engine: Engine, pool: "Pool", tokenizer: PreTrainedTokenizerBase, settings: PlaySettings | None = None
+    engine: Engine,
+    pool: "Pool | EnvironmentsHere",
+    tokenizer: PreTrainedTokenizerBase,
+    settings: PlaySettings | None = None,
 ) -> Engine:
     """The pool is closed with what comes back, and at once where nothing does."""
     try:
@@ -62,7 +66,10 @@ def playing_engine(
 
 
 def _served(
-    engine: Engine, pool: "Pool", tokenizer: PreTrainedTokenizerBase, settings: PlaySettings | None
+    engine: Engine,
+    pool: "Pool | EnvironmentsHere",
+    tokenizer: PreTrainedTokenizerBase,
+    settings: PlaySettings | None,
 ) -> "ServedAgents":
     try:
         from trimtab.serving.agent_engine import ServedAgents
