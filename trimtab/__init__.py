@@ -6,8 +6,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from trimtab.api.advantages import advantages as advantages
     from trimtab.api.generation import generate as generate
+    from trimtab.api.learner import Learner as Learner
     from trimtab.api.listing import options as options
+    from trimtab.api.losses import Loss as Loss
+    from trimtab.api.losses import LossInputs as LossInputs
     from trimtab.api.rl import dapo as dapo
     from trimtab.api.rl import grpo as grpo
     from trimtab.api.rl import ppo as ppo
@@ -17,12 +21,17 @@ if TYPE_CHECKING:
     from trimtab.api.rl import tail as tail
     from trimtab.api.run import Run as Run
     from trimtab.api.run import open as open
+    from trimtab.api.samples import Episode as Episode
+    from trimtab.api.samples import Sample as Sample
     from trimtab.api.supervised import dpo as dpo
     from trimtab.api.supervised import kd as kd
     from trimtab.api.supervised import kto as kto
     from trimtab.api.supervised import prm as prm
     from trimtab.api.supervised import rm as rm
     from trimtab.api.supervised import sft as sft
+    from trimtab.envs.types import Step as Step
+    from trimtab.envs.types import Task as Task
+    from trimtab.envs.types import Turn as Turn
     from trimtab.errors import Error as Error
     from trimtab.errors import Interrupted as Interrupted
     from trimtab.errors import RunFailed as RunFailed
@@ -36,16 +45,30 @@ _PLACES = {
     "options": "trimtab.api.listing",
     **dict.fromkeys(("Run", "open"), "trimtab.api.run"),
     **dict.fromkeys(("Error", "Interrupted", "RunFailed", "UserError"), "trimtab.errors"),
+    **dict.fromkeys(("Loss", "LossInputs"), "trimtab.api.losses"),
+    **dict.fromkeys(("Episode", "Sample"), "trimtab.api.samples"),
+    **dict.fromkeys(("Step", "Task", "Turn"), "trimtab.envs.types"),
+    "Learner": "trimtab.api.learner",
+    "advantages": "trimtab.api.advantages",
 }
 
 # Written out, so that type checkers can read it. A star must not put another `open` over Python's.
 __all__ = [
+    "Episode",
     "Error",
     "Interrupted",
+    "Learner",
+    "Loss",
+    "LossInputs",
     "Run",
     "RunFailed",
+    "Sample",
+    "Step",
+    "Task",
+    "Turn",
     "UserError",
     "__version__",
+    "advantages",
     "dapo",
     "dpo",
     "generate",

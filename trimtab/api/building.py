@@ -1,0 +1,118 @@
+"""From what a Learner is given, a folder, a name or a module, to what it works with."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.api.samples import OF_TOKENS, Sample
+from trimtab.api.suggesting import suggested
+from trimtab.config.checks import settled_and_checked
+from trimtab.config.learner import LearnerOptions
+from trimtab.config.support import hardware_problems
+from trimtab.data.hub import trusting
+from trimtab.data.tokenizer import load_tokenizer
+from trimtab.distributed.device import Device, count_accelerators, find_device
+from trimtab.distributed.random_state import drawing_aside
+from trimtab.distributed.sharding import GRADIENT_DTYPES
+from trimtab.errors import UserError
+from trimtab.models.hugging_face import quiet_transformers
+from trimtab.models.load import Loaded, given_policy, load_policy
+from trimtab.models.policy import Policy
+from trimtab.train.optimiser import Optimiser
+
+
+@dataclass
+class Built:
+    options: LearnerOptions
+    name: str
+    loaded: Loaded
+    policy: Policy
+    optimiser: Optimiser
+    tokenizer: Any
+    device: Device
+
+
+def options_of(model: Any, bf16: bool | None, given: dict[str, Any]) -> LearnerOptions:
+    """Checked as those of a command are."""
+    taken = LearnerOptions.taken()
+    for name in given:
+        if name not in taken:
+            raise UserError(f"Learner has no option {name!r}; {suggested(name, taken)}")
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    device = find_device()
+    if bf16 is None:
+        bf16 = device.is_accelerator and device.has_fast_bf16() and device.bf16_fault() is None
+    if isinstance(model, str | Path):
+        if not str(model):
+            raise UserError("model is empty; give a folder, a name or a loaded model")
+        values["pretrain"] = os.path.expanduser(model)
+    defaults = LearnerOptions.__dataclass_fields__
+    wished = frozenset(name for name, value in values.items() if value != defaults[name].default)
+    try:
+        options, warnings = settled_and_checked(LearnerOptions(**values, bf16=bool(bf16), given=wished))
+    except TypeError as error:
+        raise UserError(f"an option is of the wrong kind: {error}") from None
+    problems = hardware_problems(options, count_accelerators, device.kind.lacking)
+    if problems:
+        raise UserError(problems[0])
+    if bf16 and (fault := device.bf16_fault()):
+        raise UserError(f"bf16: bfloat16 does not work on this device ({fault}); leave it out")
+    for line in warnings:
+        print(f"warning: {line}")
+    return options
+
+
+def build(model: Any, tokenizer: Any, options: LearnerOptions) -> Built:
+    quiet_transformers()
+    device = find_device()
+    with trusting(options.trust_remote_code), drawing_aside():
+        torch.manual_seed(options.seed)  # of fresh adapters
+        if options.pretrain is not None:
+            name = options.pretrain
+            tokenizer = tokenizer or load_tokenizer(
+                name, disable_fast=options.disable_fast_tokenizer, chat_template=options.tokenizer_chat_template
+            )
+            loaded = load_policy(options, device)
+        else:
+            name = _checked(model, options)
+            loaded = given_policy(model, options, device)
+    for line in loaded.notes:
+        print(line)
+    policy = loaded.model
+    assert isinstance(policy, Policy)
+    optimiser = Optimiser(
+        policy.model,
+        options,
+        learning_rate=options.learning_rate,
+        fused=device.fused_adam(),
+        gradient_dtype=GRADIENT_DTYPES[options.grad_accum_dtype],
+        offload=options.adam_offload,
+    )
+    return Built(options, name, loaded, policy, optimiser, tokenizer, device)
+
+
+def _checked(model: Any, options: LearnerOptions) -> str:
+    """What a loaded model is called; a UserError: it cannot be trained here."""
+    from transformers import PreTrainedModel
+
+    kind = type(model).__name__
+    if hasattr(model, "peft_config"):
+        raise UserError("model has adapters already: give the model without them and lora_rank, or merge them first")
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"model is of type {kind}; give a folder, a name or a causal LM of transformers")
+    if model.config.is_encoder_decoder or not model.can_generate() or model.get_output_embeddings() is None:
+        raise UserError(
+            f"model is a {kind}, which is no causal language model; give one that writes text from the left"
+        )
+    if getattr(model, "is_quantized", False) or options.load_in_4bit:
+        raise UserError("a model that is loaded with quantised weights is not taken: give its name, and load_in_4bit")
+    return model.config._name_or_path or kind
+
+
+def set_names(data: Sequence[Sample]) -> list[str]:
+    """The columns that all of the samples have."""
+    return [name for name in OF_TOKENS if all(getattr(sample, name) is not None for sample in data)]

@@ -1,0 +1,135 @@
+"""Samples through the model: cut into passes as in training (train/rl/cut.py), with gradients and without."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.api.losses import Chosen, LossInputs
+from trimtab.api.samples import Rows, Sample
+from trimtab.data.batches import TokenBatch
+from trimtab.distributed.device import Device
+from trimtab.errors import RunFailed, UserError
+from trimtab.models.packed import scoring
+from trimtab.models.policy import Policy
+from trimtab.train.optimiser import Optimiser
+from trimtab.train.pass_limit import PassLimit, Result, memory_guard, taking_back, until_it_fits
+from trimtab.train.rl.cut import cost, micro_batches, packed
+from trimtab.train.rl.passes import larger
+
+COLUMNS = ("log_probs_N", "advantages_N", "weights_N", "reference_N")
+ADVICE = "gradient_checkpointing=True, lora_rank or bf16=True needs less memory"
+
+
+@dataclass
+class Gathered:
+    """What gradients were added up of since the last step."""
+
+    begun: bool = False
+    tokens: int = 0
+    answers: int = 0
+    finite: bool = True  # all losses
+
+    def divisor(self, per: str | float) -> float:
+        found = {"tokens": self.tokens, "answers": self.answers}.get(per, per) if isinstance(per, str) else per
+        if isinstance(found, str) or not found > 0:
+            raise UserError(f"per is {per!r}; give 'tokens', 'answers' or a number above 0")
+        return float(found)
+
+
+class Passes:
+    def __init__(self, policy: Policy, optimiser: Optimiser, device: Device, tokens: int | None):
+        self.policy, self.optimiser, self.device = policy, optimiser, device
+        self.tokens = tokens or (8192 if device.is_accelerator else 2048)
+        self.limit = PassLimit()
+
+    def score(self, rows: Rows, temperature: float, model: Policy) -> list[np.ndarray]:
+        """Log-probs of the trained tokens of every sample, without gradients."""
+        budget = larger(self.tokens) if self.device.is_accelerator else self.tokens
+        found: dict[int, np.ndarray] = {}
+
+        def attempt() -> None:
+            with memory_guard(), scoring(model):
+                for samples, batch in self._batches(rows, self._cut(rows, budget, 1)):
+                    log_probs = model(batch.to(self.device.torch), temperature=temperature).log_probs_N
+                    lengths = rows.lengths_S[torch.tensor(samples)].tolist()
+                    parts = log_probs.float().cpu().split(lengths)
+                    found.update((i, part.numpy()) for i, part in zip(samples, parts))
+
+        self._until_it_fits(attempt, rows, budget, 1)
+        return [found.get(i, np.zeros(0, dtype=np.float32)) for i in range(len(rows))]
+
+    def learn(
+        self, rows: Rows, data: Sequence[Sample], loss: Chosen, temperature: float, *, together: int, gathered: bool
+    ) -> dict[str, float]:
+        """Gradients of the loss are added to what was gathered before, if anything was; the sums of its figures."""
+
+        def attempt() -> dict[str, float]:
+            sums: dict[str, float] = {}
+            with memory_guard(taking_back(self.optimiser)):
+                for samples, batch in self._batches(rows, self._cut(rows, self.tokens, together)):
+                    found, figures = self._pass(
+                        batch.to(self.device.torch), [data[i] for i in samples], loss, temperature
+                    )
+                    found.backward()
+                    for name, value in {**figures, "loss": found}.items():
+                        value = value.detach() if isinstance(value, Tensor) else value
+                        sums[name] = sums.get(name, 0.0) + value
+            return {name: float(value) for name, value in sums.items()}
+
+        return self._until_it_fits(attempt, rows, self.tokens, together, begun=gathered)
+
+    def _pass(
+        self, batch: TokenBatch, samples: list[Sample], loss: Chosen, temperature: float
+    ) -> tuple[Tensor, dict[str, Any]]:
+        out = self.policy(batch, temperature=temperature, entropy=loss.entropy)
+        assert out.log_probs_N is not None
+        extra = batch.extra
+        inputs = LossInputs(
+            out.log_probs_N,
+            batch.owners_N,
+            samples,
+            extra["weights_N"],
+            extra.get("log_probs_N"),
+            extra.get("advantages_N"),
+            extra.get("reference_N"),
+            out.entropy_N,
+        )
+        return loss.function(inputs)
+
+    # ---- how they are cut
+
+    def _cut(self, rows: Rows, budget: int, together: int) -> list[list[int]]:
+        """The samples of every pass. Those without a trained token are in none."""
+        budget = self.limit.of_tokens(budget)
+        if together == 1:
+            drawn = rows.lengths_S.nonzero()[:, 0].tolist()
+            return micro_batches(rows, drawn, count=1, budget=budget) if drawn else []
+        pieces = [range(first, first + together) for first in range(0, len(rows), together)]
+        return packed(rows, pieces, budget)
+
+    def _batches(self, rows: Rows, passes: list[list[int]]) -> Iterator[tuple[list[int], TokenBatch]]:
+        columns = [name for name in COLUMNS if getattr(rows, name) is not None]
+        if passes:
+            yield from zip(passes, rows.slice(passes, *columns).batches())
+
+    def _until_it_fits(
+        self, attempt: Callable[[], Result], rows: Rows, budget: int, together: int, *, begun: bool = False
+    ) -> Result:
+        def shrink(why: str) -> None:
+            self.device.release_memory()
+            cut = self._cut(rows, budget, together)
+            sizes = [(cost(rows, samples), len(samples) // together) for samples in cut]
+            if not self.limit.halve(sizes, by_tokens=True):
+                longest = max(tokens for tokens, _ in sizes)
+                raise RunFailed(f"a pass of {longest:,} tokens does not fit into memory ({why}); {ADVICE}")
+            if begun:
+                raise RunFailed(
+                    f"a pass did not fit into memory ({why}), and what was gathered since the last optim_step is lost; "
+                    f"passes have at most {self.limit} from now on: begin the step anew"
+                )
+
+        return until_it_fits(attempt, shrink)

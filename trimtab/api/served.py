@@ -1,0 +1,71 @@
+"""A Learner's policy behind HTTP, on the weights as they are: requests that meet an update wait, and go on after it."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from trimtab.api.turns import Turns
+from trimtab.errors import UserError
+from trimtab.models.policy import Policy
+from trimtab.rollout.engine import Engine
+from trimtab.rollout.types import Sampling
+
+LOOK_EVERY = 0.2  # seconds
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def serving(
+    engine: Engine,
+    policy: Policy,
+    tokenizer: Any,
+    turns: Turns,
+    *,
+    name: str,
+    stops: tuple[int, ...],
+    seed: int,
+    port: int,
+    token: str | None,
+) -> Iterator[str]:
+    """The address for clients of OpenAI's protocol, until the block ends."""
+    try:
+        from trimtab.serving.desk import Desk, EngineFailed
+        from trimtab.serving.policy import ServedPolicy
+        from trimtab.serving.server import PolicyServer
+        from trimtab.serving.wanted import House
+    except ImportError as error:
+        raise UserError(f"a policy server needs the package {error.name}: pip install 'trimtab[serve]'") from error
+    if engine.context is None:
+        raise UserError(f"{name}: its config names no context, which a server must know; set max_position_embeddings")
+    house = House(stops, policy.head.out_features)
+    served = ServedPolicy(name, tokenizer, house, engine.context)
+    server = PolicyServer(served, token=token, seed=seed, version=lambda: engine.version)
+
+    def work(desk: Desk) -> None:
+        try:
+            while not desk.closed:
+                if desk.wait(LOOK_EVERY):
+                    with turns.serve(), engine.session(Sampling(stop_token_ids=stops)) as session:
+                        try:
+                            while desk.waiting and not desk.closed and not turns.wanted:
+                                with desk.metrics.working():
+                                    desk.work(session)
+                            desk.set_down(session)
+                        except Exception as error:
+                            log.error("the engine failed", exc_info=error)
+                            desk.failed(error)
+        finally:
+            desk.close(EngineFailed("the engine has ended"))
+
+    address = server.start(port)
+    drawing = threading.Thread(target=work, args=(server.desk,), name="engine", daemon=True)
+    drawing.start()
+    try:
+        yield f"{address}/v1"
+    finally:
+        server.stop()
+        server.join()
+        drawing.join()
