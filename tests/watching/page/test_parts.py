@@ -151,4 +151,5 @@ def test_several_runs_have_an_index(tmp_path):
     page = index_page(index, "x-1")
     Checked(page)
     assert all(f"href='/run/{number}'" in page for number in (1, 2, 3)) and "held-out success" in page
+    assert boards[0].look() == 1 and "<svg" in boards[0].sections["curves"][1], "drawn whole when it is opened"
     assert "all runs" in run_page(boards[0], "x-1", 1, several=True)

@@ -91,22 +91,39 @@ class RunBoard(Board):
         super().__init__(every)
         self.folder, self.tokens = folder, TokenFile(folder)
         self.followed = FollowedRun(folder)
+        self._changed = True  # since it was drawn
 
     @property
     def name(self) -> str:
         return short_name(str(self.folder.resolve()), "run")
 
     def draw(self) -> dict[str, str]:
-        changed = self.followed.refresh() or not self.sections
+        self._refresh()
         drawn = {"head": head(self.followed)}
-        if changed:
+        if self._changed:
             run = self.followed.run
             drawn |= {name: section(run) if run.rows else "" for name, section in SECTIONS.items()}
+            self._changed = False
         return drawn
+
+    def _refresh(self) -> None:
+        self._changed = self.followed.refresh() or self._changed
 
     def answers(self, step: int) -> str:
         with self._lock:
             return answers(self.followed.run, step)
+
+    def entry(self, number: int) -> str:
+        """The run in a list of several, as it is now; drawn whole it need not be."""
+        with self._lock:
+            self._refresh()
+            followed = self.followed
+            told = f"{job_name(followed.run)} · {lead(followed.run)}" if followed.begun else str(self.folder)
+            figures = report.key_figures(followed.run) if followed.run.rows else ""
+            return (
+                f"<li class=card data-key={number}><h2><a href='/run/{number}'>{escape(self.name)}</a></h2>"
+                f"<p class=words>{escape(told)}</p>{pill(followed)}{figures}</li>"
+            )
 
 
 class IndexBoard(Board):
@@ -117,9 +134,7 @@ class IndexBoard(Board):
         self.runs = runs
 
     def draw(self) -> dict[str, str]:
-        for run in self.runs:
-            run.look()
-        entries = "".join(_entry(number, run) for number, run in enumerate(self.runs, start=1))
+        entries = "".join(run.entry(number) for number, run in enumerate(self.runs, start=1))
         return {"runs": f"<header><h1>{len(self.runs)} runs</h1></header><ul class=index>{entries}</ul>"}
 
 
@@ -149,13 +164,3 @@ def pill(followed: FollowedRun) -> str:
     if followed.written is not None:
         words.append(f'last heard of <time data-since="{followed.written:.0f}"></time>')
     return f'<p class="pill {state.condition}">{" · ".join(words)}</p>'
-
-
-def _entry(number: int, board: RunBoard) -> str:
-    followed = board.followed
-    told = f"{job_name(followed.run)} · {lead(followed.run)}" if followed.begun else str(board.folder)
-    figures = report.key_figures(followed.run) if followed.run.rows else ""
-    return (
-        f"<li class=card data-key={number}><h2><a href='/run/{number}'>{escape(board.name)}</a></h2>"
-        f"<p class=words>{escape(told)}</p>{pill(followed)}{figures}</li>"
-    )
