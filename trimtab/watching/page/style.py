@@ -24,7 +24,7 @@ section:empty { display: none; }
 @media (prefers-reduced-motion: reduce) { .pill.running b::before { animation: none; } }
 .index { list-style: none; margin: 0; padding: 0; display: grid; gap: 1rem; }
 .index h2 { margin: .8rem 0 .6rem; overflow-wrap: anywhere; } .index .pill { margin: 0 0 .8rem; }
-.index .figures { margin-bottom: .9rem; }
+.index .figures { margin-bottom: .9rem; } .index .words { max-width: none; }
 .index h2 a { display: block; padding: .2rem 0; }
 #controls { position: sticky; top: 0; z-index: 1; display: flex; flex-wrap: wrap; gap: .4rem 1.4rem;
             align-items: center; margin-top: 2.75rem; padding: .5rem 0; background: var(--paper);
