@@ -2,6 +2,7 @@
 
     python benchmarks/watch_cost.py                  # two cores, about four minutes
     python benchmarks/watch_cost.py --every 0.2      # a watcher that looks ten times as often
+    python benchmarks/watch_cost.py --page           # the live page, with somebody who has it open
 
 The run is GRPO on the embedded game, whose answers are conversations. The first iterations are left out, and of the
 others the median counts. A terminal is a real one (a pty), so that everything is drawn. What else the machine does
@@ -12,13 +13,17 @@ import argparse
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
+
+import httpx
 
 from trimtab.embedded.guess_game import write
 
@@ -31,6 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=32, help="of an iteration; eight episodes each")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two looks")
+    parser.add_argument("--page", action="store_true", help="the page instead of the terminal")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -54,16 +60,16 @@ def measured(folder: Path, name: str, options: argparse.Namespace, watched: bool
     training = subprocess.Popen(command("grpo", *run_words(folder, run, options)), stdout=log, stderr=log)
     used = ""
     if watched:
-        words = ["--wait", "--every", str(options.every)]
+        words = ["--wait", "--every", str(options.every), *(["--page"] if options.page else [])]
         began = time.monotonic()
         watcher, screen = pty.fork()
         if not watcher:
             os.environ |= {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
             os.execv(sys.executable, command("watch", str(run), *words))
-        drawn = Screen(screen)
+        drawn = Reader(screen) if options.page else Screen(screen)
         training.wait()
         cpu, wall = cpu_seconds(watcher), time.monotonic() - began
-        os.kill(watcher, 15)
+        os.kill(watcher, signal.SIGTERM)
         os.waitpid(watcher, 0)
         drawn.join()
         used = f"; the watcher used {cpu:.2f} s of a core in {wall:.0f} s and drew {drawn.written / 1000:,.0f} kB"
@@ -105,6 +111,19 @@ class Screen(threading.Thread):
                 self.written += len(os.read(self.descriptor, 1 << 16))
             except OSError:  # the other end is closed
                 return
+
+
+class Reader(Screen):
+    """Has the page open whose address a terminal is told, and counts what comes of it."""
+
+    def run(self) -> None:
+        told = b""
+        while b"\n" not in told:
+            told += os.read(self.descriptor, 1 << 16)
+        place = next(word for word in told.decode().split() if word.startswith("http://"))
+        with suppress(httpx.HTTPError), httpx.stream("GET", f"{place}/run/1/events", timeout=None) as reply:
+            for part in reply.iter_bytes():
+                self.written += len(part)
 
 
 if __name__ == "__main__":
