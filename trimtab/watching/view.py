@@ -107,7 +107,7 @@ def lines_of(watched: Watched, width: int, height: int | None) -> list[Text]:
 def headline(watched: Watched, width: int) -> list[Text]:
     """The name of the run and how it is doing."""
     run, state, progress = watched.followed.run, watched.state, watched.progress
-    name = Text(watched.name, style="bold")
+    name = Text().append(watched.name, style="bold")
     if watched.followed.begun:
         model = harmless(run.options.get("pretrain") or "")
         name.append(f"  {job_name(run)}{f' · {model}' if model else ''}", style="dim")
@@ -136,7 +136,7 @@ def _bar(watched: Watched, width: int) -> list[Text]:
         words += f"  {duration(progress.remaining)} to go"
     cells = max(10, min(60, width - len(words) - 1))
     full = round(progress.share * cells)
-    line = Text("━" * full, style=COLOURS[state.condition])
+    line = Text().append("━" * full, style=COLOURS[state.condition])
     line.append("─" * (cells - full), style="dim")
     return [_cut(line.append(words), width)]
 
@@ -218,8 +218,8 @@ def _answer(answer: Answer | None, watched: Watched, width: int) -> list[Text]:
     for turn in turns:
         drawn, reward = bool(turn.get("drawn")), finite(turn.get("reward"))
         role = "model" if drawn else harmless(turn.get("role", "")) or "world"
-        text = Text(f"{role}: ", style="bold green" if drawn else "bold")
-        text.append(harmless(turn.get("text", "")).strip("\n"), style="not bold" if drawn else "not bold dim")
+        text = Text().append(f"{role}: ", style="bold green" if drawn else "bold")
+        text.append(harmless(turn.get("text", "")).strip("\n"), style="" if drawn else "dim")
         if drawn and reward:
             text.append(f"  {reward:+.3g}", style="bold")
         lines += _wrapped(text, width)
@@ -230,7 +230,7 @@ def _answer(answer: Answer | None, watched: Watched, width: int) -> list[Text]:
 
 def _title(answer: Answer, watched: Watched) -> Text:
     reward, facts = figures(answer.row)
-    line = Text(f"{answer.kind} ", style="bold green" if answer.kind == "best" else "bold red")
+    line = Text().append(f"{answer.kind} ", style="bold green" if answer.kind == "best" else "bold red")
     if answer.of > 1:
         line.append(f"{answer.number} of {answer.of} ")
     line.append(f"of {watched.followed.run.unit} {answer.step}  ")
