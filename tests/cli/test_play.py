@@ -94,7 +94,7 @@ def test_a_person_calls_tools_and_reads_what_went_wrong_as_a_model_would(typed, 
 def test_a_broken_environment_is_told_in_its_own_words(typed, tmp_path):
     (tmp_path / "counter.py").write_text(COUNTER)
     code, shown, _ = typed([f"{tmp_path}/counter.py", "--env_retries", "0"], "break\n")
-    assert code == 0 and "the environment failed" in shown and "it is broken" in shown
+    assert code == 0 and "the environment failed: no reward" in shown and "it is broken" in shown
 
 
 def test_who_leaves_early_leaves_quietly(typed):

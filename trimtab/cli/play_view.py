@@ -72,8 +72,9 @@ class View:
         facts += [_counted(len(sequences), "sequence")] if len(sequences) > 1 else []
         facts += [f"begun {episode.begun} times"] if episode.begun > 1 else []
         facts += [f"{name} {value:g}" for name, value in episode.logs.items() if value and name not in HIDDEN]
+        worth = "no reward" if over.finish == "failed" else f"reward {episode.reward:g}"
         self._line(
-            Text.assemble((f"{ENDS.get(over.finish, over.finish)}: reward {episode.reward:g}", "bold"), beside),
+            Text.assemble((f"{ENDS.get(over.finish, over.finish)}: {worth}", "bold"), beside),
             Text(f"  {', '.join(facts)}", READ),
         )
         if episode.problem:
