@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy
@@ -130,7 +132,55 @@ def test_rewards_that_cannot_be_meant_are_one_line(reward, options, words, given
         reward_options(reward, options, given)
 
 
-def test_tools_and_an_environment_of_this_very_file_are_played(task):
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: one of them
+        b: the other
+    """
+    return a + b
+
+
+class Sum:
+    """TRL's shape: public methods are tools."""
+
+    def reset(self, **row):
+        return None
+
+    def get_reward(self):
+        return 1.0
+
+
+@pytest.mark.parametrize("environment", [None, Sum])
+def test_tools_are_told_to_the_model_by_whoever_loads_what_was_written(environment, given):
+    place = given.environment(environment, [add])["agent_func_path"]
+    script = f"from trimtab.envs.load import load; print([t['function']['name'] for t in load({place!r}).about.tools])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "['add']", done.stderr
+
+
+@pytest.mark.parametrize(
+    "environment, tools, words",
+    [
+        ("trimtab:guess", [add], "has its own"),
+        (None, [3], "3 is no function"),
+        (5, [], "environment takes a class"),
+        (lambda: 0, [add], "give its class, with its tools"),
+    ],
+)
+def test_environments_that_cannot_be_meant_are_one_line(environment, tools, words, given):
+    with pytest.raises(UserError, match=words):
+        given.environment(environment, tools)
+
+
+def test_a_named_environment_is_the_option_that_says_it(given):
+    assert given.environment("trimtab:guess", ()) == {"environment": "trimtab:guess"}
+    assert given.environment(Path("game.py"), ()) == {"agent_func_path": "game.py"}
+    assert given.environment("a/game.py:Game", ()) == {"agent_func_path": "a/game.py:Game"}
+
+
+def test_an_environment_of_this_very_file_is_played(task):
     base = 3  # what a class refers to goes with it
 
     class Parrot:

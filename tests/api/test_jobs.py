@@ -139,3 +139,15 @@ def test_a_dry_run_tells_what_would_happen_and_leaves_no_folder(task, capsys):
     trimtab.sft(task / "model", rows(task / "rows.jsonl"), dry_run=True, **SFT)
     assert "8 rows give 2 steps" in capsys.readouterr().out
     assert not Path("runs").exists()
+
+
+def test_no_error_tells_a_key(task, monkeypatch):
+    key = "0123456789abcdef0123456789abcdef01234567"
+
+    def refuse(*arguments):
+        raise trimtab.RunFailed(f"wandb refused {key}")
+
+    monkeypatch.setattr("trimtab.config.support.find_spec", lambda module: object())
+    monkeypatch.setattr("trimtab.running.training.start_training", refuse)
+    with pytest.raises(trimtab.RunFailed, match="wandb refused <redacted>"):
+        trimtab.sft(task / "model", task / "rows.jsonl", use_wandb=key, **SFT)

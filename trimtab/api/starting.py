@@ -41,7 +41,7 @@ def train(verb: str, arguments: Arguments, *, on_iteration: Listener | None = No
                 f"--nproc {options.nproc}: on_iteration would be called in another process; leave it out, and read "
                 "metrics.jsonl"
             )
-        with trusting_code(options), giving(arguments.functions), heard_by(on_iteration):
+        with without_keys(options), trusting_code(options), giving(arguments.functions), heard_by(on_iteration):
             if options.dry_run:
                 _rehearse(options, arguments.given)
             else:
@@ -116,6 +116,16 @@ def _new_folder(verb: str) -> Path:
         except OSError as error:
             raise UserError(f"save_path: cannot make {folder} here ({error.strerror}); name a folder") from error
     raise AssertionError
+
+
+@contextmanager
+def without_keys(options: CallOptions) -> Iterator[None]:
+    """Inside, no error tells a key: notebooks are shared, too."""
+    try:
+        yield
+    except Error as error:
+        error.args = (redact(str(error), options),)
+        raise
 
 
 class in_one_class:
