@@ -144,6 +144,13 @@ def test_keys_move_among_answers_and_iterations(folder):
     assert where() == (3, "worst", 2)
 
 
+def test_answers_of_an_iteration_are_shown_when_all_are_written(folder):
+    write_rl_run(folder, steps=3)
+    with (folder / "rollouts.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "prompt": "a", "response": "b", "reward": 1.0, "kept": "best"}) + "\n")
+    assert watched(folder).shelf.shown().step == 3
+
+
 def test_several_runs_have_a_line_each(tmp_path):
     runs = [watched(write_rl_run(tmp_path / "a")), watched(write_run(tmp_path / "b", "dpo"))]
     runs.append(watched(tmp_path / "later"))

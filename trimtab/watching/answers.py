@@ -33,7 +33,9 @@ class Shelf:
         self._rows: list[dict[str, Any]] = []
 
     def fill(self, run: Run) -> None:
-        self._rows = [row for row in run.rollouts if row.get("kept") in ("best", "worst")]
+        # Those of the iteration that is about to have its row may not be written all.
+        done = run.rows[-1]["step"] if run.rows else 0
+        self._rows = [row for row in run.rollouts if row["step"] <= done and row.get("kept") in ("best", "worst")]
         self._steps = sorted({row["step"] for row in self._rows})
         if self.step not in self._steps:
             self.step = None
