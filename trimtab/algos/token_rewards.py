@@ -7,7 +7,6 @@ An answer whose last tokens lie in the buffer before the length limit is punishe
     R - factor min(length - (max_new_tokens - buffer), buffer) / buffer                   where that length is positive
 """
 
-import torch
 from torch import Tensor
 
 
@@ -22,7 +21,8 @@ def per_token(
     """Reward of each token; without `kl_N` all but the last of a sequence get 0. `clip`: lowest and highest R."""
     if clip is not None:
         rewards_S = rewards_S.clamp(*clip)
-    rewards_N = torch.where(remaining_N == 0, rewards_S[owners_N], 0)
+    last = (remaining_N == 0).nonzero()[:, 0]
+    rewards_N = rewards_S.new_zeros(len(owners_N)).index_put((last,), rewards_S[owners_N[last]])
     return rewards_N if kl_N is None else rewards_N - coefficient * kl_N
 
 

@@ -4,6 +4,7 @@ A sequence may borrow its beginning from one before it (several answers to one p
 in the row once, and the later sequences own only what comes after them.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
@@ -100,7 +101,7 @@ class TokenBatch:
     def last_S(self) -> Tensor:
         """Row index of every sequence's last token."""
         last_S = torch.tensor([s.start + s.length - 1 for s in self.spans])
-        return last_S.to(self.ids_T.device, non_blocking=True)
+        return sent(last_S, self.ids_T.device)
 
     @property
     def tokens(self) -> int:
@@ -115,15 +116,34 @@ class TokenBatch:
         return self.ids_T[torch.from_numpy(self.spans[index].rows()).to(self.ids_T.device)]
 
     def to(self, device: torch.device) -> Self:
-        """Without asking the device for anything; a large column may still wait for its turn there."""
+        """Without waiting for the device."""
         tensors = {
-            field.name: getattr(self, field.name).to(device, non_blocking=True)
+            field.name: sent(getattr(self, field.name), device)
             for field in fields(self)
             if isinstance(getattr(self, field.name), Tensor)
         }
-        extra = {name: value.to(device, non_blocking=True) for name, value in self.extra.items()}
+        extra = {name: sent(value, device) for name, value in self.extra.items()}
         beside = None if self.beside is None else self.beside.to(device)
         return replace(self, extra=extra, beside=beside, **tensors)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """To a device, which need not be waited for: out of ordinary memory a copy begins when all work before it is done,
+    and only then does the host go on."""
+    if tensor.device.type == "cpu" and can_pin(device.type):
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+@functools.cache
+def can_pin(kind: str) -> bool:
+    """Whether devices of this kind can read memory that stays where it is."""
+    if kind in ("cpu", "meta"):
+        return False
+    try:
+        return torch.zeros(1).pin_memory().is_pinned()
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def _check_lenders(lengths: np.ndarray, borrowed: np.ndarray) -> None:

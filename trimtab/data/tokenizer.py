@@ -4,10 +4,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trimtab.data.faults import first_line
 from trimtab.data.hub import hub_or_cache, looks_like_hub_name, needs_code, trust_remote_code
+from trimtab.data.texts import byte_table
 from trimtab.errors import UserError
 
 
@@ -51,14 +53,20 @@ def load_tokenizer(
 DECODING = ("decode", "batch_decode", "_decode")  # a tokenizer may have its own ways
 
 
-def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[list[int]]) -> list[str]:
+def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[list[int] | np.ndarray]) -> list[str]:
     """What the tokens of each sequence say, without special ones."""
     own, known = type(tokenizer), PreTrainedTokenizerFast
     fast = issubclass(own, known) and all(getattr(own, name) is getattr(known, name) for name in DECODING)
     if not fast or tokenizer.clean_up_tokenization_spaces:
-        return tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return tokenizer.batch_decode(_lists(ids), skip_special_tokens=True)
+    if (table := byte_table(tokenizer)) is not None:
+        return table.texts(ids)
     # The same on all processors, and without a look at every number in Python.
-    return tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)
+    return tokenizer.backend_tokenizer.decode_batch(_lists(ids), skip_special_tokens=True)
+
+
+def _lists(ids: Sequence[list[int] | np.ndarray]) -> list[list[int]]:
+    return [own.tolist() if isinstance(own, np.ndarray) else own for own in ids]
 
 
 def read_chat_template(value: str) -> str:

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trimtab.data.batches import Span
+from trimtab.data.batches import Span, sent
 from trimtab.models.dense_blocks import DenseBlocks
 from trimtab.models.varlen import attend_varlen, varlen_applies
 
@@ -65,11 +65,11 @@ class PackedRow:
     @classmethod
     def of(cls, spans: list[Span], device: torch.device) -> "PackedRow":
         borrowing = any(s.prefix_length for s in spans)
-        rows = torch.from_numpy(np.concatenate([s.rows() for s in spans])) if borrowing else None
+        rows = torch.from_numpy(_key_rows(spans)) if borrowing else None
         return cls(
-            cumulative([s.length for s in spans]).to(device, non_blocking=True),
-            cumulative([s.whole_length for s in spans]).to(device, non_blocking=True),
-            None if rows is None else rows.to(device, non_blocking=True),
+            sent(cumulative([s.length for s in spans]), device),
+            sent(cumulative([s.whole_length for s in spans]), device),
+            None if rows is None else sent(rows, device),
             tokens=sum(s.length for s in spans),
             longest=max(s.whole_length for s in spans),
             spans=spans,
@@ -82,6 +82,14 @@ class PackedRow:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]) -> Tensor:
         return attend_packed(self, query, key, value, arguments)
+
+
+def _key_rows(spans: list[Span]) -> np.ndarray:
+    """Row index of every token of every sequence, the borrowed ones first."""
+    lent = [(s.prefix_start, s.start) for s in spans], [(s.prefix_length, s.length) for s in spans]
+    starts, lengths = (np.array(both).reshape(-1) for both in lent)
+    before = lengths.cumsum() - lengths
+    return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
 
 
 def cumulative(lengths: list[int]) -> Tensor:

@@ -2,9 +2,10 @@
 
     log p(y | h) = z_y - logsumexp(z),      z = cap(scale * (W h + b)) / temperature,   cap(z) = c tanh(z / c)
 
-Tokens go through in chunks. The forward pass keeps one number a token (the logsumexp; two with entropy); the
-backward pass computes the chunk's logits again. `scale` and `c` are what Granite, Cohere and Gemma-2 do to their
-logits; for everyone else they are absent. Everything after the matrix product is fp32.
+Tokens go through in chunks. The forward pass keeps one number a token (the logsumexp; two with entropy); the backward
+pass computes the chunk's logits again, on a CPU those of chunks beyond the first KEPT logits. `scale` and `c` are what
+Granite, Cohere and Gemma-2 do to their logits; for everyone else they are absent. After the matrix product everything
+is fp32.
 
 Of a head that is cut by vocabulary (models/tensor_parallel) each process has the logits of its own words, in chunks as
 well. After all chunks they exchange two numbers a token (three with entropy): of r processes
@@ -25,6 +26,8 @@ from trimtab.distributed.device import kind_of
 from trimtab.distributed.sharding import local
 from trimtab.models.logits import PLAIN, LogitRows, LogitShape, fuses, logit_gradient, read_logits, shaped_logits
 from trimtab.models.vocabulary import Words
+
+KEPT = 2**26  # logits, 256 MiB: of so many a CPU does not multiply again for the backward pass
 
 
 def token_log_probs(
@@ -156,17 +159,22 @@ class _ChunkedLogProbs(torch.autograd.Function):
         chosen = hidden.new_empty(count, dtype=torch.float32)  # the targets' logits
         normalisers = torch.empty_like(chosen)
         means = torch.empty_like(chosen) if entropy else None  # E[z], for the entropy and its gradient
+        kept: dict[int, Tensor] = {}
+        room = KEPT if hidden.device.type == "cpu" and any(ctx.needs_input_grad[:3]) else 0
         for begin in range(0, count, chunk):
             part = slice(begin, begin + chunk)
             raw = raw_logits(hidden[part], weight, bias)
             chosen[part], normalisers[part], found = read_logits(raw, places[part], shape, temperature, entropy)
             if means is not None:
                 means[part] = found
+            if raw.numel() <= room:
+                kept[begin] = raw
+                room -= raw.numel()
             del raw  # else the next chunk's logits stand beside them
         if words is not None:
             chosen, normalisers, means = _of_all_words(chosen * here, normalisers, means, words)
         ctx.save_for_backward(hidden, weight, bias, places, here, normalisers, means)
-        ctx.settings = words, shape, temperature, chunk
+        ctx.settings, ctx.kept = (words, shape, temperature, chunk), kept
         return chosen - normalisers, normalisers if means is None else normalisers - means
 
     @staticmethod
@@ -181,7 +189,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
         rows = LogitRows(places, normalisers, means, grad_log_probs, grad_chosen, grad_entropy)
         for begin in range(0, hidden.shape[0], chunk):
             part = slice(begin, begin + chunk)
-            raw = raw_logits(hidden[part], weight, bias)
+            raw = ctx.kept.pop(begin, None)  # the gradient is made in its place
+            if raw is None:
+                raw = raw_logits(hidden[part], weight, bias)
             grad = logit_gradient(raw, rows.at(part), shape, temperature, weight.dtype, grad_bias)
             del raw
             if grad_hidden is not None:

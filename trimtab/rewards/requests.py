@@ -101,7 +101,7 @@ def request_of(
         labels=[store.label(row) for row in rows],
         columns={name: [row.get(name) for row in columns] for name in names} | {store.input_key: given},
         prompt_ids=list(prompt_ids),
-        response_ids=list(response_ids),
+        response_ids=response_ids,
         conversations=conversations if len(conversations) == len(given) else [],
         episodes=list(episodes),
     )

@@ -65,6 +65,11 @@ class Signature:
         return self.project != "verl"
 
     @property
+    def reads_ids(self) -> bool:
+        """Of responses, and not only their text."""
+        return self.project == "TRL" and (self.parameters is None or "completion_ids" in self.parameters)
+
+    @property
     def is_async(self) -> bool:
         return inspect.iscoroutinefunction(self.function)
 

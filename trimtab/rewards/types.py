@@ -39,7 +39,7 @@ class RewardRequest:
     """All columns of the samples' rows, by their names."""
     prompt_ids: list[list[int]] = field(default_factory=list)
     """Tokens, for models that read the policy's own and for rewards of steps; may be left out for the others."""
-    response_ids: list[list[int]] = field(default_factory=list)
+    response_ids: Sequence[list[int]] = field(default_factory=list)
     conversations: list[list[dict[str, Any]]] = field(default_factory=list)
     """The prompts as messages, where the data have conversations."""
     episodes: list[Episode] = field(default_factory=list)
@@ -74,7 +74,7 @@ class RewardRequest:
     def take(self, rows: Sequence[int]) -> "RewardRequest":
         """These samples of it, in this order."""
 
-        def taken(values: list) -> list:
+        def taken(values: Sequence) -> list:
             return [values[row] for row in rows] if values else []
 
         return RewardRequest(

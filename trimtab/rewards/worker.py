@@ -28,7 +28,7 @@ def main(handle: str, seconds: str, memory: str, file: str, function: str | None
     except BaseException as error:
         connection.send_bytes(_encoded({"error": told(error, file)}))
         return
-    kind = {"batched": signature.batched, "is_async": signature.is_async}
+    kind = {"batched": signature.batched, "is_async": signature.is_async, "reads_ids": signature.reads_ids}
     about = {"project": signature.project, "name": signature.function.__name__, **kind}
     connection.send_bytes(_encoded(about))
     with contextlib.suppress(EOFError):  # the run has closed us, or is gone

@@ -29,10 +29,10 @@ class Column:
         """All of them."""
         return np.concatenate(self._parts)
 
-    def extend(self, values: np.ndarray) -> None:
-        """By at least one, of the same kind."""
+    def extend(self, values: np.ndarray, count: int) -> None:
+        """By so many, at least one, of the same kind."""
         self._parts.append(values)
-        self.count += len(values)
+        self.count += count
 
     def cut(self, count: int) -> None:
         """To the first so many, for good."""

@@ -8,9 +8,11 @@ when that is not enough.
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from trimtab.data.batches import can_pin
 from trimtab.distributed.captures import Graph, capture
 from trimtab.models.hugging_face import first_line
 from trimtab.rollout.builtin.ahead import compile_ahead
@@ -36,7 +38,7 @@ class DecodeGraphs:
         self.sampler, self.size = sampler, cache.size
         self.pages = 1 << (-(-longest // cache.size) - 1).bit_length()
         device, shape = cache.keys.device, (rows_for(slots), COLUMNS + self.pages)
-        self.host = torch.zeros(shape, dtype=torch.int64)
+        self.host = torch.zeros(shape, dtype=torch.int64, pin_memory=can_pin(device.type))
         self.table = torch.zeros(shape, dtype=torch.int64, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
         results = self.steps_at_ease, shape[0]
@@ -45,7 +47,10 @@ class DecodeGraphs:
         self.angles: tuple[Tensor, Tensor] | None = None
         self.graphs: dict[int, Graph] = {}
         self.rows: list[Sample] = []
-        self.written: list[tuple[list[int], int]] = []  # of each row: whose pages are in the table, and how many
+        self.arranged: list[Sample] = []  # the same, as they were given
+        self.followed: list[Sample] = []  # the same, of which the host's table says what the device's does
+        self.pages_of: list[list[int]] = []  # of each row: whose pages are in the table, and
+        self.written: list[int] = []  # how many
 
     def run(self, runner: Runner, samples: list[Sample], steps: int) -> tuple[list[Sample], Drawn]:
         """The samples in the order of the result, and what they drew [samples, steps], on the host."""
@@ -55,15 +60,16 @@ class DecodeGraphs:
         if bucket not in self.graphs:
             self.graphs[bucket] = self._capture(runner, bucket)
         self._fill(bucket)
-        self.table[:bucket].copy_(self.host[:bucket])
+        self.table[:bucket].copy_(self.host[:bucket], non_blocking=True)
         if isinstance(self.sampler, RowSampler):
             self.sampler.follow([sample.sampling for sample in self.rows])
         self.step.zero_()
         for _ in range(steps):
             self.graphs[bucket].replay()
-        tokens = self.tokens[:steps, :count].cpu().t()
+        tokens = self.tokens[:steps, :count].cpu()
         log_probs = self.log_probs[:, :steps, :count].cpu().transpose(1, 2)
-        return self.rows, Drawn(tokens, log_probs[0], log_probs[1] if len(log_probs) > 1 else None)
+        self._follow(tokens[-1], steps)
+        return self.rows, Drawn(tokens.t(), log_probs[0], log_probs[1] if len(log_probs) > 1 else None)
 
     def holds(self, longest: int) -> bool:
         return longest <= self.pages * self.size
@@ -110,6 +116,9 @@ class DecodeGraphs:
 
     def _arrange(self, samples: list[Sample]) -> None:
         """Samples keep their rows; new ones and those beyond the end move into rows that are free."""
+        if samples == self.arranged:
+            return
+        self.arranged = list(samples)
         running = set(samples)
         placed = {sample: row for row, sample in enumerate(self.rows) if sample in running}
         fresh = [sample for sample in samples if sample not in placed]
@@ -119,29 +128,42 @@ class DecodeGraphs:
         self.rows = [self.rows[row] if row in taken else next(free) for row in range(len(samples))]
 
     def _fill(self, bucket: int) -> None:
-        table = self.host.numpy()
-        count = len(self.rows)
-        drawn = [sample.ids.count for sample in self.rows]
-        for column, values in enumerate(
-            (
-                [sample.ids.last for sample in self.rows],
-                [len(sample.prompt.ids) + newer - 1 for sample, newer in zip(self.rows, drawn)],
-                drawn,
-                [sample.seed for sample in self.rows],
-                [sample.limit for sample in self.rows],
-            )
-        ):
-            table[:count, column] = values
+        """The host's table: what it has not followed already."""
+        table, count = self.host.numpy(), len(self.rows)
+        drawn = np.array([sample.ids.count for sample in self.rows])
+        pairs = enumerate(zip(self.rows, self.followed))
+        moved = [] if self.rows == self.followed else [row for row, both in pairs if both[0] is not both[1]]
+        other = {*moved, *range(len(self.followed), count), *np.flatnonzero(table[:count, 2] != drawn).tolist()}
+        self.followed = []  # until the steps are done
+        for row in other:
+            sample = self.rows[row]
+            newer = sample.ids.count
+            table[row, :COLUMNS] = sample.ids.last, sample.before + newer, newer, sample.seed, sample.limit
         table[count:bucket, :COLUMNS] = 0
-        self.written += [([], 0)] * (count - len(self.written))
-        for row, sample in enumerate(self.rows):
-            pages, known = self.written[row]
-            if pages is not sample.pages:
+        self._fill_pages(table)
+
+    def _fill_pages(self, table: np.ndarray) -> None:
+        more = len(self.rows) - len(self.written)
+        self.pages_of += [[] for _ in range(more)]
+        self.written += [0] * more
+        pages = [sample.pages for sample in self.rows]
+        for row, (own, earlier) in enumerate(zip(pages, self.pages_of)):
+            if own is not earlier:
                 table[row, COLUMNS:] = 0
-                known = 0
-            if known < len(sample.pages):
-                table[row, COLUMNS + known : COLUMNS + len(sample.pages)] = sample.pages[known:]
-                self.written[row] = sample.pages, len(sample.pages)
+                self.pages_of[row], self.written[row] = own, 0
+        before = self.written[: len(pages)]
+        self.written[: len(pages)] = after = list(map(len, pages))
+        new = np.array([page for own, known in zip(pages, before) for page in own[known:]], dtype=np.int64)
+        first, counts = np.array(before), np.array(after) - np.array(before)
+        starts = np.arange(len(pages)) * table.shape[1] + COLUMNS + first - (counts.cumsum() - counts)
+        table.reshape(-1)[np.repeat(starts, counts) + np.arange(len(new))] = new
+
+    def _follow(self, newest: Tensor, steps: int) -> None:
+        """The host's table as the device's has become, of rows that go on."""
+        table, count = self.host.numpy(), len(self.rows)
+        table[:count, 0] = newest.numpy()
+        table[:count, 1:3] += steps
+        self.followed = list(self.rows)
 
 
 def capture_or_explain(work: Callable[[], None], pool: tuple[int, int] | None) -> Graph:

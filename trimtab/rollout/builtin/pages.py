@@ -3,6 +3,8 @@
 Page 0 belongs to nobody: what need not be kept is written there.
 """
 
+from collections.abc import Sequence
+
 
 class PagePool:
     def __init__(self, pages: int, size: int):
@@ -10,12 +12,11 @@ class PagePool:
         self.size = size
         self.total = pages
         self._free = list(range(pages, 0, -1))
-        self._holders = [0] * (pages + 1)
+        self._shared: dict[int, int] = {}  # pages with several holders, and how many; all others that are out have one
 
     def grow(self, pages: int) -> None:
         """To so many."""
         self._free = [*range(pages, self.total, -1), *self._free]
-        self._holders += [0] * (pages - self.total)
         self.total = pages
 
     @property
@@ -35,23 +36,31 @@ class PagePool:
             return None
         pages = self._free[len(self._free) - count :][::-1]
         del self._free[len(self._free) - count :]
-        for page in pages:
-            self._holders[page] = 1
         return pages
 
     def holders(self, page: int) -> int:
-        return self._holders[page]
+        """Of a page that somebody holds."""
+        return self._shared.get(page, 1)
 
-    def share(self, pages: list[int]) -> None:
-        """One more holder of each."""
+    def share(self, pages: Sequence[int]) -> None:
+        """One more holder of each, all of which somebody holds."""
+        shared = self._shared
         for page in pages:
-            assert self._holders[page] > 0
-            self._holders[page] += 1
+            shared[page] = shared.get(page, 1) + 1
 
-    def give_back(self, pages: list[int]) -> None:
+    def give_back(self, pages: Sequence[int]) -> None:
         """One holder fewer of each; a page without holders is free."""
-        for page in pages:
-            self._holders[page] -= 1
-            assert self._holders[page] >= 0
-            if self._holders[page] == 0:
-                self._free.append(page)
+        shared = self._shared
+        if shared:
+            # Most have one holder, and there are a hundred thousand in a step.
+            pages = [page for page in pages if page not in shared or self._let_go(page)]
+        self._free += pages
+        assert len(self._free) <= self.total, "a page has been given back by more than have held it"
+
+    def _let_go(self, page: int) -> bool:
+        """One holder fewer of a page that has several; whether nobody holds it, which cannot be."""
+        if self._shared[page] == 2:
+            del self._shared[page]
+        else:
+            self._shared[page] -= 1
+        return False

@@ -101,7 +101,9 @@ class Sampler:
             return self._draw_by_kernel(raw, seeds_B, drawn_B)
         temperature = sampling.temperature or 1.0
         logits = raw if temperature == 1.0 else raw / temperature
-        chosen_from = self._adjusted(raw, drawn_B, seen_BV) / temperature
+        chosen_from = self._adjusted(raw, drawn_B, seen_BV)
+        if temperature != 1.0:
+            chosen_from = chosen_from / temperature
         if sampling.temperature == 0:
             tokens = chosen_from.argmax(-1)
         else:

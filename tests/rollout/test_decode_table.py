@@ -1,0 +1,61 @@
+"""The table that recorded steps read and move on: rows that go on are followed, not filled in anew. A recording is
+replayed by doing the work again, so this runs anywhere."""
+
+import numpy as np
+import pytest
+
+from tests.rollout.test_builtin_engine import policy_of, prompts
+from trimtab.rollout.builtin import captured, graphs
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.types import Sampling
+
+
+class DoneAgain:
+    def __init__(self, work, pool):
+        work()
+        self.replay, self.pool = work, lambda: None
+
+
+@pytest.fixture(autouse=True)
+def _recorded(monkeypatch):
+    monkeypatch.setattr(captured, "has_graphs", lambda device: True)
+    monkeypatch.setattr(graphs, "capture", DoneAgain)
+    monkeypatch.setattr(graphs.DecodeGraphs, "steps", 3)
+    monkeypatch.setattr(graphs.DecodeGraphs, "steps_at_ease", 7)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [{}, {"slots": 3}, {"slots": 5, "kv_tokens": 130, "page_size": 8}, {"page_size": 4, "keep_prefixes": True}],
+    ids=["at ease", "places are filled again", "some make room", "pages are kept"],
+)
+def test_recorded_steps_draw_what_single_ones_draw(memory):
+    policy, asked = policy_of(), prompts((5, 17, 33, 1, 9))
+    limits = [40, 3, 26, 31, 1]
+    settings = Sampling(max_new_tokens=40, n=3, stop_token_ids=(7, 11, 19), seed=4)
+    expected = BuiltinEngine(policy, eager=True).generate(asked, settings, limits=limits)
+    engine = BuiltinEngine(policy, **memory)
+    for _ in range(2):  # the second time with the table that the first has left
+        found = engine.generate(asked, settings, limits=limits)
+        assert engine.captured.possible and engine.captured.decodes.graphs
+        engine.captured.decodes.graphs.clear()  # what is done again is done in the session it was made in
+        assert [a.ids for a in found] == [a.ids for a in expected]
+        assert [a.finish for a in found] == [a.finish for a in expected]
+        for ours, theirs in zip(found, expected):
+            np.testing.assert_allclose(ours.log_probs, theirs.log_probs, atol=1e-5)
+    assert {a.finish for a in expected} == {"stop", "length"} and len({len(a.ids) for a in expected}) > 5
+
+
+def test_requests_that_come_between_looks_find_rows_that_others_left():
+    policy = policy_of()
+    engine, settings = BuiltinEngine(policy), Sampling(max_new_tokens=30, stop_token_ids=(7, 11, 19))
+    asked = prompts((5, 17, 33, 1, 9, 21), seed=3)
+    limits = [9, 30, 12, 30, 25, 30]
+    expected = BuiltinEngine(policy, eager=True).generate(asked, settings, seeds=range(6), limits=limits)
+    found = {}
+    with engine.session(settings) as session:
+        for number, ids in enumerate(asked):
+            session.add(ids, seed=number, limit=limits[number])
+            found |= {rollout.prompt: rollout.ids for rollout in session.advance(4)}
+        found |= {rollout.prompt: rollout.ids for rollout in session}
+    assert [found[number] for number in range(6)] == [rollout.ids for rollout in expected]
