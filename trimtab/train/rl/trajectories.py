@@ -70,14 +70,13 @@ class Trajectories:
     @cached_property
     def owners_N(self) -> Tensor:
         """Which sample a drawn token belongs to."""
-        return torch.from_numpy(np.repeat(np.arange(len(self)), self.lengths_S.numpy()))
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths_S)
 
     @cached_property
     def remaining_N(self) -> Tensor:
         """How many drawn tokens of the same sample follow."""
-        last_N = np.repeat((self.starts_S + self.lengths_S - 1).numpy(), self.lengths_S.numpy())
-        last_N -= np.arange(len(last_N))
-        return torch.from_numpy(last_N)
+        last_N = torch.repeat_interleave(self.starts_S + self.lengths_S - 1, self.lengths_S)
+        return last_N.sub_(torch.arange(len(last_N)))
 
     def tokens_of(self, samples: Sequence[int]) -> Tensor:
         """Where the drawn tokens of these samples lie in the columns over them, in the samples' order."""
