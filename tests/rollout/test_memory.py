@@ -126,14 +126,15 @@ def test_to_ask_for_room_costs_nothing_of_what_is_kept():
     scheduler = Scheduler(kept, slots=1)
     scheduler.add([Sample.of(Prompt(0, [*shared, 1], 1), Draft.empty(0), seed=0, limit=100, sampling=Sampling())])
     (admission,) = scheduler.admit()
-    admission.sample.ids.extend(np.array([1]))
+    admission.sample.ids.extend(np.array([1]), 1)
     scheduler.settled()
     # It has 2 pages, one of them kept too; it may have all 8, of which 3 are free and 3 are only kept.
     most = 8 * 4 - 5
     assert pool.free == kept.alone == 3
-    assert scheduler.has_room(most) and not scheduler.has_room(most + 1)
+    short = scheduler.short(most)
+    assert scheduler.has_room(short) and not scheduler.has_room(scheduler.short(most + 1))
     assert kept.alone == 3
-    assert scheduler.make_room(most) == [] and kept.alone == pool.free == 0
+    assert scheduler.make_room(short) == [] and kept.alone == pool.free == 0
 
 
 def test_scarce_memory_changes_no_answer(free):
