@@ -55,7 +55,8 @@ def imported(path: Path) -> frozenset[Path]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names += [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return frozenset(found for name in names if name.startswith("trimtab") and (found := file_of(name)))
+    # Of the package itself only the version is read: what it offers is imported by whoever asks for it.
+    return frozenset(found for name in names if name.startswith("trimtab.") and (found := file_of(name)))
 
 
 def reached(start: str) -> set[Path]:
