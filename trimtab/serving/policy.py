@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.agents.appending import Appending, encoded
 from trimtab.agents.parsing import Parsing
 from trimtab.data.chat import ChatRenderer
+from trimtab.data.tokenizer import texts_of
 from trimtab.envs.types import Message
 from trimtab.errors import UserError
 from trimtab.rollout.types import Rollout
@@ -131,4 +132,7 @@ class ServedPolicy:
         return name
 
     def text(self, ids: Sequence[int], *, special: bool = False) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        """`special`: with the names of special tokens."""
+        if special or self.tokenizer.clean_up_tokenization_spaces:
+            return self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return texts_of(self.tokenizer, [list(ids)])[0]
