@@ -49,7 +49,8 @@ def test_the_least_work_of_a_pass_is_that_of_its_matrix_products(script):
 def test_a_script_of_the_engine_and_of_passes_runs_small(name, script, capsys):
     script(name).main(["--tiny", *(["360M:8x12"] if name == "rollouts" else [])])
     (row,) = rows_of(capsys)
-    assert row["seconds"] > 0 and 0 < row["share"] < 1
+    # Shares are of times: of a pass this small, on a busy machine, they say nothing.
+    assert row["seconds"] > 0 and row["share"] > 0
 
 
 def test_what_the_host_does_in_a_step_is_counted_small(monkeypatch, capsys):
