@@ -1,5 +1,7 @@
+import json
 import sys
 import threading
+import tracemalloc
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import ClassVar
@@ -113,6 +115,19 @@ def test_a_line_that_is_no_row_is_named_and_nothing_is_thrown_away(tmp_path, lin
     with pytest.raises(UserError, match=r"metrics.jsonl: line 4 is no row of metrics"):
         MetricsFile(path, resume_from=2)
     assert path.read_bytes() == content + line + b"\n" + content
+
+
+def test_a_run_goes_on_without_its_rows_in_memory(tmp_path):
+    path = tmp_path / "tokens.jsonl"
+    rows = [json.dumps({"step": step, "texts": ["token"] * 5000}) + "\n" for step in range(100)]
+    path.write_text("".join(rows))
+    tracemalloc.start()
+    file = MetricsFile(path, resume_from=49)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    file.close()
+    assert file.last == 49 and path.read_text() == "".join(rows[:50])
+    assert most < 0.2 * sum(map(len, rows))
 
 
 def test_closing_a_file_on_a_full_disk_does_not_hide_what_was_told(tmp_path):

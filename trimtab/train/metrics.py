@@ -5,7 +5,7 @@ import io
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from trimtab.config.dump import to_dict
 from trimtab.config.groups import LoggingOptions
 from trimtab.data.hub import PROBE_SECONDS, answered
 from trimtab.errors import UserError
-from trimtab.files import move, write_text
+from trimtab.files import move, replacing
 
 # What two equal runs may differ in.
 PHASES = ("rollout", "scoring", "update", "sync", "evaluation")
@@ -33,7 +33,7 @@ class MetricsFile:
         if resume_from is None:
             _set_aside(path)
         else:
-            self.last = max((row[key] for row in _keep_until(path, resume_from, key)), default=-1)
+            self.last = _keep_until(path, resume_from, key)
         self._file = path.open("a")
 
     def write(self, row: dict) -> dict:
@@ -53,17 +53,23 @@ class MetricsFile:
 
 def read_rows(path: Path, key: str = "step") -> list[dict]:
     """The rows of a metrics file; a last line cut short by a crash is left out."""
-    *lines, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        row = _row(line, key)
-        if row is None:
-            raise UserError(
-                f"{path}: line {number} is no row of metrics ({line[:40].decode(errors='replace')!r}); remove that "
-                "line, or give another --save_path"
-            )
-        rows.append(row)
-    return rows if (row := _row(last, key)) is None else [*rows, row]
+    return [row for _, row in _lines(path, key)]
+
+
+def _lines(path: Path, key: str) -> Iterator[tuple[bytes, dict]]:
+    """Lines without their end, and the rows in them, one at a time: a file may be larger than memory."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            row = _row(line, key)
+            if row is not None:
+                yield line.rstrip(b"\n"), row
+            elif line.endswith(b"\n"):
+                raise UserError(
+                    f"{path}: line {number} is no row of metrics ({line[:40].decode(errors='replace').strip()!r}); "
+                    "remove that line, or give another --save_path"
+                )
 
 
 def _row(line: bytes, key: str) -> dict | None:
@@ -74,10 +80,15 @@ def _row(line: bytes, key: str) -> dict | None:
     return row if isinstance(row, dict) and type(row.get(key)) is int else None
 
 
-def _keep_until(path: Path, step: int, key: str) -> list[dict]:
-    kept = [row for row in read_rows(path, key) if row[key] <= step]
-    write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
-    return kept
+def _keep_until(path: Path, step: int, key: str) -> int:
+    """Take back the rows after a step; the step of the last that is kept, or -1."""
+    last = -1
+    with replacing(path) as beside, beside.open("wb") as file:
+        for line, row in _lines(path, key):
+            if row[key] <= step:
+                file.write(line + b"\n")
+                last = max(last, row[key])
+    return last
 
 
 def _set_aside(path: Path) -> None:
