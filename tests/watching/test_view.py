@@ -104,6 +104,23 @@ def test_a_long_answer_can_be_scrolled_to_its_end_and_no_further(folder):
     assert "line 99" in (end := shown(run, 80, 24)) and "best 1 of 2" in end and "more line" not in end
 
 
+def test_what_a_run_is_called_cannot_steer_the_terminal(folder):
+    write_rl_run(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"job": "\x1b[2J\x9bjob"}))
+    text = shown(watched(folder))
+    assert "job" in text and "\x1b" not in text and "\x9b" not in text
+
+
+def test_what_could_not_be_read_is_told(folder):
+    write_rl_run(folder)
+    (folder / "options.yaml").write_bytes(b"a: [")
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\n")
+    text = shown(watched(folder))
+    assert "options.yaml" in text and "metrics.jsonl: 1 unreadable" in text
+
+
 def test_what_a_model_says_cannot_steer_the_terminal(folder):
     write_rl_run(folder, steps=2)
     for row in range(4, 8):

@@ -45,7 +45,7 @@ def watch(argv: Sequence[str]) -> None:
         return
     from trimtab.watching.terminal import watch_in_terminal
 
-    watch_in_terminal(folders, every=options.every, once=options.once)
+    watch_in_terminal(folders, every=options.every, once=options.once, wait=options.wait)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ class FollowedRun:
         self._answers: list[dict[str, Any]] = []
         self._span_rows: list[dict[str, Any]] = []
         self._described: list[Any] = []
+        self._undescribed: list[str] = []  # what could not be read of its description
 
     def refresh(self) -> bool:
         """Read what is new; whether anything was."""
@@ -50,7 +51,7 @@ class FollowedRun:
             self._forget_answers()
             self.run.rollouts = self._answers
             self.run.spans = spans_of(self._span_rows)
-            self.run.problems = [
+            self.run.problems = self._undescribed + [
                 f"{file.path.name}: {file.unreadable} unreadable lines were left out."
                 for file in (self._metrics, self._rollouts, self._spans)
                 if file.unreadable
@@ -79,7 +80,9 @@ class FollowedRun:
         if found == self._described:
             return False
         self._described = found
+        self.run.problems = []
         read_description(self.run)
+        self._undescribed = self.run.problems
         return True
 
     def _follow(self, file: FollowedLines, rows: list[dict[str, Any]]) -> bool:

@@ -33,22 +33,22 @@ tab, 1 to 9        another run; 0: all of them
 q                  leave (the run goes on)"""
 
 
-def watch_in_terminal(folders: Sequence[Path], *, every: float, once: bool) -> None:
+def watch_in_terminal(folders: Sequence[Path], *, every: float, once: bool, wait: bool) -> None:
     console = Console(highlight=False)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # answers are of any language, terminals are not
     runs = [Watched(FollowedRun(folder)) for folder in folders]
     if once or not sys.stdin.isatty() or not console.is_terminal or console.is_dumb_terminal:
-        _print_once(console, runs, every)
+        _print_once(console, runs, every, wait)
     else:
         _Screen(console, runs, every).follow()
 
 
-def _print_once(console: Console, runs: Sequence[Watched], every: float) -> None:
-    """How things stand; a run that is waited for is waited for."""
+def _print_once(console: Console, runs: Sequence[Watched], every: float, wait: bool) -> None:
+    """How things stand; `wait`: as soon as there is something."""
     for number, watched in enumerate(runs):
         watched.refresh()
-        while watched.state.condition is Condition.AWAITED:
+        while wait and watched.state.condition is Condition.AWAITED:
             time.sleep(every)
             watched.refresh()
         if number:

@@ -64,7 +64,8 @@ class Watched:
         self.curves = curves_of(run)
         newest = run.rows[-1].get("alarms") if run.rows else None
         said = [str(text).strip().removesuffix(".").lower() for text in newest] if isinstance(newest, list) else []
-        told = [(any(sentence.lower().startswith(text) for text in said), sentence) for sentence in warnings(run)]
+        sentences = [*warnings(run), *run.problems]
+        told = [(any(sentence.lower().startswith(text) for text in said), sentence) for sentence in sentences]
         self.alarms = sorted(told, key=lambda alarm: not alarm[0])
         self.shelf.fill(run)
         self.seconds = run.total("seconds")
@@ -110,7 +111,7 @@ def headline(watched: Watched, width: int) -> list[Text]:
     name = Text().append(watched.name, style="bold")
     if watched.followed.begun:
         model = harmless(run.options.get("pretrain") or "")
-        name.append(f"  {job_name(run)}{f' · {model}' if model else ''}", style="dim")
+        name.append(f"  {harmless(job_name(run))}{f' · {model}' if model else ''}", style="dim")
     line = Text()
     line.append("● " + state.in_words, style=COLOURS[state.condition])
     if watched.followed.begun:

@@ -70,6 +70,10 @@ def test_only_get_is_answered(served_run, method):
     assert served_run.request(method, "/run/1").status_code == 405
 
 
+def test_a_number_of_any_length_is_no_accident(served_run):
+    assert served_run.get(f"/run/1/answers/{'9' * 5000}").status_code == 404
+
+
 def test_other_sites_may_lead_here_and_not_look_in(served_run):
     elsewhere = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "cors"}
     assert served_run.get("/run/1", headers=elsewhere).status_code == 403

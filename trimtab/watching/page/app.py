@@ -36,6 +36,8 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
+LONGEST_PATH = 100
+"""Characters; no number in a path of this server's is longer."""
 HEARTBEAT_SECONDS = 15.0
 """After so long without news something is sent all the same, so that a client that is gone is noticed."""
 
@@ -161,6 +163,8 @@ def refusal_of(request: Request) -> Response | None:
     own = request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
     if not own and request.headers.get("sec-fetch-mode") != "navigate":
         return PlainTextResponse("this page is not for other sites\n", 403)
+    if len(request.url.path) > LONGEST_PATH:
+        return PlainTextResponse("there is no such page\n", 404)
     if request.method != "GET":
         return PlainTextResponse("only GET is answered\n", 405, {"allow": "GET"})
     return None

@@ -15,7 +15,7 @@ from trimtab.report.numbers import short_number
 from trimtab.report.read import finite
 
 TOKENS = "tokens.jsonl"
-BEGINNING = re.compile(rb'\{"step": (\d+), "answer": (\d+), ')
+BEGINNING = re.compile(rb'\{"step": (\d{1,15}), "answer": (\d{1,15}), ')
 SURE = (-0.105, -0.51, -1.2, -2.3, -4.6)
 """Log-probs of 90, 60, 30, 10 and 1 percent: below each the colour is one stronger."""
 STRENGTHS = (0.1, 0.4, 0.7)
