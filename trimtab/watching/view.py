@@ -224,8 +224,6 @@ def _answer(answer: Answer | None, watched: Watched, width: int) -> list[Text]:
         if drawn and reward:
             text.append(f"  {reward:+.3g}", style="bold")
         lines += _wrapped(text, width)
-    if problem := answer.row.get("problem"):
-        lines += _wrapped(Text(harmless(problem), style="red"), width)
     return lines
 
 

@@ -54,7 +54,7 @@ def served(*folders: Path) -> Iterator[httpx.Client]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:
-        with httpx.Client(base_url=address(listening), timeout=10, trust_env=False) as client:
+        with httpx.Client(base_url=address(listening), timeout=60, trust_env=False) as client:
             yield client
     finally:
         server.drain()
