@@ -52,6 +52,14 @@ MISTAKES = {
     "the loss has no gradient": lambda one, data: one.forward_backward(
         data, lambda inputs: (inputs.log_probs_N.detach().sum(), {})
     ),
+    "group is 1, and loss 'dpo' sees 2 samples": lambda one, data: one.forward_backward(data, "dpo", group=1),
+    "label_smoothing is 2": lambda one, data: one.forward_backward(data, "dpo", label_smoothing=2),
+    "eps_clip_low_high is 0.2": lambda one, data: one.forward_backward(data, eps_clip_low_high=0.2),
+    "the loss's figure 'all' must be one number": lambda one, data: one.forward_backward(
+        data, lambda inputs: (inputs.log_probs_N.sum(), {"all": inputs.log_probs_N})
+    ),
+    r"data\[1\]: ids and trained must be": lambda one, data: one.log_probs(changed(data, ids=[[1], [1, 2]])),
+    "temperature is no number": lambda one, data: one.log_probs(changed(data, temperature=None)),
     "group is 5, and there are 12 samples": lambda one, data: one.forward_backward(data, group=5),
     "nothing was gathered": lambda one, data: one.optim_step(),
     "prompts is one prompt": lambda one, data: one.sample("word"),
@@ -63,6 +71,12 @@ MISTAKES = {
     "outside the model's vocabulary": lambda one, data: one.sample([[61]]),
     "no setting 'temprature'; did you mean 'temperature'": lambda one, data: one.sample(PROMPTS, temprature=1),
     "temperature is -1": lambda one, data: one.sample(PROMPTS, temperature=-1),
+    "temperature takes a number, not 'nan'": lambda one, data: one.sample(PROMPTS, temperature=float("nan")),
+    "top_k takes a whole number": lambda one, data: one.sample(PROMPTS, top_k=1.5),
+    "logit_bias takes a dict": lambda one, data: one.sample(PROMPTS, logit_bias=[1]),
+    "logit_bias takes token ids below 61": lambda one, data: one.sample(PROMPTS, logit_bias={61: 1.0}),
+    "forbidden_tokens takes token ids below 61": lambda one, data: one.sample(PROMPTS, forbidden_tokens=[99]),
+    "seeds must be a list of whole numbers": lambda one, data: one.sample(PROMPTS, seeds=1),
     "n is 0": lambda one, data: one.sample(PROMPTS, 0),
     "2 seeds for 3 prompts": lambda one, data: one.sample(PROMPTS, seeds=[1, 2]),
     "play needs a tokenizer": lambda one, data: one.play("trimtab:guess", 1),
@@ -73,7 +87,9 @@ MISTAKES = {
     "no option 'lora_rnk'; did you mean 'lora_rank'": lambda one, data: learner(lora_rnk=1),
     "no option 'nproc'": lambda one, data: learner(nproc=2),
     "max_norm is -1": lambda one, data: learner(max_norm=-1.0),
-    "an option is of the wrong kind": lambda one, data: learner(max_norm="much"),
+    "max_norm: takes a number, not 'much'": lambda one, data: learner(max_norm="much"),
+    "seed: takes a whole number, not": lambda one, data: learner(seed=1.5),
+    "bf16: takes True or False": lambda one, data: learner(bf16="perhaps"),
     "model is of type dict": lambda one, data: trimtab.Learner({}),
     "LlamaForSequenceClassification, which is no causal": lambda one, data: trimtab.Learner(
         LlamaForSequenceClassification(tiny_model().config)
@@ -98,7 +114,8 @@ def test_a_mistake_is_one_line(one, words):
 
 def test_a_bad_rate_or_divisor_leaves_what_was_gathered(one):
     one.forward_backward(judged(one))
-    for wrong in ({"learning_rate": -1.0}, {"learning_rate": float("nan")}, {"per": "samples"}, {"per": 0}):
+    rates, divisors = (-1.0, float("nan"), "fast"), ("samples", 0, None, float("inf"))
+    for wrong in [{"learning_rate": rate} for rate in rates] + [{"per": divisor} for divisor in divisors]:
         with pytest.raises(trimtab.UserError, match=r"learning_rate is|per is"):
             one.optim_step(**wrong)
     assert one.optim_step(learning_rate=0.0)["applied"]

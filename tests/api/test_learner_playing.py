@@ -2,6 +2,7 @@
 
 import json
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -124,6 +125,9 @@ def test_what_fails_has_its_words_and_no_score(one):
         ("tasks is empty", Guess, [], {}),
         ("tasks is one task", Guess, "go", {}),
         (r"tasks\[0\] is of type int", Guess, [1], {}),
+        ("tasks is of type NoneType", Guess, None, {}),
+        ("nowhere.py does not exist", Path("nowhere.py"), 1, {}),
+        ("max_turns: takes a whole number, not 'many'", Guess, 1, {"max_turns": "many"}),
         ("max_turns is 0", "trimtab:guess", 1, {"max_turns": 0}),
     ],
 )

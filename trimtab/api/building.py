@@ -10,8 +10,10 @@ import torch
 
 from trimtab.api.samples import OF_TOKENS, Sample
 from trimtab.api.suggesting import suggested
+from trimtab.config.catalogue import options_of as described
 from trimtab.config.checks import settled_and_checked
 from trimtab.config.learner import LearnerOptions
+from trimtab.config.parse import value_of
 from trimtab.config.support import hardware_problems
 from trimtab.data.hub import trusting
 from trimtab.data.tokenizer import load_tokenizer
@@ -42,20 +44,19 @@ def options_of(model: Any, bf16: bool | None, given: dict[str, Any]) -> LearnerO
     for name in given:
         if name not in taken:
             raise UserError(f"Learner has no option {name!r}; {suggested(name, taken)}")
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    known = described(LearnerOptions)
+    values = {name: value_of(known[name], value, name) for name, value in given.items()}
     device = find_device()
-    if bf16 is None:
+    if bf16 is not None:
+        bf16 = value_of(known["bf16"], bf16, "bf16")
+    else:
         bf16 = device.is_accelerator and device.has_fast_bf16() and device.bf16_fault() is None
     if isinstance(model, str | Path):
         if not str(model):
             raise UserError("model is empty; give a folder, a name or a loaded model")
         values["pretrain"] = os.path.expanduser(model)
-    defaults = LearnerOptions.__dataclass_fields__
-    wished = frozenset(name for name, value in values.items() if value != defaults[name].default)
-    try:
-        options, warnings = settled_and_checked(LearnerOptions(**values, bf16=bool(bf16), given=wished))
-    except TypeError as error:
-        raise UserError(f"an option is of the wrong kind: {error}") from None
+    wished = frozenset(name for name, value in values.items() if value != known[name].default)
+    options, warnings = settled_and_checked(LearnerOptions(**values, bf16=bf16, given=wished))
     problems = hardware_problems(options, count_accelerators, device.kind.lacking)
     if problems:
         raise UserError(problems[0])

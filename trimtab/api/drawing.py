@@ -1,31 +1,55 @@
 """How a Learner's answers are drawn: the engine's settings, from keywords."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from trimtab.api.suggesting import suggested
+from trimtab.config.parse import as_in_yaml
+from trimtab.config.values import plain
 from trimtab.errors import UserError
 from trimtab.rollout.types import Sampling
 
 SAMPLING = [known.name for known in fields(Sampling) if known.name not in ("n", "seed", "plain_log_probs")]
 
 
-def sampling_of(n: int, wanted: dict[str, Any], stops: tuple[int, ...]) -> Sampling:
+NUMBERS: dict[str, Any] = {known.name: known.type for known in fields(Sampling) if known.type in (int, float)}
+
+
+def sampling_of(n: int, wanted: dict[str, Any], stops: tuple[int, ...], vocabulary: int) -> Sampling:
     """`stops`: where answers end unless somebody says otherwise."""
     for name in wanted:
         if name not in SAMPLING:
             raise UserError(f"sampling has no setting {name!r}; {suggested(name, SAMPLING)}")
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in wanted.items()
-    }
-    if isinstance(values.get("stop_strings"), str):
-        values["stop_strings"] = (values["stop_strings"],)
-    values.setdefault("stop_token_ids", stops)
-    try:
-        return Sampling(n=n, **values)
-    except TypeError:
-        raise UserError(f"sampling: a setting is of the wrong kind: n={n!r}, {wanted}") from None
+    values = {name: _value(name, value, vocabulary) for name, value in {"n": n, **wanted}.items()}
+    return Sampling(**{"stop_token_ids": stops, **values})
+
+
+def _value(name: str, value: Any, vocabulary: int) -> Any:
+    if name in NUMBERS:
+        try:
+            return plain(NUMBERS[name], as_in_yaml(value))
+        except ValueError as error:
+            raise UserError(f"sampling: {name} {error}") from None
+    if name == "stop_strings":
+        texts = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else (value,)
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError(f"sampling: stop_strings takes texts, not {value!r}")
+        return texts
+    if name == "logit_bias":
+        if not isinstance(value, Mapping) or not all(isinstance(bias, int | float) for bias in value.values()):
+            raise UserError(f"sampling: logit_bias takes a dict of numbers by token ids, not {value!r:.60}")
+        return dict(zip(_tokens(name, list(value), vocabulary), value.values()))
+    return _tokens(name, value, vocabulary)
+
+
+def _tokens(name: str, value: Any, vocabulary: int) -> tuple[int, ...]:
+    found = as_in_yaml(value)
+    found = found if isinstance(found, list) else [found]
+    for token in found:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocabulary:
+            raise UserError(f"sampling: {name} takes token ids below {vocabulary}, not {token!r}")
+    return tuple(found)
 
 
 def rooms(prompts: Sequence[list[int]], sampling: Sampling, context: int | None) -> list[int]:
@@ -39,4 +63,14 @@ def rooms(prompts: Sequence[list[int]], sampling: Sampling, context: int | None)
                 "room for an answer"
             )
         found.append(room)
+    return found
+
+
+def seeds_of(seeds: Any, prompts: int) -> list[int]:
+    """One for each of so many prompts."""
+    found = as_in_yaml(seeds)
+    if not isinstance(found, list) or not all(isinstance(seed, int) for seed in found):
+        raise UserError(f"seeds must be a list of whole numbers, not {seeds!r:.60}")
+    if len(found) != prompts:
+        raise UserError(f"{len(found)} seeds for {prompts} prompts; one for each is needed")
     return found

@@ -18,8 +18,8 @@ import numpy as np
 
 from trimtab.api import saving
 from trimtab.api.building import Built, build, options_of, set_names
-from trimtab.api.drawing import SAMPLING, rooms, sampling_of
-from trimtab.api.losses import Loss, chosen
+from trimtab.api.drawing import SAMPLING, rooms, sampling_of, seeds_of
+from trimtab.api.losses import Loss, chosen, is_number
 from trimtab.api.passes import Gathered, Passes
 from trimtab.api.playing import LIMITS, Asked, play
 from trimtab.api.prompts import Prompt, Prompts
@@ -120,12 +120,12 @@ class Learner:
         """
         asked = self._prompts.encode(prompts)
         setting = self._sampling(n, sampling)
+        if seeds is not None:
+            seeds = seeds_of(seeds, len(asked))
         with self._turns.call():
             stream = self._next_stream()
             if seeds is None:
                 seeds = [request_seed(stream, place) for place in range(len(asked))]
-            elif len(seeds) != len(asked):
-                raise UserError(f"{len(seeds)} seeds for {len(asked)} prompts; one for each is needed")
             engine = self._working_engine()
             limits = rooms(asked, setting, engine.context)
             rollouts = engine.generate(asked, setting, seeds=seeds, limits=limits)
@@ -194,9 +194,9 @@ class Learner:
         **config  settings of the loss: eps_clip, eps_clip_low_high, dual_clip, kl_coef, kl_estimator,
                   entropy_loss_coef, token_reduction ("token_sum" or "token_mean"), beta
 
-        Comes back: `loss` and other figures as means over the trained tokens, `tokens` and `answers`. Samples without a
-        trained token are left out. Data in several calls, or in one, are the same step. Where the loss itself raises,
-        what was gathered is forgotten.
+        Comes back: `loss` and other figures as means over the trained tokens ("dpo": over the pairs), `tokens` and
+        `answers`. Samples without a trained token are left out. Data in several calls, or in one, are the same step.
+        Where the loss itself raises, what was gathered is forgotten.
         """
         found = as_list(data)
         picked = chosen(loss, config)
@@ -206,6 +206,10 @@ class Learner:
         if not isinstance(together, int) or together < 1 or len(found) % together:
             raise UserError(
                 f"group is {together!r}, and there are {len(found)} samples; give a number that divides them"
+            )
+        if together % picked.together:
+            raise UserError(
+                f"group is {together}, and loss {loss!r} sees {picked.together} samples together; leave it out"
             )
         columns = picked.columns or tuple(name for name in set_names(found) if name != "weights")
         rows, temperature = self._rows(found, "weights", *columns), temperature_of(found)
@@ -223,7 +227,8 @@ class Learner:
                 raise
             finite = before.finite and math.isfinite(sums["loss"])
             self._gathered = Gathered(True, before.tokens + tokens, before.answers + answers, finite)
-        return {name: value / tokens for name, value in sums.items()} | {"tokens": tokens, "answers": answers}
+        parts = tokens if picked.together == 1 else len(found) // picked.together
+        return {name: value / parts for name, value in sums.items()} | {"tokens": tokens, "answers": answers}
 
     def optim_step(self, *, learning_rate: float | None = None, per: str | float = "tokens") -> dict[str, float]:
         """One step of AdamW with what was gathered, which is then forgotten.
@@ -237,7 +242,7 @@ class Learner:
         if not self._gathered.begun:
             raise UserError("nothing was gathered since the last optim_step; call forward_backward first")
         rate = self.learning_rate if learning_rate is None else learning_rate
-        if not isinstance(rate, int | float) or not math.isfinite(rate) or rate < 0:
+        if not is_number(rate) or rate < 0:
             raise UserError(f"learning_rate is {rate!r}; a number of at least 0 is needed")
         divisor = self._gathered.divisor(per)
         with self._turns.call():
@@ -358,7 +363,7 @@ class Learner:
         return request_seed(self.options.seed, self._draws)
 
     def _sampling(self, n: int, wanted: dict[str, Any]) -> Sampling:
-        return sampling_of(n, wanted, stop_tokens(self._policy, self.tokenizer))
+        return sampling_of(n, wanted, stop_tokens(self._policy, self.tokenizer), self._policy.head.out_features)
 
 
 def _answers(data: Sequence[Sample]) -> int:

@@ -5,10 +5,12 @@ figures beside it are sums too, so that how samples are cut into passes changes 
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -213,16 +215,28 @@ def _check_settings(loss: str, known: Known, config: dict[str, Any]) -> None:
             raise UserError(f"token_reduction is {value!r}; it must be 'token_sum' or 'token_mean'")
         if name == "kl_estimator" and value not in ("k1", "k2", "k3"):
             raise UserError(f"kl_estimator is {value!r}; it must be 'k1', 'k2' or 'k3'")
-        if name in ("eps_clip", "beta") and not (_is_number(value) and value > 0):
+        if name in ("eps_clip", "beta") and not (is_number(value) and value > 0):
             raise UserError(f"{name} is {value!r}; a number above 0 is needed")
-        if name in ("kl_coef", "entropy_loss_coef") and not (_is_number(value) and value >= 0):
+        if name in ("kl_coef", "entropy_loss_coef") and not (is_number(value) and value >= 0):
             raise UserError(f"{name} is {value!r}; a number of at least 0 is needed")
-        if name == "dual_clip" and value is not None and not (_is_number(value) and value > 1):
+        if name == "label_smoothing" and not (is_number(value) and 0 <= value < 0.5):
+            raise UserError(f"label_smoothing is {value!r}; a number from 0 to below 0.5 is needed")
+        if name == "margin" and not is_number(value):
+            raise UserError(f"margin is {value!r}; a number is needed")
+        if name == "eps_clip_low_high" and value is not None and not _are_bounds(value):
+            raise UserError(f"eps_clip_low_high is {value!r}; two numbers above 0 are needed, the first at most 1")
+        if name == "dual_clip" and value is not None and not (is_number(value) and value > 1):
             raise UserError(f"dual_clip is {value!r}; a number above 1 is needed, or None")
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_number(value: Any) -> bool:
+    """Whether it is one, and finite; a library's are as good as Python's."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _are_bounds(value: Any) -> bool:
+    two = isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
+    return two and 0 < value[0] <= 1 and value[1] > 0
 
 
 def _settings(function: Callable[..., Any]) -> list[str]:
@@ -239,6 +253,9 @@ def _checked(found: Any) -> tuple[Tensor, dict[str, Any]]:
     loss, figures = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(figures, dict):
         raise UserError("the loss must give a tensor of one number, and a dict of figures: return loss, {}")
+    for name, value in figures.items():
+        if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float | np.number)):
+            raise UserError(f"the loss's figure {name!r} must be one number, a sum over the tokens")
     if not loss.requires_grad:
         raise UserError("the loss has no gradient: it must be made of inputs.log_probs_N")
     return loss.reshape(()), figures

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.api.losses import Chosen, LossInputs
+from trimtab.api.losses import Chosen, LossInputs, is_number
 from trimtab.api.samples import Rows, Sample
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device
@@ -35,7 +35,7 @@ class Gathered:
 
     def divisor(self, per: str | float) -> float:
         found = {"tokens": self.tokens, "answers": self.answers}.get(per, per) if isinstance(per, str) else per
-        if isinstance(found, str) or not found > 0:
+        if isinstance(found, str) or not is_number(found) or found <= 0:
             raise UserError(f"per is {per!r}; give 'tokens', 'answers' or a number above 0")
         return float(found)
 

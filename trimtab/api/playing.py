@@ -1,16 +1,21 @@
 """Episodes of a Learner's policy in an environment: named, it has processes of its own; a class that is given is played
 in this process."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from trimtab.api.prompts import Prompts
 from trimtab.api.samples import Episode, Sample
 from trimtab.config.agents import EnvironmentOptions
+from trimtab.config.catalogue import options_of
 from trimtab.config.checks import check
+from trimtab.config.parse import value_of
 from trimtab.data.tokenizer import texts_of
 from trimtab.envs.here import EnvironmentsHere
 from trimtab.envs.pool import EnvLimits, Pool
@@ -45,6 +50,8 @@ def play(
     tokenizer = prompts.tokenizer
     if tokenizer is None:
         raise UserError("play needs a tokenizer: give the Learner one")
+    if isinstance(environment, os.PathLike):
+        environment = os.fspath(environment)
     options = _options(environment, limits)
     plain = tokenizer.chat_template is None
     with _world(environment, options) as world:
@@ -63,10 +70,10 @@ def play(
 
 
 def _options(environment: Environment, limits: Mapping[str, Any]) -> EnvironmentOptions:
-    source: dict[str, Any] = {}
+    values = {name: value_of(options_of(EnvironmentOptions)[name], value, name) for name, value in limits.items()}
     if isinstance(environment, str):
-        source = {"agent_func_path" if ".py" in environment else "environment": environment}
-    options = EnvironmentOptions(**source, **limits)
+        values["agent_func_path" if ".py" in environment else "environment"] = environment
+    options = EnvironmentOptions(**values)
     check(replace(options, given=frozenset()))
     return options
 
@@ -86,12 +93,15 @@ def _world(environment: Environment, options: EnvironmentOptions) -> Iterator[Po
 
 
 def _tasks(world: Pool | EnvironmentsHere, tasks: int | Sequence[Asked], stream: int) -> list[Task]:
+    tasks = int(tasks) if isinstance(tasks, np.integer) else tasks
     if isinstance(tasks, bool) or (isinstance(tasks, int) and tasks < 1):
         raise UserError(f"tasks is {tasks}; give a number above 0, or a list")
     given: Sequence[Asked]
     if isinstance(tasks, int):
         offered = world.about.offers_rows
         given = world.rows(tasks, request_seed(stream, -1) % SEEDS) if offered else [{} for _ in range(tasks)]
+    elif not isinstance(tasks, Iterable):
+        raise UserError(f"tasks is of type {type(tasks).__name__}; give a list of tasks, or how many")
     elif isinstance(tasks, str | Mapping | Task):
         raise UserError("tasks is one task; give a list of them: [task]")
     else:

@@ -164,7 +164,10 @@ def as_list(data: Any) -> list[Sample]:
 
 def temperature_of(data: Sequence[Sample]) -> float:
     """The one at which all of these were drawn."""
-    found = sorted({float(sample.temperature) for sample in data})
+    try:
+        found = sorted({float(sample.temperature) for sample in data})
+    except (TypeError, ValueError):
+        raise UserError("a sample's temperature is no number; above 0 is needed") from None
     if len(found) > 1:
         named = ", ".join(f"{one:g}" for one in found)
         raise UserError(f"data has samples of temperatures {named}; give those of each in a call of their own")
@@ -175,7 +178,10 @@ def temperature_of(data: Sequence[Sample]) -> float:
 
 def _check(sample: Sample, number: int, vocabulary: int, context: int | None) -> None:
     where = f"data[{number}]"
-    ids, trained = np.asarray(sample.ids), np.asarray(sample.trained)
+    try:
+        ids, trained = np.asarray(sample.ids), np.asarray(sample.trained)
+    except ValueError:
+        raise UserError(f"{where}: ids and trained must be lists of one number for each token") from None
     if ids.ndim != 1 or not len(ids) or not np.issubdtype(ids.dtype, np.integer):
         raise UserError(f"{where}.ids must be a list of token ids with at least one, not {_shown(sample.ids)}")
     if ids.min() < 0 or ids.max() >= vocabulary:

@@ -208,19 +208,24 @@ def _from_values(job_class: type[CallOptions], values: Mapping[str, Any]) -> dic
             raise UserError(_unknown(job_class, f"--{name}", name, "--"))
         if option.name in chosen:
             raise UserError(f"--{option.name} is set twice, once as {name}")
-        try:
-            chosen[option.name] = from_yaml(option, _as_in_yaml(value))
-        except ValueError as error:
-            raise UserError(f"--{name}: {error}") from None
+        chosen[option.name] = value_of(option, value, f"--{name}")
     return chosen
 
 
-def _as_in_yaml(value: Any) -> Any:
+def value_of(option: Option, value: Any, name: str) -> Any:
+    """The option's value from a caller's in Python. `name`: what an error calls it."""
+    try:
+        return from_yaml(option, as_in_yaml(value))
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from None
+
+
+def as_in_yaml(value: Any) -> Any:
     """Paths are text, all sequences are lists, and a library's numbers are Python's."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, tuple | range | set | frozenset):
-        return [*map(_as_in_yaml, value)]
+        return [*map(as_in_yaml, value)]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
