@@ -124,6 +124,7 @@ def test_a_reward_becomes_the_option_that_says_it(reward, weights, expected, giv
         (one, {"reward_func": "f.py"}, "given twice, as reward and as reward_func"),
         ([], {}, "the list is empty"),
         (3, {}, "reward takes a function, .* not int"),
+        ([one, "exact"], {"reward_weights": ["a", 1]}, "takes numbers, not"),
         ([one, "exact"], {"reward_weights": [1]}, "has 1 numbers for 2 rewards"),
     ],
 )
@@ -165,6 +166,7 @@ def test_tools_are_told_to_the_model_by_whoever_loads_what_was_written(environme
     [
         ("trimtab:guess", [add], "has its own"),
         (None, [3], "3 is no function"),
+        (None, add, "tools is one function"),
         (5, [], "environment takes a class"),
         (lambda: 0, [add], "give its class, with its tools"),
     ],

@@ -86,6 +86,12 @@ def test_a_mistake_has_the_words_of_the_command(wrong, task, capsys):
     assert not Path("runs").exists()
 
 
+def test_a_folder_that_cannot_be_one_is_told(task):
+    for place, words in (("", "save_path is empty"), (task / "rows.jsonl", "cannot write there")):
+        with pytest.raises(trimtab.UserError, match=words):
+            trimtab.sft(f"{task}/model", rows(task / "rows.jsonl"), save_path=place, **SFT)
+
+
 def test_a_model_that_is_not_causal_is_refused_in_the_words_of_the_command(task, capsys):
     from transformers import BertConfig, BertModel
 

@@ -7,7 +7,6 @@ from trimtab.api.arguments import resolved
 from trimtab.api.run import Run
 from trimtab.api.starting import in_one_class, train
 from trimtab.config.jobs import TRAINED
-from trimtab.errors import UserError
 
 Told = TypeVar("Told", bound=Callable[..., Any])
 
@@ -49,8 +48,6 @@ def start(
     tools: Sequence[Callable[..., Any]] = (),
 ) -> Run:
     """`named`: the arguments that stand for options of these names."""
-    if on_iteration is not None and not callable(on_iteration):
-        raise UserError(f"on_iteration takes a function, not {type(on_iteration).__name__}")
     named["load_checkpoint"] = True if resume else None
     objects = {"tokenizer": tokenizer, "reward": reward, "environment": environment, "tools": tools}
     with in_one_class(), resolved(TRAINED[verb], options, named, **objects) as arguments:

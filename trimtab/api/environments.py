@@ -24,6 +24,8 @@ def with_tools(environment: Any, tools: Sequence[Callable[..., Any]]) -> Any:
             f"environment takes a class, a function that makes one, FILE.py:NAME or a name such as trimtab:guess, not "
             f"{type(environment).__name__}"
         )
+    if callable(tools):
+        raise UserError("tools is one function; give a list: [function]")
     if not tools:
         return environment
     for tool in tools:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.api.arguments import Arguments, resolved
-from trimtab.api.starting import Hearing, check_can_be_asked, in_one_class, in_words, with_paths
+from trimtab.api.starting import Hearing, check_can_be_asked, in_one_class, in_words, with_paths, without_keys
+from trimtab.config.dump import redact
 from trimtab.config.jobs import GenerateOptions
 from trimtab.config.parse import parse_values
 from trimtab.files import new_temporary_folder, remove
@@ -47,7 +48,7 @@ def generate(
                 arguments.values["output_path"] = str(home / "answers.jsonl")
             chosen = prepared(parse_values(GenerateOptions, arguments.values))
             check_can_be_asked(chosen, arguments)
-            with trusting_code(chosen), giving(arguments.functions):
+            with without_keys(chosen), trusting_code(chosen), giving(arguments.functions):
                 return _rows(chosen, arguments, arguments.given.move_in(str(home)))
         finally:
             remove(home)
@@ -57,7 +58,8 @@ def _rows(options: GenerateOptions, arguments: Arguments, settled: Callable[[Any
     from trimtab.running.generation import rehearse_generating, start_generating
 
     if options.dry_run:
-        print(*rehearse_generating(with_paths(options, settled)), sep="\n")
+        for line in rehearse_generating(with_paths(options, settled)):
+            print(redact(line, options))
         return []
     words, hearing = in_words(arguments.values, settled), Hearing("generate")
     hearing.check(start_generating(with_paths(options, settled), "trimtab.cli.batch_inference", words, hearing))

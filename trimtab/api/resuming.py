@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.api.arguments import resolved
-from trimtab.api.starting import train
+from trimtab.api.starting import in_one_class, train
 from trimtab.config.groups import checkpoints_in
 from trimtab.config.jobs import TRAINED
 from trimtab.config.rewards import GIVEN
@@ -46,7 +46,7 @@ def resume(
     named = {"config": run.path / OPTIONS, "save_path": run.path, "load_checkpoint": True}
     if reward is None:
         _check_functions(getattr(before, "reward_func", None), functions)
-    with resolved(TRAINED[run.job], dict(options), named, reward=reward) as arguments:
+    with in_one_class(), resolved(TRAINED[run.job], dict(options), named, reward=reward) as arguments:
         if reward is None:
             arguments = replace(arguments, functions=dict(functions))
         train(run.job, arguments, on_iteration=on_iteration)

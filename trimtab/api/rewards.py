@@ -67,10 +67,13 @@ def _option(reward: Any, functions: dict[str, Callable[..., Any]], given: Given,
 def _weights(wanted: Any, count: int) -> list[float | None]:
     if wanted is None:
         return [None] * count
-    weights = [wanted] if isinstance(wanted, int | float) else list(wanted)
+    weights = [wanted] if isinstance(wanted, int | float | str) else list(wanted)
     if len(weights) != count:
         raise UserError(f"--reward_weights has {len(weights)} numbers for {count} rewards: give one for each")
-    return weights
+    try:
+        return [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        raise UserError(f"--reward_weights takes numbers, not {wanted!r:.60}") from None
 
 
 def _in_order(places: Mapping[str, Sequence[tuple[str, float | None]]]) -> list[float | None]:

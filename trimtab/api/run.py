@@ -28,9 +28,9 @@ def open(folder: str | os.PathLike[str]) -> Run:
 class Run:
     """A run as it is on disk; what it tells is read anew whenever it is asked for."""
 
-    def __init__(self, path: Path, *, functions: Mapping[str, Callable[..., Any]] | None = None):
+    def __init__(self, path: str | os.PathLike[str], *, functions: Mapping[str, Callable[..., Any]] | None = None):
         """`functions`: the rewards that it was given in Python, to go on with."""
-        self.path = path.resolve()
+        self.path = Path(path).expanduser().resolve()
         self._functions = dict(functions or {})
 
     @property

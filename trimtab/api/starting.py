@@ -16,7 +16,7 @@ from trimtab.config.groups import CallOptions
 from trimtab.config.jobs import TRAINED, TrainedOptions
 from trimtab.config.parse import parse_values
 from trimtab.errors import Error, Interrupted, RunFailed, UserError
-from trimtab.files import LOCK, locked, new_temporary_folder, remove
+from trimtab.files import LOCK, locked, new_temporary_folder, remove, writing
 from trimtab.running.faults import in_our_words
 from trimtab.running.preparing import launches_others, on_a_cluster, prepared, trusting_code
 
@@ -32,6 +32,8 @@ def train(verb: str, arguments: Arguments, *, on_iteration: Listener | None = No
     from trimtab.rewards.given import giving
     from trimtab.train.listening import heard_by
 
+    if on_iteration is not None and not callable(on_iteration):
+        raise UserError(f"on_iteration takes a function, not {type(on_iteration).__name__}")
     parse_values(TRAINED[verb], arguments.values)  # before a folder is made for it
     with run_folder(verb, arguments.values) as values:
         options: TrainedOptions = prepared(parse_values(TRAINED[verb], values))
@@ -66,7 +68,10 @@ def _start(options: TrainedOptions, values: Mapping[str, Any], given: Given) -> 
 
     if given:
         make_way(options, print)  # which the run itself does later, with what is in the folder by then
-        with locked("save_path", Path(options.save_path)):
+        with (
+            writing(f"--save_path {options.save_path}: cannot write there"),
+            locked("save_path", Path(options.save_path)),
+        ):
             settled = given.move_in(options.save_path)
     else:
         settled = given.move_in(options.save_path)
@@ -84,7 +89,9 @@ def run_folder(verb: str, values: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The options with a folder, one of their own where none is named. Where no run began in it, nothing stays of what
     was put there."""
     if values.get("save_path") is not None:
-        folder, made = Path(os.fspath(values["save_path"])), False
+        if not str(values["save_path"]):
+            raise UserError("save_path is empty; name a folder, or leave it out")
+        folder, made = Path(str(values["save_path"])).expanduser(), False
     elif values.get("config") is not None:
         yield values
         return
