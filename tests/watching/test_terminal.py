@@ -27,7 +27,7 @@ def test_only_wait_waits_for_a_run_of_which_nothing_can_be_read(tmp_path, capsys
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\x00 no row\n")
     assert main(["watch", str(tmp_path), "--once"]) == 0
     text = capsys.readouterr().out
-    assert "no run here yet" in text and "metrics.jsonl: 1 unreadable lines were left out" in text
+    assert "no run here yet" in text and "metrics.jsonl: 1 unreadable line left out" in text
 
 
 def test_a_folder_that_may_not_be_read_is_one_line(tmp_path, capsys, monkeypatch):

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from trimtab.report.numbers import plural
 from trimtab.report.read import (
     MANIFEST,
     METRICS,
@@ -52,7 +53,7 @@ class FollowedRun:
             self.run.rollouts = self._answers
             self.run.spans = spans_of(self._span_rows)
             self.run.problems = self._undescribed + [
-                f"{file.path.name}: {file.unreadable} unreadable lines were left out."
+                f"{file.path.name}: {plural(file.unreadable, 'unreadable line')} left out."
                 for file in (self._metrics, self._rollouts, self._spans)
                 if file.unreadable
             ]

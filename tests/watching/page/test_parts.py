@@ -137,6 +137,16 @@ def test_tokens_are_found_as_they_are_appended_and_after_a_run_went_back(tmp_pat
     assert found.answer(2, 0) == ""
 
 
+def test_a_file_written_over_with_more_is_read_anew(tmp_path):
+    """A new run may get the very file, as the system counts files, that an old one had."""
+    folder = rl_run(tmp_path)
+    found = board(folder).tokens
+    before = found.answer(1, 0)
+    text = (folder / "tokens.jsonl").read_text()
+    (folder / "tokens.jsonl").write_text('{"step": 7, "answer": 0, "texts": ["new"], "drawn": [1]}\n' + text)
+    assert before and found.answer(1, 0) == before and ">new<" in found.answer(7, 0)
+
+
 def test_advantages_of_one_iteration_have_one_scale(tmp_path):
     found = board(rl_run(tmp_path)).tokens  # -1.5, -0.5, 0.5, 1.5
     assert ["a3" in found.answer(2, 3), "b3" in found.answer(2, 0), "a1" in found.answer(2, 2)] == [True] * 3

@@ -39,14 +39,17 @@ class TokenFile:
         """The tokens of an answer as HTML; nothing where they are not kept."""
         with self._lock:
             self._index()
-            place = self._places.get((step, number))
-            row = None if place is None else self._read(place)
+            row = self._read(step, number)
+            if row is None and (step, number) in self._places:  # another file has come in the place of this one
+                self._forget()
+                self._index()
+                row = self._read(step, number)
             return "" if row is None else tokens(row, self._scale(step))
 
     def _scale(self, step: int) -> float:
         """The largest advantage of an iteration's answers, so that their colours can be compared."""
         if step not in self._scales:
-            rows = [self._read(place) for (other, _), place in self._places.items() if other == step]
+            rows = [self._read(*key) for key in self._places if key[0] == step]
             sizes = [abs(value) for row in rows if row for value, _ in _runs(row.get("advantages"))]
             self._scales = {step: max(sizes, default=0.0)}
         return self._scales[step]
@@ -69,14 +72,16 @@ class TokenFile:
         except OSError:
             self._forget()
 
-    def _read(self, place: int) -> dict[str, Any] | None:
+    def _read(self, step: int, number: int) -> dict[str, Any] | None:
+        if (place := self._places.get((step, number))) is None:
+            return None
         try:
             with self.path.open("rb") as file:
                 file.seek(place)
                 row = json.loads(file.readline())
         except (OSError, ValueError, RecursionError):
             return None
-        return row if isinstance(row, dict) else None
+        return row if isinstance(row, dict) and (row.get("step"), row.get("answer")) == (step, number) else None
 
 
 def tokens(row: dict[str, Any], scale: float) -> str:
