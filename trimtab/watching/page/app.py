@@ -62,11 +62,12 @@ def make_app(folders: Sequence[Path], every: float) -> Starlette:
     async def home(request: Request) -> Response:
         if len(runs) == 1:
             return RedirectResponse("/run/1")
-        return HTMLResponse(index_page(index, await looked(index)))
+        return HTMLResponse(await run_in_threadpool(index_page, index, await looked(index)))
 
     async def run(request: Request) -> Response:
         board = run_of(request)
-        return HTMLResponse(run_page(board, await looked(board), request.path_params["number"], len(runs) > 1))
+        number = request.path_params["number"]
+        return HTMLResponse(await run_in_threadpool(run_page, board, await looked(board), number, len(runs) > 1))
 
     async def answers(request: Request) -> Response:
         return HTMLResponse(await run_in_threadpool(run_of(request).answers, request.path_params["step"]))
@@ -88,7 +89,8 @@ def make_app(folders: Sequence[Path], every: float) -> Starlette:
         while not ending.is_set():
             version = await run_in_threadpool(board.look)
             if version > seen:
-                changed, seen, quiet = board.since(seen), version, 0.0
+                changed = await run_in_threadpool(board.since, seen)  # another client may have it drawn just now
+                seen, quiet = version, 0.0
                 yield f"id: {serving}-{seen}\nevent: sections\ndata: {json.dumps(changed)}\n\n"
             elif quiet >= HEARTBEAT_SECONDS:
                 quiet = 0.0
