@@ -1,6 +1,7 @@
 """Episodes of a Learner: named environments in their processes, classes in this one."""
 
 import json
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -111,6 +112,8 @@ def test_what_fails_has_its_words_and_no_score(one):
     assert episode.reward is None and episode.finish == "failed" and "out of order" in episode.problem
     (episode,) = one.play(Slow, [guess_game.OPENING], env_retries=0, env_timeout=0.2, **HERE)
     assert episode.reward is None and "took longer than 0.2 s" in episode.problem
+    left = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    assert all(thread.daemon for thread in left)  # none that this process would wait for at its end
 
 
 @pytest.mark.parametrize(

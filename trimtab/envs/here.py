@@ -81,6 +81,8 @@ class EnvironmentsHere:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        if self._lanes is not None:
+            self._lanes.close()
 
     async def _end(self) -> None:
         for episode in list(self._instances):

@@ -7,12 +7,13 @@ threads serve all instances, and what is awaited waits for nobody else.
 import asyncio
 import contextlib
 import inspect
+import queue
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import Any
 
 SECONDS_TO_CANCEL = 1.0
@@ -26,13 +27,43 @@ class Stuck(Exception):
     """A call took too long, and nothing but the end of its process ends it."""
 
 
+class OneThread(Executor):
+    """Calls in one thread, made with the first of them. Unlike a ThreadPoolExecutor's, one that never ends does not
+    hold up the end of its process."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future, Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future:  # type: ignore[override]
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="environment", daemon=True)
+            self._thread.start()
+        future: Future = Future()
+        self._calls.put((future, function, arguments))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """The thread ends after its calls; nobody waits for it."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            future, function, arguments = call
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function(*arguments))
+                except BaseException as error:
+                    future.set_exception(error)
+
+
 class Lane:
     """A thread, and a place in front of it: whoever has it is called at once, so that waiting is nobody's time."""
 
     def __init__(self) -> None:
         self.instances = 0
         self.free = asyncio.Lock()
-        self.executor = ThreadPoolExecutor(1)
+        self.executor = OneThread()
         self.thread = 0
 
     def attempt(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
@@ -55,6 +86,11 @@ class Lanes:
         lane = min(self._lanes, key=lambda lane: lane.instances)
         lane.instances += 1
         return lane
+
+    def close(self) -> None:
+        """Threads end when they are free."""
+        for lane in self._lanes:
+            lane.executor.shutdown()
 
 
 class Caller:
