@@ -72,6 +72,7 @@ MISTAKES = {
     "no setting 'temprature'; did you mean 'temperature'": lambda one, data: one.sample(PROMPTS, temprature=1),
     "temperature is -1": lambda one, data: one.sample(PROMPTS, temperature=-1),
     "temperature takes a number, not 'nan'": lambda one, data: one.sample(PROMPTS, temperature=float("nan")),
+    "no setting 'top_log_probs'": lambda one, data: one.sample(PROMPTS, top_log_probs=3),
     "top_k takes a whole number": lambda one, data: one.sample(PROMPTS, top_k=1.5),
     "logit_bias takes a dict": lambda one, data: one.sample(PROMPTS, logit_bias=[1]),
     "logit_bias takes token ids below 61": lambda one, data: one.sample(PROMPTS, logit_bias={61: 1.0}),

@@ -74,6 +74,11 @@ def test_a_run_that_a_function_rewarded_wants_it_again(task):
                      **{**RL, "label_key": None})  # fmt: skip
     with pytest.raises(trimtab.UserError, match=r"give it again, as resume\(reward=...\)"):
         trimtab.open("out").resume()
+    with pytest.raises(trimtab.UserError, match="on_iteration takes a function"):
+        trimtab.open("out").resume(reward=early_and_short, on_iteration=5)
+    with pytest.raises(trimtab.RunFailed, match="ZeroDivisionError") as raised:
+        trimtab.open("out").resume(reward=lambda queries, prompts, labels: 1 / 0)
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert trimtab.open("out").resume(reward=early_and_short).finished
     with pytest.raises(trimtab.UserError, match="unknown option --sed; did you mean --seed"):
         trimtab.open("out").resume(reward=early_and_short, sed=1)

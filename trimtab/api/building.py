@@ -24,6 +24,7 @@ from trimtab.errors import UserError
 from trimtab.models.hugging_face import quiet_transformers
 from trimtab.models.load import Loaded, given_policy, load_policy
 from trimtab.models.policy import Policy
+from trimtab.running.speaking import say
 from trimtab.train.optimiser import Optimiser
 
 
@@ -63,7 +64,7 @@ def options_of(model: Any, bf16: bool | None, given: dict[str, Any]) -> LearnerO
     if bf16 and (fault := device.bf16_fault()):
         raise UserError(f"bf16: bfloat16 does not work on this device ({fault}); leave it out")
     for line in warnings:
-        print(f"warning: {line}")
+        say(f"trimtab Learner: warning: {line}", options)
     return options
 
 

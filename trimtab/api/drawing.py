@@ -10,7 +10,8 @@ from trimtab.config.values import plain
 from trimtab.errors import UserError
 from trimtab.rollout.types import Sampling
 
-SAMPLING = [known.name for known in fields(Sampling) if known.name not in ("n", "seed", "plain_log_probs")]
+_NOT_TAKEN = ("n", "seed", "plain_log_probs", "top_log_probs")  # of which nothing would come back
+SAMPLING = [known.name for known in fields(Sampling) if known.name not in _NOT_TAKEN]
 
 
 NUMBERS: dict[str, Any] = {known.name: known.type for known in fields(Sampling) if known.type in (int, float)}

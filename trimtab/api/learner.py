@@ -331,6 +331,8 @@ class Learner:
 
         if self.tokenizer is None:
             raise UserError("serve needs a tokenizer: give the Learner one")
+        if not isinstance(port, int):
+            raise UserError(f"port is {port!r}; give a number, or 0 for any that is free")
         with self._turns.call():
             engine = self._working_engine()
         stops = stop_tokens(self._policy, self.tokenizer)

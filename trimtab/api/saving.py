@@ -60,7 +60,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         text = (folder / STATE).read_text()
         state = unsealed(text, _step(text))
         broken = damage(folder, state[PARTS].items())
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise UserError(f"load: {folder} cannot be read: {error}") from error
     if broken:
         raise UserError(f"load: {folder} is damaged: {broken}")
