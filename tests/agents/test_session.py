@@ -411,6 +411,32 @@ def test_an_evaluation_in_between_leaves_paused_episodes_their_instances(policy)
     assert {(r.prompt, r.sample): plain(r) for r in rollouts} == expected
 
 
+def test_over_many_pauses_everybody_keeps_the_instance_that_he_had(policy):
+    """Also where a record lies in memory where one lay that is over."""
+    pool = Pool(lambda: Counting(6), slow=1)
+    engine = player(policy, pool)
+    drafts, finished, pauses = dict.fromkeys(range(6)), 0, 0
+    while drafts and pauses < 60:  # who is played again at every pause never ends
+        pauses += 1
+        with engine.session(sampling_of(engine.tokenizer, n=4)) as session:
+            asked = {
+                session.add([5, 6, 7], seed=31 + row, task=Task(row, 0, 100 + row, "Hello"), drafts=own): row
+                for row, own in drafts.items()
+            }
+            drafts, found = {}, []
+            for _ in range(4):
+                found += session.advance(3)
+            session.abort()
+            while session.busy:
+                found += session.advance()
+        for rollout in found:
+            if rollout.finish == "abort":
+                drafts.setdefault(asked[rollout.prompt], []).append(Draft.of(rollout))
+            finished += rollout.finish != "abort"
+        del found, rollout
+    assert finished == len(pool.made) == 24, "nothing was played again"
+
+
 def test_parked_instances_that_nobody_wants_are_given_up(policy):
     pool = Pool()
     engine = player(policy, pool)

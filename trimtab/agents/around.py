@@ -88,6 +88,8 @@ class AroundEngine(AnsweringEngine, Generic[Own]):
         self._parked[id(episode)] = (episode, under_way)
 
     def unpark(self, episode: Episode | None) -> Own | None:
+        if self._session is not None:
+            self._session.to_resume.discard(id(episode))  # where another record may lie when this one is gone
         return self._parked.pop(id(episode), (None, None))[1]
 
     def parked(self) -> set[int]:

@@ -1,5 +1,6 @@
 """Small RL runs on a game, through the real command."""
 
+import json
 from pathlib import Path
 
 from tests.train.rl.rl_run import rows, weights
@@ -10,21 +11,24 @@ PROMPTS, BATCH, SAMPLES = 10, 4, 4
 BOUND = 2
 AHEAD = f"--async_train --async_staleness {BOUND} --rollout_slots 6"
 
-# A number is to be found; some rows break, some only once, and every answer takes a while.
+# A number is to be found; some rows break, every answer takes a while, and a journal keeps who was told what.
 GAME = """
-import os, random, time
-from pathlib import Path
+import json, os, random, time
 from trimtab.embedded.environments.guess import Guess
 from trimtab.envs.types import Step
 
-BREAKS = {breaks}
+BREAKS, JOURNAL = {breaks}, {journal!r}
 
 class Game(Guess):
     def reset(self, task):
         self.row, self.seconds = task.row, random.Random(f"{{task.seed}} {{task.sample}}")
+        self.task = f"{{task.seed}} {{task.sample}}"
         return super().reset(task)
 
     def step(self, turn):
+        if JOURNAL:
+            with open(JOURNAL, "a") as journal:
+                journal.write(json.dumps([self.task, turn.number, turn.text, f"{{os.getpid()}} {{id(self)}}"]) + "\\n")
         time.sleep({slow} * self.seconds.lognormvariate(0, 1))
         if self.row in BREAKS and turn.number == 1:
             raise ValueError(f"row {{self.row}} is broken")
@@ -36,11 +40,27 @@ class Game(Guess):
 """
 
 
-def write_game(folder: Path, *, breaks: tuple[int, ...] = (), slow: float = 0.0, forgetful: bool = False) -> Path:
+def write_game(
+    folder: Path,
+    *,
+    breaks: tuple[int, ...] = (),
+    slow: float = 0.0,
+    forgetful: bool = False,
+    journal: Path | None = None,
+) -> Path:
     folder.mkdir(exist_ok=True, parents=True)
     game = folder / "game.py"
-    game.write_text(GAME.format(breaks=breaks, slow=slow, forgetful=forgetful))
+    game.write_text(GAME.format(breaks=breaks, slow=slow, forgetful=forgetful, journal=journal and str(journal)))
     return game
+
+
+def told_again(journal: Path) -> int:
+    """How many turns were told to a second instance in the same words, as the record has them."""
+    told: dict[tuple, set[str]] = {}
+    for line in journal.read_text().splitlines():
+        task, number, text, instance = json.loads(line)
+        told.setdefault((task, number, text), set()).add(instance)
+    return sum(len(instances) - 1 for instances in told.values())
 
 
 def write_task(folder: Path) -> Path:

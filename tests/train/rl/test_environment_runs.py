@@ -19,6 +19,7 @@ from tests.train.rl.environment_run import (
     check_ledger,
     kept,
     result,
+    told_again,
     write_game,
     write_task,
 )
@@ -121,7 +122,7 @@ def test_episodes_outlive_updates_and_each_prompt_is_trained_or_named_as_failed_
 @pytest.mark.parametrize("forgetful", [False, True])
 def test_ten_kills_inside_episodes_lose_nothing(folder, tmp_path, forgetful):
     """One whose instances answer otherwise begins anew, and that is counted."""
-    game = write_game(tmp_path, slow=0.1, forgetful=forgetful)
+    game = write_game(tmp_path, slow=0.1, forgetful=forgetful, journal=tmp_path / "journal")
     words = arguments(folder, tmp_path / "out", game, AHEAD, "--num_episodes 4")
     moments = random.Random(3)
     for kill in range(10):
@@ -136,6 +137,7 @@ def test_ten_kills_inside_episodes_lose_nothing(folder, tmp_path, forgetful):
     check_ledger(tmp_path / "out", 4 * PROMPTS)
     anew = sum(row.get("begun_anew", 0) for row in rows(tmp_path / "out"))
     assert anew > 0 if forgetful else anew == 0
+    assert told_again(tmp_path / "journal") > 0, "recorded turns are told to new instances"
 
 
 def test_generate_writes_episodes_of_the_environments_own_rows(folder, tmp_path, capsys):

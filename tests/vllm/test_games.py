@@ -1,0 +1,84 @@
+"""The embedded game with vLLM engines, through the command: in turn and ahead of the updates."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.train.rl.environment_run import (
+    BOUND,
+    PROMPTS,
+    SAMPLES,
+    arguments,
+    check_ledger,
+    write_game,
+    write_task,
+)
+from tests.train.rl.rl_run import rows
+from tests.train.rl.test_environment_ways import check_versions
+from tests.vllm.test_ray import ALONE, SECONDS, environment, may_have_a_namespace  # noqa: F401 (a fixture)
+from trimtab.rollout.vllm.engine import VLLMEngine
+from trimtab.train.rl.experience import Experience
+
+pytestmark = pytest.mark.skipif(not may_have_a_namespace(), reason="no PID namespace can be had here")
+
+ON_RAY = "--ray --vllm_num_engines 1 --rollout_slots 6"
+AHEAD = f"--async_train --async_staleness {BOUND} --partial_rollout"
+NEAR = 1e-3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+def command(folder: Path, out: Path, game: Path | str, *more: str) -> list[str]:
+    return [*ALONE, sys.executable, "-m", "trimtab.cli.main", *arguments(folder, out, game, ON_RAY, *more)]
+
+
+def trained(out: Path) -> list[dict]:
+    return [row for row in rows(out) if row["step"]] if (out / "metrics.jsonl").exists() else []
+
+
+@pytest.mark.parametrize("more", ["", AHEAD], ids=["in turn", "ahead"])
+def test_the_embedded_game_on_ray(folder, tmp_path, environment, more):  # noqa: F811
+    out = tmp_path / "out"
+    words = command(folder, out, "trimtab:guess", more)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = trained(out)
+    assert sum(row["samples"] for row in found) == PROMPTS * SAMPLES
+    for row in found:
+        assert 1 <= row["turns"] <= 3 and row["failed_episodes"] == row["begun_anew"] == 0
+        assert row["log_prob_gap_fresh" if more else "log_prob_gap"] < 1e-4
+    if more:
+        check_ledger(out)
+
+
+def test_every_token_of_an_episode_has_the_log_prob_of_the_weights_that_drew_it(
+    folder, tmp_path, in_command, monkeypatch
+):
+    sent, take = {}, VLLMEngine.weights_changed
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    sent[0] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def weights_changed(engine, version):
+        take(engine, version)
+        sent[version] = sent[0] | {name: tensor.clone() for name, tensor in engine.weights.tensors()}
+
+    monkeypatch.setattr(VLLMEngine, "weights_changed", weights_changed)
+    game, recording = write_game(tmp_path, slow=0.02), tmp_path / "recording"
+    more = f"--rollout_engine vllm --rollout_slots 6 {AHEAD} --num_episodes 2 --record {recording}"
+    assert in_command(arguments(folder, tmp_path / "out", game, more)) == 0
+    check_ledger(tmp_path / "out", 2 * PROMPTS)
+    several = 0
+    for path in sorted(recording.glob("*.safetensors")):
+        experience = Experience.from_tensors(load_file(path))
+        for sample in range(len(experience)):
+            several += check_versions(experience, sample, sent, model, NEAR)
+    assert several > 0, "some were played by two policies"
+    assert torch.isfinite(experience.sampled_N).all()
