@@ -20,6 +20,7 @@ EXTRA |= {verb: TWO_ITERATIONS for verb in ("ppo", "grpo", "reinforce", "rloo")}
 EXTRA |= {verb: ["--dry_run"] for verb in ("serve", "serve-rm")}  # else they would serve for ever; others talk to them
 
 OF_PLAN = ("on", "device_memory", "nodes", "gpus", "network")  # its own words
+OF_WATCH = ("page",)
 OF_OTHERS = ("devices", "logdir", "host", "nproc_per_node")  # Paddle's launcher, VisualDL, torchrun
 LEFT_BY = {  # page: what its commands must have made
     "sft": ["my-adapter/adapter_config.json", "my-model/report.html"],
@@ -107,7 +108,7 @@ def test_the_pages_promise_of_what_a_run_leaves_is_kept(folder):
 def test_every_option_a_page_names_exists_and_every_link_leads_somewhere(page):
     text = (DOCS / f"{page}.md").read_text()
     unknown = {name for name in re.findall(r"--(\w+)", text) if not any(find(job, name) for job in EVERY_JOB)}
-    assert not unknown - {"help", "module", *OF_PLAN, *OF_OTHERS}
+    assert not unknown - {"help", "module", *OF_PLAN, *OF_WATCH, *OF_OTHERS}
     for target in re.findall(r"\]\((\w+\.md)", text):
         assert (DOCS / target).is_file(), target
 
