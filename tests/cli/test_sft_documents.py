@@ -145,7 +145,9 @@ def test_without_a_network_wandb_writes_for_later_and_says_so_once(sft, tmp_path
     assert_key_is_nowhere(tmp_path, ran)
 
 
-@pytest.mark.parametrize("where", ["init", "log", "finish"])
+@pytest.mark.parametrize(
+    "where", ["log", *(pytest.param(where, marks=pytest.mark.long) for where in ("init", "finish"))]
+)
 def test_a_logger_that_fails_is_left_out_and_training_goes_on(sft, tmp_path, monkeypatch, where):
     wandb = pytest.importorskip("wandb")
 

@@ -105,7 +105,7 @@ def in_fp32(layer_forward):
     return call
 
 
-@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("learns", [pytest.param(True, marks=pytest.mark.long), False])
 def test_rounding_over_many_layers_is_believed_and_a_wrong_layer_is_not(monkeypatch, learns):
     policy = Policy(tiny_model("llama", num_hidden_layers=16)).train()
     choose_path(policy)
