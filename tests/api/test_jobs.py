@@ -157,3 +157,12 @@ def test_no_error_tells_a_key(task, monkeypatch):
     monkeypatch.setattr("trimtab.running.training.start_training", refuse)
     with pytest.raises(trimtab.RunFailed, match="wandb refused <redacted>"):
         trimtab.sft(task / "model", task / "rows.jsonl", use_wandb=key, **SFT)
+
+
+@pytest.mark.parametrize("name", ["ppo", "dapo", "reinforce", "rloo", "rl"])
+def test_functions_of_rl_take_and_say_the_same(name):
+    """They are written out for editors; this keeps them alike."""
+    function, other = getattr(trimtab, name), trimtab.grpo
+    assert inspect.signature(function) == inspect.signature(other)
+    said, expected = (each.__doc__.partition("Args:")[2].partition("save_path")[0] for each in (function, other))
+    assert said == expected and "environment" in said

@@ -15,7 +15,7 @@ from trimtab.agents.turns import Turns
 from trimtab.distributed.watch import pulse
 from trimtab.envs.replies import Broken, Ended, Opened, Reply
 from trimtab.envs.types import Task
-from trimtab.rollout.engine import STEPS_AMONG_OTHERS
+from trimtab.rollout.engine import steps_among_others
 from trimtab.rollout.types import Draft, Finish, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class AgentSession(AroundSession[Play]):
         self.mishaps.abort(aborted)
         if self.inner.busy and not self._finished:
             if len(self.under_way) > len(self.writing):  # an environment may answer meanwhile
-                steps = min(steps or STEPS_AMONG_OTHERS, STEPS_AMONG_OTHERS)
+                steps = steps_among_others(steps)
             for rollout in self.inner.advance(steps):
                 if (play := self.writing.pop(rollout.prompt, None)) is not None:
                     self.turns.wrote(play, rollout)

@@ -9,9 +9,7 @@ from trimtab.api.calls import documented, start
 from trimtab.api.run import Run
 
 if TYPE_CHECKING:
-    from trimtab.api.types import Model, Reward, Rows, Tokenizer
-
-Listener = Callable[[dict[str, Any]], object]
+    from trimtab.api.types import Listener, Model, Reward, Rows, Tokenizer
 
 
 @documented
@@ -188,8 +186,6 @@ def tail(
     prompts: Rows | None = None,
     reward: Reward | Sequence[Reward] | None = None,
     *,
-    environment: Any = None,
-    tools: Sequence[Callable[..., Any]] = (),
     tokenizer: Tokenizer | None = None,
     save_path: Any = None,
     resume: bool = False,
@@ -204,8 +200,6 @@ def tail(
         reward: a function (queries, prompts, labels), (prompts, completions, **columns) or verl's, called in this
             process; or "file.py:function" (apart, with limits), a verifier's name, a reward model or its folder, an
             address; or a list of these, weighed by ``reward_weights``.
-        environment: what answers turn by turn: a class, "file.py:Class" or a name such as "trimtab:guess".
-        tools: functions that the model may call.
     """
     return _start("tail", locals())
 

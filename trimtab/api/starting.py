@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trimtab.api.arguments import Arguments
 from trimtab.api.given import FOLDER, Given
@@ -20,14 +20,16 @@ from trimtab.files import LOCK, locked, new_temporary_folder, remove, writing
 from trimtab.running.faults import in_our_words
 from trimtab.running.preparing import launches_others, on_a_cluster, prepared, trusting_code
 
+if TYPE_CHECKING:
+    from trimtab.api.types import Listener
+
 RUNS = Path("runs")
 HEARD_LINES = 40
 LOAD = "--load_checkpoint"
-Listener = Callable[[dict[str, Any]], object]
 Job = TypeVar("Job", bound=CallOptions)
 
 
-def train(verb: str, arguments: Arguments, *, on_iteration: Listener | None = None) -> Path:
+def train(verb: str, arguments: Arguments, *, on_iteration: "Listener | None" = None) -> Path:
     """Run the job, and return its folder."""
     from trimtab.rewards.given import giving
     from trimtab.train.listening import heard_by

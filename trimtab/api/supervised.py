@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from trimtab.api.calls import documented, start
 from trimtab.api.run import Run
 
 if TYPE_CHECKING:
-    from trimtab.api.types import Model, Rows, Tokenizer
-
-Listener = Callable[[dict[str, Any]], object]
+    from trimtab.api.types import Listener, Model, Rows, Tokenizer
 
 
 @documented

@@ -13,3 +13,4 @@ Tokenizer: TypeAlias = PreTrainedTokenizerBase
 Message: TypeAlias = Mapping[str, Any]
 Rows: TypeAlias = Place | Dataset | Iterable[str | list[Message] | Mapping[str, Any]]
 Reward: TypeAlias = Callable[..., Any] | Place | PreTrainedModel
+Listener: TypeAlias = Callable[[dict[str, Any]], object]

@@ -7,9 +7,13 @@ from typing import Any, Protocol, runtime_checkable
 from trimtab.envs.types import Task
 from trimtab.rollout.types import Draft, Rollout, Sampling
 
-# Steps at a time where somebody outside may ask for more while they are drawn: nobody waits long for a place, and a
-# place is not empty for long.
 STEPS_AMONG_OTHERS = 8
+
+
+def steps_among_others(most: int | None) -> int:
+    """How many steps to draw at a time, at most `most`, where somebody outside may ask for more meanwhile: nobody waits
+    long for a place, and a place is not empty for long."""
+    return STEPS_AMONG_OTHERS if most is None else min(most, STEPS_AMONG_OTHERS)
 
 
 @runtime_checkable

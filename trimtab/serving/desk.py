@@ -13,7 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 from trimtab.errors import UserError
-from trimtab.rollout.engine import STEPS_AMONG_OTHERS, Engine, Session
+from trimtab.rollout.engine import Engine, Session, steps_among_others
 from trimtab.rollout.types import Draft, Rollout, Sampling
 from trimtab.serving.metrics import Metrics
 
@@ -99,7 +99,7 @@ class Desk:
         if gone:
             session.abort(gone)
         if session.busy:
-            self.take(session.advance(min(steps or STEPS_AMONG_OTHERS, STEPS_AMONG_OTHERS)))
+            self.take(session.advance(steps_among_others(steps)))
 
     def take(self, rollouts: list[Rollout]) -> None:
         """Answers to those of a session's requests that are the desk's."""
