@@ -10,6 +10,7 @@ phases take unrecorded. Kernels are sorted by their names; time in which the dev
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -66,6 +67,8 @@ def record(argv: list[str]) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "trimtab"]:
             del sys.modules[name]
         sys.path.insert(0, str(bench.arguments.package))
+        bench.arguments.path, bench.folder = bench.arguments.path.resolve(), bench.folder.resolve()
+        os.chdir(bench.arguments.package)  # processes of its own find it there first
     from trimtab.cli.train_grpo import main as grpo
     from trimtab.train.rl.loop import RLRun
 
