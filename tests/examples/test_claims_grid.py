@@ -1,0 +1,68 @@
+import sys
+import time
+from pathlib import Path
+
+CLAIMS = Path(__file__).parents[2] / "examples" / "claims"
+sys.path.insert(0, str(CLAIMS))
+
+import grid  # noqa: E402
+
+
+def say(words: str) -> list[str]:
+    return [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(CLAIMS)!r}); import grid; {words}"]
+
+
+def rows_of(folder: Path, job: str) -> list[dict]:
+    return [row for row in grid.read(folder / "results.jsonl") if row["job"] == job]
+
+
+def test_a_job_waits_for_what_it_needs_and_its_rows_are_kept(tmp_path: Path) -> None:
+    product = tmp_path / "model"
+    jobs = [
+        grid.Job("second", say(f"grid.tell(seen=open({str(product)!r}).read())"), needs=("first",)),
+        grid.Job("first", say(f"open({str(product)!r}, 'w').write('made'); grid.tell(a=1); grid.tell(a=2)")),
+    ]
+    assert grid.run(jobs, tmp_path, at_once=2) == []
+    assert [row["a"] for row in rows_of(tmp_path, "first")] == [1, 2]
+    (second,) = rows_of(tmp_path, "second")
+    assert second["seen"] == "made" and second["state"] == "done"
+
+
+def test_what_is_done_is_not_run_again_unless_a_product_that_is_needed_is_gone(tmp_path: Path) -> None:
+    product, count = tmp_path / "model", tmp_path / "count"
+    make = say(f"open({str(product)!r}, 'w'); open({str(count)!r}, 'a').write('x')")
+    first = grid.Job("first", make, product=product)
+    second = grid.Job("second", say(f"open({str(product)!r})"), needs=("first",))
+    grid.run([first], tmp_path)
+    product.unlink()
+    grid.run([first], tmp_path)
+    assert count.read_text() == "x"  # nobody needs it
+    assert grid.run([first, second], tmp_path) == []
+    assert count.read_text() == "xx"
+    assert len(rows_of(tmp_path, "first")) == 1
+
+
+def test_at_the_limit_jobs_are_cut_off_with_what_they_told_and_others_not_begun(tmp_path: Path, capsys) -> None:
+    jobs = [
+        grid.Job("endless", say("grid.tell(step=1); import time; time.sleep(60)")),
+        grid.Job("long", say("grid.tell(step=1)"), seconds=50),
+    ]
+    begun = time.monotonic()
+    assert grid.run(jobs, tmp_path, limit=1) == ["endless", "long"]
+    assert time.monotonic() - begun < 30
+    (row,) = rows_of(tmp_path, "endless")
+    assert row["state"] == "cut" and row["step"] == 1
+    assert rows_of(tmp_path, "long") == []
+    assert "not done: endless, long" in capsys.readouterr().out
+
+
+def test_what_needs_a_failed_job_is_left_out_and_the_rest_is_run(tmp_path: Path, capsys) -> None:
+    jobs = [
+        grid.Job("broken", say("grid.tell(step=1); raise SystemExit('no such model')")),
+        grid.Job("after", say("grid.tell(step=1)"), needs=("broken",)),
+        grid.Job("apart", say("grid.tell(step=1)")),
+    ]
+    assert grid.run(jobs, tmp_path) == ["after", "broken"]
+    assert rows_of(tmp_path, "broken")[0]["state"] == "failed"
+    assert rows_of(tmp_path, "apart")[0]["state"] == "done"
+    assert "no such model" in capsys.readouterr().err
