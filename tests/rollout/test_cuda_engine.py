@@ -15,11 +15,24 @@ from tests.tiny import tiny_model
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
-from trimtab.rollout.builtin import attention, captured, fused_layers, graphs, int8, recognition, row_sampler, sampler
+from trimtab.rollout.builtin import (
+    attention,
+    captured,
+    continued,
+    fused_layers,
+    graphs,
+    int8,
+    recognition,
+    row_sampler,
+    sampler,
+)
+from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.kernels import adapted as adapted_kernels
 from trimtab.rollout.builtin.kernels import attention as kernels
 from trimtab.rollout.builtin.kernels import int8 as int8_kernels
+from trimtab.rollout.builtin.read_graphs import READS_BEFORE_RECORDING
+from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.types import Sampling
 
 # Minutes in the interpreter.
@@ -264,12 +277,39 @@ def test_recorded_reading_leaves_what_reading_launch_by_launch_leaves():
     policy = policy_of(dtype=torch.bfloat16)
     given, sampling = prompts((5, 130, 33, 1, 64)), Sampling(max_new_tokens=1, n=3, temperature=0.9)
     used = BuiltinEngine(policy)
-    recorded = used.generate(given, sampling)
-    assert used.captured.reads.passes
+    before = [used.generate(given, sampling) for _ in range(READS_BEFORE_RECORDING)]
+    assert not used.captured.reads.passes
+    recorded = [used.generate(given, sampling) for _ in range(2)]
+    assert len(used.captured.reads.passes) == 1
+    for found in (*before, *recorded):  # whether it was recorded changes no bit
+        assert [a.ids for a in found] == [a.ids for a in before[0]]
+        assert [a.log_probs.tobytes() for a in found] == [a.log_probs.tobytes() for a in before[0]]
     used.captured.follow = lambda cache, fused: setattr(used.captured, "reads", None)
     plain = used.generate(given, sampling)
-    assert [a.ids for a in recorded] == [a.ids for a in plain]
-    np.testing.assert_allclose([a.log_probs for a in recorded], [a.log_probs for a in plain], atol=1e-6)
+    assert [a.ids for a in before[0]] == [a.ids for a in plain]
+    np.testing.assert_allclose([a.log_probs for a in before[0]], [a.log_probs for a in plain], atol=1e-6)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="variable-length attention needs an accelerator")
+@pytest.mark.parametrize("most", [2**16, 130])
+@pytest.mark.parametrize("family, kv_heads", [("llama", 2), ("llama", 1), ("mistral", 2), ("gpt2", None)])
+def test_reading_on_in_one_row_equals_block_by_block(family, kv_heads, most, monkeypatch):
+    """Also what lies in the cache; layers of their own (gpt2) and fused ones. Widths of 8, in half precision."""
+    changes = {} if kv_heads is None else {"num_key_value_heads": kv_heads}
+    policy = policy_of(family, torch.bfloat16, spread=0.05, **changes)
+    monkeypatch.setattr(continued, "MOST_TOGETHER", most)
+    texts, read = prompts((90, 7, 100, 1, 61, 90)), (80, 2, 99, 0, 15, 64)
+    shape, arguments = Runner.measure(policy)
+    fused = recognition.recognised(policy, shape, arguments, 16)
+    hidden = []
+    for applies in (attention.varlen_applies, lambda *_: False):
+        monkeypatch.setattr(attention, "varlen_applies", applies)
+        cache = KVCache(shape, 7 * len(texts), 16, torch.device(DEVICE))
+        pages = [list(range(1 + 7 * number, 8 + 7 * number)) for number in range(len(texts))]
+        with torch.no_grad(), Runner(policy, cache, fused) as runner:
+            runner.read([(text[:done], 0, own) for text, done, own in zip(texts, read, pages) if done])
+            hidden.append(runner.read([*zip(texts, read, pages)]).float())
+    assert (hidden[0] - hidden[1]).norm() / hidden[1].norm() < 1e-2
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter knows no bf16")

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from trimtab.distributed.device import has_kernels
 from trimtab.models.attention import PackedRow, attend_packed, carried
+from trimtab.models.varlen import attend_varlen, varlen_applies
 from trimtab.rollout.builtin.cache import KVCache
+from trimtab.rollout.builtin.continued import Continued
 from trimtab.rollout.builtin.dense import DenseWindow
 
 NAME = "trimtab_rollout"
@@ -27,9 +29,7 @@ Arguments = dict[str, Any]
 class Reading:
     row: PackedRow
     places_T: Tensor
-    cached: list[tuple[Tensor, Tensor]]
-    """Of sequences of which some was cached, those of one length together: their own tokens in the row [S, new], and
-    the places of the whole [S, whole]."""
+    continued: Continued | None = None  # its sequences, where some go on from the cache
 
 
 @dataclass
@@ -80,8 +80,11 @@ class CachedAttention:
         self, current: Reading, query: Tensor, key: Tensor, value: Tensor, layer: int, arguments: Arguments
     ) -> Tensor:
         """query [1, heads, T, D] -> [1, T, heads, D]."""
+        continued = current.continued
+        if continued is not None and varlen_applies(query, value, arguments.get("softcap"), 0.0):
+            return self._continue_in_one_row(query[0].transpose(0, 1), layer, continued, arguments)[None]
         out = attend_packed(current.row, query, key, value, arguments)
-        for own, places in current.cached:
+        for own, places in [] if continued is None else continued.alike:
             out[0, own] = self._continue(query[0][:, own].transpose(0, 1), layer, places, arguments)
         return out
 
@@ -115,6 +118,16 @@ class CachedAttention:
             softcap=arguments.get("softcap"),
             window=arguments.get("sliding_window"),
         )
+
+    def _continue_in_one_row(self, query_THD: Tensor, layer: int, continued: Continued, arguments: Arguments) -> Tensor:
+        """Own tokens of all sequences against the whole of each."""
+        keys, values = (t[layer].flatten(0, 1) for t in (self.cache.keys, self.cache.values))
+        scale, window = arguments.get("scaling") or query_THD.shape[-1] ** -0.5, arguments.get("sliding_window")
+        found = []
+        for part in continued.parts:
+            near = window if window is not None and window < part.longest else None
+            found.append(attend_varlen(query_THD[part.own], keys, values, part, scale, near))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _continue(self, query: Tensor, layer: int, places: Tensor, arguments: Arguments) -> Tensor:
         """The last tokens of sequences against all of them. query [S, heads, new, D] -> [S, new, heads, D]."""

@@ -1,9 +1,11 @@
 """Reading prompts by captured graphs: one for each size of pass, rounded up, so that no launch waits for the host.
 
 Only for fused layers and torch's variable-length attention, which takes sequences of no length: what rounding adds is
-tokens that belong to no sequence, and land on page 0.
+tokens that belong to no sequence, and land on page 0. Until a size has come back often enough to be worth recording,
+the same work runs launch by launch on tensors of the same size: the same kernels, so the same numbers.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,20 +17,33 @@ from trimtab.models.attention import PackedRow
 from trimtab.rollout.builtin.graphs import capture_or_explain
 from trimtab.rollout.builtin.runner import Runner
 
+READS_BEFORE_RECORDING = 3
+"""Of a size. A recording takes as long as about so many reads: the work runs twice, and becomes a graph. So whoever
+reads a size once loses nothing, and whoever reads it always has spent about twice what knowing it beforehand would."""
+
+Size = tuple[int, int, int]  # tokens, sequences, tokens of the longest
+
 
 @dataclass
 class Pass:
-    """A graph and the tensors it works on."""
+    """A read of one size: what it works on."""
 
     tokens: Tensor  # [3, T]: ids, positions, places
     sequences: Tensor  # [2, S]: where each ends, and its last token
     hidden_SD: Tensor
-    graph: Graph
+    longest: int
+    graph: Graph | None = None
+
+    def work(self, runner: Runner) -> None:
+        starts = torch.nn.functional.pad(self.sequences[0], (1, 0)).int()
+        row = PackedRow(starts, starts, None, self.tokens.shape[1], self.longest)
+        self.hidden_SD.copy_(runner.hidden_of_row(row, *self.tokens)[self.sequences[1]])
 
 
 class ReadGraphs:
     def __init__(self):
-        self.passes: dict[tuple[int, int, int], Pass] = {}
+        self.passes: dict[Size, Pass] = {}  # those that are recorded
+        self.times: Counter[Size] = Counter()  # that the others were read
 
     def read(self, runner: Runner, prompts: list[tuple[list[int], list[int]]]) -> Tensor:
         """Read whole prompts (ids, pages) and return each one's last hidden state [S, D]."""
@@ -36,9 +51,7 @@ class ReadGraphs:
         ends = lengths.cumsum()
         total, count = int(ends[-1]), len(prompts)
         size = _rounded(total), 1 << max(3, (count - 1).bit_length()), 1 << (int(lengths.max()) - 1).bit_length()
-        if size not in self.passes:
-            self.passes[size] = self._capture(runner, *size)
-        prepared = self.passes[size]
+        prepared = self._prepared(runner, size)
         tokens = np.zeros((3, size[0]), dtype=np.int64)
         tokens[0, :total] = np.concatenate([ids for ids, _ in prompts])
         tokens[1, :total] = np.concatenate([np.arange(length) for length in lengths])
@@ -48,23 +61,32 @@ class ReadGraphs:
         sequences[1] = sequences[0] - 1
         prepared.tokens.copy_(torch.from_numpy(tokens))
         prepared.sequences.copy_(torch.from_numpy(sequences))
-        prepared.graph.replay()
+        if prepared.graph is None:
+            prepared.work(runner)
+        else:
+            prepared.graph.replay()
         return prepared.hidden_SD[:count].clone()
 
-    def _capture(self, runner: Runner, tokens: int, count: int, longest: int) -> Pass:
-        width = runner.policy.head.in_features
+    def _prepared(self, runner: Runner, size: Size) -> Pass:
+        if size in self.passes:
+            return self.passes[size]
+        fresh = self._made(runner, *size)
+        if self.times[size] >= READS_BEFORE_RECORDING:
+            self._capture(runner, fresh)
+            self.passes[size] = fresh
+        self.times[size] += 1
+        return fresh
+
+    def _made(self, runner: Runner, tokens: int, count: int, longest: int) -> Pass:
         integers = torch.zeros(3, tokens, dtype=torch.int64, device=runner.device)
         sequences = torch.zeros(2, count, dtype=torch.int64, device=runner.device)
-        hidden = torch.zeros(count, width, dtype=runner.cache.keys.dtype, device=runner.device)
+        shape = count, runner.policy.head.in_features
+        hidden = torch.zeros(shape, dtype=runner.cache.keys.dtype, device=runner.device)
+        return Pass(integers, sequences, hidden, longest)
 
-        def work() -> None:
-            starts = torch.nn.functional.pad(sequences[0], (1, 0)).int()
-            row = PackedRow(starts, starts, None, tokens, longest)
-            ids, positions, places = integers
-            hidden.copy_(runner.hidden_of_row(row, ids, positions, places, [])[sequences[1]])
-
-        pools = [p.graph.pool() for p in self.passes.values()]
-        return Pass(integers, sequences, hidden, capture_or_explain(work, pools[0] if pools else None))
+    def _capture(self, runner: Runner, made: Pass) -> None:
+        pools = [p.graph.pool() for p in self.passes.values() if p.graph is not None]
+        made.graph = capture_or_explain(lambda: made.work(runner), pools[0] if pools else None)
 
 
 def _rounded(tokens: int) -> int:

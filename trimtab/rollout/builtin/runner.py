@@ -24,12 +24,11 @@ from trimtab.rollout.builtin.attention import (
     register,
 )
 from trimtab.rollout.builtin.cache import KVCache, KVShape
+from trimtab.rollout.builtin.continued import Continued
 
 if TYPE_CHECKING:
     from trimtab.rollout.builtin.fused_layers import FusedLayers
     from trimtab.rollout.builtin.kernels.steps import Begun
-
-MOST_TOGETHER = 2**16  # tokens of sequences that are gone on with, whose keys and values are copied for that
 
 
 @contextlib.contextmanager
@@ -87,7 +86,7 @@ class Runner:
 
     def read(self, sequences: list[tuple[list[int], int, list[int]]]) -> Tensor:
         """Read (ids, how many are cached already, pages) and return each one's last hidden state [S, D]."""
-        spans, ids, positions, places, cached, start = [], [], [], [], [], 0
+        spans, ids, positions, places, wholes, start = [], [], [], [], [], 0
         for tokens, done, pages in sequences:
             own = len(tokens) - done
             where = self.places(pages, len(tokens))
@@ -95,11 +94,12 @@ class Runner:
             ids += tokens[done:]
             positions.append(np.arange(done, len(tokens)))
             places.append(where[done:])
-            if done:
-                cached.append((np.arange(start, start + own), where))
+            wholes.append(where)
             start += own
         row, ids = PackedRow.of(spans, self.device), torch.tensor(ids, device=self.device)
-        hidden = self.hidden_of_row(row, ids, self._tensor(*positions), self._tensor(*places), self._alike(cached))
+        goes_on = any(done for _, done, _ in sequences)
+        continued = Continued(spans, wholes, self.device) if goes_on else None
+        hidden = self.hidden_of_row(row, ids, self._tensor(*positions), self._tensor(*places), continued)
         return hidden[[span.start + span.length - 1 for span in spans]]
 
     def read_answers(self, prompts: list[tuple[list[int], list[tuple[list[int], list[int]]]]]) -> None:
@@ -122,26 +122,20 @@ class Runner:
                 places.append(self.places(pages, whole)[before:])
                 start += len(tokens)
         row = PackedRow.of(spans, self.device)
-        self.hidden_of_row(row, self._tensor(np.array(ids)), self._tensor(*positions), self._tensor(*places), [])
-
-    def _alike(self, cached: list[tuple[np.ndarray, np.ndarray]]) -> list[tuple[Tensor, Tensor]]:
-        """Those of one length together, which attend in one go."""
-        groups: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
-        for own, where in cached:
-            groups.setdefault((len(own), len(where)), []).append((own, where))
-        found = []
-        for (_, whole), group in groups.items():
-            most = max(1, MOST_TOGETHER // whole)
-            for first in range(0, len(group), most):
-                own, where = (np.stack(part) for part in zip(*group[first : first + most]))
-                found.append((self._tensor(own), self._tensor(where)))
-        return found
+        self.hidden_of_row(row, self._tensor(np.array(ids)), self._tensor(*positions), self._tensor(*places))
 
     def _tensor(self, *parts: np.ndarray) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(self.device)
 
-    def hidden_of_row(self, row: PackedRow, ids_T: Tensor, positions_T: Tensor, places_T: Tensor, cached) -> Tensor:
-        self.attention.begin(Reading(row, places_T, cached))
+    def hidden_of_row(
+        self,
+        row: PackedRow,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        places_T: Tensor,
+        continued: Continued | None = None,
+    ) -> Tensor:
+        self.attention.begin(Reading(row, places_T, continued))
         return self._hidden(ids_T[None], positions_T[None], places_T)[0]
 
     def decode(self, tokens_B: Tensor, positions_B: Tensor, tables_BP: Tensor, idle_B: Tensor | None = None) -> Tensor:

@@ -1,0 +1,137 @@
+"""Reading on from what is in the cache, and reading sizes that come back. Variable-length attention is stood for by its
+definition, sequence by sequence, where there is no accelerator for it."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.rollout.test_builtin_engine import policy_of, prompts
+from trimtab.models import attention as packed
+from trimtab.rollout.builtin import attention, continued, graphs, read_graphs
+from trimtab.rollout.builtin.cache import KVCache
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.builtin.read_graphs import ReadGraphs
+from trimtab.rollout.builtin.runner import Runner
+from trimtab.rollout.types import Sampling
+
+WHOLE, READ = (40, 7, 40, 1, 19, 40, 33), (30, 2, 39, 0, 15, 31, 0)  # tokens, and those that were read before
+
+
+def by_definition(query, key, value, sequences, scale, window):
+    """A query that is the n-th from its sequence's end sees all keys but the last n."""
+    if sequences.key_rows is not None:
+        key, value = key[sequences.key_rows], value[sequences.key_rows]
+    out, groups = torch.zeros_like(query), query.shape[1] // key.shape[1]
+    own, whole = (starts.tolist() for starts in (sequences.query_starts, sequences.key_starts))
+    for first, end, begin, last in zip(own, own[1:], whole, whole[1:]):
+        for token in range(first, end):
+            seen = last - (end - 1 - token)
+            start = begin if window is None else max(begin, seen - window)
+            keys, values = (x[start:seen].repeat_interleave(groups, 1) for x in (key, value))
+            weights = (torch.einsum("hd,khd->hk", query[token], keys) * scale).softmax(-1)
+            out[token] = torch.einsum("hk,khd->hd", weights, values)
+    return out
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Of variable-length attention."""
+    found = []
+
+    def attend(*arguments):
+        found.append(arguments[3])
+        return by_definition(*arguments)
+
+    for module in (attention, packed):
+        monkeypatch.setattr(module, "varlen_applies", lambda *_: True)
+        monkeypatch.setattr(module, "attend_varlen", attend)
+    return found
+
+
+def reader(policy, size=4):
+    """A cache with so many tokens a page, and for each text its pages, which lie among those of others."""
+    shape, _ = Runner.measure(policy)
+    counts = [-(-length // size) for length in WHOLE]
+    cache = KVCache(shape, sum(counts), size, torch.device("cpu"))
+    order = np.random.default_rng(1).permutation(sum(counts)) + 1
+    pages = [part.tolist() for part in np.split(order, np.cumsum(counts)[:-1])]
+    return Runner(policy, cache), pages
+
+
+@torch.no_grad()
+def read_on(policy):
+    """The last hidden states of texts of which some was read before, all at once, and the cache."""
+    runner, pages = reader(policy)
+    texts = prompts(WHOLE)
+    with runner:
+        runner.read([(text[:done], 0, own) for text, done, own in zip(texts, READ, pages) if done])
+        hidden = runner.read([*zip(texts, READ, pages)])
+    return hidden, runner.cache
+
+
+@torch.no_grad()
+def read_at_once(policy):
+    runner, pages = reader(policy)
+    with runner:
+        return torch.cat([runner.read([(text, 0, own)]) for text, own in zip(prompts(WHOLE), pages)])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])  # two query heads a key head; and a window of 5
+@pytest.mark.parametrize("most, parts", [(2**16, 1), (73, 3), (72, 4), (1, 7)])
+def test_going_on_in_one_row_equals_block_by_block_and_reading_at_once(family, most, parts, calls, monkeypatch):
+    policy = policy_of(family)
+    monkeypatch.setattr(continued, "MOST_TOGETHER", most)
+    found, cache = read_on(policy)
+    reads = [sequences for sequences in calls if sequences.key_rows is not None]
+    assert len(reads) == parts * policy.inner.config.num_hidden_layers
+    assert all(len(one.key_rows) <= max(most, max(WHOLE)) for one in reads)
+    monkeypatch.undo()
+    monkeypatch.setattr(continued, "MOST_TOGETHER", most)
+    expected, other = read_on(policy)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, read_at_once(policy), atol=1e-5, rtol=1e-5)
+    for own, theirs in ((cache.keys, other.keys), (cache.values, other.values)):
+        torch.testing.assert_close(own, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_conversations_that_go_on_in_one_row_draw_what_they_draw_block_by_block(calls, monkeypatch):
+    def played():
+        found = []
+        with BuiltinEngine(policy, page_size=4).session(Sampling(max_new_tokens=5)) as session:
+            for number, ids in enumerate(prompts((9, 17, 17, 4))):
+                session.add(ids, seed=number)
+            for rollout in session:
+                found.append((rollout.prompt, rollout.ids))
+                if len(rollout.prompt_ids) < 30:
+                    session.add(rollout.prompt_ids + rollout.ids + [7, 8, 9][: 1 + rollout.prompt % 3], seed=3)
+        return found
+
+    policy = policy_of()
+    found = played()
+    assert len(found) > 10 and any(sequences.key_rows is not None for sequences in calls)
+    monkeypatch.undo()
+    assert found == played()
+
+
+def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(calls, monkeypatch):
+    made = []
+
+    class Recorded:
+        def __init__(self, work, pool):
+            made.append(work)
+            self.replay, self.pool = work, lambda: None
+
+    monkeypatch.setattr(graphs, "capture", Recorded)
+    monkeypatch.setattr(read_graphs, "READS_BEFORE_RECORDING", 2)
+    policy, texts, reads = policy_of(), prompts(WHOLE), ReadGraphs()
+    expected = read_at_once(policy)
+    runner, pages = reader(policy)
+    with torch.no_grad(), runner:
+        found = []
+        for _ in range(4):
+            found.append((reads.read(runner, [*zip(texts, pages)]), len(made)))
+        assert [count for _, count in found] == [0, 0, 1, 1] and len(reads.passes) == 1
+        assert all(torch.equal(hidden, found[0][0]) for hidden, _ in found)
+        torch.testing.assert_close(found[0][0], expected, atol=1e-5, rtol=1e-5)
+        one = [(texts[0], pages[0])]
+        assert reads.read(runner, one).shape == (1, 32) and len(made) == 1  # another size
