@@ -34,6 +34,12 @@ class Pass:
     longest: int
     graph: Graph | None = None
 
+    def run(self, runner: Runner) -> None:
+        if self.graph is None:
+            self.work(runner)
+        else:
+            self.graph.replay()
+
     def work(self, runner: Runner) -> None:
         starts = torch.nn.functional.pad(self.sequences[0], (1, 0)).int()
         row = PackedRow(starts, starts, None, self.tokens.shape[1], self.longest)
@@ -61,10 +67,7 @@ class ReadGraphs:
         sequences[1] = sequences[0] - 1
         prepared.tokens.copy_(torch.from_numpy(tokens))
         prepared.sequences.copy_(torch.from_numpy(sequences))
-        if prepared.graph is None:
-            prepared.work(runner)
-        else:
-            prepared.graph.replay()
+        prepared.run(runner)
         return prepared.hidden_SD[:count].clone()
 
     def _prepared(self, runner: Runner, size: Size) -> Pass:

@@ -1,0 +1,144 @@
+"""What the host does for an episode's turn: 1,024 episodes of an environment, without the passes of a model.
+
+    python benchmarks/host_play.py [--environment FILE:CLASS --tokenizer FOLDER --episodes 1024 --turns 4 --tokens 32]
+
+The engine's graphs draw tokens that were made up before, and its prompts are read by nobody (host_cost.py): what is
+left is sessions, pages, texts, templates, and environments in processes of their own. Told for one round after another:
+seconds by the clock, CPU seconds of this process (its listening thread's among them), seconds in which it had nothing
+to do but wait for environments, and milliseconds of CPU an episode's turn. Without --environment a game is played that
+takes no time and lasts as many turns as it is told to.
+
+The goal is 0.2 ms a turn: 1,024 episodes that a model of 135 million parameters plays on an H200 need some tenths of a
+second a turn on the device.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+import host_cost
+import numpy as np
+import torch
+from host_cost import Captured, NothingRead, first_token, make_engine, no_logits
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from trimtab.agents.engine import AgentEngine
+from trimtab.agents.settings import PlaySettings
+from trimtab.envs.pool import Pool
+from trimtab.envs.types import Task
+from trimtab.envs.workers import EnvLimits
+from trimtab.rollout.builtin import engine as builtin_engine
+from trimtab.rollout.builtin.graphs import DecodeGraphs
+from trimtab.rollout.builtin.reader import Reader
+from trimtab.rollout.builtin.runner import Runner
+from trimtab.rollout.builtin.sampler import Sampler
+from trimtab.rollout.types import Sampling
+
+GAME = Path(__file__).resolve().with_name("told_game.py")
+
+
+class Read(NothingRead):
+    """How much is asked for, too."""
+
+    sizes: ClassVar[list[tuple[int, int]]] = []
+
+    def read(self, runner: object, prompts: list) -> torch.Tensor:
+        self.sizes.append((len(prompts), sum(len(ids) for ids, _ in prompts)))
+        return super().read(runner, prompts)
+
+
+def nothing_read_on(reader: Reader, sequences: list[tuple[list[int], int, list[int]]]) -> torch.Tensor:
+    Read.sizes.append((len(sequences), sum(len(ids) - done for ids, done, _ in sequences)))
+    return torch.zeros(len(sequences), 8)
+
+
+@contextmanager
+def nothing_computed(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    class Playing(Captured):
+        reads = Read()
+
+        def decoding(self, cache, sampling: Sampling, longest: int) -> DecodeGraphs:
+            if self.decodes is None or not self.decodes.holds(longest):
+                self.decodes = None
+                words = np.array(tokenizer.encode("I guess that it is \\boxed{7} and so I will try 12 again. "))
+                rng = np.random.default_rng(0)
+                found = super().decoding(cache, sampling, longest)
+                drawn = rng.choice(words, size=found.tokens.shape)
+                drawn[rng.random(drawn.shape) < 1 / 16] = tokenizer.eos_token_id
+                found.tokens.copy_(torch.from_numpy(drawn))
+            return self.decodes
+
+    with (
+        mock.patch.object(host_cost, "VOCABULARY", len(tokenizer)),
+        mock.patch.object(builtin_engine, "CapturedGraphs", Playing),
+        mock.patch.object(Sampler, "draw", first_token),
+        mock.patch.object(Runner, "logits", no_logits),
+        mock.patch.object(Reader, "_read_on", nothing_read_on),
+    ):
+        yield
+
+
+def play(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
+    os.environ["TOLD_GAME_TURNS"] = str(options.turns)
+    source = options.environment or f"{GAME}:Game"
+    pool = Pool(source, EnvLimits(workers=options.workers))
+    groups = options.episodes // options.group
+    rows: list[dict[str, Any]] = pool.rows(groups, 0) if pool.about.offers_rows else [{}] * groups
+    tasks = [Task(row, 0, row + 1, columns=columns) for row, columns in enumerate(rows)]
+    engine = AgentEngine(
+        make_engine(options.slots, 4096), pool, tokenizer, PlaySettings(max_turns=options.turns, episode_max_len=None)
+    )
+    sampling = Sampling(max_new_tokens=options.tokens, n=options.group, stop_token_ids=(tokenizer.eos_token_id,))
+    waited = 0.0
+    finished = pool.finished
+
+    def timed(seconds: float):
+        nonlocal waited
+        began = time.perf_counter()
+        found = finished(seconds)
+        waited += time.perf_counter() - began if seconds else 0.0
+        return found
+
+    pool.finished = timed  # type: ignore[method-assign]
+    for number in range(options.rounds):
+        Read.sizes.clear()
+        waited, began, cpu = 0.0, time.perf_counter(), time.process_time()
+        rollouts = list(engine.stream([[1]] * groups, sampling, tasks=tasks))
+        wall, cpu = time.perf_counter() - began, time.process_time() - cpu
+        assert not any(rollout.episode.problem for rollout in rollouts)
+        turns = sum(rollout.episode.logs["turns"] for rollout in rollouts)
+        read = sum(tokens for _, tokens in Read.sizes)
+        print(
+            f"round {number}: {len(rollouts)} episodes, {turns:.0f} turns in {wall:.2f} s: CPU {cpu:.2f} s, waiting "
+            f"{waited:.2f} s; {cpu / turns * 1e3:.3f} ms a turn; {len(Read.sizes)} reads of {read:,} tokens",
+            flush=True,
+        )
+    engine.close()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, value in {"episodes": 1024, "group": 16, "slots": 256, "turns": 4, "tokens": 32, "rounds": 3}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--environment", help="anything that trimtab grpo takes")
+    parser.add_argument("--tokenizer", help="of a chat model; unset: the embedded game's")
+    options = parser.parse_args(arguments)
+    if options.tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+    else:
+        from trimtab.embedded.guess_game import make_tokenizer
+
+        tokenizer = make_tokenizer()
+    with nothing_computed(tokenizer):
+        play(options, tokenizer)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
