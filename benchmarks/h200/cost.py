@@ -29,6 +29,7 @@ Points = list[tuple[int, float, float]]  # x, measured, least
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("picture", type=Path)
     parser.add_argument("--shape", default="360M")
+    parser.add_argument("--repeats", type=int, default=3, help="of a point, after a first that is not counted")
 
 
 class Cost:
@@ -41,7 +42,7 @@ class Cost:
 
     def seconds(self, work) -> float:
         work()
-        return median([timed(work, self.bench.device)[1] for _ in range(1 if self.bench.tiny else 3)])
+        return median([timed(work, self.bench.device)[1] for _ in range(self.bench.arguments.repeats)])
 
     def say(self, what: str, x: int, seconds: float, least: float) -> tuple[int, float, float]:
         self.bench.row(f"cost of {what}", x=x, seconds=seconds, least=least, share=least / seconds)

@@ -42,7 +42,7 @@ ROWS: list[tuple[str, int, list[str]]] = [  # a name, seconds, a script and its 
     ("grpo_8b_all", 125, ["grpo", "--shape", "8B", "--steps", "2", "--peer", "no", "--ours", LORA]),
     ("before", 45, ["profile_step", "record", "FOLDER/before.json", "--package", "FOLDER/../before", "--ours", ""]),
     ("ppo", 180, ["ppo", "--steps", "3"]),
-    ("cost", 90, ["cost", "FOLDER/cost.png"]),
+    ("cost", 90, ["cost", "FOLDER/cost.png", "--repeats", "1"]),
     ("long_1.7b", 50, ["rollouts", "1.7B:256x2048", "--peer", "no"]),
     ("long_360m", 65, ["rollouts", "360M:512x4096", "--peer", "no"]),
 ]  # fmt: skip
