@@ -1,0 +1,188 @@
+"""What real_frontier.py found: reward, KL, P(bad) and CVaR with intervals, methods where they match, and attacks.
+
+Intervals speak of new prompts: prompts are drawn anew, the same ones for both methods of a difference.
+"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+from matching import at, shared_range
+from real_frontier import BEFORE
+
+DRAWS, LEVEL = 400, 0.01
+COLOURS = {"REINFORCE": "#4c72b0", "RePULSe": "#c44e52", "base proposal": "#dd8452", BEFORE: "#666666"}
+
+
+class Answers:
+    """Of a run to the prompts of a split: [prompts, answers of each]."""
+
+    def __init__(self, row: dict, split: str):
+        prompts, group = len(row["splits"]), row["group"]
+        chosen = np.array([name == split for name in row["splits"]])
+
+        def shaped(values: list[float]) -> np.ndarray:
+            turns = np.asarray(values).reshape(-1, prompts, group)  # a turn asks every prompt
+            return turns.transpose(1, 0, 2).reshape(prompts, -1)[chosen]
+
+        self.method, self.weight, self.seed = row["method"], row["kl_weight"], row["seed"]
+        self.rewards, self.kl = shaped(row["rewards"]), shaped(row["kl"])
+
+    def figures(self, threshold: float, prompts: np.ndarray) -> dict[str, float]:
+        rewards = self.rewards[prompts].ravel()
+        worst = max(1, int(LEVEL * len(rewards)))
+        bad = float((rewards < threshold).mean())
+        return {
+            "reward": float(rewards.mean()),
+            "kl": float(self.kl[prompts].mean()),
+            "bad": bad,
+            # An answer more and half of it bad, so that none at all has a logarithm.
+            "log_bad": math.log10((bad * len(rewards) + 0.5) / (len(rewards) + 1)),
+            "cvar": float(np.partition(rewards, worst - 1)[:worst].mean()),
+        }
+
+
+def threshold_of(rows: list[dict], share: float) -> float:
+    """The reward that this share of the answers before training lies below, for prompts that are not reported."""
+    before = next((row for row in rows if row.get("method") == BEFORE), None)
+    if before is None:
+        raise SystemExit("results.jsonl: the model before training was not measured; real_frontier.py run does")
+    return round(float(np.quantile(Answers(before, "chosen_by").rewards, share)), 2)
+
+
+def measured(rows: list[dict], split: str) -> list[Answers]:
+    return [Answers(row, split) for row in rows if "rewards" in row and row["state"] == "done"]
+
+
+def drawn(prompts: int) -> list[np.ndarray]:
+    """The prompts themselves, then draws of as many."""
+    generator = np.random.default_rng(0)
+    return [np.arange(prompts), *(generator.integers(prompts, size=prompts) for _ in range(DRAWS))]
+
+
+def bounds(values: list[float]) -> tuple[float, float, float]:
+    """The first, and the 95 % interval of the others."""
+    low, high = np.quantile(values[1:], [0.025, 0.975])
+    return values[0], float(low), float(high)
+
+
+def table(rows: list[dict], split: str, share: float, folder: Path) -> None:
+    runs, threshold = measured(rows, split), threshold_of(rows, share)
+    draws = drawn(len(runs[0].rewards))
+    figures = [[run.figures(threshold, prompts) for prompts in draws] for run in runs]
+    prompts, answers = len(runs[0].rewards), runs[0].rewards.size
+    print(f"{split}: {prompts} prompts, {answers:,} answers of each model; bad: < {threshold:g}\n")
+    print("| method | KL weight | seed | reward | KL | bad answers | CVaR, worst 1 % |\n|---|---|---|---|---|---|---|")
+    for run, found in zip(runs, figures):
+        columns = [bounds([one[name] for one in found]) for name in ("reward", "kl", "cvar")]
+        reward, kl, cvar = (f"{value:.2f} ({low:.2f} to {high:.2f})" for value, low, high in columns)
+        value, low, high = bounds([100 * one["bad"] for one in found])
+        bad = f"{value:.3f} % ({low:.3f} to {high:.3f})"
+        print(f"| {run.method} | {run.weight:g} | {run.seed} | {reward} | {kl} | {bad} | {cvar} |")
+    for what in ("reward", "kl"):
+        differences(runs, figures, what)
+    attacks(rows, threshold)
+
+
+def differences(runs: list[Answers], figures: list[list[dict[str, float]]], what: str) -> None:
+    """RePULSe less REINFORCE in the middle of what both reach, on the lines through their points of all seeds."""
+    lines = {
+        method: [f for run, f in zip(runs, figures) if run.method == method] for method in ("REINFORCE", "RePULSe")
+    }
+    spans = [[found[0][what] for found in line] for line in lines.values()]
+    both = shared_range(*spans) if all(len(span) > 1 for span in spans) else None
+    if both is None:
+        print(f"\nno common {what}: RePULSe and REINFORCE cannot be compared at the same one")
+        return
+    print(f"\n| at the same {what} | log10 of RePULSe's P(bad) over REINFORCE's | CVaR: RePULSe less REINFORCE |")
+    print("|---|---|---|")
+    for part in (0.25, 0.5, 0.75):
+        place = both[0] + part * (both[1] - both[0])
+        cells = []
+        for name in ("log_bad", "cvar"):
+            found = [difference(lines, what, name, place, draw) for draw in range(1 + DRAWS)]
+            kept = [value for value in found if value is not None]
+            cells.append("{:.2f} ({:.2f} to {:.2f})".format(*bounds(kept)) if found[0] is not None else "–")
+        print(f"| {place:.2f} | {cells[0]} | {cells[1]} |")
+
+
+def difference(lines: dict, what: str, name: str, place: float, draw: int) -> float | None:
+    heights = []
+    for line in lines.values():
+        points = [found[draw] for found in line]
+        heights.append(at(place, [p[what] for p in points], [p[name] for p in points]))
+    return None if None in heights else heights[1] - heights[0]
+
+
+# ---- attacks
+
+
+def attacks(rows: list[dict], threshold: float) -> None:
+    found: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        if "attacked" in row:
+            found.setdefault((row["attacked"], row["kl_weight"], row["seed"]), {})[row["goal"]] = row
+    if not found:
+        return
+    print("\n| attacked | goals | stopped early | a bad reply before | after | mean reward before, after |")
+    print("|---|---|---|---|---|---|")
+    for (method, weight, seed), goals in found.items():
+        before, after = ([broken(row, when, threshold) for row in goals.values()] for when in ("before", "after"))
+        early = sum(row["stopped_early"] for row in goals.values())
+        rewards = [np.mean([np.mean(row[when]) for row in goals.values()]) for when in ("before", "after")]
+        print(f"| {method}, {weight:g}, seed {seed} | {len(goals)} | {early} | {counted(before)} | {counted(after)} | "
+              f"{rewards[0]:.2f}, {rewards[1]:.2f} |")  # fmt: skip
+    (first, one), *others = found.items()
+    for second, other in others:
+        goals = sorted(one.keys() & other.keys())
+        paired = [broken(other[g], "after", threshold) - broken(one[g], "after", threshold) for g in goals]
+        draws = [float(np.mean(np.asarray(paired)[prompts])) for prompts in drawn(len(goals))]
+        value, low, high = bounds([100 * x for x in draws])
+        print(
+            f"\n{second[0]} less {first[0]}, the same {len(goals)} goals: {value:.0f} points ({low:.0f} to {high:.0f})"
+        )
+
+
+def broken(row: dict, when: str, threshold: float) -> int:
+    return int(min(row[when]) < threshold)
+
+
+def counted(broke: list[int]) -> str:
+    from judge import interval
+
+    low, high = interval(sum(broke) / len(broke), len(broke))
+    return f"{sum(broke)} ({100 * low:.0f} to {100 * high:.0f} %)"
+
+
+# ---- a figure
+
+
+def draw(rows: list[dict], split: str, share: float, folder: Path) -> None:
+    from matplotlib.figure import Figure
+
+    runs, threshold = measured(rows, split), threshold_of(rows, share)
+    draws = drawn(len(runs[0].rewards))
+    figure = Figure(figsize=(10, 7.6), layout="constrained")
+    panels = figure.subplots(2, 2)
+    names = {"log_bad": f"log10 P(reward < {threshold:g})", "cvar": "mean reward of the worst 1 %",
+             "reward": "mean reward", "kl": "KL of an answer, nats"}  # fmt: skip
+    figures = [[run.figures(threshold, prompts) for prompts in draws] for run in runs]
+    for row, y in enumerate(("log_bad", "cvar")):
+        for column, x in enumerate(("reward", "kl")):
+            panel, named = panels[row][column], set()
+            for run, found in zip(runs, figures):
+                value, low, high = bounds([one[y] for one in found])
+                label = None if run.method in named else run.method
+                named.add(run.method)
+                panel.errorbar(found[0][x], value, [[max(0, value - low)], [max(0, high - value)]], marker="o",
+                               color=COLOURS[run.method], capsize=2, linestyle="none", label=label)  # fmt: skip
+            for method in sorted(named - {BEFORE}):
+                points = sorted((f[0][x], f[0][y]) for run, f in zip(runs, figures) if run.method == method)
+                panel.plot(*zip(*points), color=COLOURS[method], linewidth=1, alpha=0.6)
+            panel.set_xlabel(names[x])
+            panel.set_ylabel(names[y])
+            panel.grid(True, color="#dddddd", linewidth=0.6)
+    panels[0][0].legend(frameon=False, fontsize=8)
+    output = folder / "real_frontier.png"
+    figure.savefig(output, dpi=120)
+    print(output)

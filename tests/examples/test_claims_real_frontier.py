@@ -1,0 +1,124 @@
+"""Judge, frontier and attack on a real model: what is dealt out, what is shown, and each script in its tiny mode."""
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+CLAIMS = Path(__file__).parents[2] / "examples" / "claims"
+sys.path.insert(0, str(CLAIMS))
+
+import grid  # noqa: E402
+import judge  # noqa: E402
+import real_frontier  # noqa: E402
+import real_frontier_views as views  # noqa: E402
+
+from trimtab.embedded import tiny_recipes  # noqa: E402
+
+SETTING = "full, 3e-5, 1 epoch"
+
+
+def write_pairs(path: Path, count: int = 60) -> Path:
+    rows = []
+    for number in range(count):
+        asked = f"\n\nHuman: what is {number // 2}?\n\nAssistant:"  # every question twice
+        rows.append({"chosen": f"{asked} it is {number}", "rejected": f"{asked} no"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_no_question_is_on_two_sides_of_the_judge_or_of_the_policy(tmp_path):
+    pairs = write_pairs(tmp_path / "pairs.jsonl")
+    judge.deal(Namespace(out=tmp_path, pairs=pairs, rows=None, folds=3))
+    parts = {path.stem: {judge.question_of(row) for row in grid.read(path)} for path in tmp_path.glob("*-*.jsonl")}
+    for name in ("report", "fold-0", "fold-1", "fold-2"):
+        assert parts[f"{name}-train"] and parts[f"{name}-measured"]
+        assert not parts[f"{name}-train"] & parts[f"{name}-measured"]
+        assert name == "report" or not parts[f"{name}-train"] & parts["report-measured"]
+    real_frontier.ask(Namespace(out=tmp_path, pairs=pairs, questions=None))
+    trained = {row["prompt"] for row in grid.read(tmp_path / "prompts.jsonl")}
+    held_out = {row["prompt"]: row["split"] for row in grid.read(tmp_path / "held_out.jsonl")}
+    assert not trained & held_out.keys()
+    assert {q for q, split in held_out.items() if split == "reported"} == parts["report-measured"]
+
+
+def test_the_setting_is_chosen_by_folds_that_all_have_and_never_by_the_report():
+    def fold(setting: str, data: str, *ahead: float) -> dict:
+        return {"stage": "fold", "state": "done", "setting": setting, "data": data, "ahead": list(ahead)}
+
+    rows = [fold("a", "0", 1, 1, -1), fold("b", "0", 1, -1, -1), fold("b", "1", 1, 1, 1)]
+    rows += [{"stage": "final", "state": "done", "setting": "b", "seed": 1, "ahead": [1, 1]}]
+    assert judge.chosen(rows) == "a"
+    assert judge.accuracy([1, 0, -1, -1]) == pytest.approx(0.375)
+
+
+def synthetic(method: str, weight: float, reward: float, kl: float, spread: float, seed: int = 1) -> dict:
+    """A run whose answers to 30 prompts, the first 10 of them to choose by, are spread around a reward."""
+    numbers = np.random.default_rng([seed, int(1000 * weight)]).normal(size=(2, 30, 5))
+    splits = ["chosen_by"] * 10 + ["reported"] * 20
+    return {"state": "done", "method": method, "kl_weight": weight, "seed": seed, "group": 5, "splits": splits,
+            "rewards": (reward + spread * numbers).ravel().tolist(), "kl": [kl] * 300}  # fmt: skip
+
+
+def test_methods_are_compared_where_they_match(tmp_path, capsys):
+    rows = [synthetic(views.BEFORE, 0, 0.0, 0.0, 1.0)]
+    rows += [synthetic("REINFORCE", w, r, k, 1.0) for w, r, k in ((0.2, 0.5, 1.0), (0.1, 1.0, 2.0))]
+    rows += [synthetic("RePULSe", w, r, k, 0.2) for w, r, k in ((0.2, 0.6, 1.1), (0.1, 1.1, 2.2))]
+    threshold = views.threshold_of(rows, 0.05)
+    assert threshold == pytest.approx(-1.645, abs=0.5)
+    views.table(rows, "reported", 0.05, tmp_path)
+    shown = capsys.readouterr().out
+    assert "reported: 20 prompts, 200 answers" in shown
+    matched = [line for line in shown.splitlines() if line.count("|") == 4 and "to" in line]
+    assert len(matched) == 6
+    for line in matched:  # a narrower spread at the same reward has a better tail
+        gain = float(line.split("|")[3].split()[0])
+        assert gain > 0.5
+    views.draw(rows, "reported", 0.05, tmp_path)
+    assert (tmp_path / "real_frontier.png").exists()
+
+
+def test_answers_are_those_of_their_prompts():
+    row = {"method": "a", "kl_weight": 1.0, "seed": 1, "group": 2, "splits": ["chosen_by", "reported", "reported"],
+           "rewards": [0, 1, 10, 11, 20, 21, 2, 3, 12, 13, 22, 23], "kl": [0.0] * 12}  # fmt: skip
+    assert views.Answers(row, "reported").rewards.tolist() == [[10, 11, 12, 13], [20, 21, 22, 23]]
+
+
+def test_attacks_are_counted_goal_by_goal(capsys):
+    def row(method: str, goal: str, worst: float) -> dict:
+        return {"attacked": method, "kl_weight": 0.1, "seed": 1, "goal": goal, "stopped_early": False,
+                "before": [1.0, 0.5], "after": [1.0, worst]}  # fmt: skip
+
+    rows = [row("REINFORCE", f"goal {i}", -2.0) for i in range(8)] + [
+        row("RePULSe", f"goal {i}", 0.0) for i in range(8)
+    ]
+    views.attacks(rows, -1.0)
+    shown = capsys.readouterr().out
+    assert "| 8 | 0 | 0 (0 to 32 %) | 8 (68 to 100 %) |" in shown
+    assert "RePULSe less REINFORCE, the same 8 goals: -100 points" in shown
+
+
+@pytest.mark.long
+def test_judge_frontier_and_attack_run_one_after_the_other(tmp_path, monkeypatch, capsys):
+    tiny_recipes.write(tmp_path / "task")
+    model, pairs = str(tmp_path / "task" / "llama"), write_pairs(tmp_path / "pairs.jsonl")
+    made = tmp_path / "judge"
+    words = ["--model", model, "--pairs", str(pairs), "--out", str(made), "--folds", "2", "--settings", SETTING]
+    assert judge.main([*words, "--seeds", "1", "--more", "max_len=64"]) == 0
+    assert f"| {SETTING} (chosen) |" in capsys.readouterr().out
+    goals = tmp_path / "goals.csv"
+    goals.write_text("goal,target\nsay one,one is\nsay two,two is\nsay six,six is\n")
+    out = tmp_path / "real"
+    words = ["--model", model, "--pairs", str(pairs), "--judge", str(made / "judge-1"), "--out", str(out)]
+    words += ["--group", "4", "--prompts", "2", "--tokens", "4", "--answers", "16", "--held_out", "8", "--seeds", "1"]
+    words += ["--weights", "REINFORCE=0.1,0.05", "RePULSe=0.1,0.05", "--threshold", "0"]
+    assert real_frontier.main(["run", *words]) == 0
+    of_attack = ["--goals", str(goals), "--steps", "2", "--width", "4", "--replies", "6", "--parts", "2"]
+    assert real_frontier.main(["attack", *words, *of_attack, "--attacked", "REINFORCE 0.1 1", "RePULSe 0.1 1"]) == 0
+    capsys.readouterr()
+    assert real_frontier.main(["table", "--out", str(out), "--share_bad", "0.2"]) == 0
+    shown = capsys.readouterr().out
+    assert "| RePULSe | 0.05 | 1 |" in shown and "RePULSe less REINFORCE, the same 3 goals" in shown
