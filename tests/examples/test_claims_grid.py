@@ -2,10 +2,7 @@ import sys
 import time
 from pathlib import Path
 
-CLAIMS = Path(__file__).parents[2] / "examples" / "claims"
-sys.path.insert(0, str(CLAIMS))
-
-import grid  # noqa: E402
+from tests.examples.claims_at_hand import CLAIMS, grid
 
 
 def say(words: str) -> list[str]:

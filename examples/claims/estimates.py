@@ -1,0 +1,38 @@
+"""What a claim is made of: the best of k answers without bias, and intervals that speak of new prompts."""
+
+from collections.abc import Sequence
+from math import comb, log
+
+import numpy as np
+
+RESAMPLES = 2000
+
+
+def best_of(scores: Sequence[float], judged_by: Sequence[float], k: int) -> float:
+    """The expected score of the answer that a judge likes best among k, over all choices of k of these answers.
+
+    In the order of the judge the answer at place i (from 0) is the best of C(i, k - 1) of the C(n, k) choices.
+    Which of two answers comes first that the judge likes alike is left to their order.
+    """
+    n = len(scores)
+    assert 1 <= k <= n, f"the best of {k} among {n} answers"
+    order = np.argsort(judged_by, kind="stable")
+    return sum(comb(i, k - 1) * scores[place] for i, place in enumerate(order)) / comb(n, k)
+
+
+def pass_at(right: Sequence[bool], k: int) -> float:
+    """The chance that one of k answers is right: the best of k, judged by what is right."""
+    return best_of([float(one) for one in right], right, k)
+
+
+def kl_of_best_of(k: int) -> float:
+    """Of the best of k against one answer, if no two are alike: in nats."""
+    return log(k) - (k - 1) / k
+
+
+def interval(of_prompts: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
+    """Mean over prompts and its 95 % interval, by drawing as many prompts anew (bootstrap)."""
+    values = np.asarray(of_prompts, dtype=float)
+    drawn = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.quantile(values[drawn].mean(1), [0.025, 0.975])
+    return float(values.mean()), float(low), float(high)

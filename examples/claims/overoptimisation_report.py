@@ -1,0 +1,99 @@
+"""What overoptimisation.py shows: a table in Markdown and a figure, of the rows that its jobs told.
+
+Scores are gains over the policy before RL, in deviations of the judge's scores of held-out pairs.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+LABELS = {"pairs": "proxy from human pairs", "gold": "proxy from pairs that gold put in order"}
+COLOURS = ("#d1495b", "#e0912f", "#3a7d44", "#1b6ca8")
+
+
+def table(rows: list[dict]) -> str:
+    return "\n\n".join(part for part in (_judges(rows), _best(rows), _runs(rows)) if part)
+
+
+def _judges(rows: list[dict]) -> str:
+    lines = [
+        f"| {row['job']} | {row['steps']} | {row['eval_accuracy']:.1%} |" for row in rows if "eval_accuracy" in row
+    ]
+    return "\n".join(["| judge | steps | right about held-out pairs |", "|---|---|---|", *lines]) if lines else ""
+
+
+def _best(rows: list[dict]) -> str:
+    lines = ["| proxy | n | KL | gain, proxy | gain, gold |", "|---|---|---|---|---|"]
+    for job in dict.fromkeys(row["job"] for row in rows if "n" in row):
+        for row, proxy, gold in _best_points(rows, job):
+            label = job.removeprefix("best-")
+            lines.append(f"| {label} | {row['n']} | {row['kl_answer']:.2f} | {proxy:+.2f} | {gold:+.2f} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _runs(rows: list[dict]) -> str:
+    """Of each run the place where gold was highest, and its end."""
+    lines = ["| proxy | KL weight | seed | place | iteration | KL of an answer | gain, proxy | gain, gold | tokens |"]
+    lines.append("|" + "---|" * 9)
+    for job in dict.fromkeys(row["job"] for row in rows if row["job"].startswith("ppo-")):
+        label, weight, seed = job.removeprefix("ppo-").rsplit("-", 2)
+        points = list(curve(rows, job))
+        if not points:
+            continue
+        for place, point in (("gold's best", max(points, key=lambda one: one["gold"])), ("end", points[-1])):
+            figures = f"{point['kl']:.1f} | {point['proxy']:+.2f} | {point['gold']:+.2f} | {point['length']:.0f}"
+            lines.append(f"| {label} | {weight} | {seed} | {place} | {point['step']} | {figures} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def curve(rows: list[dict], job: str) -> Iterator[dict]:
+    """Gains on held-out prompts, where they were looked at; the KL is that of the iteration's own answers."""
+    start = None
+    kl, length = 0.0, 0.0
+    for row in rows:
+        if row["job"] != job or "step" not in row:
+            continue
+        kl, length = row.get("kl_answer", kl), row.get("length", length)
+        if "eval_gold" in row and "eval_proxy" in row:
+            start = start or row
+            gains = {name: row[f"eval_{name}"] - start[f"eval_{name}"] for name in ("proxy", "gold")}
+            yield {"step": row["step"], "kl": kl, "length": length, **gains}
+
+
+def _best_points(rows: list[dict], job: str) -> Iterator[tuple[dict, float, float]]:
+    mine = [row for row in rows if row["job"] == job and "n" in row]
+    one = next(row for row in mine if row["n"] == 1)
+    return ((row, row["proxy"][0] - one["proxy"][0], row["gold"][0] - one["gold"][0]) for row in mine)
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """For each kind of proxy: what proxy (dashed) and gold (solid) say, over the root of the KL."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    jobs = list(dict.fromkeys(row["job"] for row in rows if row["job"].startswith(("ppo-", "best-"))))
+    labels = [label for label in LABELS if any(job.split("-")[1] == label for job in jobs)]
+    figure, axes = pyplot.subplots(1, len(labels), figsize=(6.5 * len(labels), 4.2), squeeze=False)
+    for axis, label in zip(axes[0], labels):
+        weights = sorted({float(job.split("-", 2)[2].rsplit("-", 1)[0]) for job in jobs if f"ppo-{label}-" in job})
+        for job in (job for job in jobs if job.startswith(f"ppo-{label}-")):
+            weight, seed = job.removeprefix(f"ppo-{label}-").rsplit("-", 1)
+            colour = COLOURS[weights.index(float(weight)) % len(COLOURS)]
+            points = list(curve(rows, job))
+            distances = [max(0.0, point["kl"]) ** 0.5 for point in points]
+            for name, style in (("gold", "-"), ("proxy", "--")):
+                told = f"PPO, KL weight {weight}" if name == "gold" and seed == "1" else None
+                axis.plot(distances, [point[name] for point in points], style, color=colour, label=told, linewidth=1.2)
+        if f"best-{label}" in jobs:
+            points = list(_best_points(rows, f"best-{label}"))
+            distances = [row["kl_answer"] ** 0.5 for row, *_ in points]
+            axis.plot(distances, [gold for *_, gold in points], "k.-", label="best of n")
+            axis.plot(distances, [proxy for _, proxy, _ in points], "k.--")
+        axis.set_title(LABELS[label], fontsize=10)
+        axis.set_xlabel("root of the KL of an answer (nats)")
+        axis.set_ylabel("gain: gold (solid), proxy (dashed)")
+        axis.axhline(0, color="#999999", linewidth=0.6)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
