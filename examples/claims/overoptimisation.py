@@ -121,9 +121,14 @@ def split(options: argparse.Namespace) -> None:
     if folder.exists():
         return
     together: dict[str, list[dict]] = {}
+    left_out = 0
     for place, row in enumerate(_read(options.pairs), start=1):
-        pair = as_pair(row, f"{options.pairs} row {place}")
-        together.setdefault(json.dumps(pair["prompt"]), []).append(pair)
+        if (pair := as_pair(row, f"{options.pairs} row {place}")) is None:
+            left_out += 1
+        else:
+            together.setdefault(json.dumps(pair["prompt"]), []).append(pair)
+    if left_out:
+        print(f"{options.pairs}: {left_out} rows left out, whose two sides are not one prompt with two answers")
     prompts = list(together)
     random.Random(SPLIT_SEED).shuffle(prompts)
     splits: dict[str, list[dict]] = {"heldout": [], "proxy": [], "gold": []}
@@ -139,14 +144,14 @@ def split(options: argparse.Namespace) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def as_pair(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """The messages that both sides begin with, and the two answers."""
+def as_pair(row: dict[str, Any], where: str) -> dict[str, Any] | None:
+    """The messages that both sides begin with, and the two answers; None if it is not so."""
     sides = [_messages(row.get(name), f"{where}, {name}") for name in ("chosen", "rejected")]
     if isinstance(row.get("prompt"), list):
         sides = [side if len(side) > 1 else [*row["prompt"], *side] for side in sides]
     (*prompt, chosen), (*other, rejected) = sides
     if prompt != other or chosen["role"] != "assistant" or rejected["role"] != "assistant":
-        raise SystemExit(f"{where}: the two sides are not one prompt with two answers")
+        return None
     return {"prompt": prompt, "chosen": [chosen], "rejected": [rejected]}
 
 

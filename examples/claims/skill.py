@@ -3,6 +3,7 @@
 A short SFT on solutions gives a model the form and some of the skill; then GRPO, DAPO, RLOO, REINFORCE++ and PPO go on
 from it with the same prompts and as many answers, paid for right answers alone.
 
+    python skill.py data  --folder runs                  prompts alone, for a machine without reasoning-gym
     python skill.py try   --model M --folder runs        what the model can do of every task, as it came and after SFT
     python skill.py run   --model M --folder runs --tasks sums,knights      the grid: choose learning rates, then run
     python skill.py table --folder runs                  figures of all that was run, as Markdown
@@ -35,7 +36,7 @@ CHOOSING = 0  # the seed of the runs that choose a learning rate
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["try", "run", "table", "draw"])
+    parser.add_argument("what", choices=["data", "try", "run", "table", "draw"])
     parser.add_argument("--model", help="what to start from, a folder")
     parser.add_argument("--folder", type=Path, required=True, help="where data, models and results.jsonl are")
     parser.add_argument("--tasks", type=_names(skill_tasks.TASKS), help="of skill_tasks.py; try: all of reasoning-gym")
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=32, help="of an iteration")
     parser.add_argument("--answers", type=int, default=8, help="to each prompt")
     parser.add_argument("--sft_rows", type=int, default=512)
-    parser.add_argument("--sft_learning_rate", type=float, default=2e-5)
+    parser.add_argument("--sft_learning_rates", type=_numbers(float), default=[2e-5], help="run: the first")
     parser.add_argument("--eval_rows", type=int, default=256)
     parser.add_argument("--eval_answers", type=int, default=16)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
@@ -64,10 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.what == "draw":
         skill_report.draw(grid.read(results), options.figure)
         return 0
+    if options.what in ("data", "try"):
+        options.tasks = options.tasks or [name for name, task in skill_tasks.TASKS.items() if task.name]
+    if options.what == "data":
+        for task in options.tasks:
+            make_data(options, task, options.folder / "data" / task)
+        return 0
     if not options.model:
         parser.error("--model: what to start from")
     if options.what == "try":
-        options.tasks = options.tasks or [name for name, task in skill_tasks.TASKS.items() if task.name]
         grid.run(tried(options), options.folder, at_once=options.at_once, limit=options.limit)
         print(skill_report.trials(grid.read(results)))
         return 0
@@ -91,8 +97,9 @@ def run(options: argparse.Namespace) -> int:
 def tried(options: argparse.Namespace) -> list[grid.Job]:
     jobs = []
     for task in options.tasks:
-        for kind in ("base", "sft"):
-            jobs.append(job(options, task, f"try-{task}-{kind}", kind, seconds=20))
+        jobs.append(job(options, task, f"try-{task}-base", "base", seconds=20))
+        for rate in options.sft_learning_rates:
+            jobs.append(job(options, task, f"try-{task}-sft-{rate:g}", "sft", seconds=20, learning_rate=rate))
     return jobs
 
 
@@ -143,7 +150,7 @@ def shown(options: argparse.Namespace, rates: dict[tuple[str, str], float]) -> l
 def job(options: argparse.Namespace, task: str, name: str, kind: str, seconds: float, **more: object) -> grid.Job:
     data, models = options.folder / "data" / task, options.folder / "models"
     make_data(options, task, data)
-    told = {"task": task, "data": data, "prompts": options.prompts, "answers": options.answers} | more
+    told = {"task": task, "data": data, "prompts": options.prompts, "answers": options.answers}
     told |= {"sft_rows": options.sft_rows, "eval_rows": options.eval_rows, "eval_answers": options.eval_answers}
     needs: tuple[str, ...] = ()
     product = None
@@ -154,8 +161,8 @@ def job(options: argparse.Namespace, task: str, name: str, kind: str, seconds: f
         needs = (f"{task}-sft",)
     if kind == "sft":
         product = models / name
-        told |= {"save_path": product, "learning_rate": options.sft_learning_rate}
-    words = [word for key, value in told.items() for word in (f"--{key}", str(value))]
+        told |= {"save_path": product, "learning_rate": options.sft_learning_rates[0]}
+    words = [word for key, value in (told | more).items() for word in (f"--{key}", str(value))]
     words.append("--bf16" if options.bf16 else "--no-bf16")
     return grid.Job(name, [sys.executable, str(HERE / "skill_job.py"), kind, *words], needs, seconds, product)
 

@@ -81,8 +81,7 @@ def rl(options: argparse.Namespace) -> str:
         **{"max_samples": options.iterations * options.prompts, "rollout_batch_size": options.prompts},
         **{"n_samples_per_prompt": options.answers, "train_batch_size": answers // options.updates},
         **{"prompt_max_len": 320, "generate_max_len": longest, "rollout_slots": max(answers, 256)},
-        # Said rather than planned from the memory that is free, which the other jobs of the grid want, too.
-        **{"rollout_kv_tokens": 256 * max(answers, 256), "use_dynamic_batch": True, "train_max_tokens_per_gpu": 16384},
+        **{"use_dynamic_batch": True, "train_max_tokens_per_gpu": 16384},
         **{"init_kl_coef": 0, "actor_learning_rate": options.learning_rate, "lr_scheduler": "constant_with_warmup"},
     }
     if options.kind == "ppo":
@@ -113,7 +112,8 @@ def evaluate(options: argparse.Namespace, model: str) -> dict[str, Any]:
 
     rows = [json.loads(line) for line in (options.data / f"{options.split}.jsonl").read_text().splitlines()]
     rows = rows[: options.eval_rows]
-    learner = trimtab.Learner(model, bf16=options.bf16, reference=options.reference or options.model)
+    reference = options.reference or options.model
+    learner = trimtab.Learner(model, bf16=options.bf16, reference=reference, rollout_slots=512)
     samples = learner.sample(
         [[{"role": "user", "content": row["prompt"]}] for row in rows],
         options.eval_answers,

@@ -13,8 +13,9 @@ def trials(rows: list[dict]) -> str:
     lines = [f"| task | model | {COLUMNS} |", "|" + "---|" * 10]
     for job, row in _finals(rows):
         if job.startswith("try-"):
-            _, task, kind = job.split("-")
-            lines.append(f"| {task} | {'as it came' if kind == 'base' else 'after SFT'} | {_cells(row)} |")
+            _, task, _, *rate = job.split("-", 3)
+            called = f"SFT, learning rate {rate[0]}" if rate else "as it came"
+            lines.append(f"| {task} | {called} | {_cells(row)} |")
     return "\n".join(lines)
 
 

@@ -26,10 +26,12 @@ def test_pairs_may_be_texts_or_messages():
     assert told["chosen"] == answers["chosen"]
 
 
-@pytest.mark.parametrize("rejected", ["21", f"{SPOKEN}21".replace("Hello", "Hullo"), None])
-def test_a_row_that_is_no_pair_is_named(rejected):
-    with pytest.raises(SystemExit, match="row 7"):
-        overoptimisation.as_pair({"chosen": f"{SPOKEN}12", "rejected": rejected}, "row 7")
+def test_a_row_that_cannot_be_read_is_named_and_one_of_two_prompts_is_no_pair():
+    for rejected in ("21", None):
+        with pytest.raises(SystemExit, match="row 7, rejected"):
+            overoptimisation.as_pair({"chosen": f"{SPOKEN}12", "rejected": rejected}, "row 7")
+    for other in (f"{SPOKEN}21".replace("Hello", "Hullo"), f"{SPOKEN}21\n\nHuman: No\n\nAssistant: 12"):
+        assert overoptimisation.as_pair({"chosen": f"{SPOKEN}12", "rejected": other}, "row 7") is None
 
 
 def write_pairs(path: Path, count: int) -> Path:
