@@ -160,7 +160,8 @@ class _Grid:
         self.running.remove(running)
         told = read(self._rows(job)) or [{}]
         self._rows(job).unlink(missing_ok=True)
-        told = [{"job": job.name, "state": state, "seconds": round(seconds, 1)} | row for row in told]
+        about = {"job": job.name, "state": state, "seconds": round(seconds, 1)}
+        told = [about | row | about for row in told]
         rows = [row for row in read(self.results) if row["job"] != job.name] + told
         partial = self.results.with_suffix(".partial")
         partial.write_text("".join(json.dumps(row) + "\n" for row in rows))

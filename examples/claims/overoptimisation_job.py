@@ -10,7 +10,7 @@ import estimates
 import grid
 
 FIGURES = ("reward", "kl_answer", "kl", "length", "truncated", "sampled_entropy", "explained_variance", "clip_fraction")
-FIGURES += ("seconds", "seconds_rollout", "seconds_scoring", "seconds_update", "seconds_evaluation")
+FIGURES += ("memory_gib", "seconds_rollout", "seconds_scoring", "seconds_update", "seconds_evaluation")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -123,7 +123,7 @@ def ppo(options: argparse.Namespace) -> None:
             for folder, called in names.items():
                 if f"reward/{folder}" in name:
                     found[name.replace(f"reward/{folder}", called)] = value
-        grid.tell(step=row["step"], **found)
+        grid.tell(step=row["step"], iteration_seconds=row.get("seconds"), **found)
 
     data = str(options.data / "train.jsonl")
     run = trimtab.ppo(options.model, data, list(judges.values()), on_iteration=tell, **settings)

@@ -16,7 +16,7 @@ import skill_tasks
 
 PRESETS = {"grpo": "grpo", "dapo": "dapo", "rloo": "rloo", "reinforce++": "reinforce", "ppo": "ppo"}
 FIGURES = ("reward", "length", "truncated", "sampled_entropy", "equal_groups", "filtered_groups", "clip_fraction")
-FIGURES += ("grad_norm", "explained_variance", "seconds", "seconds_rollout", "seconds_scoring", "seconds_update")
+FIGURES += ("grad_norm", "explained_variance", "memory_gib", "seconds_rollout", "seconds_scoring", "seconds_update")
 K = 8  # of pass@k
 
 
@@ -95,7 +95,7 @@ def rl(options: argparse.Namespace) -> str:
         found = {name: row[name] for name in row if name in FIGURES or name.startswith("eval_pass")}
         # Groups that are left out were drawn and scored as well; a row of step 0 has nothing but an evaluation.
         drawn = (options.prompts + row.get("filtered_groups", 0)) * options.answers if row["step"] else 0
-        grid.tell(step=row["step"], drawn=drawn, **found)
+        grid.tell(step=row["step"], drawn=drawn, iteration_seconds=row.get("seconds"), **found)
 
     run = train(options.model, str(options.data / "train.jsonl"), right, on_iteration=tell, **settings)
     return str(run.path)

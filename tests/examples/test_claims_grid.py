@@ -16,13 +16,13 @@ def rows_of(folder: Path, job: str) -> list[dict]:
 def test_a_job_waits_for_what_it_needs_and_its_rows_are_kept(tmp_path: Path) -> None:
     product = tmp_path / "model"
     jobs = [
-        grid.Job("second", say(f"grid.tell(seen=open({str(product)!r}).read())"), needs=("first",)),
+        grid.Job("second", say(f"grid.tell(seen=open({str(product)!r}).read(), seconds=1e9)"), needs=("first",)),
         grid.Job("first", say(f"open({str(product)!r}, 'w').write('made'); grid.tell(a=1); grid.tell(a=2)")),
     ]
     assert grid.run(jobs, tmp_path, at_once=2) == []
     assert [row["a"] for row in rows_of(tmp_path, "first")] == [1, 2]
     (second,) = rows_of(tmp_path, "second")
-    assert second["seen"] == "made" and second["state"] == "done"
+    assert second["seen"] == "made" and second["state"] == "done" and second["seconds"] != 1e9
 
 
 def test_what_is_done_is_not_run_again_unless_a_product_that_is_needed_is_gone(tmp_path: Path) -> None:
