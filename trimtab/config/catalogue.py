@@ -5,6 +5,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import sys
 import textwrap
 import types
 import typing
@@ -125,7 +126,9 @@ def _help_texts(group: type) -> dict[str, str]:
     """The string under each field of a class."""
     if group is object:
         return {}
-    (defined,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
+    defined: ast.stmt | None = _classes_of(group.__module__).get(group.__qualname__)
+    if defined is None:  # inside a function
+        (defined,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
     assert isinstance(defined, ast.ClassDef), group
     texts = {}
     for statement, following in itertools.pairwise(defined.body):
@@ -137,6 +140,13 @@ def _help_texts(group: type) -> dict[str, str]:
         ):
             texts[statement.target.id] = " ".join(str(following.value.value).split())
     return texts
+
+
+@functools.cache
+def _classes_of(module: str) -> dict[str, ast.ClassDef]:
+    """Read once: `inspect.getsource` reads the whole file again for every class in it, and every command waits."""
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {statement.name: statement for statement in body if isinstance(statement, ast.ClassDef)}
 
 
 def find(job_class: type, name: str) -> Option | None:

@@ -20,7 +20,7 @@ if not os.environ.get(ADDRESS):
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 import ray  # noqa: E402
-from ray.exceptions import AuthenticationError, RayError  # noqa: E402
+from ray.exceptions import AuthenticationError  # noqa: E402
 
 
 @contextlib.contextmanager
@@ -41,7 +41,9 @@ def connected() -> Iterator[None]:
             f"Ray at {os.environ.get(ADDRESS, 'this machine')} asks for its token: set RAY_AUTH_MODE=token and "
             "RAY_AUTH_TOKEN_PATH to the file that its head was started with"
         ) from error
-    except (ConnectionError, RayError, RuntimeError, ValueError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # a Ray that does not come up in its half minute is a plain Exception
         place = f"at {os.environ[ADDRESS]} (RAY_ADDRESS)" if ADDRESS in os.environ else "on this machine"
         said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(f"no Ray {place}: {said}") from error
