@@ -1,6 +1,7 @@
 """What docs/architecture.md says about imports, read off the source."""
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -71,9 +72,14 @@ ASKS_FOR_ONE = re.compile(
 )
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[tuple[str, int]]:
     """Every module a file imports, at its top or inside a function, and where."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -146,7 +152,7 @@ def test_ray_is_imported_by_the_cluster_alone():
 def test_vllm_is_imported_by_its_own_engine_alone_and_where_it_is_used():
     inside = ROOT / "rollout" / "vllm"
     for path in FILES:
-        tops = {node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)}
+        tops = {node for node in tree_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)}
         named = {alias.name for node in tops if isinstance(node, ast.Import) for alias in node.names}
         named |= {node.module or "" for node in tops if isinstance(node, ast.ImportFrom)}
         assert "vllm" not in {name.split(".")[0] for name in named}, path
@@ -160,7 +166,7 @@ def test_files_are_renamed_and_flushed_in_one_place():
     found = {
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in set(FILES) - {ROOT / "files.py"}
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         # A path's `replace` has one argument, a string's two.
         if node.func.attr in names
@@ -178,7 +184,7 @@ def test_the_mathematics_depends_on_torch_alone():
 
 def names_and_words(path: Path) -> Iterator[str]:
     """Identifiers and texts of a file, but not its comments and docstrings."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     documentation = {
         id(node.body[0].value)
         for node in ast.walk(tree)

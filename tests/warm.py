@@ -1,6 +1,6 @@
 """Commands in processes that can be killed, forked from one warm parent: importing torch again and again is slow.
 
-The parent imports everything and computes nothing, because OpenMP's threads do not survive a fork.
+The parent imports everything and computes no tensors, because OpenMP's threads do not survive a fork.
 """
 
 import multiprocessing
@@ -15,9 +15,11 @@ import peft  # noqa: F401
 import torch.distributed.fsdp
 import torch.distributed.tensor
 import transformers.models.llama.modeling_llama  # noqa: F401
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import trimtab.evaluate.generation
 import trimtab.evaluate.scoring
+import trimtab.report.page
 import trimtab.train.dpo
 import trimtab.train.kd
 import trimtab.train.kto
@@ -26,6 +28,13 @@ import trimtab.train.rl
 import trimtab.train.rm
 import trimtab.train.sft
 import trimtab.train.tail  # noqa: F401
+from tests.config.every_job import EVERY_JOB
+from trimtab.config.catalogue import options_of
+
+# What every command would find out again.
+for job in EVERY_JOB:
+    options_of(job)
+get_checkpoint_conversion_mapping("llama")
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.warm"])

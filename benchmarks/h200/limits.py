@@ -22,7 +22,7 @@ class Rates:
 
     @classmethod
     def measured(cls, device: torch.device, tiny: bool) -> "Rates":
-        size, count = (256, 1 << 16) if tiny else (8192, 1 << 32)
+        size, count = (32, 1 << 16) if tiny else (8192, 1 << 32)
         a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
         source = torch.empty(count, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)

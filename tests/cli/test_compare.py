@@ -102,8 +102,8 @@ def test_the_log_prob_of_a_row_is_that_of_the_tokens_that_were_drawn(folder):
 
 def test_log_probs_of_another_precision_are_not_taken_for_the_own(folder):
     """In the first iteration the policy is the reference, so that its KL is 0 if both are rounded alike."""
-    train(folder, "grpo", "recorded_in_bf16", f"--bf16 --record {folder}/recording_bf16")
-    out = train(folder, "grpo", "replayed_in_fp32", f"--replay {folder}/recording_bf16")
+    train(folder, "grpo", "recorded_in_bf16", f"--bf16 --max_steps 2 --record {folder}/recording_bf16")
+    out = train(folder, "grpo", "replayed_in_fp32", f"--max_steps 2 --replay {folder}/recording_bf16")
     assert abs(rows(out)[0]["kl"]) < 1e-10
     assert rows(out)[0]["log_prob_gap"] > 1e-4, "what was drawn was rounded to bf16"
 

@@ -241,7 +241,7 @@ def killed(words, folder, lines: int):
 
 def test_a_killed_job_goes_on_without_repeating_or_losing_a_row(generate, place):
     prompts = write_rows(place / "many.jsonl", make_prompts(60, seed=4))
-    words = ["--pretrain", "model", "--dataset", str(prompts), "--max_new_tokens", "30", "--best_of_n", "2"]
+    words = ["--pretrain", "model", "--dataset", str(prompts), "--max_new_tokens", "12", "--best_of_n", "2"]
     words += ["--output_path", "answers.jsonl", "--max_num_seqs", "4", "--reward_verifier", "length(1-40)"]
     done = killed(words, place, 5)
     assert 0 < done < 60

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.cli.sft_job import conversation, write_rows
+from tests.cli.sft_job import conversation, write_model, write_rows
 from trimtab.cli import train_sft
 from trimtab.embedded.sort_task import make_rows, prompt_of, reference_of
 from trimtab.train import metrics
@@ -51,9 +51,18 @@ def words_of(text: str) -> list[str]:
     return shlex.split(text)
 
 
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """A model of few multiplications: the commands ask for bf16, which is slow on a CPU that does not know it."""
+    changes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    return write_model(tmp_path_factory.mktemp("narrow") / "model", **changes)
+
+
 @pytest.fixture(autouse=True)
-def everything_in_one_folder(sft, tmp_path, monkeypatch):
-    """Rows for two steps, and wandb's settings and caches where they can be searched."""
+def everything_in_one_folder(sft, tmp_path, monkeypatch, narrow):
+    """The model, rows for two steps, and wandb's settings and caches where they can be searched."""
+    (tmp_path / "model").unlink()
+    (tmp_path / "model").symlink_to(narrow)
     rows = [{"question": prompt_of(row), "response": reference_of(row)} for row in make_rows(STEPS * 256, seed=1)]
     write_rows(tmp_path / "rows.jsonl", rows)
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "NETRC"):

@@ -14,7 +14,7 @@ from tests.cluster.phases import note_phases, wait_for
 from tests.train.rl import rl_run
 from tests.train.rl.test_groups import folder  # noqa: F401 (a fixture)
 
-TWO = "--ray --actor_num_gpus_per_node 2 --eval_steps -1 --max_steps 6"
+TWO = "--ray --actor_num_gpus_per_node 2 --eval_steps -1 --max_steps 4"
 
 
 @pytest.fixture

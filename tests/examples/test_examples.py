@@ -95,13 +95,15 @@ def test_there_is_a_recipe_for_every_job_and_for_the_mixture_of_experts():
 @pytest.mark.parametrize("name, words, settings", JOBS)
 def test_a_recipe_trains_in_its_tiny_mode(name, words, settings, folder, capsys):
     module, options = tiny_command(folder, name, *words, **settings)
+    if options_class(module).trainer == "rl":  # to draw in bf16 is slow on a CPU that does not know it
+        options += ["--max_samples", "24"]
     settled, _ = settle(parse(options_class(module), options))
     assert importlib.import_module(module).main(options) == 0, capsys.readouterr().err
     seen = metrics(settled.save_path)
-    assert len(seen) == 8
+    assert len(seen) == (3 if settled.trainer == "rl" else 8)
     if settled.trainer == "rl":  # what is learnt here is no loss that falls
         assert all(map(math.isfinite, seen))
-        if "REWARD_FUNCTION" in settings:  # random weights are never right, which this reward pays nothing for
+        if settled.reward_pretrain is None:  # random weights are never right, which the function pays nothing for
             assert max(metrics(settled.save_path, "reward/reward_func/brief")) > 0
         else:
             assert max(metrics(settled.save_path, "grad_norm")) > 0

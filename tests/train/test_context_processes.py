@@ -13,7 +13,7 @@ def run_shared(folder, out, job, more="", *, model="model", processes=2):  # noq
     assert warm.run_world(words, processes) == [0] * processes
 
 
-@pytest.mark.short(2)
+@pytest.mark.short(1)
 @pytest.mark.parametrize(
     ("job", "stage"), [("sft", 2), ("dpo", 2), ("rm", 3), ("kd", 3), ("kd", 2), ("kto", 2), ("dpo", 3), ("sft", 0)]
 )

@@ -50,9 +50,9 @@ KILLED = [("repulse", (3, "update", 0)), ("lora", (3, "update", 0)), ("repulse",
 KILLED += [("rounds", (1, "update_proposal", 1)), ("repulse", (5, "conclude", 0)), ("base_proposal", (3, "update", 0))]
 KILLED += [("linear_head", (3, "update_proposal", 0))]
 STOPPED = [
+    ("repulse", (3, "score_proposed", 0)),
     ("rounds", (3, "update_proposal", 1)),
     ("rounds", (1, "score_proposed", 0)),
-    ("repulse", (3, "score_proposed", 0)),
 ]
 STOPPED += [("repulse", (3, "sample_proposal", 0)), ("repulse", (5, "conclude", 0))]
 
@@ -97,13 +97,17 @@ def test_what_the_proposal_has_learnt_and_said_is_in_the_checkpoint(folder, tmp_
 
 @pytest.fixture(scope="module")
 def stopped(folder, tmp_path_factory):
-    """Runs that were killed after their first checkpoint."""
+    """Runs that were killed after their first checkpoint, one of each method."""
     places = {}
-    for method in "repulse", "reinforce":
-        places[method] = tmp_path_factory.mktemp(method)
-        killed = partial(at, (3, "update", 0), signal.SIGKILL, TailRun)
-        assert warm.run(arguments(folder, places[method], method), prepare=killed) == -signal.SIGKILL
-    return places
+
+    def make(method):
+        if method not in places:
+            places[method] = tmp_path_factory.mktemp(method)
+            killed = partial(at, (3, "update", 0), signal.SIGKILL, TailRun)
+            assert warm.run(arguments(folder, places[method], method), prepare=killed) == -signal.SIGKILL
+        return places[method]
+
+    return make
 
 
 @pytest.mark.short(2)
@@ -120,10 +124,10 @@ def test_a_checkpoint_of_another_method_or_proposal_is_refused_in_one_line(
     folder, stopped, tmp_path, method, other, complaint
 ):
     log = tmp_path / "log"
-    words = arguments(folder, stopped[method], other, "--load_checkpoint")
+    words = arguments(folder, stopped(method), other, "--load_checkpoint")
     assert warm.run(words, log=log) == 2
     (line,) = [line for line in log.read_text().splitlines() if "error" in line]
-    assert complaint in line and (stopped[method] / "checkpoints").is_dir()
+    assert complaint in line and (stopped(method) / "checkpoints").is_dir()
 
 
 SLEEPS = """
