@@ -4,9 +4,9 @@
 
 The engine's graphs draw tokens that were made up before, and its prompts are read by nobody (host_cost.py): what is
 left is sessions, pages, texts, templates, and environments in processes of their own. Told for one round after another:
-seconds by the clock, CPU seconds of this process (its listening thread's among them), seconds in which it had nothing
-to do but wait for environments, and milliseconds of CPU an episode's turn. Without --environment a game is played that
-takes no time and lasts as many turns as it is told to.
+seconds by the clock, CPU seconds of this process and of its listening thread among them, seconds in which it had
+nothing to do but wait for environments, and milliseconds of CPU an episode's turn, here and where environments run.
+Without --environment a game is played that takes no time and lasts as many turns as it is told to.
 
 The goal is 0.2 ms a turn: 1,024 episodes that a model of 135 million parameters plays on an H200 need some tenths of a
 second a turn on the device.
@@ -83,6 +83,15 @@ def nothing_computed(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
         yield
 
 
+def spent_by(pool: Pool) -> float:
+    """CPU seconds of its processes."""
+    ticks = 0
+    for worker in pool._workers:
+        with open(f"/proc/{worker.child._process.pid}/stat") as stat:
+            ticks += sum(int(field) for field in stat.read().rpartition(")")[2].split()[11:13])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def play(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
     os.environ["TOLD_GAME_TURNS"] = str(options.turns)
     source = options.environment or f"{GAME}:Game"
@@ -94,8 +103,11 @@ def play(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Non
         make_engine(options.slots, 4096), pool, tokenizer, PlaySettings(max_turns=options.turns, episode_max_len=None)
     )
     sampling = Sampling(max_new_tokens=options.tokens, n=options.group, stop_token_ids=(tokenizer.eos_token_id,))
-    waited = 0.0
-    finished = pool.finished
+    waited, finished = 0.0, pool.finished
+    clock = time.pthread_getcpuclockid(pool._listener.ident)
+
+    def listened() -> float:
+        return time.clock_gettime(clock)
 
     def timed(seconds: float):
         nonlocal waited
@@ -107,15 +119,17 @@ def play(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Non
     pool.finished = timed  # type: ignore[method-assign]
     for number in range(options.rounds):
         Read.sizes.clear()
-        waited, began, cpu = 0.0, time.perf_counter(), time.process_time()
+        waited, began, cpu, theirs, heard = 0.0, time.perf_counter(), time.process_time(), spent_by(pool), listened()
         rollouts = list(engine.stream([[1]] * groups, sampling, tasks=tasks))
-        wall, cpu = time.perf_counter() - began, time.process_time() - cpu
+        wall, cpu, theirs = time.perf_counter() - began, time.process_time() - cpu, spent_by(pool) - theirs
+        heard = listened() - heard
         assert not any(rollout.episode.problem for rollout in rollouts)
         turns = sum(rollout.episode.logs["turns"] for rollout in rollouts)
         read = sum(tokens for _, tokens in Read.sizes)
         print(
-            f"round {number}: {len(rollouts)} episodes, {turns:.0f} turns in {wall:.2f} s: CPU {cpu:.2f} s, waiting "
-            f"{waited:.2f} s; {cpu / turns * 1e3:.3f} ms a turn; {len(Read.sizes)} reads of {read:,} tokens",
+            f"round {number}: {len(rollouts)} episodes, {turns:.0f} turns in {wall:.2f} s: CPU {cpu:.2f} s (listening "
+            f"{heard:.2f} s), waiting {waited:.2f} s; {1e3 * cpu / turns:.3f} ms a turn, and "
+            f"{1e3 * theirs / turns:.3f} ms where environments run; {len(Read.sizes)} reads of {read:,} tokens",
             flush=True,
         )
     engine.close()

@@ -18,7 +18,7 @@ from trimtab.envs.types import VERBATIM, Message
 from trimtab.errors import UserError
 
 ANSWER, ARGUMENT, QUESTION, PROBE = "Zanswerq", "Zargumentq", "Zquestionq", "Zprobeq"
-MOST_KNOWN = 256
+MOST_KNOWN = 1024
 LONGEST_KEPT = 2**14  # characters
 ANOTHER = "use another chat template (--tokenizer_chat_template)"
 WAY_OUT = f"{ANOTHER}, or --agent_history template"

@@ -51,19 +51,20 @@ class Strand:
 
     def read(self, ids: list[int]) -> "Strand":
         """With tokens of the world behind it."""
-        tokens = np.append(self.tokens, np.array(ids, dtype=np.int32))
-        return replace(self, tokens=tokens, drawn=np.append(self.drawn, np.zeros(len(ids), dtype=bool)))
+        tokens = np.concatenate((self.tokens, np.array(ids, dtype=np.int32)))
+        drawn = np.concatenate((self.drawn, np.zeros(len(ids), dtype=bool)))
+        return Strand(self.prompt_ids, tokens, drawn, self.log_probs, self.versions, self.plain_log_probs)
 
     def wrote(self, turn: Draft, plain_log_probs: np.ndarray | None = None) -> "Strand":
         """With a turn of the model behind it, whole or not."""
         plain = self.plain_log_probs
-        return replace(
-            self,
-            tokens=np.append(self.tokens, turn.tokens),
-            drawn=np.append(self.drawn, np.ones(len(turn.tokens), dtype=bool)),
-            log_probs=np.append(self.log_probs, turn.log_probs),
-            versions=np.append(self.versions, turn.versions),
-            plain_log_probs=plain if plain_log_probs is None else np.append(plain, plain_log_probs),
+        return Strand(
+            self.prompt_ids,
+            np.concatenate((self.tokens, turn.tokens)),
+            np.concatenate((self.drawn, np.ones(len(turn.tokens), dtype=bool))),
+            np.concatenate((self.log_probs, turn.log_probs)),
+            np.concatenate((self.versions, turn.versions)),
+            plain if plain_log_probs is None else np.concatenate((plain, plain_log_probs)),
         )
 
 
@@ -78,7 +79,7 @@ class Moment:
 
     @property
     def turns(self) -> int:
-        return sum(said.drawn for said in self.said)
+        return sum([said.drawn for said in self.said])
 
     @property
     def messages(self) -> list[Message]:
@@ -154,7 +155,8 @@ class Play:
         """The last turn was."""
         *before, turn = self.now.said
         assert turn.drawn, "an environment rewards what the model said"
-        self.now = replace(self.now, said=(*before, replace(turn, reward=reward)))
+        now = self.now
+        self.now = Moment(now.strands, (*before, replace(turn, reward=reward)), now.request, now.part)
 
     def count_tools(self) -> None:
         for name, more in self.last_tools.items():

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from trimtab.agents.language import CannotSay, refusing
-from trimtab.agents.play import Play, Stage, Strand
+from trimtab.agents.play import Moment, Play, Stage, Strand
 from trimtab.agents.replaying import words_of
 from trimtab.envs.episode import Said
 from trimtab.envs.replies import Stepped
@@ -46,7 +46,7 @@ class Turns:
                 sampling=replace(self.session.sampling, n=1, stop_strings=tuple(stops)) if stops else None,
             )
         play.stage, play.since = Stage.WRITING, time.monotonic()
-        play.now = replace(play.now, request=request)
+        play.now = Moment(play.now.strands, play.now.said, request, part)
         self.session.writing[request] = play
 
     def wrote(self, play: Play, rollout: Rollout) -> None:
@@ -67,7 +67,7 @@ class Turns:
         """Tell the environment a turn."""
         said = play.now.said[place]
         strand = play.now.strands[said.branch]
-        number = sum(earlier.drawn for earlier in play.now.said[:place])
+        number = sum([earlier.drawn for earlier in play.now.said[:place]])
         room = max(0, self.session.longest - len(strand.prompt_ids) - said.end)
         finish: Literal["stop", "length"] = "length" if said.finish == "length" else "stop"
         ids = strand.tokens[said.start : said.end].tolist()

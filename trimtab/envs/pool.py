@@ -222,7 +222,9 @@ class Pool:
         try:
             with self._state:
                 worker.channel.flush()
-                for found in worker.heard():
+            heard = worker.heard()  # which nobody else does: the run need not wait while it is read
+            with self._state:
+                for found in heard:
                     ending = self._hear(worker, found["kind"], found["key"], found) or ending
                 self._state.notify_all()
         except TooLarge:

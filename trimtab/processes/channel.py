@@ -5,6 +5,7 @@ import socket
 import struct
 
 LARGEST = 2**28
+AT_ONCE = 2**20
 LENGTH = struct.Struct("!i")
 
 
@@ -29,13 +30,22 @@ class Channel:
     def send(self, message: bytes) -> None:
         """Now, or when `flush` is called and there is room."""
         assert len(message) <= LARGEST, f"a message of {len(message)} bytes"
-        self._outgoing += LENGTH.pack(len(message)) + message
-        self.flush()
+        whole = LENGTH.pack(len(message)) + message
+        if not self._outgoing and len(whole) <= AT_ONCE:  # nearly always; nothing is copied for it
+            try:
+                whole = whole[self._end.send(whole) :]
+            except BlockingIOError:
+                pass
+            except OSError:  # as below
+                return
+        if whole:
+            self._outgoing += whole
+            self.flush()
 
     def flush(self) -> None:
         try:
             while self._outgoing:
-                del self._outgoing[: self._end.send(memoryview(self._outgoing)[: 2**20].tobytes())]
+                del self._outgoing[: self._end.send(memoryview(self._outgoing)[:AT_ONCE].tobytes())]
         except BlockingIOError:
             return
         except OSError:  # whoever receives learns that the other end is gone
@@ -45,7 +55,7 @@ class Channel:
         """All that is there. EOFError: nothing more will come."""
         ended = False
         try:
-            while len(chunk := self._end.recv(2**20)):
+            while len(chunk := self._end.recv(AT_ONCE)):
                 self._incoming += chunk
             ended = True
         except BlockingIOError:

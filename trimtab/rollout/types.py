@@ -148,7 +148,7 @@ class Draft:
     def versions_of(self, count: int, version: int) -> np.ndarray:
         """Of the first `count` tokens, where this one's are followed by some that these weights drew."""
         new = np.full(count - len(self.tokens), version, dtype=np.int32)
-        return np.append(self.versions, new) if len(self.versions) else new
+        return np.concatenate((self.versions, new)) if len(self.versions) else new
 
 
 def drafts_of(given: Sequence[Draft] | None, samples: int, request: int, limit: int) -> Sequence[Draft]:

@@ -6,12 +6,12 @@ makes room first, and always the end of a sequence before its beginning.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trimtab.rollout.builtin.pages import PagePool
 
-Key = tuple[int, tuple[int, ...]]  # (number of the page before, tokens)
+Tokens = tuple[int, ...]
 
 
 @dataclass
@@ -27,10 +27,14 @@ class Found:
         return Found(len(self.pages) * size, self.pages)
 
 
-@dataclass(frozen=True)
 class Kept:
-    number: int
-    page: int
+    """A page, and those that were filled behind it."""
+
+    __slots__ = ("after", "before", "page", "tokens")
+
+    def __init__(self, tokens: Tokens, page: int, before: "Kept | None"):
+        self.tokens, self.page, self.before = tokens, page, before
+        self.after: dict[Tokens, Kept] = {}
 
 
 class KeptPages:
@@ -38,67 +42,70 @@ class KeptPages:
         """`least`: tokens that must be saved for it to be worth while, unless they are more than what is left."""
         self.pool, self.least = pool, least
         self.keeping = False
-        self._kept: OrderedDict[Key, Kept] = OrderedDict()  # the one used longest ago first
-        self._numbers = 0
+        self._first = Kept((), 0, None)  # before all sequences
+        self._order: OrderedDict[Kept, None] = OrderedDict()  # the one used longest ago first
 
     @property
     def alone(self) -> int:
         """Pages that nobody else holds: so many more would be free."""
-        return sum(self.pool.holders(kept.page) == 1 for kept in self._kept.values())
+        return sum(self.pool.holders(kept.page) == 1 for kept in self._order)
 
     def find(self, ids: list[int]) -> Found:
         """What is kept of this beginning, but for the last token: it must be read to go on from it."""
+        if not self.keeping:
+            return Found()
         path = self._path(ids)
-        pages = [self._kept[key].page for key in path]
-        tokens = min(sum(len(key[1]) for key in path), len(ids) - 1)
-        if not self.keeping or tokens < max(1, min(self.least, len(ids) - tokens)):
+        tokens = min(sum([len(kept.tokens) for kept in path]), len(ids) - 1)
+        if tokens < max(1, min(self.least, len(ids) - tokens)):
             return Found()
         self._touch(path)
         whole, rest = divmod(tokens, self.pool.size)
-        return Found(tokens, pages[:whole], pages[whole] if rest else None)
+        return Found(tokens, [kept.page for kept in path[:whole]], path[whole].page if rest else None)
 
     def keep(self, ids: list[int], pages: list[int]) -> None:
         """Hold these pages, filled with the keys and values of `ids`, besides their present holder."""
         if not self.keeping:
             return
-        path, before = [], 0
-        for page, tokens in zip(pages, _cut(ids, self.pool.size)):
-            key = before, tokens
-            if key not in self._kept:
+        path, last, size = [], self._first, self.pool.size
+        for page, start in zip(pages, range(0, len(ids), size)):
+            tokens = tuple(ids[start : start + size])
+            kept = last.after.get(tokens)
+            if kept is None:
                 self.pool.share([page])
-                self._numbers += 1
-                self._kept[key] = Kept(self._numbers, page)
-            path.append(key)
-            before = self._kept[key].number
+                kept = last.after[tokens] = Kept(tokens, page, last)
+                self._order[kept] = None
+            path.append(kept)
+            last = kept
         self._touch(path)
 
     def evict(self, free: int) -> None:
         """Let go until so many pages are free, or nothing is kept."""
-        while self._kept and self.pool.free < free:
-            _, oldest = self._kept.popitem(last=False)
+        while self._order and self.pool.free < free:
+            oldest, _ = self._order.popitem(last=False)
+            assert oldest.before is not None
+            del oldest.before.after[oldest.tokens]
             self.pool.give_back([oldest.page])
 
     def forget(self) -> None:
         """Let all go."""
-        self.pool.give_back([kept.page for kept in self._kept.values()])
-        self._kept.clear()
+        self.pool.give_back([kept.page for kept in self._order])
+        self._first.after.clear()
+        self._order.clear()
 
-    def _path(self, ids: list[int]) -> list[Key]:
+    def _path(self, ids: list[int]) -> list[Kept]:
         """The pages that hold the longest beginning."""
-        path: list[Key] = []
-        before, start, size = 0, 0, self.pool.size
-        while (key := (before, tuple(ids[start : start + size]))) in self._kept:
-            path.append(key)
-            before, start = self._kept[key].number, start + len(key[1])
-        for length in range(min(size, len(ids) - start) - 1, 0, -1):
-            if (key := (before, tuple(ids[start : start + length]))) in self._kept:
-                return [*path, key]
+        path: list[Kept] = []
+        last, start, size = self._first, 0, self.pool.size
+        while (kept := last.after.get(tuple(ids[start : start + size]))) is not None:
+            path.append(kept)
+            last, start = kept, start + len(kept.tokens)
+        if last.after:
+            for length in range(min(size, len(ids) - start) - 1, 0, -1):
+                if (kept := last.after.get(tuple(ids[start : start + length]))) is not None:
+                    return [*path, kept]
         return path
 
-    def _touch(self, path: list[Key]) -> None:
-        for key in reversed(path):  # so that a beginning is always younger than its ends
-            self._kept.move_to_end(key)
-
-
-def _cut(ids: list[int], size: int) -> Iterator[tuple[int, ...]]:
-    return (tuple(ids[start : start + size]) for start in range(0, len(ids), size))
+    def _touch(self, path: Sequence[Kept]) -> None:
+        use = self._order.move_to_end
+        for kept in reversed(path):  # so that a beginning is always younger than its ends
+            use(kept)
