@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from trimtab.serving.asking import Asking
-from trimtab.serving.desk import Desk
+from trimtab.serving.drawing import Drawing
 from trimtab.serving.fields import Fields
 from trimtab.serving.metrics import Metrics
 from trimtab.serving.policy import ServedPolicy
@@ -40,23 +40,25 @@ NOT_OFFERED = {
 }
 
 Answer = Callable[[Fields, str | None, Request], Awaitable[Response]]
+Elsewhere = Callable[[Request, bytes], Awaitable[Response]]
 
 
 def make_app(
     policy: ServedPolicy,
-    desk: Desk,
+    drawing: Drawing,
     records: Records,
     metrics: Metrics,
     *,
     token: str | None = None,
     max_bytes: int = MOST_BYTES,
-    seed: int = 0,
     version: Callable[[], int] = lambda: 0,
+    elsewhere: Elsewhere | None = None,
 ) -> Starlette:
-    """`token`: what requests must bring; `seed`: from which requests draw that bring none; `version`: of the weights.
-    `state.gate` of what is returned lets requests in."""
-    gate = Gate(give_up=lambda: desk.close(Closing()))
-    asking = Asking(policy, desk, records, seed)
+    """`token`: what requests must bring; `version`: of the weights; `elsewhere`: who answers in another process what
+    belongs to a session, or asks for what all processes know together. `state.gate` of what is returned lets requests
+    in."""
+    gate = Gate(give_up=lambda: drawing.close(Closing()))
+    asking = Asking(policy, drawing, records)
 
     def session_of(request: Request, fields: Fields | None) -> str | None:
         named = request.path_params.get("session") or request.headers.get("x-session-id")
@@ -71,28 +73,41 @@ def make_app(
     def posted(path: str, answer: Answer) -> list[Route]:
         async def handle(request: Request) -> Response:
             response: Response
+            counted = False
             try:
                 with gate.entered():
                     authorise(request, token)
                     content = await read_body(request, max_bytes, "send less at once")
                     fields = Fields(json_object(content), size=len(content))
                     _check_model(fields, policy.name)
-                    response = await _unless_gone(request, answer(fields, session_of(request, fields), request))
+                    session = session_of(request, fields)
+                    if elsewhere is not None and session is not None:
+                        counted, answering = True, elsewhere(request, content)
+                    else:
+                        answering = answer(fields, session, request)
+                    response = await _unless_gone(request, answering)
             except ClientDisconnect:
                 response = Response(status_code=499)  # which nobody reads
             except Exception as error:
                 response = refusal(error)
-            metrics.requests[path, response.status_code] += 1
+            if not counted:
+                metrics.count(path, response.status_code)
             return response
 
         return [Route(prefix + path, handle, methods=["POST"]) for prefix in ("", "/s/{session}")]
 
-    def got(path: str, answer: Callable[[Request], Response], *, for_all: bool = False) -> list[Route]:
+    def got(
+        path: str, answer: Callable[[Request], Response], *, for_all: bool = False, by_all: bool = False
+    ) -> list[Route]:
+        """`for_all`: without a token; `by_all`: every process can say it."""
+
         async def handle(request: Request) -> Response:
             try:
                 if not for_all:
                     authorise(request, token)
-                return answer(request)
+                if elsewhere is None or by_all or gate.closed:
+                    return answer(request)
+                return await elsewhere(request, b"")
             except Exception as error:
                 return refusal(error)
 
@@ -103,12 +118,12 @@ def make_app(
         return JSONResponse({"object": "list", "data": [about | {"parent": None, "max_model_len": policy.most_tokens}]})
 
     def health(request: Request) -> Response:
-        closing = gate.closed or desk.closed
+        closing = gate.closed or drawing.closed
         status = {"status": "closing" if closing else "ok", "model": policy.name, "version": version()}
         return JSONResponse(status, 503 if closing else 200)
 
     def page(request: Request) -> Response:
-        return PlainTextResponse(metrics.page(waiting=desk.waiting, sessions=len(records)))
+        return PlainTextResponse(metrics.page(waiting=drawing.waiting, sessions=len(records)))
 
     def trace(request: Request) -> Response:
         session = session_of(request, None)
@@ -127,7 +142,7 @@ def make_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        desk.close(Closing())
+        drawing.close(Closing())
 
     routes = [
         *posted("/v1/chat/completions", asking.chat),
@@ -136,7 +151,7 @@ def make_app(
         *posted("/inference/v1/generate", asking.generate),
         *posted("/tokenize", asking.tokenize),
         *posted("/detokenize", asking.detokenize),
-        *got("/v1/models", models),
+        *got("/v1/models", models, by_all=True),
         *got("/health", health, for_all=True),
         *got("/metrics", page),
         *got("/trace", trace),

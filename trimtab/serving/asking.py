@@ -1,7 +1,6 @@
 """What each endpoint does with a request: read it, have it drawn, keep a record, answer."""
 
 import asyncio
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -10,10 +9,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from trimtab.envs.types import Message
-from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.types import Rollout
 from trimtab.serving import wanted as reading
-from trimtab.serving.desk import Ask, Desk
+from trimtab.serving.drawing import Drawing, Turn
 from trimtab.serving.fields import Fields, are_ids, is_text
 from trimtab.serving.messages import calls_are_read, read_messages, read_tools
 from trimtab.serving.policy import Conversation, ServedPolicy, Stage
@@ -35,10 +33,9 @@ Made = TypeVar("Made")
 
 
 class Asking:
-    def __init__(self, policy: ServedPolicy, desk: Desk, records: Records, seed: int):
-        self.policy, self.desk, self.records, self.seed = policy, desk, records, seed
+    def __init__(self, policy: ServedPolicy, drawing: Drawing, records: Records):
+        self.policy, self.drawing, self.records = policy, drawing, records
         self.replies = Replies(policy)
-        self._numbers = itertools.count()
 
     # ---- endpoints
 
@@ -62,8 +59,10 @@ class Asking:
         prompts = await _aside(fields, lambda: self._prompts(fields))
         for ids in prompts:  # before any is drawn
             self.policy.room(ids, "prompt")
-        if len(prompts) * wanted.answers > self.desk.most_waiting:
-            most = f"{len(prompts)} prompts with n {wanted.answers}: at most {self.desk.most_waiting} answers at once"
+        if len(prompts) * wanted.answers > self.drawing.most_waiting:
+            most = (
+                f"{len(prompts)} prompts with n {wanted.answers}: at most {self.drawing.most_waiting} answers at once"
+            )
             raise NotUnderstood(f"{most} are drawn here; send fewer", "prompt")
         drawn = [
             asyncio.ensure_future(self._drawn(ids, wanted, session, "prompt", number))
@@ -177,27 +176,15 @@ class Asking:
             raise NotUnderstood(words, code="max_turns")
         if record is not None:
             record.refused = None
-        seeds = self._seeds(record, wanted, session, len(ids), number)
-        asks = [Ask(ids, own, sampling, session) for own in seeds]
-        try:
-            for ask in asks:
-                self.desk.ask(ask)
-            return list(await asyncio.gather(*(asyncio.wrap_future(ask.answer) for ask in asks)))
-        finally:
-            for ask in asks:
-                ask.answer.cancel()
+        seed = self._seed(record, wanted, session, len(ids))
+        return await self.drawing.draw(Turn(ids, sampling, wanted.answers, session, seed, number))
 
-    def _seeds(self, record: Record | None, wanted: Wanted, session: str | None, length: int, number: int) -> list[int]:
-        """Of the answers to one prompt."""
+    def _seed(self, record: Record | None, wanted: Wanted, session: str | None, length: int) -> int | None:
+        """Of the answers to one prompt; None: nobody has said one."""
         own = None if record is None else record.next_seed(length)
-        if own is not None:
-            seed = own
-        elif wanted.seed is None:
-            seed = stream_seed(self.seed, session, next(self._numbers))
-        else:
-            seed = stream_seed(wanted.seed, session, length)
-        seed = request_seed(seed, number) if number else seed
-        return [seed, *(request_seed(seed, answer) for answer in range(1, wanted.answers))]
+        if own is not None or wanted.seed is None:
+            return own
+        return stream_seed(wanted.seed, session, length)
 
     def _recorded_by_tokens(self, session: str | None, answered: Answered, wanted: Wanted) -> None:
         record = self.records.of(session)

@@ -53,13 +53,14 @@ class Desk:
         self._held: set[str] = set()  # sessions whose requests wait
         self._closed: Exception | None = None
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, *asks: Ask) -> None:
+        """All of them, or none."""
         with self._arrived:
             if self._closed is not None:
                 raise self._closed
-            if self.waiting >= self.most_waiting:
+            if self.waiting + len(asks) > self.most_waiting:
                 raise Overloaded
-            self._new.append(ask)
+            self._new.extend(asks)
             self._arrived.notify()
 
     @property

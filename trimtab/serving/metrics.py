@@ -12,6 +12,9 @@ class Metrics:
         self.read = self.drawn = 0  # tokens of prompts and of answers
         self.seconds = 0.0  # in which the engine worked
 
+    def count(self, path: str, status: int) -> None:
+        self.requests[path, status] += 1
+
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
         began = time.monotonic()

@@ -1,10 +1,13 @@
 """A model behind HTTP: `trimtab serve`, until it is told to stop."""
 
+import contextlib
+import os
 from collections.abc import Callable
+from typing import Any
 
 from trimtab.config.jobs import ServeOptions
 from trimtab.data.tokenizer import load_tokenizer
-from trimtab.distributed.device import find_device
+from trimtab.distributed.device import Device, find_device
 from trimtab.distributed.random_state import seed_everything
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
@@ -13,6 +16,7 @@ from trimtab.rollout.choose import build_engine
 from trimtab.rollout.stopping import stop_tokens
 
 try:
+    from trimtab.serving.fronts import FrontProcesses
     from trimtab.serving.policy import ServedPolicy
     from trimtab.serving.server import PolicyServer
     from trimtab.serving.wanted import House
@@ -21,38 +25,58 @@ except ImportError as error:
     raise UserError(f"a policy server needs the package {error.name}: pip install 'trimtab[serve]'") from error
 
 
+MOST_FRONTS = 8
+
+
 def serve(options: ServeOptions, token: str | None, say: Callable[[str], None], note: Callable[[str], None]) -> bool:
     """Runs until it is told to stop. `say` gets the line that says where it listens, once it does, and `note` what
     there is to know besides. Whether nothing is being drawn any more."""
     quiet_transformers()
     check_model_folder(options.pretrain)
-    listening = bind(options.host, options.port)
-    tokenizer = load_tokenizer(
-        options.pretrain, disable_fast=options.disable_fast_tokenizer, chat_template=options.tokenizer_chat_template
-    )
-    seed_everything(options.seed, deterministic=options.full_determinism)
-    model = load_frozen_policy(options.pretrain, options, find_device(), flag="--pretrain").model
-    engine = build_engine(model, tokenizer, slots=options.max_requests, keep_prefixes=True)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    given = [length for length in (options.max_model_len, context) if length is not None]
-    if not given:
-        raise UserError(f"--pretrain {options.pretrain}: its config names no context; give --max_model_len")
-    house = House(stop_tokens(model, tokenizer), model.head.out_features)
-    policy = ServedPolicy(options.served_model_name or options.pretrain, tokenizer, house, min(given))
-    server = PolicyServer(
-        policy,
-        token=token,
-        seed=options.seed,
-        version=lambda: engine.version,
-        max_bytes=int(options.max_request_mib * 2**20),
-        max_waiting=options.max_waiting,
-        drain_seconds=options.drain_seconds,
-    )
-    server.drive(engine)
-    for line in about(policy):
-        note(line)
-    say(f"serving {policy.name} at {address(listening)}")
-    return server.run(listening)
+    with contextlib.ExitStack() as opened:
+        listening = opened.enter_context(bind(options.host, options.port))
+        how: dict[str, Any] = {
+            "disable_fast": options.disable_fast_tokenizer,
+            "chat_template": options.tokenizer_chat_template,
+        }
+        tokenizer = load_tokenizer(options.pretrain, **how)
+        seed_everything(options.seed, deterministic=options.full_determinism)
+        device = find_device()
+        processes = None
+        if count := front_processes(options.http_processes, device):
+            processes = FrontProcesses(count, options.pretrain, **how)  # they start while the model is loaded
+            opened.callback(processes.close)
+        model = load_frozen_policy(options.pretrain, options, device, flag="--pretrain").model
+        engine = build_engine(model, tokenizer, slots=options.max_requests, keep_prefixes=True)
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        given = [length for length in (options.max_model_len, context) if length is not None]
+        if not given:
+            raise UserError(f"--pretrain {options.pretrain}: its config names no context; give --max_model_len")
+        house = House(stop_tokens(model, tokenizer), model.head.out_features)
+        policy = ServedPolicy(options.served_model_name or options.pretrain, tokenizer, house, min(given))
+        server = PolicyServer(
+            policy,
+            token=token,
+            seed=options.seed,
+            version=lambda: engine.version,
+            max_bytes=int(options.max_request_mib * 2**20),
+            max_waiting=options.max_waiting,
+            drain_seconds=options.drain_seconds,
+            processes=processes,
+        )
+        server.drive(engine)
+        for line in about(policy):
+            note(line)
+        say(f"serving {policy.name} at {address(listening)}")
+        return server.run(listening)
+
+
+def front_processes(wanted: int | None, device: Device) -> int:
+    """How many have the HTTP side; 0: this one."""
+    if wanted is not None:
+        return wanted
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if not device.is_accelerator else min(MOST_FRONTS, cores // 2)
 
 
 def about(policy: ServedPolicy) -> list[str]:

@@ -9,10 +9,12 @@ from trimtab.rollout.engine import Engine
 from trimtab.rollout.types import Sampling
 from trimtab.serving.app import MOST_BYTES, make_app
 from trimtab.serving.desk import MOST_WAITING, Desk, Driver, EngineFailed
+from trimtab.serving.drawing import DrawingHere
+from trimtab.serving.fronts import FrontProcesses, Fronts
 from trimtab.serving.metrics import Metrics
 from trimtab.serving.policy import ServedPolicy
 from trimtab.serving.records import Records
-from trimtab.web.server import DRAIN_SECONDS, SECONDS_TO_SEND, address, bind, make_server, serve_until_told
+from trimtab.web.server import DRAIN_SECONDS, SECONDS_TO_SEND, Server, address, bind, make_server, serve_until_told
 
 INVITED_CONNECTIONS = 2**16  # all episodes of an iteration are under way at once, each with one of its own
 # The engine's thread comes to its next step this soon while replies are written. Python's own 5 ms are several steps.
@@ -32,21 +34,38 @@ class PolicyServer:
         max_waiting: int = MOST_WAITING,
         drain_seconds: float = DRAIN_SECONDS,
         invited: bool = False,
+        processes: FrontProcesses | None = None,
     ):
         """`token`: what requests must bring; `seed`: of requests that bring none; `version`: of the weights; `invited`:
-        only sessions that were opened in this process are answered."""
+        only sessions that were opened in this process are answered; `processes`: that have the HTTP side, and are ended
+        with the server."""
         self.policy, self.metrics, self.records = policy, Metrics(), Records(invited=invited)
         self.desk = Desk(self.metrics, max_waiting)
+        drawing = DrawingHere(self.desk, seed)
         app = make_app(
-            *(policy, self.desk, self.records, self.metrics),
+            *(policy, drawing, self.records, self.metrics),
             token=token,
-            seed=seed,
             version=version,
             max_bytes=max_bytes,
         )
-        connections = INVITED_CONNECTIONS if invited else None
         self.gate = app.state.gate
-        self._server = make_server(app, drain_seconds, logs=LOGS, connections=connections)
+        self._server: Server | Fronts
+        if processes is None:
+            connections = INVITED_CONNECTIONS if invited else None
+            self._server = make_server(app, drain_seconds, logs=LOGS, connections=connections)
+        else:
+            about = {
+                "name": policy.name,
+                "stops": list(policy.house.stops),
+                "vocabulary": policy.house.vocabulary,
+                "most_tokens": policy.most_tokens,
+                "token": token,
+                "max_bytes": max_bytes,
+                "max_waiting": max_waiting,
+                "drain_seconds": drain_seconds,
+                "logs": LOGS,
+            }
+            self._server = Fronts(processes, app, drawing, self.metrics, about, drain_seconds)
         self._driver: Driver | None = None
         self._thread: threading.Thread | None = None
         sys.setswitchinterval(SWITCH_SECONDS)

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Sequence
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -22,7 +23,11 @@ BACKLOG = 2048
 ACCEPTED_AT_ONCE = 64
 
 
-def serve_until_told(server: "Server", listening: socket.socket) -> None:
+class Runs(Protocol):
+    def run(self, sockets: list[socket.socket]) -> None: ...
+
+
+def serve_until_told(server: Runs, listening: socket.socket) -> None:
     """In the main thread, until SIGINT or SIGTERM."""
     # uvicorn hands the signal on once it has finished; by then there is nothing left to stop.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -67,16 +72,17 @@ def make_server(
     *,
     logs: Sequence[str] = (),
     connections: int | None = None,
+    accepted_at_once: int = ACCEPTED_AT_ONCE,
 ) -> Server:
     """`app.state.gate` is where its requests come in; `logs`: loggers that are to be kept short; `connections`: at
-    once, if the system lets us have so many."""
+    once, if the system lets us have so many; `accepted_at_once`: of those that come together."""
     config = uvicorn.Config(
         app,
         http=protocol_with_limits(most_connections(connections)),
         log_level="warning",
         access_log=False,
         lifespan="on",
-        backlog=ACCEPTED_AT_ONCE,
+        backlog=accepted_at_once,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=SECONDS_TO_SEND,
     )
