@@ -61,10 +61,12 @@ def read(path: str | Path) -> list[dict]:
 def run(jobs: Sequence[Job], folder: str | Path, *, at_once: int = 1, limit: float = 3600) -> list[str]:
     """Run what is not done yet; the names of jobs that are not done in the end."""
     grid = _Grid(jobs, Path(folder), at_once, limit)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no job outlives it
     try:
         grid.work()
     finally:
         grid.cut_off()
+        signal.signal(signal.SIGTERM, before)
     return grid.report()
 
 

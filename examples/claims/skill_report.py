@@ -22,9 +22,7 @@ def trials(rows: list[dict]) -> str:
 def table(rows: list[dict]) -> str:
     """What is shown, on the test prompts: a line for each run; the 95 % intervals are of new prompts."""
     lines = [f"| task | model | seed | {COLUMNS} | state |", "|" + "---|" * 12]
-    for job, row in _finals(rows):
-        if job.startswith(("try-", "choose-")):
-            continue
+    for job, row in _shown(rows).items():
         task, kind, *seed = job.split("-")
         called = METHODS.get(kind, {"base": "as it came", "sft": "SFT"}.get(kind))
         lines.append(f"| {task} | {called} | {seed[0] if seed else ''} | {_cells(row)} | {row['state']} |")
@@ -33,6 +31,14 @@ def table(rows: list[dict]) -> str:
 
 def _finals(rows: list[dict]) -> Iterator[tuple[str, dict]]:
     return ((row["job"], row) for row in rows if row.get("final"))
+
+
+def _shown(rows: list[dict]) -> dict[str, dict]:
+    """By task, the model as it came and after SFT first, the seeds of a method beside each other."""
+    found = {job: row for job, row in _finals(rows) if not job.startswith(("try-", "choose-"))}
+    places = {kind: place for place, kind in enumerate(["base", "sft", *METHODS])}
+    order = sorted(found, key=lambda job: (job.split("-")[0], places[job.split("-")[1]], job))
+    return {job: found[job] for job in order}
 
 
 def _cells(row: dict) -> str:
@@ -48,7 +54,7 @@ def draw(rows: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    finals = {job: row for job, row in _finals(rows) if not job.startswith(("try-", "choose-"))}
+    finals = _shown(rows)
     tasks = list(dict.fromkeys(job.split("-")[0] for job in finals))
     figure, axes = pyplot.subplots(len(tasks), 3, figsize=(13, 3.6 * len(tasks)), squeeze=False)
     for line, task in zip(axes, tasks):

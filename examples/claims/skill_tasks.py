@@ -97,6 +97,7 @@ def _holds(statement: Any, knights: tuple[bool, ...]) -> bool:
 
 TASKS = {
     "sums": Task("chain_sum", sums, {"min_terms": 3, "max_terms": 4, "min_digits": 2, "max_digits": 2}),
+    "short_sums": Task("chain_sum", sums, {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2}),
     "products": Task("products", products, {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}),
     "sorting": Task("number_sorting", lambda _: "", {"min_numbers": 4, "max_numbers": 5, "max_decimals": 0}),
     "letters": Task("letter_counting", letters, {"min_words": 3, "max_words": 5}),

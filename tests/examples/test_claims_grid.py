@@ -1,6 +1,10 @@
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from tests.examples.claims_at_hand import CLAIMS, grid
 
@@ -63,3 +67,17 @@ def test_what_needs_a_failed_job_is_left_out_and_the_rest_is_run(tmp_path: Path,
     assert rows_of(tmp_path, "broken")[0]["state"] == "failed"
     assert rows_of(tmp_path, "apart")[0]["state"] == "done"
     assert "no such model" in capsys.readouterr().err
+
+
+def test_no_job_outlives_a_grid_that_is_ended(tmp_path: Path) -> None:
+    said = tmp_path / "pid"
+    endless = say(f"import os, time; open({str(said)!r}, 'w').write(str(os.getpid())); time.sleep(60)")
+    words = f"grid.run([grid.Job('endless', {endless!r})], {str(tmp_path / 'runs')!r})"
+    begun = subprocess.Popen(say(words), stdout=subprocess.DEVNULL)
+    while not (said.exists() and said.read_text()):
+        time.sleep(0.02)
+    begun.terminate()
+    assert begun.wait(timeout=30) == 143
+    assert rows_of(tmp_path / "runs", "endless")[0]["state"] == "cut"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(said.read_text()), 0)
