@@ -7,7 +7,9 @@ import pytest
 
 from tests.serving.running import CONTEXT, TEMPLATE, Scripted, engine, running, tokenizer
 from trimtab.rollout.types import Sampling
+from trimtab.serving.policy import ServedPolicy
 from trimtab.serving.seeds import stream_seed
+from trimtab.serving.wanted import House
 
 HELLO = [{"role": "user", "content": "what is the answer"}]
 
@@ -201,3 +203,12 @@ def test_in_training_the_run_says_how_is_drawn(caplog):
     (_, sampling), *_ = scripted.asked
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.8, 1.0, 0)
     assert sampling.max_new_tokens == 9 and sampling.stop_strings == ("x",)
+
+
+def test_names_of_all_tokens_are_those_of_each_alone():
+    words = tokenizer()
+    one, all_known = (ServedPolicy("tiny", words, House((), len(words) + 5), 64) for _ in range(2))
+    all_known.name_all()
+    assert len(all_known.names) == len(words) + 5
+    assert [one.names[token] for token in range(len(words) + 5)] == list(all_known.names.values())
+    assert one.names[words.eos_token_id] == ("<|im_end|>", '"<|im_end|>"')

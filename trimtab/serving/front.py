@@ -174,6 +174,7 @@ def main(handle: str) -> None:
     listening, *posts = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     quiet_transformers()
     policy = served_policy(about, load_tokenizer(about["tokenizer"], **about["how"]))
+    policy.name_all()  # once for all
     forks = []
     for number, post in enumerate(posts):
         if (fork := os.fork()) == 0:

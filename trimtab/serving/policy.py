@@ -11,13 +11,14 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.agents.appending import Appending, encoded
 from trimtab.agents.parsing import Parsing
 from trimtab.data.chat import ChatRenderer
-from trimtab.data.tokenizer import texts_of
+from trimtab.data.tokenizer import texts_of, texts_with_special
 from trimtab.envs.types import Message
 from trimtab.errors import UserError
 from trimtab.rollout.types import Rollout
 from trimtab.serving.messages import history_keys
 from trimtab.serving.records import Record, RecordedTurn
 from trimtab.serving.refusals import NotUnderstood, no_room
+from trimtab.serving.token_names import TokenNames
 from trimtab.serving.wanted import House
 
 MOST_STAGES = 64  # kinds of conversations that are remembered
@@ -63,7 +64,7 @@ class ServedPolicy:
         """`most_tokens`: of a prompt with its answer."""
         self.name, self.tokenizer, self.house, self.most_tokens = name, tokenizer, house, most_tokens
         self._stages: OrderedDict[str, Stage] = OrderedDict()
-        self._names: dict[int, str] = {}
+        self.names = TokenNames(lambda token: self.text([token], special=True))
         # A text with more characters than this has more tokens than there is room for, without a look at it.
         self.most_characters = most_tokens * max(map(len, tokenizer.get_vocab()), default=1)
 
@@ -125,14 +126,13 @@ class ServedPolicy:
         """Whether its last token is one that ends turns."""
         return bool(rollout.ids) and rollout.ids[-1] in self.house.stops
 
-    def token_name(self, token: int) -> str:
-        """A token alone, as text. Every log-prob that a client asks for has it beside it."""
-        if (name := self._names.get(token)) is None:
-            name = self._names[token] = self.text([token], special=True)
-        return name
-
     def text(self, ids: Sequence[int], *, special: bool = False) -> str:
         """`special`: with the names of special tokens."""
         if special or self.tokenizer.clean_up_tokenization_spaces:
             return self.tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
         return texts_of(self.tokenizer, [list(ids)])[0]
+
+    def name_all(self) -> None:
+        """Every token has its name ready."""
+        names = texts_with_special(self.tokenizer, [[token] for token in range(self.house.vocabulary)])
+        self.names.learn(names)

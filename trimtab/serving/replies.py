@@ -1,11 +1,12 @@
 """Answers in the form that clients of each protocol insist on."""
 
 import json
+import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, repeat, zip_longest
 from typing import Any
 
 import numpy as np
@@ -99,37 +100,46 @@ class Replies:
         name = f"{kind}-{uuid.uuid4().hex}"
         return {"id": name, "object": called, "created": int(time.time()), "model": self.policy.name}
 
-    def _name(self, token: int, wanted: Wanted) -> str:
-        return f"token_id:{token}" if wanted.names_as_ids else self.policy.token_name(token)
+    def _name(self, token: int, wanted: Wanted) -> tuple[str, str]:
+        """As it is, and in JSON."""
+        return (f"token_id:{token}", f'"token_id:{token}"') if wanted.names_as_ids else self.policy.names[token]
 
-    def _content(self, rollout: Rollout, wanted: Wanted) -> list[dict[str, Any]]:
+    def _content(self, rollout: Rollout, wanted: Wanted) -> "Written":
         """The log-prob of every token, and of the likeliest others where they were asked for."""
-        others = self._others(rollout, wanted)
-        named = zip(rollout.ids, _log_probs(rollout), others)
-        return [self._one(token, log_prob, wanted) | {"top_logprobs": likely} for token, log_prob, likely in named]
-
-    def _one(self, token: int, log_prob: float, wanted: Wanted) -> dict[str, Any]:
-        name = self._name(token, wanted)
-        spelling = None if wanted.names_as_ids else list(name.encode())
-        return {"token": name, "logprob": log_prob, "bytes": spelling}
-
-    def _others(self, rollout: Rollout, wanted: Wanted) -> list[list[dict[str, Any]]]:
+        entries = self._entries(rollout.ids, rollout.log_probs, wanted)
         if rollout.alternatives is None:
-            return [[] for _ in rollout.ids]
-        rows = zip(rollout.alternatives.tokens.tolist(), rollout.alternatives.log_probs.tolist())
-        # JSON knows no infinity, which tokens have that may not be drawn.
-        return [[self._one(token, max(value, LEAST), wanted) for token, value in zip(*row)] for row in rows]
+            others = ["[]"] * len(entries)
+        else:
+            tokens, log_probs = rollout.alternatives.tokens, rollout.alternatives.log_probs
+            rows = zip(tokens.tolist(), log_probs)
+            others = [_listed(map("".join, zip(self._entries(*row, wanted), repeat("}")))) for row in rows]
+        return Written(_listed(f'{entry},"top_logprobs":{likely}}}' for entry, likely in zip(entries, others)))
+
+    def _entries(self, tokens: list[int], log_probs: np.ndarray, wanted: Wanted) -> list[str]:
+        """Objects in JSON that are not closed yet."""
+        found = []
+        for token, log_prob in zip(tokens, _numbers(log_probs)):
+            name, written = self._name(token, wanted)
+            spelling = "null" if wanted.names_as_ids else str([*name.encode()])
+            found.append(f'{{"token":{written},"logprob":{log_prob},"bytes":{spelling}')
+        return found
 
     def _columns(self, rollout: Rollout, wanted: Wanted) -> dict[str, Any]:
-        names = [self._name(token, wanted) for token in rollout.ids]
+        if wanted.names_as_ids:
+            names = [f"token_id:{token}" for token in rollout.ids]
+            written = [f'"{name}"' for name in names]
+        else:
+            known = list(map(self.policy.names.__getitem__, rollout.ids))
+            names, written = [name for name, _ in known], [name for _, name in known]
         others = None
         if rollout.alternatives is not None:
-            others = [{one["token"]: one["logprob"] for one in row} for row in self._others(rollout, wanted)]
+            rows = zip(rollout.alternatives.tokens.tolist(), _in_range(rollout.alternatives.log_probs).tolist())
+            others = [{self._name(token, wanted)[0]: value for token, value in zip(*row)} for row in rows]
         return {
-            "tokens": names,
-            "token_logprobs": _log_probs(rollout),
+            "tokens": Written(_listed(written)),
+            "token_logprobs": Written(_listed(_numbers(rollout.log_probs))),
             "top_logprobs": others,
-            "text_offset": [0, *accumulate(map(len, names[:-1]))] if names else [],
+            "text_offset": Written(str([0, *accumulate(map(len, names[:-1]))] if names else [])),
         }
 
     def _stop_reason(self, rollout: Rollout, wanted: Wanted) -> int | str | None:
@@ -142,9 +152,19 @@ class Replies:
         return next((stop for stop in wanted.sampling.stop_strings if stop in text), None)
 
 
-def _log_probs(rollout: Rollout) -> list[float]:
-    """Of a token that is all but certain it may be a last bit above 0, which clients do not believe."""
-    return np.minimum(rollout.log_probs, 0.0).tolist()
+def _in_range(log_probs: np.ndarray) -> np.ndarray:
+    """Of a token that is all but certain it may be a last bit above 0, which clients do not believe. Of one that must
+    not be drawn it is an infinity, which JSON does not know."""
+    return np.clip(log_probs, LEAST, 0.0)
+
+
+def _numbers(log_probs: np.ndarray) -> list[str]:
+    """In as many digits as fp32 is known again by: all those of a double take three times as long to find."""
+    return ("%.9g " * len(log_probs) % tuple(_in_range(log_probs).tolist())).split()
+
+
+def _listed(written: Iterable[str]) -> str:
+    return f"[{','.join(written)}]"
 
 
 def without_stop(text: str, rollout: Rollout, wanted: Wanted) -> str:
@@ -161,8 +181,32 @@ def _usage(answers: list[Answered]) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
 
+# ---- JSON
+
+
+@dataclass(frozen=True)
+class Written:
+    """A part of a reply that is JSON already."""
+
+    text: str
+
+
+PLACE = secrets.token_hex(16)  # which stands in JSON where a part goes that is written already
+
+
+def _dumped(body: dict[str, Any]) -> str:
+    parts: list[str] = []
+
+    def put_off(part: Written) -> str:
+        parts.append(part.text)
+        return PLACE
+
+    pieces = json.dumps(body, separators=(",", ":"), default=put_off).split(f'"{PLACE}"')
+    return "".join(chain.from_iterable(zip_longest(pieces, parts, fillvalue="")))
+
+
 def _json(body: dict[str, Any]) -> Response:
-    return Response(json.dumps(body, separators=(",", ":")), media_type="application/json")
+    return Response(_dumped(body), media_type="application/json")
 
 
 # ---- server-sent events: whole turns, since they are all there
@@ -178,7 +222,7 @@ def _streamed(
         chunks[0]["prompt_token_ids"] = body["prompt_token_ids"]
     if wanted.stream_usage:
         chunks.append(head | {"choices": [], "usage": body["usage"]})
-    lines = [*(json.dumps(chunk, separators=(",", ":")) for chunk in chunks), "[DONE]"]
+    lines = [*map(_dumped, chunks), "[DONE]"]
     return Response("".join(f"data: {line}\n\n" for line in lines), media_type="text/event-stream")
 
 

@@ -54,6 +54,7 @@ def serve(options: ServeOptions, token: str | None, say: Callable[[str], None], 
             raise UserError(f"--pretrain {options.pretrain}: its config names no context; give --max_model_len")
         house = House(stop_tokens(model, tokenizer), model.head.out_features)
         policy = ServedPolicy(options.served_model_name or options.pretrain, tokenizer, house, min(given))
+        policy.name_all()
         server = PolicyServer(
             policy,
             token=token,
