@@ -16,6 +16,8 @@ class ScriptedSession:
         self.requests += 1
         return self.requests - 1
 
+    def expect(self, samples): ...
+
     @property
     def busy(self):
         return bool(self._asked)

@@ -241,6 +241,20 @@ def test_requests_added_while_others_run_get_the_answers_they_get_alone():
         assert same(found[number], expected)
 
 
+def test_memory_for_samples_that_are_expected_is_made_once():
+    policy, places = policy_of(), []
+    for expected in (1, 6):
+        with BuiltinEngine(policy, slots=6).session(DRAWN) as session:
+            session.expect(expected)
+            found = []
+            for number in range(6):
+                session.add(FIRST, seed=number)
+                session.advance(1)
+                found.append(session.engine.memory.cache(0, 0, session.device).keys.data_ptr())
+        places.append(len(set(found)))
+    assert places[0] > 1 and places[1] == 1
+
+
 def test_one_request_of_a_session_is_aborted_and_the_others_go_on():
     policy, given = policy_of(), prompts((5, 17, 33))
     engine = BuiltinEngine(policy, slots=2)

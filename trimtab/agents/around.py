@@ -176,6 +176,7 @@ class AroundSession(OpenSession, Generic[Own]):
             own.sort(key=lambda draft: draft.branch)
             at = replace(task, sample=sample)
             self.begin(number, request_seed(seed, sample), at, list(prompt_ids), limit, own)
+        self.inner.expect(len(self.under_way))  # their turns begin one by one, as environments open
         return number
 
     def begin(

@@ -52,6 +52,9 @@ class OpenSession(Session):
         self.requests = 0  # added so far
         self._aborted: set[int] = set()  # requests that somebody has had enough of
 
+    def expect(self, samples: int) -> None:
+        """Nothing to prepare."""
+
     def abort(self, requests: Collection[int] | None = None) -> None:
         self._aborted.update(range(self.requests) if requests is None else requests)
 

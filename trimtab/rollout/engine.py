@@ -38,6 +38,9 @@ class Session(Protocol):
         in place of the session's; what others are drawn by changes nothing.
         """
 
+    def expect(self, samples: int) -> None:
+        """So many may be at work at once before long: whoever needs memory for each makes it in one go."""
+
     @property
     def busy(self) -> bool:
         """Whether requests are still unanswered."""

@@ -44,9 +44,10 @@ class BuiltinSession(OpenSession):
         self.engine, self.sampling, self.keeping = engine, sampling, keeping
         self.device = engine.policy.device
         self._vocabulary = engine.policy.head.out_features  # models are slow to ask
-        self._longest = 0
+        self._longest = self._expected = 0
         self._new: list[Sample] = []
         self._scheduler: Scheduler | None = None
+        self._lies_at: tuple[int, int, int] | None = None  # the memory that recordings were looked through for
         self._open = contextlib.ExitStack()
 
     # ---- what callers do
@@ -75,6 +76,10 @@ class BuiltinSession(OpenSession):
         self._longest = max(self._longest, len(prompt_ids) + limit)
         self.requests += 1
         return number
+
+    def expect(self, samples: int) -> None:
+        """Memory that grew on the way would lie elsewhere, and what was recorded with it be recorded again."""
+        self._expected = max(self._expected, samples)
 
     @property
     def busy(self) -> bool:
@@ -135,8 +140,12 @@ class BuiltinSession(OpenSession):
     def _admit_new(self) -> None:
         """Memory for the requests that have come, and what goes with its size."""
         engine, memory = self.engine, self.engine.memory
-        cache = memory.cache(min(engine.slots, len(self._at_work()) + len(self._new)), self._longest, self.device)
-        engine.captured.follow(cache, fused=engine.fused is not None)
+        samples = max(self._expected, len(self._at_work()) + len(self._new))
+        cache = memory.cache(min(engine.slots, samples), self._longest, self.device)
+        lies_at = cache.keys.data_ptr(), cache.values.data_ptr(), cache.pages
+        if self._lies_at != lies_at:  # of what recordings hold for, nothing else changes while it is open
+            engine.captured.follow(cache, fused=engine.fused is not None)
+            self._lies_at = lies_at
         if self._scheduler is None:
             memory.kept.keeping = self.keeping
             self._scheduler = Scheduler(memory.kept, engine.slots)

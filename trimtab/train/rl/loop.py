@@ -22,6 +22,7 @@ from trimtab.errors import CannotWrite, Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
 from trimtab.train.endings import ended_badly, go_on_from
+from trimtab.train.garbage import what_is_there_stays
 from trimtab.train.pass_limit import NoRoom, PassLimit
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.asynchronous.watchdog import Stalled
@@ -101,7 +102,8 @@ class RLRun:
             # The disk may have been full when it was to be told.
             if resumed and not taken_over and self.iteration is None:
                 self.files.keep_places(self.counters.iteration, self.supply.settled())
-            self.run_iterations(stop)
+            with what_is_there_stays() if self.options.environment_source else nullcontext():
+                self.run_iterations(stop)
 
     def run_iterations(self, stop: StopRequest) -> None:
         try:
