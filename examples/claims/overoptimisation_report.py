@@ -73,6 +73,8 @@ def draw(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     jobs = list(dict.fromkeys(row["job"] for row in rows if row["job"].startswith(("ppo-", "best-"))))
+    if not jobs:
+        raise SystemExit("nothing to draw: no PPO and no best of n in the results yet")
     labels = [label for label in LABELS if any(job.split("-")[1] == label for job in jobs)]
     figure, axes = pyplot.subplots(1, len(labels), figsize=(6.5 * len(labels), 4.2), squeeze=False)
     for axis, label in zip(axes[0], labels):

@@ -55,6 +55,8 @@ def draw(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     finals = _shown(rows)
+    if not finals:
+        raise SystemExit("nothing to draw: no job of the grid has answered the test prompts yet")
     tasks = list(dict.fromkeys(job.split("-")[0] for job in finals))
     figure, axes = pyplot.subplots(len(tasks), 3, figsize=(13, 3.6 * len(tasks)), squeeze=False)
     for line, task in zip(axes, tasks):
