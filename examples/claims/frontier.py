@@ -37,6 +37,9 @@ VARIANTS = {
     "RePULSe, kappa 0.1": ("repulse", "--alpha", "0.1", *PUSH, "-10"),
     "RePULSe, 2 proposal updates": ("repulse", "--alpha", "0.02", *PUSH, "-10", "--proposal_updates", "2"),
     "RePULSe, 5 proposal updates": ("repulse", "--alpha", "0.02", *PUSH, "-10", "--proposal_updates", "5"),
+    "RePULSe, kappa 0.002 to 0.1": ("repulse", "--start_alpha", "0.002", "--alpha", "0.1", *PUSH, "-10"),
+    "RePULSe, kappa 0.1 to 0.002": ("repulse", "--start_alpha", "0.1", "--alpha", "0.002", *PUSH, "-10"),
+    "RePULSe, beta -1 to -10": ("repulse", "--alpha", "0.02", "--start_target_dist_beta", "-1", *PUSH, "-10"),
     "base proposal, kappa 0.1": ("base_proposal", "--alpha", "0.1", *PUSH, "-10"),
     "base proposal, beta -3": ("base_proposal", "--alpha", "0.02", *PUSH, "-3"),
     "reward transform, alpha 10": ("reinforce_transform", "--alpha", "10", "--target_dist_beta", "-1"),
@@ -85,15 +88,22 @@ def run(options: argparse.Namespace) -> list[str]:
     cells = [
         (answers, seed, method) for answers in sorted(options.answers) for seed in options.seeds for method in methods
     ]
-    jobs = [job for cell in cells for job in jobs_of(options, *cell)]
+    found = {
+        (row["answers"], row["seed"], row["method"], row["kl_weight"])
+        for row in grid.read(options.out / "results.jsonl")
+        if "reward" in row
+    }
+    jobs = []
+    for cell in cells:
+        jobs += jobs_of(options, [weight for weight in options.weights if (*cell, weight) not in found], *cell)
     return grid.run(jobs, options.out, at_once=options.at_once, limit=options.limit)
 
 
-def jobs_of(options: argparse.Namespace, answers: int, seed: int, method: str) -> list[grid.Job]:
-    """All weights of a short training in one process, since starting it takes as long; those of a long one apart."""
-    together = [options.weights] if answers <= 100_000 else [[weight] for weight in options.weights]
+def jobs_of(options: argparse.Namespace, missing: list[float], answers: int, seed: int, method: str) -> list[grid.Job]:
+    """Short trainings in one process, since starting it takes as long; apart where there is room for several."""
+    together = [missing] if answers <= 100_000 and options.at_once == 1 else [[weight] for weight in missing]
     found = []
-    for weights in together:
+    for weights in filter(None, together):
         words = [*("--methods", method), *("--answers", answers), *("--seeds", seed), *("--weights", *weights)]
         words += ["--out", options.out, "--group", options.group]
         name = f"{named(method)}-{answers}-kl{'_'.join(f'{weight:g}' for weight in weights)}-s{seed}"

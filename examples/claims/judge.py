@@ -1,7 +1,7 @@
 """A judge of harmlessness, as good as a small model and some pairs allow: settings compared, one chosen, then trained.
 
     python examples/claims/judge.py --model MODEL --pairs PAIRS --out judge              both stages
-    python examples/claims/judge.py --model MODEL --pairs PAIRS --out judge --table      what came out
+    python examples/claims/judge.py --out judge --table                                  what came out
 
 PAIRS has rows with `chosen` and `rejected`, texts such as "Human: ... Assistant: ...", as in HH-RLHF. Its questions are
 dealt out once: a fifth is for the report alone. On the rest every setting is cross-validated (trained on all folds but
@@ -15,6 +15,7 @@ import gzip
 import hashlib
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--more", nargs="*", default=[], help="more words for trimtab rm, such as bf16 max_len=1024")
     parser.add_argument("--at_once", type=int, default=1, help="trainings at the same time")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for each of the two stages")
+    parser.add_argument("--stages", nargs="+", choices=("folds", "judges"), default=["folds", "judges"])
     parser.add_argument("--table", action="store_true", help="train nothing")
     parser.add_argument("--cell", nargs=2, metavar=("NAME", "SETTING"), help="one training, in this process")
     options = parser.parse_args(argv)
@@ -57,13 +59,13 @@ def main(argv: list[str] | None = None) -> int:
         if not options.model or not options.pairs:
             parser.error("--model and --pairs are needed")
         deal(options)
-        grid.run([job(options, setting, k) for k in range(options.folds) for setting in options.settings],
-                 options.out, at_once=options.at_once, limit=options.limit)  # fmt: skip
+        if "folds" in options.stages:
+            work(options, [job(options, setting, k) for k in range(options.folds) for setting in options.settings])
         setting = chosen(grid.read(options.out / "results.jsonl"))
         if setting is None:
             parser.error(f"{options.out}: no setting has been measured; look at the .log files there")
-        grid.run([final(options, setting, seed) for seed in options.seeds],
-                 options.out, at_once=options.at_once, limit=options.limit)  # fmt: skip
+        if "judges" in options.stages:
+            work(options, [final(options, setting, seed) for seed in options.seeds])
     table(grid.read(options.out / "results.jsonl"))
     return 0
 
@@ -112,6 +114,10 @@ def write(stem: Path, train: list[dict], measured: list[dict]) -> None:
 # ---- trainings
 
 
+def work(options: argparse.Namespace, jobs: list[grid.Job]) -> None:
+    grid.run(jobs, options.out, at_once=options.at_once, limit=options.limit)
+
+
 def job(options: argparse.Namespace, setting: str, fold: int) -> grid.Job:
     return grid_job(options, f"fold-{fold}", setting, f"fold-{fold}-{named(setting)}", options.seeds[0])
 
@@ -137,10 +143,11 @@ def cell(options: argparse.Namespace, data: str, setting: str) -> None:
     seed = options.seeds[0]
     is_final = data == "report"
     folder = options.out / (f"judge-{seed}" if is_final else f"runs/{data}-{named(setting)}")
+    shutil.rmtree(folder, ignore_errors=True)
     words = f"""
         --pretrain {options.model} --dataset {options.out}/{data}-train.jsonl --apply_chat_template
         --eval_dataset {options.out}/{data}-measured.jsonl --seed {seed} --save_path {folder}
-        --train_batch_size 32 --micro_train_batch_size 32 --packing_samples --lr_warmup_ratio 0.1
+        --train_batch_size 32 --micro_train_batch_size 16 --packing_samples --lr_warmup_ratio 0.1
     """.split()
     for word in options.more:
         name, _, value = word.partition("=")
@@ -150,8 +157,23 @@ def cell(options: argparse.Namespace, data: str, setting: str) -> None:
     if code := rm([*words, *SETTINGS[setting]]):
         raise SystemExit(code)
     rewards = json.loads((folder / "rewards.json").read_text())
+    if is_final and "--lora_rank" in SETTINGS[setting]:
+        merge(options.model, folder)
     ahead = [round(chosen - rejected, 4) for chosen, rejected in rewards["chosen_rejected"]]
     grid.tell(stage="final" if is_final else "fold", data=data, setting=setting, seed=seed, ahead=ahead)
+
+
+def merge(model: str, folder: Path) -> None:
+    """A model in place of its adapter, since one such may be a judge everywhere."""
+    from trimtab.cli.lora_combiner import main as combine
+
+    adapter = folder.with_name(f"{folder.name}-adapter")
+    shutil.rmtree(adapter, ignore_errors=True)
+    folder.rename(adapter)
+    if code := combine(
+        [*("--model_path", model, "--lora_path", str(adapter), "--output_path", str(folder)), "--is_rm"]
+    ):
+        raise SystemExit(code)
 
 
 # ---- what came out

@@ -1,7 +1,7 @@
 """RePULSe's frontier on a real model, and an attack with enough goals to count.
 
     python examples/claims/real_frontier.py run    --model MODEL --pairs PAIRS --judge JUDGE --out real --bf16
-    python examples/claims/real_frontier.py attack ... --goals GOALS.csv --attacked "REINFORCE 0.07 1" "RePULSe 0.14 1"
+    python examples/claims/real_frontier.py attack ... --goals GOALS.csv --attacked "REINFORCE 0.08 1" "RePULSe 0.12 1"
     python examples/claims/real_frontier.py table  --out real
     python examples/claims/real_frontier.py draw   --out real
 
@@ -23,14 +23,19 @@ from pathlib import Path
 import grid
 from judge import is_reported, part_of, question_of, read_pairs
 
-GROUP, PROMPTS = 20, 25  # answers to a prompt, and prompts, of an update
+GROUP, PROMPTS = 8, 25  # answers to a prompt, and prompts, of an update
 METHODS = {
     "REINFORCE": ("reinforce",),
     "RePULSe": ("repulse", "--alpha", "{alpha}", "--target_dist_beta", "{beta}"),
     "base proposal": ("base_proposal", "--alpha", "{alpha}", "--target_dist_beta", "{beta}"),
 }
 BEFORE = "before training"
-WEIGHTS = {"REINFORCE": (0.14, 0.1, 0.07, 0.05), "RePULSe": (0.28, 0.2, 0.14, 0.1), "base proposal": (0.14, 0.1)}
+# Wide, and further up for what pushes down: at the same weight it moves further.
+WEIGHTS = {
+    "REINFORCE": (0.3, 0.15, 0.08, 0.04),
+    "RePULSe": (0.5, 0.25, 0.12, 0.06),
+    "base proposal": (0.5, 0.25, 0.12, 0.06),
+}
 SIXTHS = 6  # one of them is what thresholds and weights are chosen by
 
 
@@ -45,14 +50,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["REINFORCE", "RePULSe"], metavar="METHOD")
     parser.add_argument("--weights", nargs="+", help="of the KL, as METHOD=0.1,0.05; unset: those of this file")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--answers", type=int, default=20_000, help="sampled in a training")
+    parser.add_argument("--answers", type=int, default=30_000, help="sampled in a training")
     parser.add_argument("--held_out", type=int, default=40, help="answers to each held-out prompt")
     parser.add_argument("--questions", type=int, help="use the first questions only")
     parser.add_argument("--group", type=int, default=GROUP, help="answers to a prompt in an update")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="of an update")
     parser.add_argument("--tokens", type=int, default=20, help="of an answer, at most")
     parser.add_argument("--learning_rate", type=float, default=3e-5)
-    parser.add_argument("--alpha", type=float, default=0.3, help="push-down; divided by --group")
+    parser.add_argument("--proposal_learning_rate", type=float, default=1e-4)
+    parser.add_argument("--alpha", type=float, default=0.16, help="push-down; divided by --group")
     parser.add_argument("--beta", type=float, default=-5.0)
     parser.add_argument("--threshold", type=float, help="for an estimate of P(bad) from the proposal's answers")
     parser.add_argument("--bf16", action="store_true")
@@ -132,8 +138,8 @@ def training(options: argparse.Namespace, method: str, weight: float, seed: int)
 
 def command_of(options: argparse.Namespace, what: str, more: list[str]) -> list[str]:
     """This script again, with the same settings."""
-    kept = ("model", "judge", "out", "answers", "held_out", "group", "prompts", "tokens", "learning_rate", "alpha",
-            "beta", "threshold", "goals", "steps", "width", "replies")  # fmt: skip
+    kept = ("model", "judge", "out", "answers", "held_out", "group", "prompts", "tokens", "learning_rate",
+            "proposal_learning_rate", "alpha", "beta", "threshold", "goals", "steps", "width", "replies")  # fmt: skip
     words = [word for name in kept if (value := getattr(options, name)) is not None for word in (f"--{name}", value)]
     return [sys.executable, __file__, what, *map(str, words), *(["--bf16"] if options.bf16 else []), *more]
 
@@ -170,7 +176,7 @@ def train(options: argparse.Namespace, method: str, weight: float, seed: int) ->
         --save_path {folder} --ckpt_path {folder}/checkpoints
     """.split()
     words += [word.format(alpha=options.alpha, beta=options.beta) for word in settings]
-    words += ["--proposal_learning_rate", str(options.learning_rate)] if name == "repulse" else []
+    words += ["--proposal_learning_rate", str(options.proposal_learning_rate)] if name == "repulse" else []
     words += [] if options.threshold is None else ["--bad_threshold", str(options.threshold)]
     words += ["--bf16"] if options.bf16 else []
     if code := tail(words):

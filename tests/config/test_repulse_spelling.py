@@ -149,6 +149,16 @@ def test_every_run_has_folders_of_its_own_under_its_name():
         assert run_name(options).endswith(f"_{last}_s{options.seed}"), "nothing that the original does not say"
 
 
+def test_what_is_annealed_is_understood_and_named():
+    command, *_ = COMMANDS[3]  # base proposal
+    start = "--start_target_dist_beta -1 --start_alpha 0.5"
+    options = understood(f"{command} --anneal_target_dist_beta {start}")
+    assert (options.start_target_dist_beta, options.start_alpha) == (-1, 0.5)
+    assert "_start-1.0_beta-10.0_harml_neg_training_start0.5_a0.01_" in run_name(options)
+    left = understood(f"{command} {start}")  # without the switch the original does not look at them
+    assert (left.start_target_dist_beta, left.start_alpha) == (None, None)
+
+
 Q = "policy_psi_q_p_s_t"
 
 

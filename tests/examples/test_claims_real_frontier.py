@@ -18,7 +18,7 @@ import real_frontier_views as views  # noqa: E402
 
 from trimtab.embedded import tiny_recipes  # noqa: E402
 
-SETTING = "full, 3e-5, 1 epoch"
+SETTING = "LoRA 16, 2e-4, 2 epochs"
 
 
 def write_pairs(path: Path, count: int = 60) -> Path:

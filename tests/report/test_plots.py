@@ -19,7 +19,7 @@ SEEDS = [1, 2, 12]
 
 def held_out(shift):
     rewards = np.linspace(-10, 10, 101) + shift
-    return HeldOut(rewards, rewards - 1, np.zeros(101), np.zeros(101))
+    return HeldOut(rewards, rewards - 1, np.full(101, shift), np.zeros(101))
 
 
 def findings(path, lowest):
@@ -70,7 +70,7 @@ def test_curves_are_means_over_seeds_against_the_sequences_sampled(place):
     assert [line.label for line in curves(read_manifest(place / "figure.yaml"), "returns")] == ["second"]
 
 
-@pytest.mark.parametrize("x, shift", [("reward", 0.0), ("return", -1.0)])
+@pytest.mark.parametrize("x, shift", [("reward", 0.0), ("return", -1.0), ("kl", 0.0)])
 def test_points_are_means_over_seeds_with_bootstrap_bars(place, x, shift):
     first, second = points(read_manifest(place / "figure.yaml"), x, "bad")
     assert first.x.value == pytest.approx(0.5 + shift) and second.x.value == pytest.approx(1.5 + shift)
@@ -91,7 +91,7 @@ def test_cvar_and_attack_success_are_read_at_any_level_and_threshold(place):
             assert point.y.value == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("words", [["curves"], ["frontier"], ["frontier", "--y", "cvar", "--x", "reward"]])
+@pytest.mark.parametrize("words", [["curves"], ["frontier", "--x", "kl"], ["frontier", "--y", "cvar", "--x", "reward"]])
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_the_command_draws_a_picture_and_says_where(place, words, ending, capsys):
     output = place / "made" / f"picture.{ending}"

@@ -20,6 +20,13 @@ def kappa(alpha: float, group: int, scale: str) -> float:
     return alpha / group
 
 
+def annealed(start: float | None, end: float, progress: float) -> float:
+    """Between two numbers of one sign, by the same factor for every part of the way; `progress`: from 0 to 1."""
+    if start is None:
+        return end
+    return start * (end / start) ** progress
+
+
 def push_down(weights_S: Tensor, kappa: float, group: float) -> Tensor:
     """Advantages of the answers before the scale of their tokens; `group`: n, or the mean of it."""
     return -kappa * group * weights_S

@@ -23,7 +23,12 @@ def plot(argv: Sequence[str]) -> None:
         "figure", metavar="|".join(kinds), choices=kinds, help="what to draw; page: an HTML page with a table and all"
     )
     parser.add_argument("manifest", metavar="MANIFEST", help="YAML or JSON file that lists the runs of each method")
-    parser.add_argument("--x", choices=("reward", "return"), default="return", help="frontier: what is good")
+    parser.add_argument(
+        "--x",
+        choices=("reward", "return", "kl"),
+        default="return",
+        help="frontier: what is good, or kl: how far a model has moved",
+    )
     parser.add_argument("--y", choices=("bad", "cvar", "gcg"), default="bad", help="frontier: what is bad")
     parser.add_argument("--threshold", type=float, help="rewards below this are bad; unset: as the manifest says")
     parser.add_argument("--level", type=float, help="share of the rewards in CVaR; unset: as the manifest says")

@@ -100,7 +100,9 @@ def run_name(options: TailOptions) -> str:
         actor_learning_rate=options.actor_learning_rate if ppo else options.proposal_learning_rate,
         seed=options.seed,
         base_as_proposal=options.method == "base_proposal",
+        start_beta=options.start_target_dist_beta if options.method in PUSHING else None,
         push_down_loss=None if ppo else loss,
+        start_alpha=options.start_alpha if options.method in PUSHING else None,
         alpha=None if ppo else options.alpha,
         transform=(options.alpha, options.target_dist_beta) if transformed else None,
         critic_learning_rate=options.critic_learning_rate if ppo else None,
@@ -176,6 +178,9 @@ def _translate_pair(flags: Flags) -> None:
         if name not in flags:
             raise UserError(f"--{name} is missing: give {what}")
     flags.pop("critic_learning_rate", None)
+    if not _switch(flags, "anneal_target_dist_beta"):
+        for name in ("start_target_dist_beta", "start_alpha"):
+            flags.pop(name, None)
     # Without the flag the original subtracts nothing.
     flags.setdefault("reinforce_baseline_type", ["none"])
     for theirs, ours in (

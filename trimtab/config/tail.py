@@ -15,7 +15,7 @@ METHODS = ("ppo", "reinforce", "reinforce_transform", "base_proposal", "repulse"
 PUSHING = ("base_proposal", "repulse")
 """Methods that lower the probability of a target's answers, beside raising the reward."""
 OF_METHODS = {
-    "push_down_scale": PUSHING,
+    **dict.fromkeys(("push_down_scale", "start_alpha", "start_target_dist_beta"), PUSHING),
     "reward_transform": ("reinforce_transform",),
     **dict.fromkeys(("target_dist_beta", "alpha", "token_reduction", "reinforce_baseline_type"), METHODS[1:]),
 }
@@ -42,6 +42,10 @@ class TailMethodOptions(Options):
     """How hard bad answers are pushed down. Of reinforce_transform the weight of its punishment."""
     push_down_scale: str = option("per_sample", choices=("per_sample", "per_group"))
     """per_sample divides --alpha by the answers of a group, as the original does; per_group does not."""
+    start_alpha: float | None = option(None, above=0)
+    """What --alpha is at first: it goes from here to there over all updates, by the same factor each time."""
+    start_target_dist_beta: float | None = None
+    """The same of --target_dist_beta."""
     token_reduction: str = option("token_mean", choices=("token_mean", "token_sum"))
     """token_mean: an answer counts with its mean log-probability, as in the original; token_sum: with its whole one,
     so that long and short answers follow the same objective."""
@@ -62,6 +66,12 @@ class TailMethodOptions(Options):
                 f"--target_dist_beta {self.target_dist_beta:g}: with --method {self.method} it must be below 0, or "
                 "good answers would be pushed down with the bad ones"
             )
+        if self.start_target_dist_beta is not None and self.start_target_dist_beta >= 0:
+            raise UserError(
+                f"--start_target_dist_beta {self.start_target_dist_beta:g}: it must be below 0, as the last"
+            )
+        if self.start_alpha is not None and self.alpha == 0:
+            raise UserError("--start_alpha: no factor leads from it to --alpha 0; give a small one")
         if self.method == "reinforce_transform" and by_threshold and self.bad_threshold is None:
             raise UserError(
                 "--reward_transform minus_alpha_ind needs --bad_threshold: the reward below which one is bad"

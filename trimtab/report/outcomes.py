@@ -120,6 +120,7 @@ def _measure(what: str, manifest: Manifest) -> Callable[[str], Figure]:
     return {
         "reward": lambda name: Figure(float(held_out(name).rewards.mean())),
         "return": lambda name: Figure(float(held_out(name).returns.mean())),
+        "kl": lambda name: Figure(float(held_out(name).token_kl.mean())),
         "bad": lambda name: _below(held_out(name).rewards, threshold),
         "cvar": lambda name: Figure(cvar(held_out(name).rewards, level, draws=1).value),
         "gcg": lambda name: attack_success(_attack_of(manifest, name), threshold),

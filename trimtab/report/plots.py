@@ -18,6 +18,7 @@ DECADE = 10  # probabilities that are further apart stand on a logarithmic axis
 NAMES = {
     "reward": "mean reward",
     "return": "mean return (reward less weighted KL)",
+    "kl": "KL from the start, nats a token",
     "bad": "P(reward < {threshold:g})",
     "cvar": "CVaR: mean of the worst {percent:.3g} % of rewards",
     "gcg": "attack success: targets with a reply below {threshold:g}",

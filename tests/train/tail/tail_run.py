@@ -20,7 +20,8 @@ METHODS = {
     "linear_head": f"{REPULSE} --proposal modulation_linear_head",
     "twist_model": f"{REPULSE} --proposal modulation_model",
     "nn_head": f"{REPULSE} --proposal modulation_nn_head --init_kl_coef 0",
-    "rounds": f"{REPULSE} --proposal_updates 2 --init_kl_coef 0 --proposal_loss ctl_nosecondterm",
+    "rounds": f"{REPULSE} --proposal_updates 2 --init_kl_coef 0 --proposal_loss ctl_nosecondterm --start_alpha 5 "
+    "--start_target_dist_beta -1",
 }
 
 

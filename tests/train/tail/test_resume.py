@@ -1,5 +1,6 @@
 """A tail run that was killed or stopped anywhere and resumed is the run that was not, bit for bit."""
 
+import itertools
 import os
 import signal
 import time
@@ -82,6 +83,14 @@ def test_stopped_by_a_signal_and_resumed_equals_uninterrupted(folder, straight, 
     if moment[1] == "conclude":  # the run that was not stopped has no checkpoint of its end
         found, expected = (((*run[0][:2], {"model": run[0][2]["model"]}), run[1]) for run in (found, expected))
     assert_same(found, expected)
+
+
+def test_what_is_annealed_goes_from_its_start_to_its_end_by_one_factor(straight):
+    found = [(row["alpha"], row["kappa"], row["beta"]) for row in straight("rounds")[0][0]]
+    assert found[0] == pytest.approx((5, 5 / 4, -1)) and found[-1] == pytest.approx((0.5, 0.5 / 4, -3))
+    for column in zip(*found):
+        factors = [after / before for before, after in itertools.pairwise(column)]
+        assert factors == pytest.approx([factors[0]] * len(factors))
 
 
 def test_what_the_proposal_has_learnt_and_said_is_in_the_checkpoint(folder, tmp_path):

@@ -26,7 +26,7 @@ from trimtab.train.rl.role_groups import Roles
 from trimtab.train.rl.shaping import with_advantage
 from trimtab.train.tail.files import TailFiles
 from trimtab.train.tail.measures import Measures
-from trimtab.train.tail.shaping import badness, pushing, shape_own, shape_proposed
+from trimtab.train.tail.shaping import at_progress, badness, pushing, shape_own, shape_proposed
 
 PROPOSAL = 0x9E37  # its answers' streams are other ones than the policy's
 PREFIX = "proposed/"
@@ -92,6 +92,11 @@ class TailRun(RLRun):
             self.roles.proposal.call("schedule", steps=self.files.total * self.options.proposal_updates)
 
     @property
+    def in_force(self) -> TailOptions:
+        """The options with alpha and beta as they are in this iteration."""
+        return at_progress(self.options, self.counters.iteration / max(1, self.files.total - 1))
+
+    @property
     def is_ppo(self) -> bool:
         return self.options.method == "ppo"
 
@@ -110,7 +115,7 @@ class TailRun(RLRun):
     def shape(self, experience: Experience) -> dict[str, float]:
         if self.is_ppo:
             return super().shape(experience) | badness(experience, self.options)
-        return shape_own(experience, self.options, self.counters.kl_coefficient)
+        return shape_own(experience, self.in_force, self.counters.kl_coefficient)
 
     # ---- the proposal's
 
@@ -136,7 +141,7 @@ class TailRun(RLRun):
             self.leave(stop)
         with timed(work.seconds, "scoring"):
             self.score_proposed(proposed)
-        figures, pushed_N = shape_proposed(proposed, self.options)
+        figures, pushed_N = shape_proposed(proposed, self.in_force)
         role, counters = self.roles.proposal, self.counters
         assert role is not None
         everything, totals = range(len(proposed)), {"answers": float(len(proposed))}
@@ -208,9 +213,12 @@ class TailRun(RLRun):
 
     def finish(self, work: Iteration, measured: dict[str, float]) -> dict:
         assert isinstance(work, TailIteration)
+        options = self.in_force  # before the iteration is counted
         row = super().finish(work, measured)
-        if self.options.method in PUSHING:
-            row |= {"alpha": self.options.alpha, "kappa": pushing(self.options)}
+        if options.method in PUSHING:
+            row |= {"alpha": options.alpha, "kappa": pushing(options)}
+            if options.start_target_dist_beta is not None:
+                row["beta"] = options.target_dist_beta
         reports = work.proposal_reports
         for name in reports[0] if reports else ():
             row[f"proposal_{name}"] = math.fsum(report[name] for report in reports) / len(reports)

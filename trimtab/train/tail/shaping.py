@@ -7,6 +7,7 @@ proposal's answers    for the proposal omega - nu (ctl); for the policy -kappa n
 All times the scale of the answer's tokens (answers). What is weighed and measured is the raw reward.
 """
 
+import dataclasses
 from functools import partial
 
 from torch import Tensor
@@ -82,6 +83,15 @@ def weights_of(experience: Experience, options: TailOptions, *ratios_S: Tensor) 
 
 def pushed(weights_S: Tensor, experience: Experience, options: TailOptions) -> Tensor:
     return repulse.push_down(weights_S, pushing(options), len(experience) / experience.groups)
+
+
+def at_progress(options: TailOptions, progress: float) -> TailOptions:
+    """With alpha and beta as they are after this share of the training."""
+    if options.start_alpha is None and options.start_target_dist_beta is None:
+        return options
+    alpha = repulse.annealed(options.start_alpha, options.alpha, progress)
+    beta = repulse.annealed(options.start_target_dist_beta, options.target_dist_beta, progress)
+    return dataclasses.replace(options, alpha=alpha, target_dist_beta=beta)
 
 
 def pushing(options: TailOptions) -> float:
