@@ -50,7 +50,7 @@ def judge(options: argparse.Namespace, pairs: Path | None = None) -> None:
         **{"save_path": str(options.save_path), "seed": options.seed, "bf16": options.bf16, "compile": "off"},
         **{"eval_dataset": str(options.data / "heldout.jsonl"), "overwrite": True, "fit_memory": False},
         **{"max_epochs": options.epochs, "learning_rate": options.learning_rate, "max_len": options.max_len},
-        **{"train_batch_size": options.prompts, "packing_samples": True, "train_max_tokens_per_gpu": 16384},
+        **{"train_batch_size": options.prompts, "packing_samples": True, "train_max_tokens_per_gpu": 8192},
     )
     evaluated = [row for row in run.metrics if "eval_accuracy" in row]
     known = {name: value for name, value in evaluated[-1].items() if name.startswith("eval_")}
@@ -107,7 +107,7 @@ def ppo(options: argparse.Namespace) -> None:
         **{"generate_max_len": options.longest, "rollout_batch_size": options.prompts},
         **{"n_samples_per_prompt": options.answers, "train_batch_size": answers // 2, "max_steps": options.iterations},
         **{"num_episodes": 1000, "rollout_slots": max(answers, 256), "use_dynamic_batch": True},
-        **{"train_max_tokens_per_gpu": 16384},
+        **{"train_max_tokens_per_gpu": 8192},
         # With a weight of 0 there is no reference, and no KL to be measured.
         **{"init_kl_coef": max(options.kl, 1e-6), "lr_scheduler": "constant_with_warmup"},
         **{"actor_learning_rate": options.learning_rate, "critic_learning_rate": options.critic_learning_rate},

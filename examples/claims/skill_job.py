@@ -61,7 +61,7 @@ def sft(options: argparse.Namespace) -> str:
         **{"save_path": options.save_path, "seed": options.seed, "bf16": options.bf16, "compile": "off"},
         **{"input_key": "prompt", "output_key": "solution", "apply_chat_template": True, "max_len": 512},
         **{"max_samples": options.sft_rows, "max_epochs": 1, "learning_rate": options.learning_rate},
-        **{"train_batch_size": options.prompts, "packing_samples": True, "train_max_tokens_per_gpu": 16384},
+        **{"train_batch_size": options.prompts, "packing_samples": True, "train_max_tokens_per_gpu": 8192},
         **{"fit_memory": False, "overwrite": True},
         on_iteration=lambda row: grid.tell(step=row["step"], loss=row["loss"]),
     )
@@ -81,7 +81,7 @@ def rl(options: argparse.Namespace) -> str:
         **{"max_samples": options.iterations * options.prompts, "rollout_batch_size": options.prompts},
         **{"n_samples_per_prompt": options.answers, "train_batch_size": answers // options.updates},
         **{"prompt_max_len": 320, "generate_max_len": longest, "rollout_slots": max(answers, 256)},
-        **{"use_dynamic_batch": True, "train_max_tokens_per_gpu": 16384},
+        **{"use_dynamic_batch": True, "train_max_tokens_per_gpu": 8192},
         **{"init_kl_coef": 0, "actor_learning_rate": options.learning_rate, "lr_scheduler": "constant_with_warmup"},
     }
     if options.kind == "ppo":
@@ -113,7 +113,7 @@ def evaluate(options: argparse.Namespace, model: str) -> dict[str, Any]:
     rows = [json.loads(line) for line in (options.data / f"{options.split}.jsonl").read_text().splitlines()]
     rows = rows[: options.eval_rows]
     reference = options.reference or options.model
-    learner = trimtab.Learner(model, bf16=options.bf16, reference=reference, rollout_slots=512)
+    learner = trimtab.Learner(model, bf16=options.bf16, reference=reference)
     samples = learner.sample(
         [[{"role": "user", "content": row["prompt"]}] for row in rows],
         options.eval_answers,
