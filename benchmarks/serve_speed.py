@@ -1,10 +1,10 @@
 """Tokens a second of `trimtab serve` with many clients, against the engine alone with the same requests at once.
 
 Every request is a prompt of token ids, and every answer has as many tokens as were asked for, with log-probs. `engine`
-is one call in a process of its own. The server is a process of its own too, and the clients are threads of others that
-speak plain HTTP and wait for each answer. Without --model a Llama of --size with random weights is made. `--peer vllm`
-also asks vLLM's own server, where it is installed, for the same with the same clients; `--peer LLM` asks its engine for
-all of them at once, in one process and without a server.
+is one call in a process of its own. The server has processes of its own too, and so have the clients, which speak plain
+HTTP over connections that stay open, and wait for each answer. Without --model a Llama of --size with random weights
+is made. `--peer vllm` also asks vLLM's own server, where it is installed, for the same with the same clients; `--peer
+LLM` asks its engine for all of them at once, in one process and without a server.
 
     python benchmarks/serve_speed.py
     python benchmarks/serve_speed.py --size 135M --bf16 --requests 4096 --clients 256 --peer vllm
@@ -16,16 +16,16 @@ import json
 import multiprocessing
 import os
 import random
+import selectors
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-PROCESSES = 4  # that the clients are threads of
+PROCESSES = 4  # that the clients are in
 SECONDS_TO_START = 600
 
 
@@ -117,28 +117,69 @@ def at_once(engine: Callable[..., None], *work) -> float:
 # ---- through a server
 
 
-def talk(port: int, model: str, prompts: list[list[int]], tokens: int, counts: list[int]) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    for prompt in prompts:
-        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        reply = connection.getresponse()
-        found = json.loads(reply.read())
-        assert reply.status == 200, found
-        assert len(found["choices"][0]["logprobs"]["token_logprobs"]) == tokens
-        counts.append(tokens)
+class Client:
+    """One that asks, waits for the whole reply, and asks for the next. Requests are written before the clock runs and
+    replies read after it has stopped, so that what it costs to be a client is hardly measured."""
+
+    def __init__(self, model: str, prompts: list[list[int]], tokens: int):
+        self.requests = [_request(model, prompt, tokens) for prompt in prompts]
+        self.replies: list[bytes] = []
+        self._come, self._whole = bytearray(), 0
+
+    def connect(self, port: int) -> socket.socket:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket.sendall(self.requests[0])
+        return self.socket
+
+    def receive(self) -> bool:
+        """What has come; whether that was all."""
+        chunk = self.socket.recv(2**20)
+        assert chunk, f"the server hung up: {bytes(self._come[:200])!r}"
+        self._come += chunk
+        if not self._whole and (end := self._come.find(b"\r\n\r\n")) >= 0:
+            head = bytes(self._come[:end]).lower()
+            self._whole = end + 4 + int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
+        if not self._whole or len(self._come) < self._whole:
+            return False
+        self.replies.append(bytes(self._come))
+        self._come, self._whole = bytearray(), 0
+        if len(self.replies) == len(self.requests):
+            return True
+        self.socket.sendall(self.requests[len(self.replies)])
+        return False
+
+    def drawn(self, tokens: int) -> int:
+        for reply in self.replies:
+            head, _, body = reply.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200"), reply[:500]
+            assert len(json.loads(body)["choices"][0]["logprobs"]["token_logprobs"]) == tokens
+        return len(self.replies) * tokens
+
+
+def _request(model: str, prompt: list[int], tokens: int) -> bytes:
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0}
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json"
+    return f"{head}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 def clients(port: int, model: str, shares: list[list[list[int]]], tokens: int, ready, answer) -> None:
-    """Some clients as threads of one process; they begin together."""
-    counts: list[int] = []
-    threads = [threading.Thread(target=talk, args=(port, model, share, tokens, counts)) for share in shares]
+    """Some clients in one process; they begin together."""
+    all_of_them = [Client(model, share, tokens) for share in shares if share]
     ready.wait()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    answer.put(sum(counts))
+    with selectors.DefaultSelector() as waiting:
+        for client in all_of_them:
+            waiting.register(client.connect(port), selectors.EVENT_READ, client)
+        left = len(all_of_them)
+        while left:
+            for key, _ in waiting.select():
+                if key.data.receive():
+                    waiting.unregister(key.fileobj)
+                    key.data.socket.close()
+                    left -= 1
+    ended = time.monotonic()
+    answer.put((ended, sum(client.drawn(tokens) for client in all_of_them)))
 
 
 def through_server(port: int, model: str, prompts: list[list[int]], tokens: int, count: int) -> tuple[float, int]:
@@ -154,11 +195,10 @@ def through_server(port: int, model: str, prompts: list[list[int]], tokens: int,
         process.start()
     ready.wait()
     began = time.monotonic()
-    drawn = sum(answer.get() for _ in started)
-    seconds = time.monotonic() - began
+    ended, drawn = zip(*(answer.get() for _ in started))
     for process in started:
         process.join()
-    return seconds, drawn
+    return max(ended) - began, sum(drawn)
 
 
 def served(words: list[str], port: int, model: str, arguments: argparse.Namespace, prompts: list[list[int]]) -> float:
@@ -203,6 +243,7 @@ def main(argv: list[str] | None = None) -> None:
     words.add_argument("--clients", type=int, default=32)
     words.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     words.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
+    words.add_argument("--http_processes", type=int, help="of our server; unset: as many as it chooses")
     words.add_argument("--peer", choices=["vllm", "LLM"], help="also vLLM: its server, or its engine alone")
     arguments = words.parse_args(argv)
 
@@ -220,6 +261,8 @@ def main(argv: list[str] | None = None) -> None:
         port = free_port()
         how = ["--port", str(port), "--max_requests", str(arguments.clients), "--bearer_token", "none"]
         how += ["--bf16"] * arguments.bf16
+        if arguments.http_processes is not None:
+            how += ["--http_processes", str(arguments.http_processes)]
         rate = served(["trimtab.cli.serve", model, *how], port, model, arguments, prompts)
         print(f"{'server':8s} {rate:10,.0f} tokens/s  {rate / alone:.2f} of the engine alone", flush=True)
         if arguments.peer == "vllm":
