@@ -32,7 +32,8 @@ def decades(row: Row) -> float:
 def table(rows: list[Row], folder: Path) -> None:
     best = optimum(folder)
     for budget in sorted({row["answers"] for row in rows}):
-        of_budget = {m: seeds for (answers, m), seeds in lines(rows).items() if answers == budget}
+        everything = {m: seeds for (answers, m), seeds in lines(rows).items() if answers == budget}
+        of_budget = {method: seeds for method, seeds in everything.items() if method in METHODS}
         print(f"\n{budget:,} sampled answers\n")
         print("| method | KL weight | reward | KL | log10 P(bad) | CVaR, worst 1 % |\n|---|---|---|---|---|---|")
         for method, seeds in of_budget.items():
@@ -47,7 +48,23 @@ def table(rows: list[Row], folder: Path) -> None:
             for method, seeds in {BEST: {0: best}, **of_budget}.items():
                 cells = [several(matched(seeds, what, place)) for place in places]
                 print(f"| {method} | {' | '.join(cells)} |")
+        variants(everything)
     proposals(rows)
+
+
+def variants(found: dict[str, dict[int, list[Row]]]) -> None:
+    """Other settings, beside the lines of RePULSe and REINFORCE where they have the same KL."""
+    others = [
+        (method, row) for method, seeds in found.items() if method not in METHODS for p in seeds.values() for row in p
+    ]
+    if not others:
+        return
+    print("\n| setting | KL weight | reward | KL | log10 P(bad) | RePULSe at this KL | REINFORCE at this KL |")
+    print("|---|---|---|---|---|---|---|")
+    for method, row in others:
+        shown = [f"{value:.2f}" for value in (row["reward"], row["kl"], decades(row))]
+        shown += [several(matched(found.get(name, {}), "kl", row["kl"])) for name in ("RePULSe", "REINFORCE")]
+        print(f"| {method} | {row['kl_weight']:g} | {' | '.join(shown)} |")
 
 
 def several(values: list[float]) -> str:

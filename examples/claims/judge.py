@@ -157,7 +157,9 @@ def cell(options: argparse.Namespace, data: str, setting: str) -> None:
     if code := rm([*words, *SETTINGS[setting]]):
         raise SystemExit(code)
     rewards = json.loads((folder / "rewards.json").read_text())
-    if is_final and "--lora_rank" in SETTINGS[setting]:
+    if not is_final:
+        shutil.rmtree(folder)  # many, and large; what they came to is known
+    elif "--lora_rank" in SETTINGS[setting]:
         merge(options.model, folder)
     ahead = [round(chosen - rejected, 4) for chosen, rejected in rewards["chosen_rejected"]]
     grid.tell(stage="final" if is_final else "fold", data=data, setting=setting, seed=seed, ahead=ahead)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ CLAIMS = Path(__file__).parents[2] / "examples" / "claims"
 sys.path.insert(0, str(CLAIMS))
 
 import frontier  # noqa: E402
+import frontier_views  # noqa: E402
 import grid  # noqa: E402
 import matching  # noqa: E402
 from toy_world import Outcome, World  # noqa: E402
@@ -122,3 +124,17 @@ def test_nothing_to_show_is_said(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         frontier.main(["table", "--out", str(tmp_path)])
     assert "holds no result yet" in capsys.readouterr().err
+
+
+def test_methods_are_read_at_the_same_reward_and_kl_and_variants_stand_beside_them(folder, capsys):
+    def row(method: str, weight: float, reward: float, kl: float, decades: float) -> dict:
+        return {"method": method, "kl_weight": weight, "answers": 100, "seed": 1, "reward": reward, "kl": kl,
+                "log_bad": decades * math.log(10), "cvar_1": 0.0}  # fmt: skip
+
+    rows = [row("REINFORCE", 1, 0.5, 0.1, -2), row("REINFORCE", 0.1, 0.9, 2.1, -4)]
+    rows += [row("RePULSe", 1, 0.6, 0.1, -4), row("RePULSe", 0.1, 0.8, 1.1, -8)]
+    frontier_views.table([*rows, row("RePULSe, beta -3", 1, 0.7, 0.6, -5)], folder)
+    shown = capsys.readouterr().out
+    assert "| REINFORCE | -2.50 | -3.00 | -3.50 | -4.00 |" in shown
+    assert "| RePULSe | -4.00 | -6.00 | -8.00 | – |" in shown
+    assert "| RePULSe, beta -3 | 1 | 0.70 | 0.60 | -5.00 | -6.00 | -2.50 |" in shown
