@@ -28,7 +28,7 @@ SETTINGS = {
     "full, 3e-5, 2 epochs": ("--learning_rate", "3e-5", "--max_epochs", "2"),
     "full, 3e-5, 4 epochs": ("--learning_rate", "3e-5", "--max_epochs", "4"),
     "full, 1e-4, 2 epochs": ("--learning_rate", "1e-4", "--max_epochs", "2"),
-    "full, 3e-5, 2 epochs, 192 tokens": ("--learning_rate", "3e-5", "--max_epochs", "2", "--max_len", "192"),
+    "full, 3e-5, 3 epochs, decay 0.1": ("--learning_rate", "3e-5", "--max_epochs", "3", "--l2", "0.1"),
     "LoRA 16, 2e-4, 2 epochs": ("--lora_rank", "16", "--learning_rate", "2e-4", "--max_epochs", "2"),
     "LoRA 16, 2e-4, 5 epochs": ("--lora_rank", "16", "--learning_rate", "2e-4", "--max_epochs", "5"),
     "LoRA 64, 5e-4, 3 epochs": ("--lora_rank", "64", "--learning_rate", "5e-4", "--max_epochs", "3"),
@@ -152,8 +152,8 @@ def cell(options: argparse.Namespace, data: str, setting: str) -> None:
     for word in options.more:
         name, _, value = word.partition("=")
         words += [f"--{name}", *([value] if value else [])]
-    if "--max_len" not in SETTINGS[setting] and "--max_len" not in words:
-        words += ["--max_len", "768"]  # the longest of HH-RLHF's harmlessness pairs, but for a few
+    if "--max_len" not in words:
+        words += ["--max_len", "1024"]  # all pairs of HH-RLHF's harmlessness, but for a few
     if code := rm([*words, *SETTINGS[setting]]):
         raise SystemExit(code)
     rewards = json.loads((folder / "rewards.json").read_text())
