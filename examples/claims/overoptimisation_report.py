@@ -18,7 +18,15 @@ def _judges(rows: list[dict]) -> str:
     lines = [
         f"| {row['job']} | {row['steps']} | {row['eval_accuracy']:.1%} |" for row in rows if "eval_accuracy" in row
     ]
-    return "\n".join(["| judge | steps | right about held-out pairs |", "|---|---|---|", *lines]) if lines else ""
+    agreed = [
+        f"\nScores of one prompt's answers by gold and by the {LABELS[row['job'].removeprefix('best-')]} correlate by "
+        f"{row['agreement']:.2f} ({row['prompts']} prompts, {row['answers']} answers each)."
+        for row in rows
+        if "agreement" in row
+    ]
+    return (
+        "\n".join(["| judge | steps | right about held-out pairs |", "|---|---|---|", *lines, *agreed]) if lines else ""
+    )
 
 
 def _best(rows: list[dict]) -> str:
