@@ -147,3 +147,13 @@ def test_a_request_that_cannot_be_followed_is_refused_and_the_others_go_on(setti
 def test_settings_out_of_range_are_refused(setting):
     with pytest.raises(UserError, match=next(iter(setting))):
         Sampling(**setting)
+
+
+def test_rows_have_the_settings_that_were_told_last():
+    hot, cold = replace(DEFAULT, temperature=2.0, stop_token_ids=(4,)), replace(DEFAULT, temperature=0.5)
+    followed = RowSampler.blank(RowSampler([hot, cold], torch.device("cpu")).kind, 4, torch.device("cpu"))
+    for settings in ([hot, cold], [hot, cold], [cold, hot, hot], [cold, hot], [hot]):
+        followed.follow(settings)
+        expected = RowSampler([*settings, *[Sampling()] * (4 - len(settings))], torch.device("cpu"))
+        assert torch.equal(followed.numbers_BN, expected.numbers_BN)
+        assert followed.stops_BK[:, 0].tolist() == [4 if s is hot else -1 for s in [*settings, *[None] * 4][:4]]

@@ -83,4 +83,4 @@ def is_text(value: Any) -> bool:
 
 
 def are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(token) is int for token in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}

@@ -133,6 +133,7 @@ class ServedPolicy:
         return texts_of(self.tokenizer, [list(ids)])[0]
 
     def name_all(self) -> None:
-        """Every token has its name ready."""
+        """Every token has its name ready, and texts their table."""
+        self.text([0])
         names = texts_with_special(self.tokenizer, [[token] for token in range(self.house.vocabulary)])
         self.names.learn(names)

@@ -6,6 +6,7 @@ host; the numbers are tensors.
 
 import math
 from collections.abc import Sequence
+from operator import is_
 from typing import NamedTuple
 
 import torch
@@ -65,6 +66,7 @@ class RowSampler:
             tokens = _padded([list(bias) for bias in biases], 0, torch.long, device)
             self.bias = tokens, _padded([list(bias.values()) for bias in biases], 0.0, torch.float32, device)
         self.penalties_B1 = torch.tensor([[s.repetition_penalty] for s in settings], device=device)
+        self._followed: list[Sampling] = []
 
     @classmethod
     def blank(cls, kind: Kind, rows: int, device: torch.device) -> "RowSampler":
@@ -75,6 +77,9 @@ class RowSampler:
 
     def follow(self, settings: Sequence[Sampling]) -> None:
         """The first rows have these settings from now on, the others none; in the tensors that there are."""
+        if len(settings) == len(self._followed) and all(map(is_, settings, self._followed)):
+            return
+        self._followed = list(settings)
         others = [Sampling()] * (len(self.numbers_BN) - len(settings))
         rows = [*settings, *others]
         self.numbers_BN.copy_(torch.tensor([numbers_of(s) for s in rows], dtype=torch.float32))

@@ -184,7 +184,7 @@ class BuiltinSession(OpenSession):
             return None
         if alike(running) and running[0].sampling.rule == self.sampling.rule:
             return self._graphs
-        settings = [sample.sampling for sample in running]
+        settings = list({id(sample.sampling): sample.sampling for sample in running}.values())  # most are the same
         return captured.decoding_by_rows(self._runner.cache, settings, self._longest)
 
     def _room(self, scheduler: Scheduler, graphs: DecodeGraphs | None, most: int | None) -> int:
