@@ -38,6 +38,7 @@ from trimtab.rollout.builtin.reader import Reader
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.builtin.sampler import Sampler
 from trimtab.rollout.types import Sampling
+from trimtab.train.garbage import what_is_there_stays
 
 GAME = Path(__file__).resolve().with_name("told_game.py")
 
@@ -149,7 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
         from trimtab.embedded.guess_game import make_tokenizer
 
         tokenizer = make_tokenizer()
-    with nothing_computed(tokenizer):
+    with nothing_computed(tokenizer), what_is_there_stays():
         play(options, tokenizer)
 
 

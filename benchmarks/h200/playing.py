@@ -1,7 +1,7 @@
 """Where the time of rollouts with an environment goes, an iteration at a time, on whatever device is there.
 
 Every word is `trimtab grpo`'s. What is looked at runs as ever and is timed from outside; the device is waited for
-before and after each part, so that the whole takes a little longer than it would. For an iteration the parts by their
+before and after each part, so that nothing overlaps and the whole takes longer than it would. The parts by their
 own seconds, what runs inside another one not counted twice:
 
     whole prompts        first prompts, by a recorded graph or launch by launch; how many, and how many tokens
@@ -111,7 +111,7 @@ def watch_engine(clock: Clock) -> None:
         tokens=lambda _, sequences: sum(len(ids) - done for ids, done, _ in sequences),
         whole=lambda _, sequences: sum(len(ids) for ids, _, _ in sequences),
     )
-    clock.watch(DecodeGraphs, "run", "steps", rows=lambda _, __, rows, ___: len(rows), steps=lambda *given: given[3])
+    clock.watch(DecodeGraphs, "run", "steps", rows=lambda *given: len(given[2]), steps=lambda *given: given[3])
     clock.watch(BuiltinSession, "_step_by_step", "steps one by one", rows=lambda _, rows, __: len(rows))
     clock.watch(DecodeGraphs, "_capture", "recording steps", rows=lambda _, __, rows: rows)
     clock.watch(ReadGraphs, "_capture", "recording reads", tokens=lambda _, __, made: made.tokens.shape[1])
@@ -130,6 +130,7 @@ def watch_agents(clock: Clock) -> None:
     AgentSession._take = taken  # type: ignore[method-assign]
     clock.watch(AgentSession, "add", "words, first")
     clock.watch(AgentSession, "advance", "words")
+    clock.watch(AgentSession, "_hear", "words, heard")
     clock.watch(AgentEngine, "replies", lambda _, seconds: "waiting" if seconds else "environments")
 
 

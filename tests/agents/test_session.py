@@ -18,8 +18,10 @@ from tests.agents.playing import (
 from tests.agents.test_appending import REFUSED, templates
 from tests.agents.worlds import Counting, Fault, Pool
 from tests.data.templates import CHATML, GEMMA, LLAMA3, QWEN3
-from trimtab.envs.replies import Stepped
+from tests.rollout.test_decode_table import DoneAgain
+from trimtab.envs.replies import Broken, Stepped
 from trimtab.envs.types import Step, Task
+from trimtab.rollout.builtin import captured, graphs
 from trimtab.rollout.engine import Engine, Session
 from trimtab.rollout.types import Draft
 
@@ -299,6 +301,43 @@ def test_tokens_that_nobody_has_are_the_environments_failure(policy, ids):
 
 
 # ---- pausing and going on
+
+
+class Breaking(Pool):
+    """Whose processes end, now and then, while turns are drawn."""
+
+    def finished(self, seconds):
+        found = super().finished(seconds)
+        if self.recording and (running := [n for n in self.instances if n not in {w[1] for w in self._waiting}]):
+            self.broken += 1
+            if self.broken % 4 == 0 and running[0] not in {reply.episode for reply in found}:
+                del self.instances[running[0]]
+                found.append(Broken(running[0], "its process was ended", innocent=True))
+        return found
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_what_is_heard_while_a_device_draws_changes_nothing(policy, slow, monkeypatch):
+    expected = [plain(r) for r in play(player(policy, Pool()), rows=3, n=3)]
+    monkeypatch.setattr(captured, "has_graphs", lambda device: True)
+    monkeypatch.setattr(graphs, "capture", DoneAgain)
+    pool = Breaking(slow=slow)
+    pool.recording, pool.broken, inside = False, 0, []
+    run = graphs.DecodeGraphs.run
+
+    def watched(recorded, runner, samples, steps, meanwhile):
+        def heard():
+            pool.recording, before = True, len(pool._waiting)
+            meanwhile()
+            pool.recording = False
+            inside.append(len(pool._waiting) != before)
+
+        return run(recorded, runner, samples, steps, heard)
+
+    monkeypatch.setattr(graphs.DecodeGraphs, "run", watched)
+    engine = player(policy, pool)
+    assert [plain(r) for r in play(engine, rows=3, n=3)] == expected
+    assert any(inside) and pool.broken >= 4
 
 
 def at_work(engine, advances, n=2):

@@ -59,3 +59,22 @@ def test_requests_that_come_between_looks_find_rows_that_others_left():
             found |= {rollout.prompt: rollout.ids for rollout in session.advance(4)}
         found |= {rollout.prompt: rollout.ids for rollout in session}
     assert [found[number] for number in range(6)] == [rollout.ids for rollout in expected]
+
+
+def test_what_is_asked_while_a_device_draws_is_drawn_as_ever():
+    policy = policy_of()
+    settings = Sampling(max_new_tokens=20, stop_token_ids=(7, 11, 19))
+    asked = prompts((5, 17, 33, 1, 9, 21), seed=3)
+    expected = BuiltinEngine(policy, eager=True).generate(asked, settings, seeds=range(6))
+    with BuiltinEngine(policy, slots=4).session(settings) as session:
+        coming = iter(range(6))
+
+        def ask() -> None:
+            for number in coming:
+                session.add(asked[number], seed=number)
+                break
+
+        session.meanwhile = ask
+        ask()
+        found = {rollout.prompt: rollout.ids for rollout in session}
+    assert [found[number] for number in range(6)] == [rollout.ids for rollout in expected]

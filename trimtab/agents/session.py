@@ -34,6 +34,7 @@ class AgentSession(AroundSession[Play]):
         self.writing: dict[int, Play] = {}  # by the inner session's requests
         self.turns, self.replaying, self.mishaps = Turns(self), Replaying(self), Mishaps(self)
         self._prompts: dict[int, list[int]] = {}  # of every request, for its samples to share
+        self.inner.meanwhile = self._hear
 
     # ---- what callers do
 
@@ -59,12 +60,16 @@ class AgentSession(AroundSession[Play]):
                 if (play := self.writing.pop(rollout.prompt, None)) is not None:
                     self.turns.wrote(play, rollout)
         if self.under_way:
-            with pulse.waiting():  # an environment has a limit of its own
-                replies = self.engine.replies(0.0 if self.inner.busy or self._finished else LOOK_EVERY)
-            for reply in replies:
-                if (play := self.under_way.get(reply.episode)) is not None:
-                    self._take(play, reply)
+            self._hear(0.0 if self.inner.busy or self._finished else LOOK_EVERY)
         return self.take_finished()
+
+    def _hear(self, seconds: float = 0.0) -> None:
+        """Take what environments have answered, or answer within so many seconds."""
+        with pulse.waiting():  # an environment has a limit of its own
+            replies = self.engine.replies(seconds)
+        for reply in replies:
+            if (play := self.under_way.get(reply.episode)) is not None:
+                self._take(play, reply)
 
     def drawn(self, request: int) -> list[int]:
         play = next((p for p in self.under_way.values() if (p.request, p.sample) == (request, 0)), None)

@@ -1,6 +1,6 @@
 """What engines and sessions have in common: whoever has an open session can answer many prompts at once with it."""
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -49,6 +49,7 @@ class OpenSession(Session):
     """A session is gone through until nothing is left in it, and closed at the end of a `with`."""
 
     def __init__(self) -> None:
+        self.meanwhile: Callable[[], None] | None = None
         self.requests = 0  # added so far
         self._aborted: set[int] = set()  # requests that somebody has had enough of
 

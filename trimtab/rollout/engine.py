@@ -1,6 +1,6 @@
 """What every rollout engine can do. Loops know this and `types`; which engine is behind it is the caller's choice."""
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +19,10 @@ def steps_among_others(most: int | None) -> int:
 @runtime_checkable
 class Session(Protocol):
     """Requests that are added while others run; to be closed, or used in a `with`."""
+
+    meanwhile: Callable[[], None] | None
+    """What the host may do inside `advance`, while a device draws what was asked of it before. Requests may be added
+    there; who has nothing to wait for never calls it."""
 
     def add(
         self,

@@ -52,8 +52,11 @@ class DecodeGraphs:
         self.pages_of: list[list[int]] = []  # of each row: whose pages are in the table, and
         self.written: list[int] = []  # how many
 
-    def run(self, runner: Runner, samples: list[Sample], steps: int) -> tuple[list[Sample], Drawn]:
-        """The samples in the order of the result, and what they drew [samples, steps], on the host."""
+    def run(
+        self, runner: Runner, samples: list[Sample], steps: int, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[list[Sample], Drawn]:
+        """The samples in the order of the result, and what they drew [samples, steps], on the host. `meanwhile`: what
+        else the host has to do while the device draws."""
         self._arrange(samples)
         count = len(self.rows)
         bucket = rows_for(count)
@@ -66,6 +69,8 @@ class DecodeGraphs:
         self.step.zero_()
         for _ in range(steps):
             self.graphs[bucket].replay()
+        if meanwhile is not None:
+            meanwhile()
         tokens = self.tokens[:steps, :count].cpu()
         log_probs = self.log_probs[:, :steps, :count].cpu().transpose(1, 2)
         self._follow(tokens[-1], steps)

@@ -207,7 +207,7 @@ class BuiltinSession(OpenSession):
         drawn: Drawn | None = None
         if graphs is not None:
             try:
-                running, drawn = graphs.run(self._runner, running, steps)
+                running, drawn = graphs.run(self._runner, running, steps, self.meanwhile)
             except CannotCapture as error:
                 self.engine.captured.give_up(error)
         return self._take(scheduler, running, self._step_by_step(running, steps) if drawn is None else drawn)
