@@ -9,7 +9,7 @@ comma := ,
 # A file's tests stay together: they share what was slow to make.
 ON_BOTH_CORES := -n 2 --dist loadfile
 
-.PHONY: quickstart tour test test-quick test-long test-vllm lint docs wheel bench
+.PHONY: quickstart tour test test-quick test-long test-vllm test-vllm-long lint docs wheel bench
 .DELETE_ON_ERROR:
 
 quickstart: $(INSTALLED)
@@ -28,10 +28,14 @@ test-quick: $(INSTALLED_FOR_TESTS)
 test-long: $(INSTALLED_FOR_TESTS)
 	$(BIN)/python -m pytest -m "long and not vllm"
 
-# Real vLLM engines on the CPU, in an environment of their own.
+# Real vLLM engines on the CPU, in an environment of their own; killed again and again with test-vllm-long.
 test-vllm:
 	@$(MAKE) --no-print-directory VENV=.venv-vllm .venv-vllm/installed-with-vllm
-	.venv-vllm/bin/python -m pytest -m vllm tests/vllm
+	.venv-vllm/bin/python -m pytest -m "vllm and not long" tests/vllm
+
+test-vllm-long:
+	@$(MAKE) --no-print-directory VENV=.venv-vllm .venv-vllm/installed-with-vllm
+	.venv-vllm/bin/python -m pytest -m "vllm and long" tests/vllm
 
 lint: $(INSTALLED_FOR_TESTS)
 	$(BIN)/ruff check .
