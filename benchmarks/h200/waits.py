@@ -1,10 +1,11 @@
 """What the device waits for in a GRPO step of 360M: gaps between kernels, and what the host did in them.
 
-A run as in grpo.py; of its second step every phase is recorded, host and device. Recording slows the host down, so the
-phases of later steps, unrecorded, are printed beside. A gap belongs to the shortest of the host's calls that were under
+A run as in grpo.py; of its second step one phase is recorded, host and device (a rollout has far more
+events than can be read in a minute). Recording slows the host down, so the phases of later steps, unrecorded, are
+printed beside. A gap belongs to the shortest of the host's calls that were under
 way in its middle ("Python": to none).
 
-    python benchmarks/h200/waits.py [--longest 12]
+    python benchmarks/h200/waits.py [--phase update] [--longest 12]
 """
 
 import argparse
@@ -69,6 +70,7 @@ def main(argv: list[str] | None = None) -> None:
 
     def options(parser: argparse.ArgumentParser) -> None:
         options_of_grpo(parser)
+        parser.add_argument("--phase", default="update", help="what is recorded: rollout, scoring or update")
         parser.add_argument("--longest", type=int, default=12, help="so many of the host's calls are named")
 
     bench = Bench(__doc__, argv, options=options)
@@ -83,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
 
     @contextmanager
     def watched(run: RLRun, seconds: dict[str, float], phase: str) -> Iterator[None]:
-        if run.counters.iteration + 1 != RECORDED:
+        if (run.counters.iteration + 1, phase) != (RECORDED, bench.arguments.phase):
             with plain(run, seconds, phase):
                 yield
             return
