@@ -140,8 +140,10 @@ def work(post: socket.socket, listening: socket.socket, policy: ServedPolicy, ab
         elsewhere=front.pass_on,
     )
     _connected(app, front, post)
-    # One connection at a time, so that those that come together are shared out.
-    server = front.server = make_server(app, about["drain_seconds"], logs=about["logs"], accepted_at_once=1)
+    # One connection at a time, so that those that come together are shared out; uvloop would take all that are there.
+    server = front.server = make_server(
+        app, about["drain_seconds"], logs=about["logs"], accepted_at_once=1, loop="asyncio"
+    )
     server.run(sockets=[listening])
 
 
@@ -151,7 +153,7 @@ def _connected(app: Starlette, front: Front, post: socket.socket) -> None:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        transport, _ = await asyncio.get_running_loop().create_connection(lambda: front, sock=post)
+        transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: front, sock=post)
         async with inner(app):
             yield
         transport.close()

@@ -90,7 +90,7 @@ class Fronts:
         with listening:
             ends = self._processes.open(listening, self._about)
             for end in ends:
-                self._fronts.append((await self._loop.create_connection(lambda: Front(self), sock=end))[1])
+                self._fronts.append((await self._loop.create_unix_connection(lambda: Front(self), sock=end))[1])
             if self.app.state.gate.closed:
                 self.drain()
             await self._ended.wait()

@@ -9,7 +9,7 @@ import json
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 
@@ -48,8 +48,7 @@ class Post(asyncio.Protocol):
         self._come = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # other loops have transports of their own
 
     def data_received(self, data: bytes) -> None:
         come = self._come

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Sequence
 from types import FrameType
-from typing import Protocol
+from typing import Literal, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -73,9 +73,11 @@ def make_server(
     logs: Sequence[str] = (),
     connections: int | None = None,
     accepted_at_once: int = ACCEPTED_AT_ONCE,
+    loop: Literal["auto", "asyncio"] = "auto",
 ) -> Server:
     """`app.state.gate` is where its requests come in; `logs`: loggers that are to be kept short; `connections`: at
-    once, if the system lets us have so many; `accepted_at_once`: of those that come together."""
+    once, if the system lets us have so many; `accepted_at_once`: of those that come together; `loop`: whose
+    events it runs by."""
     config = uvicorn.Config(
         app,
         http=protocol_with_limits(most_connections(connections)),
@@ -83,6 +85,7 @@ def make_server(
         access_log=False,
         lifespan="on",
         backlog=accepted_at_once,
+        loop=loop,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=SECONDS_TO_SEND,
     )
