@@ -49,7 +49,7 @@ class Read(NothingRead):
     sizes: ClassVar[list[tuple[int, int]]] = []
 
     def read(self, runner: object, prompts: list) -> torch.Tensor:
-        self.sizes.append((len(prompts), sum(len(ids) for ids, _ in prompts)))
+        self.sizes.append((len(prompts), sum(len(ids) - done for ids, done, _ in prompts)))
         return super().read(runner, prompts)
 
 

@@ -4,8 +4,9 @@ Every word is `trimtab grpo`'s. What is looked at runs as ever and is timed from
 before and after each part, so that nothing overlaps and the whole takes longer than it would. The parts by their
 own seconds, what runs inside another one not counted twice:
 
-    whole prompts        first prompts, by a recorded graph or launch by launch; how many, and how many tokens
-    reading on           prompts that go on from kept pages: further turns, and what begins alike
+    whole prompts        first prompts, and
+    reading on           prompts that go on from kept pages (further turns, and what begins alike): by recorded graphs,
+                         or launch by launch where a size is new; tokens and keys as they are after rounding up
     steps                looks of the decoder, of how many rows
     recording ...        graphs of reads and of steps
     pages, samples       the engine's bookkeeping: admission and pages, what was drawn
@@ -100,13 +101,19 @@ def watch_engine(clock: Clock) -> None:
     clock.watch(
         Pass,
         "run",
-        lambda prepared, _: "whole prompts, " + ("launch by launch" if prepared.graph is None else "recorded"),
+        lambda prepared, _: (
+            ("whole prompts, " if prepared.keys is None else "reading on, ")
+            + ("launch by launch" if prepared.graph is None else "recorded")
+        ),
         tokens=lambda prepared, _: prepared.tokens.shape[1],
+        keys=lambda prepared, _: 0 if prepared.keys is None else len(prepared.keys),
     )
     clock.watch(
         Runner,
         "read",
-        lambda _, sequences: "reading on" if any(done for _, done, _ in sequences) else "whole prompts, as they come",
+        lambda _, sequences: (
+            ("reading on" if any(done for _, done, _ in sequences) else "whole prompts") + ", as they come"
+        ),
         sequences=lambda _, sequences: len(sequences),
         tokens=lambda _, sequences: sum(len(ids) - done for ids, done, _ in sequences),
         whole=lambda _, sequences: sum(len(ids) for ids, _, _ in sequences),
@@ -114,7 +121,11 @@ def watch_engine(clock: Clock) -> None:
     clock.watch(DecodeGraphs, "run", "steps", rows=lambda *given: len(given[2]), steps=lambda *given: given[3])
     clock.watch(BuiltinSession, "_step_by_step", "steps one by one", rows=lambda _, rows, __: len(rows))
     clock.watch(DecodeGraphs, "_capture", "recording steps", rows=lambda _, __, rows: rows)
-    clock.watch(ReadGraphs, "_capture", "recording reads", tokens=lambda _, __, made: made.tokens.shape[1])
+    clock.watch(
+        ReadGraphs, "_capture", "recording reads",
+        tokens=lambda _, __, made: made.tokens.shape[1],
+        keys=lambda _, __, made: 0 if made.keys is None else len(made.keys),
+    )  # fmt: skip
 
 
 def watch_agents(clock: Clock) -> None:

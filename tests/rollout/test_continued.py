@@ -7,10 +7,11 @@ import torch
 
 from tests.rollout.test_builtin_engine import policy_of, prompts
 from trimtab.models import attention as packed
-from trimtab.rollout.builtin import attention, continued, graphs, read_graphs
+from trimtab.rollout.builtin import attention, captured, continued, graphs, read_graphs
+from trimtab.rollout.builtin import reader as reading
 from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.read_graphs import ReadGraphs
+from trimtab.rollout.builtin.read_graphs import ReadGraphs, Size
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.types import Sampling
 
@@ -113,7 +114,8 @@ def test_conversations_that_go_on_in_one_row_draw_what_they_draw_block_by_block(
     assert found == played()
 
 
-def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(calls, monkeypatch):
+@pytest.mark.parametrize("read", [(0,) * len(WHOLE), READ], ids=["whole", "going on"])
+def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(read, calls, monkeypatch):
     made = []
 
     class Recorded:
@@ -122,16 +124,59 @@ def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(calls, mo
             self.replay, self.pool = work, lambda: None
 
     monkeypatch.setattr(graphs, "capture", Recorded)
-    monkeypatch.setattr(read_graphs, "READS_BEFORE_RECORDING", 2)
     policy, texts, reads = policy_of(), prompts(WHOLE), ReadGraphs()
     expected = read_at_once(policy)
     runner, pages = reader(policy)
     with torch.no_grad(), runner:
+        if any(read):
+            runner.read([(text[:done], 0, own) for text, done, own in zip(texts, read, pages) if done])
         found = []
         for _ in range(4):
-            found.append((reads.read(runner, [*zip(texts, pages)]), len(made)))
+            found.append((reads.read(runner, [*zip(texts, read, pages)]), len(made)))
         assert [count for _, count in found] == [0, 0, 1, 1] and len(reads.passes) == 1
         assert all(torch.equal(hidden, found[0][0]) for hidden, _ in found)
         torch.testing.assert_close(found[0][0], expected, atol=1e-5, rtol=1e-5)
-        one = [(texts[0], pages[0])]
-        assert reads.read(runner, one).shape == (1, 32) and len(made) == 1  # another size
+        one = [(texts[0], 0, pages[0])]
+        assert torch.allclose(reads.read(runner, one), expected[:1], atol=1e-5) and len(made) == 1  # another size
+        monkeypatch.setattr(read_graphs, "MOST_RECORDED", 1)
+        (first,) = reads.passes
+        for _ in range(2):
+            reads.read(runner, one)
+        assert len(made) == 2 and len(reads.passes) == 1 and first not in reads.passes
+
+
+def test_sizes_that_are_nearly_the_same_are_one():
+    def size(own, whole):
+        return Size.of(np.array(own), np.array(whole))
+
+    said = size([30, 1, 12], [230, 170, 212])
+    assert said == size([3] * 21, [190] * 21) == (128, 128, 4096, 256)
+    assert size([1] * 300, [200] * 300) == (512, 512, 65536, 256)  # as many places as sequences
+    assert size([30, 1], [30, 1]) == (128, 8, 0, 32) and size([1025], [1025]) == (2048, 8, 0, 2048)
+
+
+def test_kept_prompts_are_read_in_groups_whose_keys_fit(calls, monkeypatch):
+    recorded = ReadGraphs()
+    follow = lambda self, cache, fused: setattr(self, "reads", recorded)  # noqa: E731
+    monkeypatch.setattr(captured.CapturedGraphs, "follow", follow)
+    monkeypatch.setattr(reading, "MOST_TOGETHER", 100)
+    monkeypatch.setattr(graphs, "capture", lambda work, pool: pytest.fail("nothing comes back here"))
+    policy, asked, sizes = policy_of(), prompts((33, 33, 33, 33)), []
+    sampling = Sampling(max_new_tokens=1, temperature=0)
+    engine = BuiltinEngine(policy, kv_tokens=1000)
+    read = ReadGraphs.read
+
+    def noted(reads, runner, texts):
+        sizes.append(sum(len(ids) for ids, done, _ in texts if done))
+        return read(reads, runner, texts)
+
+    monkeypatch.setattr(ReadGraphs, "read", noted)
+    with engine.session(sampling) as session:
+        first = {session.add(ids): ids for ids in asked}
+        said = {rollout.prompt: rollout.ids for rollout in session}
+        further = {session.add(ids + said[number] + [5, 6]): ids for number, ids in first.items()}
+        found = {rollout.prompt: rollout.ids for rollout in session}
+    assert sorted(sizes) == [0, 72, 72] and len(further) == 4
+    again = BuiltinEngine(policy, eager=True)
+    expected = again.generate([ids + said[number] + [5, 6] for number, ids in first.items()], sampling)
+    assert [found[number] for number in further] == [rollout.ids for rollout in expected]

@@ -291,6 +291,25 @@ def test_recorded_reading_leaves_what_reading_launch_by_launch_leaves():
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="variable-length attention needs an accelerator")
+def test_recorded_reading_on_leaves_what_reading_on_launch_by_launch_leaves():
+    policy, found = policy_of(dtype=torch.bfloat16, spread=0.05), []
+    used, sampling = BuiltinEngine(policy), Sampling(max_new_tokens=3, temperature=0.9)
+    for _ in range(READS_BEFORE_RECORDING + 2):
+        with used.session(sampling) as session:
+            for number, ids in enumerate(prompts((150, 140, 161, 133))):
+                session.add(ids, seed=number)
+            first = sorted(session, key=lambda rollout: rollout.prompt)
+            for number, rollout in enumerate(first):
+                session.add(rollout.prompt_ids + rollout.ids + [7, 8, 9, 10][: 1 + number], seed=9 + number)
+            second = sorted(session, key=lambda rollout: rollout.prompt)
+        found.append([(rollout.ids, rollout.log_probs.tobytes()) for rollout in (*first, *second)])
+    assert all(one == found[0] for one in found)  # whether it was recorded changes no bit
+    assert {bool(size.keys) for size in used.captured.reads.passes} == {True, False}
+    off = np.concatenate([trained(policy, rollout, 0.9) - rollout.log_probs for rollout in second])
+    assert np.abs(off).mean() < 5e-3
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="variable-length attention needs an accelerator")
 @pytest.mark.parametrize("most", [2**16, 130])
 @pytest.mark.parametrize("family, kv_heads", [("llama", 2), ("llama", 1), ("mistral", 2), ("gpt2", None)])
 def test_reading_on_in_one_row_equals_block_by_block(family, kv_heads, most, monkeypatch):

@@ -17,7 +17,7 @@ from trimtab.distributed.device import has_kernels
 from trimtab.models.attention import PackedRow, attend_packed, carried
 from trimtab.models.varlen import attend_varlen, varlen_applies
 from trimtab.rollout.builtin.cache import KVCache
-from trimtab.rollout.builtin.continued import Continued
+from trimtab.rollout.builtin.continued import Continued, OnePart
 from trimtab.rollout.builtin.dense import DenseWindow
 
 NAME = "trimtab_rollout"
@@ -29,7 +29,7 @@ Arguments = dict[str, Any]
 class Reading:
     row: PackedRow
     places_T: Tensor
-    continued: Continued | None = None  # its sequences, where some go on from the cache
+    continued: Continued | OnePart | None = None  # its sequences, where some go on from the cache
 
 
 @dataclass
@@ -119,7 +119,9 @@ class CachedAttention:
             window=arguments.get("sliding_window"),
         )
 
-    def _continue_in_one_row(self, query_THD: Tensor, layer: int, continued: Continued, arguments: Arguments) -> Tensor:
+    def _continue_in_one_row(
+        self, query_THD: Tensor, layer: int, continued: Continued | OnePart, arguments: Arguments
+    ) -> Tensor:
         """Own tokens of all sequences against the whole of each."""
         keys, values = (t[layer].flatten(0, 1) for t in (self.cache.keys, self.cache.values))
         scale, window = arguments.get("scaling") or query_THD.shape[-1] ** -0.5, arguments.get("sliding_window")

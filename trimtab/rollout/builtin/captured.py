@@ -39,7 +39,8 @@ class CapturedGraphs:
         if hold_for != self._hold_for:
             self.release()
             self._hold_for = hold_for
-        by_varlen = cache.keys.dtype in (torch.bfloat16, torch.float16) and cache.keys.shape[-1] % 8 == 0
+        width = cache.keys.shape[-1]
+        by_varlen = cache.keys.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
         if self.reads is None and fused and by_varlen:
             self.reads = ReadGraphs()
 

@@ -31,6 +31,21 @@ class Part:
     longest: int
 
 
+@dataclass
+class OnePart:
+    """All sequences of a read that may be recorded."""
+
+    part: Part
+
+    @property
+    def parts(self) -> list[Part]:
+        return [self.part]
+
+    @property
+    def alike(self) -> list[tuple[Tensor, Tensor]]:
+        raise AssertionError("only where there is attention of sequences of any length")
+
+
 class Continued:
     def __init__(self, spans: list[Span], places: list[np.ndarray], device: torch.device):
         """All sequences of a row in its order: `spans` of their own tokens there, `places` of the whole ones in the

@@ -1,12 +1,14 @@
 """Reading prompts by captured graphs: one for each size of pass, rounded up, so that no launch waits for the host.
 
 Only for fused layers and torch's variable-length attention, which takes sequences of no length: what rounding adds is
-tokens that belong to no sequence, and land on page 0. Until a size has come back often enough to be worth recording,
-the same work runs launch by launch on tensors of the same size: the same kernels, so the same numbers.
+tokens that belong to no sequence, and land on page 0, and keys that nobody sees. Until a size has come back often
+enough to be worth recording, the same work runs launch by launch on tensors of the same size: the same kernels, so the
+same numbers.
 """
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,14 +16,32 @@ from torch import Tensor
 
 from trimtab.distributed.captures import Graph
 from trimtab.models.attention import PackedRow
+from trimtab.rollout.builtin.continued import OnePart, Part
 from trimtab.rollout.builtin.graphs import capture_or_explain
 from trimtab.rollout.builtin.runner import Runner
 
-READS_BEFORE_RECORDING = 3
-"""Of a size. A recording takes as long as about so many reads: the work runs twice, and becomes a graph. So whoever
-reads a size once loses nothing, and whoever reads it always has spent about twice what knowing it beforehand would."""
+READS_BEFORE_RECORDING = 2
+"""Of a size. A recording takes as long as about so many reads (a model of 30 layers on an H200: 90 ms, where a read
+takes 41 to 51 ms launch by launch and 6 ms recorded). So whoever reads a size once loses nothing, and whoever reads it
+always has spent about twice what knowing it beforehand would."""
 
-Size = tuple[int, int, int]  # tokens, sequences, tokens of the longest
+MOST_RECORDED = 128  # sizes; what was used longest ago makes room
+
+
+class Size(NamedTuple):
+    tokens: int
+    sequences: int
+    keys: int  # of all sequences, where some go on from what is in the cache; else 0
+    longest: int  # keys
+
+    @classmethod
+    def of(cls, own: np.ndarray, whole: np.ndarray) -> "Size":
+        """For sequences of which so many tokens are read, of so many."""
+        tokens, longest = _rounded(int(own.sum())), _power(int(whole.max()))
+        if (own == whole).all():
+            return cls(tokens, max(8, _power(len(own))), 0, longest)
+        # Few sizes: what environments say is never as long as the last time, and places for sequences cost little.
+        return cls(tokens, max(min(tokens, 256), _power(len(own))), max(4096, _power(int(whole.sum()))), longest)
 
 
 @dataclass
@@ -29,7 +49,8 @@ class Pass:
     """A read of one size: what it works on."""
 
     tokens: Tensor  # [3, T]: ids, positions, places
-    sequences: Tensor  # [2, S]: where each ends, and its last token
+    sequences: Tensor  # [3, S]: where each ends, its last token, and where its keys end
+    keys: Tensor | None  # [K]: places of all sequences
     hidden_SD: Tensor
     longest: int
     graph: Graph | None = None
@@ -41,9 +62,13 @@ class Pass:
             self.graph.replay()
 
     def work(self, runner: Runner) -> None:
-        starts = torch.nn.functional.pad(self.sequences[0], (1, 0)).int()
-        row = PackedRow(starts, starts, None, self.tokens.shape[1], self.longest)
-        self.hidden_SD.copy_(runner.hidden_of_row(row, *self.tokens)[self.sequences[1]])
+        starts, key_starts = (torch.nn.functional.pad(self.sequences[n], (1, 0)).int() for n in (0, 2))
+        count = self.tokens.shape[1]
+        row, continued = PackedRow(starts, starts, None, count, self.longest), None
+        if self.keys is not None:
+            continued = OnePart(Part(slice(0, count), starts, key_starts, self.keys, self.longest))
+        ids, positions, places = self.tokens
+        self.hidden_SD.copy_(runner.hidden_of_row(row, ids, positions, places, continued)[self.sequences[1]])
 
 
 class ReadGraphs:
@@ -51,41 +76,53 @@ class ReadGraphs:
         self.passes: dict[Size, Pass] = {}  # those that are recorded
         self.times: Counter[Size] = Counter()  # that the others were read
 
-    def read(self, runner: Runner, prompts: list[tuple[list[int], list[int]]]) -> Tensor:
-        """Read whole prompts (ids, pages) and return each one's last hidden state [S, D]."""
-        lengths = np.array([len(ids) for ids, _ in prompts])
-        ends = lengths.cumsum()
-        total, count = int(ends[-1]), len(prompts)
-        size = _rounded(total), 1 << max(3, (count - 1).bit_length()), 1 << (int(lengths.max()) - 1).bit_length()
+    def read(self, runner: Runner, texts: list[tuple[list[int], int, list[int]]]) -> Tensor:
+        """Read (ids, how many are cached already, pages) and return each one's last hidden state [S, D]."""
+        whole, done = (np.array(numbers) for numbers in zip(*((len(ids), done) for ids, done, _ in texts)))
+        own, count = whole - done, len(texts)
+        size = Size.of(own, whole)
         prepared = self._prepared(runner, size)
-        tokens = np.zeros((3, size[0]), dtype=np.int64)
-        tokens[0, :total] = np.concatenate([ids for ids, _ in prompts])
-        tokens[1, :total] = np.concatenate([np.arange(length) for length in lengths])
-        tokens[2, :total] = np.concatenate([runner.places(pages, len(ids)) for ids, pages in prompts])
-        sequences = np.full((2, size[1]), total, dtype=np.int64)
-        sequences[0, :count] = ends
+        places = [runner.places(pages, len(ids)) for ids, _, pages in texts]
+        total = int(own.sum())
+        tokens = np.zeros((3, size.tokens), dtype=np.int64)
+        tokens[0, :total] = np.concatenate([ids[known:] for ids, known, _ in texts])
+        tokens[1, :total] = np.concatenate([np.arange(known, len(ids)) for ids, known, _ in texts])
+        tokens[2, :total] = np.concatenate([found[known:] for found, known in zip(places, done)])
+        sequences = np.empty((3, size.sequences), dtype=np.int64)
+        for row, lengths in ((0, own), (2, whole)):
+            sequences[row, :count] = lengths.cumsum()
+            sequences[row, count:] = lengths.sum()
         sequences[1] = sequences[0] - 1
         prepared.tokens.copy_(torch.from_numpy(tokens))
         prepared.sequences.copy_(torch.from_numpy(sequences))
+        if prepared.keys is not None:
+            keys = np.zeros(size.keys, dtype=np.int64)
+            keys[: int(whole.sum())] = np.concatenate(places)
+            prepared.keys.copy_(torch.from_numpy(keys))
         prepared.run(runner)
         return prepared.hidden_SD[:count].clone()
 
     def _prepared(self, runner: Runner, size: Size) -> Pass:
         if size in self.passes:
-            return self.passes[size]
-        fresh = self._made(runner, *size)
+            self.passes[size] = found = self.passes.pop(size)  # used last
+            return found
+        fresh = self._made(runner, size)
         if self.times[size] >= READS_BEFORE_RECORDING:
             self._capture(runner, fresh)
             self.passes[size] = fresh
+            if len(self.passes) > MOST_RECORDED:
+                del self.passes[next(iter(self.passes))]
         self.times[size] += 1
         return fresh
 
-    def _made(self, runner: Runner, tokens: int, count: int, longest: int) -> Pass:
-        integers = torch.zeros(3, tokens, dtype=torch.int64, device=runner.device)
-        sequences = torch.zeros(2, count, dtype=torch.int64, device=runner.device)
-        shape = count, runner.policy.head.in_features
+    def _made(self, runner: Runner, size: Size) -> Pass:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=runner.device)
+
+        shape = size.sequences, runner.policy.head.in_features
         hidden = torch.zeros(shape, dtype=runner.cache.keys.dtype, device=runner.device)
-        return Pass(integers, sequences, hidden, longest)
+        keys = zeros(size.keys) if size.keys else None
+        return Pass(zeros(3, size.tokens), zeros(3, size.sequences), keys, hidden, size.longest)
 
     def _capture(self, runner: Runner, made: Pass) -> None:
         pools = [p.graph.pool() for p in self.passes.values() if p.graph is not None]
@@ -93,6 +130,9 @@ class ReadGraphs:
 
 
 def _rounded(tokens: int) -> int:
-    if tokens <= 1024:
-        return max(128, 1 << (tokens - 1).bit_length())
-    return -(-tokens // 1024) * 1024
+    return max(128, _power(tokens)) if tokens <= 1024 else -(-tokens // 1024) * 1024
+
+
+def _power(number: int) -> int:
+    """Of two, no smaller than this."""
+    return 1 << (number - 1).bit_length()

@@ -3,6 +3,7 @@
 import torch
 
 from trimtab.rollout.builtin.captured import CapturedGraphs
+from trimtab.rollout.builtin.continued import MOST_TOGETHER
 from trimtab.rollout.builtin.graphs import CannotCapture
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.builtin.scheduler import Admission, Prompt, Sample
@@ -41,17 +42,21 @@ class Reader:
         self.tokens += sum(_unread(p) for p in prompts)
         for group in _groups([p for p in prompts if p.kept == 0], _unread, self.most):
             self.hidden.update(zip(group, self._read_group(group)))
-        # Those go on from their kept pages, which no captured graph does.
+        # Those go on from their kept pages.
         for group in _groups([p for p in prompts if p.kept > 0], _unread, self.most):
-            self.hidden.update(zip(group, self._read_on([(p.ids, p.kept, p.pages) for p in group])))
+            parts = [group] if self.captured.reads is None else _groups(group, lambda p: len(p.ids), MOST_TOGETHER)
+            for part in parts:
+                self.hidden.update(zip(part, self._read_group(part)))
 
     def _read_group(self, prompts: list[Prompt]) -> torch.Tensor:
-        if self.captured.reads is not None and len(prompts[0].ids) <= self.most:
+        sequences, first = [(p.ids, p.kept, p.pages) for p in prompts], prompts[0]
+        # One that is larger is alone.
+        if self.captured.reads is not None and _unread(first) <= self.most and len(first.ids) <= MOST_TOGETHER:
             try:
-                return self.captured.reads.read(self.runner, [(p.ids, p.pages) for p in prompts])
+                return self.captured.reads.read(self.runner, sequences)
             except CannotCapture as error:
                 self.captured.give_up(error)
-        return self._read_on([(p.ids, p.kept, p.pages) for p in prompts])
+        return self._read_on(sequences)
 
     def _read_on(self, sequences: list[tuple[list[int], int, list[int]]]) -> torch.Tensor:
         """(ids, how many are cached already, pages). One that is longer than a pass is alone, and read piece by

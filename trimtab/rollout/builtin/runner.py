@@ -24,7 +24,7 @@ from trimtab.rollout.builtin.attention import (
     register,
 )
 from trimtab.rollout.builtin.cache import KVCache, KVShape
-from trimtab.rollout.builtin.continued import Continued
+from trimtab.rollout.builtin.continued import Continued, OnePart
 
 if TYPE_CHECKING:
     from trimtab.rollout.builtin.fused_layers import FusedLayers
@@ -133,7 +133,7 @@ class Runner:
         ids_T: Tensor,
         positions_T: Tensor,
         places_T: Tensor,
-        continued: Continued | None = None,
+        continued: Continued | OnePart | None = None,
     ) -> Tensor:
         self.attention.begin(Reading(row, places_T, continued))
         return self._hidden(ids_T[None], positions_T[None], places_T)[0]
