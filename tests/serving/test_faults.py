@@ -10,7 +10,7 @@ import pytest
 
 from tests.serving.running import CONTEXT, Scripted, ScriptedSession, engine, running, tokenizer
 from trimtab.rollout.types import Rollout, Sampling
-from trimtab.serving.desk import Ask, Desk
+from trimtab.serving.desk import Ask, Desk, EngineFailed
 from trimtab.serving.metrics import Metrics
 from trimtab.serving.records import Record, Records
 
@@ -235,6 +235,27 @@ def test_what_was_set_down_is_drawn_whole_where_others_than_the_drawn_are_wanted
             desk.work(second)
     expected, found = (ask.answer.result() for ask in asks)
     assert found.ids == expected.ids and found.alternatives.tokens.shape == (12, 2)
+
+
+def test_those_that_were_answered_together_are_waited_for_a_moment(monkeypatch):
+    monkeypatch.setattr("trimtab.serving.desk.SECONDS_TO_GATHER", 60)
+    desk, own = Desk(Metrics()), Sampling(max_new_tokens=3)
+    desk.ask(Ask([5], 1, own))
+    desk.gather()  # nobody was answered yet
+    with engine(2).session(Sampling()) as session:
+        desk.ask(Ask([6], 1, own), Ask([7], 1, own))
+        while desk.waiting:
+            desk.work(session)
+        desk.ask(Ask([5], 1, own))
+        coming = threading.Thread(target=lambda: [desk.ask(Ask([6], 1, own)) for _ in range(2)])
+        threading.Timer(0.05, coming.start).start()
+        desk.gather()
+        assert desk.waiting == 3
+        desk.work(session, 1)
+        desk.gather()  # others are at work
+        assert desk.waiting == 3
+        desk.close(EngineFailed("the end"))
+        desk.gather()
 
 
 def test_what_was_accepted_is_answered_before_the_server_ends():

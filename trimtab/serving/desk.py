@@ -7,6 +7,7 @@ that has an open session anyway.
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Collection
 from concurrent.futures import Future, InvalidStateError
@@ -20,6 +21,7 @@ from trimtab.serving.metrics import Metrics
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 1024
+SECONDS_TO_GATHER, LOOK_EVERY = 0.005, 0.0005
 
 
 class Overloaded(Exception):
@@ -51,6 +53,7 @@ class Desk:
         self._suspects: deque[Ask] = deque()  # at work when the engine failed: they are drawn one by one
         self._at_work: dict[int, Ask] = {}
         self._held: set[str] = set()  # sessions whose requests wait
+        self._together = 0  # answers that were handed over at once when some were last
         self._closed: Exception | None = None
 
     def ask(self, *asks: Ask) -> None:
@@ -102,8 +105,18 @@ class Desk:
         if session.busy:
             self.take(session.advance(steps_among_others(steps)))
 
+    def gather(self) -> None:
+        """Where nothing is at work: a moment for as many as were answered together last, who often ask again together.
+        What begins together is read in one pass."""
+        deadline = time.monotonic() + SECONDS_TO_GATHER
+        while self.waiting < self._together and not (self._at_work or self._suspects or self.closed):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(LOOK_EVERY)
+
     def take(self, rollouts: list[Rollout]) -> None:
         """Answers to those of a session's requests that are the desk's."""
+        self._together = len(rollouts) or self._together
         for rollout in rollouts:
             if (ask := self._at_work.pop(rollout.prompt, None)) is not None:
                 self.metrics.drawn += len(rollout.tokens)
@@ -184,6 +197,7 @@ class Driver:
                 with self.engine.session(self.usual) as session:
                     try:
                         while self.desk.wait():
+                            self.desk.gather()
                             with self.desk.metrics.working():
                                 self.desk.work(session)
                     except Exception as error:

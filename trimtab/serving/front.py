@@ -8,6 +8,7 @@ belongs to a session is passed on as it came (fronts.py is the other side). They
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -175,8 +176,11 @@ def main(handle: str) -> None:
     about = json.loads(connection.recv_bytes())
     listening, *posts = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     quiet_transformers()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not be there in the forks
     policy = served_policy(about, load_tokenizer(about["tokenizer"], **about["how"]))
     policy.name_all()  # once for all
+    gc.collect()
+    gc.freeze()  # what is there now stays, and stays shared
     forks = []
     for number, post in enumerate(posts):
         if (fork := os.fork()) == 0:

@@ -40,10 +40,11 @@ class FrontProcesses:
     def __init__(self, count: int, tokenizer: str, **how: Any):
         """`tokenizer`, `how`: what load_tokenizer is given."""
         self.count, self._tokenizer = count, {"tokenizer": tokenizer, "how": how}
-        self._child = Child("trimtab.serving.front", [])
+        self._child, self._opened = Child("trimtab.serving.front", []), False
 
     def open(self, listening: socket.socket, about: dict[str, Any]) -> list[socket.socket]:
         """They begin to accept; our ends of the connections to them."""
+        self._opened = True
         pairs = [socket.socketpair() for _ in range(self.count)]
         with contextlib.ExitStack() as theirs:
             ends = [theirs.enter_context(end) for _, end in pairs]
@@ -55,7 +56,10 @@ class FrontProcesses:
         return [end for end, _ in pairs]
 
     def close(self) -> None:
-        self._child.leave()
+        if self._opened:
+            self._child.leave()
+        else:  # they have nothing to tidy up
+            self._child.kill()
 
 
 class Fronts:

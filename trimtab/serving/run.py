@@ -35,17 +35,15 @@ def serve(options: ServeOptions, token: str | None, say: Callable[[str], None], 
     check_model_folder(options.pretrain)
     with contextlib.ExitStack() as opened:
         listening = opened.enter_context(bind(options.host, options.port))
-        how: dict[str, Any] = {
-            "disable_fast": options.disable_fast_tokenizer,
-            "chat_template": options.tokenizer_chat_template,
-        }
-        tokenizer = load_tokenizer(options.pretrain, **how)
-        seed_everything(options.seed, deterministic=options.full_determinism)
         device = find_device()
+        how: dict[str, Any] = {"disable_fast": options.disable_fast_tokenizer}
+        how["chat_template"] = options.tokenizer_chat_template
         processes = None
         if count := front_processes(options.http_processes, device):
             processes = FrontProcesses(count, options.pretrain, **how)  # they start while the model is loaded
             opened.callback(processes.close)
+        tokenizer = load_tokenizer(options.pretrain, **how)
+        seed_everything(options.seed, deterministic=options.full_determinism)
         model = load_frozen_policy(options.pretrain, options, device, flag="--pretrain").model
         engine = build_engine(model, tokenizer, slots=options.max_requests, keep_prefixes=True)
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
