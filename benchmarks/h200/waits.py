@@ -1,7 +1,7 @@
 """What the device waits for in a GRPO step of 360M: gaps between kernels, and what the host did in them.
 
-A run as in grpo.py; of its second step one phase is recorded, host and device (a rollout has far more events than can be
-read in a minute). Recording slows the host down, so the phases of later steps, unrecorded, are printed beside. A gap
+A run as in grpo.py; of its second step one phase is recorded, host and device (a rollout has far more events than can
+be read in a minute). Recording slows the host down, so the phases of later steps, unrecorded, are printed beside. A gap
 belongs to the shortest of the host's calls that were under way in its middle ("Python": to none).
 
     python benchmarks/h200/waits.py [--phase update] [--longest 12]
