@@ -53,7 +53,7 @@ def table(rows: list[Row], folder: Path) -> None:
 
 
 def variants(found: dict[str, dict[int, list[Row]]]) -> None:
-    """Other settings, beside the lines of RePULSe and REINFORCE where they have the same KL."""
+    """Other settings, beside the lines of RePULSe and REINFORCE of the same seed where they have the same KL."""
     others = [
         (method, row) for method, seeds in found.items() if method not in METHODS for p in seeds.values() for row in p
     ]
@@ -63,7 +63,9 @@ def variants(found: dict[str, dict[int, list[Row]]]) -> None:
     print("|---|---|---|---|---|---|---|")
     for method, row in others:
         shown = [f"{value:.2f}" for value in (row["reward"], row["kl"], decades(row))]
-        shown += [several(matched(found.get(name, {}), "kl", row["kl"])) for name in ("RePULSe", "REINFORCE")]
+        for name in ("RePULSe", "REINFORCE"):
+            same_seed = {seed: points for seed, points in found.get(name, {}).items() if seed == row["seed"]}
+            shown.append(several(matched(same_seed, "kl", row["kl"])))
         print(f"| {method} | {row['kl_weight']:g} | {' | '.join(shown)} |")
 
 
