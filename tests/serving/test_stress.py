@@ -12,6 +12,7 @@ import pytest
 
 from tests.serving.running import CONTEXT, engine, running, tokenizer
 from trimtab.rollout.types import Sampling
+from trimtab.serving.fronts import FrontProcesses
 from trimtab.serving.seeds import stream_seed
 
 CLIENTS, REQUESTS, KINDS = 32, 10_000, 200
@@ -104,9 +105,13 @@ async def load(server, asked):
 
 
 @pytest.mark.long
-def test_no_answer_is_wrong_lost_or_swapped_among_ten_thousand_of_32_clients():
+@pytest.mark.parametrize("count", [0, 2])
+def test_no_answer_is_wrong_lost_or_swapped_among_ten_thousand_of_32_clients(count, tmp_path):
+    """`count`: processes of the HTTP side."""
     asked = questions()
-    with running(engine(5), max_bytes=1_000_000) as server:
+    tokenizer().save_pretrained(tmp_path)
+    processes = FrontProcesses(count, str(tmp_path)) if count else None
+    with running(engine(5), max_bytes=1_000_000, processes=processes) as server:
         counts, memory = asyncio.run(load(server, asked))
         assert server.server.desk.waiting == 0
         assert server.client.get("/health").status_code == 200
