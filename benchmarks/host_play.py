@@ -24,7 +24,7 @@ from unittest import mock
 import host_cost
 import numpy as np
 import torch
-from host_cost import Captured, NothingRead, first_token, make_engine, no_logits
+from host_cost import Captured, MadeUpGraphs, NothingRead, make_engine, no_logits
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trimtab.agents.engine import AgentEngine
@@ -32,11 +32,12 @@ from trimtab.agents.settings import PlaySettings
 from trimtab.envs.pool import Pool
 from trimtab.envs.types import Task
 from trimtab.envs.workers import EnvLimits
+from trimtab.evaluate.person import tokenizer_of_a_person
 from trimtab.rollout.builtin import engine as builtin_engine
 from trimtab.rollout.builtin.graphs import DecodeGraphs
 from trimtab.rollout.builtin.reader import Reader
 from trimtab.rollout.builtin.runner import Runner
-from trimtab.rollout.builtin.sampler import Sampler
+from trimtab.rollout.builtin.sampler import Drawn, Sampler
 from trimtab.rollout.types import Sampling
 from trimtab.train.garbage import what_is_there_stays
 
@@ -60,19 +61,25 @@ def nothing_read_on(reader: Reader, sequences: list[tuple[list[int], int, list[i
 
 @contextmanager
 def nothing_computed(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    words = np.array(tokenizer.encode("I guess that it is \\boxed{7} and so I will try 12 again. "))
+    rng = np.random.default_rng(0)
+
     class Playing(Captured):
         reads = Read()
 
         def decoding(self, cache, sampling: Sampling, longest: int) -> DecodeGraphs:
             if self.decodes is None or not self.decodes.holds(longest):
-                self.decodes = None
-                words = np.array(tokenizer.encode("I guess that it is \\boxed{7} and so I will try 12 again. "))
-                rng = np.random.default_rng(0)
-                found = super().decoding(cache, sampling, longest)
-                drawn = rng.choice(words, size=found.tokens.shape)
+                self.decodes = None  # its memory first
+                sampler = Sampler(sampling, len(tokenizer), torch.device("cpu"))
+                self.decodes = MadeUpGraphs(sampler, cache, self.slots, longest)
+                drawn = rng.choice(words, size=self.decodes.tokens.shape)
                 drawn[rng.random(drawn.shape) < 1 / 16] = tokenizer.eos_token_id
-                found.tokens.copy_(torch.from_numpy(drawn))
+                self.decodes.tokens.copy_(torch.from_numpy(drawn))
+                self.decodes.log_probs.uniform_(-3, 0)
             return self.decodes
+
+    def first_token(sampler: Sampler, logits_BV, seeds_B, drawn_B, seen_BV) -> Drawn:
+        return Drawn(torch.full_like(seeds_B, int(words[0])), torch.full(seeds_B.shape, -1.0), None)
 
     with (
         mock.patch.object(host_cost, "VOCABULARY", len(tokenizer)),
@@ -142,14 +149,9 @@ def main(arguments: list[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--workers", type=int)
     parser.add_argument("--environment", help="anything that trimtab grpo takes")
-    parser.add_argument("--tokenizer", help="of a chat model; unset: the embedded game's")
+    parser.add_argument("--tokenizer", help="of a chat model; unset: one of bytes")
     options = parser.parse_args(arguments)
-    if options.tokenizer:
-        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-    else:
-        from trimtab.embedded.guess_game import make_tokenizer
-
-        tokenizer = make_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer) if options.tokenizer else tokenizer_of_a_person()
     with nothing_computed(tokenizer), what_is_there_stays():
         play(options, tokenizer)
 

@@ -127,3 +127,13 @@ def test_environments_are_measured_small(monkeypatch, capsys):
     sys.modules.pop("environments")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8 and all("episodes/s" in line for line in lines)
+
+
+@pytest.mark.long
+def test_what_the_host_does_for_a_turn_is_counted_small(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(FOLDER.parent))
+    small = {"episodes": 8, "group": 4, "turns": 2, "rounds": 1, "workers": 1, "slots": 4}
+    importlib.import_module("host_play").main([word for name, n in small.items() for word in (f"--{name}", str(n))])
+    for name in ("host_play", "host_cost"):
+        sys.modules.pop(name)
+    assert "8 episodes, 16 turns" in capsys.readouterr().out
