@@ -12,6 +12,8 @@ import grid
 FIGURES = ("reward", "kl_answer", "kl", "length", "truncated", "sampled_entropy", "explained_variance", "clip_fraction")
 FIGURES += ("memory_gib", "seconds_rollout", "seconds_scoring", "seconds_update", "seconds_evaluation")
 
+PAIRS_OF_A_STEP = 32
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -27,12 +29,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--critic_learning_rate", type=float, default=3e-5)
     parser.add_argument("--epochs", type=int, default=2, help="of a judge")
     parser.add_argument("--iterations", type=int, default=100)
-    parser.add_argument("--prompts", type=int, default=32, help="of an iteration; of a judge: pairs of a step")
+    parser.add_argument("--prompts", type=int, default=16, help="of an iteration")
     parser.add_argument("--answers", type=int, default=8, help="to each prompt")
     parser.add_argument("--longest", type=int, default=48, help="tokens of an answer")
     parser.add_argument("--max_len", type=int, default=512, help="tokens of a prompt, and of a judge's pair")
     parser.add_argument("--curve", type=int, default=10, help="held-out prompts are answered every so many iterations")
-    parser.add_argument("--most", type=int, default=256, help="answers of which the best are taken")
+    parser.add_argument("--most", type=int, default=128, help="answers of which the best are taken")
     parser.add_argument("--eval_prompts", type=int, default=128)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
@@ -50,7 +52,7 @@ def judge(options: argparse.Namespace, pairs: Path | None = None) -> None:
         **{"save_path": str(options.save_path), "seed": options.seed, "bf16": options.bf16, "compile": "off"},
         **{"eval_dataset": str(options.data / "heldout.jsonl"), "overwrite": True, "fit_memory": False},
         **{"max_epochs": options.epochs, "learning_rate": options.learning_rate, "max_len": options.max_len},
-        **{"train_batch_size": options.prompts, "packing_samples": True, "train_max_tokens_per_gpu": 8192},
+        **{"train_batch_size": PAIRS_OF_A_STEP, "packing_samples": True, "train_max_tokens_per_gpu": 8192},
     )
     evaluated = [row for row in run.metrics if "eval_accuracy" in row]
     known = {name: value for name, value in evaluated[-1].items() if name.startswith("eval_")}

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=_numbers(int), default=[1, 2])
     parser.add_argument("--learning_rates", type=_numbers(float), default=[1e-5, 3e-5], help="one: nothing to choose")
     parser.add_argument("--iterations", type=int, default=100)
-    parser.add_argument("--choosing_iterations", type=int, default=40)
+    parser.add_argument("--choosing_iterations", type=int, default=25)
     parser.add_argument("--curve", type=int, default=25, help="look at test prompts every so many iterations; 0: never")
     parser.add_argument("--prompts", type=int, default=32, help="of an iteration")
     parser.add_argument("--answers", type=int, default=8, help="to each prompt")
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--at_once", type=int, default=4, help="jobs that share the device")
     parser.add_argument("--limit", type=float, default=3600, help="seconds of this sitting")
-    parser.add_argument("--iteration_seconds", type=float, default=1.0, help="about, with so many at once")
+    parser.add_argument("--iteration_seconds", type=float, default=2.5, help="about, with so many at once")
     parser.add_argument("--figure", type=Path, default=Path("skill.png"))
     options = parser.parse_args(argv)
     results = options.folder / "results.jsonl"
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{task}: {method} learns with {rate:g}")
     left = grid.run(shown(options, chosen), options.folder, at_once=options.at_once, limit=end - time.monotonic())
     print(skill_report.table(grid.read(options.folder / "results.jsonl")))
-    return 1 if left else 0
+    return 1 if left or len(chosen) < len(options.tasks) * len(options.methods) else 0
 
 
 def tried(options: argparse.Namespace) -> list[grid.Job]:
@@ -111,13 +111,16 @@ def choosing(options: argparse.Namespace) -> list[grid.Job]:
         for method in options.methods:
             for rate in options.learning_rates:
                 short = {"iterations": options.choosing_iterations, "learning_rate": rate, "seed": CHOOSING}
+                short |= {"eval_answers": min(8, options.eval_answers)}
                 jobs.append(job(options, task, f"choose-{task}-{method}-{rate:g}", method, seconds=seconds, **short))
     return jobs
 
 
 def best_rates(options: argparse.Namespace, rows: list[dict]) -> dict[tuple[str, str], float]:
-    """For each task and method the learning rate after which most validation answers were right; where nothing was
-    tried, the first."""
+    """For each task and method the learning rate after which most validation answers were right, once all of them were
+    tried: in another sitting it must not become another one."""
+    if len(options.learning_rates) == 1:
+        return {(task, method): options.learning_rates[0] for task in options.tasks for method in options.methods}
     rates = {}
     for task in options.tasks:
         for method in options.methods:
@@ -127,20 +130,22 @@ def best_rates(options: argparse.Namespace, rows: list[dict]) -> dict[tuple[str,
                 for rate in options.learning_rates
                 if row["job"] == f"choose-{task}-{method}-{rate:g}" and row.get("final")
             }
-            rates[task, method] = max(found, key=found.__getitem__) if found else options.learning_rates[0]
+            if len(found) == len(options.learning_rates):
+                rates[task, method] = max(found, key=found.__getitem__)
     return rates
 
 
 def shown(options: argparse.Namespace, rates: dict[tuple[str, str], float]) -> list[grid.Job]:
-    """The model as it came, the SFT, and every method with every seed: the first seed of all comes first."""
+    """The model as it came, the SFT, and every method that has its learning rate with every seed. A task is whole
+    before the next begins."""
     jobs = []
     for task in options.tasks:
         jobs.append(job(options, task, f"{task}-sft", "sft", seconds=20, split="test"))
         jobs.append(job(options, task, f"{task}-base", "base", seconds=20, split="test"))
     seconds = 30 + options.iterations * options.iteration_seconds
-    for seed in options.seeds:
-        for task in options.tasks:
-            for method in options.methods:
+    for task in options.tasks:
+        for seed in options.seeds:
+            for method in (method for method in options.methods if (task, method) in rates):
                 long = {"iterations": options.iterations, "learning_rate": rates[task, method], "seed": seed}
                 name = f"{task}-{method}-{seed}"
                 jobs.append(job(options, task, name, method, seconds, split="test", curve=options.curve, **long))

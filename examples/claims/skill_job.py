@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif options.kind != "base":
         model = rl(options)
     told = {"split": options.split, "prompts": options.eval_rows, "answers": options.eval_answers}
+    told["learning_rate"] = None if options.kind == "base" else options.learning_rate
     grid.tell(final=True, **told, **evaluate(options, model))
 
 
@@ -86,6 +87,9 @@ def rl(options: argparse.Namespace) -> str:
     }
     if options.kind == "ppo":
         settings["critic_learning_rate"] = options.critic_learning_rate
+    if options.kind == "dapo":
+        # What the last round has more of than an iteration needs is lost: rounds that are not too large.
+        settings["vllm_generate_batch_size"] = max(1, options.prompts // 2)
     if options.curve:
         settings |= {"eval_dataset": str(options.data / f"{options.split}.jsonl"), "eval_steps": options.curve}
         settings |= {"eval_max_samples": options.eval_rows // 2, "eval_n_samples_per_prompt": K, "eval_temperature": 1}
@@ -93,8 +97,8 @@ def rl(options: argparse.Namespace) -> str:
 
     def tell(row: dict[str, Any]) -> None:
         found = {name: row[name] for name in row if name in FIGURES or name.startswith("eval_pass")}
-        # Groups that are left out were drawn and scored as well; a row of step 0 has nothing but an evaluation.
-        drawn = (options.prompts + row.get("filtered_groups", 0)) * options.answers if row["step"] else 0
+        # Groups that are left out were drawn as well; a row of step 0 has nothing but an evaluation.
+        drawn = round(row.get("epoch", 0) * options.iterations * options.prompts) * options.answers
         grid.tell(step=row["step"], drawn=drawn, iteration_seconds=row.get("seconds"), **found)
 
     run = train(options.model, str(options.data / "train.jsonl"), right, on_iteration=tell, **settings)

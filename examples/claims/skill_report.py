@@ -20,11 +20,13 @@ def trials(rows: list[dict]) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """What is shown, on the test prompts: a line for each run; the 95 % intervals are of new prompts."""
+    """What is shown, on the test prompts: a line for each run with its learning rate. 95 % intervals are of new
+    prompts; the KL is that to the model a run began with."""
     lines = [f"| task | model | seed | {COLUMNS} | state |", "|" + "---|" * 12]
     for job, row in _shown(rows).items():
         task, kind, *seed = job.split("-")
         called = METHODS.get(kind, {"base": "as it came", "sft": "SFT"}.get(kind))
+        called += f", {row['learning_rate']:g}" if row["learning_rate"] else ""
         lines.append(f"| {task} | {called} | {seed[0] if seed else ''} | {_cells(row)} | {row['state']} |")
     return "\n".join(lines)
 
@@ -72,13 +74,9 @@ def draw(rows: list[dict], path: Path) -> None:
 def _curves(axis, rows: list[dict], name: str, title: str) -> None:
     """One line a run; over answers, so that methods that leave some out are compared at equal samples."""
     told: dict[str, list[tuple[float, float]]] = {}
-    drawn: dict[str, float] = {}
     for row in rows:
-        if "drawn" in row:
-            job = row["job"]
-            drawn[job] = drawn.get(job, 0) + row["drawn"]
-            if name in row:
-                told.setdefault(job, []).append((drawn[job], row[name]))
+        if name in row and "drawn" in row:
+            told.setdefault(row["job"], []).append((row["drawn"], row[name]))
     seen = set()
     for job, points in told.items():
         method = job.split("-")[1]

@@ -102,7 +102,7 @@ TASKS = {
     "sorting": Task("number_sorting", lambda _: "", {"min_numbers": 4, "max_numbers": 5, "max_decimals": 0}),
     "letters": Task("letter_counting", letters, {"min_words": 3, "max_words": 5}),
     "backward": Task("spell_backward", backward, {"min_word_len": 4, "max_word_len": 6}),
-    "gcd": Task("gcd", euclid, {"max_numbers": 2, "max_value": 100}),
+    "gcd": Task("gcd", euclid, {"max_numbers": 2, "max_value": 100}, longest=96),
     "legs": Task("leg_counting", legs, {"min_animals": 2, "max_animals": 3, "max_instances": 5}),
     "knights": Task(
         "knights_knaves", knights, {"n_people": 2, "depth_constraint": 2, "width_constraint": 2}, longest=96
@@ -167,6 +167,6 @@ def normalised(text: str) -> list[str]:
 
 def _number(word: str) -> str:
     try:
-        return f"{float(word):g}"
+        return f"{float(word):.15g}"
     except ValueError:
         return word

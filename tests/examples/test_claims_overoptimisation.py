@@ -56,13 +56,22 @@ def test_gains_are_over_the_start_and_gold_may_fall():
     rows = [
         {"job": "ppo-pairs-0-1", "step": 0, "eval_proxy": 0.5, "eval_gold": 0.25},
         {"job": "ppo-pairs-0-1", "step": 1, "kl_answer": 0.1, "length": 9},
-        {"job": "ppo-pairs-0-1", "step": 10, "kl_answer": 4.0, "length": 8, "eval_proxy": 1.5, "eval_gold": 0.5},
+        {
+            "job": "ppo-pairs-0-1",
+            "step": 10,
+            "kl_answer": 4.0,
+            "length": 8,
+            "eval_proxy": 1.5,
+            "eval_gold": 0.5,
+            "eval_gold_low": 0.4,
+            "eval_gold_high": 0.6,
+        },
         {"job": "ppo-pairs-0-1", "step": 20, "kl_answer": 9.0, "length": 7, "eval_proxy": 2.5, "eval_gold": 0.0},
     ]
     found = [(point["kl"], point["proxy"], point["gold"]) for point in report.curve(rows, "ppo-pairs-0-1")]
     assert found == [(0.0, 0.0, 0.0), (4.0, 1.0, 0.25), (9.0, 2.0, -0.25)]
     told = report.table(rows)
-    assert "| gold's best | 10 | 4.0 | +1.00 | +0.25 |" in told and "| end | 20 | 9.0 | +2.00 | -0.25 |" in told
+    assert "| 10 | 4.0 | +1.00 | +0.25 ± 0.10 |" in told and "| 20 | 9.0 | +2.00 | -0.25 |" in told
 
 
 def run_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[dict]:
@@ -82,7 +91,7 @@ def test_gold_is_asked_and_not_paid_by(tmp_path: Path, monkeypatch: pytest.Monke
     assert [row["step"] for row in steps] == [0, 1, 2]
     for row in steps[1:]:
         assert row["reward"] == pytest.approx(row["proxy"]) and row["gold"] != row["proxy"]
-        assert "eval_gold" in row and "kl_answer" in row
+        assert "eval_gold_low" in row and "kl_answer" in row
     best = [row for row in rows if "n" in row]
     assert [row["n"] for row in best] == [1, 2] and best[1]["kl_answer"] == estimates.kl_of_best_of(2)
     assert best[1]["proxy"][0] > best[0]["proxy"][0]

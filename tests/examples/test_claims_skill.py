@@ -31,6 +31,7 @@ def test_only_the_answer_line_counts_and_its_spelling_does_not():
     assert not skill_tasks.is_right("3", "3") and skill_tasks.is_right_at_the_end("It is 3.", "3")
     assert not skill_tasks.is_right("Answer: 3\nAnswer: 4", "3")
     assert skill_tasks.parsed("Answer:") is None
+    assert not skill_tasks.is_right("Answer: 1234567", "1234568")
 
 
 def test_solutions_say_why():
@@ -56,6 +57,15 @@ def test_every_prompt_is_in_one_split(tmp_path: Path):
     assert len(prompts) == len(set(prompts)) == 2 * 100 + 50 + 4 * 64
 
 
+def test_a_learning_rate_is_chosen_when_all_of_them_were_tried():
+    options = skill.argparse.Namespace(tasks=["digits"], methods=["grpo", "ppo"], learning_rates=[1e-5, 3e-5])
+    tried = {"choose-digits-grpo-1e-05": 0.5, "choose-digits-grpo-3e-05": 0.25, "choose-digits-ppo-3e-05": 0.5}
+    rows = [{"job": job, "final": True, "pass_1": [right, 0, 1]} for job, right in tried.items()]
+    assert skill.best_rates(options, rows) == {("digits", "grpo"): 1e-5}
+    options.learning_rates = [2e-5]
+    assert skill.best_rates(options, []) == {("digits", "grpo"): 2e-5, ("digits", "ppo"): 2e-5}
+
+
 def run_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, methods: str, rates: str) -> str:
     here(monkeypatch, skill_job)
     model = small_model(tmp_path / "model")
@@ -70,10 +80,10 @@ def test_the_grid_trains_measures_and_draws(tmp_path: Path, monkeypatch: pytest.
     folder = run_grid(tmp_path, monkeypatch, "grpo", "1e-3")
     rows = grid.read(f"{folder}/results.jsonl")
     mine = [row for row in rows if row["job"] == "digits-grpo-1"]
-    assert [(row["step"], row["drawn"]) for row in mine if "drawn" in row] == [(0, 0), (1, 4), (2, 4)]
+    assert [(row["step"], row["drawn"]) for row in mine if "drawn" in row] == [(0, 0), (1, 4), (2, 8)]
     assert ["eval_pass_8" in row for row in mine] == [True, True, True, False]
     assert {row["job"] for row in rows if row.get("final")} == {"digits-sft", "digits-base", "digits-grpo-1"}
-    assert "| digits | GRPO | 1 |" in capsys.readouterr().out
+    assert "| digits | GRPO, 0.001 | 1 |" in capsys.readouterr().out
 
 
 @pytest.mark.long
