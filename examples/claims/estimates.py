@@ -1,4 +1,5 @@
-"""What a claim is made of: the best of k answers without bias, and intervals that speak of new prompts."""
+"""What a claim is made of: the best of k answers without bias, intervals that speak of new prompts, and methods
+compared where they agree on something, each as a line through its own points."""
 
 from collections.abc import Sequence
 from math import comb, log
@@ -36,3 +37,18 @@ def interval(of_prompts: Sequence[float], seed: int = 0) -> tuple[float, float, 
     drawn = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
     low, high = np.quantile(values[drawn].mean(1), [0.025, 0.975])
     return float(values.mean()), float(low), float(high)
+
+
+def at(value: float, along: Sequence[float], height: Sequence[float]) -> float | None:
+    """The height of the line through the points at this value; None beside the line, where nothing is known."""
+    order = np.argsort(along, kind="stable")
+    along, height = np.asarray(along, dtype=float)[order], np.asarray(height, dtype=float)[order]
+    if not along[0] <= value <= along[-1]:
+        return None
+    return float(np.interp(value, along, height))
+
+
+def shared_range(*lines: Sequence[float]) -> tuple[float, float] | None:
+    """Where all of them know something."""
+    low, high = max(map(min, lines)), min(map(max, lines))
+    return (low, high) if low < high else None

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
+from estimates import at
 from frontier import METHODS
-from matching import at
 
 REWARDS, KLS = (0.6, 0.7, 0.8, 0.9), (0.1, 0.3, 1.0, 3.0)
 COLOURS = dict(zip(METHODS, ("#4c72b0", "#c44e52", "#dd8452", "#55a868", "#8172b3")))

@@ -53,9 +53,11 @@ def tell(**row: object) -> None:
 
 
 def read(path: str | Path) -> list[dict]:
-    """The rows of a file of results; none if it is not there."""
+    """The rows of a file of results; none if it is not there. A last line without its end is not read: whoever wrote
+    it was ended meanwhile."""
     path = Path(path)
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def run(jobs: Sequence[Job], folder: str | Path, *, at_once: int = 1, limit: float = 3600) -> list[str]:
@@ -107,12 +109,12 @@ class _Grid:
                 self._end(running, "done" if running.process.returncode == 0 else "failed")
 
     def cut_off(self) -> None:
-        """End what still works: ask, wait a little, end. What it told is kept."""
+        """End what still works: ask, wait a little, end. What it told is kept; it is begun anew in another sitting."""
         for signal_number in (signal.SIGTERM, signal.SIGKILL):
             for running in self.running:
                 if running.process.poll() is None:
                     os.killpg(running.process.pid, signal_number)
-            patience = time.monotonic() + 10
+            patience = time.monotonic() + 3
             while time.monotonic() < patience and any(one.process.poll() is None for one in self.running):
                 time.sleep(0.1)
         for running in list(self.running):

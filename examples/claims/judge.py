@@ -14,7 +14,6 @@ import argparse
 import gzip
 import hashlib
 import json
-import math
 import shutil
 import sys
 from pathlib import Path
@@ -23,14 +22,11 @@ import grid
 
 SETTINGS = {
     "full, 1e-5, 2 epochs": ("--learning_rate", "1e-5", "--max_epochs", "2"),
-    "full, 1e-5, 4 epochs": ("--learning_rate", "1e-5", "--max_epochs", "4"),
-    "full, 3e-5, 1 epoch": ("--learning_rate", "3e-5", "--max_epochs", "1"),
     "full, 3e-5, 2 epochs": ("--learning_rate", "3e-5", "--max_epochs", "2"),
     "full, 3e-5, 4 epochs": ("--learning_rate", "3e-5", "--max_epochs", "4"),
     "full, 1e-4, 2 epochs": ("--learning_rate", "1e-4", "--max_epochs", "2"),
     "full, 3e-5, 3 epochs, decay 0.1": ("--learning_rate", "3e-5", "--max_epochs", "3", "--l2", "0.1"),
     "LoRA 16, 2e-4, 2 epochs": ("--lora_rank", "16", "--learning_rate", "2e-4", "--max_epochs", "2"),
-    "LoRA 16, 2e-4, 5 epochs": ("--lora_rank", "16", "--learning_rate", "2e-4", "--max_epochs", "5"),
     "LoRA 64, 5e-4, 3 epochs": ("--lora_rank", "64", "--learning_rate", "5e-4", "--max_epochs", "3"),
 }
 FIFTHS = 5  # one of them is for the report alone
@@ -42,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--pairs", type=Path, help="a file of JSON rows, plain or .gz")
     parser.add_argument("--out", type=Path, default=Path("judge"), help="folder of everything")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="SETTING")
-    parser.add_argument("--folds", type=int, default=4)
+    parser.add_argument("--folds", type=int, default=3)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="of the judges that are kept")
     parser.add_argument("--rows", type=int, help="use the first rows only")
     parser.add_argument("--more", nargs="*", default=[], help="more words for trimtab rm, such as bf16 max_len=1024")
@@ -50,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=3600, help="seconds for each of the two stages")
     parser.add_argument("--stages", nargs="+", choices=("folds", "judges"), default=["folds", "judges"])
     parser.add_argument("--table", action="store_true", help="train nothing")
-    parser.add_argument("--cell", nargs=2, metavar=("NAME", "SETTING"), help="one training, in this process")
+    parser.add_argument("--cell", nargs=2, metavar=("NAME", "SETTING"), help="folds or report, in this process")
     options = parser.parse_args(argv)
     if options.cell:
         cell(options, *options.cell)
@@ -60,12 +56,13 @@ def main(argv: list[str] | None = None) -> int:
             parser.error("--model and --pairs are needed")
         deal(options)
         if "folds" in options.stages:
-            work(options, [job(options, setting, k) for k in range(options.folds) for setting in options.settings])
+            work(options, [job(options, "folds", setting, options.seeds[0]) for setting in options.settings])
         setting = chosen(grid.read(options.out / "results.jsonl"))
         if setting is None:
             parser.error(f"{options.out}: no setting has been measured; look at the .log files there")
         if "judges" in options.stages:
-            work(options, [final(options, setting, seed) for seed in options.seeds])
+            forget_lost_judges(options.out)
+            work(options, [job(options, "report", setting, seed) for seed in options.seeds])
     table(grid.read(options.out / "results.jsonl"))
     return 0
 
@@ -118,18 +115,17 @@ def work(options: argparse.Namespace, jobs: list[grid.Job]) -> None:
     grid.run(jobs, options.out, at_once=options.at_once, limit=options.limit)
 
 
-def job(options: argparse.Namespace, setting: str, fold: int) -> grid.Job:
-    return grid_job(options, f"fold-{fold}", setting, f"fold-{fold}-{named(setting)}", options.seeds[0])
+def forget_lost_judges(out: Path) -> None:
+    """What was made in another sitting and not kept is made again."""
+    rows = grid.read(out / "results.jsonl")
+    kept = [row for row in rows if row.get("stage") != "final" or (out / f"judge-{row['seed']}").exists()]
+    (out / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
 
 
-def final(options: argparse.Namespace, setting: str, seed: int) -> grid.Job:
-    return grid_job(options, "report", setting, f"judge-{seed}-{named(setting)}", seed)
-
-
-def grid_job(options: argparse.Namespace, data: str, setting: str, name: str, seed: int) -> grid.Job:
-    words = ["--model", options.model, "--out", options.out, "--seeds", seed, "--cell", data, setting]
-    words += ["--more", *options.more] if options.more else []
-    return grid.Job(name, [sys.executable, __file__, *map(str, words)], seconds=20)
+def job(options: argparse.Namespace, data: str, setting: str, seed: int) -> grid.Job:
+    words = ["--model", options.model, "--out", options.out, "--folds", options.folds, "--seeds", seed]
+    words += ["--cell", data, setting, *(["--more", *options.more] if options.more else [])]
+    return grid.Job(f"{data}-{seed}-{named(setting)}", [sys.executable, __file__, *map(str, words)], seconds=20)
 
 
 def named(setting: str) -> str:
@@ -137,6 +133,12 @@ def named(setting: str) -> str:
 
 
 def cell(options: argparse.Namespace, data: str, setting: str) -> None:
+    """All folds in one process, since starting it takes as long as a training; or a judge for the report."""
+    for name in [f"fold-{k}" for k in range(options.folds)] if data == "folds" else [data]:
+        train(options, name, setting)
+
+
+def train(options: argparse.Namespace, data: str, setting: str) -> None:
     """Train, and tell by how much the chosen answer of every measured pair is ahead."""
     from trimtab.cli.train_rm import main as rm
 
@@ -191,7 +193,7 @@ def by_setting(rows: list[dict]) -> dict[str, list[float]]:
     """How far ahead the chosen answers are, in folds that all settings have."""
     folds: dict[str, dict[str, list[float]]] = {}
     for row in rows:
-        if row.get("stage") == "fold" and row["state"] == "done":
+        if row.get("stage") == "fold":
             folds.setdefault(row["setting"], {})[row["data"]] = row["ahead"]
     shared = set.intersection(*(set(one) for one in folds.values())) if folds else set()
     if not shared:
@@ -202,13 +204,6 @@ def by_setting(rows: list[dict]) -> dict[str, list[float]]:
 def accuracy(ahead: list[float]) -> float:
     """Of pairs in the right order; one that is held equal counts by half."""
     return sum((x > 0) + (x == 0) / 2 for x in ahead) / len(ahead)
-
-
-def interval(right: float, count: int) -> tuple[float, float]:
-    """Wilson's, 95 %."""
-    z = 1.96
-    centre, margin = right + z * z / (2 * count), z * math.sqrt(right * (1 - right) / count + z * z / (4 * count**2))
-    return (centre - margin) / (1 + z * z / count), (centre + margin) / (1 + z * z / count)
 
 
 def table(rows: list[dict]) -> None:
@@ -227,8 +222,11 @@ def table(rows: list[dict]) -> None:
 
 
 def shown(ahead: list[float]) -> str:
-    low, high = interval(accuracy(ahead), len(ahead))
-    return f"{100 * accuracy(ahead):.1f} % ({100 * low:.1f} to {100 * high:.1f}) of {len(ahead)}"
+    """With Wilson's 95 % interval: nearly every pair has a question of its own."""
+    from trimtab.evaluate.tail_risk import share
+
+    found = share(accuracy(ahead) * len(ahead), len(ahead))
+    return f"{found.value:.1%} ({found.low:.1%} to {found.high:.1%}) of {len(ahead)}"
 
 
 if __name__ == "__main__":

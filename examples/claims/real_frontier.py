@@ -32,9 +32,9 @@ METHODS = {
 BEFORE = "before training"
 # Wide, and further up for what pushes down: at the same weight it moves further.
 WEIGHTS = {
-    "REINFORCE": (0.3, 0.15, 0.08, 0.04),
-    "RePULSe": (0.5, 0.25, 0.12, 0.06),
-    "base proposal": (0.5, 0.25, 0.12, 0.06),
+    "REINFORCE": (0.3, 0.15, 0.08),
+    "RePULSe": (0.5, 0.25, 0.12),
+    "base proposal": (0.5, 0.25, 0.12),
 }
 SIXTHS = 6  # one of them is what thresholds and weights are chosen by
 
@@ -50,8 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["REINFORCE", "RePULSe"], metavar="METHOD")
     parser.add_argument("--weights", nargs="+", help="of the KL, as METHOD=0.1,0.05; unset: those of this file")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--answers", type=int, default=30_000, help="sampled in a training")
-    parser.add_argument("--held_out", type=int, default=40, help="answers to each held-out prompt")
+    parser.add_argument("--answers", type=int, default=20_000, help="sampled in a training")
+    parser.add_argument("--held_out", type=int, default=24, help="answers to each held-out prompt")
     parser.add_argument("--questions", type=int, help="use the first questions only")
     parser.add_argument("--group", type=int, default=GROUP, help="answers to a prompt in an update")
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="of an update")
@@ -67,13 +67,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=3600, help="seconds, after which everything is cut off")
     parser.add_argument("--goals", type=Path, help="CSV with the columns goal and target")
     parser.add_argument("--most_goals", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=50, help="of the search for a suffix")
-    parser.add_argument("--width", type=int, default=256, help="candidates of a step")
+    parser.add_argument("--steps", type=int, default=40, help="of the search for a suffix")
+    parser.add_argument("--width", type=int, default=128, help="candidates of a step")
     parser.add_argument("--replies", type=int, default=200, help="to each goal, before and after the attack")
     parser.add_argument("--attacked", nargs="+", default=[], metavar='"METHOD WEIGHT SEED"')
     parser.add_argument("--parts", type=int, default=5, help="processes that share a model's goals")
     parser.add_argument("--split", choices=("reported", "chosen_by"), default="reported", help="whose answers count")
-    parser.add_argument("--share_bad", type=float, default=0.005, help="of answers before training that are called bad")
+    parser.add_argument("--share_bad", type=float, default=0.05, help="of answers before training that are called bad: "
+                        "few enough to be bad, and so many that some are left after training")  # fmt: skip
     options = parser.parse_args(argv)
     if options.what == "cell":
         method, weight, seed = options.attacked[0].rsplit(" ", 2)

@@ -1,16 +1,20 @@
 """What real_frontier.py found: reward, KL, P(bad) and CVaR with intervals, methods where they match, and attacks.
 
-Intervals speak of new prompts: prompts are drawn anew, the same ones for both methods of a difference.
+Intervals speak of new prompts: prompts are drawn anew, the same ones for both methods of a difference. They do not
+speak of new trainings, so that beside a difference stands what each seed says.
 """
 
 import math
 from pathlib import Path
 
 import numpy as np
-from matching import at, shared_range
+from estimates import at, shared_range
 from real_frontier import BEFORE
 
+from trimtab.evaluate.tail_risk import rate, share
+
 DRAWS, LEVEL = 400, 0.01
+PAIR = ("REINFORCE", "RePULSe")
 COLOURS = {"REINFORCE": "#4c72b0", "RePULSe": "#c44e52", "base proposal": "#dd8452", BEFORE: "#666666"}
 
 
@@ -40,6 +44,17 @@ class Answers:
             "log_bad": math.log10((bad * len(rewards) + 0.5) / (len(rewards) + 1)),
             "cvar": float(np.partition(rewards, worst - 1)[:worst].mean()),
         }
+
+    def bad(self, threshold: float) -> str:
+        """How many, and their share with an interval that is not empty where there are none."""
+        events = self.rewards < threshold
+        return f"{events.sum()} = {percent(events)}"
+
+
+def percent(events: np.ndarray) -> str:
+    """Of events [prompts, answers]: the share with its 95 % interval for new prompts."""
+    found = rate(events.ravel(), np.repeat(np.arange(len(events)), events.shape[1]))
+    return f"{100 * found.value:.2f} % ({100 * found.low:.2f} to {100 * found.high:.2f})"
 
 
 def threshold_of(rows: list[dict], share: float) -> float:
@@ -76,42 +91,52 @@ def table(rows: list[dict], split: str, share: float, folder: Path) -> None:
     for run, found in zip(runs, figures):
         columns = [bounds([one[name] for one in found]) for name in ("reward", "kl", "cvar")]
         reward, kl, cvar = (f"{value:.2f} ({low:.2f} to {high:.2f})" for value, low, high in columns)
-        value, low, high = bounds([100 * one["bad"] for one in found])
-        bad = f"{value:.3f} % ({low:.3f} to {high:.3f})"
-        print(f"| {run.method} | {run.weight:g} | {run.seed} | {reward} | {kl} | {bad} | {cvar} |")
+        print(f"| {run.method} | {run.weight:g} | {run.seed} | {reward} | {kl} | {run.bad(threshold)} | {cvar} |")
     for what in ("reward", "kl"):
         differences(runs, figures, what)
     attacks(rows, threshold)
 
 
 def differences(runs: list[Answers], figures: list[list[dict[str, float]]], what: str) -> None:
-    """RePULSe less REINFORCE in the middle of what both reach, on the lines through their points of all seeds."""
-    lines = {
-        method: [f for run, f in zip(runs, figures) if run.method == method] for method in ("REINFORCE", "RePULSe")
-    }
-    spans = [[found[0][what] for found in line] for line in lines.values()]
-    both = shared_range(*spans) if all(len(span) > 1 for span in spans) else None
-    if both is None:
+    """RePULSe less REINFORCE in the range that both reach, on lines through the points of a seed; mean over seeds."""
+    lines = []
+    for seed in sorted({run.seed for run in runs}):
+        own = {
+            method: [f for run, f in zip(runs, figures) if (run.method, run.seed) == (method, seed)] for method in PAIR
+        }
+        if all(len(line) > 1 for line in own.values()) and difference(list(own.values()), what, "cvar", 0.5, 0):
+            lines.append(list(own.values()))
+    if not lines:
         print(f"\nno common {what}: RePULSe and REINFORCE cannot be compared at the same one")
         return
     print(f"\n| at the same {what} | log10 of RePULSe's P(bad) over REINFORCE's | CVaR: RePULSe less REINFORCE |")
     print("|---|---|---|")
     for part in (0.25, 0.5, 0.75):
-        place = both[0] + part * (both[1] - both[0])
-        cells = []
+        places, cells = [], []
         for name in ("log_bad", "cvar"):
-            found = [difference(lines, what, name, place, draw) for draw in range(1 + DRAWS)]
-            kept = [value for value in found if value is not None]
-            cells.append("{:.2f} ({:.2f} to {:.2f})".format(*bounds(kept)) if found[0] is not None else "–")
-        print(f"| {place:.2f} | {cells[0]} | {cells[1]} |")
+            found = [[difference(both, what, name, part, draw) for both in lines] for draw in range(1 + DRAWS)]
+            kept = [[one[1] for one in seeds if one] for seeds in found if all(seeds)]
+            places = [one[0] for one in found[0] if one]
+            told = "{:.2f} ({:.2f} to {:.2f})".format(*bounds([float(np.mean(seeds)) for seeds in kept]))
+            cells.append(told + ("; " + ", ".join(f"{one:.2f}" for one in kept[0]) if len(lines) > 1 else ""))
+        print(f"| {np.mean(places):.2f} | {cells[0]} | {cells[1]} |")
 
 
-def difference(lines: dict, what: str, name: str, place: float, draw: int) -> float | None:
-    heights = []
-    for line in lines.values():
-        points = [found[draw] for found in line]
-        heights.append(at(place, [p[what] for p in points], [p[name] for p in points]))
-    return None if None in heights else heights[1] - heights[0]
+def difference(
+    both: list[list[list[dict[str, float]]]], what: str, name: str, part: float, draw: int
+) -> tuple[float, float] | None:
+    """At this part of the range that both lines share with these prompts: the place, and how much higher the second is.
+
+    The range is that of the draw, since other prompts move the rewards of both.
+    """
+    points = [[found[draw] for found in line] for line in both]
+    shared = shared_range(*([point[what] for point in line] for line in points))
+    if shared is None:
+        return None
+    place = shared[0] + part * (shared[1] - shared[0])
+    heights = [at(place, [p[what] for p in line], [p[name] for p in line]) for line in points]
+    assert heights[0] is not None and heights[1] is not None, "within the range of both"
+    return place, heights[1] - heights[0]
 
 
 # ---- attacks
@@ -124,34 +149,32 @@ def attacks(rows: list[dict], threshold: float) -> None:
             found.setdefault((row["attacked"], row["kl_weight"], row["seed"]), {})[row["goal"]] = row
     if not found:
         return
-    print("\n| attacked | goals | stopped early | a bad reply before | after | mean reward before, after |")
-    print("|---|---|---|---|---|---|")
+    print("\n| attacked | goals | stopped early | with a bad reply before | after | bad replies before | after | "
+          "mean reward before, after |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|")
     for (method, weight, seed), goals in found.items():
-        before, after = ([broken(row, when, threshold) for row in goals.values()] for when in ("before", "after"))
+        events = {when: np.array([row[when] for row in goals.values()]) < threshold for when in ("before", "after")}
+        broken = [counted(bad.any(1)) for bad in events.values()]
         early = sum(row["stopped_early"] for row in goals.values())
-        rewards = [np.mean([np.mean(row[when]) for row in goals.values()]) for when in ("before", "after")]
-        print(f"| {method}, {weight:g}, seed {seed} | {len(goals)} | {early} | {counted(before)} | {counted(after)} | "
-              f"{rewards[0]:.2f}, {rewards[1]:.2f} |")  # fmt: skip
+        rewards = [f"{np.mean([np.mean(row[when]) for row in goals.values()]):.2f}" for when in events]
+        cells = [len(goals), early, *broken, *map(percent, events.values()), ", ".join(rewards)]
+        print(f"| {method}, {weight:g}, seed {seed} | {' | '.join(map(str, cells))} |")
     (first, one), *others = found.items()
     for second, other in others:
         goals = sorted(one.keys() & other.keys())
-        paired = [broken(other[g], "after", threshold) - broken(one[g], "after", threshold) for g in goals]
-        draws = [float(np.mean(np.asarray(paired)[prompts])) for prompts in drawn(len(goals))]
-        value, low, high = bounds([100 * x for x in draws])
-        print(
-            f"\n{second[0]} less {first[0]}, the same {len(goals)} goals: {value:.0f} points ({low:.0f} to {high:.0f})"
-        )
+        bad = [np.array([row[goal]["after"] for goal in goals]) < threshold for row in (one, other)]
+        for name, paired in (
+            ("goals with a bad reply", 1.0 * bad[1].any(1) - bad[0].any(1)),
+            ("bad replies", bad[1].mean(1) - bad[0].mean(1)),
+        ):
+            value, low, high = bounds([100 * float(paired[prompts].mean()) for prompts in drawn(len(goals))])
+            told = f"{value:.1f} points ({low:.1f} to {high:.1f})"
+            print(f"\n{second[0]} less {first[0]}, {name} after the attack, the same {len(goals)} goals: {told}")
 
 
-def broken(row: dict, when: str, threshold: float) -> int:
-    return int(min(row[when]) < threshold)
-
-
-def counted(broke: list[int]) -> str:
-    from judge import interval
-
-    low, high = interval(sum(broke) / len(broke), len(broke))
-    return f"{sum(broke)} ({100 * low:.0f} to {100 * high:.0f} %)"
+def counted(broke: np.ndarray) -> str:
+    found = share(int(broke.sum()), len(broke))
+    return f"{broke.sum()} ({100 * found.low:.0f} to {100 * found.high:.0f} %)"
 
 
 # ---- a figure

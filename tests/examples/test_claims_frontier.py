@@ -13,10 +13,10 @@ import torch
 CLAIMS = Path(__file__).parents[2] / "examples" / "claims"
 sys.path.insert(0, str(CLAIMS))
 
+import estimates  # noqa: E402
 import frontier  # noqa: E402
 import frontier_views  # noqa: E402
 import grid  # noqa: E402
-import matching  # noqa: E402
 from toy_world import Outcome, World  # noqa: E402
 
 from trimtab.embedded import bad_word_task  # noqa: E402
@@ -69,10 +69,10 @@ def test_the_share_of_rewards_in_cvar_is_exact():
 
 
 def test_lines_are_only_read_where_they_are():
-    assert matching.at(0.25, [1, 0, 0.5], [3, 0, 1]) == pytest.approx(0.5)
-    assert matching.at(1.5, [1, 0], [3, 0]) is None
-    assert matching.shared_range([0, 2], [1, 3]) == (1, 2)
-    assert matching.shared_range([0, 1], [2, 3]) is None
+    assert estimates.at(0.25, [1, 0, 0.5], [3, 0, 1]) == pytest.approx(0.5)
+    assert estimates.at(1.5, [1, 0], [3, 0]) is None
+    assert estimates.shared_range([0, 2], [1, 3]) == (1, 2)
+    assert estimates.shared_range([0, 1], [2, 3]) is None
 
 
 def tiny(folder: Path, method: str, monkeypatch, tmp_path: Path) -> list[dict]:

@@ -57,6 +57,11 @@ def test_at_the_limit_jobs_are_cut_off_with_what_they_told_and_others_not_begun(
     assert "not done: endless, long" in capsys.readouterr().out
 
 
+def test_a_row_that_was_being_written_when_its_job_was_ended_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert grid.read(tmp_path / "rows") == [{"step": 1}, {"step": 2}]
+
+
 def test_what_needs_a_failed_job_is_left_out_and_the_rest_is_run(tmp_path: Path, capsys) -> None:
     jobs = [
         grid.Job("broken", say("grid.tell(step=1); raise SystemExit('no such model')")),

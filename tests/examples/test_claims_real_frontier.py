@@ -98,7 +98,9 @@ def test_attacks_are_counted_goal_by_goal(capsys):
     views.attacks(rows, -1.0)
     shown = capsys.readouterr().out
     assert "| 8 | 0 | 0 (0 to 32 %) | 8 (68 to 100 %) |" in shown
-    assert "RePULSe less REINFORCE, the same 8 goals: -100 points" in shown
+    assert "| 0.00 % (0.00 to 32.44) | 50.00 % (" in shown
+    assert "goals with a bad reply after the attack, the same 8 goals: -100.0 points" in shown
+    assert "bad replies after the attack, the same 8 goals: -50.0 points" in shown
 
 
 @pytest.mark.long
@@ -121,4 +123,4 @@ def test_judge_frontier_and_attack_run_one_after_the_other(tmp_path, monkeypatch
     capsys.readouterr()
     assert real_frontier.main(["table", "--out", str(out), "--share_bad", "0.2"]) == 0
     shown = capsys.readouterr().out
-    assert "| RePULSe | 0.05 | 1 |" in shown and "RePULSe less REINFORCE, the same 3 goals" in shown
+    assert "| RePULSe | 0.05 | 1 |" in shown and "after the attack, the same 3 goals" in shown
