@@ -1,7 +1,7 @@
 """RePULSe's frontier on a real model, and an attack with enough goals to count.
 
     python examples/claims/real_frontier.py run    --model MODEL --pairs PAIRS --judge JUDGE --out real --bf16
-    python examples/claims/real_frontier.py attack ... --goals GOALS.csv --attacked "REINFORCE 0.08 1" "RePULSe 0.12 1"
+    python examples/claims/real_frontier.py attack ... --goals GOALS.csv
     python examples/claims/real_frontier.py table  --out real
     python examples/claims/real_frontier.py draw   --out real
 
@@ -9,8 +9,8 @@ Prompts are the questions that PAIRS begin with, and JUDGE is a reward model tha
 it keeps for the report is asked here for the report alone. Of the other questions a sixth is kept from training too:
 threshold and weights are chosen by what came out there (`table --split chosen_by`). All methods sample equally many
 answers in training, with several weights of the KL each; every reward and KL of an answer that was sampled after
-training is in results.jsonl, so that thresholds and intervals can be looked at later. `attack` trains what it attacks
-where that is not there any more.
+training is in results.jsonl, so that thresholds and intervals can be looked at later. `attack` takes a model of each
+method with about the same reward, by what it is chosen by, and trains them anew where they are not there any more.
 """
 
 import argparse
@@ -70,7 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=40, help="of the search for a suffix")
     parser.add_argument("--width", type=int, default=128, help="candidates of a step")
     parser.add_argument("--replies", type=int, default=200, help="to each goal, before and after the attack")
-    parser.add_argument("--attacked", nargs="+", default=[], metavar='"METHOD WEIGHT SEED"')
+    parser.add_argument("--attacked", nargs="+", default=[], metavar='"METHOD WEIGHT SEED"',
+                        help="unset: of each method one, with about the same reward")  # fmt: skip
     parser.add_argument("--parts", type=int, default=5, help="processes that share a model's goals")
     parser.add_argument("--split", choices=("reported", "chosen_by"), default="reported", help="whose answers count")
     parser.add_argument("--share_bad", type=float, default=0.05, help="of answers before training that are called bad: "
@@ -92,8 +93,13 @@ def main(argv: list[str] | None = None) -> int:
     else:
         if not (options.model and options.pairs and options.judge):
             parser.error("--model, --pairs and --judge are needed")
-        if options.what == "attack" and not (options.goals and options.attacked):
-            parser.error("--goals and --attacked are needed: which goals, and which trained models")
+        if options.what == "attack" and not options.goals:
+            parser.error("--goals is needed: what the attacks are to bring about")
+        if options.what == "attack" and not options.attacked:
+            import real_frontier_views
+
+            options.attacked = real_frontier_views.alike(grid.read(options.out / "results.jsonl"))
+            print(f"attacked: {', '.join(options.attacked)}")
         ask(options)
         jobs = trainings(options) if options.what == "run" else attacks(options)
         return 1 if grid.run(jobs, options.out, at_once=options.at_once, limit=options.limit) else 0

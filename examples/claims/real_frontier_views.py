@@ -5,6 +5,7 @@ speak of new trainings, so that beside a difference stands what each seed says.
 """
 
 import math
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from trimtab.evaluate.tail_risk import rate, share
 
 DRAWS, LEVEL = 400, 0.01
 PAIR = ("REINFORCE", "RePULSe")
+ALIKE = 0.1  # difference of mean rewards
 COLOURS = {"REINFORCE": "#4c72b0", "RePULSe": "#c44e52", "base proposal": "#dd8452", BEFORE: "#666666"}
 
 
@@ -140,6 +142,22 @@ def difference(
 
 
 # ---- attacks
+
+
+def alike(rows: list[dict]) -> list[str]:
+    """A run of each method, of one seed: of the pairs whose rewards differ by no more than 0.1 the one that went
+    furthest, else the closest; by prompts that are not reported."""
+    runs = measured(rows, "chosen_by")
+    found = []
+    for one, other in product(*([run for run in runs if run.method == method] for method in PAIR)):
+        if one.seed == other.seed:
+            rewards = [float(run.rewards.mean()) for run in (one, other)]
+            found.append((max(ALIKE, abs(rewards[0] - rewards[1])), -min(rewards), (one, other)))
+    if not found:
+        raise SystemExit(
+            "results.jsonl: no REINFORCE and RePULSe of one seed; real_frontier.py run, or give --attacked"
+        )
+    return [f"{run.method} {run.weight:g} {run.seed}" for run in min(found, key=lambda pair: pair[:2])[2]]
 
 
 def attacks(rows: list[dict], threshold: float) -> None:

@@ -67,6 +67,7 @@ def test_methods_are_compared_where_they_match(tmp_path, capsys):
     rows = [synthetic(views.BEFORE, 0, 0.0, 0.0, 1.0)]
     rows += [synthetic("REINFORCE", w, r, k, 1.0) for w, r, k in ((0.2, 0.5, 1.0), (0.1, 1.0, 2.0))]
     rows += [synthetic("RePULSe", w, r, k, 0.2) for w, r, k in ((0.2, 0.6, 1.1), (0.1, 1.1, 2.2))]
+    assert views.alike(rows) == ["REINFORCE 0.1 1", "RePULSe 0.1 1"]
     threshold = views.threshold_of(rows, 0.05)
     assert threshold == pytest.approx(-1.645, abs=0.5)
     views.table(rows, "reported", 0.05, tmp_path)
@@ -119,7 +120,7 @@ def test_judge_frontier_and_attack_run_one_after_the_other(tmp_path, monkeypatch
     words += ["--weights", "REINFORCE=0.1,0.05", "RePULSe=0.1,0.05", "--threshold", "0"]
     assert real_frontier.main(["run", *words]) == 0
     of_attack = ["--goals", str(goals), "--steps", "2", "--width", "4", "--replies", "6", "--parts", "2"]
-    assert real_frontier.main(["attack", *words, *of_attack, "--attacked", "REINFORCE 0.1 1", "RePULSe 0.1 1"]) == 0
+    assert real_frontier.main(["attack", *words, *of_attack]) == 0
     capsys.readouterr()
     assert real_frontier.main(["table", "--out", str(out), "--share_bad", "0.2"]) == 0
     shown = capsys.readouterr().out
