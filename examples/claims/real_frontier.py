@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=3600, help="seconds, after which everything is cut off")
     parser.add_argument("--goals", type=Path, help="CSV with the columns goal and target")
     parser.add_argument("--most_goals", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=40, help="of the search for a suffix")
+    parser.add_argument("--steps", type=int, default=30, help="of the search for a suffix")
     parser.add_argument("--width", type=int, default=128, help="candidates of a step")
     parser.add_argument("--replies", type=int, default=200, help="to each goal, before and after the attack")
     parser.add_argument("--attacked", nargs="+", default=[], metavar='"METHOD WEIGHT SEED"',
