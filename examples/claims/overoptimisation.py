@@ -30,6 +30,7 @@ from typing import Any
 
 import grid
 import overoptimisation_report as report
+from judge import read_pairs
 
 HERE = Path(__file__).parent
 SPEAKER = re.compile(r"\n\n(Human|Assistant): ?")
@@ -122,7 +123,7 @@ def split(options: argparse.Namespace) -> None:
         return
     together: dict[str, list[dict]] = {}
     left_out = 0
-    for place, row in enumerate(_read(options.pairs), start=1):
+    for place, row in enumerate(read_pairs(options.pairs), start=1):
         if (pair := as_pair(row, f"{options.pairs} row {place}")) is None:
             left_out += 1
         else:
@@ -163,13 +164,6 @@ def _messages(value: Any, where: str) -> list[dict[str, str]]:
         raise SystemExit(f"{where}: neither messages nor a text with 'Human:' and 'Assistant:'")
     roles = {"Human": "user", "Assistant": "assistant"}
     return [{"role": roles[who], "content": said.strip()} for who, said in zip(parts[1::2], parts[2::2])]
-
-
-def _read(path: Path) -> list[dict]:
-    import gzip
-
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        return [json.loads(line) for line in file]
 
 
 if __name__ == "__main__":
