@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from transformers import ByT5Tokenizer
 
 from tests.serving.running import CONTEXT, TEMPLATE, Scripted, engine, running, tokenizer
 from trimtab.rollout.types import Sampling
@@ -212,3 +213,9 @@ def test_names_of_all_tokens_are_those_of_each_alone():
     assert len(all_known.names) == len(words) + 5
     assert [one.names[token] for token in range(len(words) + 5)] == list(all_known.names.values())
     assert one.names[words.eos_token_id] == ("<|im_end|>", '"<|im_end|>"')
+
+
+def test_a_tokenizer_that_refuses_what_is_no_token_is_asked_for_what_is_drawn():
+    policy = ServedPolicy("tiny", ByT5Tokenizer(), House((), 500), 64)
+    policy.name_all()
+    assert policy.names[ord("C") + 3] == ("C", '"C"')

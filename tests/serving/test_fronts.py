@@ -2,6 +2,7 @@
 they are."""
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -141,6 +142,24 @@ def test_what_takes_longer_than_the_limit_gets_a_503_from_every_process():
         assert [reply.status_code for reply in replies] == [503] * 4
 
 
+def test_what_was_let_in_before_the_end_is_answered_and_sessions_can_be_looked_at_until_then():
+    with running(Scripted(lambda prompt: "x<|im_end|>"), processes=InThreads(1)) as server:
+        assert server.post(f"/s/a{COMPLETE}", prompt=[5]).status_code == 200
+        body = json.dumps({"prompt": [5]}).encode()
+        slow = http.client.HTTPConnection(server.client.base_url.host, server.client.base_url.port, timeout=60)
+        slow.putrequest("POST", f"/s/a{COMPLETE}")
+        slow.putheader("Content-Length", str(len(body)))
+        slow.endheaders(body[:4])
+        assert server.client.get("/health").status_code == 200  # the process has seen both
+        server.server.stop()
+        until(lambda: server.client.get("/health").status_code == 503)
+        assert "trimtab_policy_sessions 1\n" in server.client.get("/metrics").text
+        assert len(server.client.get("/s/a/trace").json()["turns"]) == 1
+        slow.send(body[4:])
+        assert slow.getresponse().status == 200
+        slow.close()
+
+
 @pytest.mark.parametrize("session", [None, "a"])
 def test_for_a_client_that_has_gone_nothing_is_drawn_by_the_engines_process(session):
     with running(engine(2), processes=InThreads(1)) as server:
@@ -170,7 +189,7 @@ def test_a_setting_is_read_as_it_was_written():
         plain_log_probs=True,
         top_log_probs=4,
     )
-    for sampling in (own, Sampling()):
+    for sampling in (own, Sampling(), Sampling(logit_bias={token: 1.0 for token in range(200)})):
         turn = Turn([1, 2, 3], sampling, 2, None, -(2**63), 5)
         kind, number, content = _read(letters.turn_letter(9, turn))
         assert (kind, number, letters.read_turn(content)) == (letters.ASKED, 9, turn)

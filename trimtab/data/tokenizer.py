@@ -55,7 +55,7 @@ DECODING = ("decode", "batch_decode", "_decode")  # a tokenizer may have its own
 
 def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[list[int] | np.ndarray]) -> list[str]:
     """What the tokens of each sequence say, without special ones."""
-    if not _decodes_fast(tokenizer) or tokenizer.clean_up_tokenization_spaces:
+    if not decodes_fast(tokenizer) or tokenizer.clean_up_tokenization_spaces:
         return tokenizer.batch_decode(_lists(ids), skip_special_tokens=True)
     if (table := byte_table(tokenizer)) is not None:
         return table.texts(ids)
@@ -63,14 +63,8 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[list[int] | np.nd
     return tokenizer.backend_tokenizer.decode_batch(_lists(ids), skip_special_tokens=True)
 
 
-def texts_with_special(tokenizer: PreTrainedTokenizerBase, ids: Sequence[list[int]]) -> list[str]:
-    """What they say with special tokens, and nothing cleaned up."""
-    if _decodes_fast(tokenizer):
-        return tokenizer.backend_tokenizer.decode_batch(list(ids), skip_special_tokens=False)
-    return [tokenizer.decode(own, skip_special_tokens=False, clean_up_tokenization_spaces=False) for own in ids]
-
-
-def _decodes_fast(tokenizer: PreTrainedTokenizerBase) -> bool:
+def decodes_fast(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether its backend alone makes texts of tokens."""
     own, known = type(tokenizer), PreTrainedTokenizerFast
     return issubclass(own, known) and all(getattr(own, name) is getattr(known, name) for name in DECODING)
 

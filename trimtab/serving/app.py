@@ -97,15 +97,19 @@ def make_app(
         return [Route(prefix + path, handle, methods=["POST"]) for prefix in ("", "/s/{session}")]
 
     def got(
-        path: str, answer: Callable[[Request], Response], *, for_all: bool = False, by_all: bool = False
+        path: str,
+        answer: Callable[[Request], Response],
+        *,
+        for_all: bool = False,
+        by_all: Callable[[], bool] = lambda: False,
     ) -> list[Route]:
-        """`for_all`: without a token; `by_all`: every process can say it."""
+        """`for_all`: without a token; `by_all`: whether every process can say it."""
 
         async def handle(request: Request) -> Response:
             try:
                 if not for_all:
                     authorise(request, token)
-                if elsewhere is None or by_all or gate.closed:
+                if elsewhere is None or by_all():
                     return answer(request)
                 return await elsewhere(request, b"")
             except Exception as error:
@@ -151,8 +155,8 @@ def make_app(
         *posted("/inference/v1/generate", asking.generate),
         *posted("/tokenize", asking.tokenize),
         *posted("/detokenize", asking.detokenize),
-        *got("/v1/models", models, by_all=True),
-        *got("/health", health, for_all=True),
+        *got("/v1/models", models, by_all=lambda: True),
+        *got("/health", health, for_all=True, by_all=lambda: gate.closed),
         *got("/metrics", page),
         *got("/trace", trace),
     ]

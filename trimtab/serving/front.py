@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -186,11 +187,15 @@ def main(handle: str) -> None:
         if (fork := os.fork()) == 0:
             for other in posts[:number] + posts[number + 1 :]:
                 other.close()
+            code = 1
             try:
                 work(post, listening, policy, about)
+                code = 0
+            except Exception:
+                traceback.print_exc()
             finally:
                 sys.stderr.flush()
-                os._exit(0)
+                os._exit(code)
         forks.append(fork)
         post.close()
     listening.close()

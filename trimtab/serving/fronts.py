@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -28,6 +28,7 @@ from trimtab.serving.desk import Ask
 from trimtab.serving.drawing import DrawingHere
 from trimtab.serving.letters import Post
 from trimtab.serving.metrics import Metrics
+from trimtab.web.manners import keep_logs_short
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,9 @@ class Fronts:
         self._fronts: list[Front] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._woken = self._told = False
+        # What a process has let in before it hears of the end is answered here, too: the app's own gate stays open.
+        self._closing = False
+        keep_logs_short("asyncio", __name__, *about["logs"])
 
     def run(self, sockets: Sequence[socket.socket]) -> None:
         with self._signals():
@@ -95,14 +99,14 @@ class Fronts:
             ends = self._processes.open(listening, self._about)
             for end in ends:
                 self._fronts.append((await self._loop.create_unix_connection(lambda: Front(self), sock=end))[1])
-            if self.app.state.gate.closed:
+            if self._closing:
                 self.drain()
             await self._ended.wait()
-        if not self.app.state.gate.closed:
+        if not self._closing:
             raise UserError("the processes of the server's HTTP side have ended; what they said is above")
 
     @contextlib.contextmanager
-    def _signals(self):
+    def _signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -119,7 +123,7 @@ class Fronts:
         self._from_anywhere(lambda: self._tell(letters.END)) if again else self.drain()
 
     def drain(self) -> None:
-        self.app.state.gate.closed = True
+        self._closing = True
         self._from_anywhere(self._drain)
 
     def _drain(self) -> None:
@@ -131,7 +135,7 @@ class Fronts:
         for front in self._fronts:
             front.send(letters.letter(kind, 0))
 
-    def _from_anywhere(self, work) -> None:
+    def _from_anywhere(self, work: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # it has ended
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(work)
@@ -140,7 +144,7 @@ class Fronts:
 
     def lost(self, front: "Front") -> None:
         self._fronts = [other for other in self._fronts if other is not front]
-        if not self.app.state.gate.closed:
+        if not self._closing:
             log.error("a process of the server's HTTP side has ended; %d are left", len(self._fronts))
         if not self._fronts:
             self._ended.set()
@@ -208,8 +212,8 @@ class Front(Post):
 
     def _ask(self, number: int, content: bytes) -> None:
         drawing = self.office.drawing
-        asks = drawing.asks(letters.read_turn(content))
         try:
+            asks = drawing.asks(letters.read_turn(content))
             drawing.desk.ask(*asks)
         except Exception as error:
             self.send(letters.failed_letter(number, error))

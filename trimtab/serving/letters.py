@@ -32,6 +32,7 @@ DRAWN, FAILED, ANSWERED, DRAIN, END = 4, 5, 6, 7, 8
 FINISHES = get_args(Finish)
 ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (EngineFailed, Overloaded, Closing, UserError)}
 USUAL = Sampling()
+LONGEST_KNOWN = 2**10  # bytes of a setting that is remembered; a bias may name every token
 FIELDS = [field.name for field in dataclasses.fields(Sampling)]
 
 
@@ -97,8 +98,16 @@ def _written(sampling: Sampling) -> bytes:
     return json.dumps({name: value for name, value in values if value != getattr(USUAL, name)}).encode()
 
 
-@lru_cache(1024)  # most requests have the same few
 def _read_setting(written: bytes) -> Sampling:
+    return _known_setting(written) if len(written) <= LONGEST_KNOWN else _setting(written)
+
+
+@lru_cache(1024)  # most requests have the same few
+def _known_setting(written: bytes) -> Sampling:
+    return _setting(written)
+
+
+def _setting(written: bytes) -> Sampling:
     found: dict[str, Any] = json.loads(written)
     for name, value in found.items():
         if isinstance(value, list):

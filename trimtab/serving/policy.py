@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.agents.appending import Appending, encoded
 from trimtab.agents.parsing import Parsing
 from trimtab.data.chat import ChatRenderer
-from trimtab.data.tokenizer import texts_of, texts_with_special
+from trimtab.data.tokenizer import decodes_fast, texts_of
 from trimtab.envs.types import Message
 from trimtab.errors import UserError
 from trimtab.rollout.types import Rollout
@@ -133,7 +133,9 @@ class ServedPolicy:
         return texts_of(self.tokenizer, [list(ids)])[0]
 
     def name_all(self) -> None:
-        """Every token has its name ready, and texts their table."""
+        """Every token has its name ready, and texts their table. Other tokenizers than fast ones take long, and may
+        refuse the places of a head that are no tokens: they are asked for what is drawn."""
         self.text([0])
-        names = texts_with_special(self.tokenizer, [[token] for token in range(self.house.vocabulary)])
-        self.names.learn(names)
+        if decodes_fast(self.tokenizer):
+            alone = [[token] for token in range(self.house.vocabulary)]
+            self.names.learn(self.tokenizer.backend_tokenizer.decode_batch(alone, skip_special_tokens=False))
