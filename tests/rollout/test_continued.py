@@ -143,6 +143,9 @@ def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(read, cal
         for _ in range(2):
             reads.read(runner, one)
         assert len(made) == 2 and len(reads.passes) == 1 and first not in reads.passes
+        for count in (2, 2, 3):  # what made room is recorded once it has come back as often again
+            reads.read(runner, [*zip(texts, read, pages)])
+            assert len(made) == count
 
 
 def test_sizes_that_are_nearly_the_same_are_one():

@@ -11,7 +11,7 @@ from trimtab.rollout.builtin.pages import PagePool
 
 PAGE_SIZE = 16  # tokens
 SHARE_OF_FREE = 0.7  # the rest is for the passes themselves
-WORTH_WHILE = 128  # kept tokens, where a pass of many prompts is captured and one that goes on from kept pages is not
+WORTH_WHILE = 128  # kept tokens: with fewer a prompt is read whole, in one pass with others that are
 
 
 class KVMemory:

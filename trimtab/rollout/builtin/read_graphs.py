@@ -111,7 +111,8 @@ class ReadGraphs:
             self._capture(runner, fresh)
             self.passes[size] = fresh
             if len(self.passes) > MOST_RECORDED:
-                del self.passes[next(iter(self.passes))]
+                oldest = next(iter(self.passes))
+                del self.passes[oldest], self.times[oldest]  # which must come back as often again
         self.times[size] += 1
         return fresh
 
