@@ -31,7 +31,7 @@ FEWER = f"{LORA} --gradient_checkpointing_layers auto"
 ROWS: list[tuple[str, int, list[str]]] = [  # a name, seconds, a script and its words
     ("update", 40, ["update"]),
     ("sft", 75, ["sft", "--steps", "4", "--peer_steps", "2"]),
-    ("grpo", 60, ["profile_step", "record", "FOLDER/after.json"]),
+    ("grpo", 90, ["profile_step", "record", "FOLDER/after.json"]),
     ("grpo_kl", 110, ["grpo", "--kl", "0.01", "--steps", "3", "--peer_steps", "2"]),
     ("rollouts", 55, ["rollouts", "360M:64x512,512x512", "1.7B:32x512,256x512", "--peer", "no"]),
     ("rollouts_8b", 80, ["rollouts", "8B:64x512,256x512", "--lora", "16", "--repeats", "2", "--peer", "no"]),
