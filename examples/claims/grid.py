@@ -14,6 +14,9 @@ and after how many seconds. What is done there already is not run again, so a gr
 keep that file. A job whose product (a trained model, say) is gone since is run again if another job needs it. Rows of
 jobs that this grid does not have stay in the file. `runs/NAME.log` is what a job printed.
 
+Jobs that are Python scripts are forks of one process that has imported everything (forks.py), where that works, and
+otherwise processes of their own, as all other commands are.
+
 Left out: several machines, and a share of the device for each job. All jobs that work at once share one device.
 """
 
@@ -26,6 +29,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import forks
 
 ROWS = "GRID_ROWS"  # names, in a job's environment, the file that it tells its rows to
 
@@ -63,6 +68,7 @@ def read(path: str | Path) -> list[dict]:
 def run(jobs: Sequence[Job], folder: str | Path, *, at_once: int = 1, limit: float = 3600) -> list[str]:
     """Run what is not done yet; the names of jobs that are not done in the end."""
     grid = _Grid(jobs, Path(folder), at_once, limit)
+    grid.warm_up()
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no job outlives it
     try:
         grid.work()
@@ -72,10 +78,15 @@ def run(jobs: Sequence[Job], folder: str | Path, *, at_once: int = 1, limit: flo
     return grid.report()
 
 
+def is_script(command: Sequence[str]) -> bool:
+    """Whether it is a file of Python, run by the Python that runs this."""
+    return len(command) > 1 and command[0] == sys.executable and command[1].endswith(".py")
+
+
 @dataclass
 class _Running:
     job: Job
-    process: subprocess.Popen
+    process: subprocess.Popen | forks.Fork
     begun: float
 
 
@@ -89,6 +100,7 @@ class _Grid:
         self.folder, self.at_once, self.limit = folder, at_once, limit
         self.results = folder / "results.jsonl"
         self.begun = time.monotonic()
+        self.forks = False
         self.running: list[_Running] = []
         self.took: list[tuple[float, float]] = []  # expected and real seconds of what has ended
         recorded = {row["job"] for row in read(self.results) if row["state"] == "done"}
@@ -99,6 +111,11 @@ class _Grid:
         self.failed: set[str] = set()
         self.print(f"{len(self.done)} jobs done before, {len(self.waiting)} to do, {at_once} at once")
 
+    def warm_up(self) -> None:
+        if any(is_script(job.command) for job in self.waiting):
+            self.forks = forks.ready()
+            self.print("jobs are forks of this process" if self.forks else "jobs are processes of their own")
+
     def work(self) -> None:
         while self.waiting or self.running:
             self._begin_what_can()
@@ -106,7 +123,7 @@ class _Grid:
                 return
             time.sleep(0.1)
             for running in [one for one in self.running if one.process.poll() is not None]:
-                self._end(running, "done" if running.process.returncode == 0 else "failed")
+                self._end(running, "done" if running.process.poll() == 0 else "failed")
 
     def cut_off(self) -> None:
         """End what still works: ask, wait a little, end. What it told is kept; it is begun anew in another sitting."""
@@ -149,14 +166,19 @@ class _Grid:
     def _begin(self, job: Job) -> None:
         rows = self._rows(job)
         rows.unlink(missing_ok=True)
-        threads = max(1, (os.cpu_count() or 1) // self.at_once)
-        environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {ROWS: str(rows.resolve())}
-        with open(self.folder / f"{job.name}.log", "w") as log:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        environment = {"OMP_NUM_THREADS": str(max(1, cores // self.at_once))} | os.environ | {ROWS: str(rows.resolve())}
+        path = self.folder / f"{job.name}.log"
+        process: subprocess.Popen | forks.Fork
+        with path.open("w") as log:
             log.write(f"{' '.join(job.command)}\n")
             log.flush()
-            process = subprocess.Popen(
-                job.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-            )
+            if self.forks and is_script(job.command):
+                process = forks.Fork(job.command[1:], path, environment)
+            else:
+                process = subprocess.Popen(
+                    job.command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                )
         self.running.append(_Running(job, process, time.monotonic()))
 
     def _end(self, running: _Running, state: str) -> None:

@@ -13,6 +13,7 @@ FIGURES = ("reward", "kl_answer", "kl", "length", "truncated", "sampled_entropy"
 FIGURES += ("memory_gib", "seconds_rollout", "seconds_scoring", "seconds_update", "seconds_evaluation")
 
 PAIRS_OF_A_STEP = 32
+JUDGED_AT_ONCE = 256  # answers in a pass of a judge, where their tokens fit
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -69,7 +70,7 @@ def labelled_judge(options: argparse.Namespace) -> None:
         options.model,
         [row["prompt"] for row in rows],
         options.gold,
-        **{"output_path": str(pairs), "best_of_n": 2, "post_processor": "iter_dpo", **_answering(options)},
+        **{"output_path": str(pairs), "best_of_n": 2, "post_processor": "iter_dpo", **_answering(options, judged=True)},
     )
     judge(options, pairs)
 
@@ -134,8 +135,9 @@ def ppo(options: argparse.Namespace) -> None:
     grid.tell(final=True, examples=[{"response": row["response"], "reward": row["reward"]} for row in kept[:3]])
 
 
-def _answering(options: argparse.Namespace) -> dict[str, Any]:
+def _answering(options: argparse.Namespace, *, judged: bool = False) -> dict[str, Any]:
     answering = {"max_new_tokens": options.longest, "temperature": 1.0, "top_p": 1.0, "bf16": options.bf16}
+    answering |= {"max_num_seqs": 512, "micro_batch_size": JUDGED_AT_ONCE} if judged else {"max_num_seqs": 512}
     return answering | {"apply_chat_template": True, "prompt_max_len": options.max_len, "seed": options.seed}
 
 
@@ -147,7 +149,8 @@ def _judged(options: argparse.Namespace, judge: str, answers: list[dict]) -> lis
     """In the judge's own units: deviations from the mean of held-out pairs, as PPO gets them."""
     import trimtab
 
-    scored = trimtab.generate(judge, answers, eval_task="rm", bf16=options.bf16, max_len=options.max_len + 128)
+    passes = {"max_len": options.max_len + 128, "micro_batch_size": JUDGED_AT_ONCE}
+    scored = trimtab.generate(judge, answers, eval_task="rm", bf16=options.bf16, **passes)
     units = json.loads((Path(judge) / "config.json").read_text())
     return [(row["reward"] - units["mean"]) / units["std"] for row in scored]
 

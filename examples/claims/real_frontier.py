@@ -177,7 +177,8 @@ def train(options: argparse.Namespace, method: str, weight: float, seed: int) ->
         --prompt_data {options.out}/prompts.jsonl --input_key prompt --apply_chat_template --prompt_max_len 256
         --generate_max_len {options.tokens} --rollout_batch_size {options.prompts}
         --n_samples_per_prompt {options.group} --train_batch_size {size} --micro_train_batch_size {size}
-        --micro_rollout_batch_size {size} --num_episodes 1000 --max_steps {updates} --init_kl_coef {weight:g}
+        --micro_rollout_batch_size {5 * size} --rollout_slots 512
+        --num_episodes 1000 --max_steps {updates} --init_kl_coef {weight:g}
         --actor_learning_rate {0 if untrained else options.learning_rate} --save_rollouts 0
         --evaluate_heldout_sampling --heldout_prompt_data {options.out}/held_out.jsonl --sampling_iters {turns}
         --save_path {folder} --ckpt_path {folder}/checkpoints

@@ -8,6 +8,8 @@ import pytest
 
 from tests.examples.claims_at_hand import CLAIMS, grid
 
+import forks  # isort: skip
+
 
 def say(words: str) -> list[str]:
     return [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, {str(CLAIMS)!r}); import grid; {words}"]
@@ -86,3 +88,43 @@ def test_no_job_outlives_a_grid_that_is_ended(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "runs", "endless")[0]["state"] == "cut"
     with pytest.raises(ProcessLookupError):
         os.kill(int(said.read_text()), 0)
+
+
+def script(folder: Path, name: str, words: str) -> list[str]:
+    path = folder / f"{name}.py"
+    path.write_text(f"import sys; sys.path.insert(0, {str(CLAIMS)!r}); import grid, os, time\n{words}\n")
+    return [sys.executable, str(path), "word"]
+
+
+def test_forks_are_as_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(forks, "ready", lambda: True)
+    about = "print('said'); grid.tell(words=sys.argv[1:], name=__name__, pid=os.getpid(), group=os.getpgid(0))"
+    endless = "grid.tell(child=os.fork() or os.getpid()); time.sleep(60)"
+    jobs = [
+        grid.Job("fine", script(tmp_path, "fine", about)),
+        grid.Job("broken", script(tmp_path, "broken", "print('first'); raise SystemExit('no such model')")),
+        grid.Job("endless", script(tmp_path, "endless", endless), needs=("fine",)),
+        grid.Job("command", say("grid.tell(step=1)")),
+    ]
+    assert grid.run(jobs, tmp_path, at_once=4, limit=2) == ["broken", "endless"]
+    (row,) = rows_of(tmp_path, "fine")
+    assert row["state"] == "done" and row["words"] == ["word"] and row["name"] == "__main__"
+    assert row["pid"] == row["group"] != os.getpid()
+    assert (tmp_path / "fine.log").read_text().splitlines() == [" ".join(jobs[0].command), "said"]
+    assert (tmp_path / "broken.log").read_text().splitlines()[1:] == ["first", "no such model"]
+    assert [row["state"] for row in rows_of(tmp_path, "broken")] == ["failed"]
+    told = rows_of(tmp_path, "endless")
+    assert [row["state"] for row in told] == ["cut", "cut"]
+    assert rows_of(tmp_path, "command")[0]["state"] == "done"
+    for pid in {row["child"] for row in told}:  # what a job has started ends with it
+        for _ in range(100):
+            if not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text():
+                break
+            time.sleep(0.02)
+        else:
+            raise AssertionError("it is still there")
+
+
+def test_a_process_that_may_have_used_torch_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    assert not forks.ready.__wrapped__()
