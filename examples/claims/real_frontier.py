@@ -216,6 +216,7 @@ def rare_events(folder: Path) -> dict | None:
 def attacks(options: argparse.Namespace) -> list[grid.Job]:
     with open(options.goals, newline="") as file:
         goals = list(csv.DictReader(file))[: options.most_goals]
+    options.parts = min(options.parts, len(goals))
     jobs = []
     for part in range(options.parts):
         with open(options.out / f"goals-{part}.csv", "w", newline="") as file:
