@@ -32,7 +32,7 @@ MAY_IMPORT = {
         *("envs", "agents", "serving", "processes", "errors", "files"),
         *("evaluate.bad_words", "evaluate.tail_files", "evaluate.tail_risk"),
     },
-    "models": {"data.batches", "data.hub", "distributed", "config", "errors", "files"},
+    "models": {"data.batches", "data.hub", "distributed", "config", "interrupts", "errors", "files"},
     "rollout": {"data.batches", "models", "distributed", "envs.types", "envs.episode", "errors"},
     "rewards": {
         *("data", "models", "distributed", "config", "envs.types", "envs.episode", "web", "processes", "errors"),

@@ -3,9 +3,14 @@
 The parent imports everything and computes no tensors, because OpenMP's threads do not survive a fork.
 """
 
+import contextlib
+import ctypes
+import faulthandler
 import multiprocessing
 import os
+import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -39,6 +44,7 @@ get_checkpoint_conversion_mapping("llama")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.warm"])
 _ROOT = Path(__file__).parents[1]
+MORE_TO_TELL = 10  # seconds
 
 
 def _start(process) -> None:
@@ -59,16 +65,26 @@ def start(
     prepare: Callable[[], None] | None = None,
     log: Path | None = None,
     environment: dict[str, str] | None = None,
+    limit: float | None = None,
 ):
-    """Start `trimtab ARGV` in a process of its own; `prepare` runs in it first."""
-    process = _context.Process(target=_main, args=(argv, prepare, log, os.environ | (environment or {})))
+    """Start `trimtab ARGV` in a process of its own; `prepare` runs in it first. After `limit` seconds it tells where
+    each of its threads is, and ends with 1."""
+    process = _context.Process(target=_main, args=(argv, prepare, log, os.environ | (environment or {}), limit))
     _start(process)
     return process
 
 
-def run(argv: list[str], **options) -> int:
-    process = start(argv, **options)
+def run(argv: list[str], *, limit: float | None = None, **options) -> int:
+    """`limit`: see start; then whatever the command had started ends with it, too."""
+    process = start(argv, limit=limit, **options)
+    if limit is not None:
+        process.join(limit + MORE_TO_TELL)
+        if process.is_alive():
+            process.kill()
     process.join()
+    if limit is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     return process.exitcode
 
 
@@ -147,12 +163,23 @@ def _never(*_):
     raise AssertionError("what comes from another process is not unpickled")
 
 
-def _main(argv, prepare, log, environment):
+def _end_with_parent():
+    """A test that is killed takes its processes along: its end is the warm parent's, and that one's is theirs."""
+    if sys.platform == "linux":
+        set_signal_at_parents_end = 1
+        ctypes.CDLL(None).prctl(set_signal_at_parents_end, signal.SIGKILL)
+
+
+def _main(argv, prepare, log, environment, limit):
+    _end_with_parent()
     os.environ.update(environment)
     if log is not None:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
+    if limit is not None:
+        os.setpgid(0, 0)
+        faulthandler.dump_traceback_later(limit, exit=True)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         torch.distributed.distributed_c10d._tensor_to_object = _never
     if prepare is not None:

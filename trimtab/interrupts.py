@@ -1,8 +1,10 @@
 """Ctrl-C, SIGTERM and SIGHUP (the terminal went away): finish the micro-batch, save, leave. A second Ctrl-C leaves at
 once."""
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 
 from trimtab.errors import Interrupted
 
@@ -55,3 +57,15 @@ class StopRequest:
         self._received, self.signal = True, self.signal or number
         if self.at_once:
             raise Interrupted(number, "stopped")
+
+
+@contextlib.contextmanager
+def unheard_by_children() -> Iterator[None]:
+    """Processes that are started inside do not hear the signals that the run's whole group gets (from `timeout`, a
+    scheduler, a terminal that goes away): they end with the run, which may need them to finish what it is doing. What
+    comes meanwhile reaches this process afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

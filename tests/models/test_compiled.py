@@ -2,13 +2,16 @@
 trial finds something wrong. The compiler is one that fuses nothing and is fast; `-m long` has the real one."""
 
 import contextlib
+import os
 import re
 import shutil
+import signal
 from functools import partial
 
 import pytest
 import torch
 
+from tests import warm
 from tests.tiny import FAMILIES, tiny_model
 from trimtab.config.jobs import SFTOptions
 from trimtab.errors import UserError
@@ -206,3 +209,32 @@ def test_the_compiler_itself(monkeypatch):
     assert not compile_layers(policy, gradients=taking(policy)).problem
     for ours, theirs in zip(gradient(policy, (40, 9)), plain):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_what_compiles_for_an_accelerator_does_not_hear_a_signal_to_the_whole_group(monkeypatch):
+    from torch._inductor.async_compile import AsyncCompile
+
+    blocked = []
+    monkeypatch.setattr(compiled, "has_kernels", lambda device: True)
+    monkeypatch.setattr(AsyncCompile, "warm_pool", lambda: blocked.append(signal.pthread_sigmask(signal.SIG_BLOCK, [])))
+    policy = policy_of()
+    assert not compile_layers(policy, gradients=taking(policy)).problem
+    assert [{signal.SIGTERM, signal.SIGHUP} <= found for found in blocked] == [True]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGTERM, signal.SIGHUP}
+
+
+@pytest.mark.long
+def test_what_was_asked_of_torchs_compile_processes_comes_after_a_signal_to_them():
+    assert warm.call(ask_after_a_signal) == 0
+
+
+def ask_after_a_signal():
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    config.compile_threads = 2
+    compiled._start_processes()
+    pool = AsyncCompile.process_pool()
+    assert pool.submit(abs, -1).result(timeout=120) == 1
+    os.kill(pool.process.pid, signal.SIGTERM)
+    assert pool.submit(abs, -2).result(timeout=60) == 2

@@ -27,6 +27,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import has_kernels, kind_of
 from trimtab.distributed.random_state import drawing_aside
 from trimtab.errors import UserError
+from trimtab.interrupts import unheard_by_children
 from trimtab.models.attention import PackedPass, carried
 from trimtab.models.comparing import Comparison
 from trimtab.models.dropout import has_dropout
@@ -123,6 +124,8 @@ def _problem(root: PackedModel, scores: Sequence[AtWork], gradients: Gradients |
     works += [(partial(_score, root, at_work), False, at_work) for at_work in scores]
     try:
         _install(root)
+        if has_kernels(root.device):
+            _start_processes()
         root.attention.compiled = True
         for work, learns, at_work in works:
             work(rows[0])
@@ -176,6 +179,15 @@ def _install(root: PackedModel) -> None:
     for layer in layers_of(root.inner):
         if not isinstance(layer.forward, Either):
             layer.forward = Either(layer)
+
+
+def _start_processes() -> None:
+    """Those that compile for an accelerator. torch waits for ever for what they were asked if they are gone, and a
+    signal to the run's whole group would end them, but not a run that means to save first."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    with unheard_by_children():
+        AsyncCompile.warm_pool()
 
 
 class Either:

@@ -1,5 +1,6 @@
 """An RL run that was killed or stopped anywhere and resumed is the run that was not, bit for bit."""
 
+import json
 import os
 import random
 import signal
@@ -9,6 +10,8 @@ import pytest
 
 from tests import warm
 from tests.train.rl.rl_run import ESTIMATORS, ITERATIONS, arguments, assert_identical, result, rows, write_task
+from trimtab.models.compiled import Trial
+from trimtab.train import compiling
 from trimtab.train.rl.loop import RLRun
 
 
@@ -91,6 +94,22 @@ def test_what_is_measured_at_the_start_is_told_once_however_often_it_is_measured
     assert warm.run([*words, "--load_checkpoint"], prepare=killed) == -signal.SIGKILL
     assert warm.run([*words, "--load_checkpoint"]) == 0
     assert rows(tmp_path) == straight("ppo")[0]
+
+
+def test_a_compiler_that_failed_while_the_run_was_told_to_stop_is_asked_again(folder, tmp_path):
+    words = arguments(folder, tmp_path, "grpo", "--compile on")
+    assert warm.run(words, prepare=failing_under_a_signal) == 128 + signal.SIGTERM
+    state = json.loads((tmp_path / "checkpoints" / "global_step0" / "state.json").read_text())
+    assert state["compiled"] is None
+
+
+def failing_under_a_signal():
+    def fail(*_, **__):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Trial("the compiler fails")
+
+    compiling.compile_layers = fail
+    compiling.require_compiler = lambda device: None
 
 
 def test_what_was_sampled_is_not_sampled_again_after_a_signal(folder, tmp_path):

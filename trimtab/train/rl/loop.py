@@ -95,7 +95,10 @@ class RLRun:
         with self.files.run_folder.locked():
             resumed = taken_over or (self.resume() if self.options.load_checkpoint else False)
             if not taken_over:
+                decided = self.compiling.decided
                 self.files.manifest["compiled"] = self.compiling.settle(self.roles)
+                if stop.signal:  # which may have reached a compiler too, so that it failed: the next start decides
+                    self.compiling.decided = decided
             # Before the start is measured there is no row to keep, not even one of a measurement that came later.
             begun = self.counters.iteration > 0 or self.counters.start_is_measured
             self.files.open(self.counters.iteration if begun else -1, self.roles, resumed=resumed)
