@@ -96,7 +96,7 @@ def call(function: Callable, *arguments) -> int:
 
 
 def start_call(function: Callable, *arguments):
-    process = _context.Process(target=function, args=arguments)
+    process = _context.Process(target=_call, args=(function, {}, arguments))
     _start(process)
     return process
 
@@ -119,6 +119,7 @@ def start_calls(function: Callable, size: int, *arguments) -> list:
 
 
 def _call(function, environment, arguments):
+    _end_with_parent()
     os.environ.update(environment)
     function(*arguments)
 
@@ -164,7 +165,9 @@ def _never(*_):
 
 
 def _end_with_parent():
-    """A test that is killed takes its processes along: its end is the warm parent's, and that one's is theirs."""
+    """A test that is killed takes its processes along: its end is the warm parent's, and that one's is theirs. Each of
+    them is given what holds the warm parent alive, for processes of its own."""
+    os.close(forkserver._forkserver._forkserver_alive_fd)
     if sys.platform == "linux":
         set_signal_at_parents_end = 1
         ctypes.CDLL(None).prctl(set_signal_at_parents_end, signal.SIGKILL)
