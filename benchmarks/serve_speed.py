@@ -8,6 +8,7 @@ LLM` asks its engine for all of them at once, in one process and without a serve
 
     python benchmarks/serve_speed.py
     python benchmarks/serve_speed.py --size 135M --bf16 --requests 4096 --clients 256 --peer vllm
+    python benchmarks/serve_speed.py --timeline timeline.jsonl  # then: serve_timeline.py --show timeline.jsonl
 """
 
 import argparse
@@ -203,7 +204,7 @@ def through_server(port: int, model: str, prompts: list[list[int]], tokens: int,
 
 def served(words: list[str], port: int, model: str, arguments: argparse.Namespace, prompts: list[list[int]]) -> float:
     """Tokens a second of the server that these words start at that port."""
-    with subprocess.Popen([sys.executable, "-m", *words], stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL) as process:
         try:
             _wait(port, process)
             warming = prompts[: arguments.clients]
@@ -244,6 +245,7 @@ def main(argv: list[str] | None = None) -> None:
     words.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     words.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
     words.add_argument("--http_processes", type=int, help="of our server; unset: as many as it chooses")
+    words.add_argument("--timeline", help="file for what the server's engine does (serve_timeline.py shows it)")
     words.add_argument("--peer", choices=["vllm", "LLM"], help="also vLLM: its server, or its engine alone")
     arguments = words.parse_args(argv)
 
@@ -263,14 +265,17 @@ def main(argv: list[str] | None = None) -> None:
         how += ["--bf16"] * arguments.bf16
         if arguments.http_processes is not None:
             how += ["--http_processes", str(arguments.http_processes)]
-        rate = served(["trimtab.cli.serve", model, *how], port, model, arguments, prompts)
+        start = ["-m", "trimtab.cli.serve"]
+        if arguments.timeline is not None:
+            start = [str(Path(__file__).with_name("serve_timeline.py")), arguments.timeline]
+        rate = served([*start, model, *how], port, model, arguments, prompts)
         print(f"{'server':8s} {rate:10,.0f} tokens/s  {rate / alone:.2f} of the engine alone", flush=True)
         if arguments.peer == "vllm":
             port = free_port()
             how = ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", str(arguments.clients)]
             how += ["--dtype", "bfloat16" if arguments.bf16 else "float32"]
             peer = served(
-                ["vllm.entrypoints.openai.api_server", "--model", model, *how], port, model, arguments, prompts
+                ["-m", "vllm.entrypoints.openai.api_server", "--model", model, *how], port, model, arguments, prompts
             )
             print(f"{'vllm':8s} {peer:10,.0f} tokens/s  our server: {rate / peer:.2f} of it", flush=True)
         elif arguments.peer == "LLM":

@@ -78,3 +78,21 @@ def test_what_is_asked_while_a_device_draws_is_drawn_as_ever():
         ask()
         found = {rollout.prompt: rollout.ids for rollout in session}
     assert [found[number] for number in range(6)] == [rollout.ids for rollout in expected]
+
+
+def test_what_is_prepared_is_all_that_is_recorded_and_draws_the_same(monkeypatch):
+    policy, made = policy_of(), []
+    monkeypatch.setattr(graphs, "capture", lambda work, pool: made.append(work) or DoneAgain(work, pool))
+    settings = Sampling(max_new_tokens=20, stop_token_ids=(7, 11))
+    asked = prompts((5, 17, 33, 1, 9), seed=3)
+    expected = BuiltinEngine(policy, eager=True).generate(asked, settings, seeds=range(5))
+    with BuiltinEngine(policy, slots=5).session(settings) as session:
+        session.prepare(64)
+        assert len(made) == 4  # steps of 1, 2, 4 and 8 rows
+        found = {}
+        for number, ids in enumerate(asked):
+            session.add(ids, seed=number)
+            found |= {rollout.prompt: rollout.ids for rollout in session.advance(0)}  # read, and one token drawn
+            assert set(session.at_work().values()) == {1}
+        found |= {rollout.prompt: rollout.ids for rollout in session}
+    assert [found[number] for number in range(5)] == [rollout.ids for rollout in expected] and len(made) == 4

@@ -103,6 +103,9 @@ class ScriptedSession:
     def __exit__(self, *_):
         pass
 
+    def prepare(self, longest):
+        pass
+
     def add(self, prompt_ids, *, seed=None, limit=None, sampling=None, **_):
         self.running[self.requests] = prompt_ids, sampling
         self.engine.asked.append((prompt_ids, sampling))

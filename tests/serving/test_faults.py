@@ -237,25 +237,34 @@ def test_what_was_set_down_is_drawn_whole_where_others_than_the_drawn_are_wanted
     assert found.ids == expected.ids and found.alternatives.tokens.shape == (12, 2)
 
 
-def test_those_that_were_answered_together_are_waited_for_a_moment(monkeypatch):
-    monkeypatch.setattr("trimtab.serving.desk.SECONDS_TO_GATHER", 60)
+def test_those_that_were_answered_together_are_read_as_they_return_and_drawn_together(monkeypatch):
+    for name in ("SECONDS_OF_QUIET", "MOST_SECONDS_OF_QUIET"):
+        monkeypatch.setattr(f"trimtab.serving.desk.{name}", 60)
     desk, own = Desk(Metrics()), Sampling(max_new_tokens=3)
-    desk.ask(Ask([5], 1, own))
-    desk.gather()  # nobody was answered yet
-    with engine(2).session(Sampling()) as session:
+    with engine(8).session(Sampling()) as session:
+        desk.ask(Ask([5], 1, own))
+        desk.gather(session)  # nobody was answered yet
         desk.ask(Ask([6], 1, own), Ask([7], 1, own))
         while desk.waiting:
             desk.work(session)
         desk.ask(Ask([5], 1, own))
         coming = threading.Thread(target=lambda: [desk.ask(Ask([6], 1, own)) for _ in range(2)])
         threading.Timer(0.05, coming.start).start()
-        desk.gather()
-        assert desk.waiting == 3
+        desk.gather(session)
+        assert desk.waiting == 3 and set(session.at_work().values()) == {1}  # first tokens alone
+        coming.join()
         desk.work(session, 1)
-        desk.gather()  # others are at work
+        desk.gather(session)  # they are at work
         assert desk.waiting == 3
+        monkeypatch.setattr("trimtab.serving.desk.MOST_SECONDS_OF_QUIET", 0.01)
+        while desk.waiting:
+            desk.work(session)
+        desk.ask(Ask([5], 1, own))
+        desk.ask(Ask([6], 1, own))
+        desk.gather(session)  # the third has gone elsewhere
+        assert desk.waiting == 2
         desk.close(EngineFailed("the end"))
-        desk.gather()
+        desk.gather(session)
 
 
 def test_what_was_accepted_is_answered_before_the_server_ends():

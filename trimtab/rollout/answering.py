@@ -56,6 +56,9 @@ class OpenSession(Session):
     def expect(self, samples: int) -> None:
         """Nothing to prepare."""
 
+    def prepare(self, longest: int) -> None:
+        """Nothing to prepare."""
+
     def abort(self, requests: Collection[int] | None = None) -> None:
         self._aborted.update(range(self.requests) if requests is None else requests)
 

@@ -45,12 +45,17 @@ class Session(Protocol):
     def expect(self, samples: int) -> None:
         """So many may be at work at once before long: whoever needs memory for each makes it in one go."""
 
+    def prepare(self, longest: int) -> None:
+        """Requests will come that nobody knows yet, most of them of at most so many tokens with their answers. What
+        would take time in the middle of them is done now."""
+
     @property
     def busy(self) -> bool:
         """Whether requests are still unanswered."""
 
     def advance(self, steps: int | None = None) -> list[Rollout]:
-        """Work on for a moment, or for at most so many tokens a sample, and hand over what has finished."""
+        """Work on for a moment, or for at most so many tokens a sample, and hand over what has finished. 0: read what
+        is new (and draw its first token), and no more, where that can be."""
 
     def __iter__(self) -> Iterator[Rollout]:
         """Answers as they finish, until there is no request left. More may be added on the way, and later."""

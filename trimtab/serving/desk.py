@@ -21,7 +21,13 @@ from trimtab.serving.metrics import Metrics
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 1024
-SECONDS_TO_GATHER, LOOK_EVERY = 0.005, 0.0005
+# Those that were answered together often ask again together: their next requests are waited for while they keep coming.
+# The next one is due after about as long as it takes to write the replies, which is more where they are many.
+SECONDS_OF_QUIET, MORE_FOR_EACH, MOST_SECONDS_OF_QUIET, LOOK_EVERY = 0.001, 0.0001, 0.01, 0.0005
+QUIETS_TO_GATHER = 3  # altogether
+STEPS_TO_BEGIN = 2  # where most have just come
+SHARE_TO_WAIT_FOR = 1 / 16  # of those at work; for fewer nobody waits
+LONGEST_PREPARED = 4096  # tokens of a prompt with its answer; what is longer finds memory when it comes
 
 
 class Overloaded(Exception):
@@ -53,7 +59,10 @@ class Desk:
         self._suspects: deque[Ask] = deque()  # at work when the engine failed: they are drawn one by one
         self._at_work: dict[int, Ask] = {}
         self._held: set[str] = set()  # sessions whose requests wait
-        self._together = 0  # answers that were handed over at once when some were last
+        self._away = 0  # of those that were answered of late, who have not asked again;
+        self._returned: set[int] = set()  # what has been admitted since then, and
+        self._away_until = self._quiet_until = 0.0  # how long they are waited for: altogether, and for the next one,
+        self._quiet = 0.0  # seconds
         self._closed: Exception | None = None
 
     def ask(self, *asks: Ask) -> None:
@@ -64,6 +73,9 @@ class Desk:
             if self.waiting + len(asks) > self.most_waiting:
                 raise Overloaded
             self._new.extend(asks)
+            if self._away:
+                self._away = max(0, self._away - len(asks))
+                self._quiet_until = time.monotonic() + self._quiet
             self._arrived.notify()
 
     @property
@@ -97,31 +109,64 @@ class Desk:
 
     def work(self, session: Session, steps: int | None = None) -> None:
         """Let new requests in, draw for a moment or at most so many tokens, and hand over what has finished."""
-        for ask in self._next():
+        before = len(self._at_work)
+        if self._let_in(session) and len(self._at_work) > 2 * before:  # more may be on their way
+            steps = STEPS_TO_BEGIN if steps is None else min(steps, STEPS_TO_BEGIN)
+        if session.busy:
+            self.take(session.advance(steps_among_others(steps)))
+
+    def gather(self, session: Session) -> None:
+        """While those that were answered together come back: read what they ask, and draw when they are there. What
+        begins together ends together, in fewer steps than what begins bit by bit."""
+        while self._gathers:
+            if self._let_in(session):
+                self.take(session.advance(0), together=False)
+            else:
+                time.sleep(LOOK_EVERY)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether many are away, and what would be drawn meanwhile has only just begun."""
+        begun_before = len(self._at_work) - len(self._returned)
+        worth_while = self._away > max(1, len(self._at_work) * SHARE_TO_WAIT_FOR)
+        if self._suspects or self.closed or not worth_while or begun_before > self._away * SHARE_TO_WAIT_FOR:
+            return False
+        if time.monotonic() < min(self._away_until, self._quiet_until):
+            return True
+        self._away = 0  # they have gone elsewhere
+        return False
+
+    def _let_in(self, session: Session) -> bool:
+        """Whether there was anybody."""
+        asks = self._next()
+        for ask in asks:
             self._admit(session, ask)
         gone = [number for number, ask in self._at_work.items() if ask.answer.cancelled()]
         if gone:
             session.abort(gone)
-        if session.busy:
-            self.take(session.advance(steps_among_others(steps)))
+        return bool(asks)
 
-    def gather(self) -> None:
-        """Where nothing is at work: a moment for as many as were answered together last, who often ask again together.
-        What begins together is read in one pass."""
-        deadline = time.monotonic() + SECONDS_TO_GATHER
-        while self.waiting < self._together and not (self._at_work or self._suspects or self.closed):
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(LOOK_EVERY)
+    def take(self, rollouts: list[Rollout], *, together: bool = True) -> None:
+        """Answers to those of a session's requests that are the desk's; `together`: they may ask again together."""
+        answered = [(ask, rollout) for rollout in rollouts if (ask := self._at_work.pop(rollout.prompt, None))]
+        self._returned &= self._at_work.keys()
+        if answered and together:
+            self._missed(len(answered))
+        for ask, rollout in answered:
+            self.metrics.drawn += len(rollout.tokens)
+            self.metrics.read += len(rollout.prompt_ids)
+            _settle(ask, rollout)
 
-    def take(self, rollouts: list[Rollout]) -> None:
-        """Answers to those of a session's requests that are the desk's."""
-        self._together = len(rollouts) or self._together
-        for rollout in rollouts:
-            if (ask := self._at_work.pop(rollout.prompt, None)) is not None:
-                self.metrics.drawn += len(rollout.tokens)
-                self.metrics.read += len(rollout.prompt_ids)
-                _settle(ask, rollout)
+    def _missed(self, answered: int) -> None:
+        """So many are about to be answered, and may ask again."""
+        with self._arrived:
+            now = time.monotonic()
+            if now >= self._away_until:
+                self._away = 0
+                self._returned.clear()
+            self._away += answered
+            self._quiet = min(SECONDS_OF_QUIET + MORE_FOR_EACH * self._away, MOST_SECONDS_OF_QUIET)
+            self._away_until, self._quiet_until = now + QUIETS_TO_GATHER * self._quiet, now + self._quiet
 
     def set_down(self, session: Session) -> None:
         """The session is about to be closed. What it has drawn is where the next one goes on."""
@@ -132,6 +177,7 @@ class Desk:
         with self._arrived:
             self._new.extendleft(reversed(self._at_work.values()))
         self._at_work.clear()
+        self._returned.clear()
 
     def give_up(self, sessions: Collection[str]) -> None:
         """Those that wait in these sessions are asked for by nobody any more."""
@@ -143,6 +189,7 @@ class Desk:
         """The session is no more. Whoever was alone in it has its answer; several are tried again one by one."""
         asks = list(self._at_work.values())
         self._at_work.clear()
+        self._returned.clear()
         if len(asks) == 1:
             _settle(asks[0], EngineFailed(str(error)))
         else:
@@ -179,14 +226,16 @@ class Desk:
             _settle(ask, error)
         else:
             self._at_work[number] = ask
+            self._returned.add(number)
 
 
 class Driver:
     """A thread in which an engine works for a desk."""
 
-    def __init__(self, engine: Engine, desk: Desk, usual: Sampling):
-        """`usual`: how most requests are drawn."""
+    def __init__(self, engine: Engine, desk: Desk, usual: Sampling, longest: int):
+        """`usual`: how most requests are drawn; `longest`: tokens of a prompt with its answer."""
         self.engine, self.desk, self.usual = engine, desk, usual
+        self.longest = min(longest, LONGEST_PREPARED)
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
@@ -195,10 +244,11 @@ class Driver:
             while not self.desk.closed:
                 # Who cannot begin will not be able to later.
                 with self.engine.session(self.usual) as session:
+                    session.prepare(self.longest)
                     try:
                         while self.desk.wait():
-                            self.desk.gather()
                             with self.desk.metrics.working():
+                                self.desk.gather(session)
                                 self.desk.work(session)
                     except Exception as error:
                         log.error("the engine failed", exc_info=error)

@@ -32,6 +32,7 @@ from trimtab.web.manners import keep_logs_short
 
 log = logging.getLogger(__name__)
 
+SENT_AT_ONCE = 32  # answers: where many end together, the processes begin with the first ones
 SECONDS_TO_END = 5.0  # beyond the limit of what was accepted
 
 
@@ -158,13 +159,14 @@ class Fronts:
 
     def _deliver(self) -> None:
         self._woken = False
-        outgoing: dict[Front, list[bytes]] = {}
         while self.settled:
-            front, number = self.settled.popleft()
-            if (letter := front.outcome(number)) is not None:
-                outgoing.setdefault(front, []).append(letter)
-        for front, found in outgoing.items():
-            front.send(*found)
+            outgoing: dict[Front, list[bytes]] = {}
+            for _ in range(min(len(self.settled), SENT_AT_ONCE)):
+                front, number = self.settled.popleft()
+                if (letter := front.outcome(number)) is not None:
+                    outgoing.setdefault(front, []).append(letter)
+            for front, found in outgoing.items():
+                front.send(*found)
 
 
 @dataclass

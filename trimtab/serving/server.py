@@ -72,7 +72,8 @@ class PolicyServer:
 
     def drive(self, engine: Engine) -> None:
         """Have this engine answer, in a thread of its own. Without it, whoever has a session works at the desk."""
-        self._driver = Driver(engine, self.desk, Sampling(stop_token_ids=self.policy.house.stops))
+        usual = Sampling(stop_token_ids=self.policy.house.stops)
+        self._driver = Driver(engine, self.desk, usual, self.policy.most_tokens)
 
     def run(self, listening: socket.socket) -> bool:
         """In the main thread until SIGINT or SIGTERM; whether nothing is being drawn any more."""

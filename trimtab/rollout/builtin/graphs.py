@@ -60,8 +60,7 @@ class DecodeGraphs:
         self._arrange(samples)
         count = len(self.rows)
         bucket = rows_for(count)
-        if bucket not in self.graphs:
-            self.graphs[bucket] = self._capture(runner, bucket)
+        self._record(runner, bucket)
         self._fill(bucket)
         self.table[:bucket].copy_(self.host[:bucket], non_blocking=True)
         if isinstance(self.sampler, RowSampler):
@@ -75,6 +74,15 @@ class DecodeGraphs:
         log_probs = self.log_probs[:, :steps, :count].cpu().transpose(1, 2)
         self._follow(tokens[-1], steps)
         return self.rows, Drawn(tokens.t(), log_probs[0], log_probs[1] if len(log_probs) > 1 else None)
+
+    def prepare(self, runner: Runner) -> None:
+        """Record steps of every number of rows, the largest first: the others find memory in its pool."""
+        for bucket in sorted({rows_for(rows + 1) for rows in range(len(self.table))}, reverse=True):
+            self._record(runner, bucket)
+
+    def _record(self, runner: Runner, bucket: int) -> None:
+        if bucket not in self.graphs:
+            self.graphs[bucket] = self._capture(runner, bucket)
 
     def holds(self, longest: int) -> bool:
         return longest <= self.pages * self.size

@@ -44,11 +44,12 @@ class KeptPages:
         self.keeping = False
         self._first = Kept((), 0, None)  # before all sequences
         self._order: OrderedDict[Kept, None] = OrderedDict()  # the one used longest ago first
+        self._pages: set[int] = set()  # of all of them
 
     @property
     def alone(self) -> int:
-        """Pages that nobody else holds: so many more would be free."""
-        return sum(self.pool.holders(kept.page) == 1 for kept in self._order)
+        """Pages that nobody else holds: so many more would be free. Asked at every look, so not counted one by one."""
+        return len(self._pages) - len(self._pages.intersection(self.pool.shared))
 
     def find(self, ids: list[int]) -> Found:
         """What is kept of this beginning, but for the last token: it must be read to go on from it."""
@@ -74,23 +75,29 @@ class KeptPages:
                 self.pool.share([page])
                 kept = last.after[tokens] = Kept(tokens, page, last)
                 self._order[kept] = None
+                self._pages.add(page)
             path.append(kept)
             last = kept
         self._touch(path)
 
     def evict(self, free: int) -> None:
         """Let go until so many pages are free, or nothing is kept."""
-        while self._order and self.pool.free < free:
+        missing, gone = free - self.pool.free, []
+        while missing > 0 and self._order:
             oldest, _ = self._order.popitem(last=False)
             assert oldest.before is not None
             del oldest.before.after[oldest.tokens]
-            self.pool.give_back([oldest.page])
+            gone.append(oldest.page)
+            missing -= self.pool.holders(oldest.page) == 1
+        self._pages.difference_update(gone)
+        self.pool.give_back(gone)
 
     def forget(self) -> None:
         """Let all go."""
         self.pool.give_back([kept.page for kept in self._order])
         self._first.after.clear()
         self._order.clear()
+        self._pages.clear()
 
     def _path(self, ids: list[int]) -> list[Kept]:
         """The pages that hold the longest beginning."""

@@ -12,7 +12,7 @@ class PagePool:
         self.size = size
         self.total = pages
         self._free = list(range(pages, 0, -1))
-        self._shared: dict[int, int] = {}  # pages with several holders, and how many; all others that are out have one
+        self.shared: dict[int, int] = {}  # pages with several holders, and how many; all others that are out have one
 
     def grow(self, pages: int) -> None:
         """To so many."""
@@ -40,17 +40,17 @@ class PagePool:
 
     def holders(self, page: int) -> int:
         """Of a page that somebody holds."""
-        return self._shared.get(page, 1)
+        return self.shared.get(page, 1)
 
     def share(self, pages: Sequence[int]) -> None:
         """One more holder of each, all of which somebody holds."""
-        shared = self._shared
+        shared = self.shared
         for page in pages:
             shared[page] = shared.get(page, 1) + 1
 
     def give_back(self, pages: Sequence[int]) -> None:
         """One holder fewer of each; a page without holders is free."""
-        shared = self._shared
+        shared = self.shared
         if shared:
             # Most have one holder, and there are a hundred thousand in a step.
             pages = [page for page in pages if page not in shared or self._let_go(page)]
@@ -59,8 +59,8 @@ class PagePool:
 
     def _let_go(self, page: int) -> bool:
         """One holder fewer of a page that has several; whether nobody holds it, which cannot be."""
-        if self._shared[page] == 2:
-            del self._shared[page]
+        if self.shared[page] == 2:
+            del self.shared[page]
         else:
-            self._shared[page] -= 1
+            self.shared[page] -= 1
         return False

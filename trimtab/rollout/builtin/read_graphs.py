@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimtab.distributed.captures import Graph
 from trimtab.models.attention import PackedRow
-from trimtab.rollout.builtin.continued import OnePart, Part
+from trimtab.rollout.builtin.continued import MOST_TOGETHER, OnePart, Part
 from trimtab.rollout.builtin.graphs import capture_or_explain
 from trimtab.rollout.builtin.runner import Runner
 
@@ -24,6 +24,10 @@ READS_BEFORE_RECORDING = 2
 """Of a size. A recording takes as long as about so many reads (a model of 30 layers on an H200: 90 ms, where a read
 takes 41 to 51 ms launch by launch and 6 ms recorded). So whoever reads a size once loses nothing, and whoever reads it
 always has spent about twice what knowing it beforehand would."""
+
+READS_BEFORE_A_BETTER_FIT = 256
+"""Of a size, where a larger one is recorded: with the same tokens and more places for sequences it takes at most a few
+milliseconds longer."""
 
 MOST_RECORDED = 128  # sizes; what was used longest ago makes room
 
@@ -42,6 +46,23 @@ class Size(NamedTuple):
             return cls(tokens, max(8, _power(len(own))), 0, longest)
         # Few sizes: what environments say is never as long as the last time, and places for sequences cost little.
         return cls(tokens, max(min(tokens, 256), _power(len(own))), max(4096, _power(int(whole.sum()))), longest)
+
+    def holds(self, other: "Size") -> bool:
+        """Whether what is read in the other can be read in this one, by as many tokens."""
+        same = self.tokens == other.tokens and (self.keys > 0) == (other.keys > 0)
+        return same and all(own >= others for own, others in zip(self, other))
+
+
+def usual_sizes(most: int, longest: int) -> list[Size]:
+    """What requests need that nobody knows yet, in passes of at most `most` tokens, of texts of at most `longest`: many
+    short prompts, a few longer ones, and what goes on from kept pages."""
+    sizes = sorted({_rounded(min(tokens, most)) for tokens in (128, 256, 512, *range(1024, most + 1024, 1024))})
+    long, found = min(2048, _power(longest)), []
+    for tokens in sizes:
+        found.append(Size(tokens, 256, 0, min(512, long)))
+        if min(long, tokens) > 512:
+            found.append(Size(tokens, max(8, _power(tokens // 64)), 0, min(long, _power(tokens))))
+    return found + [Size(tokens, 256, MOST_TOGETHER, long) for tokens in sizes if tokens <= 1024]
 
 
 @dataclass
@@ -80,8 +101,7 @@ class ReadGraphs:
         """Read (ids, how many are cached already, pages) and return each one's last hidden state [S, D]."""
         whole, done = (np.array(numbers) for numbers in zip(*((len(ids), done) for ids, done, _ in texts)))
         own, count = whole - done, len(texts)
-        size = Size.of(own, whole)
-        prepared = self._prepared(runner, size)
+        size, prepared = self._prepared(runner, Size.of(own, whole))
         places = [runner.places(pages, len(ids)) for ids, _, pages in texts]
         total = int(own.sum())
         tokens = np.zeros((3, size.tokens), dtype=np.int64)
@@ -102,19 +122,34 @@ class ReadGraphs:
         prepared.run(runner)
         return prepared.hidden_SD[:count].clone()
 
-    def _prepared(self, runner: Runner, size: Size) -> Pass:
+    def prepare(self, runner: Runner, most: int, longest: int) -> None:
+        """Record what requests will need that nobody knows yet (see `usual_sizes`)."""
+        for size in reversed(usual_sizes(most, longest)):  # the largest first: the others find memory in its pool
+            if size not in self.passes:
+                self.passes[size] = made = self._made(runner, size)
+                self._capture(runner, made)
+
+    def _prepared(self, runner: Runner, size: Size) -> tuple[Size, Pass]:
         if size in self.passes:
-            self.passes[size] = found = self.passes.pop(size)  # used last
-            return found
+            return size, self._used(size)
+        larger = [known for known in self.passes if known.holds(size)]
+        enough = READS_BEFORE_A_BETTER_FIT if larger else READS_BEFORE_RECORDING
+        self.times[size] += 1
+        if larger and self.times[size] <= enough:
+            best = min(larger, key=lambda known: (known.keys, known.sequences * known.longest))
+            return best, self._used(best)
         fresh = self._made(runner, size)
-        if self.times[size] >= READS_BEFORE_RECORDING:
+        if self.times[size] > enough:
             self._capture(runner, fresh)
             self.passes[size] = fresh
             if len(self.passes) > MOST_RECORDED:
                 oldest = next(iter(self.passes))
                 del self.passes[oldest], self.times[oldest]  # which must come back as often again
-        self.times[size] += 1
-        return fresh
+        return size, fresh
+
+    def _used(self, size: Size) -> Pass:
+        self.passes[size] = found = self.passes.pop(size)  # used last
+        return found
 
     def _made(self, runner: Runner, size: Size) -> Pass:
         def zeros(*shape: int) -> Tensor:

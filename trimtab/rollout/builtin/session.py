@@ -47,6 +47,7 @@ class BuiltinSession(OpenSession):
         self._longest = self._expected = 0
         self._new: list[Sample] = []
         self._scheduler: Scheduler | None = None
+        self._prepared = False
         self._lies_at: tuple[int, int, int] | None = None  # the memory that recordings were looked through for
         self._open = contextlib.ExitStack()
 
@@ -81,6 +82,23 @@ class BuiltinSession(OpenSession):
         """Memory that grew on the way would lie elsewhere, and what was recorded with it be recorded again."""
         self._expected = max(self._expected, samples)
 
+    @torch.no_grad()
+    def prepare(self, longest: int) -> None:
+        captured = self.engine.captured
+        if not captured.possible:
+            return
+        self._prepared, self._longest = True, max(self._longest, longest)
+        self.expect(self.engine.slots)
+        self._admit_new()
+        try:
+            graphs = captured.decoding_by_rows(self._runner.cache, [self.sampling], self._longest)
+            if graphs is not None:
+                graphs.prepare(self._runner)
+            if captured.reads is not None:
+                captured.reads.prepare(self._runner, self.engine.read_tokens, self._longest)
+        except CannotCapture as error:
+            captured.give_up(error)
+
     @property
     def busy(self) -> bool:
         return bool(self._new) or (self._scheduler is not None and self._scheduler.busy)
@@ -98,7 +116,7 @@ class BuiltinSession(OpenSession):
             finished += [self._rollout(s, "abort") for s in scheduler.abort(lambda s: s.prompt.index in self._aborted)]
             self._aborted.clear()
         finished += self._begin(scheduler, scheduler.admit())
-        if scheduler.running and not finished:
+        if scheduler.running and not finished and steps != 0:
             graphs = self._graphs_for(scheduler.running)
             finished += self._decode(scheduler, graphs, self._room(scheduler, graphs, steps))
         return finished
@@ -182,7 +200,8 @@ class BuiltinSession(OpenSession):
         captured = self.engine.captured
         if not captured.possible:
             return None
-        if alike(running) and running[0].sampling.rule == self.sampling.rule:
+        # What was prepared draws for anybody.
+        if not self._prepared and alike(running) and running[0].sampling.rule == self.sampling.rule:
             return self._graphs
         settings = list({id(sample.sampling): sample.sampling for sample in running}.values())  # most are the same
         return captured.decoding_by_rows(self._runner.cache, settings, self._longest)
@@ -190,13 +209,12 @@ class BuiltinSession(OpenSession):
     def _room(self, scheduler: Scheduler, graphs: DecodeGraphs | None, most: int | None) -> int:
         """Steps until the next look, at most `most`, with room for them."""
         look = STEPS_BETWEEN_LOOKS if graphs is None else graphs.steps
-        short = None
-        if graphs is not None and not scheduler.waiting:
+        if graphs is not None and not scheduler.waiting and (most is None or most > look):
             short = scheduler.short(graphs.steps_at_ease)
             if scheduler.has_room(short):
                 look = graphs.steps_at_ease
         steps = look if most is None else min(most, look)
-        if short is None or graphs is None or steps < graphs.steps_at_ease:
+        if graphs is None or steps < graphs.steps_at_ease:
             short = scheduler.short(steps)
         scheduler.make_room(short)
         return steps
