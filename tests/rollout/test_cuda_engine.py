@@ -419,3 +419,28 @@ def test_what_cannot_be_recorded_goes_step_by_step_and_the_others_are_recorded_a
     for number, setting in enumerate(settings):
         (expected,) = BuiltinEngine(policy).generate([SHORT[number % len(SHORT)]], setting, seeds=[number])
         assert found[number] == expected.ids
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="test_decode_table.py has it without an accelerator")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_prepared_reads_and_draws_for_all_and_nothing_else_is_recorded(dtype, monkeypatch):
+    policy, made = policy_of(dtype=dtype), []
+    real = graphs.capture
+    monkeypatch.setattr(graphs, "capture", lambda work, pool: made.append(work) or real(work, pool))
+    settings, engine = Sampling(max_new_tokens=NEW), BuiltinEngine(policy, slots=32)
+    asked = prompts([5, 17, 33, 1] * 8, seed=3)
+    expected = BuiltinEngine(policy, eager=True).generate(asked, settings, seeds=range(32))
+    with engine.session(settings) as session:
+        session.prepare(128)
+        assert engine.captured.possible
+        recorded = len(made)
+        for number, ids in enumerate(asked):
+            session.add(ids, seed=number)
+            if number % 5 == 0:
+                session.advance(0)
+        found = {rollout.prompt: rollout for rollout in session}
+        assert recorded > 20 and len(made) == recorded
+    if dtype == torch.float32:
+        assert [found[number].ids for number in range(32)] == [rollout.ids for rollout in expected]
+    for number in range(32):
+        assert len(found[number].tokens) == NEW and np.isfinite(found[number].log_probs).all()
