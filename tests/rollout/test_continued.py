@@ -114,8 +114,9 @@ def test_conversations_that_go_on_in_one_row_draw_what_they_draw_block_by_block(
     assert found == played()
 
 
-@pytest.mark.parametrize("read", [(0,) * len(WHOLE), READ], ids=["whole", "going on"])
-def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(read, calls, monkeypatch):
+@pytest.fixture
+def made(monkeypatch):
+    """What is recorded; replayed by doing it again."""
     made = []
 
     class Recorded:
@@ -124,6 +125,11 @@ def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(read, cal
             self.replay, self.pool = work, lambda: None
 
     monkeypatch.setattr(graphs, "capture", Recorded)
+    return made
+
+
+@pytest.mark.parametrize("read", [(0,) * len(WHOLE), READ], ids=["whole", "going on"])
+def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(read, calls, made, monkeypatch):
     policy, texts, reads = policy_of(), prompts(WHOLE), ReadGraphs()
     expected = read_at_once(policy)
     runner, pages = reader(policy)
@@ -149,15 +155,7 @@ def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(read, cal
 
 
 @pytest.mark.parametrize("read", [(0,) * len(WHOLE), READ], ids=["whole", "going on"])
-def test_a_larger_size_that_was_prepared_is_read_in_with_the_same_numbers(read, calls, monkeypatch):
-    made = []
-
-    class Recorded:
-        def __init__(self, work, pool):
-            made.append(work)
-            self.replay, self.pool = work, lambda: None
-
-    monkeypatch.setattr(graphs, "capture", Recorded)
+def test_a_larger_size_that_was_prepared_is_read_in_with_the_same_numbers(read, calls, made, monkeypatch):
     monkeypatch.setattr(read_graphs, "MOST_TOGETHER", 4096)
     policy, texts, reads = policy_of(), prompts(WHOLE), ReadGraphs()
     expected = read_at_once(policy)
