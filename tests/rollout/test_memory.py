@@ -137,6 +137,32 @@ def test_to_ask_for_room_costs_nothing_of_what_is_kept():
     assert scheduler.make_room(short) == [] and kept.alone == pool.free == 0
 
 
+def test_what_has_finished_is_kept_when_it_is_put_away_and_at_the_latest_when_another_is_admitted():
+    pool = PagePool(4, 4)
+    kept = KeptPages(pool, 0)
+    kept.keeping = True
+    scheduler, text = Scheduler(kept, slots=1), [3] * 9
+
+    def finish_one() -> None:
+        sample = Sample.of(Prompt(0, text, 1), Draft.empty(0), seed=0, limit=4, sampling=Sampling())
+        scheduler.add([sample])
+        assert len(scheduler.admit()) == 1  # which needs three pages, and copies one
+        sample.ids.extend(np.array([8, 8, 8, 8]), 4)
+        scheduler.settled()
+        scheduler.finish([sample])
+
+    finish_one()
+    assert not scheduler.busy and kept.find([*text, 8, 8, 8, 0]).tokens == len(text)
+    scheduler.put_away()
+    assert kept.find([*text, 8, 8, 8, 0]).tokens == len(text) + 3
+    finish_one()
+    finish_one()
+    scheduler.close()
+    assert pool.used == kept.alone
+    kept.forget()
+    assert pool.free == 4
+
+
 def test_scarce_memory_changes_no_answer(free):
     policy, sampling = policy_of(), Sampling(max_new_tokens=20, n=3)
     expected = BuiltinEngine(policy).generate(prompts(), sampling)

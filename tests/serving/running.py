@@ -106,6 +106,11 @@ class ScriptedSession:
     def prepare(self, longest):
         pass
 
+    def tidy(self):
+        pass
+
+    full = False
+
     def add(self, prompt_ids, *, seed=None, limit=None, sampling=None, **_):
         self.running[self.requests] = prompt_ids, sampling
         self.engine.asked.append((prompt_ids, sampling))

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from tests.serving.running import CONTEXT, Scripted, ScriptedSession, engine, running, tokenizer
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.engine import STEPS_AMONG_OTHERS, STEPS_WHEN_FULL
 from trimtab.rollout.types import Rollout, Sampling
 from trimtab.serving.desk import Ask, Desk, EngineFailed
 from trimtab.serving.metrics import Metrics
@@ -265,6 +267,18 @@ def test_those_that_were_answered_together_are_read_as_they_return_and_drawn_tog
         assert desk.waiting == 2
         desk.close(EngineFailed("the end"))
         desk.gather(session)
+
+
+def test_where_every_place_is_taken_more_is_drawn_between_two_looks():
+    desk, own = Desk(Metrics()), Sampling(max_new_tokens=100, min_new_tokens=100)
+    with BuiltinEngine(engine().policy, tokenizer(), slots=2).session(Sampling()) as session:
+        asked, advance = [], session.advance
+        session.advance = lambda steps: asked.append(steps) or advance(steps)
+        for _ in range(2):
+            desk.ask(Ask([5], 1, own))
+            desk.work(session, 1)  # it begins
+            desk.work(session)
+    assert asked == [1, STEPS_AMONG_OTHERS, 1, STEPS_WHEN_FULL] and STEPS_AMONG_OTHERS < STEPS_WHEN_FULL
 
 
 def test_what_was_accepted_is_answered_before_the_server_ends():

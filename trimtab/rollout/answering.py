@@ -59,6 +59,13 @@ class OpenSession(Session):
     def prepare(self, longest: int) -> None:
         """Nothing to prepare."""
 
+    @property
+    def full(self) -> bool:
+        return False
+
+    def tidy(self) -> None:
+        """Nothing is left to do."""
+
     def abort(self, requests: Collection[int] | None = None) -> None:
         self._aborted.update(range(self.requests) if requests is None else requests)
 

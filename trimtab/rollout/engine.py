@@ -8,12 +8,14 @@ from trimtab.envs.types import Task
 from trimtab.rollout.types import Draft, Rollout, Sampling
 
 STEPS_AMONG_OTHERS = 8
+STEPS_WHEN_FULL = 24
 
 
-def steps_among_others(most: int | None) -> int:
+def steps_among_others(most: int | None, *, full: bool = False) -> int:
     """How many steps to draw at a time, at most `most`, where somebody outside may ask for more meanwhile: nobody waits
-    long for a place, and a place is not empty for long."""
-    return STEPS_AMONG_OTHERS if most is None else min(most, STEPS_AMONG_OTHERS)
+    long for a place, and a place is not empty for long. `full`: who comes must wait for one anyway."""
+    usual = STEPS_WHEN_FULL if full else STEPS_AMONG_OTHERS
+    return usual if most is None else min(most, usual)
 
 
 @runtime_checkable
@@ -53,9 +55,16 @@ class Session(Protocol):
     def busy(self) -> bool:
         """Whether requests are still unanswered."""
 
+    @property
+    def full(self) -> bool:
+        """Whether every place is taken: who is added now begins when another has finished."""
+
     def advance(self, steps: int | None = None) -> list[Rollout]:
         """Work on for a moment, or for at most so many tokens a sample, and hand over what has finished. 0: read what
         is new (and draw its first token), and no more, where that can be."""
+
+    def tidy(self) -> None:
+        """What those that were just answered need not wait for; else it is done when the next request begins."""
 
     def __iter__(self) -> Iterator[Rollout]:
         """Answers as they finish, until there is no request left. More may be added on the way, and later."""

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 MOST_WAITING = 1024
 # Those that were answered together often ask again together: their next requests are waited for while they keep coming.
 # The next one is due after about as long as it takes to write the replies, which is more where they are many.
-SECONDS_OF_QUIET, MORE_FOR_EACH, MOST_SECONDS_OF_QUIET, LOOK_EVERY = 0.001, 0.0001, 0.01, 0.0005
+SECONDS_OF_QUIET, MORE_FOR_EACH, MOST_SECONDS_OF_QUIET, LOOK_EVERY = 0.001, 0.0001, 0.02, 0.0005
 QUIETS_TO_GATHER = 3  # altogether
 STEPS_TO_BEGIN = 2  # where most have just come
 SHARE_TO_WAIT_FOR = 1 / 16  # of those at work; for fewer nobody waits
@@ -113,7 +113,8 @@ class Desk:
         if self._let_in(session) and len(self._at_work) > 2 * before:  # more may be on their way
             steps = STEPS_TO_BEGIN if steps is None else min(steps, STEPS_TO_BEGIN)
         if session.busy:
-            self.take(session.advance(steps_among_others(steps)))
+            self.take(session.advance(steps_among_others(steps, full=session.full)))
+            session.tidy()
 
     def gather(self, session: Session) -> None:
         """While those that were answered together come back: read what they ask, and draw when they are there. What

@@ -5,8 +5,10 @@ disk; there this is a few launches.
 """
 
 import contextlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -30,8 +32,28 @@ def compile_ahead(fused: FusedLayers, shape: KVShape, page: int, sizes: tuple[in
         with torch.no_grad(), contextlib.suppress(Exception):
             launch()
 
-    with ThreadPoolExecutor(len(work)) as threads:
+    with one_loads_at_a_time(), ThreadPoolExecutor(len(work)) as threads:
         list(threads.map(done, work))
+
+
+@contextlib.contextmanager
+def one_loads_at_a_time() -> Iterator[None]:
+    """While threads compile. What launches a kernel is a Python module of its own, and Triton gives all of them one
+    name: two threads that load theirs at once may each get the other's."""
+    from triton.runtime import driver
+
+    active, lock = driver.active, threading.Lock()
+    load = active.launcher_cls
+
+    def loaded(*given: Any) -> Any:
+        with lock:
+            return load(*given)
+
+    active.launcher_cls = loaded
+    try:
+        yield
+    finally:
+        active.launcher_cls = load
 
 
 def _launches(fused: FusedLayers, cache: KVCache, rows: int) -> list[Callable[[], object]]:

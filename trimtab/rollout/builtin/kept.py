@@ -67,18 +67,21 @@ class KeptPages:
         """Hold these pages, filled with the keys and values of `ids`, besides their present holder."""
         if not self.keeping:
             return
-        path, last, size = [], self._first, self.pool.size
+        known, new, last, size = [], [], self._first, self.pool.size
         for page, start in zip(pages, range(0, len(ids), size)):
             tokens = tuple(ids[start : start + size])
             kept = last.after.get(tokens)
             if kept is None:
-                self.pool.share([page])
                 kept = last.after[tokens] = Kept(tokens, page, last)
-                self._order[kept] = None
-                self._pages.add(page)
-            path.append(kept)
+                new.append(kept)
+            else:
+                known.append(kept)
             last = kept
-        self._touch(path)
+        fresh = [kept.page for kept in new]
+        self.pool.share(fresh)
+        self._pages.update(fresh)
+        self._order.update(dict.fromkeys(reversed(new)))  # behind what is known come only new ones
+        self._touch(known)
 
     def evict(self, free: int) -> None:
         """Let go until so many pages are free, or nothing is kept."""

@@ -96,6 +96,7 @@ class Scheduler:
         self.running: list[Sample] = []
         self._to_release: list[Prompt] = []
         self._to_copy: list[int] = []  # kept pages, held until they are copied
+        self._finished: list[Sample] = []  # whose pages are still theirs
 
     def add(self, samples: list[Sample]) -> None:
         self.waiting.extend(samples)
@@ -106,6 +107,7 @@ class Scheduler:
 
     def admit(self, most: int | None = None) -> list[Admission]:
         """Samples that fit now, in order, at most `most`."""
+        self.put_away()
         admitted: list[Admission] = []
         while self.waiting and len(self.running) < self.slots and (most is None or len(admitted) < most):
             admission = self._admit_one(self.waiting[0])
@@ -216,18 +218,26 @@ class Scheduler:
         return found
 
     def finish(self, samples: Sequence[Sample]) -> None:
-        if self.kept.keeping:
-            for sample in samples:
-                self.kept.keep(sample.text[: sample.length], sample.pages)
-        self._let_go(samples)
+        self._run_without(samples)
+        self._finished += samples
 
-    def _let_go(self, samples: Sequence[Sample]) -> None:
+    def put_away(self) -> None:
+        """The pages of what has finished: kept where they may be read again, and given back. Answers need not wait for
+        it, and what is admitted next finds it done."""
+        for sample in self._finished:
+            if self.kept.keeping:
+                self.kept.keep(sample.text[: sample.length], sample.pages)
+            self._give_back(sample)
+        self._finished.clear()
+
+    def _run_without(self, samples: Sequence[Sample]) -> None:
         gone = set(samples)
         if gone:
             self.running = [sample for sample in self.running if sample not in gone]
-        for sample in samples:
-            self.pool.give_back(sample.pages)
-            sample.pages = []
+
+    def _give_back(self, sample: Sample) -> None:
+        self.pool.give_back(sample.pages)
+        sample.pages = []
 
     def close(self) -> None:
         """Whatever is still at work gives its pages back."""
@@ -235,8 +245,11 @@ class Scheduler:
         for prompt in dict.fromkeys(prompts + self._to_release):
             self.pool.give_back(prompt.pages)
             prompt.pages = []
-        self._let_go(self.running)
+        self.put_away()
+        for sample in self.running:
+            self._give_back(sample)
         self.pool.give_back(self._to_copy)
+        self.running.clear()
         self.waiting.clear()
         self._to_release.clear()
         self._to_copy.clear()
@@ -255,7 +268,8 @@ class Scheduler:
         return running + waiting
 
     def _stop(self, sample: Sample) -> None:
-        self._let_go([sample])
+        self._run_without([sample])
+        self._give_back(sample)
         sample.prompt.waiting += 1
         self.waiting.appendleft(sample)
 

@@ -103,6 +103,10 @@ class BuiltinSession(OpenSession):
     def busy(self) -> bool:
         return bool(self._new) or (self._scheduler is not None and self._scheduler.busy)
 
+    @property
+    def full(self) -> bool:
+        return self._scheduler is not None and len(self._scheduler.running) == self.engine.slots
+
     @torch.no_grad()
     def advance(self, steps: int | None = None) -> list[Rollout]:
         pulse.move()
@@ -120,6 +124,10 @@ class BuiltinSession(OpenSession):
             graphs = self._graphs_for(scheduler.running)
             finished += self._decode(scheduler, graphs, self._room(scheduler, graphs, steps))
         return finished
+
+    def tidy(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.put_away()
 
     def drawn(self, request: int) -> list[int]:
         at_work = self._at_work()
@@ -158,6 +166,7 @@ class BuiltinSession(OpenSession):
     def _admit_new(self) -> None:
         """Memory for the requests that have come, and what goes with its size."""
         engine, memory = self.engine, self.engine.memory
+        self.tidy()
         samples = max(self._expected, len(self._at_work()) + len(self._new))
         cache = memory.cache(min(engine.slots, samples), self._longest, self.device)
         lies_at = cache.keys.data_ptr(), cache.values.data_ptr(), cache.pages
