@@ -60,7 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--proposal_learning_rate", type=float, default=1e-4)
     parser.add_argument("--alpha", type=float, default=0.16, help="push-down; divided by --group")
     parser.add_argument("--beta", type=float, default=-5.0)
-    parser.add_argument("--threshold", type=float, help="for an estimate of P(bad) from the proposal's answers")
+    parser.add_argument("--threshold", type=float, help="rewards below it are bad; unset: in tables what "
+                        "--share_bad says, in trainings bad answers are not counted")  # fmt: skip
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--at_once", type=int, default=1, help="trainings at the same time")
     parser.add_argument("--seconds", type=float, default=60, help="about how long a training takes")
@@ -89,7 +90,10 @@ def main(argv: list[str] | None = None) -> int:
         if not any("rewards" in row for row in rows):
             parser.error(f"{options.out}/results.jsonl: holds no result yet; real_frontier.py run makes them")
         views = {"table": real_frontier_views.table, "draw": real_frontier_views.draw}
-        views[options.what](rows, options.split, options.share_bad, options.out)
+        threshold = options.threshold
+        if threshold is None:
+            threshold = real_frontier_views.threshold_of(rows, options.share_bad)
+        views[options.what](rows, options.split, threshold, options.out)
     else:
         if not (options.model and options.pairs and options.judge):
             parser.error("--model, --pairs and --judge are needed")

@@ -63,7 +63,7 @@ def threshold_of(rows: list[dict], share: float) -> float:
     """The reward that this share of the answers before training lies below, for prompts that are not reported."""
     before = next((row for row in rows if row.get("method") == BEFORE), None)
     if before is None:
-        raise SystemExit("results.jsonl: the model before training was not measured; real_frontier.py run does")
+        raise SystemExit("results.jsonl: without the model before training, which run measures, give --threshold")
     return round(float(np.quantile(Answers(before, "chosen_by").rewards, share)), 2)
 
 
@@ -83,8 +83,8 @@ def bounds(values: list[float]) -> tuple[float, float, float]:
     return values[0], float(low), float(high)
 
 
-def table(rows: list[dict], split: str, share: float, folder: Path) -> None:
-    runs, threshold = measured(rows, split), threshold_of(rows, share)
+def table(rows: list[dict], split: str, threshold: float, folder: Path) -> None:
+    runs = measured(rows, split)
     draws = drawn(len(runs[0].rewards))
     figures = [[run.figures(threshold, prompts) for prompts in draws] for run in runs]
     prompts, answers = len(runs[0].rewards), runs[0].rewards.size
@@ -198,10 +198,10 @@ def counted(broke: np.ndarray) -> str:
 # ---- a figure
 
 
-def draw(rows: list[dict], split: str, share: float, folder: Path) -> None:
+def draw(rows: list[dict], split: str, threshold: float, folder: Path) -> None:
     from matplotlib.figure import Figure
 
-    runs, threshold = measured(rows, split), threshold_of(rows, share)
+    runs = measured(rows, split)
     draws = drawn(len(runs[0].rewards))
     figure = Figure(figsize=(10, 7.6), layout="constrained")
     panels = figure.subplots(2, 2)
@@ -217,8 +217,9 @@ def draw(rows: list[dict], split: str, share: float, folder: Path) -> None:
                 named.add(run.method)
                 panel.errorbar(found[0][x], value, [[max(0, value - low)], [max(0, high - value)]], marker="o",
                                color=COLOURS[run.method], capsize=2, linestyle="none", label=label)  # fmt: skip
-            for method in sorted(named - {BEFORE}):
-                points = sorted((f[0][x], f[0][y]) for run, f in zip(runs, figures) if run.method == method)
+            for method, seed in sorted({(run.method, run.seed) for run in runs}):
+                line = [f[0] for run, f in zip(runs, figures) if (run.method, run.seed) == (method, seed)]
+                points = sorted((point[x], point[y]) for point in line)
                 panel.plot(*zip(*points), color=COLOURS[method], linewidth=1, alpha=0.6)
             panel.set_xlabel(names[x])
             panel.set_ylabel(names[y])

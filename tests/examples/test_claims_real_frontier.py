@@ -70,7 +70,7 @@ def test_methods_are_compared_where_they_match(tmp_path, capsys):
     assert views.alike(rows) == ["REINFORCE 0.1 1", "RePULSe 0.1 1"]
     threshold = views.threshold_of(rows, 0.05)
     assert threshold == pytest.approx(-1.645, abs=0.5)
-    views.table(rows, "reported", 0.05, tmp_path)
+    views.table(rows, "reported", threshold, tmp_path)
     shown = capsys.readouterr().out
     assert "reported: 20 prompts, 200 answers" in shown
     matched = [line for line in shown.splitlines() if line.count("|") == 4 and "to" in line]
@@ -78,7 +78,7 @@ def test_methods_are_compared_where_they_match(tmp_path, capsys):
     for line in matched:  # a narrower spread at the same reward has a better tail
         gain = float(line.split("|")[3].split()[0])
         assert gain > 0.5
-    views.draw(rows, "reported", 0.05, tmp_path)
+    views.draw(rows, "reported", threshold, tmp_path)
     assert (tmp_path / "real_frontier.png").exists()
 
 
