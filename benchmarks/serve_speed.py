@@ -1,10 +1,13 @@
 """Tokens a second of `trimtab serve` with many clients, against the engine alone with the same requests at once.
 
-Every request is a prompt of token ids, and every answer has as many tokens as were asked for, with log-probs. `engine`
-is one call in a process of its own. The server has processes of its own too, and so have the clients, which speak plain
-HTTP over connections that stay open, and wait for each answer. Without --model a Llama of --size with random weights
-is made. `--peer vllm` also asks vLLM's own server, where it is installed, for the same with the same clients; `--peer
-LLM` asks its engine for all of them at once, in one process and without a server.
+Every request is a prompt of token ids, and every answer has as many tokens as were asked for, with log-probs: all as
+many, so that they end together, or with --spread some more and some fewer, as in life. `engine` is one call in a
+process of its own. The server has processes of its own too, and so have the clients, which speak plain HTTP over
+connections that stay open, and wait for each answer. Where there are no more clients than --places (unset: as many), a
+place is empty until its client has asked again; with twice as many somebody always waits for it, as in the one call.
+Without --model a Llama of --size with random weights is made. `--peer vllm` also asks vLLM's own server, where it is
+installed, for the same with the same clients; `--peer LLM` asks its engine for all of them at once, in one process and
+without a server.
 
     python benchmarks/serve_speed.py
     python benchmarks/serve_speed.py --size 135M --bf16 --requests 4096 --clients 256 --peer vllm
@@ -29,6 +32,7 @@ from pathlib import Path
 PROCESSES = 4  # that the clients are in
 SECONDS_TO_START = 600
 
+Asked = tuple[list[int], int]  # a prompt, and the tokens of its answer
 
 SIZES = {  # width, inner width, layers, heads, heads of keys, vocabulary
     "small": (256, 688, 6, 4, 4, 8192),
@@ -67,10 +71,15 @@ def make_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
     return [[numbers.randrange(16, vocabulary) for _ in range(length)] for _ in range(count)]
 
 
+def make_lengths(count: int, tokens: int, spread: float) -> list[int]:
+    numbers = random.Random(1)
+    return [max(1, round(tokens * numbers.uniform(1 - spread, 1 + spread))) for _ in range(count)]
+
+
 # ---- the engine alone, in a process of its own so that its memory is given back
 
 
-def engine_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], tokens: int, answer) -> None:
+def engine_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], tokens: list[int], answer) -> None:
     from trimtab.config.jobs import ServeOptions
     from trimtab.data.tokenizer import load_tokenizer
     from trimtab.distributed.device import find_device
@@ -81,14 +90,14 @@ def engine_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], t
     options = ServeOptions(pretrain=model, bf16=bf16)
     policy = load_frozen_policy(model, options, find_device(), flag="--pretrain").model
     engine = build_engine(policy, load_tokenizer(model), slots=slots)
-    sampling = Sampling(max_new_tokens=tokens)
-    engine.generate(prompts[:slots], sampling)  # warm up
+    sampling = Sampling(max_new_tokens=max(tokens))
+    engine.generate(prompts[:slots], sampling, limits=tokens[:slots])  # warm up
     began = time.monotonic()
-    rollouts = engine.generate(prompts, sampling)
+    rollouts = engine.generate(prompts, sampling, limits=tokens)
     answer.put((time.monotonic() - began, sum(len(rollout.tokens) for rollout in rollouts)))
 
 
-def vllm_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], tokens: int, answer) -> None:
+def vllm_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], tokens: list[int], answer) -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     from vllm import LLM, SamplingParams
 
@@ -96,9 +105,10 @@ def vllm_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], tok
         model=model, skip_tokenizer_init=True, dtype="bfloat16" if bf16 else "float32", max_num_seqs=slots,
         max_model_len=2048, gpu_memory_utilization=0.8,
     )  # fmt: skip
-    sampling = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
+    usual = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+    sampling = [SamplingParams(max_tokens=count, **usual) for count in tokens]
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    engine.generate(asked[:slots], sampling, use_tqdm=False)  # warm up
+    engine.generate(asked[:slots], sampling[:slots], use_tqdm=False)  # warm up
     began = time.monotonic()
     answers = engine.generate(asked, sampling, use_tqdm=False)
     answer.put((time.monotonic() - began, sum(len(each.outputs[0].token_ids) for each in answers)))
@@ -122,8 +132,8 @@ class Client:
     """One that asks, waits for the whole reply, and asks for the next. Requests are written before the clock runs and
     replies read after it has stopped, so that what it costs to be a client is hardly measured."""
 
-    def __init__(self, model: str, prompts: list[list[int]], tokens: int):
-        self.requests = [_request(model, prompt, tokens) for prompt in prompts]
+    def __init__(self, model: str, share: list[Asked]):
+        self.share, self.requests = share, [_request(model, *asked) for asked in share]
         self.replies: list[bytes] = []
         self._come, self._whole = bytearray(), 0
 
@@ -150,12 +160,12 @@ class Client:
         self.socket.sendall(self.requests[len(self.replies)])
         return False
 
-    def drawn(self, tokens: int) -> int:
-        for reply in self.replies:
+    def drawn(self) -> int:
+        for reply, (_, tokens) in zip(self.replies, self.share, strict=True):
             head, _, body = reply.partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200"), reply[:500]
             assert len(json.loads(body)["choices"][0]["logprobs"]["token_logprobs"]) == tokens
-        return len(self.replies) * tokens
+        return sum(tokens for _, tokens in self.share)
 
 
 def _request(model: str, prompt: list[int], tokens: int) -> bytes:
@@ -165,9 +175,9 @@ def _request(model: str, prompt: list[int], tokens: int) -> bytes:
     return f"{head}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
 
 
-def clients(port: int, model: str, shares: list[list[list[int]]], tokens: int, ready, answer) -> None:
+def clients(port: int, model: str, shares: list[list[Asked]], ready, answer) -> None:
     """Some clients in one process; they begin together."""
-    all_of_them = [Client(model, share, tokens) for share in shares if share]
+    all_of_them = [Client(model, share) for share in shares if share]
     ready.wait()
     with selectors.DefaultSelector() as waiting:
         for client in all_of_them:
@@ -180,16 +190,16 @@ def clients(port: int, model: str, shares: list[list[list[int]]], tokens: int, r
                     key.data.socket.close()
                     left -= 1
     ended = time.monotonic()
-    answer.put((ended, sum(client.drawn(tokens) for client in all_of_them)))
+    answer.put((ended, sum(client.drawn() for client in all_of_them)))
 
 
-def through_server(port: int, model: str, prompts: list[list[int]], tokens: int, count: int) -> tuple[float, int]:
+def through_server(port: int, model: str, asked: list[Asked], count: int) -> tuple[float, int]:
     context = multiprocessing.get_context("spawn")
     processes = min(PROCESSES, count)
     ready, answer = context.Barrier(processes + 1), context.Queue()
-    shares = [prompts[number::count] for number in range(count)]
+    shares = [asked[number::count] for number in range(count)]
     started = [
-        context.Process(target=clients, args=(port, model, shares[number::processes], tokens, ready, answer))
+        context.Process(target=clients, args=(port, model, shares[number::processes], ready, answer))
         for number in range(processes)
     ]
     for process in started:
@@ -202,18 +212,17 @@ def through_server(port: int, model: str, prompts: list[list[int]], tokens: int,
     return max(ended) - began, sum(drawn)
 
 
-def served(words: list[str], port: int, model: str, arguments: argparse.Namespace, prompts: list[list[int]]) -> float:
+def served(words: list[str], port: int, model: str, count: int, asked: list[Asked]) -> float:
     """Tokens a second of the server that these words start at that port."""
     with subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL) as process:
         try:
             _wait(port, process)
-            warming = prompts[: arguments.clients]
-            through_server(port, model, warming, arguments.tokens, arguments.clients)
-            seconds, drawn = through_server(port, model, prompts, arguments.tokens, arguments.clients)
+            through_server(port, model, asked[:count], count)  # warm up
+            seconds, drawn = through_server(port, model, asked, count)
         finally:
             process.terminate()
             process.wait(60)
-    assert drawn == arguments.requests * arguments.tokens, "answers are missing"
+    assert drawn == sum(tokens for _, tokens in asked), "answers are missing"
     return drawn / seconds
 
 
@@ -242,8 +251,10 @@ def main(argv: list[str] | None = None) -> None:
     words.add_argument("--bf16", action="store_true")
     words.add_argument("--requests", type=int, default=256)
     words.add_argument("--clients", type=int, default=32)
+    words.add_argument("--places", type=int, help="answers that an engine draws at once; unset: as many as clients")
     words.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     words.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
+    words.add_argument("--spread", type=float, default=0, help="so much of --tokens more or fewer, each as likely")
     words.add_argument("--http_processes", type=int, help="of our server; unset: as many as it chooses")
     words.add_argument("--timeline", help="file for what the server's engine does (serve_timeline.py shows it)")
     words.add_argument("--peer", choices=["vllm", "LLM"], help="also vLLM: its server, or its engine alone")
@@ -256,27 +267,28 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.model is None:
             make_model(Path(folder), arguments.size)
         prompts = make_prompts(arguments.requests, arguments.prompt, AutoConfig.from_pretrained(model).vocab_size)
-        own = (model, arguments.bf16, arguments.clients, prompts, arguments.tokens)
+        lengths = make_lengths(arguments.requests, arguments.tokens, arguments.spread)
+        places = arguments.places or arguments.clients
+        own, asked = (model, arguments.bf16, places, prompts, lengths), list(zip(prompts, lengths))
         alone = at_once(engine_alone, *own)
         print(f"{'engine':8s} {alone:10,.0f} tokens/s", flush=True)
 
         port = free_port()
-        how = ["--port", str(port), "--max_requests", str(arguments.clients), "--bearer_token", "none"]
+        how = ["--port", str(port), "--max_requests", str(places), "--bearer_token", "none"]
         how += ["--bf16"] * arguments.bf16
         if arguments.http_processes is not None:
             how += ["--http_processes", str(arguments.http_processes)]
         start = ["-m", "trimtab.cli.serve"]
         if arguments.timeline is not None:
             start = [str(Path(__file__).with_name("serve_timeline.py")), arguments.timeline]
-        rate = served([*start, model, *how], port, model, arguments, prompts)
+        rate = served([*start, model, *how], port, model, arguments.clients, asked)
         print(f"{'server':8s} {rate:10,.0f} tokens/s  {rate / alone:.2f} of the engine alone", flush=True)
         if arguments.peer == "vllm":
             port = free_port()
-            how = ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", str(arguments.clients)]
+            how = ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", str(places)]
             how += ["--dtype", "bfloat16" if arguments.bf16 else "float32"]
-            peer = served(
-                ["-m", "vllm.entrypoints.openai.api_server", "--model", model, *how], port, model, arguments, prompts
-            )
+            start = ["-m", "vllm.entrypoints.openai.api_server", "--model", model]
+            peer = served([*start, *how], port, model, arguments.clients, asked)
             print(f"{'vllm':8s} {peer:10,.0f} tokens/s  our server: {rate / peer:.2f} of it", flush=True)
         elif arguments.peer == "LLM":
             peer = at_once(vllm_alone, *own)

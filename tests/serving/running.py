@@ -106,9 +106,6 @@ class ScriptedSession:
     def prepare(self, longest):
         pass
 
-    def tidy(self):
-        pass
-
     full = False
 
     def add(self, prompt_ids, *, seed=None, limit=None, sampling=None, **_):

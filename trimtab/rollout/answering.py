@@ -63,9 +63,6 @@ class OpenSession(Session):
     def full(self) -> bool:
         return False
 
-    def tidy(self) -> None:
-        """Nothing is left to do."""
-
     def abort(self, requests: Collection[int] | None = None) -> None:
         self._aborted.update(range(self.requests) if requests is None else requests)
 

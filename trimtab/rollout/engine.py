@@ -63,9 +63,6 @@ class Session(Protocol):
         """Work on for a moment, or for at most so many tokens a sample, and hand over what has finished. 0: read what
         is new (and draw its first token), and no more, where that can be."""
 
-    def tidy(self) -> None:
-        """What those that were just answered need not wait for; else it is done when the next request begins."""
-
     def __iter__(self) -> Iterator[Rollout]:
         """Answers as they finish, until there is no request left. More may be added on the way, and later."""
 

@@ -114,7 +114,6 @@ class Desk:
             steps = STEPS_TO_BEGIN if steps is None else min(steps, STEPS_TO_BEGIN)
         if session.busy:
             self.take(session.advance(steps_among_others(steps, full=session.full)))
-            session.tidy()
 
     def gather(self, session: Session) -> None:
         """While those that were answered together come back: read what they ask, and draw when they are there. What

@@ -1,17 +1,23 @@
 """Pages of what was read and drawn before, kept while nobody needs their room. Numbers only, as in pages.py.
 
-A page is known by its tokens and by the page before it; the last one of a sequence may be filled in part. A new prompt
+A page is known by its tokens and by the pages before it; the last one of a sequence may be filled in part. A new prompt
 shares the whole pages that it begins with, and copies a last one that it would write into. What was used longest ago
 makes room first, and always the end of a sequence before its beginning.
+
+Sequences are long, and most of them meet no other: pages that always follow each other are one run. Where two sequences
+part, or a prompt goes along with one for a while, the run is split.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from trimtab.rollout.builtin.pages import PagePool
 
-Tokens = tuple[int, ...]
+TOKEN = array("i").itemsize  # bytes
 
 
 @dataclass
@@ -27,14 +33,15 @@ class Found:
         return Found(len(self.pages) * size, self.pages)
 
 
-class Kept:
-    """A page, and those that were filled behind it."""
+class Run:
+    """Pages one behind the other with their tokens, as bytes, and the runs that were filled behind them: each by what
+    is in its first page."""
 
-    __slots__ = ("after", "before", "page", "tokens")
+    __slots__ = ("after", "before", "pages", "tokens")
 
-    def __init__(self, tokens: Tokens, page: int, before: "Kept | None"):
-        self.tokens, self.page, self.before = tokens, page, before
-        self.after: dict[Tokens, Kept] = {}
+    def __init__(self, tokens: bytes, pages: list[int], before: "Run | None"):
+        self.tokens, self.pages, self.before = tokens, pages, before
+        self.after: dict[bytes, Run] = {}
 
 
 class KeptPages:
@@ -42,8 +49,9 @@ class KeptPages:
         """`least`: tokens that must be saved for it to be worth while, unless they are more than what is left."""
         self.pool, self.least = pool, least
         self.keeping = False
-        self._first = Kept((), 0, None)  # before all sequences
-        self._order: OrderedDict[Kept, None] = OrderedDict()  # the one used longest ago first
+        self._page = pool.size * TOKEN
+        self._first = Run(b"", [], None)  # before all sequences
+        self._order: OrderedDict[Run, None] = OrderedDict()  # the one used longest ago first
         self._pages: set[int] = set()  # of all of them
 
     @property
@@ -55,67 +63,103 @@ class KeptPages:
         """What is kept of this beginning, but for the last token: it must be read to go on from it."""
         if not self.keeping:
             return Found()
-        path = self._path(ids)
-        tokens = min(sum([len(kept.tokens) for kept in path]), len(ids) - 1)
+        text = array("i", ids).tobytes()
+        path = self._path(text)
+        reached = sum([len(run.tokens) for run in path])
+        if reached % self._page == 0 and (tail := self._part_of_a_page(path, text[reached : reached + self._page])):
+            path.append(tail)
+            reached += len(tail.tokens)
+        self._touch(path)
+        tokens = min(reached // TOKEN, len(ids) - 1)
         if tokens < max(1, min(self.least, len(ids) - tokens)):
             return Found()
-        self._touch(path)
         whole, rest = divmod(tokens, self.pool.size)
-        return Found(tokens, [kept.page for kept in path[:whole]], path[whole].page if rest else None)
+        pages = [page for run in path for page in run.pages]
+        return Found(tokens, pages[:whole], pages[whole] if rest else None)
 
     def keep(self, ids: list[int], pages: list[int]) -> None:
         """Hold these pages, filled with the keys and values of `ids`, besides their present holder."""
         if not self.keeping:
             return
-        known, new, last, size = [], [], self._first, self.pool.size
-        for page, start in zip(pages, range(0, len(ids), size)):
-            tokens = tuple(ids[start : start + size])
-            kept = last.after.get(tokens)
-            if kept is None:
-                kept = last.after[tokens] = Kept(tokens, page, last)
-                new.append(kept)
-            else:
-                known.append(kept)
-            last = kept
-        fresh = [kept.page for kept in new]
-        self.pool.share(fresh)
-        self._pages.update(fresh)
-        self._order.update(dict.fromkeys(reversed(new)))  # behind what is known come only new ones
-        self._touch(known)
+        text = array("i", ids[: len(pages) * self.pool.size]).tobytes()
+        path = self._path(text, whole=True)
+        reached = sum([len(run.tokens) for run in path])
+        if reached < len(text):
+            before = path[-1] if path else self._first
+            new = pages[reached // self._page : -(-len(text) // self._page)]
+            self._join(Run(text[reached:], new, before), before)
+            self.pool.share(new)
+            self._pages.update(new)
+        self._touch(path)
 
     def evict(self, free: int) -> None:
         """Let go until so many pages are free, or nothing is kept."""
         missing, gone = free - self.pool.free, []
         while missing > 0 and self._order:
-            oldest, _ = self._order.popitem(last=False)
-            assert oldest.before is not None
-            del oldest.before.after[oldest.tokens]
-            gone.append(oldest.page)
-            missing -= self.pool.holders(oldest.page) == 1
+            oldest = next(iter(self._order))
+            assert oldest.before is not None and not oldest.after
+            first = oldest.tokens[: self._page]
+            while oldest.pages and missing > 0:
+                gone.append(oldest.pages.pop())
+                missing -= self.pool.holders(gone[-1]) == 1
+            oldest.tokens = oldest.tokens[: len(oldest.pages) * self._page]
+            if not oldest.pages:
+                del self._order[oldest], oldest.before.after[first]
         self._pages.difference_update(gone)
         self.pool.give_back(gone)
 
     def forget(self) -> None:
         """Let all go."""
-        self.pool.give_back([kept.page for kept in self._order])
+        self.pool.give_back([page for run in self._order for page in run.pages])
         self._first.after.clear()
         self._order.clear()
         self._pages.clear()
 
-    def _path(self, ids: list[int]) -> list[Kept]:
-        """The pages that hold the longest beginning."""
-        path: list[Kept] = []
-        last, start, size = self._first, 0, self.pool.size
-        while (kept := last.after.get(tuple(ids[start : start + size]))) is not None:
-            path.append(kept)
-            last, start = kept, start + len(kept.tokens)
-        if last.after:
-            for length in range(min(size, len(ids) - start) - 1, 0, -1):
-                if (kept := last.after.get(tuple(ids[start : start + length]))) is not None:
-                    return [*path, kept]
+    def _path(self, text: bytes, *, whole: bool = False) -> list[Run]:
+        """The runs that this text begins with, the last one split where they part. A page that is filled in part ends
+        it; `whole`: and is in it only where the text ends there too."""
+        path: list[Run] = []
+        last, start, page = self._first, 0, self._page
+        while start % page == 0 and (run := last.after.get(text[start : start + page])) is not None:
+            same = self._same(run.tokens, text[start : start + len(run.tokens)])
+            if whole and same % page and start + same < len(text):
+                same -= same % page
+            if same < len(run.tokens):
+                run = self._split(run, same)
+            path.append(run)
+            last, start = run, start + same
         return path
 
-    def _touch(self, path: Sequence[Kept]) -> None:
+    def _same(self, tokens: bytes, others: bytes) -> int:
+        """Bytes of a run that a text has too, which begins with the same page: all of it, or whole pages."""
+        if tokens == others:
+            return len(tokens)
+        pages = min(len(tokens), len(others)) // self._page
+        both = [np.frombuffer(side, np.uint8, pages * self._page).reshape(pages, -1) for side in (tokens, others)]
+        differ = (both[0] != both[1]).any(1)
+        return self._page * (int(differ.argmax()) if differ.any() else pages)
+
+    def _part_of_a_page(self, path: list[Run], text: bytes) -> Run | None:
+        """A page that is filled in part with what comes next in the text."""
+        after = (path[-1] if path else self._first).after
+        lengths = range(len(text) - TOKEN, 0, -TOKEN) if after else ()
+        return next((after[text[:length]] for length in lengths if text[:length] in after), None)
+
+    def _split(self, run: Run, at: int) -> Run:
+        """The beginning of a run, up to this byte, as a run of its own."""
+        assert run.before is not None
+        count = at // self._page
+        beginning = Run(run.tokens[:at], run.pages[:count], run.before)
+        self._join(beginning, run.before)
+        run.tokens, run.pages, run.before = run.tokens[at:], run.pages[count:], beginning
+        beginning.after[run.tokens[: self._page]] = run
+        return beginning
+
+    def _join(self, run: Run, before: Run) -> None:
+        before.after[run.tokens[: self._page]] = run
+        self._order[run] = None
+
+    def _touch(self, path: Sequence[Run]) -> None:
         use = self._order.move_to_end
-        for kept in reversed(path):  # so that a beginning is always younger than its ends
-            use(kept)
+        for run in reversed(path):  # so that a beginning is always younger than its ends
+            use(run)

@@ -96,7 +96,8 @@ class Scheduler:
         self.running: list[Sample] = []
         self._to_release: list[Prompt] = []
         self._to_copy: list[int] = []  # kept pages, held until they are copied
-        self._finished: list[Sample] = []  # whose pages are still theirs
+        self._read: list[Prompt] = []  # of which all samples run, and
+        self._finished: list[Sample] = []  # what has finished: their pages are still theirs
 
     def add(self, samples: list[Sample]) -> None:
         self.waiting.extend(samples)
@@ -169,19 +170,15 @@ class Scheduler:
         return Admission(sample, (prompt.pages[whole], own[0]) if rest else None)
 
     def settled(self) -> None:
-        """The admitted samples have been read and copied: prompts that nobody waits for let their pages go."""
-        for prompt in self._to_release:
-            if prompt.pages:
-                self.kept.keep(prompt.ids, prompt.pages)
-            self.pool.give_back(prompt.pages)
-            prompt.pages = []
+        """The admitted samples have been read and copied: prompts that nobody waits for need their pages no more."""
+        self._read += self._to_release
         self._to_release.clear()
         self.pool.give_back(self._to_copy)
         self._to_copy.clear()
 
     def make_room(self, short: list[tuple[Sample, int]]) -> list[Sample]:
         """Pages for what is short of them; the samples that had to stop for it."""
-        missing = sum([missing for _, missing in short])
+        missing = self._missing(short)
         self.kept.evict(missing)
         pages = self.pool.take(missing)
         if pages is not None:  # in the order in which they would take them one by one
@@ -204,8 +201,14 @@ class Scheduler:
 
     def has_room(self, short: list[tuple[Sample, int]]) -> bool:
         """Whether there are so many pages without anybody's stopping."""
-        missing = sum([missing for _, missing in short])
+        missing = self._missing(short)
         return missing <= self.pool.free or missing <= self.pool.free + self.kept.alone
+
+    def _missing(self, short: list[tuple[Sample, int]]) -> int:
+        missing = sum([missing for _, missing in short])
+        if missing > self.pool.free:
+            self.put_away()
+        return missing
 
     def short(self, steps: int) -> list[tuple[Sample, int]]:
         """What runs and does not hold all pages for its next tokens yet, and how many are missing."""
@@ -222,12 +225,17 @@ class Scheduler:
         self._finished += samples
 
     def put_away(self) -> None:
-        """The pages of what has finished: kept where they may be read again, and given back. Answers need not wait for
-        it, and what is admitted next finds it done."""
+        """Pages that nobody needs now: kept where they may be read again, and given back. It is done before anybody is
+        admitted or is short of pages, and earlier where the host has time."""
+        for prompt in self._read:
+            if prompt.pages:
+                self.kept.keep(prompt.ids, prompt.pages)
+            self._give_back(prompt)
         for sample in self._finished:
             if self.kept.keeping:
                 self.kept.keep(sample.text[: sample.length], sample.pages)
             self._give_back(sample)
+        self._read.clear()
         self._finished.clear()
 
     def _run_without(self, samples: Sequence[Sample]) -> None:
@@ -235,17 +243,17 @@ class Scheduler:
         if gone:
             self.running = [sample for sample in self.running if sample not in gone]
 
-    def _give_back(self, sample: Sample) -> None:
-        self.pool.give_back(sample.pages)
-        sample.pages = []
+    def _give_back(self, holder: Prompt | Sample) -> None:
+        self.pool.give_back(holder.pages)
+        holder.pages = []
 
     def close(self) -> None:
         """Whatever is still at work gives its pages back."""
+        self.put_away()
         prompts = [sample.prompt for sample in (*self.running, *self.waiting)]
         for prompt in dict.fromkeys(prompts + self._to_release):
             self.pool.give_back(prompt.pages)
             prompt.pages = []
-        self.put_away()
         for sample in self.running:
             self._give_back(sample)
         self.pool.give_back(self._to_copy)

@@ -125,10 +125,6 @@ class BuiltinSession(OpenSession):
             finished += self._decode(scheduler, graphs, self._room(scheduler, graphs, steps))
         return finished
 
-    def tidy(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.put_away()
-
     def drawn(self, request: int) -> list[int]:
         at_work = self._at_work()
         return next((s.ids.array.tolist() for s in at_work if (s.prompt.index, s.number) == (request, 0)), [])
@@ -166,7 +162,8 @@ class BuiltinSession(OpenSession):
     def _admit_new(self) -> None:
         """Memory for the requests that have come, and what goes with its size."""
         engine, memory = self.engine, self.engine.memory
-        self.tidy()
+        if self._scheduler is not None:
+            self._scheduler.put_away()
         samples = max(self._expected, len(self._at_work()) + len(self._new))
         cache = memory.cache(min(engine.slots, samples), self._longest, self.device)
         lies_at = cache.keys.data_ptr(), cache.values.data_ptr(), cache.pages
@@ -234,10 +231,16 @@ class BuiltinSession(OpenSession):
         drawn: Drawn | None = None
         if graphs is not None:
             try:
-                running, drawn = graphs.run(self._runner, running, steps, self.meanwhile)
+                running, drawn = graphs.run(self._runner, running, steps, self._while_it_draws)
             except CannotCapture as error:
                 self.engine.captured.give_up(error)
         return self._take(scheduler, running, self._step_by_step(running, steps) if drawn is None else drawn)
+
+    def _while_it_draws(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.put_away()
+        if self.meanwhile is not None:
+            self.meanwhile()
 
     def _step_by_step(self, running: list[Sample], steps: int) -> Drawn:
         runner = self._runner

@@ -1,0 +1,107 @@
+"""Kept pages, against a second description of the same: one node for every page."""
+
+import random
+
+import pytest
+
+from trimtab.rollout.builtin.kept import Found, KeptPages
+from trimtab.rollout.builtin.pages import PagePool
+
+SIZE = 4
+
+
+class PageByPage:
+    """Every page that was kept, by its tokens and all tokens before it; nothing is ever let go."""
+
+    def __init__(self):
+        self.known: set[tuple[int, ...]] = set()
+
+    def keep(self, ids: list[int]) -> None:
+        self.known |= {tuple(ids[: start + SIZE]) for start in range(0, len(ids), SIZE)}
+
+    def find(self, ids: list[int]) -> int:
+        whole = 0
+        while len(ids) > whole and tuple(ids[: whole + SIZE]) in self.known:
+            whole = min(len(ids), whole + SIZE)
+        if whole % SIZE == 0:
+            parts = [end for end in range(whole + 1, min(whole + SIZE, len(ids))) if tuple(ids[:end]) in self.known]
+            whole = max([whole, *parts])
+        return min(whole, len(ids) - 1)
+
+
+class World:
+    """Sequences that come, are read and finish, and what is written into each page."""
+
+    def __init__(self, pages: int, seed: int):
+        self.numbers = random.Random(seed)
+        self.pool = PagePool(pages, SIZE)
+        self.kept = KeptPages(self.pool, 0)
+        self.kept.keeping = True
+        self.written: dict[int, list[int]] = {}
+
+    def text(self) -> list[int]:
+        """Few tokens, and more of the first: many texts begin alike."""
+        return [self.numbers.choice((1, 1, 1, 2)) for _ in range(self.numbers.randrange(1, 6 * SIZE))]
+
+    def check(self, ids: list[int], found: Found) -> None:
+        """That it says what is written."""
+        pages = found.pages + ([] if found.tail is None else [found.tail])
+        assert len(pages) == self.pool.needed(found.tokens) and found.tokens < len(ids)
+        for number, page in enumerate(pages):
+            own = ids[number * SIZE : min((number + 1) * SIZE, found.tokens)]
+            assert self.written[page][: len(own)] == own
+
+    def finish(self, ids: list[int]) -> bool:
+        """Somebody begins with what is kept, writes the rest, and lets the pages be kept; whether there was room."""
+        found = self.kept.find(ids)
+        self.check(ids, found)
+        held = found.pages + ([] if found.tail is None else [found.tail])
+        self.pool.share(held)
+        wanted = self.pool.needed(len(ids)) - len(found.pages)
+        self.kept.evict(wanted)
+        fresh = self.pool.take(wanted)
+        if fresh is not None:
+            pages = found.pages + fresh
+            for number, page in enumerate(pages[len(found.pages) :], start=len(found.pages)):
+                self.written[page] = ids[number * SIZE : (number + 1) * SIZE]
+            self.kept.keep(ids, pages)
+            self.pool.give_back(fresh)
+            held = found.pages + held[len(found.pages) :]
+        self.pool.give_back(held)
+        return fresh is not None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_much_is_found_as_page_by_page(seed):
+    world, plain = World(10_000, seed), PageByPage()
+    for _ in range(120):
+        ids = world.text()
+        assert world.kept.find(ids).tokens == plain.find(ids)
+        assert world.finish(ids)
+        plain.keep(ids)
+        assert world.kept.alone == world.pool.used == len(plain.known)
+    world.kept.forget()
+    assert world.pool.used == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_makes_room_is_never_found_again_and_no_page_is_lost(seed):
+    world = World(14, seed)
+    done = [world.finish(world.text()) for _ in range(300)]
+    assert sum(done) > 250
+    assert world.kept.alone == world.pool.used > 7
+    world.kept.evict(14)
+    assert world.pool.used == 0 and world.kept.find([1] * 9) == Found()
+
+
+@pytest.mark.parametrize(
+    ("free", "old", "new"), [(1, 12, 16), (2, 8, 16), (3, 8, 12), (5, 8, 4), (6, 8, 0), (7, 4, 0), (8, 0, 0)]
+)
+def test_what_was_used_last_stays_and_the_end_of_a_sequence_goes_before_its_beginning(free, old, new):
+    world = World(8, 0)
+    for token in (1, 2):
+        world.finish([token] * 16)
+    assert world.kept.find([1] * 9).tokens == 8  # which uses two pages of the first
+    world.kept.evict(free)
+    assert world.pool.free == free
+    assert [world.kept.find([token] * 17).tokens for token in (1, 2)] == [old, new]
