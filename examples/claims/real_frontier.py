@@ -11,6 +11,7 @@ threshold and weights are chosen by what came out there (`table --split chosen_b
 answers in training, with several weights of the KL each; every reward and KL of an answer that was sampled after
 training is in results.jsonl, so that thresholds and intervals can be looked at later. `attack` takes a model of each
 method with about the same reward, by what it is chosen by, and trains them anew where they are not there any more.
+`--variants` adds other settings of RePULSe, with one weight and the first seed, which `table` holds against the lines.
 """
 
 import argparse
@@ -22,20 +23,10 @@ from pathlib import Path
 
 import grid
 from judge import is_reported, part_of, question_of, read_pairs
+from real_frontier_methods import BEFORE, METHODS, VARIANTS, WEIGHTS, words_of
 
 GROUP, PROMPTS = 8, 25  # answers to a prompt, and prompts, of an update
-METHODS = {
-    "REINFORCE": ("reinforce",),
-    "RePULSe": ("repulse", "--alpha", "{alpha}", "--target_dist_beta", "{beta}"),
-    "base proposal": ("base_proposal", "--alpha", "{alpha}", "--target_dist_beta", "{beta}"),
-}
-BEFORE = "before training"
-# Wide, and further up for what pushes down: at the same weight it moves further.
-WEIGHTS = {
-    "REINFORCE": (0.3, 0.15, 0.08),
-    "RePULSe": (0.5, 0.25, 0.12),
-    "base proposal": (0.5, 0.25, 0.12),
-}
+PARTS = 5  # of a training, of each of which it is told how it went
 SIXTHS = 6  # one of them is what thresholds and weights are chosen by
 
 
@@ -48,7 +39,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--judge", help="reward model")
     parser.add_argument("--out", type=Path, default=Path("real"), help="folder of everything")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["REINFORCE", "RePULSe"], metavar="METHOD")
-    parser.add_argument("--weights", nargs="+", help="of the KL, as METHOD=0.1,0.05; unset: those of this file")
+    parser.add_argument("--weights", nargs="+", help="of the KL, as METHOD=0.1,0.05; unset: three each")
+    parser.add_argument("--variants", nargs="*", choices=VARIANTS, metavar="VARIANT",
+                        help="other settings of RePULSe as well: these, or all")  # fmt: skip
+    parser.add_argument("--variants_weight", type=float, default=0.25, help="their weight of the KL")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--answers", type=int, default=20_000, help="sampled in a training")
     parser.add_argument("--held_out", type=int, default=24, help="answers to each held-out prompt")
@@ -84,6 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     elif options.what == "attack_cell":
         attack(options)
     elif options.what in ("table", "draw"):
+        import real_frontier_answers
         import real_frontier_views
 
         rows = grid.read(options.out / "results.jsonl")
@@ -92,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         views = {"table": real_frontier_views.table, "draw": real_frontier_views.draw}
         threshold = options.threshold
         if threshold is None:
-            threshold = real_frontier_views.threshold_of(rows, options.share_bad)
+            threshold = real_frontier_answers.threshold_of(rows, options.share_bad)
         views[options.what](rows, options.split, threshold, options.out)
     else:
         if not (options.model and options.pairs and options.judge):
@@ -138,6 +133,8 @@ def trainings(options: argparse.Namespace) -> list[grid.Job]:
     for seed in options.seeds:
         for place in range(max(len(weights[method]) for method in options.methods)):
             cells += [(m, weights[m][place], seed) for m in options.methods if place < len(weights[m])]
+        if options.variants is not None and seed == options.seeds[0]:
+            cells += [(variant, options.variants_weight, seed) for variant in options.variants or VARIANTS]
     return [training(options, *cell) for cell in cells]
 
 
@@ -156,7 +153,7 @@ def command_of(options: argparse.Namespace, what: str, more: list[str]) -> list[
 
 
 def name_of(method: str, weight: float, seed: int) -> str:
-    return f"{method.lower().replace(' ', '_')}-kl{weight:g}-s{seed}"
+    return f"{method.lower().replace(',', '').replace(' ', '_')}-kl{weight:g}-s{seed}"
 
 
 def folder_of(options: argparse.Namespace, method: str, weight: float, seed: int) -> Path:
@@ -171,8 +168,8 @@ def train(options: argparse.Namespace, method: str, weight: float, seed: int) ->
     folder = folder_of(options, method, weight, seed)
     shutil.rmtree(folder, ignore_errors=True)
     untrained = method == BEFORE
-    name, *settings = METHODS["REINFORCE" if untrained else method]
-    drawn = options.prompts * options.group * (2 if name == "repulse" else 1)
+    name, settings = words_of("REINFORCE" if untrained else method, options)
+    drawn = options.prompts * options.group * (1 + int(settings.get("proposal_updates", 1)) if name == "repulse" else 1)
     updates = 1 if untrained else max(1, options.answers // drawn)
     turns = max(1, options.held_out // options.group)
     size = options.prompts * options.group
@@ -187,8 +184,7 @@ def train(options: argparse.Namespace, method: str, weight: float, seed: int) ->
         --evaluate_heldout_sampling --heldout_prompt_data {options.out}/held_out.jsonl --sampling_iters {turns}
         --save_path {folder} --ckpt_path {folder}/checkpoints
     """.split()
-    words += [word.format(alpha=options.alpha, beta=options.beta) for word in settings]
-    words += ["--proposal_learning_rate", str(options.proposal_learning_rate)] if name == "repulse" else []
+    words += [word for option, value in settings.items() for word in (f"--{option}", value)]
     words += [] if options.threshold is None else ["--bad_threshold", str(options.threshold)]
     words += ["--bf16"] if options.bf16 else []
     if code := tail(words):
@@ -198,14 +194,22 @@ def train(options: argparse.Namespace, method: str, weight: float, seed: int) ->
     assert len(found.rewards) == len(prompts) * turns * options.group, "a prompt was left out"
     metrics = [row for row in grid.read(folder / "metrics.jsonl") if row["step"] > 0]
     kl = (found.rewards - found.returns) / weight if weight else 0 * found.rewards  # of a whole answer
-    last = metrics[-max(1, len(metrics) // 5) :]
-    told = ("kappa", "proposal_effective_samples", "proposal_reward", "reward", "kl_answer")
     grid.tell(
         method=method, kl_weight=weight, seed=seed, answers=options.answers, updates=updates, group=options.group,
+        beta=float(settings.get("target_dist_beta", 0)),
         splits=[row["split"] for row in prompts], rewards=[round(x, 3) for x in found.rewards.tolist()],
         kl=[round(x, 3) for x in kl.tolist()], rare_events=rare_events(folder),
-        last={name: sum(row[name] for row in last) / len(last) for name in told if name in last[0]},
+        course=course(metrics),
     )  # fmt: skip
+
+
+def course(metrics: list[dict]) -> dict[str, list[float]]:
+    """The means of each part of the training, of what tells how policy and proposal learnt."""
+    parts = [part for number in range(PARTS)
+             if (part := metrics[number * len(metrics) // PARTS : (number + 1) * len(metrics) // PARTS])]  # fmt: skip
+    names = ("reward", "kl_answer", "bad_share", "kappa", "beta", "proposal_reward", "proposal_bad_share",
+             "proposal_effective_samples")  # fmt: skip
+    return {n: [round(sum(row[n] for row in p) / len(p), 4) for p in parts] for n in names if n in metrics[0]}
 
 
 def rare_events(folder: Path) -> dict | None:

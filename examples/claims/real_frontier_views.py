@@ -4,87 +4,25 @@ Intervals speak of new prompts: prompts are drawn anew, the same ones for both m
 speak of new trainings, so that beside a difference stands what each seed says.
 """
 
-import math
 from itertools import product
 from pathlib import Path
 
 import numpy as np
+import real_frontier_variants as variants
 from estimates import at, shared_range
-from real_frontier import BEFORE
+from real_frontier_answers import DRAWS, Answers, bounds, drawn, measured, percent
+from real_frontier_methods import BEFORE, METHODS
 
-from trimtab.evaluate.tail_risk import rate, share
+from trimtab.evaluate.tail_risk import share
 
-DRAWS, LEVEL = 400, 0.01
 PAIR = ("REINFORCE", "RePULSe")
 ALIKE = 0.1  # difference of mean rewards
 COLOURS = {"REINFORCE": "#4c72b0", "RePULSe": "#c44e52", "base proposal": "#dd8452", BEFORE: "#666666"}
 
 
-class Answers:
-    """Of a run to the prompts of a split: [prompts, answers of each]."""
-
-    def __init__(self, row: dict, split: str):
-        prompts, group = len(row["splits"]), row["group"]
-        chosen = np.array([name == split for name in row["splits"]])
-
-        def shaped(values: list[float]) -> np.ndarray:
-            turns = np.asarray(values).reshape(-1, prompts, group)  # a turn asks every prompt
-            return turns.transpose(1, 0, 2).reshape(prompts, -1)[chosen]
-
-        self.method, self.weight, self.seed = row["method"], row["kl_weight"], row["seed"]
-        self.rewards, self.kl = shaped(row["rewards"]), shaped(row["kl"])
-
-    def figures(self, threshold: float, prompts: np.ndarray) -> dict[str, float]:
-        rewards = self.rewards[prompts].ravel()
-        worst = max(1, int(LEVEL * len(rewards)))
-        bad = float((rewards < threshold).mean())
-        return {
-            "reward": float(rewards.mean()),
-            "kl": float(self.kl[prompts].mean()),
-            "bad": bad,
-            # An answer more and half of it bad, so that none at all has a logarithm.
-            "log_bad": math.log10((bad * len(rewards) + 0.5) / (len(rewards) + 1)),
-            "cvar": float(np.partition(rewards, worst - 1)[:worst].mean()),
-        }
-
-    def bad(self, threshold: float) -> str:
-        """How many, and their share with an interval that is not empty where there are none."""
-        events = self.rewards < threshold
-        return f"{events.sum()} = {percent(events)}"
-
-
-def percent(events: np.ndarray) -> str:
-    """Of events [prompts, answers]: the share with its 95 % interval for new prompts."""
-    found = rate(events.ravel(), np.repeat(np.arange(len(events)), events.shape[1]))
-    return f"{100 * found.value:.2f} % ({100 * found.low:.2f} to {100 * found.high:.2f})"
-
-
-def threshold_of(rows: list[dict], share: float) -> float:
-    """The reward that this share of the answers before training lies below, for prompts that are not reported."""
-    before = next((row for row in rows if row.get("method") == BEFORE), None)
-    if before is None:
-        raise SystemExit("results.jsonl: without the model before training, which run measures, give --threshold")
-    return round(float(np.quantile(Answers(before, "chosen_by").rewards, share)), 2)
-
-
-def measured(rows: list[dict], split: str) -> list[Answers]:
-    return [Answers(row, split) for row in rows if "rewards" in row and row["state"] == "done"]
-
-
-def drawn(prompts: int) -> list[np.ndarray]:
-    """The prompts themselves, then draws of as many."""
-    generator = np.random.default_rng(0)
-    return [np.arange(prompts), *(generator.integers(prompts, size=prompts) for _ in range(DRAWS))]
-
-
-def bounds(values: list[float]) -> tuple[float, float, float]:
-    """The first, and the 95 % interval of the others."""
-    low, high = np.quantile(values[1:], [0.025, 0.975])
-    return values[0], float(low), float(high)
-
-
 def table(rows: list[dict], split: str, threshold: float, folder: Path) -> None:
-    runs = measured(rows, split)
+    everything = measured(rows, split)
+    runs = [run for run in everything if run.method in (*METHODS, BEFORE)]
     draws = drawn(len(runs[0].rewards))
     figures = [[run.figures(threshold, prompts) for prompts in draws] for run in runs]
     prompts, answers = len(runs[0].rewards), runs[0].rewards.size
@@ -96,6 +34,8 @@ def table(rows: list[dict], split: str, threshold: float, folder: Path) -> None:
         print(f"| {run.method} | {run.weight:g} | {run.seed} | {reward} | {kl} | {run.bad(threshold)} | {cvar} |")
     for what in ("reward", "kl"):
         differences(runs, figures, what)
+    variants.table(everything, threshold)
+    variants.proposals(everything, threshold)
     attacks(rows, threshold)
 
 
@@ -201,7 +141,7 @@ def counted(broke: np.ndarray) -> str:
 def draw(rows: list[dict], split: str, threshold: float, folder: Path) -> None:
     from matplotlib.figure import Figure
 
-    runs = measured(rows, split)
+    runs = [run for run in measured(rows, split) if run.method in (*METHODS, BEFORE)]
     draws = drawn(len(runs[0].rewards))
     figure = Figure(figsize=(10, 7.6), layout="constrained")
     panels = figure.subplots(2, 2)

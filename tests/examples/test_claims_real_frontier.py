@@ -1,5 +1,6 @@
 """Judge, frontier and attack on a real model: what is dealt out, what is shown, and each script in its tiny mode."""
 
+import itertools
 import json
 import sys
 from argparse import Namespace
@@ -14,8 +15,12 @@ sys.path.insert(0, str(CLAIMS))
 import grid  # noqa: E402
 import judge  # noqa: E402
 import real_frontier  # noqa: E402
+import real_frontier_answers as answers  # noqa: E402
+import real_frontier_variants as variants  # noqa: E402
 import real_frontier_views as views  # noqa: E402
 
+from trimtab.config.catalogue import options_of  # noqa: E402
+from trimtab.config.rl_jobs import TailOptions  # noqa: E402
 from trimtab.embedded import tiny_recipes  # noqa: E402
 
 SETTING = "LoRA 16, 2e-4, 2 epochs"
@@ -68,7 +73,7 @@ def test_methods_are_compared_where_they_match(tmp_path, capsys):
     rows += [synthetic("REINFORCE", w, r, k, 1.0) for w, r, k in ((0.2, 0.5, 1.0), (0.1, 1.0, 2.0))]
     rows += [synthetic("RePULSe", w, r, k, 0.2) for w, r, k in ((0.2, 0.6, 1.1), (0.1, 1.1, 2.2))]
     assert views.alike(rows) == ["REINFORCE 0.1 1", "RePULSe 0.1 1"]
-    threshold = views.threshold_of(rows, 0.05)
+    threshold = answers.threshold_of(rows, 0.05)
     assert threshold == pytest.approx(-1.645, abs=0.5)
     views.table(rows, "reported", threshold, tmp_path)
     shown = capsys.readouterr().out
@@ -82,10 +87,59 @@ def test_methods_are_compared_where_they_match(tmp_path, capsys):
     assert (tmp_path / "real_frontier.png").exists()
 
 
+def test_variants_stand_beside_the_lines_and_change_nothing_else(tmp_path, capsys):
+    rows = [synthetic(views.BEFORE, 0, 0.0, 0.0, 1.0)]
+    rows += [synthetic("REINFORCE", w, r, k, 1.0) for w, r, k in ((0.2, 0.5, 1.0), (0.1, 1.0, 2.0))]
+    rows += [synthetic("RePULSe", w, r, k, 0.9) for w, r, k in ((0.2, 0.6, 1.1), (0.1, 1.1, 2.2))]
+    views.table(rows, "reported", -1.0, tmp_path)
+    without = capsys.readouterr().out
+    course = {"reward": [0.1, 0.8], "proposal_reward": [0.0, -0.5], "proposal_effective_samples": [2.0, 1.5]}
+    near = synthetic("RePULSe, beta -1", 0.25, 0.8, 1.5, 0.3) | {"beta": -1.0, "updates": 9, "course": course}
+    far = synthetic("RePULSe, kappa 0.1", 0.25, 1.6, 3.0, 0.3)
+    views.table([*rows, near, far], "reported", -1.0, tmp_path)
+    shown = capsys.readouterr().out
+    assert shown.startswith(without)
+    assert views.alike([*rows, near, far]) == views.alike(rows)
+    line, beside, *_ = [line for line in shown.splitlines() if line.startswith("| RePULSe, ")]
+    assert all(float(cell.split()[0]) < -0.5 for cell in line.split("|")[8:12])  # a narrower spread at the same place
+    assert beside.startswith("| RePULSe, kappa 0.1 | 0.25 | 1 |") and beside.endswith(" | – | – | – | – |")
+    assert "| RePULSe, beta -1 | 0.25 | 1 | 9 | 0.10, 0.80 | 0.00, -0.50 | – | 2.00, 1.50 | " in shown
+
+
+def test_the_policys_own_answers_as_a_proposal():
+    row = synthetic("RePULSe", 0.1, 0.0, 1.0, 1.0) | {"beta": -2.0}
+    run = answers.Answers(row, "reported")
+    run.rewards = np.array([[0.0, 0, 0, 0, 0], [-50, 1, 1, 1, 1]])
+    assert variants.weighed(run, -1.0) == pytest.approx((3, -25, 50))  # all five, and one alone
+
+
+def test_all_settings_sample_equally_many_answers_and_are_options_of_the_command(tmp_path, monkeypatch):
+    said: list[list[str]] = []
+    monkeypatch.setattr("trimtab.cli.train_tail.main", lambda words: said.append(words) or 3)
+    settings = [*real_frontier.METHODS, *real_frontier.VARIANTS]
+    for setting in settings:
+        with pytest.raises(SystemExit):
+            real_frontier.main(["cell", "--attacked", f"{setting} 0.25 1", "--out", str(tmp_path), "--model", "m"])
+    known = options_of(TailOptions)
+    for words in said:
+        word = dict(pair for pair in itertools.pairwise(words) if pair[0].startswith("--"))
+        assert {name[2:] for name in word} <= known.keys()
+        groups = 1 + int(word.get("--proposal_updates", 1)) if word["--method"] == "repulse" else 1
+        assert 20_000 - 200 * groups < 200 * groups * int(word["--max_steps"]) <= 20_000
+    pushed = [tuple(words[words.index("--alpha") :]) for words in said if "repulse" in words]
+    assert len(said) == len(settings) and len(set(pushed)) == len(pushed)  # no two alike
+
+
+def test_a_course_is_told_in_parts():
+    told = real_frontier.course([{"reward": float(step), "kappa": 1.0} for step in range(12)])
+    assert told == {"reward": [0.5, 2.5, 5.0, 7.5, 10.0], "kappa": [1.0] * 5}
+    assert real_frontier.course([{"reward": 1.0}]) == {"reward": [1.0]}
+
+
 def test_answers_are_those_of_their_prompts():
     row = {"method": "a", "kl_weight": 1.0, "seed": 1, "group": 2, "splits": ["chosen_by", "reported", "reported"],
            "rewards": [0, 1, 10, 11, 20, 21, 2, 3, 12, 13, 22, 23], "kl": [0.0] * 12}  # fmt: skip
-    assert views.Answers(row, "reported").rewards.tolist() == [[10, 11, 12, 13], [20, 21, 22, 23]]
+    assert answers.Answers(row, "reported").rewards.tolist() == [[10, 11, 12, 13], [20, 21, 22, 23]]
 
 
 def test_attacks_are_counted_goal_by_goal(capsys):
@@ -118,10 +172,11 @@ def test_judge_frontier_and_attack_run_one_after_the_other(tmp_path, monkeypatch
     words = ["--model", model, "--pairs", str(pairs), "--judge", str(made / "judge-1"), "--out", str(out)]
     words += ["--group", "4", "--prompts", "2", "--tokens", "4", "--answers", "16", "--held_out", "8", "--seeds", "1"]
     words += ["--weights", "REINFORCE=0.1,0.05", "RePULSe=0.1,0.05", "--threshold", "0"]
-    assert real_frontier.main(["run", *words]) == 0
+    assert real_frontier.main(["run", *words, "--variants", "RePULSe, 2 proposal updates"]) == 0
     of_attack = ["--goals", str(goals), "--steps", "2", "--width", "4", "--replies", "6", "--parts", "2"]
     assert real_frontier.main(["attack", *words, *of_attack]) == 0
     capsys.readouterr()
     assert real_frontier.main(["table", "--out", str(out), "--share_bad", "0.2"]) == 0
     shown = capsys.readouterr().out
+    assert "| RePULSe, 2 proposal updates | 0.25 | 1 | 1 |" in shown  # of 16 answers one update can be made
     assert "| RePULSe | 0.05 | 1 |" in shown and "after the attack, the same 3 goals" in shown
