@@ -3,19 +3,21 @@
 Every request is a prompt of token ids, and every answer has as many tokens as were asked for, with log-probs: all as
 many, so that they end together, or with --spread some more and some fewer, as in life. `engine` is one call in a
 process of its own. The server has processes of its own too, and so have the clients, which speak plain HTTP over
-connections that stay open, and wait for each answer. Where there are no more clients than --places (unset: as many), a
-place is empty until its client has asked again; with twice as many somebody always waits for it, as in the one call.
+connections that stay open, and wait for each answer. Where there are no more clients than --places (unset: as many as
+the fewest clients), a place is empty until its client has asked again; with twice as many somebody always waits for
+it, as in the one call. Several --tokens, --spread and --clients are measured one after another with one engine.
 Without --model a Llama of --size with random weights is made. `--peer vllm` also asks vLLM's own server, where it is
 installed, for the same with the same clients; `--peer LLM` asks its engine for all of them at once, in one process and
 without a server.
 
     python benchmarks/serve_speed.py
-    python benchmarks/serve_speed.py --size 135M --bf16 --requests 4096 --clients 256 --peer vllm
+    python benchmarks/serve_speed.py --size 135M --bf16 --requests 2048 --clients 256 512 --tokens 64 512 --peer vllm
     python benchmarks/serve_speed.py --timeline timeline.jsonl  # then: serve_timeline.py --show timeline.jsonl
 """
 
 import argparse
 import http.client
+import itertools
 import json
 import multiprocessing
 import os
@@ -26,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PROCESSES = 4  # that the clients are in
@@ -79,7 +81,7 @@ def make_lengths(count: int, tokens: int, spread: float) -> list[int]:
 # ---- the engine alone, in a process of its own so that its memory is given back
 
 
-def engine_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], tokens: list[int], answer) -> None:
+def engine_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], works: list[list[int]], answer) -> None:
     from trimtab.config.jobs import ServeOptions
     from trimtab.data.tokenizer import load_tokenizer
     from trimtab.distributed.device import find_device
@@ -90,14 +92,15 @@ def engine_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], t
     options = ServeOptions(pretrain=model, bf16=bf16)
     policy = load_frozen_policy(model, options, find_device(), flag="--pretrain").model
     engine = build_engine(policy, load_tokenizer(model), slots=slots)
-    sampling = Sampling(max_new_tokens=max(tokens))
-    engine.generate(prompts[:slots], sampling, limits=tokens[:slots])  # warm up
-    began = time.monotonic()
-    rollouts = engine.generate(prompts, sampling, limits=tokens)
-    answer.put((time.monotonic() - began, sum(len(rollout.tokens) for rollout in rollouts)))
+    for tokens in works:
+        sampling = Sampling(max_new_tokens=max(tokens))
+        engine.generate(prompts[:slots], sampling, limits=tokens[:slots])  # warm up
+        began = time.monotonic()
+        rollouts = engine.generate(prompts, sampling, limits=tokens)
+        answer.put(sum(len(rollout.tokens) for rollout in rollouts) / (time.monotonic() - began))
 
 
-def vllm_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], tokens: list[int], answer) -> None:
+def vllm_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], works: list[list[int]], answer) -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     from vllm import LLM, SamplingParams
 
@@ -106,23 +109,24 @@ def vllm_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], tok
         max_model_len=2048, gpu_memory_utilization=0.8,
     )  # fmt: skip
     usual = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False}
-    sampling = [SamplingParams(max_tokens=count, **usual) for count in tokens]
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    engine.generate(asked[:slots], sampling[:slots], use_tqdm=False)  # warm up
-    began = time.monotonic()
-    answers = engine.generate(asked, sampling, use_tqdm=False)
-    answer.put((time.monotonic() - began, sum(len(each.outputs[0].token_ids) for each in answers)))
+    for tokens in works:
+        sampling = [SamplingParams(max_tokens=count, **usual) for count in tokens]
+        engine.generate(asked[:slots], sampling[:slots], use_tqdm=False)  # warm up
+        began = time.monotonic()
+        answers = engine.generate(asked, sampling, use_tqdm=False)
+        answer.put(sum(len(each.outputs[0].token_ids) for each in answers) / (time.monotonic() - began))
 
 
-def at_once(engine: Callable[..., None], *work) -> float:
-    """Tokens a second of an engine in a process of its own."""
+def at_once(engine: Callable[..., None], *given, works: list[list[int]]) -> list[float]:
+    """Tokens a second of an engine in a process of its own, for each of the works."""
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
-    process = context.Process(target=engine, args=(*work, answer))
+    process = context.Process(target=engine, args=(*given, works, answer))
     process.start()
-    seconds, drawn = answer.get(timeout=SECONDS_TO_START)
+    rates = [answer.get(timeout=SECONDS_TO_START) for _ in works]
     process.join()
-    return drawn / seconds
+    return rates
 
 
 # ---- through a server
@@ -212,18 +216,19 @@ def through_server(port: int, model: str, asked: list[Asked], count: int) -> tup
     return max(ended) - began, sum(drawn)
 
 
-def served(words: list[str], port: int, model: str, count: int, asked: list[Asked]) -> float:
-    """Tokens a second of the server that these words start at that port."""
+def served(words: list[str], port: int, model: str, works: list[tuple[int, list[Asked]]]) -> Iterator[float]:
+    """Tokens a second of the server that these words start at that port, for each of the works: of so many clients."""
     with subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL) as process:
         try:
             _wait(port, process)
-            through_server(port, model, asked[:count], count)  # warm up
-            seconds, drawn = through_server(port, model, asked, count)
+            for count, asked in works:
+                through_server(port, model, asked[:count], count)  # warm up
+                seconds, drawn = through_server(port, model, asked, count)
+                assert drawn == sum(tokens for _, tokens in asked), "answers are missing"
+                yield drawn / seconds
         finally:
             process.terminate()
             process.wait(60)
-    assert drawn == sum(tokens for _, tokens in asked), "answers are missing"
-    return drawn / seconds
 
 
 def _wait(port: int, process: subprocess.Popen) -> None:
@@ -250,11 +255,11 @@ def main(argv: list[str] | None = None) -> None:
     words.add_argument("--size", choices=SIZES, default="small", help="of a model that is made")
     words.add_argument("--bf16", action="store_true")
     words.add_argument("--requests", type=int, default=256)
-    words.add_argument("--clients", type=int, default=32)
-    words.add_argument("--places", type=int, help="answers that an engine draws at once; unset: as many as clients")
+    words.add_argument("--clients", type=int, nargs="+", default=[32])
+    words.add_argument("--places", type=int, help="answers that an engine draws at once; unset: the fewest clients")
     words.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
-    words.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
-    words.add_argument("--spread", type=float, default=0, help="so much of --tokens more or fewer, each as likely")
+    words.add_argument("--tokens", type=int, nargs="+", default=[64], help="tokens of an answer")
+    words.add_argument("--spread", type=float, nargs="+", default=[0], help="so much of --tokens more or fewer")
     words.add_argument("--http_processes", type=int, help="of our server; unset: as many as it chooses")
     words.add_argument("--timeline", help="file for what the server's engine does (serve_timeline.py shows it)")
     words.add_argument("--peer", choices=["vllm", "LLM"], help="also vLLM: its server, or its engine alone")
@@ -267,11 +272,12 @@ def main(argv: list[str] | None = None) -> None:
         if arguments.model is None:
             make_model(Path(folder), arguments.size)
         prompts = make_prompts(arguments.requests, arguments.prompt, AutoConfig.from_pretrained(model).vocab_size)
-        lengths = make_lengths(arguments.requests, arguments.tokens, arguments.spread)
-        places = arguments.places or arguments.clients
-        own, asked = (model, arguments.bf16, places, prompts, lengths), list(zip(prompts, lengths))
-        alone = at_once(engine_alone, *own)
-        print(f"{'engine':8s} {alone:10,.0f} tokens/s", flush=True)
+        shapes = list(itertools.product(arguments.tokens, arguments.spread, arguments.clients))
+        works = [make_lengths(arguments.requests, tokens, spread) for tokens, spread, _ in shapes]
+        places = arguments.places or min(arguments.clients)
+        own = (model, arguments.bf16, places, prompts)
+        alone = at_once(engine_alone, *own, works=works)
+        asked = [(clients, list(zip(prompts, lengths))) for (*_, clients), lengths in zip(shapes, works)]
 
         port = free_port()
         how = ["--port", str(port), "--max_requests", str(places), "--bearer_token", "none"]
@@ -281,18 +287,25 @@ def main(argv: list[str] | None = None) -> None:
         start = ["-m", "trimtab.cli.serve"]
         if arguments.timeline is not None:
             start = [str(Path(__file__).with_name("serve_timeline.py")), arguments.timeline]
-        rate = served([*start, model, *how], port, model, arguments.clients, asked)
-        print(f"{'server':8s} {rate:10,.0f} tokens/s  {rate / alone:.2f} of the engine alone", flush=True)
+        print(f"places for {places}, prompts of {arguments.prompt} tokens; tokens a second")
+        print(f"{'tokens':>6s} {'spread':>6s} {'clients':>7s} {'engine':>9s} {'server':>9s}")
+        rates = []
+        for rate, shape, one in zip(served([*start, model, *how], port, model, asked), shapes, alone):
+            rates.append(rate)
+            print("{:6d} {:6g} {:7d}".format(*shape), f"{one:9,.0f} {rate:9,.0f}  {rate / one:.2f} of it", flush=True)
         if arguments.peer == "vllm":
             port = free_port()
             how = ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", str(places)]
             how += ["--dtype", "bfloat16" if arguments.bf16 else "float32"]
             start = ["-m", "vllm.entrypoints.openai.api_server", "--model", model]
-            peer = served([*start, *how], port, model, arguments.clients, asked)
-            print(f"{'vllm':8s} {peer:10,.0f} tokens/s  our server: {rate / peer:.2f} of it", flush=True)
+            peers = list(served([*start, *how], port, model, asked))
         elif arguments.peer == "LLM":
-            peer = at_once(vllm_alone, *own)
-            print(f"{'LLM':8s} {peer:10,.0f} tokens/s  our server: {rate / peer:.2f} of it", flush=True)
+            peers = at_once(vllm_alone, *own, works=works)
+        else:
+            return
+        for shape, rate, peer in zip(shapes, rates, peers):
+            shown = f"{arguments.peer} {peer:,.0f}, our server {rate / peer:.2f} times that"
+            print("{:6d} {:6g} {:7d}".format(*shape), shown, flush=True)
 
 
 if __name__ == "__main__":
