@@ -15,7 +15,6 @@ from torch import Tensor
 
 from trimtab.distributed.watch import pulse
 from trimtab.envs.types import Task
-from trimtab.errors import UserError
 from trimtab.rollout.answering import OpenSession
 from trimtab.rollout.builtin.graphs import CannotCapture, DecodeGraphs
 from trimtab.rollout.builtin.reader import Reader
@@ -25,9 +24,10 @@ from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.builtin.sampler import Drawn, Sampler
 from trimtab.rollout.builtin.samplers import Samplers, alike
 from trimtab.rollout.builtin.scheduler import Admission, Prompt, Sample, Scheduler
+from trimtab.rollout.builtin.taking import rollout_of, take
 from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.stopping import at_stop_tokens, check_setting, stop_string_end
-from trimtab.rollout.types import Alternatives, Draft, Finish, Rollout, Sampling, drafts_of
+from trimtab.rollout.stopping import check_setting
+from trimtab.rollout.types import Draft, Rollout, Sampling, drafts_of
 
 if TYPE_CHECKING:
     from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -117,7 +117,8 @@ class BuiltinSession(OpenSession):
             return []
         finished: list[Rollout] = []
         if self._aborted:
-            finished += [self._rollout(s, "abort") for s in scheduler.abort(lambda s: s.prompt.index in self._aborted)]
+            gone = scheduler.abort(lambda sample: sample.prompt.index in self._aborted)
+            finished += [rollout_of(sample, "abort", self.engine.version) for sample in gone]
             self._aborted.clear()
         finished += self._begin(scheduler, scheduler.admit())
         if scheduler.running and not finished and steps != 0:
@@ -274,65 +275,7 @@ class BuiltinSession(OpenSession):
         # One different bit would part them for good.
         return replace(found, tokens_B=self.engine.tensor.of_first(found.tokens_B))
 
-    # ---- what was drawn
-
     def _take(self, scheduler: Scheduler, samples: list[Sample], drawn: Drawn) -> list[Rollout]:
-        """Keep what each sample drew up to its end, and let those that are finished go."""
-        tokens, log_probs, plain = drawn.on_host(len(samples))
-        steps, number = tokens.shape[1], np.arange(tokens.shape[1])
-        remaining = np.array([sample.limit - sample.ids.count for sample in samples])
-        stops = at_stop_tokens(tokens, [sample.sampling.stop_token_ids for sample in samples]) & (
-            number < remaining[:, None]
-        )
-        stopped = stops.any(1)
-        kept = np.where(stopped, stops.argmax(1) + 1, np.minimum(steps, remaining))
-        broken = np.argwhere(np.isnan(log_probs) & (number < kept[:, None]))
-        if len(broken):
-            row, step = broken[0]
-            raise UserError(
-                f"the model's logits are not finite for prompt {samples[row].prompt.index}, sample "
-                f"{samples[row].number}, token {len(samples[row].ids) + step}; its weights are probably broken"
-            )
-        # Copies of their own, sample by sample: where they were drawn the next steps write.
-        rows = list(np.array(tokens, np.int32, order="C")), list(np.array(log_probs, np.float32, order="C"))
-        plain = None if plain is None else np.array(plain, np.float32, order="C")
-        likely = drawn.likely_on_host(len(samples))
-        counts = kept.tolist()
-        for sample, count, ids, own in zip(samples, counts, *rows):
-            if count < steps:
-                ids, own = ids[:count], own[:count]
-            sample.ids.extend(ids, count)
-            sample.log_probs.extend(own, count)
-        if plain is not None or likely is not None:
-            for row, (sample, count) in enumerate(zip(samples, counts)):
-                if plain is not None:
-                    sample.plain_log_probs.extend(plain[row, :count], count)
-                if likely is not None and sample.sampling.top_log_probs:
-                    sample.extend_likely(*(part[row, :count] for part in likely))
-        for row, (sample, count) in enumerate(zip(samples, counts)):
-            if sample.sampling.stop_strings and self._cut_at_stop_string(sample, sample.ids.count - count):
-                stopped[row] = True
-        ended = np.flatnonzero(stopped | (kept == remaining)).tolist()
-        scheduler.finish([samples[row] for row in ended])
-        return [self._rollout(samples[row], "stop" if stopped[row] else "length") for row in ended]
-
-    def _cut_at_stop_string(self, sample: Sample, before: int) -> bool:
-        """Drop what follows a stop string that ends after the first `before` tokens; whether there is one."""
-        sampling, decode = sample.sampling, self.engine.tokenizer.decode
-        end = stop_string_end(
-            *(sample.ids.array, before, sampling.min_new_tokens, sampling.stop_strings),
-            lambda ids: decode(ids.tolist()),
-        )
-        if end is None:
-            return False
-        for column in sample.columns:
-            column.cut(min(end, len(column)))
-        return True
-
-    def _rollout(self, sample: Sample, finish: Finish) -> Rollout:
-        prompt, ids, log_probs = sample.prompt, sample.ids.array, sample.log_probs.array
-        versions = sample.draft.versions_of(len(ids), self.engine.version)
-        rollout = Rollout(prompt.index, sample.number, prompt.ids, ids, log_probs, finish, versions=versions)
-        rollout.plain_log_probs = sample.plain_log_probs.array if sample.sampling.plain_log_probs else None
-        rollout.alternatives = None if sample.likely is None else Alternatives(*(c.array for c in sample.likely))
-        return rollout
+        ended = take(samples, drawn, self.engine.tokenizer)
+        scheduler.finish([sample for sample, _ in ended])
+        return [rollout_of(sample, finish, self.engine.version) for sample, finish in ended]

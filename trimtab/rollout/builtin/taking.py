@@ -1,0 +1,74 @@
+"""What a look brought: given to the samples that drew it, up to where each of them ends."""
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from trimtab.errors import UserError
+from trimtab.rollout.builtin.sampler import Drawn
+from trimtab.rollout.builtin.scheduler import Sample
+from trimtab.rollout.stopping import at_stop_tokens, stop_string_end
+from trimtab.rollout.types import Alternatives, Finish, Rollout
+
+
+def take(samples: list[Sample], drawn: Drawn, tokenizer: PreTrainedTokenizerBase | None) -> list[tuple[Sample, Finish]]:
+    """Those that have ended now, and how."""
+    tokens, log_probs, plain = drawn.on_host(len(samples))
+    steps, number = tokens.shape[1], np.arange(tokens.shape[1])
+    remaining = np.array([sample.limit - sample.ids.count for sample in samples])
+    stops = at_stop_tokens(tokens, [sample.sampling.stop_token_ids for sample in samples]) & (
+        number < remaining[:, None]
+    )
+    stopped = stops.any(1)
+    kept = np.where(stopped, stops.argmax(1) + 1, np.minimum(steps, remaining))
+    broken = np.argwhere(np.isnan(log_probs) & (number < kept[:, None]))
+    if len(broken):
+        row, step = broken[0]
+        raise UserError(
+            f"the model's logits are not finite for prompt {samples[row].prompt.index}, sample "
+            f"{samples[row].number}, token {len(samples[row].ids) + step}; its weights are probably broken"
+        )
+    # Copies of their own, sample by sample: where they were drawn the next steps write.
+    rows = list(np.array(tokens, np.int32, order="C")), list(np.array(log_probs, np.float32, order="C"))
+    plain = None if plain is None else np.array(plain, np.float32, order="C")
+    likely = drawn.likely_on_host(len(samples))
+    counts = kept.tolist()
+    for sample, count, ids, own in zip(samples, counts, *rows):
+        if count < steps:
+            ids, own = ids[:count], own[:count]
+        sample.ids.extend(ids, count)
+        sample.log_probs.extend(own, count)
+    if plain is not None or likely is not None:
+        for row, (sample, count) in enumerate(zip(samples, counts)):
+            if plain is not None:
+                sample.plain_log_probs.extend(plain[row, :count], count)
+            if likely is not None and sample.sampling.top_log_probs:
+                sample.extend_likely(*(part[row, :count] for part in likely))
+    for row, (sample, count) in enumerate(zip(samples, counts)):
+        if sample.sampling.stop_strings and _cut_at_stop_string(sample, sample.ids.count - count, tokenizer):
+            stopped[row] = True
+    ended = np.flatnonzero(stopped | (kept == remaining)).tolist()
+    return [(samples[row], "stop" if stopped[row] else "length") for row in ended]
+
+
+def _cut_at_stop_string(sample: Sample, before: int, tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Drop what follows a stop string that ends after the first `before` tokens; whether there is one."""
+    assert tokenizer is not None, "who stops at strings has one"
+    end = stop_string_end(
+        *(sample.ids.array, before, sample.sampling.min_new_tokens, sample.sampling.stop_strings),
+        lambda ids: tokenizer.decode(ids.tolist()),
+    )
+    if end is None:
+        return False
+    for column in sample.columns:
+        column.cut(min(end, len(column)))
+    return True
+
+
+def rollout_of(sample: Sample, finish: Finish, version: int) -> Rollout:
+    """`version`: of the weights that drew what was no draft."""
+    prompt, ids, log_probs = sample.prompt, sample.ids.array, sample.log_probs.array
+    versions = sample.draft.versions_of(len(ids), version)
+    rollout = Rollout(prompt.index, sample.number, prompt.ids, ids, log_probs, finish, versions=versions)
+    rollout.plain_log_probs = sample.plain_log_probs.array if sample.sampling.plain_log_probs else None
+    rollout.alternatives = None if sample.likely is None else Alternatives(*(c.array for c in sample.likely))
+    return rollout
