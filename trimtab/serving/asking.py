@@ -1,7 +1,7 @@
 """What each endpoint does with a request: read it, have it drawn, keep a record, answer."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -64,15 +64,8 @@ class Asking:
                 f"{len(prompts)} prompts with n {wanted.answers}: at most {self.drawing.most_waiting} answers at once"
             )
             raise NotUnderstood(f"{most} are drawn here; send fewer", "prompt")
-        drawn = [
-            asyncio.ensure_future(self._drawn(ids, wanted, session, "prompt", number))
-            for number, ids in enumerate(prompts)
-        ]
-        try:
-            answers = [Answered(ids, rollouts, []) for ids, rollouts in zip(prompts, await asyncio.gather(*drawn))]
-        finally:
-            for one in drawn:  # nobody wants the others where one was refused
-                one.cancel()
+        drawn = [self._drawn(ids, wanted, session, "prompt", number) for number, ids in enumerate(prompts)]
+        answers = [Answered(ids, rollouts, []) for ids, rollouts in zip(prompts, await _all(drawn))]
         for answered in answers:
             self._recorded_by_tokens(session, answered, wanted)
         return self.replies.completions(answers, wanted)
@@ -219,6 +212,18 @@ class Asking:
         return [
             self.policy.encode(prompt, "prompt", special=True) if is_text(prompt) else list(prompt) for prompt in listed
         ]
+
+
+async def _all(working: Sequence[Coroutine[Any, Any, Made]]) -> list[Made]:
+    """What each of them makes; if one fails, nobody wants the others'."""
+    if len(working) == 1:  # which most requests are
+        return [await working[0]]
+    tasks = [asyncio.ensure_future(one) for one in working]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _aside(fields: Fields, make: Callable[[], Made]) -> Made:
