@@ -170,14 +170,22 @@ def test_histories_that_the_template_rewrites_are_trained_in_several_sequences(t
 
 
 @pytest.mark.short(1)
-@pytest.mark.parametrize("split, processes", [("", 1), ("", 2), ("--ds_tensor_parallel_size 2", 2)])
-def test_a_program_at_an_endpoint_is_trained_on_what_was_drawn_for_it(folder, agent, tmp_path, split, processes):
-    words = arguments(folder, tmp_path / "out", agent, split)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_program_at_an_endpoint_is_trained_on_what_was_drawn_for_it(folder, agent, tmp_path, processes):
+    words = arguments(folder, tmp_path / "out", agent)
     codes = warm.run_world(words, processes, log=tmp_path / "log")
     assert codes == [0] * processes, (tmp_path / "log.0").read_text()
     for row in check_exact(tmp_path / "out"):
         assert row["reward/environment/guesses"] == row["turns"] <= 3
         assert row["branches"] == 1 and 0 <= row["reward"] <= 1
+
+
+@pytest.mark.long
+def test_a_program_at_an_endpoint_is_refused_where_the_policy_is_cut_over_processes(folder, agent, tmp_path):
+    words = arguments(folder, tmp_path / "out", agent, "--ds_tensor_parallel_size 2")
+    assert warm.run_world(words, 2, log=tmp_path / "log") == [2, 2]
+    said = (tmp_path / "log.0").read_text()
+    assert "error: --agent_func_path" in said and said.rstrip().endswith("use --zero_stage 3")
 
 
 @pytest.mark.long
