@@ -62,11 +62,10 @@ class World:
         fresh = self.pool.take(wanted)
         if fresh is not None:
             pages = found.pages + fresh
-            for number, page in enumerate(pages[len(found.pages) :], start=len(found.pages)):
+            for number, page in enumerate(fresh, start=len(found.pages)):
                 self.written[page] = ids[number * SIZE : (number + 1) * SIZE]
             self.kept.keep(ids, pages)
             self.pool.give_back(fresh)
-            held = found.pages + held[len(found.pages) :]
         self.pool.give_back(held)
         return fresh is not None
 

@@ -27,9 +27,6 @@ except ImportError as error:
 
 
 MOST_FRONTS = 8
-# Objects between two passes of Python's collector of garbage. What an engine remembers of earlier texts is many small
-# ones that are no garbage: with Python's own 700 such passes took a third of the engine's time on the host.
-NEW_OBJECTS = 50_000
 
 
 def serve(options: ServeOptions, token: str | None, say: Callable[[str], None], note: Callable[[str], None]) -> bool:
@@ -68,7 +65,7 @@ def serve(options: ServeOptions, token: str | None, say: Callable[[str], None], 
             processes=processes,
         )
         server.drive(engine)
-        opened.enter_context(_few_collections())
+        opened.enter_context(_short_collections())
         for line in about(policy):
             note(line)
         say(f"serving {policy.name} at {address(listening)}")
@@ -76,15 +73,13 @@ def serve(options: ServeOptions, token: str | None, say: Callable[[str], None], 
 
 
 @contextlib.contextmanager
-def _few_collections() -> Iterator[None]:
-    """What is there now is not looked through again, and what comes less often."""
-    usual = gc.get_threshold()
+def _short_collections() -> Iterator[None]:
+    """What is there now, all of torch among it, is not looked through for garbage again: that took 0.2 s each time, in
+    the middle of requests."""
     gc.freeze()
-    gc.set_threshold(NEW_OBJECTS, *usual[1:])
     try:
         yield
     finally:
-        gc.set_threshold(*usual)
         gc.unfreeze()
 
 

@@ -176,7 +176,11 @@ def test_every_proposal_learns_sigma_and_then_its_weights_are_equal(folder, mode
     proposed = run.sample_proposal(TailIteration(experience_of(UNIFORM), 1, {}))
     run.score_proposed(proposed)
     run.passes.fill(proposed, "reference_N", run.roles.proposal, "log_probs")
-    torch.testing.assert_close(proposed.reference_N, proposed.sampled_N, atol=2e-5, rtol=1e-5)
+    # Twists of the linear head are 113 large, where numbers lie 8e-6 apart.
+    rounding = (
+        0.0 if proposed.twist_N is None else 4 * torch.finfo(torch.float32).eps * float(proposed.twist_N.abs().max())
+    )
+    torch.testing.assert_close(proposed.reference_N, proposed.sampled_N, atol=max(2e-5, rounding), rtol=0)
     figures, _ = shape_proposed(proposed, run.options)
     assert figures["effective_samples"] > 0.98 * len(UNIFORM)
 

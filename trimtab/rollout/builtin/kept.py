@@ -64,8 +64,7 @@ class KeptPages:
         if not self.keeping:
             return Found()
         text = array("i", ids).tobytes()
-        path = self._path(text)
-        reached = sum([len(run.tokens) for run in path])
+        path, reached = self._path(text)
         if reached % self._page == 0 and (tail := self._part_of_a_page(path, text[reached : reached + self._page])):
             path.append(tail)
             reached += len(tail.tokens)
@@ -82,8 +81,7 @@ class KeptPages:
         if not self.keeping:
             return
         text = array("i", ids[: len(pages) * self.pool.size]).tobytes()
-        path = self._path(text, whole=True)
-        reached = sum([len(run.tokens) for run in path])
+        path, reached = self._path(text, whole=True)
         if reached < len(text):
             before = path[-1] if path else self._first
             new = pages[reached // self._page : -(-len(text) // self._page)]
@@ -115,9 +113,9 @@ class KeptPages:
         self._order.clear()
         self._pages.clear()
 
-    def _path(self, text: bytes, *, whole: bool = False) -> list[Run]:
-        """The runs that this text begins with, the last one split where they part. A page that is filled in part ends
-        it; `whole`: and is in it only where the text ends there too."""
+    def _path(self, text: bytes, *, whole: bool = False) -> tuple[list[Run], int]:
+        """The runs that this text begins with, the last one split where they part, and how many bytes they hold. A page
+        that is filled in part ends it; `whole`: and is in it only where the text ends there too."""
         path: list[Run] = []
         last, start, page = self._first, 0, self._page
         while start % page == 0 and (run := last.after.get(text[start : start + page])) is not None:
@@ -128,7 +126,7 @@ class KeptPages:
                 run = self._split(run, same)
             path.append(run)
             last, start = run, start + same
-        return path
+        return path, start
 
     def _same(self, tokens: bytes, others: bytes) -> int:
         """Bytes of a run that a text has too, which begins with the same page: all of it, or whole pages."""

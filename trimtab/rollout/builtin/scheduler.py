@@ -252,8 +252,7 @@ class Scheduler:
         self.put_away()
         prompts = [sample.prompt for sample in (*self.running, *self.waiting)]
         for prompt in dict.fromkeys(prompts + self._to_release):
-            self.pool.give_back(prompt.pages)
-            prompt.pages = []
+            self._give_back(prompt)
         for sample in self.running:
             self._give_back(sample)
         self.pool.give_back(self._to_copy)
@@ -294,5 +293,4 @@ class Scheduler:
         for sample in self.waiting:
             prompt = sample.prompt
             if prompt.pages and prompt is not keep and prompt not in self._to_release:
-                self.pool.give_back(prompt.pages)
-                prompt.pages = []
+                self._give_back(prompt)
