@@ -126,13 +126,21 @@ def ppo(options: argparse.Namespace) -> None:
             for folder, called in names.items():
                 if f"reward/{folder}" in name:
                     found[name.replace(f"reward/{folder}", called)] = value
+        if any(name.startswith("eval_") for name in found):
+            found["said"] = _said(options.save_path, row["step"])
         grid.tell(step=row["step"], iteration_seconds=row.get("seconds"), **found)
 
     data = str(options.data / "train.jsonl")
-    run = trimtab.ppo(options.model, data, list(judges.values()), on_iteration=tell, **settings)
-    kept = [row for row in run.rollouts() if row["step"] == run.metrics[-1]["step"]]
-    kept.sort(key=lambda row: -row["reward"])
-    grid.tell(final=True, examples=[{"response": row["response"], "reward": row["reward"]} for row in kept[:3]])
+    trimtab.ppo(options.model, data, list(judges.values()), on_iteration=tell, **settings)
+    grid.tell(final=True)
+
+
+def _said(folder: Path, step: int) -> list[dict[str, str]]:
+    """To the first held-out prompts, the same ones every time: what is hacked is to be read, too, and a run that is cut
+    has told it."""
+    rows = grid.read(folder / "rollouts.jsonl")
+    kept = [row for row in rows if (row["step"], row["group"]) == (step, "evaluation")]
+    return [{name: row[name] for name in ("prompt", "response")} for row in kept]
 
 
 def _answering(options: argparse.Namespace, *, judged: bool = False) -> dict[str, Any]:

@@ -4,15 +4,18 @@ Scores are gains over the policy before RL, in deviations of the judge's scores 
 interval of the score itself for new prompts, which is wider than that of the gain as a rule.
 """
 
+import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 LABELS = {"pairs": "proxy from human pairs", "gold": "proxy from pairs that gold put in order"}
+MOST_TEXTS = 4
 COLOURS = ("#d1495b", "#e0912f", "#3a7d44", "#1b6ca8")
 
 
 def table(rows: list[dict]) -> str:
-    return "\n\n".join(part for part in (_judges(rows), _best(rows), _runs(rows)) if part)
+    return "\n\n".join(part for part in (_judges(rows), _best(rows), _runs(rows), _said(rows)) if part)
 
 
 def _judges(rows: list[dict]) -> str:
@@ -56,6 +59,20 @@ def _runs(rows: list[dict]) -> str:
             figures = f"{point['kl']:.1f} | {' | '.join(gains)} | {point['length']:.0f}"
             lines.append(f"| {label} | {weight} | {seed} | {point['step']} | {figures} |")
     return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _said(rows: list[dict]) -> str:
+    """What each run answered when it was looked at last, texts that are alike once."""
+    lines = []
+    for job in dict.fromkeys(row["job"] for row in rows if "said" in row):
+        last = [row for row in rows if row["job"] == job and "said" in row][-1]
+        counts = Counter(answer["response"] for answer in last["said"])
+        lines.append(
+            f"{job}, iteration {last['step']}: {len(counts)} different texts of {counts.total()} to held-out prompts"
+        )
+        most = counts.most_common(MOST_TEXTS)
+        lines += [f"- {count} x {json.dumps(text, ensure_ascii=False)}" for text, count in most]
+    return "\n".join(lines)
 
 
 def _margin(point: dict, name: str) -> str:

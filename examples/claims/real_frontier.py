@@ -11,7 +11,7 @@ threshold and weights are chosen by what came out there (`table --split chosen_b
 answers in training, with several weights of the KL each; every reward and KL of an answer that was sampled after
 training is in results.jsonl, so that thresholds and intervals can be looked at later. `attack` takes a model of each
 method with about the same reward, by what it is chosen by, and trains them anew where they are not there any more.
-`--variants` adds other settings of RePULSe, with one weight and the first seed, which `table` holds against the lines.
+`--variants` adds other settings of RePULSe, with one weight and a seed or more, which `table` holds against the lines.
 """
 
 import argparse
@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, metavar="VARIANT",
                         help="other settings of RePULSe as well: these, or all")  # fmt: skip
     parser.add_argument("--variants_weight", type=float, default=0.25, help="their weight of the KL")
+    parser.add_argument("--variants_seeds", nargs="+", type=int, help="unset: the first of --seeds")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--answers", type=int, default=20_000, help="sampled in a training")
     parser.add_argument("--held_out", type=int, default=24, help="answers to each held-out prompt")
@@ -134,7 +135,8 @@ def trainings(options: argparse.Namespace) -> list[grid.Job]:
         for place in range(max(len(weights[method]) for method in options.methods)):
             cells += [(m, weights[m][place], seed) for m in options.methods if place < len(weights[m])]
         if options.variants is not None and seed == options.seeds[0]:
-            cells += [(variant, options.variants_weight, seed) for variant in options.variants or VARIANTS]
+            seeds = options.variants_seeds or [seed]
+            cells += [(name, options.variants_weight, own) for own in seeds for name in options.variants or VARIANTS]
     return [training(options, *cell) for cell in cells]
 
 

@@ -74,6 +74,14 @@ def test_gains_are_over_the_start_and_gold_may_fall():
     assert "| 10 | 4.0 | +1.00 | +0.25 ± 0.10 |" in told and "| 20 | 9.0 | +2.00 | -0.25 |" in told
 
 
+def test_texts_that_are_alike_are_told_once():
+    said = [{"prompt": str(number), "response": "so" if number else "no"} for number in range(4)]
+    rows = [{"job": "ppo-pairs-0-1", "step": step, "said": said[:step]} for step in (1, 4)]
+    told = report.table(rows).splitlines()
+    assert told[0].startswith("ppo-pairs-0-1, iteration 4: 2 different texts of 4")
+    assert told[1:] == ['- 3 x "so"', '- 1 x "no"']
+
+
 def run_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[dict]:
     here(monkeypatch, overoptimisation_job)
     model, pairs = small_model(tmp_path / "model"), write_pairs(tmp_path / "pairs.jsonl", 20)
@@ -92,6 +100,8 @@ def test_gold_is_asked_and_not_paid_by(tmp_path: Path, monkeypatch: pytest.Monke
     for row in steps[1:]:
         assert row["reward"] == pytest.approx(row["proxy"]) and row["gold"] != row["proxy"]
         assert "eval_gold_low" in row and "kl_answer" in row
+    said = [[answer["prompt"] for answer in row["said"]] for row in steps]
+    assert said[0] and said[0] == said[1] == said[2]  # the same prompts every time, also in a run that is cut
     best = [row for row in rows if "n" in row]
     assert [row["n"] for row in best] == [1, 2] and best[1]["kl_answer"] == estimates.kl_of_best_of(2)
     assert best[1]["proxy"][0] > best[0]["proxy"][0]

@@ -130,6 +130,25 @@ def test_all_settings_sample_equally_many_answers_and_are_options_of_the_command
     assert len(said) == len(settings) and len(set(pushed)) == len(pushed)  # no two alike
 
 
+def test_settings_have_seeds_of_their_own_and_come_after_the_first_comparison(tmp_path, monkeypatch):
+    named: list[str] = []
+    monkeypatch.setattr(grid, "run", lambda jobs, *_, **__: named.extend(job.name for job in jobs) or [])
+    words = [
+        "--model",
+        "m",
+        "--judge",
+        "j",
+        "--out",
+        str(tmp_path),
+        "--pairs",
+        str(write_pairs(tmp_path / "pairs.jsonl")),
+    ]
+    words += ["--methods", "REINFORCE", "--weights", "REINFORCE=0.5", "--variants", "RePULSe, beta -1"]
+    real_frontier.main(["run", *words, "--seeds", "2", "3", "--variants_seeds", "2", "3"])
+    line, setting = "reinforce-kl0.5", "repulse_beta_-1-kl0.25"
+    assert named[1:] == [f"{line}-s2", f"{setting}-s2", f"{setting}-s3", f"{line}-s3"]
+
+
 def test_a_course_is_told_in_parts():
     told = real_frontier.course([{"reward": float(step), "kappa": 1.0} for step in range(12)])
     assert told == {"reward": [0.5, 2.5, 5.0, 7.5, 10.0], "kappa": [1.0] * 5}
