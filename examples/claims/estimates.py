@@ -39,13 +39,19 @@ def interval(of_prompts: Sequence[float], seed: int = 0) -> tuple[float, float, 
     return float(values.mean()), float(low), float(high)
 
 
-def at(value: float, along: Sequence[float], height: Sequence[float]) -> float | None:
-    """The height of the line through the points at this value; None beside the line, where nothing is known."""
+def at(value: float, along: Sequence[float], height: Sequence[float], beyond: float = 0.0) -> float | None:
+    """The height of the line through the points at this value; None beside the line, where nothing is known. The line's
+    last pieces go on for this part of its length."""
     order = np.argsort(along, kind="stable")
     along, height = np.asarray(along, dtype=float)[order], np.asarray(height, dtype=float)[order]
-    if not along[0] <= value <= along[-1]:
+    further = beyond * (along[-1] - along[0])
+    if not along[0] - further <= value <= along[-1] + further:
         return None
-    return float(np.interp(value, along, height))
+    if along[0] <= value <= along[-1]:
+        return float(np.interp(value, along, height))
+    end, next_to_it = (0, 1) if value < along[0] else (-1, -2)
+    slope = (height[end] - height[next_to_it]) / (along[end] - along[next_to_it])
+    return float(height[end] + slope * (value - along[end]))
 
 
 def shared_range(*lines: Sequence[float]) -> tuple[float, float] | None:

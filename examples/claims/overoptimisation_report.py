@@ -47,8 +47,9 @@ def _best(rows: list[dict]) -> str:
 def _runs(rows: list[dict]) -> str:
     """Of each run a few places that nothing was chosen by. Where gold is highest would be no such place: of several
     noisy figures the highest is too high, and what comes after it seems to fall."""
-    lines = ["| proxy | KL weight | seed | iteration | KL of an answer | gain, proxy | gain, gold | tokens |"]
-    lines.append("|" + "---|" * 8)
+    lines = ["| proxy | KL weight | seed | iteration | KL of an answer | gain, proxy | gain, gold | tokens | "
+             "entropy of a token |"]  # fmt: skip
+    lines.append("|" + "---|" * 9)
     for job in dict.fromkeys(row["job"] for row in rows if row["job"].startswith("ppo-")):
         label, weight, seed = job.removeprefix("ppo-").rsplit("-", 2)
         points = list(curve(rows, job))
@@ -56,7 +57,7 @@ def _runs(rows: list[dict]) -> str:
             continue
         for point in (points[round(part * (len(points) - 1))] for part in (0.25, 0.5, 0.75, 1)):
             gains = [f"{point[name]:+.2f}{_margin(point, name)}" for name in ("proxy", "gold")]
-            figures = f"{point['kl']:.1f} | {' | '.join(gains)} | {point['length']:.0f}"
+            figures = f"{point['kl']:.1f} | {' | '.join(gains)} | {point['length']:.0f} | {point['entropy']:.3f}"
             lines.append(f"| {label} | {weight} | {seed} | {point['step']} | {figures} |")
     return "\n".join(lines) if len(lines) > 2 else ""
 
@@ -80,13 +81,14 @@ def _margin(point: dict, name: str) -> str:
 
 
 def curve(rows: list[dict], job: str) -> Iterator[dict]:
-    """Gains on held-out prompts, where they were looked at; the KL is that of the iteration's own answers."""
+    """Gains on held-out prompts, where they were looked at; KL and entropy are of the iteration's own answers."""
     start = None
-    kl, length = 0.0, 0.0
+    kl, length, entropy = 0.0, 0.0, float("nan")
     for row in rows:
         if row["job"] != job or "step" not in row:
             continue
         kl, length = row.get("kl_answer", kl), row.get("length", length)
+        entropy = row.get("sampled_entropy", entropy)
         if "eval_gold" in row and "eval_proxy" in row:
             start = start or row
             gains = {name: row[f"eval_{name}"] - start[f"eval_{name}"] for name in ("proxy", "gold")}
@@ -95,7 +97,7 @@ def curve(rows: list[dict], job: str) -> Iterator[dict]:
                 for name in ("proxy", "gold")
                 if f"eval_{name}_high" in row
             }
-            yield {"step": row["step"], "kl": kl, "length": length, **gains, **margins}
+            yield {"step": row["step"], "kl": kl, "length": length, "entropy": entropy, **gains, **margins}
 
 
 def _best_points(rows: list[dict], job: str) -> Iterator[tuple[dict, float, float]]:
@@ -105,7 +107,8 @@ def _best_points(rows: list[dict], job: str) -> Iterator[tuple[dict, float, floa
 
 
 def draw(rows: list[dict], path: Path) -> None:
-    """For each kind of proxy: what proxy (dashed) and gold (solid) say, over the root of the KL."""
+    """For each kind of proxy: what proxy (dashed) and gold (solid) say, over the root of the KL; below it how open the
+    policy's answers still are."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -115,8 +118,9 @@ def draw(rows: list[dict], path: Path) -> None:
     if not jobs:
         raise SystemExit("nothing to draw: no PPO and no best of n in the results yet")
     labels = [label for label in LABELS if any(job.split("-")[1] == label for job in jobs)]
-    figure, axes = pyplot.subplots(1, len(labels), figsize=(6.5 * len(labels), 4.2), squeeze=False)
-    for axis, label in zip(axes[0], labels):
+    size, heights = (6.5 * len(labels), 5.6), {"height_ratios": (3, 1)}
+    figure, axes = pyplot.subplots(2, len(labels), figsize=size, squeeze=False, sharex="col", gridspec_kw=heights)
+    for axis, below, label in zip(*axes, labels):
         weights = sorted({float(job.split("-", 2)[2].rsplit("-", 1)[0]) for job in jobs if f"ppo-{label}-" in job})
         for job in (job for job in jobs if job.startswith(f"ppo-{label}-")):
             weight, seed = job.removeprefix(f"ppo-{label}-").rsplit("-", 1)
@@ -126,14 +130,17 @@ def draw(rows: list[dict], path: Path) -> None:
             for name, style in (("gold", "-"), ("proxy", "--")):
                 told = f"PPO, KL weight {weight}" if name == "gold" and seed == "1" else None
                 axis.plot(distances, [point[name] for point in points], style, color=colour, label=told, linewidth=1.2)
+            below.plot(distances, [point["entropy"] for point in points], color=colour, linewidth=1.2)
         if f"best-{label}" in jobs:
             points = list(_best_points(rows, f"best-{label}"))
             distances = [row["kl_answer"] ** 0.5 for row, *_ in points]
             axis.plot(distances, [gold for *_, gold in points], "k.-", label="best of n")
             axis.plot(distances, [proxy for _, proxy, _ in points], "k.--")
         axis.set_title(LABELS[label], fontsize=10)
-        axis.set_xlabel("root of the KL of an answer (nats)")
         axis.set_ylabel("gain: gold (solid), proxy (dashed)")
+        below.set_xlabel("root of the KL of an answer (nats)")
+        below.set_ylabel("entropy of a token")
+        below.set_ylim(bottom=0)
         axis.axhline(0, color="#999999", linewidth=0.6)
         axis.legend(fontsize=8)
     figure.tight_layout()

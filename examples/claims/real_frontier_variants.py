@@ -1,8 +1,9 @@
-"""Other settings of RePULSe beside the lines of the methods, and how proposals learnt.
+"""Other settings of RePULSe beside the lines of the methods, one by one and together, and how proposals learnt.
 
 A line goes through the points of a seed and begins with the model before training, which every line would reach with
 a large enough weight of the KL. A setting is held against it where both have the same reward, or the same KL, for the
-same prompts; beside the line nothing is known.
+same prompts; a little beyond its end it is taken further, and else nothing is known beside it. Settings that are held
+against one line share its noise: what they all have in common is told apart from what each has of its own.
 """
 
 import numpy as np
@@ -11,42 +12,94 @@ from real_frontier_answers import Answers, bounds, drawn
 from real_frontier_methods import BEFORE, VARIANTS
 
 LINES = ("REINFORCE", "RePULSe")
+BEYOND = 0.1  # of the length of a line
+NAMES = {"reward": "reward", "kl": "KL"}
 
 
-def table(runs: list[Answers], threshold: float) -> None:
-    others = [run for run in runs if run.method in VARIANTS]
-    if not others:
-        return
-    heads = [f"log10 P(bad) less {line}'s at this {what}" for line in LINES for what in ("reward", "KL")]
+class Settings:
+    """Those of a split that lines are held against, with RePULSe as it is where it has their weight and seed."""
+
+    def __init__(self, runs: list[Answers], threshold: float):
+        cells = {(run.weight, run.seed) for run in runs if run.method in VARIANTS}
+        chosen = [r.method in VARIANTS or (r.method == "RePULSe" and (r.weight, r.seed) in cells) for r in runs]
+        self.runs = [run for run, one in zip(runs, chosen) if one] if cells else []
+        draws = drawn(len(runs[0].rewards)) if self.runs else []
+        self._all = [(run, [run.figures(threshold, prompts) for prompts in draws]) for run in runs]
+        self.figures = [found for (_, found), one in zip(self._all, chosen) if one]
+
+    def differences(self, method: str, what: str) -> np.ndarray:
+        """How much rarer than on the line bad answers are at the same place, in decades: [settings, draws], the first
+        draw is the prompts themselves. Not a number where the line is not known."""
+        return np.array([self._less(run, found, method, what) for run, found in zip(self.runs, self.figures)])
+
+    def _less(self, run: Answers, found: list[dict[str, float]], method: str, what: str) -> list[float]:
+        of_line = ((BEFORE, 1), (method, run.seed))  # the model before training is measured once
+        line = [other for one, other in self._all if (one.method, one.seed) in of_line and one is not run]
+        if len(line) < 2:
+            return [np.nan] * len(found)
+        differences = []
+        for draw, one in enumerate(found):
+            points = [point[draw] for point in line]
+            there = at(one[what], [p[what] for p in points], [p["log_bad"] for p in points], BEYOND)
+            differences.append(np.nan if there is None else one["log_bad"] - there)
+        return differences
+
+
+def table(runs: list[Answers], threshold: float) -> Settings:
+    settings = Settings(runs, threshold)
+    if not settings.runs:
+        return settings
+    places = [(line, what) for line in LINES for what in NAMES]
+    heads = [f"log10 P(bad) less {line}'s at this {NAMES[what]}" for line, what in places]
     print(f"\n| setting | KL weight | seed | reward | KL | bad answers | CVaR, worst 1 % | {' | '.join(heads)} |")
     print("|---" * (7 + len(heads)) + "|")
-    draws = drawn(len(runs[0].rewards))
-    figures = [[run.figures(threshold, prompts) for prompts in draws] for run in runs]
-    for run, found in zip(runs, figures):
-        if run not in others:
-            continue
+    less = [settings.differences(line, what) for line, what in places]
+    for number, (run, found) in enumerate(zip(settings.runs, settings.figures)):
         cells = [interval([one[name] for one in found]) for name in ("reward", "kl", "cvar")]
         cells.insert(2, run.bad(threshold))
-        for method in LINES:
-            of_line = ((BEFORE, 1), (method, run.seed))  # the model before training is measured once
-            line = [other for one, other in zip(runs, figures) if (one.method, one.seed) in of_line]
-            cells += [less(found, line, what) for what in ("reward", "kl")]
+        cells += [told(differences[number]) for differences in less]
         print(f"| {run.method} | {run.weight:g} | {run.seed} | {' | '.join(cells)} |")
+    return settings
 
 
-def less(found: list[dict[str, float]], line: list[list[dict[str, float]]], what: str) -> str:
-    """How much rarer than on the line bad answers are at the same place, draw by draw."""
-    differences = []
-    for draw, one in enumerate(found):
-        points = [point[draw] for point in line]
-        there = at(one[what], [p[what] for p in points], [p["log_bad"] for p in points]) if len(points) > 1 else None
-        if there is not None:
-            differences.append(one["log_bad"] - there)
-        elif draw == 0:
-            return "–"
-    return (
-        interval(differences) if 2 * len(differences) > len(found) else "–"
-    )  # at the line's end most draws are beside it
+def is_known(differences: np.ndarray) -> bool:
+    """Beside the line's end, where most draws are beside it, nothing is."""
+    return not np.isnan(differences[0]) and 2 * np.isnan(differences).sum() < len(differences)
+
+
+def told(differences: np.ndarray) -> str:
+    return interval(differences[~np.isnan(differences)].tolist()) if is_known(differences) else "–"
+
+
+def together(settings: Settings, other: Settings) -> None:
+    """All settings against REINFORCE's line: their mean, how much of the noise they share, and whether they come in the
+    same order with the questions of the other split."""
+    heads = ("at this", "mean", "deviation that they share", "of one's own, median", "between settings",
+             "deviations of an interval for all at once", "below 0 by it", "Spearman with the other split")  # fmt: skip
+    print(f"\nAll {len(settings.runs)} settings less REINFORCE's line; deviations are those of new prompts:\n")
+    print(f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|")
+    for what, name in NAMES.items():
+        both = [one.differences("REINFORCE", what) for one in (settings, other)]
+        sure = [is_known(here) and is_known(there) for here, there in zip(*both)]
+        cells = summary(*(one[sure] for one in both)) if sum(sure) > 2 else ["–"] * (len(heads) - 1)
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def summary(less: np.ndarray, elsewhere: np.ndarray) -> list[str]:
+    """Of differences [settings, draws] and of those in the other split."""
+    mean = np.nanmean(less, axis=0)
+    found, draws = less[:, 0], less[:, 1:]
+    own = np.nanstd(draws - mean[1:], axis=1)
+    deviations = np.nanstd(draws, axis=1)
+    # So wide that of 20 draws 19 have all their settings within.
+    wide = float(np.quantile(np.nanmax(np.abs(draws - found[:, None]) / deviations[:, None], axis=0), 0.95))
+    below = int((found + wide * deviations < 0).sum())
+    ranks = [np.argsort(np.argsort(one[:, 0])) for one in (less, elsewhere)]
+    noise = [f"{value:.3f}" for value in (mean[1:].std(), np.median(own), found.std(ddof=1))]
+    return [
+        interval(mean.tolist()), *noise, f"{wide:.2f}", f"{below} of {len(less)}",
+        f"{np.corrcoef(*ranks)[0, 1]:.2f}",
+    ]  # fmt: skip
 
 
 def interval(values: list[float]) -> str:

@@ -11,13 +11,14 @@ import numpy as np
 import real_frontier_variants as variants
 from estimates import at, shared_range
 from real_frontier_answers import DRAWS, Answers, bounds, drawn, measured, percent
-from real_frontier_methods import BEFORE, METHODS
+from real_frontier_methods import BEFORE, METHODS, VARIANTS
 
 from trimtab.evaluate.tail_risk import share
 
 PAIR = ("REINFORCE", "RePULSe")
 ALIKE = 0.1  # difference of mean rewards
 COLOURS = {"REINFORCE": "#4c72b0", "RePULSe": "#c44e52", "base proposal": "#dd8452", BEFORE: "#666666"}
+FREE = (2, 3, 4, 5, 8, 9, 10, 11, 14, 16, 17, 18)  # of tab20's colours: not like those of the methods
 
 
 def table(rows: list[dict], split: str, threshold: float, folder: Path) -> None:
@@ -34,7 +35,10 @@ def table(rows: list[dict], split: str, threshold: float, folder: Path) -> None:
         print(f"| {run.method} | {run.weight:g} | {run.seed} | {reward} | {kl} | {run.bad(threshold)} | {cvar} |")
     for what in ("reward", "kl"):
         differences(runs, figures, what)
-    variants.table(everything, threshold)
+    settings = variants.table(everything, threshold)
+    if len(settings.runs) > 2:
+        other = "chosen_by" if split == "reported" else "reported"
+        variants.together(settings, variants.Settings(measured(rows, other), threshold))
     variants.proposals(everything, threshold)
     attacks(rows, threshold)
 
@@ -139,11 +143,16 @@ def counted(broke: np.ndarray) -> str:
 
 
 def draw(rows: list[dict], split: str, threshold: float, folder: Path) -> None:
+    """Methods as lines, a seed each; with other settings as points beside them, lines begin with the model before
+    training, as where they are held against each other."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    runs = [run for run in measured(rows, split) if run.method in (*METHODS, BEFORE)]
+    runs = measured(rows, split)
     draws = drawn(len(runs[0].rewards))
-    figure = Figure(figsize=(10, 7.6), layout="constrained")
+    others = list(dict.fromkeys(run.method for run in runs if run.method in VARIANTS))
+    colours = COLOURS | {name: colormaps["tab20"](FREE[n % len(FREE)]) for n, name in enumerate(others)}
+    figure = Figure(figsize=(12.5 if others else 10, 7.6), layout="constrained")
     panels = figure.subplots(2, 2)
     names = {"log_bad": f"log10 P(reward < {threshold:g})", "cvar": "mean reward of the worst 1 %",
              "reward": "mean reward", "kl": "KL of an answer, nats"}  # fmt: skip
@@ -155,16 +164,21 @@ def draw(rows: list[dict], split: str, threshold: float, folder: Path) -> None:
                 value, low, high = bounds([one[y] for one in found])
                 label = None if run.method in named else run.method
                 named.add(run.method)
-                panel.errorbar(found[0][x], value, [[max(0, value - low)], [max(0, high - value)]], marker="o",
-                               color=COLOURS[run.method], capsize=2, linestyle="none", label=label)  # fmt: skip
-            for method, seed in sorted({(run.method, run.seed) for run in runs}):
-                line = [f[0] for run, f in zip(runs, figures) if (run.method, run.seed) == (method, seed)]
+                shape = {"marker": "D", "markersize": 4, "linewidth": 0.8} if run.method in others else {"marker": "o"}
+                panel.errorbar(found[0][x], value, [[max(0, value - low)], [max(0, high - value)]], capsize=2,
+                               color=colours[run.method], linestyle="none", label=label, **shape)  # fmt: skip
+            for method, seed in sorted({(run.method, run.seed) for run in runs if run.method in METHODS}):
+                of_line = ((method, seed), (BEFORE, 1) if others else ())
+                line = [f[0] for run, f in zip(runs, figures) if (run.method, run.seed) in of_line]
                 points = sorted((point[x], point[y]) for point in line)
-                panel.plot(*zip(*points), color=COLOURS[method], linewidth=1, alpha=0.6)
+                panel.plot(*zip(*points), color=colours[method], linewidth=1, alpha=0.6)
             panel.set_xlabel(names[x])
             panel.set_ylabel(names[y])
             panel.grid(True, color="#dddddd", linewidth=0.6)
-    panels[0][0].legend(frameon=False, fontsize=8)
+    if others:
+        figure.legend(*panels[0][0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside right center")
+    else:
+        panels[0][0].legend(frameon=False, fontsize=8)
     output = folder / "real_frontier.png"
     figure.savefig(output, dpi=120)
     print(output)

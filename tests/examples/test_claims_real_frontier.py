@@ -18,6 +18,7 @@ import real_frontier  # noqa: E402
 import real_frontier_answers as answers  # noqa: E402
 import real_frontier_variants as variants  # noqa: E402
 import real_frontier_views as views  # noqa: E402
+from estimates import at  # noqa: E402
 
 from trimtab.config.catalogue import options_of  # noqa: E402
 from trimtab.config.rl_jobs import TailOptions  # noqa: E402
@@ -103,7 +104,29 @@ def test_variants_stand_beside_the_lines_and_change_nothing_else(tmp_path, capsy
     line, beside, *_ = [line for line in shown.splitlines() if line.startswith("| RePULSe, ")]
     assert all(float(cell.split()[0]) < -0.5 for cell in line.split("|")[8:12])  # a narrower spread at the same place
     assert beside.startswith("| RePULSe, kappa 0.1 | 0.25 | 1 |") and beside.endswith(" | – | – | – | – |")
+    assert "settings less REINFORCE's line" not in shown  # two are too few to be told together
+    views.table([*rows, near, far, synthetic("RePULSe, kappa 0.004", 0.25, 0.7, 1.3, 0.3)], "reported", -1.0, tmp_path)
+    assert "All 3 settings less REINFORCE's line" in capsys.readouterr().out
     assert "| RePULSe, beta -1 | 0.25 | 1 | 9 | 0.10, 0.80 | 0.00, -0.50 | – | 2.00, 1.50 | " in shown
+
+
+def test_what_all_settings_share_is_told_apart_from_what_each_has_of_its_own():
+    numbers = np.random.default_rng(0)
+    of_line, of_one = 0.3 * numbers.normal(size=4000), 0.1 * numbers.normal(size=(12, 4000))
+    places = np.linspace(-0.2, 0.2, 12)[:, None]
+    less = np.concatenate([places, places + of_line + of_one], axis=1)
+    for moved in (0.0, -2.0):  # by a line that is too high
+        mean, shared, own, between, wide, below, order = variants.summary(less + moved, less[:, :1] * [1, -1])
+        assert mean.startswith(f"{moved:.2f} (") and float(between) == pytest.approx(places.std(ddof=1), abs=0.001)
+        assert float(shared) == pytest.approx(0.3, abs=0.02) and float(own) == pytest.approx(0.1, abs=0.01)
+        assert 2.1 < float(wide) < 2.9  # one comparison would have 1.96, twelve without anything in common 2.9
+        assert (below, order) == ("12 of 12" if moved else "0 of 12", "1.00")
+
+
+def test_a_line_goes_on_a_little_beyond_its_ends():
+    assert at(2.1, [1.0, 2.0], [0.0, 1.0], 0.2) == pytest.approx(1.1)
+    assert at(0.9, [2.0, 1.0], [1.0, 0.0], 0.2) == pytest.approx(-0.1)
+    assert at(2.1, [1.0, 2.0], [0.0, 1.0]) is None and at(2.3, [1.0, 2.0], [0.0, 1.0], 0.2) is None
 
 
 def test_the_policys_own_answers_as_a_proposal():
