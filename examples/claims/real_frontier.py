@@ -69,7 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--attacked", nargs="+", default=[], metavar='"METHOD WEIGHT SEED"',
                         help="unset: of each method one, with about the same reward")  # fmt: skip
     parser.add_argument("--parts", type=int, default=5, help="processes that share a model's goals")
-    parser.add_argument("--split", choices=("reported", "chosen_by"), default="reported", help="whose answers count")
+    parser.add_argument("--split", choices=("reported", "chosen_by", "all"), default="reported",
+                        help="whose answers count; all: where nothing was chosen")  # fmt: skip
     parser.add_argument("--share_bad", type=float, default=0.05, help="of answers before training that are called bad: "
                         "few enough to be bad, and so many that some are left after training")  # fmt: skip
     options = parser.parse_args(argv)

@@ -11,11 +11,11 @@ DRAWS, LEVEL = 400, 0.01
 
 
 class Answers:
-    """Of a run to the prompts of a split: [prompts, answers of each]."""
+    """Of a run to the prompts of a split, or to all that were held out: [prompts, answers of each]."""
 
     def __init__(self, row: dict, split: str):
         prompts, group = len(row["splits"]), row["group"]
-        chosen = np.array([name == split for name in row["splits"]])
+        chosen = np.array([split in (name, "all") for name in row["splits"]])
 
         def shaped(values: list[float]) -> np.ndarray:
             turns = np.asarray(values).reshape(-1, prompts, group)  # a turn asks every prompt

@@ -71,22 +71,27 @@ def told(differences: np.ndarray) -> str:
     return interval(differences[~np.isnan(differences)].tolist()) if is_known(differences) else "–"
 
 
-def together(settings: Settings, other: Settings) -> None:
-    """All settings against REINFORCE's line: their mean, how much of the noise they share, and whether they come in the
+def together(settings: Settings, other: Settings | None) -> None:
+    """All of them against REINFORCE's lines: their mean, how much of the noise they share, and whether they come in the
     same order with the questions of the other split."""
-    heads = ("at this", "mean", "deviation that they share", "of one's own, median", "between settings",
-             "deviations of an interval for all at once", "below 0 by it", "Spearman with the other split")  # fmt: skip
-    print(f"\nAll {len(settings.runs)} settings less REINFORCE's line; deviations are those of new prompts:\n")
+    heads = ["at this", "mean", "deviation that they share", "of one's own, median", "between them",
+             "deviations of an interval for all at once", "below 0 by it"]  # fmt: skip
+    heads += ["Spearman with the other split"] if other else []
+    print(f"\nAll {len(settings.runs)} less REINFORCE's line together; deviations are those of new prompts:\n")
     print(f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|")
     for what, name in NAMES.items():
-        both = [one.differences("REINFORCE", what) for one in (settings, other)]
-        sure = [is_known(here) and is_known(there) for here, there in zip(*both)]
-        cells = summary(*(one[sure] for one in both)) if sum(sure) > 2 else ["–"] * (len(heads) - 1)
+        less = settings.differences("REINFORCE", what)
+        sure = np.array([is_known(one) for one in less])
+        cells = summary(less[sure]) if sure.sum() > 1 else ["–"] * (len(heads) - 1)
+        if other and sure.sum() > 1:
+            elsewhere = other.differences("REINFORCE", what)
+            sure &= ~np.isnan(elsewhere[:, 0])
+            cells.append(f"{spearman(less[sure, 0], elsewhere[sure, 0]):.2f}" if sure.sum() > 2 else "–")
         print(f"| {name} | {' | '.join(cells)} |")
 
 
-def summary(less: np.ndarray, elsewhere: np.ndarray) -> list[str]:
-    """Of differences [settings, draws] and of those in the other split."""
+def summary(less: np.ndarray) -> list[str]:
+    """Of differences [settings, draws]."""
     mean = np.nanmean(less, axis=0)
     found, draws = less[:, 0], less[:, 1:]
     own = np.nanstd(draws - mean[1:], axis=1)
@@ -94,12 +99,13 @@ def summary(less: np.ndarray, elsewhere: np.ndarray) -> list[str]:
     # So wide that of 20 draws 19 have all their settings within.
     wide = float(np.quantile(np.nanmax(np.abs(draws - found[:, None]) / deviations[:, None], axis=0), 0.95))
     below = int((found + wide * deviations < 0).sum())
-    ranks = [np.argsort(np.argsort(one[:, 0])) for one in (less, elsewhere)]
     noise = [f"{value:.3f}" for value in (mean[1:].std(), np.median(own), found.std(ddof=1))]
-    return [
-        interval(mean.tolist()), *noise, f"{wide:.2f}", f"{below} of {len(less)}",
-        f"{np.corrcoef(*ranks)[0, 1]:.2f}",
-    ]  # fmt: skip
+    return [interval(mean.tolist()), *noise, f"{wide:.2f}", f"{below} of {len(less)}"]
+
+
+def spearman(one: np.ndarray, other: np.ndarray) -> float:
+    """The correlation of the places in order."""
+    return float(np.corrcoef(*(np.argsort(np.argsort(values)) for values in (one, other)))[0, 1])
 
 
 def interval(values: list[float]) -> str:

@@ -37,8 +37,8 @@ def table(rows: list[dict], split: str, threshold: float, folder: Path) -> None:
         differences(runs, figures, what)
     settings = variants.table(everything, threshold)
     if len(settings.runs) > 2:
-        other = "chosen_by" if split == "reported" else "reported"
-        variants.together(settings, variants.Settings(measured(rows, other), threshold))
+        other = {"reported": "chosen_by", "chosen_by": "reported"}.get(split)
+        variants.together(settings, variants.Settings(measured(rows, other), threshold) if other else None)
     variants.proposals(everything, threshold)
     attacks(rows, threshold)
 

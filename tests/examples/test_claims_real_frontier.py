@@ -104,9 +104,13 @@ def test_variants_stand_beside_the_lines_and_change_nothing_else(tmp_path, capsy
     line, beside, *_ = [line for line in shown.splitlines() if line.startswith("| RePULSe, ")]
     assert all(float(cell.split()[0]) < -0.5 for cell in line.split("|")[8:12])  # a narrower spread at the same place
     assert beside.startswith("| RePULSe, kappa 0.1 | 0.25 | 1 |") and beside.endswith(" | – | – | – | – |")
-    assert "settings less REINFORCE's line" not in shown  # two are too few to be told together
-    views.table([*rows, near, far, synthetic("RePULSe, kappa 0.004", 0.25, 0.7, 1.3, 0.3)], "reported", -1.0, tmp_path)
-    assert "All 3 settings less REINFORCE's line" in capsys.readouterr().out
+    assert "REINFORCE's line together" not in shown  # two are too few
+    rows += [near, far, synthetic("RePULSe, kappa 0.004", 0.25, 0.7, 1.3, 0.3)]
+    for split, column in (("reported", True), ("all", False)):
+        views.table(rows, split, -1.0, tmp_path)
+        told = capsys.readouterr().out
+        assert "All 3 less REINFORCE's line together" in told and ("Spearman" in told) is column
+    assert told.startswith("all: 30 prompts, 300 answers")
     assert "| RePULSe, beta -1 | 0.25 | 1 | 9 | 0.10, 0.80 | 0.00, -0.50 | – | 2.00, 1.50 | " in shown
 
 
@@ -116,11 +120,12 @@ def test_what_all_settings_share_is_told_apart_from_what_each_has_of_its_own():
     places = np.linspace(-0.2, 0.2, 12)[:, None]
     less = np.concatenate([places, places + of_line + of_one], axis=1)
     for moved in (0.0, -2.0):  # by a line that is too high
-        mean, shared, own, between, wide, below, order = variants.summary(less + moved, less[:, :1] * [1, -1])
+        mean, shared, own, between, wide, below = variants.summary(less + moved)
         assert mean.startswith(f"{moved:.2f} (") and float(between) == pytest.approx(places.std(ddof=1), abs=0.001)
         assert float(shared) == pytest.approx(0.3, abs=0.02) and float(own) == pytest.approx(0.1, abs=0.01)
         assert 2.1 < float(wide) < 2.9  # one comparison would have 1.96, twelve without anything in common 2.9
-        assert (below, order) == ("12 of 12" if moved else "0 of 12", "1.00")
+        assert below == ("12 of 12" if moved else "0 of 12")
+    assert variants.spearman(np.exp(places[:, 0]), places[:, 0]) == pytest.approx(1)
 
 
 def test_a_line_goes_on_a_little_beyond_its_ends():
