@@ -3,9 +3,10 @@
 Every request is a prompt of token ids, and every answer has as many tokens as were asked for, with log-probs: all as
 many, so that they end together, or with --spread some more and some fewer, as in life. `engine` is one call in a
 process of its own. The server has processes of its own too, and so have the clients, which speak plain HTTP over
-connections that stay open, and wait for each answer. Where there are no more clients than --places (unset: as many as
-the fewest clients), a place is empty until its client has asked again; with twice as many somebody always waits for
-it, as in the one call. Several --tokens, --spread and --clients are measured one after another with one engine.
+connections that stay open, wait for each answer and take the next of all requests. Where there are no more clients
+than --places (unset: as many as the fewest clients), a place is empty until its client has asked again; with twice as
+many somebody always waits for it, as in the one call. Several --tokens, --spread and --clients are measured one after
+another with one engine, by prompts that it has not seen.
 Without --model a Llama of --size with random weights is made. `--peer vllm` also asks vLLM's own server, where it is
 installed, for the same with the same clients; `--peer LLM` asks its engine for all of them at once, in one process and
 without a server.
@@ -68,8 +69,8 @@ def make_model(folder: Path, size: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def make_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
-    numbers = random.Random(0)
+def make_prompts(count: int, length: int, vocabulary: int, seed: int) -> list[list[int]]:
+    numbers = random.Random(seed)
     return [[numbers.randrange(16, vocabulary) for _ in range(length)] for _ in range(count)]
 
 
@@ -81,7 +82,7 @@ def make_lengths(count: int, tokens: int, spread: float) -> list[int]:
 # ---- the engine alone, in a process of its own so that its memory is given back
 
 
-def engine_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], works: list[list[int]], answer) -> None:
+def engine_alone(model: str, bf16: bool, slots: int, works: list[list[Asked]], answer) -> None:
     from trimtab.config.jobs import ServeOptions
     from trimtab.data.tokenizer import load_tokenizer
     from trimtab.distributed.device import find_device
@@ -92,33 +93,40 @@ def engine_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], w
     options = ServeOptions(pretrain=model, bf16=bf16)
     policy = load_frozen_policy(model, options, find_device(), flag="--pretrain").model
     engine = build_engine(policy, load_tokenizer(model), slots=slots)
-    for tokens in works:
-        sampling = Sampling(max_new_tokens=max(tokens))
-        engine.generate(prompts[:slots], sampling, limits=tokens[:slots])  # warm up
+
+    def drawn(work: list[Asked]) -> int:
+        prompts, tokens = zip(*work)
+        rollouts = engine.generate(prompts, Sampling(max_new_tokens=max(tokens)), limits=tokens)
+        return sum(len(rollout.tokens) for rollout in rollouts)
+
+    for work in works:
+        drawn(work)  # warm up: what it has read it forgets
         began = time.monotonic()
-        rollouts = engine.generate(prompts, sampling, limits=tokens)
-        answer.put(sum(len(rollout.tokens) for rollout in rollouts) / (time.monotonic() - began))
+        answer.put(drawn(work) / (time.monotonic() - began))
 
 
-def vllm_alone(model: str, bf16: bool, slots: int, prompts: list[list[int]], works: list[list[int]], answer) -> None:
+def vllm_alone(model: str, bf16: bool, slots: int, works: list[list[Asked]], answer) -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     from vllm import LLM, SamplingParams
 
     engine = LLM(
         model=model, skip_tokenizer_init=True, dtype="bfloat16" if bf16 else "float32", max_num_seqs=slots,
-        max_model_len=2048, gpu_memory_utilization=0.8,
+        max_model_len=2048, gpu_memory_utilization=0.8, enable_prefix_caching=False,
     )  # fmt: skip
     usual = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False}
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    for tokens in works:
-        sampling = [SamplingParams(max_tokens=count, **usual) for count in tokens]
-        engine.generate(asked[:slots], sampling[:slots], use_tqdm=False)  # warm up
+
+    def drawn(work: list[Asked]) -> int:
+        asked = [{"prompt_token_ids": prompt} for prompt, _ in work]
+        sampling = [SamplingParams(max_tokens=count, **usual) for _, count in work]
+        return sum(len(each.outputs[0].token_ids) for each in engine.generate(asked, sampling, use_tqdm=False))
+
+    for work in works:
+        drawn(work)  # warm up: what it has read it forgets
         began = time.monotonic()
-        answers = engine.generate(asked, sampling, use_tqdm=False)
-        answer.put(sum(len(each.outputs[0].token_ids) for each in answers) / (time.monotonic() - began))
+        answer.put(drawn(work) / (time.monotonic() - began))
 
 
-def at_once(engine: Callable[..., None], *given, works: list[list[int]]) -> list[float]:
+def at_once(engine: Callable[..., None], *given, works: list[list[Asked]]) -> list[float]:
     """Tokens a second of an engine in a process of its own, for each of the works."""
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
@@ -136,19 +144,26 @@ class Client:
     """One that asks, waits for the whole reply, and asks for the next. Requests are written before the clock runs and
     replies read after it has stopped, so that what it costs to be a client is hardly measured."""
 
-    def __init__(self, model: str, share: list[Asked]):
-        self.share, self.requests = share, [_request(model, *asked) for asked in share]
-        self.replies: list[bytes] = []
+    def __init__(self, requests: list[bytes], numbers: Iterator[int]):
+        """`numbers`: of the requests that it makes, which it takes when it is about to."""
+        self.requests, self.numbers = requests, numbers
+        self.replies: list[tuple[int, bytes]] = []
         self._come, self._whole = bytearray(), 0
 
     def connect(self, port: int) -> socket.socket:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.socket.sendall(self.requests[0])
         return self.socket
 
+    def ask(self) -> bool:
+        """For the next one; whether there was one."""
+        self._number = next(self.numbers, None)
+        if self._number is not None:
+            self.socket.sendall(self.requests[self._number])
+        return self._number is not None
+
     def receive(self) -> bool:
-        """What has come; whether that was all."""
+        """What has come; whether it was the last of the last reply."""
         chunk = self.socket.recv(2**20)
         assert chunk, f"the server hung up: {bytes(self._come[:200])!r}"
         self._come += chunk
@@ -157,19 +172,16 @@ class Client:
             self._whole = end + 4 + int(head.partition(b"content-length:")[2].split(b"\r\n")[0])
         if not self._whole or len(self._come) < self._whole:
             return False
-        self.replies.append(bytes(self._come))
+        self.replies.append((self._number, bytes(self._come)))
         self._come, self._whole = bytearray(), 0
-        if len(self.replies) == len(self.requests):
-            return True
-        self.socket.sendall(self.requests[len(self.replies)])
-        return False
+        return not self.ask()
 
-    def drawn(self) -> int:
-        for reply, (_, tokens) in zip(self.replies, self.share, strict=True):
+    def drawn(self, asked: list[Asked]) -> int:
+        for number, reply in self.replies:
             head, _, body = reply.partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 200"), reply[:500]
-            assert len(json.loads(body)["choices"][0]["logprobs"]["token_logprobs"]) == tokens
-        return sum(tokens for _, tokens in self.share)
+            assert len(json.loads(body)["choices"][0]["logprobs"]["token_logprobs"]) == asked[number][1]
+        return sum(asked[number][1] for number, _ in self.replies)
 
 
 def _request(model: str, prompt: list[int], tokens: int) -> bytes:
@@ -179,14 +191,26 @@ def _request(model: str, prompt: list[int], tokens: int) -> bytes:
     return f"{head}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
 
 
-def clients(port: int, model: str, shares: list[list[Asked]], ready, answer) -> None:
-    """Some clients in one process; they begin together."""
-    all_of_them = [Client(model, share) for share in shares if share]
+def clients(port: int, model: str, asked: list[Asked], count: int, next_number, ready, answer) -> None:
+    """So many clients in one process; they begin together. `next_number`: shared with those in other processes."""
+    requests = [_request(model, *one) for one in asked]
+
+    def numbers() -> Iterator[int]:
+        while True:
+            with next_number.get_lock():
+                number = next_number.value
+                next_number.value += 1
+            if number >= len(asked):
+                return
+            yield number
+
+    all_of_them = [Client(requests, numbers()) for _ in range(count)]
     ready.wait()
     with selectors.DefaultSelector() as waiting:
+        left = 0
         for client in all_of_them:
             waiting.register(client.connect(port), selectors.EVENT_READ, client)
-        left = len(all_of_them)
+            left += client.ask()
         while left:
             for key, _ in waiting.select():
                 if key.data.receive():
@@ -194,17 +218,16 @@ def clients(port: int, model: str, shares: list[list[Asked]], ready, answer) -> 
                     key.data.socket.close()
                     left -= 1
     ended = time.monotonic()
-    answer.put((ended, sum(client.drawn() for client in all_of_them)))
+    answer.put((ended, sum(client.drawn(asked) for client in all_of_them)))
 
 
 def through_server(port: int, model: str, asked: list[Asked], count: int) -> tuple[float, int]:
     context = multiprocessing.get_context("spawn")
     processes = min(PROCESSES, count)
-    ready, answer = context.Barrier(processes + 1), context.Queue()
-    shares = [asked[number::count] for number in range(count)]
+    ready, answer, next_number = context.Barrier(processes + 1), context.Queue(), context.Value("q", 0)
+    parts = [len(range(number, count, processes)) for number in range(processes)]
     started = [
-        context.Process(target=clients, args=(port, model, shares[number::processes], ready, answer))
-        for number in range(processes)
+        context.Process(target=clients, args=(port, model, asked, part, next_number, ready, answer)) for part in parts
     ]
     for process in started:
         process.start()
@@ -216,13 +239,15 @@ def through_server(port: int, model: str, asked: list[Asked], count: int) -> tup
     return max(ended) - began, sum(drawn)
 
 
-def served(words: list[str], port: int, model: str, works: list[tuple[int, list[Asked]]]) -> Iterator[float]:
+def served(
+    words: list[str], port: int, model: str, warm_up: list[Asked], works: list[tuple[int, list[Asked]]]
+) -> Iterator[float]:
     """Tokens a second of the server that these words start at that port, for each of the works: of so many clients."""
     with subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL) as process:
         try:
             _wait(port, process)
             for count, asked in works:
-                through_server(port, model, asked[:count], count)  # warm up
+                through_server(port, model, warm_up, count)
                 seconds, drawn = through_server(port, model, asked, count)
                 assert drawn == sum(tokens for _, tokens in asked), "answers are missing"
                 yield drawn / seconds
@@ -271,13 +296,18 @@ def main(argv: list[str] | None = None) -> None:
         model = arguments.model or folder
         if arguments.model is None:
             make_model(Path(folder), arguments.size)
-        prompts = make_prompts(arguments.requests, arguments.prompt, AutoConfig.from_pretrained(model).vocab_size)
+        vocabulary = AutoConfig.from_pretrained(model).vocab_size
+        places, count = arguments.places or min(arguments.clients), arguments.requests
         shapes = list(itertools.product(arguments.tokens, arguments.spread, arguments.clients))
-        works = [make_lengths(arguments.requests, tokens, spread) for tokens, spread, _ in shapes]
-        places = arguments.places or min(arguments.clients)
-        own = (model, arguments.bf16, places, prompts)
-        alone = at_once(engine_alone, *own, works=works)
-        asked = [(clients, list(zip(prompts, lengths))) for (*_, clients), lengths in zip(shapes, works)]
+        works = [
+            list(zip(make_prompts(count, arguments.prompt, vocabulary, seed), make_lengths(count, tokens, spread)))
+            for seed, (tokens, spread, _) in enumerate(shapes)
+        ]
+        warm_up = list(zip(make_prompts(places, arguments.prompt, vocabulary, -1), [max(arguments.tokens)] * places))
+        own = (model, arguments.bf16, places)
+        alike = {shape[:2]: work for shape, work in zip(shapes, works)}  # an engine knows of no clients
+        alone = dict(zip(alike, at_once(engine_alone, *own, works=list(alike.values()))))
+        asked = [(clients, work) for (*_, clients), work in zip(shapes, works)]
 
         port = free_port()
         how = ["--port", str(port), "--max_requests", str(places), "--bearer_token", "none"]
@@ -290,17 +320,19 @@ def main(argv: list[str] | None = None) -> None:
         print(f"places for {places}, prompts of {arguments.prompt} tokens; tokens a second")
         print(f"{'tokens':>6s} {'spread':>6s} {'clients':>7s} {'engine':>9s} {'server':>9s}")
         rates = []
-        for rate, shape, one in zip(served([*start, model, *how], port, model, asked), shapes, alone):
+        for rate, shape in zip(served([*start, model, *how], port, model, warm_up, asked), shapes):
             rates.append(rate)
+            one = alone[shape[:2]]
             print("{:6d} {:6g} {:7d}".format(*shape), f"{one:9,.0f} {rate:9,.0f}  {rate / one:.2f} of it", flush=True)
         if arguments.peer == "vllm":
             port = free_port()
             how = ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", str(places)]
             how += ["--dtype", "bfloat16" if arguments.bf16 else "float32"]
             start = ["-m", "vllm.entrypoints.openai.api_server", "--model", model]
-            peers = list(served([*start, *how], port, model, asked))
+            peers = list(served([*start, *how], port, model, warm_up, asked))
         elif arguments.peer == "LLM":
-            peers = at_once(vllm_alone, *own, works=works)
+            rates_alone = dict(zip(alike, at_once(vllm_alone, *own, works=list(alike.values()))))
+            peers = [rates_alone[shape[:2]] for shape in shapes]
         else:
             return
         for shape, rate, peer in zip(shapes, rates, peers):

@@ -8,6 +8,8 @@ from trimtab.rollout.types import Draft, Rollout
 
 
 class ScriptedSession:
+    full = False
+
     def __init__(self, engine):
         self.engine, self.requests, self._asked = engine, 0, {}
 

@@ -156,21 +156,25 @@ def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(read, cal
 
 @pytest.mark.parametrize("read", [(0,) * len(WHOLE), READ], ids=["whole", "going on"])
 def test_a_larger_size_that_was_prepared_is_read_in_with_the_same_numbers(read, calls, made, monkeypatch):
-    monkeypatch.setattr(read_graphs, "MOST_TOGETHER", 4096)
+    monkeypatch.setattr(read_graphs, "USUAL_KEYS", (4096, 8192))
     policy, texts, reads = policy_of(), prompts(WHOLE), ReadGraphs()
     expected = read_at_once(policy)
     runner, pages = reader(policy)
     with torch.no_grad(), runner:
         reads.prepare(runner, 256, 64)
-        assert [*reads.passes] == [(256, 256, 4096, 64), (128, 256, 4096, 64), (256, 256, 0, 64), (128, 256, 0, 64)]
+        assert [*reads.passes] == [
+            (256, 256, 8192, 64), (128, 256, 8192, 64), (256, 256, 4096, 64), (128, 256, 4096, 64),
+            (256, 256, 0, 64), (128, 256, 0, 64),
+        ]  # fmt: skip
         if any(read):
             runner.read([(text[:done], 0, own) for text, done, own in zip(texts, read, pages) if done])
         for _ in range(4):
             found = reads.read(runner, [*zip(texts, read, pages)])
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-        assert len(made) == 4
+        used = [*reads.passes][-1]  # last: the smallest that holds it
+        assert used.keys == (4096 if any(read) else 0) and len(made) == 6
         monkeypatch.setattr(read_graphs, "READS_BEFORE_A_BETTER_FIT", 4)
-        for count in (5, 5):  # which often comes back has its own in the end
+        for count in (7, 7):  # which often comes back has its own in the end
             assert torch.allclose(reads.read(runner, [*zip(texts, read, pages)]), expected, atol=1e-5)
             assert len(made) == count
 

@@ -138,7 +138,7 @@ def test_to_ask_for_room_costs_nothing_of_what_is_kept():
     assert scheduler.make_room(short) == [] and kept.alone == pool.free == 0
 
 
-def test_what_has_finished_is_kept_when_it_is_put_away_and_at_the_latest_when_another_is_admitted():
+def test_what_has_finished_is_kept_when_it_is_put_away_and_at_the_latest_when_pages_are_short():
     pool = PagePool(4, 4)
     kept = KeptPages(pool, 0)
     kept.keeping = True
@@ -162,6 +162,25 @@ def test_what_has_finished_is_kept_when_it_is_put_away_and_at_the_latest_when_an
     assert pool.used == kept.alone
     kept.forget()
     assert pool.free == 4
+
+
+def test_who_waits_already_need_not_wait_for_what_has_finished_to_be_put_away():
+    pool = PagePool(8, 4)
+    kept = KeptPages(pool, 0)
+    kept.keeping = True
+    scheduler = Scheduler(kept, slots=1)
+    one, other = (
+        Sample.of(Prompt(number, [number] * 5, 1), Draft.empty(0), seed=0, limit=4, sampling=Sampling())
+        for number in range(2)
+    )
+    scheduler.add([one, other])
+    assert len(scheduler.admit()) == 1
+    one.ids.extend(np.array([8, 8]), 2)
+    scheduler.settled()
+    scheduler.finish([one])
+    assert len(scheduler.admit()) == 1 and kept.find([0] * 5).tokens == 0
+    scheduler.put_away()
+    assert kept.find([0] * 5).tokens == 4
 
 
 def test_scarce_memory_changes_no_answer(free):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.serving.running import CONTEXT, Scripted, ScriptedSession, engine, running, tokenizer
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.engine import STEPS_AMONG_OTHERS, STEPS_WHEN_FULL
+from trimtab.rollout.engine import FEWEST_STEPS, MOST_STEPS
 from trimtab.rollout.types import Rollout, Sampling
 from trimtab.serving.desk import Ask, Desk, EngineFailed
 from trimtab.serving.metrics import Metrics
@@ -269,16 +269,44 @@ def test_those_that_were_answered_together_are_read_as_they_return_and_drawn_tog
         desk.gather(session)
 
 
-def test_where_every_place_is_taken_more_is_drawn_between_two_looks():
+def test_where_every_place_is_taken_or_steps_are_short_more_is_drawn_between_two_looks(monkeypatch):
+    wait = "trimtab.rollout.engine.SECONDS_TO_WAIT"
+    monkeypatch.setattr(wait, 0)
     desk, own = Desk(Metrics()), Sampling(max_new_tokens=100, min_new_tokens=100)
     with BuiltinEngine(engine().policy, tokenizer(), slots=2).session(Sampling()) as session:
         asked, advance = [], session.advance
         session.advance = lambda steps: asked.append(steps) or advance(steps)
-        for _ in range(2):
-            desk.ask(Ask([5], 1, own))
-            desk.work(session, 1)  # it begins
+        desk.ask(Ask([5], 1, own))
+        desk.work(session, 1)  # it begins
+        for seconds in (0, 0, 60):
+            monkeypatch.setattr(wait, seconds)
             desk.work(session)
-    assert asked == [1, STEPS_AMONG_OTHERS, 1, STEPS_WHEN_FULL] and STEPS_AMONG_OTHERS < STEPS_WHEN_FULL
+        monkeypatch.setattr(wait, 0)
+        desk.ask(Ask([5], 1, own))
+        desk.work(session, 1)
+        desk.work(session)
+    assert asked == [1, FEWEST_STEPS, FEWEST_STEPS, MOST_STEPS, 1, MOST_STEPS] and FEWEST_STEPS < MOST_STEPS
+
+
+def test_what_has_finished_is_put_away_when_nobody_waits():
+    desk, own = Desk(Metrics()), Sampling(max_new_tokens=3)
+    builtin = BuiltinEngine(engine().policy, tokenizer(), slots=2)
+    with builtin.session(Sampling()) as session:
+        desk.ask(Ask([5] * 40, 1, own))
+        while desk.waiting:
+            desk.work(session)
+        assert builtin.memory.kept.find([5] * 41).tokens == 40
+
+
+def test_those_who_wait_for_a_place_make_it_full():
+    with BuiltinEngine(engine().policy, tokenizer(), slots=2).session(Sampling(max_new_tokens=50)) as session:
+        session.add([5])
+        assert not session.full
+        session.add([6], limit=1)
+        session.add([7])
+        assert session.full
+        (first,) = session.advance(4)
+        assert first.prompt == 1 and session.full  # the third has not begun
 
 
 def test_what_was_accepted_is_answered_before_the_server_ends():

@@ -55,7 +55,7 @@ class AgentSession(AroundSession[Play]):
         self.mishaps.abort(aborted)
         if self.inner.busy and not self._finished:
             if len(self.under_way) > len(self.writing):  # an environment may answer meanwhile
-                steps = steps_among_others(steps)
+                steps = steps_among_others(steps, full=self.inner.full)
             for rollout in self.inner.advance(steps):
                 if (play := self.writing.pop(rollout.prompt, None)) is not None:
                     self.turns.wrote(play, rollout)

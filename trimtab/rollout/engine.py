@@ -7,14 +7,17 @@ from typing import Any, Protocol, runtime_checkable
 from trimtab.envs.types import Task
 from trimtab.rollout.types import Draft, Rollout, Sampling
 
-STEPS_AMONG_OTHERS = 8
-STEPS_WHEN_FULL = 24
+FEWEST_STEPS, MOST_STEPS = 8, 24
+SECONDS_TO_WAIT = 0.05
 
 
-def steps_among_others(most: int | None, *, full: bool = False) -> int:
+def steps_among_others(most: int | None, *, full: bool = False, seconds: float | None = None) -> int:
     """How many steps to draw at a time, at most `most`, where somebody outside may ask for more meanwhile: nobody waits
-    long for a place, and a place is not empty for long. `full`: who comes must wait for one anyway."""
-    usual = STEPS_WHEN_FULL if full else STEPS_AMONG_OTHERS
+    long for a place, and a place is not empty for long. `full`: who comes must wait for one anyway; `seconds`: that a
+    step takes, where somebody knows: of short ones there are more."""
+    usual = MOST_STEPS if full else FEWEST_STEPS
+    if seconds is not None and not full:
+        usual = max(FEWEST_STEPS, min(int(SECONDS_TO_WAIT / seconds), MOST_STEPS))
     return usual if most is None else min(most, usual)
 
 
@@ -57,11 +60,11 @@ class Session(Protocol):
 
     @property
     def full(self) -> bool:
-        """Whether every place is taken: who is added now begins when another has finished."""
+        """Whether there is somebody for every place: who is added now begins when another has finished."""
 
     def advance(self, steps: int | None = None) -> list[Rollout]:
         """Work on for a moment, or for at most so many tokens a sample, and hand over what has finished. 0: read what
-        is new (and draw its first token), and no more, where that can be."""
+        is new (and draw its first token), and no more, where that can be; with nothing new, tidy up."""
 
     def __iter__(self) -> Iterator[Rollout]:
         """Answers as they finish, until there is no request left. More may be added on the way, and later."""

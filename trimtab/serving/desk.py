@@ -14,7 +14,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
 from trimtab.errors import UserError
-from trimtab.rollout.engine import Engine, Session, steps_among_others
+from trimtab.rollout.engine import FEWEST_STEPS, Engine, Session, steps_among_others
 from trimtab.rollout.types import Draft, Rollout, Sampling
 from trimtab.serving.metrics import Metrics
 
@@ -63,6 +63,7 @@ class Desk:
         self._returned: set[int] = set()  # what has been admitted since then, and
         self._away_until = self._quiet_until = 0.0  # how long they are waited for: altogether, and for the next one,
         self._quiet = 0.0  # seconds
+        self._step_seconds: float | None = None  # with all that was done beside
         self._closed: Exception | None = None
 
     def ask(self, *asks: Ask) -> None:
@@ -112,8 +113,16 @@ class Desk:
         before = len(self._at_work)
         if self._let_in(session) and len(self._at_work) > 2 * before:  # more may be on their way
             steps = STEPS_TO_BEGIN if steps is None else min(steps, STEPS_TO_BEGIN)
-        if session.busy:
-            self.take(session.advance(steps_among_others(steps, full=session.full)))
+        if not session.busy:
+            return
+        steps = steps_among_others(steps, full=session.full, seconds=self._step_seconds)
+        began = time.monotonic()
+        finished = session.advance(steps)
+        if steps >= FEWEST_STEPS:
+            self._step_seconds = (time.monotonic() - began) / steps
+        self.take(finished)
+        if not session.busy:
+            session.advance(0)  # nobody waits for it now
 
     def gather(self, session: Session) -> None:
         """While those that were answered together come back: read what they ask, and draw when they are there. What

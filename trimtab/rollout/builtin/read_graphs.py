@@ -29,6 +29,9 @@ READS_BEFORE_A_BETTER_FIT = 256
 """Of a size, where a larger one is recorded: with the same tokens and more places for sequences it takes at most a few
 milliseconds longer."""
 
+USUAL_KEYS = 2**12, 2**14, MOST_TOGETHER
+"""All places for keys are copied, used or not: a few conversations need not wait as long as many."""
+
 MOST_RECORDED = 128  # sizes; what was used longest ago makes room
 
 
@@ -45,7 +48,8 @@ class Size(NamedTuple):
         if (own == whole).all():
             return cls(tokens, max(8, _power(len(own))), 0, longest)
         # Few sizes: what environments say is never as long as the last time, and places for sequences cost little.
-        return cls(tokens, max(min(tokens, 256), _power(len(own))), max(4096, _power(int(whole.sum()))), longest)
+        keys = max(USUAL_KEYS[0], _power(int(whole.sum())))
+        return cls(tokens, max(min(tokens, 256), _power(len(own))), keys, longest)
 
     def holds(self, other: "Size") -> bool:
         """Whether what is read in the other can be read in this one, by as many tokens."""
@@ -62,7 +66,8 @@ def usual_sizes(most: int, longest: int) -> list[Size]:
         found.append(Size(tokens, 256, 0, min(512, long)))
         if min(long, tokens) > 512:
             found.append(Size(tokens, max(8, _power(tokens // 64)), 0, min(long, _power(tokens))))
-    return found + [Size(tokens, 256, MOST_TOGETHER, long) for tokens in sizes if tokens <= 1024]
+    few = [tokens for tokens in sizes if tokens <= 1024]
+    return found + [Size(tokens, 256, keys, long) for keys in USUAL_KEYS for tokens in few]
 
 
 @dataclass

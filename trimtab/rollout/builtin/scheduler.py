@@ -108,7 +108,6 @@ class Scheduler:
 
     def admit(self, most: int | None = None) -> list[Admission]:
         """Samples that fit now, in order, at most `most`."""
-        self.put_away()
         admitted: list[Admission] = []
         while self.waiting and len(self.running) < self.slots and (most is None or len(admitted) < most):
             admission = self._admit_one(self.waiting[0])
@@ -225,8 +224,8 @@ class Scheduler:
         self._finished += samples
 
     def put_away(self) -> None:
-        """Pages that nobody needs now: kept where they may be read again, and given back. It is done before anybody is
-        admitted or is short of pages, and earlier where the host has time."""
+        """Pages that nobody needs now: kept where they may be read again, and given back. It is done before they are
+        missed: when somebody new comes, or pages are short; and earlier where the host has time."""
         for prompt in self._read:
             if prompt.pages:
                 self.kept.keep(prompt.ids, prompt.pages)
@@ -281,6 +280,8 @@ class Scheduler:
         self.waiting.appendleft(sample)
 
     def _take(self, count: int, keep: Prompt | None) -> list[int] | None:
+        if count > self.pool.free:
+            self.put_away()
         self.kept.evict(count)
         pages = self.pool.take(count)
         if pages is None:

@@ -105,7 +105,7 @@ class BuiltinSession(OpenSession):
 
     @property
     def full(self) -> bool:
-        return self._scheduler is not None and len(self._scheduler.running) == self.engine.slots
+        return len(self._at_work()) + len(self._new) >= self.engine.slots
 
     @torch.no_grad()
     def advance(self, steps: int | None = None) -> list[Rollout]:
@@ -121,7 +121,9 @@ class BuiltinSession(OpenSession):
             finished += [rollout_of(sample, "abort", self.engine.version) for sample in gone]
             self._aborted.clear()
         finished += self._begin(scheduler, scheduler.admit())
-        if scheduler.running and not finished and steps != 0:
+        if not scheduler.running:
+            scheduler.put_away()
+        elif not finished and steps != 0:
             graphs = self._graphs_for(scheduler.running)
             finished += self._decode(scheduler, graphs, self._room(scheduler, graphs, steps))
         return finished
@@ -164,7 +166,7 @@ class BuiltinSession(OpenSession):
         """Memory for the requests that have come, and what goes with its size."""
         engine, memory = self.engine, self.engine.memory
         if self._scheduler is not None:
-            self._scheduler.put_away()
+            self._scheduler.put_away()  # they may go on from what has finished
         samples = max(self._expected, len(self._at_work()) + len(self._new))
         cache = memory.cache(min(engine.slots, samples), self._longest, self.device)
         lies_at = cache.keys.data_ptr(), cache.values.data_ptr(), cache.pages
