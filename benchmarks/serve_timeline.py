@@ -13,7 +13,6 @@ on a core; a read that was recorded goes on when its line has ended. What is ins
 import argparse
 import atexit
 import json
-import sys
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -90,16 +89,18 @@ def show(path: str, since: float | None, most: int) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--show"]:
-        words = argparse.ArgumentParser()
-        words.add_argument("--show")
-        words.add_argument("--since", type=float)
-        words.add_argument("--lines", type=int, default=200)
-        arguments = words.parse_args()
-        return show(arguments.show, arguments.since, arguments.lines)
+    how = argparse.RawDescriptionHelpFormatter
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=how, allow_abbrev=False)
+    words.add_argument("--show", action="store_true", help="add a timeline up in place of making one")
+    words.add_argument("--since", type=float, help="seconds; unset: what follows the longest pause")
+    words.add_argument("--lines", type=int, default=200, help="of it, at most")
+    words.add_argument("timeline")
+    arguments, given = words.parse_known_args()
+    if arguments.show:
+        return show(arguments.timeline, arguments.since, arguments.lines)
     from trimtab.cli.serve import main as serve
 
-    path, given = Path(sys.argv[1]), sys.argv[2:]
+    path = Path(arguments.timeline)
     note_all()
     atexit.register(lambda: path.write_text("".join(json.dumps(line) + "\n" for line in LINES)))
     serve(given)
