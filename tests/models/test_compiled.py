@@ -6,10 +6,12 @@ import os
 import re
 import shutil
 import signal
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests import warm
 from tests.tiny import FAMILIES, tiny_model
@@ -59,8 +61,11 @@ def test_compiled_passes_are_plain_ones_and_an_engine_runs_none():
     engine = BuiltinEngine(policy, slots=4)
     before = [rollout.ids for rollout in engine.generate([[5, 6, 7]], Sampling(max_new_tokens=5, n=2))]
     plain = [gradient(policy, lengths) for lengths in ((40, 9), (17, 30, 5))]
+    begun = Counter(counters["aot_autograd"])
     trial = compile_layers(policy, gradients=taking(policy))
     assert not trial.problem and trial.seconds > 0 and all(p.grad is None for p in policy.parameters())
+    pieces = Counter(counters["aot_autograd"]) - begun
+    assert pieces["total"] == pieces["ok"]  # none was traced and thrown away, which no cache would know
     graphs = graphs_so_far()
     for lengths, (values, slopes) in zip(((40, 9), (17, 30, 5)), plain):
         ours, our_slopes = gradient(policy, lengths)
@@ -74,6 +79,34 @@ def test_compiled_passes_are_plain_ones_and_an_engine_runs_none():
         layer.forward._compiled = lambda *a, **k: calls.append(1)
     after = [rollout.ids for rollout in engine.generate([[5, 6, 7]], Sampling(max_new_tokens=5, n=2))]
     assert after == before and not calls and graphs_so_far() == graphs  # no row met something new
+
+
+def adapted_policy(**words):
+    policy = Policy(add_adapters(policy_of().model, SFTOptions(lora_rank=4, **words))).train()
+    choose_path(policy)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0, 0.3)  # else adapters would begin with nothing to say
+    return policy
+
+
+def test_above_frozen_embeddings_every_layer_is_given_what_one_compiled_layer_takes(monkeypatch):
+    policy, kinds = adapted_policy(), []
+    plain = gradient(policy, (40, 9))
+
+    def recording(call):
+        def recorded(hidden, *others, **named):
+            kinds.append((torch.is_grad_enabled(), hidden.requires_grad, hidden._is_view()))
+            return call(hidden, *others, **named)
+
+        return recorded
+
+    monkeypatch.setattr(torch, "compile", lambda call, **_: recording(call))
+    assert not compile_layers(policy, gradients=taking(policy)).problem
+    assert set(kinds) == {(True, True, False), (False, False, False)}  # it learns, it scores
+    again = gradient(policy, (40, 9))
+    assert torch.equal(again[0], plain[0]) and torch.equal(again[1], plain[1])
 
 
 @pytest.mark.parametrize(
@@ -162,14 +195,8 @@ def test_without_a_compiler_it_is_said_in_one_line(monkeypatch):
 
 @pytest.mark.long
 def test_adapters_on_and_off_and_layers_that_recompute():
-    policy = policy_of()
-    options = SFTOptions(lora_rank=4, gradient_checkpointing=True, gradient_checkpointing_layers=1)
-    policy = Policy(add_adapters(policy.model, options)).train()
-    recompute(policy, options)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(0, 0.3)  # else adapters would begin with nothing to say
+    policy = adapted_policy()
+    recompute(policy, SFTOptions(gradient_checkpointing=True, gradient_checkpointing_layers=1))
     off = partial(adapters_off, policy.model)
     row = probing_batch(policy.config, CPU, (40, 9))
 
@@ -209,6 +236,24 @@ def test_the_compiler_itself(monkeypatch):
     assert not compile_layers(policy, gradients=taking(policy)).problem
     for ours, theirs in zip(gradient(policy, (40, 9)), plain):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles for a CPU with g++")
+def test_a_second_start_finds_all_that_adapted_layers_were_compiled_to(monkeypatch):
+    monkeypatch.setattr(compiled, "COMPILER", COMPILER)
+    policy = adapted_policy(lora_dropout=0.1)
+    scores = [contextlib.nullcontext, partial(adapters_off, policy.model)]
+
+    def start():
+        torch._dynamo.reset()
+        counters.clear()
+        assert not compile_layers(policy, gradients=taking(policy), scores=scores).problem
+        return counters["stats"]["unique_graphs"], dict(counters["aot_autograd"])
+
+    assert start()[0] == 6  # two pieces of a layer, for all of them: it learns, it scores, it scores without adapters
+    graphs, pieces = start()
+    assert graphs == 6 and pieces["autograd_cache_hit"] == pieces["total"] == 6
 
 
 def test_what_compiles_for_an_accelerator_does_not_hear_a_signal_to_the_whole_group(monkeypatch):

@@ -176,6 +176,9 @@ def _install(root: PackedModel) -> None:
         torch._dynamo.config.nested_graph_breaks = True
     logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # pages about what it leaves uncompiled
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
+    # A layer's own numbers (scales, probabilities) are constants. As unknowns torch gives most of them up when a piece
+    # is traced, and begins it anew: in every run, since no cache knows of it.
+    torch._dynamo.config.specialize_float = True
     for layer in layers_of(root.inner):
         if not isinstance(layer.forward, Either):
             layer.forward = Either(layer)
@@ -206,12 +209,32 @@ class Either:
             return self._plain(*arguments, **named)
         if current.comparison is not None:
             return current.comparison.of(self._layer[0], self._plain, self._compiled, arguments, named)
+        if torch.is_grad_enabled():
+            arguments = (self._learning(arguments[0]), *arguments[1:])
         try:
             return self._compiled(*arguments, **named)
         except torch._dynamo.exc.TorchDynamoException as error:
             # Raised before anything has run, so that this pass can go on. The others follow after the step.
             self._fails, current.failure = True, _told(error)
             return self._plain(*arguments, **named)
+
+    def _learning(self, hidden_TD: Tensor) -> Tensor:
+        """The first layer that learns, above embeddings that do not, would be compiled for itself."""
+        if hidden_TD.requires_grad or not any(weight.requires_grad for weight in self._layer[0].parameters()):
+            return hidden_TD
+        return Asking.apply(hidden_TD, hidden_TD.new_empty((), requires_grad=True))
+
+
+class Asking(torch.autograd.Function):
+    """Hidden states for which a gradient is asked, and then dropped."""
+
+    @staticmethod
+    def forward(ctx, hidden_TD, asks):
+        return hidden_TD.clone()  # a view would be compiled for itself, too
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None
 
 
 def _told(error: Exception) -> str:
