@@ -50,6 +50,8 @@ def at(value: float, along: Sequence[float], height: Sequence[float], beyond: fl
     if along[0] <= value <= along[-1]:
         return float(np.interp(value, along, height))
     end, next_to_it = (0, 1) if value < along[0] else (-1, -2)
+    if along[end] == along[next_to_it]:
+        return None  # two points above each other have no direction
     slope = (height[end] - height[next_to_it]) / (along[end] - along[next_to_it])
     return float(height[end] + slope * (value - along[end]))
 

@@ -131,6 +131,7 @@ def test_what_all_settings_share_is_told_apart_from_what_each_has_of_its_own():
 def test_a_line_goes_on_a_little_beyond_its_ends():
     assert at(2.1, [1.0, 2.0], [0.0, 1.0], 0.2) == pytest.approx(1.1)
     assert at(0.9, [2.0, 1.0], [1.0, 0.0], 0.2) == pytest.approx(-0.1)
+    assert at(2.1, [1.0, 2.0, 2.0], [0.0, 1.0, 3.0], 0.2) is None
     assert at(2.1, [1.0, 2.0], [0.0, 1.0]) is None and at(2.3, [1.0, 2.0], [0.0, 1.0], 0.2) is None
 
 
