@@ -177,9 +177,7 @@ class Scheduler:
 
     def make_room(self, short: list[tuple[Sample, int]]) -> list[Sample]:
         """Pages for what is short of them; the samples that had to stop for it."""
-        missing = self._missing(short)
-        self.kept.evict(missing)
-        pages = self.pool.take(missing)
+        pages = self._take_kept(sum([missing for _, missing in short]))
         if pages is not None:  # in the order in which they would take them one by one
             first = 0
             for sample, count in short:
@@ -200,14 +198,11 @@ class Scheduler:
 
     def has_room(self, short: list[tuple[Sample, int]]) -> bool:
         """Whether there are so many pages without anybody's stopping."""
-        missing = self._missing(short)
-        return missing <= self.pool.free or missing <= self.pool.free + self.kept.alone
-
-    def _missing(self, short: list[tuple[Sample, int]]) -> int:
         missing = sum([missing for _, missing in short])
-        if missing > self.pool.free:
-            self.put_away()
-        return missing
+        if missing <= self.pool.free or missing <= self.pool.free + self.kept.alone:
+            return True
+        self.put_away()
+        return missing <= self.pool.free + self.kept.alone
 
     def short(self, steps: int) -> list[tuple[Sample, int]]:
         """What runs and does not hold all pages for its next tokens yet, and how many are missing."""
@@ -280,14 +275,19 @@ class Scheduler:
         self.waiting.appendleft(sample)
 
     def _take(self, count: int, keep: Prompt | None) -> list[int] | None:
-        if count > self.pool.free:
-            self.put_away()
-        self.kept.evict(count)
-        pages = self.pool.take(count)
+        pages = self._take_kept(count)
         if pages is None:
             self._release_prompts(keep)
             pages = self.pool.take(count)
         return pages
+
+    def _take_kept(self, count: int) -> list[int] | None:
+        """Of what is free, or kept, or has finished, in this order."""
+        self.kept.evict(count)
+        if count > self.pool.free:
+            self.put_away()
+            self.kept.evict(count)
+        return self.pool.take(count)
 
     def _release_prompts(self, keep: Prompt | None) -> None:
         """Prompts can be read again: those that only wait give their pages up first."""
