@@ -10,11 +10,12 @@ from tests.tiny import tiny_model
 from trimtab.agents.engine import AgentEngine
 from trimtab.agents.settings import PlaySettings
 from trimtab.data.batches import TokenBatch
+from trimtab.envs.episode import Episode
 from trimtab.envs.types import Task
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.types import Rollout, Sampling
+from trimtab.rollout.types import Draft, Rollout, Sampling
 
 VOCABULARY, CONTEXT = 400, 512
 
@@ -63,3 +64,32 @@ def plain(rollout: Rollout) -> tuple:
     """What must be equal where nothing but the company differs."""
     said = [(s.messages, s.start, s.end, s.drawn, s.text, s.finish, s.reward, s.branch) for s in rollout.episode.said]
     return rollout.prompt_ids, rollout.ids, rollout.drawn.tolist(), rollout.finish, rollout.episode.reward, said
+
+
+def at_work(engine, advances, n=2):
+    """A session with two rows, so many looks old."""
+    session = engine.session(sampling_of(engine.tokenizer, n=n))
+    for row in range(2):
+        session.add([5, 6, 7 + row], seed=31 + row, task=Task(row, 0, 100 + row, "Hello"))
+    finished = []
+    for _ in range(advances):
+        finished += session.advance(3)
+    return session, finished
+
+
+def go_on(engine, drafts, n=2):
+    """What they become in a new session; the row of each request is that of its number before."""
+    with engine.session(sampling_of(engine.tokenizer, n=n)) as session:
+        rows = {}
+        for row, own in drafts.items():
+            rows[session.add([5, 6, 7 + row], seed=31 + row, task=Task(row, 0, 100 + row, "Hello"), drafts=own)] = row
+        found = list(session)
+    for rollout in found:
+        rollout.prompt = rows[rollout.prompt]
+    return found
+
+
+def stored(draft):
+    """As it comes from disk: nothing of it is the object that was."""
+    episode = None if draft.episode is None else Episode.of_plain(draft.episode.plain())
+    return Draft(draft.sample, draft.tokens, draft.log_probs, draft.versions, None, draft.drawn, episode, draft.branch)

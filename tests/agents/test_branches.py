@@ -4,8 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.agents.playing import check_exact, make_policy, plain, play, player, sampling_of
-from tests.agents.test_session import at_work, go_on, stored
+from tests.agents.playing import at_work, check_exact, go_on, make_policy, plain, play, player, sampling_of, stored
 from tests.agents.worlds import Counting, Pool
 from tests.data.templates import CHATML
 from trimtab.agents.appending import Appending

@@ -7,6 +7,7 @@ import torch
 from tests.agents.playing import (
     CONTEXT,
     VOCABULARY,
+    at_work,
     check_exact,
     make_policy,
     plain,
@@ -18,12 +19,9 @@ from tests.agents.playing import (
 from tests.agents.test_appending import REFUSED, templates
 from tests.agents.worlds import Counting, Fault, Pool
 from tests.data.templates import CHATML, GEMMA, LLAMA3, QWEN3
-from tests.rollout.test_decode_table import DoneAgain
-from trimtab.envs.replies import Broken, Stepped
-from trimtab.envs.types import Step, Task
-from trimtab.rollout.builtin import captured, graphs
+from trimtab.envs.replies import Stepped
+from trimtab.envs.types import Step
 from trimtab.rollout.engine import Engine, Session
-from trimtab.rollout.types import Draft
 
 
 @pytest.fixture(scope="module")
@@ -298,196 +296,6 @@ def test_tokens_that_nobody_has_are_the_environments_failure(policy, ids):
     first, second = play(player(policy, Pool(Strange), retries=1))
     assert first.finish in ("stop", "length") and second.finish == "failed"
     assert "tokens that the tokenizer does not have" in second.episode.problem
-
-
-# ---- pausing and going on
-
-
-class Breaking(Pool):
-    """Whose processes end, now and then, while turns are drawn."""
-
-    def finished(self, seconds):
-        found = super().finished(seconds)
-        if self.recording and (running := [n for n in self.instances if n not in {w[1] for w in self._waiting}]):
-            self.broken += 1
-            if self.broken % 4 == 0 and running[0] not in {reply.episode for reply in found}:
-                del self.instances[running[0]]
-                found.append(Broken(running[0], "its process was ended", innocent=True))
-        return found
-
-
-@pytest.mark.parametrize("slow", [0, 2])
-def test_what_is_heard_while_a_device_draws_changes_nothing(policy, slow, monkeypatch):
-    expected = [plain(r) for r in play(player(policy, Pool()), rows=3, n=3)]
-    monkeypatch.setattr(captured, "has_graphs", lambda device: True)
-    monkeypatch.setattr(graphs, "capture", DoneAgain)
-    pool = Breaking(slow=slow)
-    pool.recording, pool.broken, inside = False, 0, []
-    run = graphs.DecodeGraphs.run
-
-    def watched(recorded, runner, samples, steps, meanwhile):
-        def heard():
-            pool.recording, before = True, len(pool._waiting)
-            meanwhile()
-            pool.recording = False
-            inside.append(len(pool._waiting) != before)
-
-        return run(recorded, runner, samples, steps, heard)
-
-    monkeypatch.setattr(graphs.DecodeGraphs, "run", watched)
-    engine = player(policy, pool)
-    assert [plain(r) for r in play(engine, rows=3, n=3)] == expected
-    assert any(inside) and pool.broken >= 4
-
-
-def at_work(engine, advances, n=2):
-    """A session with two rows, so many looks old."""
-    session = engine.session(sampling_of(engine.tokenizer, n=n))
-    for row in range(2):
-        session.add([5, 6, 7 + row], seed=31 + row, task=Task(row, 0, 100 + row, "Hello"))
-    finished = []
-    for _ in range(advances):
-        finished += session.advance(3)
-    return session, finished
-
-
-def go_on(engine, drafts, n=2):
-    """What they become in a new session; the row of each request is that of its number before."""
-    with engine.session(sampling_of(engine.tokenizer, n=n)) as session:
-        rows = {}
-        for row, own in drafts.items():
-            rows[session.add([5, 6, 7 + row], seed=31 + row, task=Task(row, 0, 100 + row, "Hello"), drafts=own)] = row
-        found = list(session)
-    for rollout in found:
-        rollout.prompt = rows[rollout.prompt]
-    return found
-
-
-def stored(draft):
-    """As it comes from disk: nothing of it is the object that was."""
-    from trimtab.envs.episode import Episode
-
-    episode = None if draft.episode is None else Episode.of_plain(draft.episode.plain())
-    return Draft(draft.sample, draft.tokens, draft.log_probs, draft.versions, None, draft.drawn, episode, draft.branch)
-
-
-@pytest.mark.short(7)
-@pytest.mark.parametrize("way", ["parked", "stored", "beside"])
-@pytest.mark.parametrize("advances", [7, 15, 1, 11, 4])
-def test_episodes_go_on_from_drafts_as_if_nothing_had_been(policy, advances, way):
-    expected = {(r.prompt, r.sample): plain(r) for r in play(player(policy, Pool(slow=1)), n=2)}
-    pool = Pool(slow=1)
-    engine = player(policy, pool)
-    session, finished = at_work(engine, advances)
-    drafts = session.drafts()
-    if way == "beside":  # what another thread has seen, and the process is gone
-        session.close()
-        pool = Pool(slow=1)
-        engine = player(policy, pool)
-        drafts = {row: [stored(draft) for draft in own] for row, own in drafts.items()}
-    else:
-        session.abort()
-        aborted = []
-        while session.busy:
-            aborted += session.advance()
-        assert {r.finish for r in aborted} <= {"abort"}
-        session.close()
-        told = {row: [(d.sample, d.ids) for d in own] for row, own in drafts.items()}
-        drafts = {}
-        for rollout in aborted:
-            drafts.setdefault(rollout.prompt, []).append(Draft.of(rollout))
-        assert {row: [(d.sample, d.ids) for d in own] for row, own in drafts.items()} == told
-        if way == "stored":
-            drafts = {row: [stored(draft) for draft in own] for row, own in drafts.items()}
-    made = len(pool.made)
-    rollouts = finished + go_on(engine, drafts)
-    assert {(r.prompt, r.sample): plain(r) for r in rollouts} == expected
-    check_exact(policy, rollouts)
-    assert all(r.episode.begun == 1 for r in rollouts)
-    if way == "parked" and advances >= 7:
-        assert len(pool.made) == made, "nothing was played again"
-    assert not pool.instances
-
-
-def test_an_environment_that_answers_otherwise_is_begun_anew_and_counted(policy):
-    class Fickle(Counting):
-        made = 0
-
-        def __init__(self):
-            super().__init__()
-            Fickle.made += 1
-            self.own = Fickle.made
-
-        def step(self, turn):
-            step = super().step(turn)
-            return Step(messages=f"{step.messages} {self.own}", reward=1.0, done=step.done)
-
-    session, _ = at_work(player(policy, Pool(Fickle)), 9)
-    drafts = {row: [stored(draft) for draft in own] for row, own in session.drafts().items()}
-    session.close()
-    answered = {(row, d.sample) for row, own in drafts.items() for d in own if d.episode and len(d.episode.said) > 1}
-    rollouts = go_on(player(policy, Pool(Fickle)), drafts)
-    assert answered and {(r.prompt, r.sample) for r in rollouts if r.episode.begun == 2} == answered
-    check_exact(policy, rollouts)
-
-
-def test_an_evaluation_in_between_leaves_paused_episodes_their_instances(policy):
-    expected = {(r.prompt, r.sample): plain(r) for r in play(player(policy, Pool()), n=2)}
-    pool = Pool()
-    engine = player(policy, pool)
-    session, finished = at_work(engine, 7)
-    session.abort()
-    drafts = {}
-    for rollout in session.advance():
-        drafts.setdefault(rollout.prompt, []).append(Draft.of(rollout))
-    session.close()
-    paused = set(pool.instances)
-    play(engine, rows=2)
-    assert paused and not paused & set(pool.dropped)
-    made = len(pool.made)
-    rollouts = finished + go_on(engine, drafts)
-    assert len(pool.made) == made, "nothing was played again"
-    assert {(r.prompt, r.sample): plain(r) for r in rollouts} == expected
-
-
-def test_over_many_pauses_everybody_keeps_the_instance_that_he_had(policy):
-    """Also where a record lies in memory where one lay that is over."""
-    pool = Pool(lambda: Counting(6), slow=1)
-    engine = player(policy, pool)
-    drafts, finished, pauses = dict.fromkeys(range(6)), 0, 0
-    while drafts and pauses < 60:  # who is played again at every pause never ends
-        pauses += 1
-        with engine.session(sampling_of(engine.tokenizer, n=4)) as session:
-            asked = {
-                session.add([5, 6, 7], seed=31 + row, task=Task(row, 0, 100 + row, "Hello"), drafts=own): row
-                for row, own in drafts.items()
-            }
-            drafts, found = {}, []
-            for _ in range(4):
-                found += session.advance(3)
-            session.abort()
-            while session.busy:
-                found += session.advance()
-        for rollout in found:
-            if rollout.finish == "abort":
-                drafts.setdefault(asked[rollout.prompt], []).append(Draft.of(rollout))
-            finished += rollout.finish != "abort"
-        del found, rollout
-    assert finished == len(pool.made) == 24, "nothing was played again"
-
-
-def test_parked_instances_that_nobody_wants_are_given_up(policy):
-    pool = Pool()
-    engine = player(policy, pool)
-    session, _ = at_work(engine, 7)
-    session.abort()
-    session.advance()
-    session.close()
-    assert pool.instances
-    go_on(engine, {})
-    assert not pool.instances
-    engine.close()
-    assert pool.closed
 
 
 # ---- the protocol

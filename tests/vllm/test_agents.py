@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.agents.playing import CONTEXT, VOCABULARY, play, trained
+from tests.agents.playing import CONTEXT, VOCABULARY, at_work, go_on, play, stored, trained
 from tests.agents.templates import tokenizer_of
-from tests.agents.test_session import at_work, go_on, stored
 from tests.agents.worlds import Counting, Fault, Pool
 from tests.data.templates import CHATML
 from tests.vllm.conftest import engine_of, write_model
