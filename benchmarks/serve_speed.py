@@ -35,6 +35,8 @@ from serve_clients import Asked, through_server
 
 SECONDS_TO_START = 600
 
+Shape = tuple[int, float]  # tokens of an answer, and their spread
+
 SIZES = {  # width, inner width, layers, heads, heads of keys, vocabulary
     "small": (256, 688, 6, 4, 4, 8192),
     "135M": (576, 1536, 30, 9, 3, 49_152),
@@ -97,10 +99,7 @@ def engine_alone(model: str, bf16: bool, slots: int, works: list[list[Asked]], a
         rollouts = engine.generate(prompts, Sampling(max_new_tokens=max(tokens)), limits=tokens)
         return sum(len(rollout.tokens) for rollout in rollouts)
 
-    for work in works:
-        drawn(work)  # warm up: what it has read it forgets
-        began = time.monotonic()
-        answer.put(drawn(work) / (time.monotonic() - began))
+    tell_rates(drawn, works, answer)
 
 
 def vllm_alone(model: str, bf16: bool, slots: int, works: list[list[Asked]], answer) -> None:
@@ -118,19 +117,23 @@ def vllm_alone(model: str, bf16: bool, slots: int, works: list[list[Asked]], ans
         sampling = [SamplingParams(max_tokens=count, **usual) for _, count in work]
         return sum(len(each.outputs[0].token_ids) for each in engine.generate(asked, sampling, use_tqdm=False))
 
+    tell_rates(drawn, works, answer)
+
+
+def tell_rates(drawn: Callable[[list[Asked]], int], works: list[list[Asked]], answer) -> None:
     for work in works:
         drawn(work)  # warm up: what it has read it forgets
         began = time.monotonic()
         answer.put(drawn(work) / (time.monotonic() - began))
 
 
-def at_once(engine: Callable[..., None], *given, works: list[list[Asked]]) -> list[float]:
+def at_once(engine: Callable[..., None], *given, works: dict[Shape, list[Asked]]) -> dict[Shape, float]:
     """Tokens a second of an engine in a process of its own, for each of the works."""
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
-    process = context.Process(target=engine, args=(*given, works, answer))
+    process = context.Process(target=engine, args=(*given, list(works.values()), answer))
     process.start()
-    rates = [answer.get(timeout=SECONDS_TO_START) for _ in works]
+    rates = {shape: answer.get(timeout=SECONDS_TO_START) for shape in works}
     process.join()
     return rates
 
@@ -205,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
         warm_up = list(zip(make_prompts(places, arguments.prompt, vocabulary, -1), [max(arguments.tokens)] * places))
         own = (model, arguments.bf16, places)
         alike = {shape[:2]: work for shape, work in zip(shapes, works)}  # an engine knows of no clients
-        alone = dict(zip(alike, at_once(engine_alone, *own, works=list(alike.values()))))
+        alone = at_once(engine_alone, *own, works=alike)
         asked = [(clients, work) for (*_, clients), work in zip(shapes, works)]
 
         port = free_port()
@@ -230,8 +233,8 @@ def main(argv: list[str] | None = None) -> None:
             start = ["-m", "vllm.entrypoints.openai.api_server", "--model", model]
             peers = list(served([*start, *how], port, model, warm_up, asked))
         elif arguments.peer == "LLM":
-            rates_alone = dict(zip(alike, at_once(vllm_alone, *own, works=list(alike.values()))))
-            peers = [rates_alone[shape[:2]] for shape in shapes]
+            theirs = at_once(vllm_alone, *own, works=alike)
+            peers = [theirs[shape[:2]] for shape in shapes]
         else:
             return
         for shape, rate, peer in zip(shapes, rates, peers):

@@ -162,16 +162,8 @@ def test_all_settings_sample_equally_many_answers_and_are_options_of_the_command
 def test_settings_have_seeds_of_their_own_and_come_after_the_first_comparison(tmp_path, monkeypatch):
     named: list[str] = []
     monkeypatch.setattr(grid, "run", lambda jobs, *_, **__: named.extend(job.name for job in jobs) or [])
-    words = [
-        "--model",
-        "m",
-        "--judge",
-        "j",
-        "--out",
-        str(tmp_path),
-        "--pairs",
-        str(write_pairs(tmp_path / "pairs.jsonl")),
-    ]
+    pairs = write_pairs(tmp_path / "pairs.jsonl")
+    words = ["--model", "m", "--judge", "j", "--out", str(tmp_path), "--pairs", str(pairs)]
     words += ["--methods", "REINFORCE", "--weights", "REINFORCE=0.5", "--variants", "RePULSe, beta -1"]
     real_frontier.main(["run", *words, "--seeds", "2", "3", "--variants_seeds", "2", "3"])
     line, setting = "reinforce-kl0.5", "repulse_beta_-1-kl0.25"

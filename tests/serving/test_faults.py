@@ -10,7 +10,7 @@ import pytest
 
 from tests.serving.running import CONTEXT, Scripted, ScriptedSession, engine, running, tokenizer
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.engine import FEWEST_STEPS, MOST_STEPS
+from trimtab.rollout.engine import FEWEST_STEPS, MOST_STEPS, SECONDS_TO_WAIT, steps_among_others
 from trimtab.rollout.types import Rollout, Sampling
 from trimtab.serving.desk import Ask, Desk, EngineFailed
 from trimtab.serving.metrics import Metrics
@@ -286,6 +286,13 @@ def test_where_every_place_is_taken_or_steps_are_short_more_is_drawn_between_two
         desk.work(session, 1)
         desk.work(session)
     assert asked == [1, FEWEST_STEPS, FEWEST_STEPS, MOST_STEPS, 1, MOST_STEPS] and FEWEST_STEPS < MOST_STEPS
+
+
+def test_the_shorter_a_step_the_more_of_them_within_what_somebody_may_wait():
+    between = (FEWEST_STEPS + MOST_STEPS) // 2
+    seconds = (0.0, SECONDS_TO_WAIT / (between + 0.5), 60.0)
+    assert [steps_among_others(None, seconds=one) for one in seconds] == [MOST_STEPS, between, FEWEST_STEPS]
+    assert steps_among_others(None, full=True, seconds=60.0) == MOST_STEPS and steps_among_others(3, full=True) == 3
 
 
 def test_what_has_finished_is_put_away_when_nobody_waits():

@@ -1,5 +1,6 @@
 """What every rollout engine can do. Loops know this and `types`; which engine is behind it is the caller's choice."""
 
+import math
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
@@ -11,13 +12,12 @@ FEWEST_STEPS, MOST_STEPS = 8, 24
 SECONDS_TO_WAIT = 0.05
 
 
-def steps_among_others(most: int | None, *, full: bool = False, seconds: float | None = None) -> int:
+def steps_among_others(most: int | None, *, full: bool = False, seconds: float = math.inf) -> int:
     """How many steps to draw at a time, at most `most`, where somebody outside may ask for more meanwhile: nobody waits
     long for a place, and a place is not empty for long. `full`: who comes must wait for one anyway; `seconds`: that a
     step takes, where somebody knows: of short ones there are more."""
-    usual = MOST_STEPS if full else FEWEST_STEPS
-    if seconds is not None and not full:
-        usual = max(FEWEST_STEPS, min(int(SECONDS_TO_WAIT / seconds), MOST_STEPS))
+    short = full or MOST_STEPS * seconds <= SECONDS_TO_WAIT
+    usual = MOST_STEPS if short else max(FEWEST_STEPS, int(SECONDS_TO_WAIT / seconds))
     return usual if most is None else min(most, usual)
 
 

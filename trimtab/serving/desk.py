@@ -6,6 +6,7 @@ that has an open session anyway.
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -63,7 +64,7 @@ class Desk:
         self._returned: set[int] = set()  # what has been admitted since then, and
         self._away_until = self._quiet_until = 0.0  # how long they are waited for: altogether, and for the next one,
         self._quiet = 0.0  # seconds
-        self._step_seconds: float | None = None  # with all that was done beside
+        self._step_seconds = math.inf  # of late, with all that was done beside it
         self._closed: Exception | None = None
 
     def ask(self, *asks: Ask) -> None:
@@ -122,7 +123,7 @@ class Desk:
             self._step_seconds = (time.monotonic() - began) / steps
         self.take(finished)
         if not session.busy:
-            session.advance(0)  # nobody waits for it now
+            session.advance(0)  # it tidies up: nobody waits for that now
 
     def gather(self, session: Session) -> None:
         """While those that were answered together come back: read what they ask, and draw when they are there. What
