@@ -91,10 +91,12 @@ def test_a_person_calls_tools_and_reads_what_went_wrong_as_a_model_would(typed, 
     assert "tool_calls 3" in shown and "reward 0.5" in shown
 
 
-def test_a_broken_environment_is_told_in_its_own_words(typed, tmp_path):
+def test_a_broken_environment_ends_play_with_its_error_and_exit_code_1(typed, tmp_path):
     (tmp_path / "counter.py").write_text(COUNTER)
-    code, shown, _ = typed([f"{tmp_path}/counter.py", "--env_retries", "0"], "break\n")
-    assert code == 0 and "the environment failed: no reward" in shown and "it is broken" in shown
+    code, shown, told = typed([f"{tmp_path}/counter.py", "--env_retries", "0", "--episodes", "2"], "break\nend\n")
+    assert code == 1 and shown.count("the environment failed: no reward") == 1
+    (line,) = [line for line in told.splitlines() if "failed" in line]
+    assert line.startswith("trimtab play: failed: environment ") and "row 0: ValueError: it is broken (line" in line
 
 
 def test_who_leaves_early_leaves_quietly(typed):

@@ -133,9 +133,58 @@ def test_a_tool_is_called_with_arguments_as_a_dict_or_as_json() -> None:
         ("multiply", {"x": 1, "z": 1}, BadArguments, "unexpected keyword argument 'z'"),
         ("multiply", "{x", BadArguments, "are no JSON"),
         ("multiply", "[1]", BadArguments, "are list"),
-        ("multiply", {"x": None}, TypeError, "unsupported operand"),
+        ("multiply", {"x": "abc"}, BadArguments, r'multiply\(x: float.*: x must be float, not "abc"'),
+        ("multiply", {"x": None}, BadArguments, "x must be float, not null"),
     ],
 )
 def test_a_call_that_goes_wrong_says_how(name: str, arguments: object, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call([multiply], name, arguments)
+
+
+def shop(amount: int, place: tuple[int, str] = (0, ""), limit: int = None):  # noqa: RUF013
+    """Buys."""
+    return [amount, *place, limit]
+
+
+FITTING = {"a": 1, "b": True, "c": {"k": 2}, "d": [1, "x"], "e": "y", "f": None, "g": [3], "h": {}, "i": {"z": 0}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, None),
+        ({"j": "one", "k": [1, "two"], "e": 7, "f": [1], "g": "text"}, None),
+        ({"a": "1"}, 'a must be int, not "1"'),
+        ({"a": 1.0}, "a must be int, not 1.0"),
+        ({"a": True}, "a must be int, not true"),
+        ({"b": 1}, "b must be bool, not 1"),
+        ({"c": {"k": "2"}}, r"c\['k'\] must be float, not \"2\""),
+        ({"c": []}, r"c must be dict\[str, float\], not \[\]"),
+        ({"d": [1]}, r"d must be tuple\[int, str\], not \[1\]"),
+        ({"d": ["x", 1]}, r"d\[0\] must be int"),
+        ({"e": 1.5}, "e must be Union"),
+        ({"f": ["1"]}, r"f must be Optional\[list\[int\]\], not \[\"1\"\]"),
+        ({"i": "tea"}, "i must be dict"),
+        ({"j": True}, r"j must be Literal\[1, 'one'\], not true"),
+        ({"k": "x" * 999}, r"k must be list \| None, not \"x{79}\.\.\."),
+    ],
+)
+def test_arguments_are_checked_against_annotations(changed: dict[str, Any], words: str | None) -> None:
+    if words is None:
+        assert call([everything], "everything", FITTING | changed) == "[]"
+        return
+    with pytest.raises(BadArguments, match=words):
+        call([everything], "everything", FITTING | changed)
+
+
+def test_arguments_are_passed_on_as_annotated() -> None:
+    got = []
+
+    def keep(x: float, pair: tuple[int, ...], known: Callable[..., Any] = print, loose=0):
+        """Keeps them."""
+        got.append((x, pair, known, loose))
+
+    call([keep], "keep", {"x": 1, "pair": [1, 2], "known": "anything", "loose": [1]})
+    assert got == [(1, (1, 2), "anything", [1])]
+    assert call([shop], "shop", {"amount": 2, "limit": None}) == '[2, 0, "", null]', "its default says that it may be"

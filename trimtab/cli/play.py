@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from trimtab.cli.run import run_job
 from trimtab.config.agents import SOURCES
 from trimtab.config.jobs import PlayOptions
-from trimtab.errors import UserError
+from trimtab.errors import RunFailed, UserError
 from trimtab.running.speaking import say
 
 if TYPE_CHECKING:
@@ -77,6 +77,9 @@ def _play_one(playing: Playing, view: View, task: Task) -> None:
             view.show(found)
         else:
             view.close(found)
+            if found.finish == "failed":
+                where = f"environment {playing.options.environment_source}, row {task.row}"
+                raise RunFailed(f"{where}: {found.episode.problem}")
 
 
 class Asking:

@@ -77,8 +77,6 @@ class View:
             Text.assemble((f"{ENDS.get(over.finish, over.finish)}: {worth}", "bold"), beside),
             Text(f"  {', '.join(facts)}", READ),
         )
-        if episode.problem:
-            self._line(Text(episode.problem, "red"))
         for sequence in sequences if self.with_tokens else ():
             self._line(self.strip(sequence))
             if self.every_token:

@@ -26,7 +26,7 @@ def schema(tool: Callable[..., Any]) -> Schema:
     """As OpenAI's API and chat templates have it. Raises TypeError where a parameter cannot be told to a model."""
     name = getattr(tool, "__name__", type(tool).__name__)
     description, described, returned = _read(inspect.getdoc(tool) or "")
-    hints = _hints(tool)
+    hints = type_hints(tool)
     properties: Schema = {}
     required = []
     for parameter in _parameters(tool, name):
@@ -53,7 +53,8 @@ def _parameters(tool: Callable[..., Any], name: str) -> list[inspect.Parameter]:
     return found
 
 
-def _hints(tool: Callable[..., Any]) -> dict[str, Any]:
+def type_hints(tool: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of its parameters; none where some cannot be evaluated."""
     own = tool if inspect.isroutine(tool) else type(tool).__call__
     try:
         return typing.get_type_hints(own)
