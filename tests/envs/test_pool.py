@@ -1,15 +1,18 @@
 """Environments in processes of their own: what they say comes back, and whatever they do harms nobody else."""
 
 import os
+import re
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
 
+from trimtab.envs import workers
+from trimtab.envs.here import EnvironmentsHere
 from trimtab.envs.pool import EnvLimits, Pool
 from trimtab.envs.replies import Broken, Ended, Opened, Stepped
-from trimtab.envs.types import Task, Turn
+from trimtab.envs.types import Step, Task, Turn
 from trimtab.errors import UserError
 from trimtab.processes.waiting import GivenUp
 
@@ -246,6 +249,51 @@ def test_who_dies_or_hangs_is_named_and_others_there_are_innocent(pool_of, text,
     pool.step(2, said("is heard by nobody"))
     opened(pool, 1, 2)
     assert process_of(pool, 1) != pid
+
+
+@pytest.mark.parametrize("where", ["in a process", "here"])
+def test_a_call_that_takes_long_is_reported_once_while_it_is_waited_for(pool_of, where, monkeypatch, capfd):
+    monkeypatch.setattr(workers, "PATIENCE", 0.3)
+    if where == "here":
+
+        class World:
+            def reset(self, task): ...
+
+            def step(self, turn):
+                time.sleep(float(turn.text.removeprefix("wait ")))
+                return Step("awake")
+
+        pool = EnvironmentsHere(World, EnvLimits(1.5, 1, 4))
+    else:
+        pool = pool_of(seconds=1.5)
+    for episode, sample in ((1, 0), (2, 3), (3, 4)):
+        pool.reset(episode, Task(episode, sample, 0))
+    collected(pool, 3)
+    capfd.readouterr()
+    pool.step(2, said("wait 100"))
+    pool.step(3, said("wait 100"))
+    began = time.monotonic()
+    while not (told := capfd.readouterr().err):
+        assert not pool.finished(0.05) and time.monotonic() - began < 1.4
+    assert re.match(r"waiting for \d s now: environment \S+, step of row 2, sample 3", told)
+    assert " and 1 more" in told and told.endswith("; given up after 2 s (--env_timeout)\n"), told
+    replies = []
+    while len(replies) < 2:
+        replies += pool.finished(0.5)
+    assert all(isinstance(reply, Broken) for reply in replies) and not capfd.readouterr().err
+    pool.close()
+
+
+def test_an_environment_that_is_always_slow_is_reported_once(monkeypatch, capsys):
+    monkeypatch.setattr(workers, "PATIENCE", 0.2)
+    calls = workers.PendingCalls("slow.py", 60.0)
+    for expected in (1, 0):
+        calls.begin(7, "reset", Task(7, 0, 0))
+        time.sleep(0.25)
+        calls.report()
+        calls.report()
+        calls.answered(Opened(7, None))
+        assert capsys.readouterr().err.count("reset of row 7") == expected
 
 
 def test_of_several_that_may_have_done_it_none_is_blamed_before_it_is_known(pool_of):

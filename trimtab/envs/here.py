@@ -16,7 +16,7 @@ from trimtab.envs.load import with_tools
 from trimtab.envs.playing import Instance
 from trimtab.envs.replies import Broken, Reply, reply_of
 from trimtab.envs.types import Task, Turn
-from trimtab.envs.workers import EnvLimits
+from trimtab.envs.workers import EnvLimits, PendingCalls
 from trimtab.processes.telling import plain, told
 from trimtab.processes.within import SECONDS_TO_END
 
@@ -33,6 +33,7 @@ class EnvironmentsHere:
         self._instances: dict[int, Instance] = {}
         self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._dropped: set[int] = set()
+        self._pending = PendingCalls(self.about.name, limits.seconds)
         self._loop = asyncio.new_event_loop()
         self._lanes: Lanes | None = None
         self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
@@ -44,24 +45,30 @@ class EnvironmentsHere:
 
     def reset(self, episode: int, task: Task) -> None:
         self._dropped.discard(episode)
+        self._pending.begin(episode, "reset", task)
         self._follow(self._begin(episode, "reset", [task]))
 
     def run(self, episode: int, task: Task, *, base_url: str, api_key: str, model: str) -> None:
         self._dropped.discard(episode)
+        self._pending.begin(episode, "run", task)
         self._follow(self._begin(episode, "run", [task, base_url, api_key, model]))
 
     def step(self, episode: int, turn: Turn) -> None:
+        self._pending.ask(episode, "step")
         self._follow(self._answer(episode, "step", [turn]))
 
     def end(self, episode: int) -> None:
+        self._pending.ask(episode, "end")
         self._follow(self._answer(episode, "end", []))
 
     def drop(self, episode: int) -> None:
         self._dropped.add(episode)
+        self._pending.drop(episode)
         self._follow(self._let_go(episode))
 
     def finished(self, seconds: float) -> list[Reply]:
         """All replies that are there, when there is one; none where none comes within so many seconds."""
+        self._pending.report()
         deadline, found = time.monotonic() + seconds, list[Reply]()
         while not found:
             try:
@@ -103,7 +110,7 @@ class EnvironmentsHere:
         try:
             values = await instance.answer(kind, words)
             if not instance.dropped:
-                self._replies.put(reply_of({"kind": ANSWERS[kind], "values": plain(values)}, episode))
+                self._reply(reply_of({"kind": ANSWERS[kind], "values": plain(values)}, episode))
         except Stuck as error:  # its thread is never free again, so nothing more can be asked of it
             self._instances.pop(episode, None)
             self._broken(episode, instance, str(error))
@@ -117,7 +124,11 @@ class EnvironmentsHere:
 
     def _broken(self, episode: int, instance: Instance, words: str) -> None:
         if not instance.dropped:
-            self._replies.put(Broken(episode, words))
+            self._reply(Broken(episode, words))
+
+    def _reply(self, reply: Reply) -> None:
+        self._pending.answered(reply)
+        self._replies.put(reply)
 
     async def _let_go(self, episode: int) -> None:
         instance = self._instances.pop(episode, None)

@@ -16,7 +16,7 @@ from typing import Any
 from trimtab.envs.loaded import About
 from trimtab.envs.replies import Broken, Ended, Reply, reply_of
 from trimtab.envs.types import Task, Turn
-from trimtab.envs.workers import LOADING_SECONDS, PING_EVERY, EnvLimits, Worker
+from trimtab.envs.workers import LOADING_SECONDS, PING_EVERY, EnvLimits, PendingCalls, Worker
 from trimtab.errors import UserError
 from trimtab.processes.channel import TooLarge
 from trimtab.processes.waiting import LOOK_EVERY, GivenUp, Waiting, spoken
@@ -45,6 +45,7 @@ class Pool:
         self._homes: dict[int, Home] = {}  # of episodes
         self._episodes: dict[int, int] = {}  # by key
         self._suspects: set[int] = set()
+        self._pending = PendingCalls(source, limits.seconds)
         self._next_key = 1
         self._replies: list[Reply] = []
         self._told: dict[int, Any] = {}  # rows, by key; and what the first process said, by 0
@@ -93,6 +94,7 @@ class Pool:
         with self._state:
             self._replies = [reply for reply in self._replies if reply.episode != episode]
             self._suspects.discard(episode)
+            self._pending.drop(episode)
             home = self._homes.pop(episode, None)
             if home is not None:
                 del self._episodes[home.key]
@@ -105,11 +107,13 @@ class Pool:
         with self._state:
             while not self._replies:
                 self._check()
+                self._pending.report(self._is_loading)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return []
                 self._state.wait(min(left, LOOK_EVERY))
             found, self._replies = self._replies, []
+            self._pending.report(self._is_loading)
             return found
 
     def close(self) -> None:
@@ -135,6 +139,7 @@ class Pool:
             home = Home(self._new_key(), self._place(careful=episode in self._suspects))
             home.worker.keys.add(home.key)
             self._homes[episode], self._episodes[home.key] = home, episode
+            self._pending.begin(episode, kind, words[0])
             home.worker.ask(kind, home.key, *words)
             self._wake(home.worker)
 
@@ -142,8 +147,12 @@ class Pool:
         with self._state:
             home = self._homes.get(episode)
             if home is not None:  # else it is broken, and that is on its way to whoever asks
+                self._pending.ask(episode, kind)
                 home.worker.ask(kind, home.key, *words)
                 self._wake(home.worker)
+
+    def _is_loading(self, episode: int) -> bool:
+        return not self._homes[episode].worker.loaded
 
     def _new_key(self) -> int:
         self._next_key += 1
@@ -252,6 +261,7 @@ class Pool:
         return None
 
     def _reply(self, reply: Reply) -> None:
+        self._pending.answered(reply)
         if isinstance(reply, Ended | Broken):
             home = self._homes.pop(reply.episode)
             del self._episodes[home.key]

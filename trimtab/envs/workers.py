@@ -2,13 +2,19 @@
 
 import json
 import pickle
+import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from trimtab.envs.playing import AGENT_PATIENCE
+from trimtab.envs.replies import Broken, Ended, Reply
+from trimtab.envs.types import Task
 from trimtab.processes.channel import Channel
 from trimtab.processes.child import Child
+from trimtab.processes.waiting import PATIENCE, spoken
 
 PING_EVERY = 0.5  # seconds, where somebody waits for an answer
 GRACE = 5.0  # seconds beyond a call's own, of a process that says nothing at all
@@ -25,6 +31,70 @@ class EnvLimits:
     """In which plain methods run, in each of them; coroutines all run at once."""
     memory_gib: float = 8.0
     """Of each of them."""
+
+
+@dataclass
+class PendingCall:
+    task: Task
+    kind: str  # reset, step, end; run: a whole episode of an agent
+    since: float
+    reported: bool = False
+
+
+class PendingCalls:
+    """Calls that environments have not answered. One that takes long is reported in one line.
+
+    Long is more than PATIENCE, and more than twice what any answer has taken so far: an environment that is always slow
+    is reported once. An agent plays turns meanwhile, so long is for it what a call may take."""
+
+    def __init__(self, source: str, seconds: float):
+        """`seconds`: that a call may take."""
+        self.source, self.seconds = source, seconds
+        self._tasks: dict[int, Task] = {}  # of episodes
+        self._calls: dict[int, PendingCall] = {}  # of episodes, the oldest first
+        self._longest = 0.0  # seconds of an answer
+
+    def begin(self, episode: int, kind: str, task: Task) -> None:
+        self._tasks[episode] = task
+        self.ask(episode, kind)
+
+    def ask(self, episode: int, kind: str) -> None:
+        self._calls[episode] = PendingCall(self._tasks[episode], kind, time.monotonic())
+
+    def answered(self, reply: Reply) -> None:
+        call = self._calls.pop(reply.episode, None)
+        if call is not None and not isinstance(reply, Broken):
+            self._longest = max(self._longest, time.monotonic() - call.since)
+        if isinstance(reply, Ended | Broken):
+            self._tasks.pop(reply.episode, None)
+
+    def drop(self, episode: int) -> None:
+        self._calls.pop(episode, None)
+        self._tasks.pop(episode, None)
+
+    def report(self, loading: Callable[[int], bool] = lambda episode: False) -> None:
+        """`loading`: whether the process of an episode has yet to load the environment."""
+        now = time.monotonic()
+        late = []
+        for episode, call in list(self._calls.items()):
+            patience = self.seconds if call.kind == "run" else PATIENCE
+            if now - call.since <= max(patience, 2 * self._longest):
+                break
+            late.append((episode, call))
+        if not late or late[0][1].reported:
+            return
+        for _, call in late:
+            call.reported = True
+        episode, call = late[0]
+        limit = self.seconds * (AGENT_PATIENCE if call.kind == "run" else 1)
+        more = f" and {len(late) - 1:,} more" if len(late) > 1 else ""
+        print(
+            f"waiting for {now - call.since:.0f} s now: environment {self.source}, {call.kind} of row {call.task.row}, "
+            f"sample {call.task.sample}{more}; given up after "
+            + (f"{spoken(LOADING_SECONDS)} of loading" if loading(episode) else f"{spoken(limit)} (--env_timeout)"),
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 @dataclass(eq=False)
