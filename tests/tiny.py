@@ -44,11 +44,40 @@ FAMILIES = {
     "falcon": {},
 }
 
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+LATENT_FAMILIES = {  # multi-head latent attention: keys are wider than values
+    "deepseek_v2": LATENT | ROUTED,
+    "deepseek_v3": LATENT | ROUTED,
+    "glm4_moe_lite": LATENT | ROUTED | {"mlp_layer_types": ["dense", "sparse"]},
+    "longcat_flash": LATENT  # two attentions a layer
+    | {"num_hidden_layers": 4, "num_layers": 2, "head_dim": 8, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 16}
+    | {"n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2, "routed_scaling_factor": 1.0},
+    "minicpm3": LATENT | {"dim_model_base": 32},
+    "youtu": LATENT,
+}
+CYCLIC_FAMILIES = {"hrm_text": {"head_dim": 8, "L_cycles": 1, "embedding_scale": 1.0}}  # layers run more than once
+
 
 def tiny_model(family: str = "llama", *, seed: int = 0, spread: float = 0.2, **changes) -> PreTrainedModel:
     """`spread`: standard deviation of the matrices, wide enough that mistakes show in the log-probs."""
     kind = {"llama_tied": "llama"}.get(family, family)
-    config = CONFIG_MAPPING[kind](**{**COMMON, **FAMILIES[family], **changes})
+    own = (FAMILIES | LATENT_FAMILIES | CYCLIC_FAMILIES)[family]
+    config = CONFIG_MAPPING[kind](**{**COMMON, **own, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.samples import random_examples
-from tests.tiny import VOCABULARY, tiny_model
+from tests.tiny import CYCLIC_FAMILIES, LATENT_FAMILIES, VOCABULARY, tiny_model
 from trimtab.data.batches import TokenBatch
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
@@ -73,6 +73,28 @@ def test_penalised_answers_equal_hugging_faces_in_any_memory_and_have_the_policy
         with torch.no_grad():
             own = policy(batch, temperature=0.6).log_probs_N
         torch.testing.assert_close(torch.from_numpy(answer.log_probs), own, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", [*LATENT_FAMILIES, *CYCLIC_FAMILIES])
+def test_other_attention_answers_in_conversations_as_hugging_face_does(family):
+    """Keys and values of different widths, and layers that run more than once: read, continued and decoded."""
+    policy = policy_of(family)
+    rollouts = []
+    with BuiltinEngine(policy, page_size=4).session(Sampling(max_new_tokens=5)) as session:
+        for number, ids in enumerate(prompts((9, 17, 17, 4))):
+            session.add(ids, seed=number)
+        for rollout in session:
+            rollouts.append(rollout)
+            if len(rollout.prompt_ids) < 30:
+                session.add(rollout.prompt_ids + rollout.ids + [7, 8, 9][: 1 + rollout.prompt % 3], seed=3)
+    assert len(rollouts) > 10
+    policy.inner.set_attn_implementation("eager")
+    for rollout in rollouts:
+        ids = torch.tensor(rollout.prompt_ids + rollout.ids)
+        with torch.no_grad():
+            log_probs = policy.inner(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        expected = log_probs.gather(1, ids[1:, None])[len(rollout.prompt_ids) - 1 :, 0]
+        torch.testing.assert_close(torch.from_numpy(rollout.log_probs), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -24,18 +24,26 @@ def noise(*shape, seed=0, dtype=torch.float32):
 
 @pytest.mark.parametrize("splits, early", [(1, False), (4, False), (1, True)])
 @pytest.mark.parametrize(
-    "heads, kv_heads, width, page, softcap, window",
-    [(6, 2, 64, 16, None, None), (4, 4, 8, 64, None, None), (15, 5, 24, 8, 3.0, 21), (2, 1, 16, 32, None, 40)],
+    "heads, kv_heads, widths, page, softcap, window",
+    [
+        (6, 2, (64, 64), 16, None, None),
+        (4, 4, (8, 8), 64, None, None),
+        (15, 5, (24, 24), 8, 3.0, 21),
+        (2, 1, (16, 16), 32, None, 40),
+        (4, 4, (48, 32), 16, None, None),
+        (4, 2, (24, 72), 8, None, 21),
+    ],
 )
 def test_decode_attention_equals_torch_over_the_same_pages(
-    heads, kv_heads, width, page, softcap, window, splits, early
+    heads, kv_heads, widths, page, softcap, window, splits, early
 ):
+    """`widths`: of keys and of values."""
     lengths = torch.tensor([1, 16, 77, 130, 64, 65])
     pages = -(-int(lengths.max()) // page)
-    keys, values = noise(40 * 64 // page, page, kv_heads, width), noise(40 * 64 // page, page, kv_heads, width, seed=1)
+    keys, values = (noise(40 * 64 // page, page, kv_heads, width, seed=i) for i, width in enumerate(widths))
     generator = torch.Generator().manual_seed(2)
     tables = torch.stack([torch.randperm(len(keys) - 1, generator=generator)[:pages] + 1 for _ in lengths]).to(DEVICE)
-    query = noise(len(lengths), heads, width, seed=3)
+    query = noise(len(lengths), heads, widths[0], seed=3)
     keys[0] = float("nan")  # a page nobody holds must not be read
     out = paged_attention(
         query, keys, values, tables, lengths.to(DEVICE), scale=0.3, softcap=softcap, window=window,

@@ -20,8 +20,8 @@ from trimtab.rollout.builtin.scheduler import Prompt, Sample, Scheduler
 from trimtab.rollout.types import Draft, Sampling
 
 CPU = torch.device("cpu")
-SHAPE = KVShape(layers=3, heads=2, width=8, dtype=torch.float32)
-PAGE_BYTES = 16 * 3 * 2 * (2 * 8) * 4  # tokens, layers, keys and values, numbers, bytes
+SHAPE = KVShape(layers=3, heads=2, key_width=10, value_width=6, dtype=torch.float32)
+PAGE_BYTES = 16 * 3 * 2 * (10 + 6) * 4  # tokens, layers, heads, numbers of keys and of values, bytes
 
 
 @pytest.fixture

@@ -123,15 +123,12 @@ class TwistModel(PackedModel):
 
 
 class SideBySide(nn.Module):
-    """Two models of one kind as one: hidden states beside each other, the second's layers counted after the first's."""
+    """Two models of one kind as one: hidden states beside each other, the second's layers run after the first's."""
 
     def __init__(self, first: nn.Module, second: nn.Module):
         super().__init__()
         self.first, self.second = first, second
         self.config, self.generation_config = first.config, first.generation_config
-        for module in second.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx += first.config.get_text_config().num_hidden_layers
 
     @property
     def base_model(self) -> nn.Module:

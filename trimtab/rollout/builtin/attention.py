@@ -45,20 +45,25 @@ class CachedAttention:
     def __init__(self, cache: KVCache):
         self.cache = cache
         self._pass: Reading | Decoding | None = None
+        self._calls = 0  # of this pass, so far
         self._window: DenseWindow | None = None  # of the decoding passes that share a table
 
     def begin(self, current: Reading | Decoding) -> None:
-        self._pass = current
+        self._pass, self._calls = current, 0
         if isinstance(current, Reading) or has_kernels(current.places_B.device):
             self._window = None
         elif self._window is None or self._window.tables_BP is not current.tables_BP:
             self._window = DenseWindow(self.cache, current.tables_BP)
 
     def store_and_attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, arguments: Arguments
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, arguments: Arguments
     ) -> Tensor:
-        """Shapes as Hugging Face's: [B, heads, T, D] in, [B, T, heads, D] out."""
-        current = self._pass
+        """Shapes as Hugging Face's: [B, heads, T, D] in, [B, T, heads, D] out.
+
+        Calls have their layer of the cache in the order in which they come, which is the same in every pass. A module's
+        number will not do: a model that runs its layers in several cycles has other keys and values in each."""
+        current, layer = self._pass, self._calls
+        self._calls += 1
         if isinstance(current, Decoding):
             new = key[:, :, 0], value[:, :, 0]
             self.cache.store(layer, *new, current.places_B)
@@ -103,7 +108,8 @@ class CachedAttention:
             seen &= position >= current.lengths_B[:, None] - arguments["sliding_window"]
         # The query heads that share a key head read it together.
         together = query.view(len(query), keys.shape[1], -1, query.shape[-1])
-        return _attend(together, keys, values, seen[:, None, None], arguments).reshape(query.shape).transpose(1, 2)
+        mixed = _attend(together, keys, values, seen[:, None, None], arguments)
+        return mixed.reshape(len(query), 1, query.shape[1], -1)
 
     def _decode_by_kernel(self, current: Decoding, query_BHD: Tensor, layer: int, arguments: Arguments) -> Tensor:
         from trimtab.rollout.builtin.kernels.attention import paged_attention
@@ -148,13 +154,13 @@ class MeasuringAttention:
     """Stands for a model's attention, to learn of it."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[tuple[int, int, torch.dtype], Arguments]] = []
-        """What each layer keeps of a token (heads, width, type), and what it asks of its attention."""
+        self.calls: list[tuple[tuple[int, int, int, torch.dtype], Arguments]] = []
+        """What each keeps of a token (heads, widths of key and value, type), and what it asks of its attention."""
 
     def store_and_attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, arguments: Arguments
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, arguments: Arguments
     ) -> Tensor:
-        self.calls.append(((key.shape[1], key.shape[-1], key.dtype), arguments))
+        self.calls.append(((key.shape[1], key.shape[-1], value.shape[-1], key.dtype), arguments))
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
 
 
@@ -162,7 +168,7 @@ def rollout_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
     attention: CachedAttention | MeasuringAttention = carried(module)
-    return attention.store_and_attend(module.layer_idx, query, key, value, attention_mask, arguments), None
+    return attention.store_and_attend(query, key, value, attention_mask, arguments), None
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, arguments: Arguments) -> Tensor:

@@ -102,7 +102,7 @@ class KVMemory:
     @property
     def held(self) -> int:
         """Bytes."""
-        return 0 if self._cache is None else 2 * self._cache.keys.nbytes
+        return 0 if self._cache is None else self._cache.keys.nbytes + self._cache.values.nbytes
 
     def _affordable(self, free: int) -> int:
         """Pages, where fewest are: processes may differ in what is free, and in their heads of keys."""

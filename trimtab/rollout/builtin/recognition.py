@@ -38,7 +38,8 @@ def recognised(policy: Policy, shape: KVShape, arguments: list[dict], page: int)
     """The policy's layers fused, where the device has kernels and the numbers are its own. `page`: its tokens, in the
     memory that they will work with."""
     backbone = policy.inner.base_model
-    if not has_kernels(policy.device) or not looks_like_llama(backbone):
+    # Fused projections cut query, key and value into heads of one width.
+    if shape.key_width != shape.value_width or not has_kernels(policy.device) or not looks_like_llama(backbone):
         return None
     used = ("scaling", "sliding_window", "softcap")
     fused = FusedLayers(backbone, [{name: asked.get(name) for name in used} for asked in arguments])

@@ -71,8 +71,7 @@ class Runner:
             raise UserError(
                 f"the layers of {type(policy.inner).__name__} keep different keys; the engine needs equal ones"
             )
-        heads, width, dtype = shapes[0]
-        return KVShape(len(shapes), heads, width, dtype), [arguments for _, arguments in attention.calls]
+        return KVShape(len(shapes), *shapes[0]), [arguments for _, arguments in attention.calls]
 
     def __enter__(self) -> "Runner":
         self.attention = CachedAttention(self.cache)

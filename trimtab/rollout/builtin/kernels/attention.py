@@ -34,11 +34,20 @@ def _looked_at(
 
 
 @triton.jit
+def _of_values(place, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr):
+    """Where the values of a head lie, from where its keys do."""
+    if WIDTH != VALUE_WIDTH:
+        place = place // WIDTH * VALUE_WIDTH
+    return place
+
+
+@triton.jit
 def _decode(
     query, keys, values, tables, lengths, out, peaks, sums,
     query_row, query_head, page_stride, token_stride, head_stride, table_row, out_row, out_head,
     scale, softcap, window,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, VALUE_COLUMNS: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
     EARLY: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -55,6 +64,8 @@ def _decode(
 
     member, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = (column < WIDTH)[None, :]
+    value_column = tl.arange(0, VALUE_COLUMNS)
+    value_inside = (value_column < VALUE_WIDTH)[None, :]
     table = tables + row.to(tl.int64) * table_row
     token = begin * BLOCK + tl.arange(0, BLOCK)
     page = tl.load(table + tl.minimum(token, length - 1) // PAGE).to(tl.int64)
@@ -63,14 +74,15 @@ def _decode(
     if EARLY:
         place = page * page_stride + (token % PAGE) * token_stride + head * head_stride
         early_k = tl.load(keys + place[:, None] + column[None, :], inside & early, 0.0)
-        early_v = tl.load(values + place[:, None] + column[None, :], inside & early, 0.0)
+        value_place = _of_values(place, WIDTH, VALUE_WIDTH)
+        early_v = tl.load(values + value_place[:, None] + value_column[None, :], value_inside & early, 0.0)
     wait(OVERLAPPED)
     heads = head * GROUP + member
     kept = (member < GROUP)[:, None] & inside
     q = tl.load(query + row.to(tl.int64) * query_row + heads[:, None] * query_head + column[None, :], kept, 0.0)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, COLUMNS], tl.float32)
+    mixed = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
     if EARLY:  # noqa: SIM102 (known when it is compiled; the other when it runs)
         if early:
             peak, total, mixed = _looked_at(
@@ -84,19 +96,20 @@ def _decode(
         place = page * page_stride + (token % PAGE) * token_stride + head * head_stride
         page = tl.load(table + tl.minimum(token + BLOCK, length - 1) // PAGE).to(tl.int64)  # the next block's
         k = tl.load(keys + place[:, None] + column[None, :], live[:, None] & inside, 0.0)
-        v = tl.load(values + place[:, None] + column[None, :], live[:, None] & inside, 0.0)
+        value_place = _of_values(place, WIDTH, VALUE_WIDTH)
+        v = tl.load(values + value_place[:, None] + value_column[None, :], live[:, None] & value_inside, 0.0)
         seen = live
         if WINDOWED:
             seen = seen & (token >= first)
         peak, total, mixed = _looked_at(q, k, v, seen, scale, softcap, peak, total, mixed, CAPPED, PRECISION)
-    target = row.to(tl.int64) * out_row + heads[:, None] * out_head + split * WIDTH + column[None, :]
+    target = row.to(tl.int64) * out_row + heads[:, None] * out_head + split * VALUE_WIDTH + value_column[None, :]
     if SPLITS == 1:
         mixed = mixed / total[:, None]
     else:
         part = (row * tl.num_programs(0) * GROUP + heads) * SPLITS + split
         tl.store(peaks + part, peak, member < GROUP)
         tl.store(sums + part, total, member < GROUP)
-    tl.store(out + target, mixed.to(out.dtype.element_ty), kept)
+    tl.store(out + target, mixed.to(out.dtype.element_ty), (member < GROUP)[:, None] & value_inside)
 
 
 @triton.jit
@@ -125,25 +138,26 @@ def paged_attention(
     splits: int | None = None,
     early: bool | None = None,
 ) -> Tensor:
-    """`keys`, `values`: one layer's [pages, tokens a page, heads, width]; `lengths_B`: tokens to look at, 1 or more;
-    `early`: a program's first block is asked for before the launch before has ended, which may write the last token's
-    keys and values but no others."""
+    """`keys`, `values`: one layer's [pages, tokens a page, heads, width], whose widths may differ; `lengths_B`: tokens
+    to look at, 1 or more; `early`: a program's first block is asked for before the launch before has ended, which may
+    write the last token's keys and values but no others."""
     rows, heads, width = query_BHD.shape
-    kv_heads, page = keys.shape[2], keys.shape[1]
-    assert query_BHD.stride(2) == keys.stride(3) == 1 and keys.stride() == values.stride()
+    kv_heads, page, value_width = keys.shape[2], keys.shape[1], values.shape[3]
+    assert query_BHD.stride(2) == keys.stride(3) == values.stride(3) == 1
+    assert [n * value_width for n in keys.stride()[:3]] == [n * width for n in values.stride()[:3]]
     if splits is None:
         splits = _splits(rows * kv_heads)
-    out = torch.empty(rows, heads, width, dtype=query_BHD.dtype, device=query_BHD.device)
+    out = torch.empty(rows, heads, value_width, dtype=query_BHD.dtype, device=query_BHD.device)
     parts, peaks, sums = out, out, out
     if splits > 1:
-        parts = torch.empty(rows, heads, splits * width, dtype=torch.float32, device=out.device)
+        parts = torch.empty(rows, heads, splits * value_width, dtype=torch.float32, device=out.device)
         peaks, sums = torch.empty(2, rows, heads, splits, dtype=torch.float32, device=out.device)
     group = heads // kv_heads
-    columns = max(LEAST_DOT, triton.next_power_of_2(width))
+    columns, value_columns = (max(LEAST_DOT, triton.next_power_of_2(n)) for n in (width, value_width))
     # Measured on an H200: two warps, two stages, long blocks where several query heads share what is read; never more
-    # than 16 KiB of keys at once.
+    # than 16 KiB of keys, or of values, at once.
     block = page if page in (32, 64, 128) else 128 if group > 1 else 64
-    block = min(block, 2**14 // (columns * keys.element_size()))
+    block = min(block, 2**14 // (max(columns, value_columns) * keys.element_size()))
     launch = overlapped(query_BHD.device)
     # Where programs are too few to hide each other's waiting, their first block comes while q, k and v are made.
     if early is None:
@@ -153,13 +167,13 @@ def paged_attention(
         query_BHD.stride(0), query_BHD.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), tables_BP.stride(0),
         parts.stride(0), parts.stride(1), scale, softcap or 0.0, window or 0,
         GROUP=group, ROWS=max(LEAST_DOT, triton.next_power_of_2(group)), WIDTH=width,
-        COLUMNS=columns, PAGE=page, BLOCK=block, SPLITS=splits,
+        COLUMNS=columns, VALUE_WIDTH=value_width, VALUE_COLUMNS=value_columns, PAGE=page, BLOCK=block, SPLITS=splits,
         CAPPED=softcap is not None, WINDOWED=window is not None,
         PRECISION="ieee" if query_BHD.dtype == torch.float32 else "tf32", EARLY=early,
         num_warps=4 if early else 2, num_stages=2, **launch,
     )  # fmt: skip
     if splits > 1:
-        _together[rows * heads,](parts, peaks, sums, out, WIDTH=width, COLUMNS=columns, SPLITS=splits)
+        _together[rows * heads,](parts, peaks, sums, out, WIDTH=value_width, COLUMNS=value_columns, SPLITS=splits)
     return out
 
 
