@@ -1,5 +1,19 @@
 """The ways a run ends early on purpose."""
 
+from collections.abc import Iterator
+
+
+def error_chain(error: BaseException | None, *, contexts: bool = True) -> Iterator[BaseException]:
+    """An exception, then its cause, the cause of that and so on, each once: chains can be loops.
+
+    `contexts`: where no cause was given, go on with the exception that was being handled.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (error.__context__ if contexts else None)
+
 
 class Error(Exception):
     """What all of them are: whoever calls from Python catches this one."""

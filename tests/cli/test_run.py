@@ -1,12 +1,17 @@
+import contextlib
+import signal
 import sys
 
 import pytest
 
+from trimtab.api.starting import in_one_class
 from trimtab.cli.run import guarded, run_job
 from trimtab.config import support
 from trimtab.config.jobs import SFTOptions
 from trimtab.config.parse import parse
+from trimtab.data.faults import first_line
 from trimtab.errors import Interrupted, RunFailed, UserError
+from trimtab.rewards.client import _reason as reward_failure
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 GOOD = ["--pretrain", "owner/model", "--dataset", "owner/data"]
@@ -141,6 +146,34 @@ def test_a_torchvision_of_another_torch_is_told_with_its_cure(capsys):
     assert guarded("trimtab sft", action) == 2
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "pip uninstall torchvision torchaudio torchcodec" in told
+
+
+@contextlib.contextmanager
+def ended_after(seconds):
+    def end(*_):
+        pytest.fail(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_errors_that_are_each_other_s_causes_are_told_and_not_followed_for_ever(capsys, length):
+    errors = [RunFailed(f"number {number}") for number in range(length)]
+    for error, cause in zip(errors, errors[1:] + errors[:1]):
+        error.__cause__ = cause
+    with ended_after(10):
+        assert run_job(SFTOptions, GOOD, failing_with(errors[0])) == 1
+        assert first_line(errors[0]) == f"number {length - 1}"
+        assert reward_failure(errors[0]) == "number 0"
+        with pytest.raises(RunFailed), in_one_class():
+            raise errors[0]
+    assert capsys.readouterr().err == "trimtab sft: failed: number 0\n"
 
 
 def test_a_device_that_torch_cannot_load_is_a_line_and_not_a_trace(capsys):

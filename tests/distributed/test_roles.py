@@ -67,6 +67,7 @@ def serve(folder: Path) -> None:
     try:
         group.call("leave")
     except RuntimeError as error:
+        assert error.__cause__ is not error, "whoever follows the causes of an error would never come to an end"
         (folder / "raised").write_text(str(error))
     leave_world()
 

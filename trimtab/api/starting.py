@@ -15,7 +15,7 @@ from trimtab.config.dump import redact
 from trimtab.config.groups import CallOptions
 from trimtab.config.jobs import TRAINED, TrainedOptions
 from trimtab.config.parse import parse_values
-from trimtab.errors import Error, Interrupted, RunFailed, UserError
+from trimtab.errors import Error, Interrupted, RunFailed, UserError, error_chain
 from trimtab.files import LOCK, locked, new_temporary_folder, remove, writing
 from trimtab.running.faults import in_our_words
 from trimtab.running.preparing import launches_others, on_a_cluster, prepared, trusting_code
@@ -155,10 +155,7 @@ class in_one_class:
 def _raised_by_the_caller(error: BaseException) -> BaseException | None:
     from trimtab.rewards.workers import Fault
 
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, Fault):
-        found = found.__cause__
-    return None if found is None else found.__cause__
+    return next((link.__cause__ for link in error_chain(error, contexts=False) if isinstance(link, Fault)), None)
 
 
 def check_can_be_asked(options: CallOptions, arguments: Arguments) -> None:

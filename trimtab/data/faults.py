@@ -5,13 +5,14 @@ import json
 from pathlib import Path
 from typing import TextIO
 
+from trimtab.errors import error_chain
+
 FAULTS_SHOWN = 200  # characters of a foreign message
 
 
-def first_line(error: BaseException | None) -> str:
+def first_line(error: BaseException) -> str:
     """The most telling line of an exception and its causes, short enough for one line of output."""
-    while error is not None and error.__cause__ is not None:
-        error = error.__cause__
+    error = list(error_chain(error, contexts=False))[-1]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= FAULTS_SHOWN else text[: FAULTS_SHOWN - 3] + "..."

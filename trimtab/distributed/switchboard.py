@@ -70,7 +70,8 @@ class Switchboard:
                     call.sent += self._post([role, method, part, shared], rank)
                     self._expected[rank].append(call)
         except RuntimeError as error:
-            raise self._explained(error) from error
+            self._explain(error)
+            raise
         return call
 
     def finish(self, call: "Call", seconds: float | None) -> None:
@@ -90,12 +91,15 @@ class Switchboard:
             for sending, _ in call.sent:
                 sending.wait()
         except RuntimeError as error:  # what sending or a collective raises when a process has gone
-            raise self._explained(error) from error
+            self._explain(error)
+            raise
 
-    def _explained(self, error: RuntimeError) -> Exception:
+    def _explain(self, error: RuntimeError) -> None:
+        """Raise the reason that another process has given for a broken connection, if there is one."""
         if (why := reason_to_call_off()) is not None:
-            return OutOfMemory(why)
-        return self._reported() or error
+            raise OutOfMemory(why) from error
+        if (reported := self._reported()) is not None:
+            raise reported from error
 
     def hang_up(self) -> None:
         for rank in range(1, self.world.size):

@@ -16,7 +16,7 @@ import httpx
 
 from trimtab.config.credentials import without_credentials
 from trimtab.config.serving import TOKEN_VARIABLE
-from trimtab.errors import UserError
+from trimtab.errors import UserError, error_chain
 from trimtab.processes.waiting import Waiting, spoken
 from trimtab.rewards.protocols import PROTOCOLS, NotUnderstood, Protocol, encode
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, named
@@ -192,8 +192,6 @@ class HttpReward:
 def _reason(error: Exception) -> str:
     """httpx names some failures by their class alone, and keeps what the system said behind its own words."""
     told = str(error) or type(error).__name__
-    cause: BaseException | None = error
-    while cause is not None and (cause := cause.__cause__ or cause.__context__) is not None:
-        if isinstance(cause, OSError) and cause.errno:
-            return f"{told} ({os.strerror(cause.errno)})"
-    return told
+    codes = (link.errno for link in error_chain(error) if link is not error and isinstance(link, OSError))
+    code = next(filter(None, codes), None)
+    return told if code is None else f"{told} ({os.strerror(code)})"

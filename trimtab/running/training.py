@@ -13,6 +13,7 @@ from types import ModuleType
 
 from trimtab.config.groups import CheckpointOptions
 from trimtab.config.jobs import TrainedOptions
+from trimtab.distributed.cluster.losses import is_of_another
 from trimtab.distributed.launch import Hear, launch
 from trimtab.distributed.watch import watch
 from trimtab.errors import Interrupted, RunFailed, UserError
@@ -48,6 +49,13 @@ def _train(options: TrainedOptions) -> None:
         if os.environ.get("RANK", "0") != "0":
             raise
         raise Interrupted(signal.SIGINT, f"interrupted; {_where_to_go_on(options, before)}") from None
+    except RuntimeError as error:
+        # torch raises nothing more telling in a process whose connection to another one breaks.
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1 or not is_of_another(str(error)):
+            raise
+        ended = "another process of this run has ended, and its own output says why"
+        found, _, _ = str(error).partition(". ")
+        raise RunFailed(f"{ended} ({found}); {_where_to_go_on(options, before)}") from error
     except (Interrupted, RunFailed):
         # The page is wanted most where something went wrong; there is no model to point to.
         show_what_is_left(options, finished=False)

@@ -181,6 +181,15 @@ def test_missing_labels_are_counted_before_the_run(folder, tmp_path, capsys):
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_one_answer_without_a_reward_fails_the_run_in_a_line(folder, tmp_path):
+    path, log = tmp_path / "reward.py", tmp_path / "log"
+    path.write_text("def reward_func(queries, prompts, labels):\n    return [None, *map(len, queries[1:])]\n")
+    words = without(arguments(folder, tmp_path, "grpo"), "--reward_verifier", "--eval_dataset")
+    assert warm.run([*words, "--remote_rm_url", str(path)], log=log, limit=60) == 1
+    told = log.read_text().splitlines()[-1]
+    assert "none of reward_func gives it a reward" in told and f"its prompt stands in {folder}/prompts.jsonl" in told
+
+
 def test_a_reward_that_fails_on_a_row_says_where_the_row_stands(folder, tmp_path, capsys):
     path = tmp_path / "reward.py"
     path.write_text("def reward_func(queries, prompts, labels):\n    return [1 / (label != '') for label in labels]\n")

@@ -73,7 +73,8 @@ class Asking:
             try:
                 experience.reward(self.weighing.combined(scored, len(experience)))
             except RewardFailed as error:
-                raise _about(error, experience.rows_S.tolist()) from error
+                _name_row(error, experience.rows_S.tolist())
+                raise
         return experience
 
     @contextmanager
@@ -146,7 +147,8 @@ class Asking:
             raise rewarding.no_room(shortage) from shortage
         for part, share in zip(parts, shares):
             if isinstance(part, RewardFailed):
-                raise _about(part, rows[share.start : share.stop])
+                _name_row(part, rows[share.start : share.stop])
+                raise part
             if isinstance(part, NoRoom):
                 raise part
         return [RewardResult.joined(results) for results in zip(*parts)]
@@ -186,8 +188,7 @@ def _raised(lost: EngineLost) -> None:
     raise lost
 
 
-def _about(error: RewardFailed, rows: Sequence[int]) -> RewardFailed:
-    """The error of a sample as one of its row of the data."""
+def _name_row(error: RewardFailed, rows: Sequence[int]) -> None:
+    """Turn the number of a sample into that of its row of the data."""
     if error.row is not None:
         error.row = rows[error.row]
-    return error

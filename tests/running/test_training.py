@@ -1,0 +1,31 @@
+"""What a run that fails says."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from trimtab.config.jobs import SFTOptions
+from trimtab.errors import RunFailed
+from trimtab.running import training
+
+
+def failing(monkeypatch, message: str) -> None:
+    def train_sft(options):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(training, "_trainer", lambda options: SimpleNamespace(train_sft=train_sft))
+    monkeypatch.setattr(training, "watch", lambda seconds: None)
+
+
+@pytest.mark.parametrize("size, kind", [("2", RunFailed), ("1", RuntimeError)])
+def test_a_broken_connection_of_several_processes_is_told_in_a_line(monkeypatch, tmp_path, size, kind):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    failing(monkeypatch, "[pair.cc:537] Read error [127.0.0.1]: Connection reset by peer. Check the remote worker.")
+    options = SFTOptions(pretrain="model", dataset="data", save_path=str(tmp_path))
+    with pytest.raises(kind) as raised:
+        training.start_training(options, "trimtab.cli.train_sft", [])
+    if size == "2":
+        assert str(raised.value) == (
+            "another process of this run has ended, and its own output says why ([pair.cc:537] Read error [127.0.0.1]: "
+            "Connection reset by peer); this run has no checkpoint to go on from"
+        )
