@@ -76,9 +76,10 @@ def test_with_lora_adapters_move_and_nothing_else(tmp_path):
     assert second == {n for n in names if "lora_" in n}
 
 
-def test_during_warm_up_nothing_moves_at_rate_zero(tmp_path):
+@pytest.mark.parametrize(("words", "rate"), [("--max_steps 1", 1e-2), ("--lr_warmup_ratio 1 --max_steps 2", 5e-3)])
+def test_the_first_step_moves_the_model_with_and_without_warm_up(tmp_path, words, rate):
     write_task(tmp_path)
-    run = make_run(tmp_path, f"{EIGHT} 4 --lr_warmup_ratio 0.5")
+    run = make_run(tmp_path, f"{EIGHT} 4 --learning_rate 1e-2 {words}")
     before = {n: p.detach().clone() for n, p in run.model.named_parameters()}
-    assert run.train_step(NoStop())["learning_rate"] == 0
-    assert all(torch.equal(p, before[n]) for n, p in run.model.named_parameters())
+    assert run.train_step(NoStop())["learning_rate"] == pytest.approx(rate)
+    assert not any(torch.equal(p, before[n]) for n, p in run.model.named_parameters())

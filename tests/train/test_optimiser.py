@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests import warm
+from trimtab.config.groups import SCHEDULERS
 from trimtab.distributed.mesh import Mesh
 from trimtab.train.optimiser import Optimiser, total_norm
 from trimtab.train.tensor_parts import TensorParts, write_parts
@@ -126,8 +127,22 @@ def test_restored_state_continues_bit_for_bit(tmp_path, dtype, fused):
 
 def test_schedule_warms_up_then_falls_to_its_floor():
     optimiser = make(network(), settings(lr_scheduler="cosine_with_min_lr", lr_warmup_ratio=0.1), 100, fused=False)
-    assert optimiser.rate(0) == 0 and optimiser.rate(5) == pytest.approx(5e-3)
-    assert optimiser.rate(10) == pytest.approx(1e-2) and optimiser.rate(100) == pytest.approx(1e-3)
+    assert optimiser.rate(0) == pytest.approx(1e-3) and optimiser.rate(4) == pytest.approx(5e-3)
+    assert optimiser.rate(9) == optimiser.rate(10) == pytest.approx(1e-2)
+    assert optimiser.rate(55) == pytest.approx(5.5e-3), "halfway between peak and floor"
+    assert optimiser.rate(100) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_step_of_every_schedule_and_length_has_a_rate(name):
+    for ratio in (0.0, 0.03, 0.5, 1.0):
+        for steps in (1, 2, 3, 10, 33, 34, 100):
+            optimiser = make(network(), settings(lr_scheduler=name, lr_warmup_ratio=ratio), steps, fused=False)
+            rates = [optimiser.rate(step) for step in range(steps)]
+            assert all(rate > 0 for rate in rates), (ratio, steps)
+            assert max(rates) == pytest.approx(1e-2)
+            if name == "constant" or steps * ratio < 1:
+                assert rates[0] == pytest.approx(1e-2), "no warm-up"
 
 
 def norms_in_two_processes() -> None:

@@ -215,7 +215,8 @@ class UpdateOptions(Options):
     lr_scheduler: str = option("cosine_with_min_lr", choices=SCHEDULERS)
     """Hugging Face name of the schedule."""
     lr_warmup_ratio: float = option(0.03, at_least=0, at_most=1)
-    """Share of all steps in which the learning rate rises."""
+    """Share of all steps in which the learning rate rises, from the first step on; a run with fewer than 1 over this
+    share has no warm-up."""
     min_lr_ratio: float = option(0.1, at_least=0, at_most=1, needs=("lr_scheduler", "cosine_with_min_lr"))
     """Floor of cosine_with_min_lr, as a share of the peak."""
     l2: float = option(0.0, at_least=0)

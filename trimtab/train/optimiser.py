@@ -221,16 +221,25 @@ def _master(parameter: Tensor, offload: bool) -> Tensor:
     return parameter.detach().to(device, torch.float32, copy=True).requires_grad_()
 
 
+def warmup_steps(options: UpdateOptions, total_steps: int) -> int:
+    """Steps in which the learning rate rises: none where the run has fewer than 1 / lr_warmup_ratio."""
+    steps = total_steps * options.lr_warmup_ratio
+    return math.ceil(steps) if steps >= 1 and options.lr_scheduler != "constant" else 0
+
+
 def schedule(options: UpdateOptions, total_steps: int, adam: torch.optim.Optimizer) -> Callable[[int], float]:
-    """Hugging Face's schedule of that name as a pure function of the step: nothing to save, nothing to restore."""
+    """Factor of the learning rate as a pure function of the step, so that no checkpoint has to hold it: (k + 1) / W
+    in step k < W of the warm-up, then Hugging Face's schedule of that name. Theirs begins the warm-up at 0, and an
+    update at rate 0 changes no weight."""
     from transformers import get_scheduler
 
+    warmup = warmup_steps(options, total_steps)
     extra = {"cosine_with_min_lr": {"min_lr_rate": options.min_lr_ratio}, "polynomial": {"lr_end": 0.0}}
-    scheduler = get_scheduler(
+    after = get_scheduler(
         options.lr_scheduler,
         adam,
-        num_warmup_steps=math.ceil(total_steps * options.lr_warmup_ratio),
+        num_warmup_steps=warmup,
         num_training_steps=total_steps,
         scheduler_specific_kwargs=extra.get(options.lr_scheduler, {}),
-    )
-    return scheduler.lr_lambdas[0]
+    ).lr_lambdas[0]
+    return lambda step: (step + 1) / warmup if step < warmup else after(step)
