@@ -13,27 +13,35 @@ from trimtab.rollout.types import Rollout
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.shaping import shape
 
-LENGTHS = [3, 1, 2, 5, 4, 4]
+ALL_DRAWN = [3, 1, 2, 5, 4, 4]
+SOME_EMPTY = [3, 0, 2, 0, 0, 4]
 REWARDS = [0.5, 1.0, -1.0, 0.25, 2.0, 0.0]
 
 
 @pytest.mark.parametrize("estimator", ["group_norm", "dr_grpo", "rloo", "reinforce", "reinforce_baseline"])
 @pytest.mark.parametrize("no_std", [False, True])
-def test_they_are_those_of_a_run(estimator, no_std):
+@pytest.mark.parametrize("lengths", [ALL_DRAWN, SOME_EMPTY], ids=["all", "some"])
+def test_they_are_those_of_a_run(estimator, no_std, lengths):
     if no_std and not estimator.startswith("reinforce"):
         pytest.skip("it does not whiten")
     rollouts = [
         Rollout(i // 3, i % 3, [1, 2], [3] * length, np.zeros(length, np.float32), "stop")
-        for i, length in enumerate(LENGTHS)
+        for i, length in enumerate(lengths)
     ]
     experience = Experience.of([i // 3 for i in range(6)], rollouts, RewardResult(REWARDS, REWARDS))
     options = dataclasses.replace(
         AnyRLOptions(), advantage_estimator=estimator, no_advantage_std_norm=no_std, reward_clip_range=(-10.0, 10.0)
     )
     shape(experience, options, 0.0)
-    config = {"lengths": LENGTHS, "no_advantage_std_norm": no_std} if estimator.startswith("reinforce") else {}
-    found = torch.tensor(trimtab.advantages(REWARDS, 3, estimator, **config))
+    found = torch.tensor(trimtab.advantages(REWARDS, 3, estimator, lengths=lengths, no_advantage_std_norm=no_std))
     torch.testing.assert_close(found[experience.owners_N], experience.advantages_N, rtol=0, atol=0)
+    assert all(advantage == 0 for advantage, length in zip(found, lengths) if not length)
+
+
+def test_a_sample_without_tokens_makes_no_other_better():
+    for estimator in ("group_norm", "dr_grpo", "rloo", "reinforce_baseline"):
+        assert trimtab.advantages([0, 1.5, 1.5, 1.5], 4, estimator, lengths=[0, 6, 6, 6]) == [0, 0, 0, 0]
+    assert trimtab.advantages([9, 0, 1, 2], 4, "rloo", lengths=[0, 1, 1, 1]) == [0, -1.5, 0, 1.5]
 
 
 @pytest.mark.parametrize(
@@ -46,8 +54,10 @@ def test_they_are_those_of_a_run(estimator, no_std):
         (r"rewards\[1\] is nan", [1, float("nan")], 2, {}),
         ("rewards must be a list of numbers", ["a", "b"], 2, {}),
         ("rewards is empty", [], 2, {}),
-        ("lengths has no effect", [1, 2], 2, {"lengths": [1, 2]}),
-        ("a number above 0 for each reward", [1, 2], 2, {"estimator": "reinforce", "lengths": [1]}),
+        ("no_advantage_std_norm has no effect", [1, 2], 2, {"no_advantage_std_norm": True}),
+        ("at least 0 for each reward", [1, 2], 2, {"estimator": "reinforce", "lengths": [1]}),
+        ("at least 0 for each reward", [1, 2], 2, {"lengths": [1, -1]}),
+        ("lengths are all 0", [1, 2], 2, {"lengths": [0, 0]}),
     ],
 )
 def test_a_mistake_is_told(words, rewards, group, config):

@@ -5,11 +5,12 @@
     standardised     (R - mean) / (std + 1e-9), unbiased std                        GRPO: Shao et al. 2024
     unchanged        R
 
-Answers that are all rewarded alike get exactly 0 from the first three.
+Answers that are all rewarded alike get exactly 0 from the first three, and so does one that is alone in its group.
 """
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 
@@ -23,13 +24,13 @@ def minus_mean(rewards_GA: Tensor) -> Tensor:
 
 def leave_one_out(rewards_GA: Tensor) -> Tensor:
     samples = rewards_GA.shape[1]
-    assert samples > 1, "there is no other answer"
-    return minus_mean(rewards_GA) * (samples / (samples - 1))
+    return minus_mean(rewards_GA) * (samples / max(samples - 1, 1))
 
 
 def standardised(rewards_GA: Tensor) -> Tensor:
-    assert rewards_GA.shape[1] > 1, "one reward has no deviation"
     deviations_GA = minus_mean(rewards_GA)
+    if rewards_GA.shape[1] == 1:  # one reward has no deviation
+        return deviations_GA
     return deviations_GA / (deviations_GA.std(1, keepdim=True) + 1e-9)
 
 
@@ -39,6 +40,11 @@ SHAPED_BY: dict[str, Callable[[Tensor], Tensor]] = {
     "leave_one_out": leave_one_out,
     "standardised": standardised,
 }
+
+
+def compared(rewards_GA: Tensor) -> Tensor:
+    """1 for answers that have others in their group, 0 for one alone."""
+    return torch.full_like(rewards_GA, float(rewards_GA.shape[1] > 1))
 
 
 def equal_groups(rewards_GA: Tensor) -> Tensor:

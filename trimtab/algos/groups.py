@@ -3,6 +3,8 @@
 What sees the answers to one prompt against each other is written for a matrix, [groups, answers of each]. Here it is
 given the groups of one size after another, out of columns over all S answers. `groups_S` says which group an answer
 belongs to: 0, 1, 2 and so on, in order. Where all groups are equally large it sees all of them in one matrix.
+
+`counted_S` says which answers are in their groups; the function sees no others. Unset: all are.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,8 +13,16 @@ import torch
 from torch import Tensor
 
 
-def for_answers(function: Callable[..., Tensor], groups_S: Tensor, *columns: Tensor) -> Tensor:
-    """What a function of [groups, answers, ...] says of every answer."""
+def for_answers(
+    function: Callable[..., Tensor], groups_S: Tensor, *columns: Tensor, counted_S: Tensor | None = None
+) -> Tensor:
+    """What a function of [groups, answers, ...] says of every answer; 0 of those that are not counted."""
+    if counted_S is not None and not bool(counted_S.all()):
+        all_S = columns[0].new_zeros(columns[0].shape)
+        if bool(counted_S.any()):
+            within_S = groups_S[counted_S].unique(return_inverse=True)[1]
+            all_S[counted_S] = for_answers(function, within_S, *(column[counted_S] for column in columns))
+        return all_S
     found = None
     for _, places_GA in _matrices(groups_S):
         values = function(*(column[places_GA] for column in columns))
@@ -23,8 +33,21 @@ def for_answers(function: Callable[..., Tensor], groups_S: Tensor, *columns: Ten
     return found
 
 
-def for_groups(function: Callable[..., Tensor], groups_S: Tensor, *columns: Tensor) -> Tensor:
-    """What a function of [groups, answers, ...] says of every group."""
+def for_groups(
+    function: Callable[..., Tensor],
+    groups_S: Tensor,
+    *columns: Tensor,
+    counted_S: Tensor | None = None,
+    empty: bool = False,
+) -> Tensor:
+    """What a function of [groups, answers, ...] says of every group. `empty`: what is said of a group without a
+    counted answer."""
+    if counted_S is not None and not bool(counted_S.all()):
+        all_G = torch.full((int(groups_S[-1]) + 1,), empty)
+        if bool(counted_S.any()):
+            present, within_S = groups_S[counted_S].unique(return_inverse=True)
+            all_G[present] = for_groups(function, within_S, *(column[counted_S] for column in columns))
+        return all_G
     found = None
     for chosen_G, places_GA in _matrices(groups_S):
         values_G = function(*(column[places_GA] for column in columns))

@@ -29,9 +29,15 @@ def before(rewards_K: Tensor, episodes_K: Tensor) -> Tensor:
     return (upto_K - upto_K[firsts_K]).to(rewards_K.dtype)
 
 
-def deviations(totals_E: Tensor, rewards_K: Tensor, episodes_K: Tensor, groups_E: Tensor) -> Tensor:
-    """D of each episode's group, for `standardised`."""
-    means_E = for_answers(lambda totals_GA: totals_GA.mean(1, keepdim=True).expand_as(totals_GA), groups_E, totals_E)
+def deviations(
+    totals_E: Tensor, rewards_K: Tensor, episodes_K: Tensor, groups_E: Tensor, counted_E: Tensor | None = None
+) -> Tensor:
+    """D of each episode's group, for `standardised`; `counted_E`: of which episodes (groups.for_answers)."""
+
+    def mean(totals_GA: Tensor) -> Tensor:
+        return totals_GA.mean(1, keepdim=True).expand_as(totals_GA)
+
+    means_E = for_answers(mean, groups_E, totals_E, counted_S=counted_E)
     to_come_K = totals_E[episodes_K] - before(rewards_K, episodes_K)
     squares_K = (to_come_K - means_E[episodes_K]).square()
     turns_E = torch.bincount(episodes_K, minlength=len(totals_E))
@@ -39,9 +45,9 @@ def deviations(totals_E: Tensor, rewards_K: Tensor, episodes_K: Tensor, groups_E
     squares_E = torch.where(turns_E > 0, own_E, (totals_E - means_E).square())
 
     def deviation(squares_GA: Tensor) -> Tensor:
-        return (squares_GA.sum(1, keepdim=True) / (squares_GA.shape[1] - 1)).sqrt().expand_as(squares_GA)
+        return (squares_GA.sum(1, keepdim=True) / max(squares_GA.shape[1] - 1, 1)).sqrt().expand_as(squares_GA)
 
-    return for_answers(deviation, groups_E, squares_E)
+    return for_answers(deviation, groups_E, squares_E, counted_S=counted_E)
 
 
 def at_ends(

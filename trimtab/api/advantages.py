@@ -26,8 +26,9 @@ def advantages(
     group      answers to each prompt
     estimator  as --advantage_estimator: "group_norm" (GRPO), "dr_grpo", "rloo", "reinforce" (REINFORCE++) or
                "reinforce_baseline"
-    lengths    tokens of each answer, for the last two: they bring advantages to mean 0 and deviation 1 over all tokens.
-               Unset: every answer counts alike
+    lengths    trained tokens of each answer. One with 0 is in no group, mean or deviation, and its advantage is 0: give
+               them where an episode may end before the model draws anything. The last two estimators bring advantages
+               to mean 0 and deviation 1 over all tokens. Unset: every answer counts, and all alike
     no_advantage_std_norm
                the last two bring them to mean 0 only
 
@@ -46,20 +47,23 @@ def advantages(
         raise UserError(f"group is {group!r}, and there are {len(rewards_S)} rewards; give a number that divides them")
     if how.grouped and group < 2:
         raise UserError(f"estimator {estimator!r} compares the answers to a prompt; group must be above 1")
-    groups_S = torch.arange(len(rewards_S)) // group
-    shaped_S = for_answers(SHAPED_BY[how.group], groups_S, rewards_S)
-    if not how.whitened:
-        for name, given in (("lengths", lengths is not None), ("no_advantage_std_norm", no_advantage_std_norm)):
-            if given:
-                raise UserError(f"{name} has no effect: estimator {estimator!r} does not whiten; leave it out")
-        return shaped_S.tolist()
-    counts_S = torch.ones(len(shaped_S), dtype=torch.int64)
+    counts_S = torch.ones(len(rewards_S), dtype=torch.int64)
     if lengths is not None:
         counts_S = _numbers(lengths, "lengths").long()
-        if len(counts_S) != len(shaped_S) or counts_S.min() < 1:
-            raise UserError("lengths must have a number above 0 for each reward")
+        if len(counts_S) != len(rewards_S) or counts_S.min() < 0:
+            raise UserError("lengths must have a number of at least 0 for each reward")
+        if not bool(counts_S.any()):
+            raise UserError("lengths are all 0: there is nothing to learn from")
+    groups_S = torch.arange(len(rewards_S)) // group
+    shaped_S = for_answers(SHAPED_BY[how.group], groups_S, rewards_S, counted_S=counts_S > 0)
+    if not how.whitened:
+        if no_advantage_std_norm:
+            raise UserError(
+                f"no_advantage_std_norm has no effect: estimator {estimator!r} does not whiten; leave it out"
+            )
+        return shaped_S.tolist()
     whitened_N = whiten(shaped_S.repeat_interleave(counts_S), scale=not no_advantage_std_norm)
-    return whitened_N[counts_S.cumsum(0) - 1].tolist()
+    return torch.where(counts_S > 0, whitened_N[counts_S.cumsum(0) - 1], 0).tolist()
 
 
 def _numbers(values: Sequence[float], name: str) -> torch.Tensor:

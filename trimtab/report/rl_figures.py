@@ -63,6 +63,7 @@ EPISODES = (
         "an episode",
         noun="tool calls",
     ),
+    Picture("Samples without a drawn token", {"empty_samples": "samples"}, "in no group", better=-1),
     Picture("Episodes that failed", {"failed_episodes": "episodes"}, "their groups are left out", better=-1),
     Picture("Sequences of an episode", {"branches": "mean"}, "more than 1: its history was rewritten"),
     Picture(

@@ -14,7 +14,14 @@ FINE = {
 
 def test_a_healthy_iteration_raises_none():
     assert list(alarms(FINE, 1.0)) == []
-    episodes = {"failed_episodes": 0.0, "tool_calls": 4.0, "tool_failures": 1.0, "finish/turns": 0.2}
+    episodes = {
+        "failed_episodes": 0.0,
+        "empty_samples": 1.0,
+        "samples": 16,
+        "tool_calls": 4.0,
+        "tool_failures": 1.0,
+        "finish/turns": 0.2,
+    }
     assert list(alarms(FINE | episodes, 1.0)) == []
 
 
@@ -31,6 +38,7 @@ def test_a_healthy_iteration_raises_none():
         ({"corrected_share": 0.3}, "30% of the tokens are weighed by a tenth or more: what is sampled is not"),
         ({"corrected_share": 0.3, "log_prob_gap": 0.2}, "drift apart"),
         ({"failed_episodes": 3.0}, "3 episodes failed, retries and all"),
+        ({"empty_samples": 9.0, "samples": 16}, "9 of 16 samples have no token that the model drew"),
         ({"tool_calls": 2.0, "tool_failures": 1.5}, "75% of the tool calls failed"),
         ({"finish/turns": 0.6, "finish/context": 0.4}, "60% of the episodes end at --max_turns"),
         ({"finish/context": 0.6}, "end at --episode_max_len"),

@@ -107,6 +107,29 @@ def test_rows_whose_environment_breaks_are_left_out_until_there_are_too_many(fol
     assert not {1, 7} & {prompt for row in trained for prompt, _ in row["prompt_scores"]}
 
 
+TOO_LONG = """
+from trimtab.embedded.environments.guess import Guess
+
+class Game(Guess):
+    def reset(self, task):
+        opening = super().reset(task)
+        return "1 " * 100 if {condition} else opening
+"""
+
+
+def test_episodes_that_end_before_the_first_turn_are_counted_and_a_batch_of_them_ends_the_run(folder, tmp_path, capsys):
+    game = tmp_path / "game.py"
+    short = f"--episode_max_len 60 --max_steps 1 --rollout_batch_size {BATCH}"
+    game.write_text(TOO_LONG.format(condition="task.sample == 0"))
+    assert main(arguments(folder, tmp_path / "some", game, short)) == 0
+    (row,) = rows(tmp_path / "some")
+    assert row["empty_samples"] == BATCH and row["finish/context"] == 1 / SAMPLES
+    game.write_text(TOO_LONG.format(condition="True"))
+    assert main(arguments(folder, tmp_path / "all", game, short)) == 1
+    told = f"iteration 1: the model drew no token in any of {BATCH * SAMPLES} samples"
+    assert told in "".join(capsys.readouterr())
+
+
 def test_episodes_outlive_updates_and_each_prompt_is_trained_or_named_as_failed_once(folder, tmp_path):
     game = write_game(tmp_path, breaks=(2,), slow=0.02)
     words = arguments(folder, tmp_path / "out", game, AHEAD, "--env_max_failed 1 --env_retries 0 --no_shuffle")

@@ -53,6 +53,32 @@ def iterations(asking, **changes):
     return found
 
 
+class OneEmpty(Answered):
+    """The same with a third sample, scored 0.25, in which the model drew nothing; of row 9 all are such."""
+
+    def ask(self, requests, store, sampling):
+        rows = [row for row, _ in requests]
+        drawn, scores = [], []
+        for place, row in enumerate(rows):
+            for sample, score in enumerate((0.25, *((0.0, 1.0) if self.useful(row) else (0.5, 0.5)))):
+                drew = np.array([sample > 0 and row != 9])
+                drawn.append(Rollout(place, sample, [1], [2], np.zeros(drew.sum(), np.float32), "stop", drawn=drew))
+                scores.append(score)
+        return Asked(Experience.of([row for row in rows for _ in range(3)], drawn, RewardResult(scores)), [], 0)
+
+
+@pytest.mark.parametrize(("rule", "kept"), [("differing", [1, 3, 5, 7]), ("mean", [0, 1, 2, 3, 4, 5, 6, 7, 8])])
+def test_filtering_looks_at_samples_with_drawn_tokens_alone(rule, kept):
+    """With the empty sample every group would differ; its mean would be under 0.5."""
+    options = GRPOOptions(
+        rollout_batch_size=PROMPTS, n_samples_per_prompt=3, dynamic_filtering=True, no_shuffle=True,
+        dynamic_filtering_rule=rule, dynamic_filtering_reward_range=(0.49, 1.0),
+    )  # fmt: skip
+    supply = SampledNow(options, order_of_prompts(PROMPTS, options, 1), Sampling(), OneEmpty())
+    experience, _, figures = supply.next(0, 0, StopRequest())
+    assert experience.rows_S[::3].tolist() == kept and figures["filtered_groups"] == PROMPTS - len(kept)
+
+
 def test_differing_keeps_groups_whose_scores_are_not_all_alike_whatever_their_mean():
     assert iterations(Answered(), dynamic_filtering_rule="differing") == [[1, 3, 5], [7, 9]]
     # All means are 0.5, so by the mean all groups are alike.

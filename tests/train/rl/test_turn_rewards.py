@@ -2,6 +2,7 @@
 
 import statistics
 
+import numpy as np
 import pytest
 import torch
 
@@ -166,6 +167,55 @@ def test_equal_totals_of_rewarded_turns_are_no_equal_group():
     for turn_reward, equal in (("sum", 1.0), ("returns", 0.0)):
         experience = experience_of([episodes])
         assert shape(experience, options_of("rloo", turn_reward), 0.0)["equal_groups"] == equal
+
+
+# ---- episodes in which the model drew nothing
+
+EMPTY = Played([], last_reward=-3.0)
+AMONG_EMPTY = [[EMPTY, *GROUPS[0]], [EMPTY, EMPTY], [GROUPS[1][0], EMPTY, GROUPS[1][1]]]
+
+
+@pytest.mark.parametrize("turn_reward", ["sum", "returns"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_episodes_without_a_drawn_token_change_no_advantage(estimator, turn_reward):
+    found = shaped(experience_of(AMONG_EMPTY), estimator, turn_reward)
+    assert found == shaped(experience_of(GROUPS), estimator, turn_reward)
+    assert any(found)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "group_norm", "dr_grpo", "reinforce_baseline"])
+def test_equal_rewards_beside_an_empty_episode_are_an_equal_group(estimator):
+    """The empty one's lower reward says nothing of the others, which are all alike."""
+    for turn_reward in ("sum", "returns"):
+        experience = experience_of([[Played([]), *[Played([([1, 2, 3, 4, 5, 6], 1.5)])] * 3]])
+        figures = shape(experience, options_of(estimator, turn_reward), 0.0)
+        assert experience.advantages_N.tolist() == [0.0] * 18
+        assert figures["equal_groups"] == 1 and figures["empty_samples"] == 1
+        assert figures["reward"] == pytest.approx(1.125), "rewards are told of all"
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "group_norm", "dr_grpo"])
+def test_an_episode_whose_group_is_empty_besides_is_compared_with_nothing(estimator):
+    for turn_reward in ("sum", "returns"):
+        experience = experience_of([[Played([([1], 0.5), ([2], 1.0)]), EMPTY]])
+        figures = shape(experience, options_of(estimator, turn_reward), 0.0)
+        assert experience.advantages_N.tolist() == [0.0, 0.0] and figures["equal_groups"] == 1
+
+
+def test_steps_that_a_process_reward_sees_in_an_empty_episode_are_no_ones():
+    def rollout(sample: int, drawn: list[bool]) -> Rollout:
+        drew = np.array(drawn)
+        return Rollout(0, sample, [5], [7] * len(drawn), np.zeros(drew.sum(), np.float32), "stop", drawn=drew)
+
+    def advantages(samples: list[tuple[list[bool], float]], estimator: str) -> list[float]:
+        rollouts = [rollout(number, drawn) for number, (drawn, _) in enumerate(samples)]
+        steps = [[(0, score)] for _, score in samples]
+        result = RewardResult([0.0] * len(samples), steps=steps)
+        return shaped(Experience.of([0] * len(samples), rollouts, result), estimator)
+
+    drew = [([True, True], 0.25), ([True], 1.0), ([True, True, True], 0.5)]
+    for estimator in ESTIMATORS:
+        assert advantages([([False, False], 9.0), *drew], estimator) == advantages(drew, estimator)
 
 
 # ---- branches

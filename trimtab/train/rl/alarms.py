@@ -11,6 +11,7 @@ RATIO_OFF = 0.02
 MANY_CORRECTED = 0.2  # of the tokens
 MANY_FAILURES = 0.5  # of the tool calls
 MANY_CUT_OFF = 0.5  # of the episodes
+MANY_EMPTY = 0.5  # of the samples
 OLD_IN_A_ROW = 3  # iterations whose oldest answers were as old as may be
 
 
@@ -59,6 +60,11 @@ def alarms(row: dict, first_entropy: float, at_bound: int = 0) -> Iterator[str]:
 
 
 def _of_episodes(row: dict) -> Iterator[str]:
+    if (empty := row.get("empty_samples", 0)) > MANY_EMPTY * row.get("samples", 0):
+        yield (
+            f"{empty:.0f} of {row['samples']} samples have no token that the model drew: they teach nothing; look at "
+            "what ends them before the first turn"
+        )
     if failed := row.get("failed_episodes", 0):
         yield f"{failed:.0f} episodes failed, retries and all, and their groups are left out: look at the environment"
     calls, failures = row.get("tool_calls", 0.0), row.get("tool_failures", 0.0)

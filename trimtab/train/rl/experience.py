@@ -113,7 +113,8 @@ class Experience(Trajectories):
             self.step_tokens, self.step_scores = [], []
             branches = [0] * len(self) if self.branches_S is None else self.branches_S.tolist()
             for i, (steps, branch) in enumerate(zip(result.steps, branches)):
-                among = (self.drawn(i).cumsum(0) - 1).clamp(min=-1 if branch else 0).tolist()
+                drawn = self.drawn(i)
+                among = (drawn.cumsum(0) - 1).clamp(min=-1 if branch or not drawn.any() else 0).tolist()
                 own = [(among[token], score) for token, score in steps if among[token] >= 0]
                 self.step_tokens.append([token for token, _ in own])
                 self.step_scores.append([score for _, score in own])
@@ -216,6 +217,12 @@ class Experience(Trajectories):
     def lengths_E(self) -> Tensor:
         """How many tokens the model drew, in all branches."""
         return self.lengths_S.new_zeros(len(self.firsts_E)).index_add(0, self.episodes_S, self.lengths_S)
+
+    @cached_property
+    def drawn_E(self) -> Tensor:
+        """In which of them the model drew a token. The others cannot be learnt from: the policy had no part in their
+        rewards, so nothing is compared with these."""
+        return self.lengths_E > 0
 
     # ---- what a sample is worth
 

@@ -183,6 +183,11 @@ class RLRun:
         if experience is None:
             self.files.keep_places(self.counters.iteration + 1, self.supply.settled())
             return None
+        if not bool(experience.drawn_E.any()):
+            raise EnvironmentFailed(
+                f"iteration {self.counters.iteration + 1}: the model drew no token in any of {len(experience)} samples"
+                "; look at what ends them before its first turn (is --episode_max_len long enough for the opening?)"
+            )
         if "age" in figures and experience.versions_N is not None:
             experience.fresh_N = (experience.versions_N == self.counters.iteration).float()
         with self.timed(seconds, "scoring"):
@@ -244,7 +249,7 @@ class RLRun:
         if not options.running_reward_norm:
             return shape(experience, options, counters.kl_coefficient)
         rewards_E = experience.rewards_S[experience.firsts_E] - penalties(experience, options)
-        counters.reward_moments = running.joined(counters.reward_moments, rewards_E)
+        counters.reward_moments = running.joined(counters.reward_moments, rewards_E[experience.drawn_E])
         return shape(experience, options, counters.kl_coefficient, counters.reward_moments)
 
     def updates_of(self, work: Iteration) -> list[list[int]]:

@@ -7,7 +7,8 @@ seen against the group's steps (step_rewards); instead of R, on the last token o
 still to come (turn_rewards); a teacher adds log teacher - log policy
 A of each token: GAE with a critic, the discounted sum of r without (advantages); whitened, where that belongs
 
-An episode in several branches is one answer here, and its tokens stand in the order in which they were drawn.
+An episode in several branches is one answer here, and its tokens stand in the order in which they were drawn. An
+answer or episode in which the model drew no token is in no group, mean or deviation, and is counted (empty_samples).
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 from trimtab.algos import kl, running, turn_rewards
 from trimtab.algos.advantages import discounted_sums, gae, whiten
 from trimtab.algos.answers import sums
-from trimtab.algos.group_rewards import SHAPED_BY, equal_groups
+from trimtab.algos.group_rewards import SHAPED_BY, compared, equal_groups
 from trimtab.algos.groups import for_answers, for_groups
 from trimtab.algos.step_rewards import STEPS_SHAPED_BY
 from trimtab.algos.token_rewards import overlong_penalty, per_token
@@ -46,7 +47,7 @@ def shape(
 ) -> dict[str, float]:
     """Give the experience its advantages (and returns); the figures of rewards, KL and lengths. `moments`: of all
     rewards of the run, these among them, where they are standardised by them."""
-    estimator, time = options.estimator, InTime(experience)
+    estimator, time, drawn_E = options.estimator, InTime(experience), experience.drawn_E
     penalty_E = penalties(experience, options)
     rewards_E, groups_E = experience.rewards_S[experience.firsts_E] - penalty_E, experience.groups_E
     if moments is not None:
@@ -54,7 +55,7 @@ def shape(
     turns = Turns.of(experience) if options.turn_reward == "returns" and experience.episodes is not None else None
     if turns is not None and moments is not None:
         turns.rewards_K = running.standardised(turns.rewards_K, moments, centred=False)
-    shaped_E, unit_E = against_groups(rewards_E, groups_E, turns, estimator.group)
+    shaped_E, unit_E = against_groups(rewards_E, groups_E, drawn_E, turns, estimator.group)
     kl_N = None
     if experience.reference_N is not None and experience.old_N is not None:
         kl_N = kl.estimate(experience.old_N, experience.reference_N, options.kl_estimator)
@@ -72,7 +73,8 @@ def shape(
     if experience.step_scores is not None and any(experience.step_scores):
         scores_K, tokens_K = experience.steps()
         answers_K = experience.episodes_S[experience.owners_N[tokens_K]]
-        shaped_K = STEPS_SHAPED_BY[estimator.group](scores_K, answers_K, groups_E)
+        own_groups = groups_E[drawn_E].unique(return_inverse=True)[1]
+        shaped_K = STEPS_SHAPED_BY[estimator.group](scores_K, drawn_E.cumsum(0)[answers_K] - 1, own_groups)
         rewards_N = rewards_N.index_add(0, time.places_N[tokens_K], shaped_K)
     if experience.teacher_N is not None:
         rewards_N = rewards_N + options.teacher_coef * time.sorted(experience.teacher_N - experience.old_N)
@@ -94,13 +96,16 @@ def shape(
     figures = described(experience, rewards_E, sums(rewards_N, time.owners_N, len(rewards_E)), kl_N)
     figures["advantage_size"] = experience.advantages_N.abs().mean()
     if experience.step_scores is not None or turns is not None:
-        equal_G = for_groups(equal_groups, groups_E, rewards_E)
+        equal_G = equal_rewards(experience, rewards_E)
         if experience.step_scores is not None:
             equal_G &= equal_steps(experience, options)
         if turns is not None:
-            rewarded_K = turn_rewards.before(turns.rewards_K, turns.episodes_K) != 0
-            equal_G[groups_E[turns.episodes_K[rewarded_K]]] = False
+            before_K = turn_rewards.before(turns.rewards_K, turns.episodes_K)
+            taught_K = (before_K != 0) & (unit_E[turns.episodes_K] != 0)
+            equal_G[groups_E[turns.episodes_K[taught_K]]] = False
         figures["equal_groups"] = share_of_several(equal_G, experience)
+    if experience.episodes is not None or not bool(drawn_E.all()):
+        figures["empty_samples"] = (~drawn_E).sum()
     if moments is not None:
         figures |= {"reward_mean_so_far": moments[1], "reward_std_so_far": running.deviation(moments)}
     if options.overlong_buffer_len is not None:
@@ -114,12 +119,24 @@ def shape(
     return {name: float(value) for name, value in figures.items()}
 
 
-def against_groups(rewards_E: Tensor, groups_E: Tensor, turns: Turns | None, by: str) -> tuple[Tensor, Tensor]:
-    """Every reward as its group's others let it appear, and what a reward of 1 has become in that."""
+def against_groups(
+    rewards_E: Tensor, groups_E: Tensor, drawn_E: Tensor, turns: Turns | None, by: str
+) -> tuple[Tensor, Tensor]:
+    """Every reward as its group's others let it appear, and what a reward of 1 has become in that: 0 where there are no
+    others and the estimator needs them."""
+    unit_E = torch.ones_like(rewards_E)
+    if by != "unchanged":
+        unit_E = for_answers(compared, groups_E, rewards_E, counted_S=drawn_E)
     if turns is None or by != "standardised":
-        return for_answers(SHAPED_BY[by], groups_E, rewards_E), torch.ones_like(rewards_E)
-    unit_E = 1 / (turn_rewards.deviations(rewards_E, turns.rewards_K, turns.episodes_K, groups_E) + 1e-9)
-    return for_answers(SHAPED_BY["minus_mean"], groups_E, rewards_E) * unit_E, unit_E
+        return for_answers(SHAPED_BY[by], groups_E, rewards_E, counted_S=drawn_E), unit_E
+    deviations_E = turn_rewards.deviations(rewards_E, turns.rewards_K, turns.episodes_K, groups_E, drawn_E)
+    unit_E = unit_E / (deviations_E + 1e-9)
+    return for_answers(SHAPED_BY["minus_mean"], groups_E, rewards_E, counted_S=drawn_E) * unit_E, unit_E
+
+
+def equal_rewards(experience: Experience, rewards_E: Tensor) -> Tensor:
+    """Which groups' rewards are all equal, of the answers in which the model drew something."""
+    return for_groups(equal_groups, experience.groups_E, rewards_E, counted_S=experience.drawn_E, empty=True)
 
 
 def whitened(advantages_N: Tensor, options: RLOptions) -> Tensor:
@@ -149,7 +166,7 @@ def described(experience: Experience, rewards_E: Tensor, returns_E: Tensor, kl_N
         "reward_max": answer_rewards_E.max(),
         "score": experience.scores_S[firsts_E].mean(),
         "return": returns_E.mean(),
-        "equal_groups": share_of_several(for_groups(equal_groups, experience.groups_E, rewards_E), experience),
+        "equal_groups": share_of_several(equal_rewards(experience, rewards_E), experience),
         "length": experience.lengths_E.float().mean(),
         "length_max": experience.lengths_E.max(),
         "truncated": torch.isin(experience.finishes_S[firsts_E], torch.tensor(CUT_OFF)).float().mean(),
@@ -174,9 +191,10 @@ def equal_steps(experience: Experience, options: RLOptions) -> Tensor:
     for number in range(experience.groups):
         group: dict[int, list[float]] = {}  # of every answer
         for i in experience.samples_of([number]):
-            group.setdefault(int(experience.episodes_S[i]), []).extend(scores[i])
+            if experience.drawn_E[experience.episodes_S[i]]:
+                group.setdefault(int(experience.episodes_S[i]), []).extend(scores[i])
         alike = len({score for steps in group.values() for score in steps}) <= 1
-        found.append(alike and (options.estimator.grouped or len({len(steps) for steps in group.values()}) == 1))
+        found.append(alike and (options.estimator.grouped or len({len(steps) for steps in group.values()}) <= 1))
     return torch.tensor(found)
 
 

@@ -152,12 +152,12 @@ def useful_groups(experience: Experience, options: RLOptions) -> list[int]:
     """Those that --dynamic_filtering keeps."""
     if not options.dynamic_filtering:
         return list(range(experience.groups))
-    groups_E, scores_E = experience.groups_E, experience.scores_S[experience.firsts_E]
+    groups_E, scores_E, drawn_E = experience.groups_E, experience.scores_S[experience.firsts_E], experience.drawn_E
     if options.dynamic_filtering_rule == "differing":
-        useful_G = ~for_groups(equal_groups, groups_E, scores_E)
+        useful_G = ~for_groups(equal_groups, groups_E, scores_E, counted_S=drawn_E, empty=True)
     else:
         low, high = options.dynamic_filtering_reward_range
-        useful_G = for_groups(partial(within, low=low, high=high), groups_E, scores_E)
+        useful_G = for_groups(partial(within, low=low, high=high), groups_E, scores_E, counted_S=drawn_E)
     return useful_G.nonzero()[:, 0].tolist()
 
 
