@@ -35,6 +35,32 @@ FAMILIES = {
         "moe_intermediate_size": 16,
         "shared_expert_intermediate_size": 16,
     },
+    "qwen2_moe_window": {  # of every second layer, and said by its mask alone
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
+    "phimoe": {  # its window is said by its mask alone
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 5,
+        "router_jitter_noise": 0.0,
+        "input_jitter_noise": 0.0,
+    },
+    "phi3_longrope": {
+        "original_max_position_embeddings": 12,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.3, 2.0, 3.0, 5.0],
+            "original_max_position_embeddings": 12,
+        },
+    },
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "granite": {"logits_scaling": 4.0},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -75,9 +101,9 @@ CYCLIC_FAMILIES = {"hrm_text": {"head_dim": 8, "L_cycles": 1, "embedding_scale":
 
 def tiny_model(family: str = "llama", *, seed: int = 0, spread: float = 0.2, **changes) -> PreTrainedModel:
     """`spread`: standard deviation of the matrices, wide enough that mistakes show in the log-probs."""
-    kind = {"llama_tied": "llama"}.get(family, family)
+    kinds = {"llama_tied": "llama", "qwen2_moe_window": "qwen2_moe", "phi3_longrope": "phi3"}
     own = (FAMILIES | LATENT_FAMILIES | CYCLIC_FAMILIES)[family]
-    config = CONFIG_MAPPING[kind](**{**COMMON, **own, **changes})
+    config = CONFIG_MAPPING[kinds.get(family, family)](**{**COMMON, **own, **changes})
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -1,10 +1,14 @@
+import copy
+
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Llama4TextConfig
 
 from tests.samples import batch_of, random_examples
-from tests.tiny import FAMILIES, tiny_model
+from tests.tiny import COMMON, FAMILIES, tiny_model
 from trimtab.data.batches import TokenBatch
+from trimtab.models import attention
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 
@@ -16,15 +20,65 @@ def test_every_family_takes_a_path_whose_log_probs_are_hugging_faces(family):
     policy = Policy(tiny_model(family))
     verdict = choose_path(policy)
     assert verdict.path == ("padded" if family in PADDED else "packed"), verdict
-    batch = batch_of([12, 3, 11, 7])
-    ours = policy(batch).log_probs_N
+    batch = batch_of([13, 3, 11, 7])
+    torch.testing.assert_close(policy(batch).log_probs_N, each_alone(policy.inner, batch), atol=2e-5, rtol=1e-5)
+
+
+def each_alone(model, batch):
+    """Log-probs of the trained tokens by transformers, of one sequence at a time."""
+    model.set_attn_implementation("eager")
     expected = []
-    policy.inner.set_attn_implementation("eager")
     lengths = [span.length for span in batch.spans]
     for ids, trained in zip(batch.ids_T.split(lengths), batch.trained_T.split(lengths)):
-        log_probs = policy.inner(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        log_probs = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
         expected.append(log_probs.gather(1, ids[1:, None])[:, 0][trained[1:]])
-    torch.testing.assert_close(ours, torch.cat(expected), atol=2e-5, rtol=1e-5)
+    return torch.cat(expected)
+
+
+LONG = {
+    "phimoe": {"sliding_window": 30},
+    "qwen2_moe_window": {"sliding_window": 30},
+    "mistral": {"sliding_window": 30},
+    "gemma2": {"sliding_window": 30},
+    "phi3_longrope": {
+        "original_max_position_embeddings": 30,
+        "rope_parameters": FAMILIES["phi3_longrope"]["rope_parameters"] | {"original_max_position_embeddings": 30},
+    },
+    "llama": {
+        "max_position_embeddings": 30,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    },
+}
+"""With limits that lie beyond what the self-check runs."""
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("family", LONG)
+def test_samples_on_both_sides_of_a_limit_have_the_log_probs_of_each_alone(family, allowed):
+    """In rows of both, and in an order that would show what a pass leaves to the next."""
+    changes = copy.deepcopy(LONG[family])
+    policy = Policy(tiny_model(family, attn_implementation="eager", **changes))
+    assert choose_path(policy, packed_allowed=allowed).path == ("packed" if allowed else "padded")
+    assert all(getattr(policy.config, name) == value for name, value in changes.items())  # put back after the check
+    for lengths in ([45, 20, 31], [12, 29], [30, 40]):
+        batch = batch_of(lengths)
+        ours, expected = policy(batch).log_probs_N, each_alone(tiny_model(family, **copy.deepcopy(changes)), batch)
+        torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_a_window_that_would_be_dropped_is_seen_by_the_check(monkeypatch):
+    """Though the samples that it runs are shorter."""
+    monkeypatch.setattr(attention, "with_window", lambda module, mask, arguments: arguments)
+    verdict = choose_path(Policy(tiny_model("phimoe", sliding_window=4096)))
+    assert verdict.path == "padded" and "packed values differ" in verdict.reason
+
+
+def test_attention_in_chunks_is_not_packed():
+    config = Llama4TextConfig(
+        **COMMON, head_dim=8, num_local_experts=4, attention_chunk_size=4096, intermediate_size_mlp=64
+    )
+    verdict = choose_path(Policy(AutoModelForCausalLM.from_config(config)))
+    assert verdict.path != "packed" and "within chunks of" in verdict.reason
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "gpt2"])
@@ -65,7 +119,7 @@ def test_the_check_restores_training_mode():
     assert policy.training and policy.inner.training
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2", "bloom", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral", "gpt2", "bloom", "mixtral", "phi3_longrope"])
 def test_two_answers_that_share_their_prompt_equal_two_whole_sequences(family):
     """Log-probs and gradients, with the prompt's tokens in the row once."""
     first, second = random_examples([14, 14], prompt_share=0.5)

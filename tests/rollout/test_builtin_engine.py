@@ -18,7 +18,7 @@ from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.scheduler import Scheduler
 from trimtab.rollout.types import Sampling
 
-FAMILIES = ["llama", "qwen2", "gpt2", "mixtral", "qwen2_moe", "mistral", "gemma2"]
+FAMILIES = ["llama", "qwen2", "gpt2", "mixtral", "qwen2_moe_window", "phimoe", "mistral", "gemma2"]
 TIGHT = {"kv_tokens": 160, "slots": 8, "page_size": 8}
 MEMORIES = [{}, TIGHT, {"read_tokens": 10}]
 
@@ -109,6 +109,22 @@ def test_log_probs_equal_the_trainers(family, temperature):
     trained = policy(TokenBatch.of(examples), temperature=temperature).log_probs_N
     sampled = torch.from_numpy(np.concatenate([a.log_probs for a in answers]))
     torch.testing.assert_close(sampled, trained, atol=1e-5, rtol=1e-5)
+
+
+def test_a_longrope_model_generates_up_to_its_limit():
+    """Beyond it the keys that are cached would have to change."""
+    policy = policy_of("phi3_longrope")
+    engine = BuiltinEngine(policy, **TIGHT)
+    assert engine.context == 12
+    answers = engine.generate(prompts((5, 7)), Sampling(max_new_tokens=5))
+    examples = [
+        (np.array(a.prompt_ids + a.ids), np.arange(len(a.prompt_ids + a.ids)) >= len(a.prompt_ids)) for a in answers
+    ]
+    trained = policy(TokenBatch.of(examples)).log_probs_N
+    sampled = torch.from_numpy(np.concatenate([a.log_probs for a in answers]))
+    torch.testing.assert_close(sampled, trained, atol=1e-5, rtol=1e-5)
+    with pytest.raises(UserError, match="prompt 0 has 8 tokens and 5 may follow, but the model's context is 12"):
+        engine.generate(prompts((8,)), Sampling(max_new_tokens=5))
 
 
 def test_log_probs_at_temperature_one_come_besides_where_asked_for():

@@ -115,6 +115,15 @@ class TokenBatch:
         """All ids of one sequence, borrowed ones included."""
         return self.ids_T[torch.from_numpy(self.spans[index].rows()).to(self.ids_T.device)]
 
+    def separate(self) -> Self:
+        """The same sequences, none of which borrows: the tokens that it borrowed are its own, and are not trained."""
+        rows = np.concatenate([span.rows() for span in self.spans])
+        own = np.concatenate([np.arange(span.whole_length) >= span.prefix_length for span in self.spans])
+        ids, trained = self.ids_T.cpu().numpy()[rows], self.trained_T.cpu().numpy()[rows] & own
+        lengths = np.array([span.whole_length for span in self.spans])
+        whole = self.of_row(ids, trained, lengths, np.zeros_like(lengths)).to(self.ids_T.device)
+        return replace(whole, extra=self.extra, beside=self.beside, weight=self.weight)
+
     def to(self, device: torch.device) -> Self:
         """Without waiting for the device."""
         tensors = {

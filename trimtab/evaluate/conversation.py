@@ -36,7 +36,7 @@ class Conversation:
         unasked = "input_template" not in options.given
         self.as_chat = options.apply_chat_template or bool(unasked and self.tokenizer.chat_template)
         self._chat = ChatRenderer(self.tokenizer) if self.as_chat else None
-        context = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+        context = self.engine.context
         self.most_tokens = options.max_len if context is None else min(options.max_len, context)
         self._stops = stop_tokens(policy, self.tokenizer)
         self._preamble = Path(options.ta_prompt).expanduser().read_text() if options.ta_prompt else ""

@@ -222,7 +222,7 @@ class Generation:
 
     def _room(self, tokens: int) -> int:
         """New tokens that may follow a prompt of this many."""
-        context = getattr(self.policy.config.get_text_config(), "max_position_embeddings", None)
+        context = self.engine.context
         if context is None:
             return self.options.max_new_tokens
         room = min(self.options.max_new_tokens, context - tokens)

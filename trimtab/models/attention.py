@@ -1,8 +1,9 @@
 """Attention over packed rows: many sequences in one row, none of which sees another but for a prompt it borrows.
 
 Registered with Hugging Face's attention interface under the name `trimtab_packed`, so every model that uses the
-interface runs it unchanged. A name without a registered mask function gets no mask, which is what we want: the
-sequences' spans say everything.
+interface runs it unchanged. The sequences' spans say which tokens a row's mask would keep apart. What else a model
+says by the masks of its layers is how far each looks back: under our name transformers' mask functions return no mask
+but that number (`window_mask`), so that every layer has the window that its family gives it, however it does so.
 
 Two kernels give the same numbers:
 - `varlen_attn` (torch's own variable-length flash attention): where a device has it, in half precision, no soft cap;
@@ -15,7 +16,7 @@ again in the backward pass, which has threads of its own. So models in other thr
 stays until its next forward pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 NAME = "trimtab_packed"
 
+WINDOW = (1, 1, 0)  # how the shape of what `window_mask` returns begins
+
 # Any other argument that is not None is refused: dropping it could change the result.
 HONOURED = {"scaling", "dropout", "sliding_window", "softcap", "is_causal", "position_ids"}
 HARMLESS = {"use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"}
@@ -42,6 +45,40 @@ HARMLESS |= {"cache_position", "deterministic"}
 
 class UnsupportedAttention(Exception):
     """The model asks its attention for something this implementation would silently drop."""
+
+
+def window_mask(
+    *,
+    device: torch.device,
+    config: Any = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> Tensor:
+    """What transformers' mask functions return under our names: an empty tensor [1, 1, 0, window], with 0 for a layer
+    that looks back to the beginning. A shape can be read without waiting for a device."""
+    if use_vmap:
+        raise UnsupportedAttention(f"{type(config).__name__} asks for a mask that is not only causal")
+    # Windows and chunks are asked for by the same argument.
+    if local_size is not None and local_size == getattr(config, "attention_chunk_size", None):
+        raise UnsupportedAttention(f"its layers attend within chunks of {local_size} tokens")
+    return torch.empty((*WINDOW, local_size or 0), dtype=torch.bool, device=device)
+
+
+def unpadded(ids: Tensor) -> Tensor:
+    """The 2D mask that says that all tokens count. Without one transformers looks for packed sequences among the
+    positions, which waits for the device in every pass."""
+    return torch.ones((1, 1), dtype=torch.bool, device=ids.device).expand(ids.shape)
+
+
+def with_window(module: nn.Module, mask: Tensor | None, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A layer's arguments, with the window of its mask. That is the model's definition: families differ in whether
+    the argument repeats it."""
+    if mask is None:
+        return arguments
+    if mask.shape[:3] != WINDOW:
+        raise UnsupportedAttention(f"{type(module).__name__} passes a mask to its attention")
+    return arguments | {"sliding_window": mask.shape[3] or None}
 
 
 class Row(Protocol):
@@ -139,8 +176,9 @@ def packed_attention(
     unknown = [n for n, v in arguments.items() if n not in HONOURED | HARMLESS and v is not None]
     if arguments.get("is_causal") is False:
         unknown.append("is_causal=False")
-    if unknown or attention_mask is not None:
-        raise UnsupportedAttention(f"{type(module).__name__} passes {', '.join(unknown) or 'a mask'} to its attention")
+    if unknown:
+        raise UnsupportedAttention(f"{type(module).__name__} passes {', '.join(unknown)} to its attention")
+    arguments = with_window(module, attention_mask, arguments)
     assert current.row is not None, "begin() before the forward pass"
     return current.row.attend(query, key, value, arguments), None
 
@@ -247,6 +285,12 @@ def _causal_in_strips(query, key, value, scale, strips: int = 4):
 
 def register() -> None:
     """Make the implementation known to transformers; harmless when repeated."""
-    from transformers import AttentionInterface
+    register_attention(NAME, packed_attention)
 
-    AttentionInterface.register(NAME, packed_attention)
+
+def register_attention(name: str, attention: Callable) -> None:
+    """By this name, with masks that say each layer's window."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, window_mask)

@@ -16,6 +16,7 @@ class Critic(PackedModel):
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """Values [N], fp32, of the states in which the trained tokens were chosen."""
+        batch = self.rotary.separate(batch)
         read = self.read(batch, batch.predictors_N)
         values_N = read.whole(getattr(self.inner, HEAD)(read.states_ND)[:, 0].float())
         return (values_N - self.mean) / self.deviation

@@ -96,6 +96,7 @@ class ModulatedPolicy(nn.Module):
 
     def forward(self, batch: TokenBatch, *, temperature: float = 1.0) -> PolicyOutput:
         """Log-probs of the trained tokens; for scoring, inside `at_work`."""
+        batch = self.policy.rotary.separate(batch)
         models = [self.policy] if self.psi is None else [self.policy, self.psi]
         hidden_ND = torch.cat([model.hidden(batch)[0][batch.predictors_N] for model in models], -1)
         log_probs_N, _ = token_log_probs(hidden_ND, self.head, batch.targets_N, temperature=temperature)
@@ -119,6 +120,7 @@ class TwistModel(PackedModel):
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """log psi of the trained tokens."""
+        batch = self.rotary.separate(batch)
         return self.twist.of(self.hidden(batch)[0][batch.predictors_N], batch.targets_N)
 
 

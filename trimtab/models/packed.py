@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.branches import join
 from trimtab.distributed.watch import pulse
-from trimtab.models.attention import PackedPass, PackedRow, Row
+from trimtab.models.attention import PackedPass, PackedRow, Row, unpadded
 from trimtab.models.context import Located, ReadStates, Routers
 from trimtab.models.context_attention import Context, SharedRow
 from trimtab.models.offloading import MainMemory
+from trimtab.models.rotary import SequenceLengths, token_lengths
 
 Path = Literal["packed", "padded", "logits"]
 
@@ -35,6 +36,7 @@ class PackedModel(nn.Module):
         self.path = path
         self.attention = PackedPass()
         self.context: Context | None = None  # with whom this process works on a row; None: alone
+        self.rotary = SequenceLengths.install(self.inner)
         self.activations: MainMemory | None = None  # where those of layers await the backward pass; None: here
 
     @property
@@ -56,10 +58,12 @@ class PackedModel(nn.Module):
         assert self.context is None, "no process has all of them"
         if self.path == "packed":
             row = PackedRow.of(batch.spans, batch.ids_T.device)
-            return self._run(row, batch.ids_T, batch.positions_T, router)
-        rows = PaddedRows.of(batch)
+            with self.rotary.of(token_lengths(batch.spans)):
+                return self._run(row, batch.ids_T, batch.positions_T, router)
+        rows = PaddedRows.of(batch, positions=self.rotary.shortest is not None)
         arguments = {"output_router_logits": True} if router else {}
-        out = self._backbone(**rows.inputs, **arguments)
+        with self.rotary.of(rows.lengths):
+            out = self._backbone(**rows.inputs, **arguments)
         routers = tuple(r.view(-1, r.shape[-1])[rows.flat_T] for r in out.router_logits) if router else None
         return out.last_hidden_state.flatten(0, 1)[rows.flat_T], routers
 
@@ -70,7 +74,9 @@ class PackedModel(nn.Module):
             return ReadStates(hidden_TD.index_select(0, rows_N), routers)
         pulse.move()
         row = SharedRow(batch.spans, self.context, batch.ids_T.device)
-        hidden_TD, routers = self._run(row, batch.ids_T[row.rows], batch.positions_T[row.rows], router)
+        lengths = token_lengths(batch.spans)[row.rows.cpu().numpy()] if self.rotary.shortest is not None else None
+        with self.rotary.of(lengths):
+            hidden_TD, routers = self._run(row, batch.ids_T[row.rows], batch.positions_T[row.rows], router)
         located = Located.of(row, rows_N)
         hidden_ND = hidden_TD.index_select(0, row.place_T[rows_N[located.here]])
         return ReadStates(hidden_ND, routers and tuple(r[: row.tokens] for r in routers), located)
@@ -78,7 +84,8 @@ class PackedModel(nn.Module):
     def _run(self, row: Row, ids_T: Tensor, positions_T: Tensor, router: bool) -> tuple[Tensor, Routers]:
         self.attention.begin(self.inner, row)
         arguments = {"output_router_logits": True} if router else {}
-        out = self._backbone(input_ids=ids_T[None], position_ids=positions_T[None], **arguments)
+        inputs = {"input_ids": ids_T[None], "attention_mask": unpadded(ids_T[None]), "position_ids": positions_T[None]}
+        out = self._backbone(**inputs, **arguments)
         return out.last_hidden_state[0], out.router_logits if router else None
 
     def _backbone(self, **arguments: Any) -> Any:
@@ -105,9 +112,11 @@ class PaddedRows:
 
     inputs: dict[str, Tensor]
     flat_T: Tensor
+    lengths: np.ndarray  # of the sequence of every slot
 
     @classmethod
-    def of(cls, batch: TokenBatch) -> "PaddedRows":
+    def of(cls, batch: TokenBatch, *, positions: bool = False) -> "PaddedRows":
+        """`positions`: the inputs name those of each row, for a model that does not treat all rows alike."""
         device = batch.ids_T.device
         width = max(span.whole_length for span in batch.spans)
         shape = (len(batch.spans), width)
@@ -119,8 +128,14 @@ class PaddedRows:
             mask[i, : span.whole_length] = 1
             first = i * width + span.prefix_length
             flat[span.start : span.start + span.length] = np.arange(first, first + span.length)
+        lengths = np.repeat([[span.whole_length] for span in batch.spans], width, axis=1)
         rows, mask, flat = (torch.from_numpy(x).to(device) for x in (rows, mask, flat))
-        return cls({"input_ids": batch.ids_T[rows] * mask, "attention_mask": mask}, flat)
+        inputs = {"input_ids": batch.ids_T[rows] * mask, "attention_mask": mask}
+        if positions:
+            # Those of padding are within the sequence too: the largest position decides.
+            places = np.minimum(np.arange(width), lengths - 1)
+            inputs["position_ids"] = torch.from_numpy(places).to(device)
+        return cls(inputs, flat, lengths)
 
 
 def learned_positions(model: nn.Module) -> int | None:

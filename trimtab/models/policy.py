@@ -72,6 +72,7 @@ class Policy(PackedModel):
         With `hidden_only`: instead, the hidden states that predict the trained tokens; where processes share a row,
         those that are here.
         """
+        batch = self.rotary.separate(batch)
         if self.path == "logits":
             assert choices_K is None and not hidden_only and teacher is None
             return self._from_logits(batch, temperature, entropy)
@@ -103,8 +104,9 @@ class Policy(PackedModel):
         return out
 
     def _from_logits(self, batch: TokenBatch, temperature: float, entropy: bool) -> PolicyOutput:
-        rows = PaddedRows.of(batch)
-        logits = self.inner(**rows.inputs, use_cache=False).logits.flatten(0, 1)
+        rows = PaddedRows.of(batch, positions=self.rotary.shortest is not None)
+        with self.rotary.of(rows.lengths):
+            logits = self.inner(**rows.inputs, use_cache=False).logits.flatten(0, 1)
         logits = shaped_logits(logits[rows.flat_T[batch.predictors_N]], LogitShape(), temperature)
         log_probs = logits.log_softmax(-1)
         entropies = -(log_probs.exp() * log_probs).sum(-1) if entropy else None

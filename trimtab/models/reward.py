@@ -32,11 +32,13 @@ register_dataclass(RewardOutput)  # as PolicyOutput
 
 class RewardModel(PackedModel):
     def forward(self, batch: TokenBatch, *, router: bool = False) -> RewardOutput:
+        batch = self.rotary.separate(batch)
         if self.path == "logits":
-            inputs = PaddedRows.of(batch).inputs
+            rows = PaddedRows.of(batch, positions=self.rotary.shortest is not None)
             # The model itself looks for the last token that is not padding.
-            inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, self.padding)
-            return RewardOutput(self.inner(**inputs, use_cache=False).logits[:, 0].float())
+            rows.inputs["input_ids"].masked_fill_(rows.inputs["attention_mask"] == 0, self.padding)
+            with self.rotary.of(rows.lengths):
+                return RewardOutput(self.inner(**rows.inputs, use_cache=False).logits[:, 0].float())
         read = self.read(batch, batch.last_S, router=router)
         return RewardOutput(read.whole(getattr(self.inner, HEAD)(read.states_ND)[:, 0].float()), read.routers)
 

@@ -3,9 +3,15 @@
 The packed path is taken only if attention was called once a layer, with no argument we would drop, and the log-probs
 equal those of Hugging Face's own forward pass on each sample alone. Otherwise the padded path, if its log-probs are
 right; otherwise the model's own logits.
+
+The samples are short, so that the check costs next to nothing. Limits that a configuration names (windows, chunks,
+lengths beyond which rotary frequencies change) are made shorter still while it runs, for the reference too: what a
+model does beyond them is tried without samples of thousands of tokens.
 """
 
-from collections.abc import Sequence
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +22,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.errors import UserError
 from trimtab.models.attention import NAME, UnsupportedAttention, register
 from trimtab.models.packed import PackedModel, Path
+from trimtab.models.rotary import ORIGINAL, rotary_limits
 
 
 @dataclass(frozen=True)
@@ -25,12 +32,18 @@ class Verdict:
     difference: float  # largest |our log-prob - Hugging Face's| on the path taken
 
 
+LENGTHS = (9, 6)
+SMALL_WINDOW = 4  # both sequences are longer
+SMALL_POSITIONS = 7  # one sequence is longer
+WINDOWS = ("sliding_window", "attention_chunk_size")
+
+
 def choose_path(root: PackedModel, *, packed_allowed: bool = True) -> Verdict:
     """Decide the path, and leave the model set up for it. Runs in eval mode; the mode is restored."""
     was_training = root.training
     root.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), small_limits(root.inner):
             verdict = _choose(root, packed_allowed)
     finally:
         root.train(was_training)
@@ -48,7 +61,7 @@ def _choose(root: PackedModel, packed_allowed: bool) -> Verdict:
         register()
         candidates.insert(0, ("packed", NAME))
     use_attention(causal, by_definition)
-    probe = probing_batch(root.config, root.device, (9, 6))
+    probe = probing_batch(root.config, root.device, LENGTHS)
     reference = root.reference_values(probe)
     # Rounding grows with the values; half precision is looked at only where there is nothing better (4-bit weights).
     rounding = 3e-5 if next(root.parameters()).dtype == torch.float32 else 2e-2
@@ -61,6 +74,40 @@ def _choose(root: PackedModel, packed_allowed: bool) -> Verdict:
             return Verdict(root.path, reasons[0] if reasons else "", difference)
         reasons.append(problem)
     raise UserError(f"--pretrain: {type(causal).__name__} cannot be run here: {reasons[-1]}; use another model")
+
+
+@contextlib.contextmanager
+def small_limits(model: nn.Module) -> Iterator[None]:
+    """Inside, the limits that the model's configuration names are shorter than the longest sequence that is tried."""
+    before: list[tuple[dict, dict]] = []
+
+    def lower(values: dict, limit: int, *names: str) -> None:
+        lowered = [name for name in names if isinstance(values.get(name), int | Tensor) and values[name] > limit]
+        before.append((values, {name: values[name] for name in lowered}))
+        values.update(dict.fromkeys(lowered, limit))
+
+    modules = list(model.modules())
+    configs = {id(c): c for m in modules if hasattr(c := getattr(m, "config", None), "get_text_config")}
+    configs |= {id(c): c for c in [config.get_text_config() for config in configs.values()]}
+    try:
+        for holder in (*configs.values(), *modules):
+            aliases = getattr(holder, "attribute_map", {})
+            lower(vars(holder), SMALL_WINDOW, *(aliases.get(name, name) for name in WINDOWS))
+        for module in modules:
+            if limits := rotary_limits(module):
+                before.append((module._buffers, dict(module._buffers)))  # frequencies follow the length
+                lower(vars(module), SMALL_POSITIONS, "original_max_seq_len", "max_seq_len_cached")
+                config, dynamic = module.config, "dynamic" in str(module.rope_type)
+                lower(vars(config), SMALL_POSITIONS, ORIGINAL, *["max_position_embeddings"] * dynamic)
+                before.append((vars(config), {"rope_parameters": config.rope_parameters}))
+                config.rope_parameters = copy.deepcopy(config.rope_parameters)
+                for kind in limits:
+                    rope = config.rope_parameters if kind is None else config.rope_parameters[kind]
+                    lower(rope, SMALL_POSITIONS, ORIGINAL)
+        yield
+    finally:
+        for values, were in reversed(before):
+            values.update(were)
 
 
 def use_attention(causal: nn.Module, implementation: str) -> None:

@@ -47,8 +47,7 @@ def serve(options: ServeOptions, token: str | None, say: Callable[[str], None], 
         seed_everything(options.seed, deterministic=options.full_determinism)
         model = load_frozen_policy(options.pretrain, options, device, flag="--pretrain").model
         engine = build_engine(model, tokenizer, slots=options.max_requests, keep_prefixes=True)
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        given = [length for length in (options.max_model_len, context) if length is not None]
+        given = [length for length in (options.max_model_len, engine.context) if length is not None]
         if not given:
             raise UserError(f"--pretrain {options.pretrain}: its config names no context; give --max_model_len")
         house = House(stop_tokens(model, tokenizer), model.head.out_features)

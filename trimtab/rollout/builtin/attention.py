@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trimtab.distributed.device import has_kernels
-from trimtab.models.attention import PackedRow, attend_packed, carried
+from trimtab.models.attention import PackedRow, attend_packed, carried, register_attention, with_window
 from trimtab.models.varlen import attend_varlen, varlen_applies
 from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.continued import Continued, OnePart
@@ -55,9 +55,7 @@ class CachedAttention:
         elif self._window is None or self._window.tables_BP is not current.tables_BP:
             self._window = DenseWindow(self.cache, current.tables_BP)
 
-    def store_and_attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, arguments: Arguments
-    ) -> Tensor:
+    def store_and_attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> Tensor:
         """Shapes as Hugging Face's: [B, heads, T, D] in, [B, T, heads, D] out.
 
         Calls have their layer of the cache in the order in which they come, which is the same in every pass. A module's
@@ -68,7 +66,7 @@ class CachedAttention:
             new = key[:, :, 0], value[:, :, 0]
             self.cache.store(layer, *new, current.places_B)
             return self._decode(current, query, layer, new, arguments)
-        assert current is not None and mask is None
+        assert current is not None
         self.cache.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), current.places_T)
         return self._read(current, query, key, value, layer, arguments)
 
@@ -157,9 +155,7 @@ class MeasuringAttention:
         self.calls: list[tuple[tuple[int, int, int, torch.dtype], Arguments]] = []
         """What each keeps of a token (heads, widths of key and value, type), and what it asks of its attention."""
 
-    def store_and_attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, arguments: Arguments
-    ) -> Tensor:
+    def store_and_attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> Tensor:
         self.calls.append(((key.shape[1], key.shape[-1], value.shape[-1], key.dtype), arguments))
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2)
 
@@ -168,7 +164,8 @@ def rollout_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
     attention: CachedAttention | MeasuringAttention = carried(module)
-    return attention.store_and_attend(query, key, value, attention_mask, arguments), None
+    arguments = with_window(module, attention_mask, arguments)
+    return attention.store_and_attend(query, key, value, arguments), None
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, arguments: Arguments) -> Tensor:
@@ -182,6 +179,4 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, arguments
 
 
 def register() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, rollout_attention)
+    register_attention(NAME, rollout_attention)

@@ -14,12 +14,12 @@ from trimtab.distributed.memory import free_memory
 from trimtab.distributed.peers import Peers
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
+from trimtab.models.rotary import generated_context
 from trimtab.rollout.answering import AT_WORK, AnsweringEngine
 from trimtab.rollout.builtin.captured import CapturedGraphs
 from trimtab.rollout.builtin.int8 import Int8Layers
 from trimtab.rollout.builtin.memory import PAGE_SIZE, KVMemory
 from trimtab.rollout.builtin.recognition import recognised
-from trimtab.rollout.builtin.requests import longest_text
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.builtin.session import BuiltinSession
 from trimtab.rollout.builtin.weights import is_split, state_of
@@ -67,7 +67,7 @@ class BuiltinEngine(AnsweringEngine):
         self.captured = CapturedGraphs(policy, slots, possible=not eager and not cut)
         self.exact = shape.dtype == torch.float32 and not weight_only_int8
         self.version = 0
-        self.context = longest_text(policy)
+        self.context = generated_context(policy.config)
         self.tokens_read = 0
         """Of all prompts so far, those that were not kept; and what was read back after making room for others."""
         self._int8 = Int8Layers(policy) if weight_only_int8 else None

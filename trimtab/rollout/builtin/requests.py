@@ -1,12 +1,6 @@
 """What a request must be for the engine to answer it."""
 
 from trimtab.errors import UserError
-from trimtab.models.policy import Policy
-
-
-def longest_text(policy: Policy) -> int | None:
-    """Tokens that the model has places for; None: it has for any number."""
-    return getattr(policy.config.get_text_config(), "max_position_embeddings", None)
 
 
 def check_request(vocabulary: int, most: int | None, number: int, prompt_ids: list[int], limit: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trimtab.data.batches import Span
 from trimtab.errors import UserError
-from trimtab.models.attention import PackedRow, carry
+from trimtab.models.attention import PackedRow, carry, unpadded
 from trimtab.models.lm_head import whole_logits
 from trimtab.models.logits import shaped_logits
 from trimtab.models.policy import Policy
@@ -65,7 +65,7 @@ class Runner:
         attention = MeasuringAttention()
         with generating(policy, attention):
             one = torch.zeros((1, 1), dtype=torch.long, device=policy.device)
-            policy.inner.base_model(input_ids=one, position_ids=one, use_cache=False)
+            policy.inner.base_model(input_ids=one, attention_mask=unpadded(one), position_ids=one, use_cache=False)
         shapes = [shape for shape, _ in attention.calls]
         if len(set(shapes)) != 1:
             raise UserError(
@@ -167,8 +167,8 @@ class Runner:
                 if not self.fused.give_up_after(error):
                     raise
                 self.fused = None  # and the modules write the same places anew
-        backbone = self.policy.inner.base_model
-        return backbone(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        inputs = {"input_ids": ids, "attention_mask": unpadded(ids), "position_ids": positions}
+        return self.policy.inner.base_model(**inputs, use_cache=False).last_hidden_state
 
     def places(self, pages: list[int], length: int) -> np.ndarray:
         size, token = self.cache.size, np.arange(length)

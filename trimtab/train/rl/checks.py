@@ -13,6 +13,7 @@ from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.hugging_face import check_model_folder
 from trimtab.models.packed import PackedModel
+from trimtab.models.rotary import context_in_words
 from trimtab.models.splits import check_splits
 from trimtab.rewards.model import same_tokenizer
 from trimtab.train.launch import check_share
@@ -43,7 +44,7 @@ def check_model(model: PackedModel, options: RLOptions, stores: dict[str, Prompt
     elif room is not None and longest > room:
         raise UserError(
             f"--generate_max_len {options.generate_max_len}: with the longest prompt that is {longest} tokens, but "
-            f"{name} has a context of {room}; lower it, or --prompt_max_len"
+            f"{name} has {context_in_words(model.config)}; lower it, or --prompt_max_len"
         )
     largest = max(int(store.largest_token) for store in stores.values())
     if largest >= config.vocab_size:

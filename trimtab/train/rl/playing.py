@@ -16,6 +16,7 @@ from trimtab.distributed.peers import Peers
 from trimtab.errors import UserError
 from trimtab.models.load import policy_skeleton
 from trimtab.models.packed import PackedModel
+from trimtab.models.rotary import generated_context
 from trimtab.rollout.engine import Engine
 from trimtab.serving.playing import columns_of, never, open_pool, playing_engine, rows_of_environment, settings_of
 from trimtab.train.launch import load_job_tokenizer
@@ -72,7 +73,7 @@ def as_played(options: RLOptions) -> RLOptions:
 
 
 def context_of(model: PackedModel) -> int | None:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return generated_context(model.config)
 
 
 def load_stores(
