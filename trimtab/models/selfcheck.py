@@ -13,6 +13,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,8 +88,8 @@ def small_limits(model: nn.Module) -> Iterator[None]:
         values.update(dict.fromkeys(lowered, limit))
 
     modules = list(model.modules())
-    configs = {id(c): c for m in modules if hasattr(c := getattr(m, "config", None), "get_text_config")}
-    configs |= {id(c): c for c in [config.get_text_config() for config in configs.values()]}
+    named = [config for m in modules if hasattr(config := getattr(m, "config", None), "get_text_config")]
+    configs: dict[int, Any] = {id(c): c for config in named for c in (config, config.get_text_config())}
     try:
         for holder in (*configs.values(), *modules):
             aliases = getattr(holder, "attribute_map", {})
