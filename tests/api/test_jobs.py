@@ -107,6 +107,19 @@ def test_a_model_that_is_not_causal_is_refused_in_the_words_of_the_command(task,
     assert not Path("runs").exists()
 
 
+def needs_a_column(prompts, completions, answer):
+    return [0.0 for _ in completions]
+
+
+def test_a_reward_that_needs_a_column_which_is_not_there_is_refused_before_the_model_is_loaded(task, monkeypatch):
+    monkeypatch.setattr("trimtab.train.rl.builders.load_policy", lambda *_: pytest.fail("the model is loaded"))
+    for reward, told in ((needs_a_column, "needs the column answer, and the train data have input, label"),
+                         ("exact", r"\(found: input, label\)")):  # fmt: skip
+        with pytest.raises(trimtab.UserError, match=told):
+            trimtab.grpo(task / "model", task / "prompts.jsonl", reward, **{**RL, "label_key": None})
+    assert not Path("runs").exists()
+
+
 def broken(prompts, completions, **columns):
     return [1 / 0]
 

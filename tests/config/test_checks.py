@@ -1,4 +1,5 @@
 import dataclasses
+import gzip
 import inspect
 
 import pytest
@@ -123,6 +124,7 @@ def test_local_sources_that_exist_pass(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text("{}\n")
     (tmp_path / "many").mkdir()
+    (tmp_path / "many" / "rows.jsonl").write_text("{}\n")
     assert check(options(dataset=f"rows.jsonl,./many,json@many,{tmp_path}/rows.jsonl", pretrain="./many")) == []
 
 
@@ -214,3 +216,22 @@ def test_a_step_in_words_per_device_counts_the_gpus_that_the_policy_asks_for():
     options, lines = settle(parse(PPOOptions, words.split()))
     assert (options.train_batch_size, options.nproc) == (16, 4)
     assert lines == ["a step is 16 samples: 4 in a pass x 1 passes x 4 processes"]
+
+
+def test_a_model_missing_from_an_existing_folder_is_a_warning_because_it_may_be_a_hub_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (warning,) = check(options(pretrain="runs/sft"))
+    assert warning == "--pretrain: there is no sft in the folder runs, so runs/sft is taken for a hub name"
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", gzip.compress(b"\n")])
+def test_a_data_file_without_rows_is_refused(tmp_path, content):
+    file = tmp_path / ("rows.jsonl.gz" if content[:2] == b"\x1f\x8b" else "rows.jsonl")
+    file.write_bytes(content)
+    assert refusal(dataset=str(file)) == f"{file} is empty: it holds no rows"
+
+
+def test_a_damaged_archive_is_left_to_what_reads_it(tmp_path):
+    (tmp_path / "rows.jsonl.gz").write_bytes(b"no archive")
+    assert check(options(dataset=str(tmp_path / "rows.jsonl.gz"))) == []

@@ -2,6 +2,7 @@ import pytest
 import yaml
 
 from tests.config.every_job import EVERY_JOB
+from trimtab.config.checks import settled_and_checked
 from trimtab.config.dump import redact, to_dict, to_yaml
 from trimtab.config.jobs import PPOOptions, PRMOptions, SFTOptions
 from trimtab.config.parse import parse
@@ -43,6 +44,16 @@ def test_the_config_of_every_job_reads_back_equal(options, tmp_path):
 @pytest.mark.parametrize("job_class", EVERY_JOB)
 def test_in_a_written_config_only_what_is_not_a_default_counts_as_given(job_class, tmp_path):
     assert read_back(tmp_path, to_yaml(job_class()), job_class=job_class).given == {"config"}
+
+
+@pytest.mark.parametrize("changes", [{"use_dynamic_batch": True}, {"enable_vllm_is_correction": True}])
+def test_what_a_run_has_filled_in_is_not_a_wish_of_its_config(tmp_path, changes):
+    places = {"pretrain": "owner/model", "prompt_data": "owner/data", "reward_pretrain": "owner/rm"}
+    options, warnings = settled_and_checked(PPOOptions(**places, **changes))
+    (tmp_path / "options.yaml").write_text(to_yaml(options))
+    again, warnings_again = settled_and_checked(parse(PPOOptions, ["--config", str(tmp_path / "options.yaml")]))
+    assert again == options and warnings_again == warnings
+    assert changes.keys() <= again.given
 
 
 def test_what_concerns_one_call_only_is_not_written():

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from trimtab.config.jobs import SFTOptions
@@ -20,3 +23,45 @@ def test_what_this_machine_lacks_is_said_in_a_dry_run_and_refused_else(monkeypat
     assert "--use_liger_kernel needs the package" in capsys.readouterr().err
     with pytest.raises(UserError, match="--use_liger_kernel needs the package"):
         prepared(SFTOptions(**liger))
+
+
+MISTAKES = """
+import sys
+from pathlib import Path
+
+from trimtab.cli.main import main
+
+Path("hollow").mkdir()
+Path("rows.jsonl").write_text('{"input": "a", "output": "b"}')
+Path("empty.jsonl").write_text(" ")
+rows, reward = ["--dataset", "rows.jsonl"], ["--reward_pretrain", "hollow"]
+main(["sft", "--pretrain", "hollow", *rows, "--bf16"])
+main(["dpo", "--pretrain", "owner/model", "--dataset", "empty.jsonl"])
+main(["sft", "--pretrain", "owner/model", "--dataset", "hollow"])
+main(["serve-rm", *reward])
+assert "torch" not in sys.modules and "datasets" not in sys.modules
+"""
+
+
+def test_folders_without_a_model_and_files_without_rows_are_refused_before_torch_is_imported(tmp_path):
+    command = [sys.executable, "-c", MISTAKES]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.stderr.splitlines() == [
+        "trimtab sft: error: --pretrain hollow: no config.json in this folder; is it a Hugging Face model?",
+        "trimtab dpo: error: empty.jsonl is empty: it holds no rows",
+        "trimtab sft: error: no data in hollow: it holds no json, jsonl, csv, parquet or arrow file",
+        "trimtab serve-rm: error: --reward_pretrain hollow: no config.json in this folder; is it a Hugging Face model?",
+    ]
+    assert ended.returncode == 0
+
+
+def test_a_switch_that_does_nothing_on_a_cpu_is_said_to(monkeypatch, capsys):
+    asks = SFTOptions(pretrain="owner/model", dataset="owner/data", flash_attn=True)
+    monkeypatch.setattr("trimtab.running.preparing._accelerators", lambda: 0)
+    prepared(asks)
+    assert capsys.readouterr().err == (
+        "trimtab sft: warning: --flash_attn has no effect on a CPU: attention is torch's own there\n"
+    )
+    monkeypatch.setattr("trimtab.running.preparing._accelerators", lambda: 1)
+    prepared(asks)
+    assert capsys.readouterr().err == ""

@@ -46,7 +46,7 @@ def generate(
         try:
             if output_path is None and not options.get("config"):
                 arguments.values["output_path"] = str(home / "answers.jsonl")
-            chosen = prepared(parse_values(GenerateOptions, arguments.values))
+            chosen = prepared(parse_values(GenerateOptions, arguments.values), arguments.given.aside)
             check_can_be_asked(chosen, arguments)
             with without_keys(chosen), trusting_code(chosen), giving(arguments.functions):
                 return _rows(chosen, arguments, arguments.given.move_in(str(home)))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from trimtab.config.groups import PretrainOptions
 from trimtab.data.hub import trusting
 from trimtab.errors import UserError
-from trimtab.models.hugging_face import ADAPTER, from_pretrained
+from trimtab.models.folder import ADAPTER
+from trimtab.models.hugging_face import from_pretrained
 
 if TYPE_CHECKING:
     from trimtab.api.run import Run

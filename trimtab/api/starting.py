@@ -38,7 +38,7 @@ def train(verb: str, arguments: Arguments, *, on_iteration: "Listener | None" = 
         raise UserError(f"on_iteration takes a function, not {type(on_iteration).__name__}")
     parse_values(TRAINED[verb], arguments.values)  # before a folder is made for it
     with run_folder(verb, arguments.values) as values:
-        options: TrainedOptions = prepared(parse_values(TRAINED[verb], values))
+        options: TrainedOptions = prepared(parse_values(TRAINED[verb], values), arguments.given.aside)
         check_can_be_asked(options, arguments)
         if launches_others(options) and on_iteration is not None:
             raise UserError(

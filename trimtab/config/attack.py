@@ -26,7 +26,7 @@ class AttackedOptions(Options):
     """Model"""
 
     # Unlike --ckpt_path of training, which is where checkpoints are written.
-    ckpt_path: str | None = option(None, place=True)
+    ckpt_path: str | None = option(None, place="path")
     """What is attacked: a folder of checkpoints that training wrote, or a model folder; unset: --pretrain itself."""
     parameterization: str = "policy"
     """How a checkpoint holds the model; policy, a plain one, is the only form there is here."""
@@ -41,7 +41,7 @@ class AttackedOptions(Options):
 class TargetFileOptions(Options):
     """Targets"""
 
-    file_path: str = required("FILE", "a file with the columns goal and target", place=True)
+    file_path: str = required("FILE", "a file with the columns goal and target", place="path")
     """Goals and wanted answers: columns goal and target."""
     scenario: str = option("behaviors", choices=("behaviors", "strings"))
     """behaviors: the suffix follows the goal; strings: there is no goal, only the target."""
@@ -89,7 +89,7 @@ class SuccessOptions(Options):
     """A reply succeeds if its reward is below the threshold (reward), if it holds no phrase of refusal (prefix), or if
     it begins with the target (target). An attack succeeds if one of its replies does."""
     # Unlike in RL, one model and nothing else.
-    reward_pretrain: str | None = option(None, place=True)
+    reward_pretrain: str | None = option(None, place="model")
     """Reward model that judges replies: ours, or any sequence classifier with one score."""
     reward_threshold: float | None = None
     """Replies with a reward below this are bad."""

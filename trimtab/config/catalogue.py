@@ -12,7 +12,7 @@ import typing
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, Literal
 
-from trimtab.config.option import Limits
+from trimtab.config.option import Limits, Place
 from trimtab.config.spellings import aliases_of, meant
 
 
@@ -38,8 +38,8 @@ class Option:
     required: tuple[str, str] | None
     """What stands for its value in the usage line, and in words what to give, if the job cannot start without it."""
     limits: Limits
-    place: bool
-    """A hub name, or a path that must exist."""
+    place: Place | None
+    """A hub name, or a path that must exist: of anything, or of models, separated by commas."""
     needs: tuple[str, Any] | None
     """The option without which this one has no effect, and the value it must have, or None for any."""
     refused: str | None
@@ -91,7 +91,7 @@ def _option(declared: Field, text: str, section: str, aliases: tuple[str, ...]) 
         of_this_call="of_this_call" in declared.metadata,
         required=declared.metadata.get("required"),
         limits=declared.metadata.get("limits", Limits()),
-        place=declared.metadata.get("place", False),
+        place=declared.metadata.get("place"),
         needs=(needs, None) if isinstance(needs, str) else needs,
         refused=declared.metadata.get("refused"),
         always=declared.metadata.get("always", False),

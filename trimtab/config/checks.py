@@ -6,6 +6,7 @@ support.py.
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 from trimtab.config.catalogue import options_of
 from trimtab.config.groups import CallOptions
 from trimtab.config.option import Options
-from trimtab.config.sources import place_exists
+from trimtab.config.sources import check_place, listed
 from trimtab.config.support import refuse_unimplemented
 from trimtab.errors import UserError
 
@@ -41,6 +42,7 @@ def settle(options: Job) -> tuple[Job, list[str]]:
 
 def check(options: Options) -> list[str]:
     """Refuse what cannot be meant; return warnings about what probably is not."""
+    warnings: list[str] = []
     described = options_of(type(options))
     for name, option in described.items():
         if option.required and not getattr(options, name) and not options.may_lack(name):
@@ -49,10 +51,17 @@ def check(options: Options) -> list[str]:
         value = getattr(options, name)
         if value not in option.words and (complaint := option.limits.complaint(value)):
             raise UserError(f"--{name} {complaint}")
-        if option.place and value:
-            place_exists(value, f"--{name}")
-    warnings = [line for check_group in _of_each_group(options, "check") for line in check_group(options)]
+        warnings += [line for place in places(options, name) for line in check_place(place, f"--{name}")]
+    warnings += [line for check_group in _of_each_group(options, "check") for line in check_group(options)]
     return warnings + list(_without_effect(options))
+
+
+def places(options: Options, name: str) -> list[str]:
+    """What an option names that must exist, or be on the hub."""
+    option, value = options_of(type(options))[name], getattr(options, name)
+    if option.place is None or not value:
+        return []
+    return listed(value) if option.place == "model" and not os.path.exists(os.path.expanduser(value)) else [value]
 
 
 def _placed(text: str, options: Options) -> str:

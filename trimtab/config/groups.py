@@ -99,7 +99,7 @@ class LoadOptions(PrecisionOptions):
 class PretrainOptions(LoadOptions):
     """Model"""
 
-    pretrain: str = required("MODEL", "a hub name or a model folder", place=True)
+    pretrain: str = required("MODEL", "a hub name or a model folder", place="model")
     """Model to start from: a hub name or a local folder."""
 
 

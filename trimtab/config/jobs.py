@@ -82,7 +82,7 @@ from trimtab.config.rl_jobs import (
 )
 from trimtab.config.serving import PolicyServerOptions, RewardServerOptions, StepScoreOptions
 from trimtab.config.sharding import ShardingOptions
-from trimtab.config.sources import listed, place_exists
+from trimtab.config.sources import listed
 from trimtab.errors import UserError
 
 _OF_GENERATION = (
@@ -390,8 +390,6 @@ class ServeRMOptions(
         if bool(self.reward_pretrain) == bool(self.reward_verifier):
             raise UserError("give one of --reward_pretrain (a model folder) and --reward_verifier (for example gsm8k)")
         names = listed(self.reward_pretrain)
-        for name in names:
-            place_exists(name, "--reward_pretrain")
         if self.placeholder_token is not None and len(names) != 1:
             raise UserError("--placeholder_token: give one process reward model as --reward_pretrain")
         if self.step_reward == "steps":

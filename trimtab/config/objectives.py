@@ -78,7 +78,7 @@ class StepRewardOptions(Options):
 class ReferenceOptions(Options):
     """Reference"""
 
-    ref_pretrain: str | None = option(None, place=True)
+    ref_pretrain: str | None = option(None, place="model")
     """Reference model; unset: the model itself as it was at the start (with LoRA: without its adapters)."""
     ref_offload: bool = False
     """Keep the reference's weights in main memory and bring them to the device to score."""
@@ -163,7 +163,7 @@ class UnpairedLossOptions(BetaOptions):
 class DistillationOptions(Options):
     """Teacher"""
 
-    teacher_model: str = required("MODEL", "a hub name or a model folder with the same vocabulary", place=True)
+    teacher_model: str = required("MODEL", "a hub name or a model folder with the same vocabulary", place="model")
     """Model to learn from: a hub name or a local folder, with the student's vocabulary."""
     teacher_offload: bool = False
     """Keep the teacher's weights in main memory and bring them to the device to score."""
@@ -187,9 +187,9 @@ class DistillationOptions(Options):
 class MergeOptions(Options):
     """Merge"""
 
-    model_path: str = required("MODEL", "the model the adapter was trained on", place=True)
+    model_path: str = required("MODEL", "the model the adapter was trained on", place="model")
     """Model the adapter was trained on: a hub name or a local folder."""
-    lora_path: str = required("ADAPTER", "the folder of the adapter", place=True)
+    lora_path: str = required("ADAPTER", "the folder of the adapter", place="path")
     """The adapter: --save_path of a run with --lora_rank."""
     output_path: str = required("FOLDER", "a folder for the merged model")
     """Folder for the merged model, in Hugging Face form."""

@@ -7,7 +7,9 @@ option needs to have an effect. What several options say together is said by the
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
+
+Place = Literal["path", "model"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def option(
     at_most: float | None = None,
     below: float | None = None,
     choices: Iterable[Any] | Mapping[Any, str] = (),
-    place: bool = False,
+    place: Place | None = None,
     needs: str | tuple[str, Any] | None = None,
     refused: str | None = None,
     always: bool = False,
@@ -71,12 +73,13 @@ def option(
     """An option with its bounds or choices; of a tuple, those of each value. Options without any are plain defaults.
 
     `choices` that are a mapping: to what each is called, which help says behind it. `place`: a hub name, or a local
-    path that must exist. `needs`: the option without which, or the option and the value without which, this one has no
-    effect. `refused`: why every value but the default is. `always`: a switch for what is always done here. `addresses`:
-    addresses of servers, separated by commas, may be among its values; their credentials are shown nowhere.
+    path that must exist; models are separated by commas. `needs`: the option without which, or the option and the value
+    without which, this one has no effect. `refused`: why every value but the default is. `always`: a switch for what is
+    always done here. `addresses`: addresses of servers, separated by commas, may be among its values; their credentials
+    are shown nowhere.
     """
     limits = Limits(at_least, above, at_most, below, tuple(choices))
-    metadata = {"limits": limits, "place": place, "needs": needs, "refused": refused, "always": always}
+    metadata: dict[str, Any] = {"limits": limits, "place": place, "needs": needs, "refused": refused, "always": always}
     metadata |= {"addresses": addresses, "called": dict(choices) if isinstance(choices, Mapping) else {}}
     return field(default=default, repr=not addresses, metadata=metadata)
 
@@ -97,7 +100,7 @@ def secret(default: Any, bare: str | None = None) -> Any:
     return field(default=default, repr=False, metadata={"secret": True, "bare": bare})
 
 
-def required(shown: str, what: str, place: bool = False) -> Any:
+def required(shown: str, what: str, place: Place | None = None) -> Any:
     """An option without which its job cannot start: `shown` stands for its value in the usage line, `what` says in
     words what to give. Whatever its type says, it is None until it is set, which check refuses."""
     return field(default=None, metadata={"required": (shown, what), "place": place})

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ import yaml
 
 from trimtab.config import paddle_keys
 from trimtab.config.catalogue import Option, find, options_of, suggestion
+from trimtab.config.checks import settle
 from trimtab.config.dump import MARK
 from trimtab.config.estimators import ESTIMATORS
 from trimtab.config.groups import PASS_SIZES, PER_DEVICE, CallOptions, checkpoints_in
@@ -57,8 +59,7 @@ def _with_file(job_class: type[Job], on_the_line: dict[str, Any], words: Iterabl
         _check_verb(job_class, path, text, in_the_file, on_the_line)
     if text.startswith(MARK):
         # A resolved config names every option: those at their defaults are nobody's wish.
-        defaults = options_of(job_class)
-        given = {*on_the_line, *(name for name, value in in_the_file.items() if value != defaults[name].default)}
+        given = {*on_the_line, *_wishes(job_class, in_the_file)}
         if re.fullmatch(rf"{job_class.verb}_\d{{8}}T\d{{6}}", str(in_the_file.get("wandb_run_name"))):
             given -= {"wandb_run_name"} - on_the_line.keys()  # made of the time, where nobody named the run
         if "save_path" in in_the_file and in_the_file.get("ckpt_path") == checkpoints_in(in_the_file["save_path"]):
@@ -68,6 +69,19 @@ def _with_file(job_class: type[Job], on_the_line: dict[str, Any], words: Iterabl
     # Which word was used matters where two mean the same option but not the same step (see BatchOptions).
     given |= {name for name in words if name in PER_DEVICE}
     return job_class(**chosen, given=frozenset(given))
+
+
+def _wishes(job_class: type[Job], resolved: Mapping[str, Any]) -> set[str]:
+    """Options of a resolved config that are neither at their defaults nor what `settle` fills in without them."""
+    defaults = options_of(job_class)
+    wished = {name for name, value in resolved.items() if value != defaults[name].default}
+    for name in sorted(wished):
+        others = {other: value for other, value in resolved.items() if other != name}
+        with suppress(UserError):  # the others cannot do without it
+            settled, _ = settle(job_class(**others, given=frozenset(wished - {name})))
+            if getattr(settled, name) == resolved[name]:
+                wished.remove(name)
+    return wished
 
 
 def _of_paddle(job_class: type[Job], path: str, entries: Sequence[Entry], on_the_line: dict[str, Any]) -> Job:

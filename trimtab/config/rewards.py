@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trimtab.config.option import Options, option
-from trimtab.config.sources import listed, place_exists
+from trimtab.config.sources import listed
 from trimtab.errors import UserError
 
 GIVEN = "given:"
@@ -16,7 +16,7 @@ GIVEN = "given:"
 class TeacherRewardOptions(Options):
     """Rewards"""
 
-    teacher_model: str | None = option(None, place=True)
+    teacher_model: str | None = option(None, place="model")
     """Model to learn from on the policy's own answers (on-policy distillation): each token's reward is how much more
     likely the teacher finds it."""
     teacher_coef: float = option(1.0, needs="teacher_model")
@@ -27,7 +27,7 @@ class TeacherRewardOptions(Options):
 class JudgeOptions(Options):
     """Rewards"""
 
-    reward_pretrain: str | None = None
+    reward_pretrain: str | None = option(None, place="model")
     """Reward models, separated by commas: ours, or any sequence classifiers with one score. Their rewards are added
     up."""
     reward_verifier: str | None = None
@@ -52,8 +52,6 @@ class RewardSourceOptions(JudgeOptions):
 
     def check(self) -> Iterable[str]:
         models, places = listed(self.reward_pretrain), listed(self.remote_rm_url)
-        for model in models:
-            place_exists(model, "--reward_pretrain")
         functions = listed(self.reward_func)
         for place in functions:
             if place.startswith(GIVEN):

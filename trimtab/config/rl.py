@@ -268,7 +268,7 @@ class PolicyLossOptions(Options):
 class CriticOptions(Options):
     """Critic"""
 
-    critic_pretrain: str | None = option(None, place=True)
+    critic_pretrain: str | None = option(None, place="model")
     """Model the critic starts from; unset: the first reward model or, without one or if its tokenizer is another one,
     --pretrain."""
     critic_learning_rate: float = option(9e-6, at_least=0)

@@ -1,17 +1,27 @@
 """What can be said of models and data before any of them is read: of a place, and of a list of sources."""
 
+import gzip
 import os
+from contextlib import suppress
+from pathlib import Path
 
 from trimtab.errors import UserError
 
 DATA_SUFFIXES = {".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt", ".py"}
 FILE_TYPES = {"json", "csv", "parquet", "arrow", "text"}
+SMALL_FILE = 4096
 
 
-def place_exists(place: str, flag: str) -> None:
-    """A hub name passes; a local path must be there."""
-    if looks_like_a_path(place) and not os.path.exists(os.path.expanduser(place)):
+def check_place(place: str, flag: str) -> list[str]:
+    """A local path must be there; a hub name passes, with a warning where it may be a mistyped path."""
+    parent, name = os.path.split(os.path.expanduser(place))
+    if os.path.exists(os.path.join(parent, name)):
+        return []
+    if looks_like_a_path(place):
         raise UserError(f"{flag}: {place} does not exist; check the path")
+    if os.path.isdir(parent):
+        return [f"{flag}: there is no {name} in the folder {parent}, so {place} is taken for a hub name"]
+    return []
 
 
 def looks_like_a_path(text: str) -> bool:
@@ -33,14 +43,31 @@ def check_sources(text: str | None, flag: str) -> list[str]:
             if not os.path.isdir(os.path.expanduser(folder)):
                 raise UserError(f"{flag} {source}: there is no folder {folder}")
             continue
-        parent, name = os.path.split(os.path.expanduser(source))
-        if at or os.path.exists(os.path.join(parent, name)):
-            continue
-        if looks_like_a_path(source):
-            raise UserError(f"{flag}: {source} does not exist; check the path")
-        if os.path.isdir(parent):
-            warnings.append(f"{flag}: there is no {name} in the folder {parent}, so {source} is taken for a hub name")
+        if not at:
+            warnings += check_place(source, flag)
+        with suppress(OSError, EOFError):  # what cannot be read is explained where it is read
+            refuse_empty(Path(source).expanduser())
     return warnings
+
+
+def refuse_empty(path: Path) -> None:
+    """A data file that holds nothing but white space (looked at only in small files), or a folder without files."""
+    if path.is_dir() and not any(path.iterdir()):
+        raise no_data_in(path)
+    if not path.is_file():
+        return
+    size = path.stat().st_size
+    if size and path.suffix == ".gz":
+        with gzip.open(path, "rb") as file:
+            empty = not file.read(SMALL_FILE).strip()
+    else:
+        empty = size < SMALL_FILE and not path.read_bytes().strip()
+    if empty:
+        raise UserError(f"{path} is empty: it holds no rows")
+
+
+def no_data_in(folder: Path) -> UserError:
+    return UserError(f"no data in {folder}: it holds no json, jsonl, csv, parquet or arrow file")
 
 
 def check_mixture(sources: str, shares: str | None, flag: str) -> list[str]:

@@ -28,16 +28,6 @@ def read_text(path: Path) -> str:
         return file.read()
 
 
-def is_empty(path: Path) -> bool:
-    """Nothing but white space (looked at only for small files)."""
-    if path.stat().st_size == 0:
-        return True
-    if path.suffix == ".gz":
-        with gzip.open(path, "rb") as file:
-            return not file.read(4096).strip()
-    return path.stat().st_size < 4096 and not path.read_bytes().strip()
-
-
 def json_fault(path: Path) -> str | None:
     """Where a JSON or JSON-lines file goes wrong ("file, line 3: ..."), or None if every line is an object."""
     try:

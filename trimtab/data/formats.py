@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from trimtab.errors import UserError
 
+SOURCE_COLUMN = "trimtab_source"
+"""Which source a row is from, where there may be several."""
 DEFAULT_INPUT_KEY = "input"
 DEFAULT_OUTPUT_KEYS = (None, "output")  # of different jobs
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
@@ -103,7 +105,12 @@ def require_columns(columns: Sequence[str], keys: Mapping[str, str | None]) -> N
     """`keys` are the columns that options name, by flag."""
     for flag, name in keys.items():
         if name is not None and name not in columns:
-            raise UserError(f"no column '{name}' ({flag}) in the data: found {', '.join(columns)}")
+            raise UserError(f"no column '{name}' ({flag}) in the data: found {', '.join(own_columns(columns))}")
+
+
+def own_columns(columns: Sequence[str]) -> list[str]:
+    """The columns that the data came with."""
+    return [name for name in columns if name != SOURCE_COLUMN]
 
 
 def read_supervised(row: dict[str, Any], columns: SupervisedColumns, where: str) -> SupervisedRecord:

@@ -17,12 +17,20 @@ from trimtab.data import token_cache
 from trimtab.data.building import Arrays, build_store, first_row, settings_of, workers_of
 from trimtab.data.chat import Rendering, in_template
 from trimtab.data.data_report import DataReport
-from trimtab.data.formats import DEFAULT_INPUT_KEY, Message, read_tools, require_columns, text_or_messages
+from trimtab.data.formats import (
+    DEFAULT_INPUT_KEY,
+    SOURCE_COLUMN,
+    Message,
+    own_columns,
+    read_tools,
+    require_columns,
+    text_or_messages,
+)
 from trimtab.data.overlap import beginnings, count_shared
 from trimtab.data.places import Chosen, places_of
 from trimtab.data.post_processing import conditioned
 from trimtab.data.rendering import AnswerRenderer, as_messages
-from trimtab.data.sources import SOURCE_COLUMN, load_rows
+from trimtab.data.sources import load_rows
 from trimtab.data.token_store import content_hash
 from trimtab.data.tokenising import tokenise
 from trimtab.errors import UserError
@@ -155,7 +163,8 @@ class PromptStore:
         self._tokens, self._rows = tokens, rows.select(tokens.rows)
         self._places = Chosen(places_of(rows, "the data"), tokens.rows)
         self.input_key, self._label_key = input_key, label_key
-        self._others = [name for name in rows.column_names if name not in (input_key, SOURCE_COLUMN)]
+        self.column_names = own_columns(rows.column_names)
+        self._others = [name for name in self.column_names if name != input_key]
         self._row = functools.lru_cache(4096)(self._rows.__getitem__)  # the answers to a prompt come close together
 
     def __len__(self) -> int:
@@ -164,8 +173,8 @@ class PromptStore:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hash of the prompts and of all that their rows hold; what a file is called does not matter."""
-        names = [name for name in self._rows.column_names if name != SOURCE_COLUMN]
-        return content_hash(of=self._tokens.fingerprint + token_cache.rows_hash(self._rows.select_columns(names)))
+        rows = self._rows.select_columns(self.column_names)
+        return content_hash(of=self._tokens.fingerprint + token_cache.rows_hash(rows))
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
@@ -202,7 +211,9 @@ class PromptStore:
 
     def unlabelled(self) -> list[int]:
         """The prompts without a label, neither in that column nor, as in verl's data, in `reward_model`."""
-        known = [name for name in (self._label_key, "reward_model") if name and name in self._rows.column_names]
+        known = [name for name in (self._label_key, "reward_model") if name in self.column_names]
+        if not known:  # a dataset without columns has no rows to look at
+            return list(range(len(self)))
         return [i for i, row in enumerate(self._rows.select_columns(known)) if _truth(row, known) is None]
 
     def place(self, index: int) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 import datasets
 from datasets import Dataset, DatasetDict
 
-from trimtab.data.faults import first_line, is_empty, json_fault
+from trimtab.config.sources import no_data_in, refuse_empty
+from trimtab.data.faults import first_line, json_fault
 from trimtab.data.hub import hub_or_cache, looks_like_hub_name
 from trimtab.data.places import InFiles, Numbered, available, joined, remember
 from trimtab.data.unpacking import first_rows, load_within_limit
@@ -89,7 +90,7 @@ def _load_folder(folder: Path) -> dict[str, Dataset]:
         if kind and kind != "text" and path.is_file() and not hidden:
             by_kind.setdefault(kind, {}).setdefault(_split_in_name(path.relative_to(folder)), []).append(path)
     if not by_kind:
-        raise UserError(f"no data in {folder}: it holds no json, jsonl, csv, parquet or arrow file")
+        raise no_data_in(folder)
     parts: dict[str, list[Dataset]] = {}
     for kind, files in by_kind.items():
         for name, rows in _read_files(kind, files).items():
@@ -168,9 +169,7 @@ def _read_files(kind: str, files: dict[str, list[Path]]) -> dict[str, Dataset]:
     every = [path for paths in files.values() for path in paths]
     for path in every:
         with explained(f"cannot read {path}"):
-            empty = is_empty(path)
-        if empty:
-            raise UserError(f"{path} is empty: it holds no rows")
+            refuse_empty(path)
     # The library takes names for patterns.
     data_files = {name: [glob.escape(str(path.resolve())) for path in paths] for name, paths in files.items()}
     try:

@@ -16,6 +16,7 @@ import pyarrow
 from datasets import Dataset
 
 from trimtab.data.faults import first_line
+from trimtab.data.formats import SOURCE_COLUMN
 from trimtab.data.places import Chosen, Interleaved, available, interleave, joined, places_of, remember
 from trimtab.data.readers import agree_on_types, concatenate, explained, load_splits
 from trimtab.errors import UserError
@@ -23,7 +24,6 @@ from trimtab.errors import UserError
 # What `load_rows` read last, so that `load_evaluation_rows` need not run a Python loader or ask the hub again.
 _just_read: dict[tuple[str, str], dict[str, Dataset]] = {}
 
-SOURCE_COLUMN = "trimtab_source"
 SPLIT_FLAGS = {
     "--dataset": "--dataset_split",
     "--eval_dataset": "--eval_split",

@@ -30,7 +30,7 @@ from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import hollow_policy, load_frozen_policy
 from trimtab.models.policy import Policy
 from trimtab.rewards.build import build_reward, contents
-from trimtab.rewards.labels import check_labels
+from trimtab.rewards.columns import check_columns
 from trimtab.rewards.requests import Questions
 from trimtab.rewards.trial import try_reward
 from trimtab.rewards.types import RewardRequest
@@ -66,7 +66,7 @@ def rehearse_generation(options: GenerateOptions) -> list[str]:
     tokenizer = load_job_tokenizer(options)
     options = in_template_of(tokenizer, options)
     store, report = load_prompts(options, tokenizer)
-    check_labels({"prompt": store}, options.reward_verifier, options.label_key)
+    check_columns({"prompt": store}, options)
     rows = prompts_of_iteration(store, options)
     prompts = len(rows)
     tried = try_reward(options, find_device(), tokenizer, store) if is_scored(options) else []
@@ -89,7 +89,7 @@ class Generation:
         options = in_template_of(self.tokenizer, options)
         self.options, self.world, self.stop = options, world, stop
         self.store = self._prompts()
-        check_labels({"prompt": self.store}, options.reward_verifier, options.label_key)
+        check_columns({"prompt": self.store}, options)
         self.rows = prompts_of_iteration(self.store, options)
         seed_everything(options.seed, deterministic=options.full_determinism)
         self.policy, self.weights, self.engine = self._engine(device)

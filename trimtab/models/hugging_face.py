@@ -1,6 +1,5 @@
 """Reading a Hugging Face folder or hub name, with every mistake told in one line that names the option."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from trimtab.data.hub import hub_or_cache, looks_like_hub_name, needs_code, trust_remote_code
+from trimtab.data.hub import hub_or_cache, needs_code, trust_remote_code
 from trimtab.errors import UserError
-from trimtab.files import MARK, is_unfinished
-
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
-
-ADAPTER = "adapter_config.json"
+from trimtab.models.folder import check_looks_like_model, first_line, read_json
 
 
 def from_pretrained(loader: Any, pretrain: str, *, flag: str = "--pretrain", **arguments: Any) -> Any:
@@ -84,25 +79,10 @@ def skeleton(
 
 def check_model_folder(pretrain: str, flag: str = "--pretrain") -> None:
     """Catch the common mistakes with a local folder before a library explains them at length."""
-    folder = Path(pretrain).expanduser()
-    if not folder.exists():
-        if not looks_like_hub_name(pretrain):
-            raise UserError(f"{flag} {pretrain}: no such folder; give a model folder or a hub name (owner/name)")
+    if not check_looks_like_model(pretrain, flag):
         return
-    if not folder.is_dir():
-        raise UserError(f"{flag} {pretrain}: is a file; give the folder that holds config.json and the weights")
-    if is_unfinished(folder):
-        raise UserError(
-            f"{flag} {pretrain}: the run in this folder has not finished, so the model there is an earlier one or not "
-            f"whole; finish the run (--load_checkpoint), or remove the file {MARK} there to use it as it is"
-        )
-    if (folder / ADAPTER).exists() and not (folder / "config.json").exists():
-        raise UserError(f"{flag} {pretrain}: an adapter, not a model; merge it first: {merging(folder, flag)}")
-    if not (folder / "config.json").exists():
-        raise UserError(f"{flag} {pretrain}: no config.json in this folder; is it a Hugging Face model?")
-    if not any(next(folder.glob(pattern), None) for pattern in WEIGHT_FILES):
-        raise UserError(f"{flag} {pretrain}: config.json is there but no weights (*.safetensors); copy them there")
-    _read_json(folder / "config.json", flag)
+    folder = Path(pretrain).expanduser()
+    read_json(folder / "config.json", flag)
     for path in safetensors_files(folder, flag):
         try:
             with safe_open(path, framework="pt"):
@@ -112,33 +92,9 @@ def check_model_folder(pretrain: str, flag: str = "--pretrain") -> None:
             raise UserError(f"{flag} {path}: damaged or missing weights ({reason}); copy the file again") from error
 
 
-def merging(adapter: Path, flag: str) -> str:
-    """The command that makes a model of an adapter."""
-    described = _read_json(adapter / ADAPTER, flag)
-    base = described.get("base_model_name_or_path") or "MODEL"
-    kind = " --is_rm" if described.get("task_type") == "SEQ_CLS" else ""
-    words = f"--model_path {base} --lora_path {adapter} --output_path {adapter}-merged{kind}"
-    return f"trimtab lora-combine {words}"
-
-
 def safetensors_files(folder: Path, flag: str) -> list[Path]:
     """Those that hold a model's weights, in a folder of it; none where they are in other files."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.exists() or not index.exists():
         return [single] if single.exists() else []
-    return [folder / name for name in sorted(set(_read_json(index, flag).get("weight_map", {}).values()))]
-
-
-def _read_json(path: Path, flag: str) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{flag} {path}: not readable as JSON ({first_line(error)})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{flag} {path}: a JSON object is needed")
-    return content
-
-
-def first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return [folder / name for name in sorted(set(read_json(index, flag).get("weight_map", {}).values()))]

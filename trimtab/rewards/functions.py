@@ -42,7 +42,7 @@ class FunctionReward(Calls):
         of its own; there are at least so many processes then, of which those that are needed are started.
         `stuck_reward`: what a single sample gets that exceeds a limit; unset: the run stops.
         """
-        file, self.function = _split(place)
+        file, self.function = split_place(place)
         self.file = Path(file).expanduser().resolve()
         if not self.file.is_file():
             raise UserError(f"reward function {file}: no such file")
@@ -105,6 +105,7 @@ class FunctionReward(Calls):
         return Worker(self.file, self.function, self.seconds, self.memory, self._waiting)
 
 
-def _split(place: str) -> tuple[str, str | None]:
+def split_place(place: str) -> tuple[str, str | None]:
+    """The file of FILE.py or FILE.py:FUNCTION, and the function, if it is named."""
     file, colon, function = place.rpartition(":")
     return (file, function) if colon and file.endswith(".py") else (place, None)

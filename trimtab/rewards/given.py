@@ -39,19 +39,24 @@ def giving(functions: Mapping[str, Function]) -> Iterator[None]:
         _functions.reset(before)
 
 
+def given_function(place: str) -> Function:
+    """The function that an option names."""
+    function = (_functions.get() or {}).get(place.removeprefix(GIVEN))
+    if function is None:
+        raise UserError(
+            f"--reward_func {place} was a function in Python, which this process does not have: give it again as the "
+            "reward, or write it to a file and give FILE.py:FUNCTION"
+        )
+    return function
+
+
 class GivenReward(Calls):
     """The function of this name; see signatures.py for those that are known."""
 
     concurrent = False
 
     def __init__(self, place: str):
-        name = place.removeprefix(GIVEN)
-        function = (_functions.get() or {}).get(name)
-        if function is None:
-            raise UserError(
-                f"--reward_func {place} was a function in Python, which this process does not have: give it again as "
-                "the reward, or write it to a file and give FILE.py:FUNCTION"
-            )
+        name, function = place.removeprefix(GIVEN), given_function(place)
         signature = recognise(function)
         if signature is None:
             raise UserError(f"the parameters of the reward {name} are none of {EXPECTED}")

@@ -6,12 +6,15 @@
 | TRL      | f(prompts, completions, **columns)                                  | a batch     |
 | verl     | compute_score(data_source, solution_str, ground_truth, extra_info)  | one sample  |
 
-Runs in the worker processes of functions.py and imports nothing heavy.
+Runs in the worker processes of functions.py and imports nothing heavy. `read_signature` reads a signature from a file's
+text, without running the file.
 """
 
+import ast
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +29,12 @@ EXPECTED = (
 )
 
 NO_COLUMNS = {"prompt", "completion"}  # TRL gives these as prompts and completions alone
+OFFERED = {
+    "OpenRLHF": {"queries", "prompts", "labels"},
+    "TRL": {"prompts", "completions", "completion_ids", "labels", "trainer_state", "log_extra", "log_metric"},
+    "verl": {"data_source", "solution_str", "ground_truth", "extra_info"},
+}
+"""The arguments that a function gets whatever the data are; TRL's gets their columns besides."""
 
 
 class NotFound(Exception):
@@ -59,6 +68,16 @@ class Signature:
     function: Callable[..., Any]
     parameters: frozenset[str] | None
     """Names it takes; None: any."""
+
+    def lacking(self, columns: Iterable[str]) -> list[str]:
+        """Parameters without a default that it would not get from data with these columns."""
+        offered = OFFERED[self.project] | (set(columns) - NO_COLUMNS if self.project == "TRL" else set())
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return [
+            parameter.name
+            for parameter in inspect.signature(self.function).parameters.values()
+            if parameter.kind in named and parameter.default is parameter.empty and parameter.name not in offered
+        ]
 
     @property
     def batched(self) -> bool:
@@ -130,6 +149,55 @@ def find_signature(module: ModuleType, name: str | None = None) -> Signature:
     if not own:
         raise NotFound(f"there is no function in it whose parameters are {EXPECTED}")
     return next(iter(own.values()))
+
+
+def read_signature(file: Path, name: str | None = None) -> Signature | None:
+    """The signature of `find_signature`, from the text of the file. None: it shows only when the file is run, because
+    a decorator, an import or an assignment may have made the function."""
+    try:
+        statements = ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return None
+    functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
+    made_otherwise: set[str] = set()
+    for statement in statements:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef) and not statement.decorator_list:
+            functions[statement.name] = statement
+        else:
+            made_otherwise |= _names_bound(statement)
+    if "*" in made_otherwise or made_otherwise & {*functions, *((name,) if name else PREFERRED)}:
+        return None
+    stub = ModuleType("stub")
+    for function in functions.values():
+        exec(compile(ast.Module([_without_code(function)], []), str(file), "exec"), vars(stub))
+    try:
+        return find_signature(stub, name)
+    except NotFound:
+        return None
+
+
+def _without_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.stmt:
+    """The function with its parameters alone: no body, no annotations, and None for every default."""
+    for node in ast.walk(function.args):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    function.args.defaults = [ast.Constant(None) for _ in function.args.defaults]
+    function.args.kw_defaults = [default and ast.Constant(None) for default in function.args.kw_defaults]
+    function.body, function.returns = [ast.Pass()], None
+    return ast.fix_missing_locations(function)
+
+
+def _names_bound(statement: ast.stmt) -> set[str]:
+    """Names that a statement of a module may define, those inside functions and classes included."""
+    names: set[str] = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
 
 
 def recognise(function: Callable[..., Any]) -> Signature | None:

@@ -4,26 +4,33 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
-from trimtab.config.checks import settled_and_checked
-from trimtab.config.groups import CallOptions, PrecisionOptions, ProcessOptions
+from trimtab.config.catalogue import options_of
+from trimtab.config.checks import places, settled_and_checked
+from trimtab.config.groups import CallOptions, LoadOptions, PrecisionOptions, ProcessOptions
 from trimtab.config.option import Options
 from trimtab.config.placement import ClusterOptions
 from trimtab.config.support import hardware_problems
 from trimtab.data.hub import trusting
 from trimtab.distributed.launch import STORE_SOCKET
 from trimtab.errors import UserError
+from trimtab.models.folder import check_looks_like_model
 from trimtab.running.speaking import say
 
 Job = TypeVar("Job", bound=CallOptions)
 
 
-def prepared(options: Job) -> Job:
+def prepared(options: Job, unwritten: Path | None = None) -> Job:
     """The options as a run takes them. Oddities are said; what cannot be meant, or not be done here, is a UserError
-    (what a machine lacks is only said in a dry run)."""
+    (what a machine lacks is only said in a dry run). `unwritten`: a folder whose models are written later."""
     name = f"trimtab {options.verb}"
     options, warnings = settled_and_checked(options)
+    check_folders(options, unwritten)
+    asks_here = isinstance(options, LoadOptions) and options.asks("flash_attn") and not on_a_cluster(options)
+    if asks_here and not _accelerators():
+        warnings.append("--flash_attn has no effect on a CPU: attention is torch's own there")
     problems = hardware_problems(options, _accelerators, _lacks)
     if problems and not options.dry_run:
         raise UserError("; ".join(problems))
@@ -34,6 +41,15 @@ def prepared(options: Job) -> Job:
     if isinstance(options, PrecisionOptions) and options.bf16 and not _only_launches(options):
         options = _in_working_precision(options)
     return options
+
+
+def check_folders(options: CallOptions, unwritten: Path | None = None) -> None:
+    """Refuse folders that are seen at a glance not to be models, before anything imports torch. What is inside them is
+    looked at when they are read."""
+    for name, option in options_of(type(options)).items():
+        for place in places(options, name) if option.place == "model" else ():
+            if unwritten is None or unwritten not in Path(place).parents:
+                check_looks_like_model(place, option.flag)
 
 
 @contextmanager

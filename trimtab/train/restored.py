@@ -7,7 +7,7 @@ import torch
 from trimtab.config.groups import LoadOptions
 from trimtab.distributed.device import Device
 from trimtab.errors import UserError
-from trimtab.models.hugging_face import merging
+from trimtab.models.folder import merging
 from trimtab.models.load import load_frozen_policy
 from trimtab.models.policy import Policy
 from trimtab.train.checkpoint import Checkpoints, reading

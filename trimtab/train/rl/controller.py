@@ -14,7 +14,7 @@ from trimtab.distributed.watch import pulse
 from trimtab.distributed.world import World
 from trimtab.models.load import policy_skeleton
 from trimtab.rewards.build import in_words
-from trimtab.rewards.labels import check_labels
+from trimtab.rewards.columns import check_columns
 from trimtab.rollout.types import Sampling
 from trimtab.train.launch import load_job_tokenizer, notes
 from trimtab.train.manifest import make_manifest, settings
@@ -50,7 +50,7 @@ class Controller:
         self.tokenizer = load_job_tokenizer(options)
         self.options, self.world = options, world
         self.stores, self.reports = self._prompts()
-        check_labels(self.stores, options.reward_verifier, options.label_key)
+        check_columns(self.stores, options)
         store = self.stores["train"]
         self.order = order_of_prompts(len(store), options, self.episodes())
         check_drop_last(self.order, options)

@@ -9,7 +9,7 @@ from trimtab.distributed.cluster.layout import table
 from trimtab.distributed.device import find_device
 from trimtab.distributed.staging import Unit
 from trimtab.models.load import policy_skeleton
-from trimtab.rewards.labels import check_labels
+from trimtab.rewards.columns import check_columns
 from trimtab.rewards.requests import Questions
 from trimtab.rewards.trial import try_reward
 from trimtab.rollout.seeds import request_seed
@@ -57,7 +57,7 @@ def rehearse_rl(
         reports["train"].rows_available = min(options.env_rows, options.max_samples)
     if options.pretrain_data:
         load_text(few, tokenizer)
-    check_labels(stores, options.reward_verifier, options.label_key)
+    check_columns(stores, options)
     model = policy_skeleton(options)
     check_model(model, options, stores)
     if options.teacher_model:
