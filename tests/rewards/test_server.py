@@ -13,6 +13,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 
 import httpx
 import pytest
@@ -187,11 +189,34 @@ def test_a_request_without_a_length_is_bounded_too(server):
         for _ in range(10_000):
             yield b"a" * 1000
 
-    try:
-        reply = CLIENT.post(server.url + "/", content=endless())
-        assert reply.status_code == 413
-    except httpx.TransportError:
-        pass  # the server may hang up while we are still sending
+    assert CLIENT.post(server.url + "/", content=endless()).status_code == 413
+    assert CLIENT.post(server.url + "/get_reward", content=GOOD).json()["rewards"] == [1.0, 2.0]
+
+
+def test_a_reward_server_without_a_token_answers_to_this_machine_s_names_only(server):
+    for host, status in (("localhost:7", 200), ("evil.example", 421), ("127.0.0.1.evil.example", 421)):
+        for method, path in (("POST", "/get_reward"), ("GET", "/metrics")):
+            content = GOOD if method == "POST" else None
+            reply = CLIENT.request(method, server.url + path, content=content, headers={"host": host})
+            assert reply.status_code == status, (host, path)
+
+
+def test_a_client_that_sends_far_too_much_reads_why_it_was_refused(server):
+    reply = CLIENT.post(server.url + "/get_reward", content=b"a" * 100_000_000)
+    assert reply.status_code == 413 and "more than 100000 bytes" in reply.text
+    with pytest.raises(urllib.error.HTTPError) as refused:  # a client that sends everything before it reads anything
+        urllib.request.urlopen(server.url + "/get_reward", data=b"a" * 100_000_000)
+    assert refused.value.code == 413 and b"more than 100000 bytes" in refused.value.read()
+
+
+def test_a_client_that_never_stops_sending_is_hung_up_on(server, monkeypatch):
+    monkeypatch.setattr(requests, "MOST_DISCARDED", 1_000_000)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999999999999\r\n\r\n")
+        with pytest.raises(ConnectionError):
+            while True:
+                connection.sendall(b"a" * 100_000)
     assert CLIENT.post(server.url + "/get_reward", content=GOOD).json()["rewards"] == [1.0, 2.0]
 
 
@@ -355,7 +380,7 @@ def test_a_body_that_never_ends_is_refused(monkeypatch):
     monkeypatch.setattr(requests, "BODY_SECONDS", 0.3)
     with running(Numbers()) as server:
         connection = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
-        connection.sendall(b"POST /get_reward HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{")
+        connection.sendall(b"POST /get_reward HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
         said = closed(connection)
     assert said.startswith(b"HTTP/1.1 408") and b"not whole after 0.3 s" in said
 

@@ -1,9 +1,13 @@
 """Every wrong request gets a clear 4xx in the clients' own form, and nobody else notices."""
 
 import json
+import shutil
 import socket
+import subprocess
 import threading
 import time
+import urllib.error
+import urllib.request
 
 import numpy as np
 import pytest
@@ -165,6 +169,58 @@ def test_the_token_is_asked_for_everywhere_but_at_the_health_page():
                 assert server.client.get(path, headers=headers).status_code == 401
         assert server.client.get("/health").status_code == 200
         assert server.post(CHAT, {"messages": HELLO}, {"Authorization": "Bearer secret"}).status_code == 200
+
+
+HOSTS = [
+    "evil.example",
+    "evil.example:8000",
+    "127.0.0.1.evil.example",
+    "localhost.evil.example",
+    "10.0.0.1",
+    "[::2]",
+    "",
+]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_without_a_token_only_this_machine_s_names_are_answered(server, host):
+    """A page of another site whose name leads here since it was loaded (DNS rebinding) sends that name."""
+    server.chat("hm", "/s/rebound/v1/chat/completions", max_tokens=1)
+    for path in ("/s/rebound/trace", "/v1/models", "/metrics"):
+        reply = server.client.get(path, headers={"host": host})
+        assert reply.status_code == 421 and "127.0.0.1 or localhost" in reply.json()["error"]["message"]
+    assert server.post(CHAT, {"messages": HELLO, "max_tokens": 1}, {"host": host}).status_code == 421
+
+
+@pytest.mark.parametrize("host", ["localhost", "LocalHost:99", "127.0.0.1:8000", "127.0.0.2", "[::1]:7"])
+def test_this_machine_s_names_are_answered_with_any_port(server, host):
+    assert server.client.get("/v1/models", headers={"host": host}).status_code == 200
+
+
+def test_with_a_token_a_proxy_may_call_the_server_by_any_name():
+    with running(Scripted(lambda prompt: "x<|im_end|>"), token="secret") as server:
+        headers = {"host": "models.example", "Authorization": "Bearer secret"}
+        assert server.client.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_a_body_of_100_mb_gets_an_answer_that_its_client_reads(server):
+    for headers in ({}, {"Expect": "100-continue"}):
+        reply = server.client.post(CHAT, content=b"a" * 100_000_000, headers=headers)
+        assert reply.status_code == 413 and "more than 200000 bytes" in reply.json()["error"]["message"]
+    with pytest.raises(urllib.error.HTTPError) as refused:  # a client that sends everything before it reads anything
+        urllib.request.urlopen(server.url + CHAT, data=b"a" * 100_000_000)
+    assert refused.value.code == 413 and "more than 200000 bytes" in json.load(refused.value)["error"]["message"]
+    assert server.client.get("/v1/models").status_code == 200
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
+@pytest.mark.parametrize("how", [[], ["-H", "Expect:"]])
+def test_curl_reads_why_its_body_is_too_large(server, tmp_path, how):
+    body = tmp_path / "body"
+    body.write_bytes(b"a" * 100_000_000)
+    command = ["curl", "-sS", *how, "--data-binary", f"@{body}", server.url + CHAT]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "more than 200000 bytes" in json.loads(done.stdout)["error"]["message"]
 
 
 class Holding(Scripted):
@@ -344,7 +400,7 @@ def test_nothing_is_drawn_for_a_client_that_has_gone():
         place = ("127.0.0.1", int(server.url.rpartition(":")[2]))
         body = json.dumps({"prompt": [5], "max_tokens": 500, "ignore_eos": True}).encode()
         with socket.create_connection(place) as connection:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
             until(lambda: server.server.desk.waiting)
         until(lambda: not server.server.desk.waiting)

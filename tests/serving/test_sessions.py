@@ -2,7 +2,12 @@
 
 import json
 
+import pytest
+
 from tests.serving.running import Scripted, engine, running, tokenizer
+from tests.serving.test_fronts import InThreads
+from trimtab.serving.records import TURN, Records
+from trimtab.serving.refusals import NotUnderstood
 
 SAYS = {"role": "assistant"}
 ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
@@ -108,6 +113,46 @@ def test_the_token_of_the_server_is_no_session():
     with running(Scripted(lambda prompt: "x<|im_end|>"), token="secret") as server:
         server.chat("a", headers={"Authorization": "Bearer secret"})
         assert len(server.server.records) == 0
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("token", [None, "secret"])
+def test_private_sessions_are_gone_on_with_and_traced_by_their_secret_names_alone(token, processes):
+    headers = {"Authorization": f"Bearer {token or 'anything'}"}
+    answering = Scripted(lambda prompt: "four<|im_end|>")
+    threads = InThreads(processes) if processes else None
+    with running(answering, token=token, private=True, processes=threads) as server:
+        names = [server.post("/sessions", headers=headers).json()["session"] for _ in range(3)]
+        assert len(set(names)) == 3 and all(len(name) >= 32 for name in names)
+        path = f"/s/{names[0]}/v1/chat/completions"
+        server.chat("hm", path, headers)
+        assert len(server.client.get(f"/s/{names[0]}/trace", headers=headers).json()["turns"]) == 1
+        assert server.client.get(f"/s/{names[1]}/trace", headers=headers).json()["turns"] == []
+        for guess in ("one", names[0][:-1], names[0] + "a", names[0].swapcase(), "%00", "a" * 500):
+            assert server.client.get(f"/s/{guess}/trace", headers=headers).status_code == 404
+            reply = server.post(f"/s/{guess}/v1/chat/completions", {"messages": [asked("hm")]}, headers)
+            assert reply.status_code == 404, guess
+        for named in ({"X-Session-ID": "one"}, {"X-Session-ID": "one", "Authorization": "Bearer secret"}):
+            reply = server.post("/v1/chat/completions", {"messages": [asked("hm")]}, headers | named)
+            assert reply.status_code == 404 and "POST /sessions" in reply.json()["error"]["message"]
+        server.chat("hm", "/v1/chat/completions", headers)  # without a session, as ever
+        assert server.client.get("/trace", headers=headers).status_code == 404
+        assert len(server.server.records) == 3
+        if token is not None:
+            assert server.post("/sessions").status_code == 401
+
+
+def test_sessions_that_are_asked_for_and_never_used_take_no_more_than_their_share():
+    records = Records(most_tokens=10 * TURN, private=True)
+    names = [records.issue() for _ in range(50)]
+    assert len(records) == 10 and records.find(names[-1]) is not None and records.held == 10 * TURN
+    with pytest.raises(NotUnderstood):
+        records.of(names[0])
+
+
+def test_sessions_are_issued_only_where_they_are_private():
+    with running(Scripted(lambda prompt: "four<|im_end|>")) as server:
+        assert server.post("/sessions").status_code == 404
 
 
 def test_requests_in_tokens_are_recorded_behind_what_they_go_on_from():

@@ -86,6 +86,9 @@ class PolicyServerOptions(ServerOptions):
     """Answers that are written at once; others wait."""
     max_waiting: int = option(1024, at_least=1)
     """Requests at once, at work or waiting; beyond them a request gets a 503 and may try again."""
+    private_sessions: bool = False
+    """Sessions have names that the server makes (POST /sessions) and nobody guesses; without such a name a session is
+    neither gone on with nor traced. Unset: whoever has the key may name any session, and read its trace."""
     http_processes: int | None = option(None, at_least=0, at_most=64)
     """Processes that read requests and write replies beside the engine's; 0: its own does; unset: on an accelerator
     half as many as there are cores, at most 8, and 0 on a CPU, whose cores the engine needs."""

@@ -64,13 +64,15 @@ def make_app(
         named = request.path_params.get("session") or request.headers.get("x-session-id")
         if named is None and fields is not None:
             named = fields.text("session_id")
-        if named is None and token is None:
+        if named is None and token is None and not records.private:
             named = bearer_of(request) or None
         if named is not None and len(named) > LONGEST_NAME:
             raise NotUnderstood(f"the session's name has more than {LONGEST_NAME} characters", "session_id")
         return named
 
-    def posted(path: str, answer: Answer) -> list[Route]:
+    def posted(path: str, answer: Answer, *, in_one_place: bool = False) -> list[Route]:
+        """`in_one_place`: where the sessions are, whether one is named or not."""
+
         async def handle(request: Request) -> Response:
             response: Response
             counted = False
@@ -81,7 +83,7 @@ def make_app(
                     fields = Fields(json_object(content), size=len(content))
                     _check_model(fields, policy.name)
                     session = session_of(request, fields)
-                    if elsewhere is not None and session is not None:
+                    if elsewhere is not None and (in_one_place or session is not None):
                         counted, answering = True, elsewhere(request, content)
                     else:
                         answering = answer(fields, session, request)
@@ -136,6 +138,10 @@ def make_app(
             raise NotUnderstood("nothing was drawn in this session, or it is long ago", "session", status=404)
         return JSONResponse({"session": session, "model": policy.name, **record.trace()})
 
+    async def open_session(fields: Fields, session: str | None, request: Request) -> Response:
+        name = records.issue()
+        return JSONResponse({"session": name, "base_url": f"/s/{name}/v1"})
+
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         words = NOT_OFFERED.get(request.url.path)
@@ -155,6 +161,7 @@ def make_app(
         *posted("/inference/v1/generate", asking.generate),
         *posted("/tokenize", asking.tokenize),
         *posted("/detokenize", asking.detokenize),
+        *(posted("/sessions", open_session, in_one_place=True) if records.private else []),
         *got("/v1/models", models, by_all=lambda: True),
         *got("/health", health, for_all=True, by_all=lambda: gate.closed),
         *got("/metrics", page),

@@ -136,7 +136,7 @@ def work(post: socket.socket, listening: socket.socket, policy: ServedPolicy, ab
     """Until told to end."""
     front = Front(about["max_waiting"])
     app = make_app(
-        *(policy, front, Records(), CountedElsewhere(front)),
+        *(policy, front, Records(private=about["private"]), CountedElsewhere(front)),
         token=about["token"],
         max_bytes=about["max_bytes"],
         elsewhere=front.pass_on,

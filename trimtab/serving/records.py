@@ -5,6 +5,7 @@ that it drew. Turns that no other goes on from are the ends of branches.
 """
 
 import hashlib
+import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -166,9 +167,10 @@ def _digest() -> "hashlib.blake2b":
 class Records:
     """Of all sessions. When they hold too much, those are forgotten that were quiet for the longest."""
 
-    def __init__(self, most_tokens: int = MOST_TOKENS, *, invited: bool = False):
-        """`invited`: only sessions that were opened here may be named."""
-        self.most_tokens, self.held, self.invited = most_tokens, 0, invited
+    def __init__(self, most_tokens: int = MOST_TOKENS, *, invited: bool = False, private: bool = False):
+        """`invited`: only sessions that were opened here may be named, and every request names one; `private`: only
+        names that `issue` gave."""
+        self.most_tokens, self.held, self.invited, self.private = most_tokens, 0, invited, private
         self._records: OrderedDict[str, Record] = OrderedDict()
 
     def __len__(self) -> int:
@@ -183,12 +185,24 @@ class Records:
             raise NotUnderstood("there is no such episode, or it is over", "session", status=404)
         if session is None:
             return None
+        if self.private and session not in self._records:
+            words = "this server names sessions itself: POST /sessions gives a name, until it is long unused"
+            raise NotUnderstood(words, "session", status=404)
         record = self._records.setdefault(session, Record())
         self._records.move_to_end(session)
         return record
 
     def open(self, session: str, record: Record) -> None:
         self._records[session] = record
+
+    def issue(self) -> str:
+        """Open a session under a name that nobody can guess."""
+        name, record = secrets.token_urlsafe(24), Record()
+        record.held = TURN  # so that there is a limit to sessions without turns, too
+        self.open(name, record)
+        self.held += record.held
+        self._make_room()
+        return name
 
     def forget(self, session: str) -> None:
         if (record := self._records.pop(session, None)) is not None:
@@ -200,5 +214,8 @@ class Records:
         if record is None or turn.number >= len(record.turns) or record.turns[turn.number] is not turn:
             return
         self.held += turn.held
+        self._make_room()
+
+    def _make_room(self) -> None:
         while self.held > self.most_tokens and not self.invited:
             self.forget(next(iter(self._records)))

@@ -61,6 +61,7 @@ def serve(options: ServeOptions, token: str | None, say: Callable[[str], None], 
             max_bytes=int(options.max_request_mib * 2**20),
             max_waiting=options.max_waiting,
             drain_seconds=options.drain_seconds,
+            private=options.private_sessions,
             processes=processes,
         )
         server.drive(engine)

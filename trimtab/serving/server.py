@@ -34,12 +34,13 @@ class PolicyServer:
         max_waiting: int = MOST_WAITING,
         drain_seconds: float = DRAIN_SECONDS,
         invited: bool = False,
+        private: bool = False,
         processes: FrontProcesses | None = None,
     ):
         """`token`: what requests must bring; `seed`: of requests that bring none; `version`: of the weights; `invited`:
-        only sessions that were opened in this process are answered; `processes`: that have the HTTP side, and are ended
-        with the server."""
-        self.policy, self.metrics, self.records = policy, Metrics(), Records(invited=invited)
+        only sessions that were opened in this process are answered; `private`: the server names sessions itself;
+        `processes`: that have the HTTP side, and are ended with the server."""
+        self.policy, self.metrics, self.records = policy, Metrics(), Records(invited=invited, private=private)
         self.desk = Desk(self.metrics, max_waiting)
         drawing = DrawingHere(self.desk, seed)
         app = make_app(
@@ -60,6 +61,7 @@ class PolicyServer:
                 "vocabulary": policy.house.vocabulary,
                 "most_tokens": policy.most_tokens,
                 "token": token,
+                "private": private,
                 "max_bytes": max_bytes,
                 "max_waiting": max_waiting,
                 "drain_seconds": drain_seconds,

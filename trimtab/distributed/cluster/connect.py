@@ -4,7 +4,9 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import socket
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +14,15 @@ from trimtab.errors import UserError
 
 ADDRESS = "RAY_ADDRESS"  # `ray job submit` sets it for the command that it starts
 TO_ANSWER = 10.0  # seconds for a Ray that is there
+TOKENS = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"  # only the owner of a process can read its environment
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 if not os.environ.get(ADDRESS):
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Its own Ray would listen on every interface of this machine. The name is misleading: it says whether this Ray may
     # have other nodes, and is read when ray is imported.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    if "ray" not in sys.modules:  # it has read this when it was imported; ray.init then turns tokens on by itself
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 import ray  # noqa: E402
 from ray.exceptions import AuthenticationError  # noqa: E402
@@ -35,6 +40,7 @@ def connected() -> Iterator[None]:
             _knock(address)
             ray.init(address=address, **quiet)
         else:
+            _set_token()
             ray.init(address="local", include_dashboard=False, **quiet)
     except AuthenticationError as error:
         raise UserError(
@@ -51,6 +57,13 @@ def connected() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _set_token() -> None:
+    """Give the Ray that this process starts a token unless the user has named one. Ray itself would write one to
+    ~/.ray/auth_token for every user of this machine to read, and whoever has it can run code here."""
+    if not any(name in os.environ for name in TOKENS):
+        os.environ[TOKENS[0]] = secrets.token_hex(32)
 
 
 def _knock(address: str) -> None:

@@ -83,7 +83,7 @@ def _refusal(error: Exception, protocol: Protocol) -> Response:
     match error:
         case Refused():
             status, message = error.status, str(error)
-            headers = {"Connection": "close"} if status == 408 else {}
+            headers = {"Connection": "close"} if status in (408, 413) else {}
         case NotUnderstood() | BadSample():
             status, message = 422, str(error)
         case Overloaded():

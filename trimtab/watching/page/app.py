@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import secrets
 from collections.abc import AsyncIterator, Sequence
@@ -25,6 +24,7 @@ from trimtab.watching.page.document import index_page, run_page
 from trimtab.watching.page.script import SCRIPT
 from trimtab.watching.page.style import STYLE
 from trimtab.web.manners import Gate
+from trimtab.web.requests import names_loopback
 
 HEADERS = {
     "content-security-policy": (
@@ -159,7 +159,7 @@ class Guard:
 
 
 def refusal_of(request: Request) -> Response | None:
-    if not is_own_name(request.headers.get("host", "")):
+    if not names_loopback(request.headers.get("host", "")):
         return PlainTextResponse("this page is for this machine: call it by 127.0.0.1 or localhost\n", 421)
     # Another site may lead a person here, and not look in by itself.
     own = request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")
@@ -170,14 +170,3 @@ def refusal_of(request: Request) -> Response | None:
     if request.method != "GET":
         return PlainTextResponse("only GET is answered\n", 405, {"allow": "GET"})
     return None
-
-
-def is_own_name(host: str) -> bool:
-    """Whether a Host header, of any port, since tunnels have their own, names the loopback address."""
-    name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
-    if name.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
