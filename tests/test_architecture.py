@@ -20,7 +20,9 @@ MAY_IMPORT = {
         "output",
     },
     # What command and function have in common.
-    "running": {"config", "train", "evaluate", "report", "distributed", "data.hub", "models.folder", "errors"},
+    "running": {
+        *("config", "train", "evaluate", "report", "distributed", "data.hub", "models.folder", "errors", "files"),
+    },
     # The same for callers in Python. Who gives options and objects wants everything but the words of a command.
     "api": {
         *("running", "config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded", "data"),

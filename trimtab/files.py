@@ -126,11 +126,7 @@ def locked(flag: str, folder: Path) -> Iterator[None]:
             # Not flock: a child that outlives a killed parent would inherit it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
-            file.seek(0)
-            holder = file.read(200).strip() or "it does not say which"
-            raise UserError(
-                f"--{flag} {folder}: another run is at work there ({holder}); wait for it or give another folder"
-            ) from error
+            raise _in_use(flag, folder) from error
         except OSError as error:
             print(f"warning: {folder}: no lock can be had here ({reason(error)}), so start no second run there")
         with suppress(OSError):  # a full disk: the lock holds all the same
@@ -138,6 +134,18 @@ def locked(flag: str, folder: Path) -> Iterator[None]:
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
         yield
+
+
+def check_free(flag: str, folder: Path) -> None:
+    """Refuse a folder that another process has locked. Who gets the lock is decided in `locked`."""
+    if is_locked(folder):
+        raise _in_use(flag, folder)
+
+
+def _in_use(flag: str, folder: Path) -> UserError:
+    with (folder / LOCK).open(errors="replace") as file:
+        holder = file.read(200).strip() or "it does not say which"
+    return UserError(f"--{flag} {folder}: another run is at work there ({holder}); wait for it or give another folder")
 
 
 @contextmanager

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -5,6 +6,7 @@ import pytest
 
 from trimtab.config.jobs import SFTOptions
 from trimtab.errors import UserError
+from trimtab.files import locked
 from trimtab.running.preparing import prepared
 
 
@@ -65,3 +67,24 @@ def test_a_switch_that_does_nothing_on_a_cpu_is_said_to(monkeypatch, capsys):
     monkeypatch.setattr("trimtab.running.preparing._accelerators", lambda: 1)
     prepared(asks)
     assert capsys.readouterr().err == ""
+
+
+COMMAND = """
+import sys
+from trimtab.cli.main import main
+
+code = main(["sft", "--pretrain", "owner/model", "--dataset", "owner/data", *sys.argv[1:]])
+print("torch" in sys.modules)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("more, flag", [([], "save_path"), (["--save_path", "b", "--load_checkpoint"], "ckpt_path")])
+def test_a_folder_in_use_is_refused_before_torch_is_imported(tmp_path, monkeypatch, more, flag):
+    monkeypatch.chdir(tmp_path)
+    words = ["--save_path", "a", "--ckpt_path", "a", *more]
+    with locked("save_path", tmp_path / "a"):
+        done = subprocess.run([sys.executable, "-c", COMMAND, *words], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "False\n"
+    told = f"--{flag} a: another run is at work there (process {os.getpid()} on"
+    assert done.stderr.count("\n") == 1 and told in done.stderr

@@ -372,6 +372,14 @@ class CheckpointOptions(Options):
     def checkpoint_folder(self) -> str:
         return self.ckpt_path or checkpoints_in(self.save_path)
 
+    @property
+    def own_folders(self) -> dict[str, str]:
+        """The folders in which no other run may be at work, by the options that name them."""
+        folders = {"save_path": self.save_path}
+        if self.load_checkpoint or (self.save_steps > 0 and not self.disable_ds_ckpt):
+            folders["ckpt_path"] = self.checkpoint_folder
+        return folders
+
     def settle(self, changes: dict[str, Any]) -> Iterable[str]:
         changes["ckpt_path"] = self.checkpoint_folder
         return ()

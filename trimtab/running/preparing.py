@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 from trimtab.config.catalogue import options_of
 from trimtab.config.checks import places, settled_and_checked
-from trimtab.config.groups import CallOptions, LoadOptions, PrecisionOptions, ProcessOptions
+from trimtab.config.groups import CallOptions, CheckpointOptions, LoadOptions, PrecisionOptions, ProcessOptions
 from trimtab.config.option import Options
 from trimtab.config.placement import ClusterOptions
 from trimtab.config.support import hardware_problems
 from trimtab.data.hub import trusting
 from trimtab.distributed.launch import STORE_SOCKET
 from trimtab.errors import UserError
+from trimtab.files import check_free
 from trimtab.models.folder import check_looks_like_model
 from trimtab.running.speaking import say
 
@@ -44,12 +45,16 @@ def prepared(options: Job, unwritten: Path | None = None) -> Job:
 
 
 def check_folders(options: CallOptions, unwritten: Path | None = None) -> None:
-    """Refuse folders that are seen at a glance not to be models, before anything imports torch. What is inside them is
-    looked at when they are read."""
+    """Refuse folders that are seen at a glance not to be models, and those that another run has locked, before anything
+    imports torch. What is inside them is looked at when they are read."""
     for name, option in options_of(type(options)).items():
         for place in places(options, name) if option.place == "model" else ():
             if unwritten is None or unwritten not in Path(place).parents:
                 check_looks_like_model(place, option.flag)
+    # Of several processes, the first locks for all.
+    if isinstance(options, CheckpointOptions) and not options.dry_run and os.environ.get("RANK", "0") == "0":
+        for flag, folder in options.own_folders.items():
+            check_free(flag, Path(folder))
 
 
 @contextmanager

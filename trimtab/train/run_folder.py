@@ -36,7 +36,7 @@ class RunFolder:
             if self.world.leads:
                 try:
                     make_way(self.options, self.world.say)
-                    for flag, folder in self._places():
+                    for flag, folder in ((flag, Path(place)) for flag, place in self.options.own_folders.items()):
                         with writing(f"--{flag} {folder}: cannot write there"):
                             locks.enter_context(locked(flag, folder))
                 except UserError as error:
@@ -44,12 +44,6 @@ class RunFolder:
             if told := next((found for found in self.world.gather(problem) if found), None):
                 raise UserError(told)
             yield
-
-    def _places(self) -> Iterator[tuple[str, Path]]:
-        yield "save_path", self.path
-        options = self.options
-        if options.load_checkpoint or (options.save_steps > 0 and not options.disable_ds_ckpt):
-            yield "ckpt_path", Path(options.checkpoint_folder)
 
     def describe(self) -> None:
         """From here on the folder is this run's, and whatever model is in it an earlier one's."""

@@ -42,7 +42,7 @@ def is_loopback(address: str) -> bool:
 
 
 def authorise(request: Request, token: str | None) -> None:
-    """`token`: what requests must bring; None: nothing, but a browser must have been led here by this machine's name."""
+    """`token`: what requests must bring; None: nothing, but they must call a loopback address by such a name."""
     if token is None:
         here, _ = request.scope.get("server") or ("", None)
         if is_loopback(here) and not names_loopback(request.headers.get("host", "")):
