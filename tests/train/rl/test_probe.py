@@ -5,7 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.train.rl.rl_run import arguments, rows, without, write_task
+from trimtab.cli.main import main
 from trimtab.errors import RunFailed
+from trimtab.rollout.builtin.attention import CachedAttention
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.train.rl.learner import Actor
 from trimtab.train.rl.probe import Probe
 
 
@@ -76,3 +81,44 @@ def test_no_number_is_no_agreement():
     engines.differences = [[0.0, float("nan")]]
     with pytest.raises(RunFailed, match="inf at most"):
         probe.measure_start()
+
+
+@pytest.fixture
+def wrong_from(monkeypatch):
+    """An engine whose decoding attends wrongly from this version of the weights on, in a run of so many iterations."""
+
+    def run(version, out, iterations, *more):
+        decode, weights_changed, newest = CachedAttention._decode, BuiltinEngine.weights_changed, [0]
+
+        def changed(self, version):
+            newest[0] = version
+            weights_changed(self, version)
+
+        def wrong(self, current, query, *rest):
+            return decode(self, current, query * (8 if newest[0] >= version else 1), *rest)
+
+        monkeypatch.setattr(BuiltinEngine, "weights_changed", changed)
+        monkeypatch.setattr(CachedAttention, "_decode", wrong)
+        words = without(arguments(write_task(out), out / "run", "grpo", *more), "--eval_dataset")
+        words = [word for word in words if word != "--keep_dropout"]
+        return main([*words, "--max_steps", str(iterations)])
+
+    return run
+
+
+def test_in_fp32_a_wrong_engine_ends_the_run_before_the_first_update(wrong_from, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Actor, "update", lambda *_, **__: pytest.fail("these answers are another policy's"))
+    assert wrong_from(0, tmp_path, 1) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "failed" in line]
+    assert "log-probs of" in line and "in fp32 0.01 is the limit" in line and "use --rollout_engine vllm" in line
+
+
+def test_in_fp32_an_engine_that_becomes_wrong_ends_the_run_too(wrong_from, tmp_path, capsys):
+    assert wrong_from(1, tmp_path, 3) == 1
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+    assert "the tokens of iteration 2 differ" in capsys.readouterr().err
+
+
+def test_in_bf16_a_wrong_engine_raises_an_alarm(wrong_from, tmp_path):
+    assert wrong_from(0, tmp_path, 1, "--bf16") == 0
+    assert any("drift apart" in alarm for alarm in rows(tmp_path / "run")[0]["alarms"])

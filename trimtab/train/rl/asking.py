@@ -38,6 +38,7 @@ class Asking:
         near = rollouts.call("describe")[0]
         found = [near] if reward_models is None else [reward_models.call("describe")[0], near]
         self.exact: bool = near["exact"]
+        self.engine_exact: bool = near["engine_exact"]
         self.in_words = "; ".join(part["rewards_in_words"] for part in found if part["rewards"])
         self.weighing = Weighing(
             [name for part in found for name in part["rewards"]], [w for part in found for w in part["weights"]]

@@ -35,6 +35,7 @@ from trimtab.train.rl.files import RunFiles
 from trimtab.train.rl.iteration import Counters, Iteration, row_of, timed
 from trimtab.train.rl.old_policy import leaves_kl_to_update, scores_old_policy
 from trimtab.train.rl.passes import Passes, counted, totals_of
+from trimtab.train.rl.probe import check_row, check_samples
 from trimtab.train.rl.publishing import publishing_of
 from trimtab.train.rl.recording import Sampled
 from trimtab.train.rl.role_groups import Roles
@@ -69,6 +70,7 @@ class RLRun:
         self.publishing = publishing_of(options, roles, asking.stores["train"], self.passes)
         self.publishing.connect()
         asking.mend = self.mend
+        self.engine_is_checked = False
 
     def speak_to(self, groups: dict[str, Group]) -> None:
         """The same roles, built anew."""
@@ -116,6 +118,8 @@ class RLRun:
                 if row is None:
                     break
                 self.files.write(row)
+                if self.engine_must_agree and not (self.options.keep_dropout or self.options.lora_dropout):
+                    check_row(row)
                 if self.options.save_steps > 0 and self.counters.iteration % self.options.save_steps == 0:
                     self.save()
                 if stop.signal and not self.is_done():
@@ -191,6 +195,9 @@ class RLRun:
         if "age" in figures and experience.versions_N is not None:
             experience.fresh_N = (experience.versions_N == self.counters.iteration).float()
         with self.timed(seconds, "scoring"):
+            if self.engine_must_agree and not self.engine_is_checked:
+                check_samples(experience, self.passes, self.roles.actor)
+                self.engine_is_checked = True
             self.score(experience)
         figures |= self.shape(experience)
         return self.iteration_class(experience, prompts, figures, seconds=seconds)
@@ -213,6 +220,11 @@ class RLRun:
         finally:
             for role in learners:
                 role.call("wake")
+
+    @property
+    def engine_must_agree(self) -> bool:
+        """Whether sampled log-probs are the trainer's but for rounding. A recording may be of other weights."""
+        return self.asking.engine_exact and not self.options.replay
 
     def score(self, experience: Experience) -> None:
         """What the other models say of the sampled tokens."""

@@ -59,7 +59,8 @@ class Rollouts(Role):
     def describe(self) -> dict[str, Any]:
         # Which turns meet in a pass depends on who answers when. So the last bits of what was drawn are not those of a
         # resumed run; the trainer's own are.
-        return {"exact": self.engine.exact and not self.plays, **described(self.rewards)}
+        exact = self.engine.exact
+        return {"engine_exact": exact, "exact": exact and not self.plays, **described(self.rewards)}
 
     def weights_changed(self, *, version: int) -> None:
         self.engine.weights_changed(version)
