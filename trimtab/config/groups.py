@@ -184,7 +184,7 @@ class LoraOptions(Options):
     lora_dropout: float = option(0.0, at_least=0, below=1)
     """Dropout before the adapters."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Names of the modules that get adapters."""
+    """Names of the modules that get adapters; all-linear: linear layers and experts, but not the LM head."""
 
     @property
     def adapts(self) -> bool:

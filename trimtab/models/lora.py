@@ -1,33 +1,80 @@
 """Low-rank adapters through PEFT."""
 
 import contextlib
+import copy
+import re
 from collections.abc import Iterator
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from trimtab.config.groups import LoraOptions
 from trimtab.errors import UserError
+from trimtab.models.hugging_face import first_line
+
+ALL_LINEAR = "all-linear"
 
 
 def add_adapters(model: nn.Module, options: LoraOptions, task_type: str = "CAUSAL_LM") -> nn.Module:
     """The model with fresh adapters; everything else is frozen, but for a reward head (`SEQ_CLS`)."""
     from peft import LoraConfig, get_peft_model
 
-    targets = list(options.target_modules)
+    targets = list(map(str, options.target_modules))
+    unlike = [name for name, module in model.named_modules() if not _is_like_linear(module)]
+    linear = _linear_names(model, unlike)  # before PEFT adapts any of them, should it fail half-way
+    asked = f"--target_modules {' '.join(targets)}"
+    if refused := [name for name in unlike if _is_named(name, targets)]:
+        kind = type(model.get_submodule(refused[0])).__name__
+        raise UserError(f"{asked}: {refused[0]} is a {kind}, to which no adapter fits; give others of {_words(linear)}")
     config = LoraConfig(
         task_type=task_type,
         r=options.lora_rank,
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        exclude_modules=unlike or None,
     )
     try:
         # Adapters keep the working weights' dtype; their fp32 copies belong to the optimiser.
         return get_peft_model(model, config, autocast_adapter_dtype=False)
     except ValueError as error:
-        linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
-        message = f"--target_modules {' '.join(map(str, options.target_modules))}: no such layers in this model"
-        raise UserError(f"{message}; its linear layers are {', '.join(linear)}") from error
+        if targets != [ALL_LINEAR] and not any(_is_named(name, targets) for name, _ in model.named_modules()):
+            raise UserError(f"{asked}: no such layers in this model; its linear layers are {_words(linear)}") from error
+        # "[PEFT:...] Module 'out_proj' is incompatible with ... . Please ...": the sentence that says what is wrong.
+        reason = re.sub(r"^\[.*?\] *", "", first_line(error)).split(". ")[0]
+        working = [name for name in linear if not re.search(rf"\b{re.escape(name)}\b", str(error))]
+        raise UserError(f"{asked}: PEFT refuses it: {reason}; give --target_modules {' '.join(working)}") from error
+
+
+def _is_like_linear(module: nn.Module) -> bool:
+    """False of subclasses of nn.Linear that compute something else: routers that also choose experts, products of
+    groups. PEFT would add a linear layer's adapter to their output."""
+    # Other subclasses are quantised layers, which PEFT knows.
+    of_a_model = type(module).__module__.startswith(("transformers.models.", "transformers_modules."))
+    if not (of_a_model and isinstance(module, nn.Linear)):
+        return True
+    hollow = copy.copy(module)
+    hollow._parameters = {name: p if p is None else p.to("meta") for name, p in module._parameters.items()}
+    try:
+        found = hollow.forward(torch.empty(1, 3, module.in_features, dtype=module.weight.dtype, device="meta"))
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return False
+    return isinstance(found, Tensor) and found.shape == (1, 3, module.out_features)
+
+
+def _linear_names(model: nn.Module, unlike: list[str]) -> list[str]:
+    """Of the layers that adapters fit, as --target_modules takes them."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    found = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
+    return sorted({name.rsplit(".", 1)[-1] for name in found if name not in unlike})
+
+
+def _is_named(name: str, targets: list[str]) -> bool:
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _words(names: list[str]) -> str:
+    return ", ".join(names)
 
 
 def refuse_adapted_experts(model: nn.Module) -> None:
