@@ -63,6 +63,8 @@ FAMILIES = {
     },
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "granite": {"logits_scaling": 4.0},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "mamba": {"state_size": 4},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt_neox": {},
     "opt": {"ffn_dim": 64, "dropout": 0.0, "word_embed_proj_dim": 32},

@@ -16,6 +16,7 @@ from trimtab.config.jobs import RMOptions, SFTOptions
 from trimtab.embedded.sort_task import make_rows
 from trimtab.errors import UserError
 from trimtab.models.merge import merge_adapter
+from trimtab.models.reward import AutoClassifier
 from trimtab.models.save import save_model
 from trimtab.train.rm import RMTask
 from trimtab.train.sft import SFTTask
@@ -88,6 +89,13 @@ def test_a_merged_reward_models_scores_are_those_of_the_adapter(reward):
     torch.testing.assert_close(outputs(merged), expected, atol=1e-5, rtol=1e-5)
     assert (merged.config.mean, merged.config.std) == (0.5, 2.0)
     assert merged.config.pad_token_id == AutoTokenizer.from_pretrained(folder).pad_token_id is not None
+
+
+def test_a_reward_model_whose_class_transformers_does_not_have_is_merged_too(tmp_path):
+    write_adapter(tmp_path, "rm", "granite")
+    merged = AutoClassifier.from_pretrained(merge(tmp_path, is_rm=True))
+    expected = adapted(AutoClassifier, tmp_path)
+    torch.testing.assert_close(outputs(merged), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_bf16_is_the_fp32_sum_rounded_once(causal):

@@ -7,9 +7,11 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers import models as tokenizer_models
 from transformers import (
+    AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaForSequenceClassification,
@@ -18,22 +20,25 @@ from transformers import (
 
 from tests.tiny import tiny_model
 from tests.train.job_run import make_run, preference_rows, write_model, write_rows
+from trimtab.cli.main import main
 from trimtab.config.checks import settle
 from trimtab.config.jobs import RMOptions
 from trimtab.config.parse import parse
 from trimtab.data.batches import TokenBatch
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import find_device
-from trimtab.embedded.sort_task import make_tokenizer
+from trimtab.embedded.sort_task import make_prompts, make_tokenizer
 from trimtab.errors import UserError
-from trimtab.models.load_reward import load_reward_model
+from trimtab.models.load_reward import load_frozen_reward_model, load_reward_model
 from trimtab.models.packed import scoring
-from trimtab.models.reward import RewardModel, rename_head, separate_padding
+from trimtab.models.reward import AutoClassifier, RewardModel, rename_head, separate_padding
 from trimtab.models.save import save_model
 from trimtab.models.selfcheck import choose_path, probing_batch
+from trimtab.train.metrics import read_rows
 from trimtab.train.rm import RMTask
 
 FAMILIES = ["llama", "qwen2", "mistral", "gpt2", "gemma2", "mixtral", "bloom", "opt"]
+WITHOUT_CLASSIFIER = {"granite": "packed", "olmoe": "packed", "mamba": "padded"}  # and how they are run
 END = make_tokenizer().eos_token_id
 RUN = "--apply_chat_template --train_batch_size 4 --micro_train_batch_size 2 --learning_rate 1e-2 --lr_warmup_ratio 0"
 
@@ -166,6 +171,94 @@ def test_a_fresh_head_starts_small_and_a_trained_one_is_kept(tmp_path):
     assert torch.equal(again.model.inner.score.weight, first.model.inner.score.weight)
 
 
+# ---- families that transformers has no classifier for
+
+
+def by_hand(folder, batch: TokenBatch) -> torch.Tensor:
+    """Transformers' backbone of a saved model, its last hidden state, and the head's weight from the file."""
+    backbone = AutoModel.from_pretrained(folder).eval()
+    head = load_file(folder / "model.safetensors")["score.weight"][0]
+    sequences = [batch.sequence(i) for i in range(len(batch.spans))]
+    with torch.no_grad():
+        return torch.stack([backbone(input_ids=s[None]).last_hidden_state[0, -1] @ head for s in sequences])
+
+
+@pytest.mark.parametrize("family", WITHOUT_CLASSIFIER)
+def test_a_family_without_a_classifier_is_scored_by_its_backbone_and_a_head(tmp_path, family):
+    write_model(tmp_path / "model", family)
+    loaded, tokenizer = load(tmp_path / "model")
+    assert loaded.verdict.path == WITHOUT_CLASSIFIER[family], loaded.verdict
+    assert loaded.model.inner.score.weight.std().item() == pytest.approx(1 / 33, rel=0.5)
+    widen_head(loaded.model)
+    save_model(loaded.model, tokenizer, tmp_path / "saved")
+    batch = pairs_sharing_their_prompt()
+    expected = by_hand(tmp_path / "saved", batch)
+    assert expected.std() > 0.05, "scores that differ"
+    torch.testing.assert_close(scores_of(loaded.model, batch), expected, atol=1e-5, rtol=1e-5)
+    for again in (load(tmp_path / "saved")[0], frozen(tmp_path / "saved", tokenizer)):
+        assert torch.equal(scores_of(again.model, batch), scores_of(loaded.model, batch))
+    saved = AutoClassifier.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(alone(saved, batch), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(padded(saved, batch, tokenizer.pad_token_id), expected, atol=1e-5, rtol=1e-5)
+
+
+def frozen(folder, tokenizer):
+    return load_frozen_reward_model(str(folder), RMOptions(), find_device(), tokenizer)
+
+
+def test_the_folder_of_such_a_model_says_whose_head_it_is(tmp_path):
+    """When transformers gets a class of this name, it finds its weights; until then it says that it has none."""
+    write_model(tmp_path / "model", "granite")
+    loaded, tokenizer = load(tmp_path / "model")
+    save_model(loaded.model, tokenizer, tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["architectures"] == ["GraniteForSequenceClassification"] and config["score_head"] == "trimtab"
+    assert not list((tmp_path / "saved").glob("*.py"))
+    before, after = (tensor_names(tmp_path / name / "model.safetensors") for name in ("model", "saved"))
+    assert after - before == {"score.weight"} and before - after <= {"lm_head.weight"}
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+
+
+def test_where_transformers_has_a_classifier_it_is_taken(tmp_path):
+    write_model(tmp_path / "model")
+    loaded, tokenizer = load(tmp_path / "model")
+    assert type(loaded.model.inner) is LlamaForSequenceClassification
+    save_model(loaded.model, tokenizer, tmp_path / "saved")
+    assert "score_head" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+
+
+def test_a_folder_without_its_head_is_refused_in_one_line(tmp_path):
+    write_model(tmp_path / "model", "granite")
+    loaded, tokenizer = load(tmp_path / "model")
+    save_model(loaded.model, tokenizer, tmp_path / "saved")
+    weights = load_file(tmp_path / "saved" / "model.safetensors")
+    for name, expected in (
+        ("score.weight", "a model without a trained score head; make one of it with trimtab rm$"),
+        ("model.norm.weight", "1 weights of this model are not in its files, such as model.norm.weight"),
+    ):
+        left = {key: tensor for key, tensor in weights.items() if key != name}
+        save_file(left, tmp_path / "saved" / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UserError, match=rf"^--reward_pretrain {tmp_path}/saved: {expected}"):
+            frozen(tmp_path / "saved", tokenizer)
+
+
+def test_a_causal_lm_that_no_head_fits_on_is_refused_in_one_line(tmp_path):
+    from transformers import BertConfig, BertLMHeadModel, Emu3Config
+
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    BertLMHeadModel(BertConfig(vocab_size=50, is_decoder=True, **small)).save_pretrained(tmp_path / "bert")
+    Emu3Config().save_pretrained(tmp_path / "emu3")
+    save_file({"unused": torch.zeros(1)}, tmp_path / "emu3" / "model.safetensors", metadata={"format": "pt"})
+    for family, expected in (
+        ("bert", "BertForSequenceClassification is not a decoder with a score head"),
+        ("emu3", "a score head cannot be put on Emu3ForCausalLM; use another model"),
+    ):
+        make_tokenizer().save_pretrained(tmp_path / family)
+        with pytest.raises(UserError, match=rf"^--pretrain {tmp_path}/{family}: {expected}$"):
+            load(tmp_path / family)
+
+
 # ---- after a run
 
 
@@ -239,3 +332,18 @@ def test_an_adapter_folder_loads_with_peft_on_the_base_and_gives_the_same_scores
     assert (adapted - plain).abs().max() > 0.01
     facts = json.loads((folder / "out" / "rewards.json").read_text())
     assert facts["source"] == "training" and facts["std"] > 0
+
+
+def test_a_run_with_a_head_that_transformers_has_no_class_for_gives_a_reward_and_a_critic(tmp_path):
+    """PPO's critic starts as the reward model; without it, as the policy with a new head."""
+    write_model(tmp_path / "model", "granite")
+    write_rows(tmp_path / "train.jsonl", preference_rows(8))
+    write_rows(tmp_path / "prompts.jsonl", make_prompts(4, 1))
+    run = make_run(RMOptions, RMTask, tmp_path, RUN)
+    run.train()
+    fixed = f"ppo --pretrain {tmp_path}/model --prompt_data {tmp_path}/prompts.jsonl --apply_chat_template"
+    sizes = "--max_steps 1 --prompt_max_len 40 --generate_max_len 6 --rollout_batch_size 4 --train_batch_size 4"
+    rewards = {"scored": f"--reward_pretrain {tmp_path}/out", "verified": "--reward_verifier length(0-4)"}
+    for name, reward in rewards.items():
+        assert main(f"{fixed} {sizes} {reward} --save_path {tmp_path}/{name}".split()) == 0
+        assert read_rows(tmp_path / name / "metrics.jsonl")[-1]["critic_loss"] > 0

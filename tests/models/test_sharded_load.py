@@ -24,7 +24,7 @@ from tests.models.splitting import (
 from tests.rewards.encoder import write_encoder
 from tests.tiny import tiny_model
 from trimtab.embedded.sort_task import make_tokenizer
-from trimtab.models.reward import rename_head
+from trimtab.models.reward import AutoClassifier, rename_head
 from trimtab.models.safetensors_stream import SafetensorsStream
 
 KINDS = {
@@ -34,6 +34,7 @@ KINDS = {
     "bf16": ("sft", "llama_tied", "--bf16 --lora_rank 4 --lora_dropout 0.1"),
     "reward": ("rm", "llama", "--lora_rank 2"),
     "renamed head": ("rm", "renamed", "--value_head_prefix value_head"),
+    "head without a class": ("rm", "granite", ""),
     "experts": ("sft", "mixtral", ""),
     "experts under adapters": ("sft", "mixtral", "--lora_rank 2 --target_modules q_proj"),
 }
@@ -51,6 +52,8 @@ def folder(tmp_path_factory):
     reward.save_pretrained(folder / "renamed")
     tokenizer.save_pretrained(folder / "renamed")
     rename_head(folder / "renamed", "score", "value_head")
+    AutoClassifier.from_pretrained(folder / "granite").save_pretrained(folder / "granite_reward")
+    tokenizer.save_pretrained(folder / "granite_reward")
     write_encoder(folder / "encoder")
     return folder
 
@@ -72,6 +75,7 @@ def test_what_is_read_in_parts_is_what_is_loaded_whole_and_split(folder, kind):
         ("sft", "mixtral", ""),
         ("rm", "renamed", "--value_head_prefix value_head --bf16"),
         ("rm", "encoder", ""),
+        ("rm", "granite_reward", ""),
     ],
 )
 def test_a_model_that_only_scores_is_read_in_parts_too(folder, job, family, words):
@@ -124,6 +128,7 @@ def test_pickled_weights_are_read_whole_and_that_is_said(folder, tmp_path):
         pytest.param("rm", "llama", "--value_head_prefix value", 10_000, marks=pytest.mark.long),
         ("rm", "renamed", "--value_head_prefix value_head", 10_000),
         ("rm", "llama_tied", "--bf16 --lora_rank 2", 10_000),
+        ("rm", "granite_reward", "", 10_000),
     ],
 )
 def test_what_all_save_together_is_what_one_saves_that_holds_it_whole(folder, tmp_path, job, family, words, file_bytes):

@@ -9,6 +9,7 @@ from trimtab.data.hub import trusting
 from trimtab.errors import UserError
 from trimtab.models.folder import ADAPTER
 from trimtab.models.hugging_face import from_pretrained
+from trimtab.models.reward import AutoClassifier
 
 if TYPE_CHECKING:
     from trimtab.api.run import Run
@@ -19,7 +20,7 @@ def load_model(run: Run, *, merged: bool = False, **arguments: Any) -> Any:
 
     _check_whole(run)
     options = _options(run)
-    kind = transformers.AutoModelForSequenceClassification if run.job == "rm" else transformers.AutoModelForCausalLM
+    kind = AutoClassifier if run.job == "rm" else transformers.AutoModelForCausalLM
     arguments.setdefault("dtype", "auto")
     with trusting(options.trust_remote_code):
         if not (run.path / ADAPTER).is_file():

@@ -30,7 +30,15 @@ from trimtab.models.load import (
 )
 from trimtab.models.lora import add_adapters
 from trimtab.models.packed import PackedModel
-from trimtab.models.reward import HEAD, RewardModel, but_for_head, initialise_head, not_a_decoder, separate_padding
+from trimtab.models.reward import (
+    HEAD,
+    AutoClassifier,
+    RewardModel,
+    but_for_head,
+    initialise_head,
+    not_a_decoder,
+    separate_padding,
+)
 from trimtab.models.sharded import TrainedModelOptions, shard_frozen
 from trimtab.models.sharded_load import Unfilled, begin
 
@@ -116,21 +124,17 @@ def _stored_head(pretrain: str, options: RewardLoadOptions, flag: str = "--pretr
 def _unfilled_classifier(
     pretrain: str, options: RewardLoadOptions, mesh: Mesh, head: str, flag: str = "--pretrain"
 ) -> Unfilled | None:
-    from transformers import AutoModelForSequenceClassification
-
-    return begin(pretrain, AutoModelForSequenceClassification, options, mesh, flag, head=head, num_labels=1)
+    return begin(pretrain, AutoClassifier, options, mesh, flag, head=head, num_labels=1)
 
 
 def _classifier(
     pretrain: str, options: RewardLoadOptions, device: Device, head: str, flag: str = "--pretrain"
 ) -> tuple[nn.Module, dict]:
     """A sequence classifier with one score, and what loading found."""
-    from transformers import AutoModelForSequenceClassification
-
     arguments = arguments_of(options, device) | {"num_labels": 1}
     if head != HEAD:
         arguments["key_mapping"] = {rf"^{head}\.": f"{HEAD}."}
-    return from_pretrained(AutoModelForSequenceClassification, pretrain, flag=flag, **arguments)
+    return from_pretrained(AutoClassifier, pretrain, flag=flag, **arguments)
 
 
 def _without_head(found: dict) -> bool:
@@ -140,9 +144,7 @@ def _without_head(found: dict) -> bool:
 
 def reward_skeleton(options: TrainedModelOptions, flag: str = "--pretrain") -> RewardModel:
     """`flag`: what the user calls the model."""
-    from transformers import AutoModelForSequenceClassification
-
-    model = skeleton(options.pretrain, AutoModelForSequenceClassification, flag, num_labels=1)
+    model = skeleton(options.pretrain, AutoClassifier, flag, num_labels=1)
     _require_head(model, options.pretrain, flag)
     return RewardModel(add_adapters(model, options, "SEQ_CLS") if options.lora_rank > 0 else model)
 

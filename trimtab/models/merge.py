@@ -10,7 +10,7 @@ from trimtab.errors import UserError
 from trimtab.files import is_unfinished, locked, remove_leftovers, writing
 from trimtab.models.hugging_face import check_model_folder, first_line, from_pretrained, quiet_transformers
 from trimtab.models.load import cast_parameters
-from trimtab.models.reward import REWARDS
+from trimtab.models.reward import REWARDS, AutoClassifier
 from trimtab.models.save import write_folder
 
 
@@ -19,7 +19,7 @@ def merge_adapter(
 ) -> None:
     """The sum is taken in fp32; `bf16` is how it is written."""
     from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     check_model_folder(model_path, "--model_path")
     folder = Path(lora_path).expanduser()
@@ -29,7 +29,7 @@ def merge_adapter(
         raise UserError(f"--lora_path {lora_path}: no adapter_config.json there; give the --save_path of a LoRA run")
     _check_kind(folder / "adapter_config.json", is_rm)
     quiet_transformers()
-    loader, more = (AutoModelForSequenceClassification, {"num_labels": 1}) if is_rm else (AutoModelForCausalLM, {})
+    loader, more = (AutoClassifier, {"num_labels": 1}) if is_rm else (AutoModelForCausalLM, {})
     base = from_pretrained(loader, model_path, flag="--model_path", dtype=torch.float32, **more)
     tokenizer_from = folder if (folder / "tokenizer_config.json").exists() else model_path
     tokenizer = from_pretrained(AutoTokenizer, str(tokenizer_from), flag="--lora_path")

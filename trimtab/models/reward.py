@@ -1,9 +1,16 @@
-"""A sequence classifier with one output seen as a reward model: the score of every sequence at its last token."""
+"""A sequence classifier with one output seen as a reward model: the score of every sequence at its last token.
+
+Transformers has no classifier for about half of its causal LMs. Those get a class made here: the causal LM's own
+backbone, its weights under the same names, and a linear head called `score`. A folder of such a model says
+`"score_head": "trimtab"` in config.json; it holds no code, and transformers' AutoModel reads the backbone of it.
+"""
 
 import copy
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +26,94 @@ from trimtab.models.selfcheck import Verdict
 
 REWARDS = "rewards.json"  # beside the model: every reward of the evaluation pairs, their mean and spread
 HEAD = "score"  # the name Hugging Face's decoder classifiers give their head
+OURS = "trimtab"  # `score_head` in the config.json of a model whose class is made here
+
+
+class AutoClassifier:
+    """AutoModelForSequenceClassification, which also knows causal LMs without a class of that kind."""
+
+    @staticmethod
+    def from_pretrained(pretrain: str, *, num_labels: int = 1, **arguments: Any) -> Any:
+        from transformers import AutoConfig, AutoModelForSequenceClassification
+
+        reading = {name: arguments[name] for name in ("trust_remote_code", "local_files_only") if name in arguments}
+        config = AutoConfig.from_pretrained(pretrain, num_labels=num_labels, **reading)
+        if not _needs_head(config):
+            return AutoModelForSequenceClassification.from_pretrained(pretrain, num_labels=num_labels, **arguments)
+        kind, config = _scored_decoder(config)
+        return kind.from_pretrained(pretrain, config=config, **arguments)
+
+    @staticmethod
+    def from_config(config: Any, *, trust_remote_code: bool = False, **arguments: Any) -> Any:
+        from transformers import AutoModelForSequenceClassification
+
+        if not _needs_head(config):
+            arguments["trust_remote_code"] = trust_remote_code
+            return AutoModelForSequenceClassification.from_config(config, **arguments)
+        kind, config = _scored_decoder(config)
+        return kind._from_config(config, **arguments)
+
+
+Family: Any = object  # the family's PreTrainedModel, which a class gets when it is made
+
+
+class ScoredDecoder(Family):
+    """A causal LM's backbone with a score head. `_make_class` puts it in front of the family's PreTrainedModel."""
+
+    backbone_class: Any
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        config.score_head = OURS
+        setattr(self, self.base_model_prefix, self.backbone_class(config))
+        setattr(self, HEAD, nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False))
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, **arguments: Any) -> Any:
+        """`logits` at the last token of each row that is not padding, where transformers' own classifiers have them."""
+        from transformers.modeling_outputs import SequenceClassifierOutput
+
+        states_STD = self.base_model(input_ids=input_ids, **arguments).last_hidden_state
+        padding = self.config.get_text_config().pad_token_id
+        filled_ST = torch.ones_like(input_ids) if padding is None else (input_ids != padding).long()
+        last_S = filled_ST.shape[1] - 1 - filled_ST.flip(1).argmax(1)
+        rows_S = torch.arange(len(input_ids), device=input_ids.device)
+        return SequenceClassifierOutput(logits=getattr(self, HEAD)(states_STD[rows_S, last_S]))
+
+
+def _needs_head(config: Any) -> bool:
+    """Whether this is a causal LM of transformers that it has no sequence classifier for."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    brings_code = "AutoModelForSequenceClassification" in getattr(config, "auto_map", {})
+    known = brings_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    return not known and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def _scored_decoder(config: Any) -> tuple[Any, Any]:
+    """The class for a model of this configuration, and the configuration that it takes: the text part of one that also
+    reads pictures, where the causal LM takes that."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+    with torch.device("meta"):
+        causal = AutoModelForCausalLM.from_config(config)
+    parts = [(name, part) for name, part in causal.named_children() if isinstance(part, PreTrainedModel)]
+    if type(causal.config) is not type(config):
+        config = config.get_text_config()
+    if len(parts) != 1 or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # the latter could not be loaded again
+        raise ValueError(f"a score head cannot be put on {type(causal).__name__}; use another model")
+    kinds: list[Any] = [type(causal), type(parts[0][1])]
+    return _make_class(*kinds, parts[0][0]), config
+
+
+@functools.cache
+def _make_class(causal: Any, backbone: Any, prefix: str) -> Any:
+    """Named as transformers would name it, with the causal LM's names of weights."""
+    family = next(kind for kind in causal.__mro__ if issubclass(backbone, kind))
+    name = f"{causal.__name__.removesuffix('ForCausalLM')}ForSequenceClassification"
+    content = {"base_model_prefix": prefix, "backbone_class": backbone}
+    # Transformers looks into the file of a class for what can be set of its attention and its experts.
+    return type(name, (ScoredDecoder, family), content | {"__module__": causal.__module__})
 
 
 @dataclass

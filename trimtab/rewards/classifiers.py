@@ -21,7 +21,7 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import check_model_folder, skeleton
 from trimtab.models.load_reward import RewardLoadOptions
-from trimtab.models.reward import HEAD
+from trimtab.models.reward import HEAD, AutoClassifier
 from trimtab.rewards.model import ModelReward, without_end
 from trimtab.rewards.types import RewardRequest
 
@@ -63,9 +63,7 @@ def reading_of(pretrain: str, asked: str | None) -> str:
     if asked or pretrain in KNOWN:
         return asked or KNOWN[pretrain]
     check_model_folder(pretrain, "--reward_pretrain")
-    from transformers import AutoModelForSequenceClassification
-
-    model = skeleton(pretrain, AutoModelForSequenceClassification, "--reward_pretrain", num_labels=1)
+    model = skeleton(pretrain, AutoClassifier, "--reward_pretrain", num_labels=1)
     return "chat" if hasattr(model, HEAD) else "pair"
 
 
