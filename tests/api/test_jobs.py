@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import trimtab
 from tests.api.digits import early_digits
 from tests.api.small import RL, SFT, same_weights, words_of
+from tests.tiny import tiny_model
 from trimtab.cli.main import VERBS
 from trimtab.cli.main import main as command
 from trimtab.config.jobs import TRAINED
@@ -66,24 +67,47 @@ def test_every_training_job_has_its_function_with_help(verb):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "wrong, told",
     [
-        {"learning_rat": 1},
-        {"max_len": "x"},
-        {"max_len": [1]},
-        {"max_epochs": 0},
-        {"train_batch_size": 6, "micro_train_batch_size": 4},
-        {"pretrain": "no/such/folder/at/all"},
+        ({"learning_rat": 1}, "unknown argument learning_rat; did you mean learning_rate=?"),
+        ({"max_len": "x"}, "max_len: takes a whole number, not 'x'"),
+        ({"max_len": [1]}, "max_len: takes a whole number, not [1]"),
+        ({"max_epochs": 0}, "max_epochs is 0: it must be at least 1"),
+        ({"model": "no/such/folder/at/all"}, "model: no/such/folder/at/all does not exist; check the path"),
+        ({"attn_implementation": "flash_attention_2", "load_in_4bit": True}, "add bf16=True"),
     ],
 )
-def test_a_mistake_has_the_words_of_the_command(wrong, task, capsys):
-    given = {"pretrain": f"{task}/model", **SFT, **wrong}
+def test_a_mistake_is_told_in_the_words_of_the_call(wrong, told, task):
+    given = {"model": f"{task}/model", **SFT, **wrong}
     with pytest.raises(trimtab.UserError) as raised:
-        trimtab.sft(given.pop("pretrain"), rows(task / "rows.jsonl"), **given)
-    assert command(["sft", "--pretrain", wrong.get("pretrain", f"{task}/model"), "--dataset", f"{task}/rows.jsonl",
-                    *words_of(SFT), *words_of(wrong)]) == 2  # fmt: skip
-    assert capsys.readouterr().err.endswith(f"trimtab sft: error: {raised.value}\n".replace("[1]", "'[1]'"))
+        trimtab.sft(data=rows(task / "rows.jsonl"), **given)
+    assert str(raised.value).endswith(told) and "--" not in str(raised.value)
     assert not Path("runs").exists()
+
+
+def test_all_unknown_arguments_are_told_at_once_with_what_they_are_called_here(task):
+    strange = {"train_dataset": ["a"], "reward_funcs": [len], "args": object(), "processing_class": object(),
+               "learning_rate": 1e-6, "epsilon_high": 0.28, "temprature": 1.0, "data": "x"}  # fmt: skip
+    with pytest.raises(trimtab.UserError) as raised:
+        trimtab.grpo(f"{task}/model", **strange)
+    told = str(raised.value).split("; ")
+    assert told == [
+        f"unknown arguments {', '.join(strange)}",
+        "TRL's train_dataset is prompts= here",
+        "TRL's reward_funcs becomes reward=[FUNCTION, 'VERIFIER', ...] here",
+        "TRL's args becomes its fields as arguments of the call here",
+        "TRL's processing_class becomes tokenizer= here",
+        "TRL's learning_rate is actor_learning_rate= here",
+        "TRL's epsilon_high becomes eps_clip_low_high=(0.2, 0.28) here",
+        "temprature: did you mean temperature=?",
+        "data: did you mean prompts=?",
+    ]
+
+
+def test_a_loaded_model_under_an_unknown_name_is_told_with_the_others(task):
+    told = "unknown arguments ref_model, args; TRL's ref_model is reference= here"
+    with pytest.raises(trimtab.UserError, match=told):
+        trimtab.dpo(f"{task}/model", "rows.jsonl", ref_model=tiny_model("llama"), args=None)
 
 
 def test_a_folder_that_cannot_be_one_is_told(task):
@@ -103,7 +127,8 @@ def test_a_model_that_is_not_causal_is_refused_in_the_words_of_the_command(task,
     with pytest.raises(trimtab.Error) as raised:
         trimtab.sft("bert", task / "rows.jsonl", **SFT)
     assert command(["sft", "--pretrain", "bert", "--dataset", f"{task}/rows.jsonl", *words_of(SFT)]) == 2
-    assert capsys.readouterr().err.endswith(f"trimtab sft: error: {raised.value}\n")
+    by_the_command = f"trimtab sft: error: {raised.value}\n".replace("model=bert", "--pretrain bert")
+    assert capsys.readouterr().err.endswith(by_the_command)
     assert not Path("runs").exists()
 
 

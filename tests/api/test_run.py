@@ -38,7 +38,7 @@ def test_an_adapter_comes_on_its_base_and_merged_says_the_same(run):
 
 def test_a_folder_without_a_run_is_one_line(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(trimtab.UserError, match="give the --save_path of a run"):
+        with pytest.raises(trimtab.UserError, match="give the save_path= of a run"):
             trimtab.open(folder)
 
 
@@ -80,7 +80,7 @@ def test_a_run_that_a_function_rewarded_wants_it_again(task):
         trimtab.open("out").resume(reward=lambda queries, prompts, labels: 1 / 0)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert trimtab.open("out").resume(reward=early_and_short).finished
-    with pytest.raises(trimtab.UserError, match="unknown option --sed; did you mean --seed"):
+    with pytest.raises(trimtab.UserError, match="unknown argument sed; did you mean seed="):
         trimtab.open("out").resume(reward=early_and_short, sed=1)
 
 

@@ -171,7 +171,7 @@ def test_errors_that_are_each_other_s_causes_are_told_and_not_followed_for_ever(
         assert run_job(SFTOptions, GOOD, failing_with(errors[0])) == 1
         assert first_line(errors[0]) == f"number {length - 1}"
         assert reward_failure(errors[0]) == "number 0"
-        with pytest.raises(RunFailed), in_one_class():
+        with pytest.raises(RunFailed), in_one_class(SFTOptions, {}):
             raise errors[0]
     assert capsys.readouterr().err == "trimtab sft: failed: number 0\n"
 

@@ -42,6 +42,12 @@ def test_every_word_for_a_verb_leads_to_verbs_that_exist():
         ),
         ("sft --max_staleness 4", "TRL's max_staleness has no counterpart in this job"),
         ("sft --beta 1", "TRL's beta has no counterpart in this job"),
+        ("sft --train_dataset x", "TRL's train_dataset is --dataset here"),
+        (
+            "grpo --lr 1 --bogus_thing=3 --beta 0",
+            "unknown options --lr, --bogus_thing, --beta; PyTorch's lr is --",
+        ),
+        ("grpo --lr 1 --bogus_thing=3 --beta 0", "; --bogus_thing: trimtab grpo --help all lists them; TRL's beta is"),
         ("orpo --dataset x", "unknown verb 'orpo'; trimtab dpo --preference_loss orpo is what does this here"),
         ("train", "trimtab sft, dpo, grpo"),
     ],

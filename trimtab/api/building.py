@@ -15,6 +15,7 @@ from trimtab.config.checks import settled_and_checked
 from trimtab.config.learner import LearnerOptions
 from trimtab.config.parse import value_of
 from trimtab.config.support import hardware_problems
+from trimtab.config.words import advice
 from trimtab.data.hub import trusting
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.device import Device, count_accelerators, find_device
@@ -42,9 +43,9 @@ class Built:
 def options_of(model: Any, bf16: bool | None, given: dict[str, Any]) -> LearnerOptions:
     """Checked as those of a command are."""
     taken = LearnerOptions.taken()
-    for name in given:
-        if name not in taken:
-            raise UserError(f"Learner has no option {name!r}; {suggested(name, taken)}")
+    if strange := [name for name in given if name not in taken]:
+        told = ((name, advice(name, taken, in_python=True) or suggested(name, taken)) for name in strange)
+        raise UserError("; ".join(f"Learner has no option {name!r}; {hint}" for name, hint in told))
     known = described(LearnerOptions)
     values = {name: value_of(known[name], value, name) for name, value in given.items()}
     device = find_device()

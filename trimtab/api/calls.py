@@ -1,9 +1,10 @@
 """What the functions of all training jobs do alike."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trimtab.api.arguments import resolved
+from trimtab.api.rewards import argument_names
 from trimtab.api.run import Run
 from trimtab.api.starting import in_one_class, train
 from trimtab.config.jobs import TRAINED
@@ -39,6 +40,7 @@ def start(
     verb: str,
     options: dict[str, Any],
     named: dict[str, Any],
+    names: Mapping[str, str],
     *,
     tokenizer: Any,
     resume: bool,
@@ -47,9 +49,10 @@ def start(
     environment: Any = None,
     tools: Sequence[Callable[..., Any]] = (),
 ) -> Run:
-    """`named`: the arguments that stand for options of these names."""
+    """`named`: the arguments that stand for options of these names; `names`: what the call names them."""
     named["load_checkpoint"] = True if resume else None
-    objects = {"tokenizer": tokenizer, "reward": reward, "environment": environment, "tools": tools}
-    with in_one_class(), resolved(TRAINED[verb], options, named, **objects) as arguments:
+    names = argument_names({**names, "load_checkpoint": "resume"}, reward)
+    objects = {"tokenizer": tokenizer, "reward": reward, "environment": environment, "tools": tools, "names": names}
+    with in_one_class(TRAINED[verb], names), resolved(TRAINED[verb], options, named, **objects) as arguments:
         path = train(verb, arguments, on_iteration=on_iteration)
     return Run(path, functions=arguments.functions)

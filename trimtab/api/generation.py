@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.api.arguments import Arguments, resolved
+from trimtab.api.rewards import argument_names
 from trimtab.api.starting import Hearing, check_can_be_asked, in_one_class, in_words, with_paths, without_keys
 from trimtab.config.dump import redact
 from trimtab.config.jobs import GenerateOptions
@@ -41,7 +42,9 @@ def generate(
     ``trimtab.options("generate")`` lists them, such as ``best_of_n``, ``max_new_tokens`` and ``temperature``.
     """
     named = {"pretrain": model, "dataset": prompts, "output_path": output_path}
-    with in_one_class(), resolved(GenerateOptions, options, named, tokenizer=tokenizer, reward=reward) as arguments:
+    names = argument_names({"pretrain": "model", "dataset": "prompts"}, reward)
+    objects = {"tokenizer": tokenizer, "reward": reward, "names": names}
+    with in_one_class(GenerateOptions, names), resolved(GenerateOptions, options, named, **objects) as arguments:
         home = new_temporary_folder("trimtab-generate")
         try:
             if output_path is None and not options.get("config"):

@@ -25,8 +25,10 @@ from trimtab.api.playing import LIMITS, Asked, play
 from trimtab.api.prompts import Prompt, Prompts
 from trimtab.api.reference import Reference
 from trimtab.api.samples import Episode, Rows, Sample, as_list, temperature_of
+from trimtab.api.starting import in_one_class
 from trimtab.api.suggesting import suggested
 from trimtab.api.turns import Turns
+from trimtab.config.learner import LearnerOptions
 from trimtab.data.tokenizer import texts_of
 from trimtab.distributed.random_state import OwnStream
 from trimtab.envs.types import Message
@@ -81,7 +83,8 @@ class Learner:
         **options: Any,
     ):
         given = options | {"lora_rank": lora_rank, "learning_rate": learning_rate, "seed": seed}
-        built = build(model, tokenizer, options_of(model, bf16, given))
+        with in_one_class(LearnerOptions, {"pretrain": "model"}):
+            built = build(model, tokenizer, options_of(model, bf16, given))
         self._begin(built, None if reference is None else str(reference), own_tokenizer=tokenizer is not None)
 
     def _begin(self, built: Built, reference: str | None, *, own_tokenizer: bool) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.api.arguments import resolved
+from trimtab.api.rewards import argument_names
 from trimtab.api.starting import in_one_class, train
 from trimtab.config.groups import checkpoints_in
 from trimtab.config.jobs import TRAINED
@@ -46,7 +47,8 @@ def resume(
     named = {"config": run.path / OPTIONS, "save_path": run.path, "load_checkpoint": True}
     if reward is None:
         _check_functions(getattr(before, "reward_func", None), functions)
-    with in_one_class(), resolved(TRAINED[run.job], dict(options), named, reward=reward) as arguments:
+    job, names = TRAINED[run.job], argument_names({}, reward)
+    with in_one_class(job, names), resolved(job, dict(options), named, reward=reward, names=names) as arguments:
         if reward is None:
             arguments = replace(arguments, functions=dict(functions))
         train(run.job, arguments, on_iteration=on_iteration)

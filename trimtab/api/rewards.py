@@ -1,5 +1,6 @@
 """Rewards as a caller in Python has them, as the options that say the same."""
 
+import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,6 +39,12 @@ def reward_options(
     return chosen, functions
 
 
+def argument_names(names: Mapping[str, str], reward: Any) -> dict[str, str]:
+    """What a call names its arguments, by option: with what it has for objects that are no option's value."""
+    own = {name: name for name in ("reward", "tokenizer", "on_iteration")}
+    return {**own, **names, **(dict.fromkeys(OPTIONS, "reward") if reward is not None else {})}
+
+
 def _option(reward: Any, functions: dict[str, Callable[..., Any]], given: Given, name: str) -> tuple[str, str]:
     """`name`: of the folder, if it is a model."""
     if is_model(reward):
@@ -61,7 +68,17 @@ def _option(reward: Any, functions: dict[str, Callable[..., Any]], given: Given,
     from trimtab.rewards.verify import KINDS
 
     name = text.partition("(")[0].partition(":")[0].partition(",")[0].strip()
-    return ("reward_verifier" if name in KINDS and not os.path.exists(text) else "reward_pretrain"), text
+    if os.path.exists(os.path.expanduser(text)) or "/" in name:
+        return "reward_pretrain", text
+    if name not in KINDS:
+        close = difflib.get_close_matches(name, KINDS, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise UserError(
+            f"reward {text!r} is neither a verifier nor a folder: {hint}A reward is a function, FILE.py:FUNCTION, a "
+            f"verifier ({', '.join(KINDS)}), a reward model (loaded, a folder or owner/name; a hub name without an "
+            "owner is given as reward_pretrain=), or an address (http://...)"
+        )
+    return "reward_verifier", text
 
 
 def _weights(wanted: Any, count: int) -> list[float | None]:

@@ -207,4 +207,5 @@ def tail(
 def _start(verb: str, arguments: dict[str, Any]) -> Run:
     options = arguments.pop("options")
     places = {"pretrain": "model", "prompt_data": "prompts", "save_path": "save_path"}
-    return start(verb, options, {option: arguments.pop(name) for option, name in places.items()}, **arguments)
+    named = {option: arguments.pop(name) for option, name in places.items()}
+    return start(verb, options, named, places, **arguments)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.api.card import html_card, last_figures
+from trimtab.api.starting import in_one_class
+from trimtab.config.groups import CheckpointOptions
 from trimtab.config.jobs import TRAINED, TrainedOptions
 from trimtab.config.parse import parse_values
 from trimtab.errors import UserError
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 def open(folder: str | os.PathLike[str]) -> Run:
     """The run in this folder: the `save_path` of a function or a command, while it works or afterwards."""
     path = Path(folder).expanduser()
-    read.read_run(path)  # which says what is wrong with a folder that is none
+    with in_one_class(CheckpointOptions, {}):
+        read.read_run(path)  # which says what is wrong with a folder that is none
     return Run(path)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trimtab.api.arguments import Arguments
+from trimtab.api.arguments import Arguments, as_arguments
 from trimtab.api.given import FOLDER, Given
 from trimtab.config.dump import redact
 from trimtab.config.groups import CallOptions
@@ -139,7 +139,11 @@ def without_keys(options: CallOptions) -> Iterator[None]:
 
 class in_one_class:
     """Inside, a fault of the installation is told in our words. Whatever ends a call on purpose leaves without a trace
-    of where we noticed it, and with what a function of the caller's raised, if that was the cause."""
+    of where we noticed it, with what a function of the caller's raised, if that was the cause, and in the words of the
+    call: options are its arguments (`names`: those that are called otherwise)."""
+
+    def __init__(self, job_class: type, names: Mapping[str, str]):
+        self.job_class, self.names = job_class, names
 
     def __enter__(self) -> None:
         pass
@@ -149,6 +153,7 @@ class in_one_class:
             return
         told = in_our_words(error)
         if isinstance(told, Error):
+            told.args = (as_arguments(str(told), self.job_class, self.names),)
             raise told.with_traceback(None) from _raised_by_the_caller(told)
 
 

@@ -147,4 +147,5 @@ def _start(verb: str, arguments: dict[str, Any], **others: str) -> Run:
     """`others`: further arguments that stand for options of other names."""
     options = arguments.pop("options")
     places = {"pretrain": "model", "dataset": "data", "save_path": "save_path", **others}
-    return start(verb, options, {option: arguments.pop(name) for option, name in places.items()}, **arguments)
+    named = {option: arguments.pop(name) for option, name in places.items()}
+    return start(verb, options, named, places, **arguments)

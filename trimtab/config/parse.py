@@ -3,6 +3,7 @@ torch does."""
 
 import argparse
 import dataclasses
+import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,9 +41,10 @@ def parse(job_class: type[Job], argv: Sequence[str]) -> Job:
     return _with_file(job_class, _from_command_line(job_class, argv), map(_name, argv))
 
 
-def parse_values(job_class: type[Job], values: Mapping[str, Any]) -> Job:
-    """The same from values by the options' names, as a caller in Python has them."""
-    return _with_file(job_class, _from_values(job_class, values), values)
+def parse_values(job_class: type[Job], values: Mapping[str, Any], arguments: Mapping[str, str] | None = None) -> Job:
+    """The same from values by the options' names, as a caller in Python has them. `arguments`: the function's own
+    arguments by the options that they stand for."""
+    return _with_file(job_class, _from_values(job_class, values, arguments or {}), values)
 
 
 def _with_file(job_class: type[Job], on_the_line: dict[str, Any], words: Iterable[str]) -> Job:
@@ -139,7 +141,7 @@ def _from_command_line(job_class: type[CallOptions], argv: Sequence[str]) -> dic
     except argparse.ArgumentError as error:
         raise UserError(f"{(error.argument_name or '').split('/')[0]}: {error.message}") from None
     if rest:
-        raise UserError(_not_understood(job_class, rest[0]))
+        raise UserError(_not_understood(job_class, rest))
     known = options_of(job_class)
     return {name: _whole(known[name], value) for name, value in vars(namespace).items()}
 
@@ -177,22 +179,40 @@ def _name(word: str) -> str:
     return _underscored(word).removeprefix("--").partition("=")[0]
 
 
-def _not_understood(job_class: type[CallOptions], word: str) -> str:
+def _not_understood(job_class: type[CallOptions], words: Sequence[str]) -> str:
+    word = words[0]
     if "=" in word and (told := advice(word.partition("=")[0].lstrip("+"), options_of(job_class))):
         return f"{word.partition('=')[0]} is not understood; {told}"
     if word.startswith("-") and word.strip("-"):
         # A value after = may be a key, so only the name is repeated.
-        return _unknown(job_class, word.split("=")[0], word.split("=")[0].lstrip("-"), "--")
+        return unknown(job_class, [word.split("=")[0] for word in words if re.match("--?[A-Za-z]", word)])
     return f"unexpected {word!r}: every value follows its option, and one with spaces needs quotes"
 
 
-def _unknown(job_class: type[CallOptions], shown: str, name: str, prefix: str) -> str:
-    if told := advice(name, options_of(job_class)) or paddle_keys.told(name, options_of(job_class)):
-        return f"unknown option {shown}; {told}"
-    nearest = suggestion(job_class, name)
-    return f"unknown option {shown}; " + (
-        f"did you mean {prefix}{nearest}?" if nearest else f"trimtab {job_class.verb} --help all lists them"
-    )
+def unknown(job_class: type[CallOptions], words: Sequence[str], arguments: Mapping[str, str] | None = None) -> str:
+    """What to say of words that are no options, each with what is meant by it. `arguments`: of the function that they
+    were given to, by the options that these stand for; None: they are on a command line or in a file."""
+    what = "option" if arguments is None else "argument"
+    told = f"unknown {what}{'s' * (len(words) > 1)} {', '.join(words)}"
+    for word in dict.fromkeys(words):
+        name, prefix = word.lstrip("-"), "--" if arguments is not None else word[: len(word) - len(word.lstrip("-"))]
+        options = options_of(job_class)
+        if hint := advice(name, options, in_python=arguments is not None) or paddle_keys.told(name, options):
+            told += f"; {hint}"
+        else:
+            named = f"{word}: " if len(words) > 1 else ""
+            told += f"; {named}{_meant(job_class, name, prefix and '--', arguments)}"
+    return told
+
+
+def _meant(job_class: type[CallOptions], name: str, prefix: str, arguments: Mapping[str, str] | None) -> str:
+    by_argument = {argument: option for option, argument in (arguments or {}).items()}
+    if close := difflib.get_close_matches(name, by_argument, n=1, cutoff=0.7):
+        return f"did you mean {prefix}{by_argument[close[0]]}?"
+    if nearest := suggestion(job_class, name):
+        return f"did you mean {prefix}{nearest}?"
+    listing = f"trimtab {job_class.verb} --help all" if arguments is None else f"trimtab.options({job_class.verb!r})"
+    return f"{listing} lists them"
 
 
 def _from_file(job_class: type[CallOptions], path: str, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -202,7 +222,7 @@ def _from_file(job_class: type[CallOptions], path: str, entries: Sequence[Entry]
         option = find(job_class, key)
         if option is None:
             hint = " (options are not nested)" if isinstance(value, dict) else ""
-            raise UserError(f"{where}: {_unknown(job_class, key, key, '')}{hint}")
+            raise UserError(f"{where}: {unknown(job_class, [key])}{hint}")
         if option.of_this_call:
             raise UserError(f"{where}: {key} belongs on the command line, not in a config file")
         if option.name in chosen:
@@ -214,12 +234,15 @@ def _from_file(job_class: type[CallOptions], path: str, entries: Sequence[Entry]
     return chosen
 
 
-def _from_values(job_class: type[CallOptions], values: Mapping[str, Any]) -> dict[str, Any]:
+def _from_values(
+    job_class: type[CallOptions], values: Mapping[str, Any], arguments: Mapping[str, str]
+) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
+    if strange := [name for name in values if find(job_class, name) is None]:
+        raise UserError(unknown(job_class, strange, arguments))
     for name, value in values.items():
         option = find(job_class, name)
-        if option is None:
-            raise UserError(_unknown(job_class, f"--{name}", name, "--"))
+        assert option is not None
         if option.name in chosen:
             raise UserError(f"--{option.name} is set twice, once as {name}")
         chosen[option.name] = value_of(option, value, f"--{name}")

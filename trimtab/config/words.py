@@ -18,6 +18,8 @@ class Word:
     """The options that lead to the same, with values where they matter."""
     exact: bool = False
     """Ours means the same, value by value."""
+    in_python: str | None = None
+    """What leads to the same in a call from Python, if that is not `ours` as an argument."""
 
     @property
     def options(self) -> list[str]:
@@ -28,7 +30,30 @@ WORDS = (
     # TRL and transformers
     Word("TRL", "beta", "--init_kl_coef", exact=True),  # its GRPO's; DPO and KTO have --beta themselves
     Word("TRL", "kl_coef", "--init_kl_coef", exact=True),
-    Word("TRL", "reward_funcs", "--reward_func FILE.py or --reward_verifier NAME"),
+    Word("TRL", "learning_rate", "--actor_learning_rate", exact=True),
+    Word("PyTorch", "lr", "--learning_rate", exact=True),
+    Word("PyTorch", "lr", "--actor_learning_rate", exact=True),
+    Word("TRL", "train_dataset", "--prompt_data", exact=True),
+    Word("TRL", "train_dataset", "--dataset", exact=True),
+    Word("TRL", "dataset", "--prompt_data", exact=True),
+    Word("TRL", "args", "--config FILE.yaml", in_python="its fields as arguments of the call"),
+    Word("TRL", "processing_class", "--pretrain", in_python="tokenizer="),
+    Word("TRL", "peft_config", "--lora_rank 16 --lora_alpha 32"),
+    Word("TRL", "callbacks", "--use_wandb or --use_tensorboard FOLDER", in_python="on_iteration="),
+    Word("TRL", "formatting_func", "--input_template"),
+    Word("TRL", "model_init_kwargs", "--bf16 --attn_implementation"),
+    Word(
+        "TRL",
+        "reward_funcs",
+        "--reward_func FILE.py or --reward_verifier NAME",
+        in_python="reward=[FUNCTION, 'VERIFIER', ...]",
+    ),
+    Word("TRL", "reward_model", "--reward_pretrain", exact=True, in_python="reward="),
+    Word("TRL", "value_model", "--critic_pretrain", exact=True),
+    Word("TRL", "response_length", "--generate_max_len", exact=True),
+    Word("TRL", "max_seq_length", "--max_len", exact=True),
+    Word("TRL", "use_vllm", "--rollout_engine vllm"),
+    Word("TRL", "mask_truncated_completions", "--mask_truncated", exact=True),
     Word("TRL", "use_peft", "--lora_rank 16"),
     Word("TRL", "load_in_8bit", "--load_in_4bit --bf16"),
     Word("TRL", "per_device_eval_batch_size", "--micro_train_batch_size"),
@@ -176,13 +201,14 @@ VERBS = {
 """Words in the place of a verb, and what is meant."""
 
 
-def advice(word: str, known: Container[str]) -> str | None:
+def advice(word: str, known: Container[str], *, in_python: bool = False) -> str | None:
     """One clause about another tool's word, in a job that has the options `known`; None: no tool calls anything so."""
     found = [entry for entry in WORDS if entry.word == word]
     fitting = next((entry for entry in found if all(name in known for name in entry.options)), None)
     if fitting is not None:
         relation = "is" if fitting.exact else "becomes"
-        return f"{fitting.tool}'s {word} {relation} {fitting.ours} here"
+        ours = fitting.in_python if in_python and fitting.in_python else fitting.ours
+        return f"{fitting.tool}'s {word} {relation} {ours} here"
     if found:
         return f"{found[0].tool}'s {word} has no counterpart in this job ({found[0].ours} is an option of others)"
     return None
