@@ -1,13 +1,12 @@
 """docs/learner.md, run as it stands; and whether its loops do what they say."""
 
 import dataclasses
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.docs.pages import DOCS, blocks
 from trimtab.algos.repulse import kappa, push_down
 from trimtab.config.rl_jobs import TailOptions
 from trimtab.embedded import bad_word_task
@@ -16,11 +15,7 @@ from trimtab.rollout.types import Rollout
 from trimtab.train.rl.experience import Experience
 from trimtab.train.tail.shaping import shape_proposed
 
-PAGE = Path(__file__).parents[2] / "docs" / "learner.md"
-
-
-def blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+PAGE = DOCS / "learner.md"
 
 
 @pytest.fixture(scope="module")
@@ -30,19 +25,19 @@ def ran(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         bad_word_task.write(folder / "toy")
-        for block in blocks():
+        for block in blocks("learner", "python"):
             exec(compile(block, str(PAGE), "exec"), names)
         yield names
 
 
 def test_grpo_has_thirty_lines_and_raises_the_reward(ran):
-    assert len([line for line in blocks()[0].splitlines() if line.strip()]) <= 30
+    assert len([line for line in blocks("learner", "python")[0].splitlines() if line.strip()]) <= 30
     assert len(ran["history"]) == 20
     assert np.mean(ran["history"][-5:]) > np.mean(ran["history"][:5]) + 0.2
 
 
 def test_repulse_has_forty_lines_and_its_numbers_are_those_of_the_tail_job(ran):
-    assert len([line for line in blocks()[1].splitlines() if line.strip()]) <= 40
+    assert len([line for line in blocks("learner", "python")[1].splitlines() if line.strip()]) <= 40
     policy, proposal = ran["policy"], ran["proposal"]
     before = {name: (one.log_probs, one.optim_step) for name, one in (("policy", policy), ("proposal", proposal))}
     gathered = {}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.embedded.test_docs_commands import commands
+from tests.docs.pages import commands
 from tests.tiny import tiny_model
 from tests.train.job_run import write_rows
 from tests.train.rl.rl_run import REWARD, rows

@@ -1,11 +1,8 @@
 """`trimtab watch`: words that are no run, and the commands of its page."""
 
-import re
-import shlex
-from pathlib import Path
-
 import pytest
 
+from tests.docs.pages import commands
 from tests.report.pages import write_rl_run, write_run
 from trimtab.cli.main import main
 
@@ -45,9 +42,7 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "quickstart" / "sft")
     write_rl_run(tmp_path / "quickstart" / "grpo")
-    page = (Path(__file__).parents[2] / "docs" / "watch.md").read_text()
-    (block, *_) = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    first, *others = [shlex.split(line, comments=True) for line in block.splitlines()]
+    first, *others = commands("watch")
     assert first == ["trimtab", "quickstart"] and len(others) >= 3
     for words in others:
         if "--page" not in words:  # that one does not end by itself

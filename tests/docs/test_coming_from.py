@@ -4,12 +4,11 @@ they say of our names and defaults is so."""
 import ast
 import inspect
 import re
-import shlex
-from pathlib import Path
 
 import pytest
 
 import trimtab
+from tests.docs.pages import DOCS, blocks, commands
 from trimtab.config import words
 from trimtab.config.catalogue import find, options_of
 from trimtab.config.checks import check, settle
@@ -17,19 +16,9 @@ from trimtab.config.jobs import JOBS
 from trimtab.config.parse import parse
 from trimtab.config.support import refuse_unimplemented
 
-DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["from_trl", "from_openrlhf", "from_verl", "from_prime_rl"]
 FILES = ("math_reward_func.py", "my_score.py", "gsm8k/train.parquet", "gsm8k/test.parquet")
 """What the commands name and the reader has."""
-
-
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
-
-
-def commands(page: str) -> list[list[str]]:
-    lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
-    return [shlex.split(line) for line in lines if line.strip()]
 
 
 def defaults(page: str) -> str:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.config.every_job import EVERY_JOB
-from tests.embedded.test_docs_commands import DOCS, blocks, commands
+from tests.docs.pages import DOCS, blocks, commands
 from trimtab.cli.main import main
 from trimtab.config.catalogue import find
 from trimtab.envs.types import Task, Turn

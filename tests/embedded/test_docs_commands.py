@@ -1,17 +1,15 @@
 """Every command and every piece of Python in the pages about jobs runs, on few rows."""
 
 import re
-import shlex
 import shutil
-from pathlib import Path
 
 import pytest
 
 from tests.config.every_job import EVERY_JOB
+from tests.docs.pages import DOCS, blocks, commands
 from trimtab.cli.main import main
 from trimtab.config.catalogue import find
 
-DOCS = Path(__file__).parents[2] / "docs"
 FEW = ["--max_samples", "72"]  # two steps at the pages' batch size, the second a small one
 EXTRA = {verb: [*FEW, "--eval_max_samples", "72"] for verb in ("sft", "rm", "prm", "dpo", "kto", "kd")}
 EXTRA |= {"generate": FEW}
@@ -40,15 +38,6 @@ LEFT_BY = {  # page: what its commands must have made
     "performance": ["my-timed-grpo/report.html"],
     "distillation": ["my-student/model.safetensors", "my-third-student/metrics.jsonl"],
 }
-
-
-def blocks(page: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (DOCS / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
-
-
-def commands(page: str) -> list[list[str]]:
-    lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
-    return [shlex.split(line) for line in lines if line.strip() and not line.startswith("#")]
 
 
 @pytest.fixture(scope="module")

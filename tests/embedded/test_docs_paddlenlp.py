@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from tests.embedded.test_docs_commands import DOCS, commands
+from tests.docs.pages import DOCS, commands
 from tests.rewards.running import running
 from trimtab.cli.main import main
 from trimtab.cli.run_rl import main as run_rl

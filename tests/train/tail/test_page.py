@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.embedded.test_docs_commands import commands, folder, quickstarted  # noqa: F401
+from tests.docs.pages import commands
+from tests.embedded.test_docs_commands import folder, quickstarted  # noqa: F401
 from trimtab.cli.main import main
 from trimtab.embedded.bad_word_task import BAD_TOKENS, REWARD, WORDS, make_tokenizer
 
