@@ -131,8 +131,9 @@ def test_the_environment_and_the_model_are_options():
     assert in_options(["--environment", "rg:x"]) == ["--environment", "rg:x"]
 
 
-def test_a_tool_call_is_written_as_a_model_would():
-    assert tool_call("add a=2 b=x") == '<tool_call>{"name": "add", "arguments": {"a": 2, "b": "x"}}</tool_call>'
-    assert tool_call('add {"a": [1]}') == '<tool_call>{"name": "add", "arguments": {"a": [1]}}</tool_call>'
+def test_what_a_person_types_is_a_tool_call():
+    tools = [{"function": {"name": "add", "parameters": {"properties": {"c": {"type": "string"}}}}}]
+    assert tool_call("add a=2 b=x c=3", tools) == ("add", {"a": 2, "b": "x", "c": "3"}), "a text stays one"
+    assert tool_call('add {"a": [1]}', tools) == ("add", {"a": [1]})
     with pytest.raises(UserError, match="no JSON"):
-        tool_call("add {1")
+        tool_call("add {1", tools)

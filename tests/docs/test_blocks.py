@@ -118,6 +118,8 @@ def test_every_command_is_understood_and_reads_only_what_is_there(quickstarted, 
     for path in PAGES:
         made = {"quickstart"}
         for block in blocks_of(path):
+            if named := re.match(r"# (\w+\.py)\n", block.text):  # a file that the reader writes
+                made.add(named.group(1))
             for words in block.commands():
                 if (told := mistake(words, made, understood, capsys)) is not None:
                     wrong.append(f"{block.place}: {shlex.join(words)}: {told}")
@@ -136,7 +138,7 @@ def mistake(words: list[str], made: set[str], understood, capsys) -> str | None:
         told = None if known else f"the Makefile has no {rest[0]}"
     elif modules:
         told = None if find_spec(modules[0]) else f"there is no module {modules[0]}"
-    elif program == "python" and rest[0].endswith(".py"):
+    elif program == "python" and rest[0].endswith(".py") and rest[0] not in made:
         told = of_script(PROJECT / rest[0], rest[1:])
     inputs = [word for before, word in zip(words, rest) if before not in OUTPUTS]
     made |= {word.removeprefix("./").split("/")[0] for before, word in zip(words, rest) if before in OUTPUTS}

@@ -2,8 +2,12 @@ import json
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
+from trimtab.agents.appending import Appending
+from trimtab.agents.parsing import Parsing
 from trimtab.embedded import sort_task
+from trimtab.envs.schemas import schema
 from trimtab.evaluate.answers import answer
 
 
@@ -40,6 +44,57 @@ def test_chat_template_marks_exactly_the_answer_and_its_end(tokenizer):
     marked = [token for token, mask in zip(encoded["input_ids"], encoded["assistant_masks"]) if mask]
     assert tokenizer.decode(encoded["input_ids"]) == "<user>sort 31><assistant>13<eos><user>sort 90><assistant>09<eos>"
     assert tokenizer.decode(marked) == "13<eos>09<eos>"
+
+
+def test_without_tools_a_conversation_is_its_texts_between_the_marks_of_turns(tokenizer):
+    """The tokens that the quickstart trains on."""
+    for row in [*sort_task.make_rows(200, seed=0), *sort_task.make_rows(50, seed=0, held_out=True)]:
+        prompt, answer = sort_task.prompt_of(row), sort_task.reference_of(row)
+        expected = ["<user>", *prompt, "<assistant>", *answer, "<eos>"]
+        encoded = tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
+        assert encoded["input_ids"] == tokenizer.convert_tokens_to_ids(expected)
+        assert sum(encoded["assistant_masks"]) == len(answer) + 1
+
+
+def pick(place: int, how: str = "left") -> str:
+    """Pick a digit."""
+    return f"{place} {how}"
+
+
+@pytest.fixture
+def loaded(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    return AutoTokenizer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("arguments", [{"place": 3}, {"place": 0, "how": "from 2.5 on"}, {"how": "12"}, {}])
+def test_a_tool_call_is_written_in_the_model_s_characters_and_read_again(loaded, arguments):
+    parsing = Parsing(loaded, [schema(pick)])
+    text = parsing.written("pick", arguments)
+    ids = loaded.encode(f"{text}<eos>", add_special_tokens=False)
+    assert loaded.unk_token_id not in ids and len(ids) == len(text) + 1
+    prompt = loaded.encode("<user>go><assistant>", add_special_tokens=False)
+    message = parsing.message(ids, prompt, [loaded.eos_token_id])
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": "pick", "arguments": arguments}]
+
+
+@pytest.mark.parametrize("text", ["134", "call ", "call pick", "call >", "recall"])
+def test_what_is_no_tool_call_stays_text(loaded, text):
+    parsing = Parsing(loaded, [schema(pick)])
+    ids = loaded.encode(f"{text}<eos>", add_special_tokens=False)
+    assert parsing.message(ids, loaded.encode("<assistant>"), [loaded.eos_token_id]).get("tool_calls") is None
+
+
+def test_tools_and_their_results_are_appended_to_a_conversation(loaded):
+    appending = Appending(loaded, [schema(pick)], [loaded.eos_token_id])  # which proves that it can be
+    call = {"id": "call_0", "type": "function", "function": {"name": "pick", "arguments": {"place": 3}}}
+    messages = [{"role": "user", "content": "go>"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    result = [{"role": "tool", "name": "pick", "tool_call_id": "call_0", "content": "7"}]
+    opening, after = appending.opening(messages[:1]), appending.after(result, ended=True)
+    assert loaded.decode(opening) == "<user>tools pick place how><user>go><assistant>"
+    assert loaded.decode(after) == "<user>result 7><assistant>"
+    whole = loaded.apply_chat_template([*messages, *result], tools=[schema(pick)], add_generation_prompt=True)
+    assert whole["input_ids"] == [*opening, *loaded.encode("call pick place 3><eos>"), *after]
 
 
 def test_generation_prompt_is_the_beginning_of_the_whole_conversation(tokenizer):

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from trimtab.data.chat import ChatRenderer
 from trimtab.envs.types import Message
 
 # Sought one after the other: one pattern for both would go back and forth in what a model draws that ends nothing.
@@ -38,6 +39,21 @@ class Parsing:
         if getattr(self.tokenizer, "response_template", None) is not None:
             found = self._by_template(list(ids), list(prefix))
         return self.hermes(text) if found is None else found, text
+
+    def written(self, name: str, arguments: dict[str, Any]) -> str:
+        """A call as the model writes it: what `turn` reads."""
+        if getattr(self.tokenizer, "response_template", None) is None:
+            return f"{CALL}{json.dumps({'name': name, 'arguments': arguments})}{CALLED}"
+        renderer = ChatRenderer(self.tokenizer)
+        asked: Message = {"role": "user", "content": ""}
+        call: Message = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [_call(0, {"name": name, "arguments": arguments})],
+        }
+        opening = renderer.render_prompt([asked])
+        whole = renderer.render_text([asked, call])
+        return whole.removeprefix(opening).partition(self.tokenizer.eos_token)[0]
 
     def hermes(self, text: str) -> Message:
         message: Message = {"role": "assistant"}

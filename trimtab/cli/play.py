@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from trimtab.cli.run import run_job
@@ -54,7 +54,7 @@ def play(options: PlayOptions) -> None:
     asking = Asking()
     playing = Playing(options, asking.ask)
     view = View(playing, tokens=options.tokens)
-    asking.tools = playing.about.tools
+    asking.tools, asking.written = playing.about.tools, playing.written
     try:
         view.introduce()
         if playing.by_person and sys.stdin.isatty():
@@ -87,6 +87,7 @@ class Asking:
 
     def __init__(self) -> None:
         self.tools: list[dict] = []
+        self.written: Callable[[str, dict], str] = lambda name, arguments: name
 
     def ask(self) -> str:
         while True:
@@ -102,16 +103,18 @@ class Asking:
                 say("\n".join(_described(tool) for tool in self.tools) or "it has none")
             elif words.startswith("/"):
                 try:
-                    return tool_call(words[1:])
+                    return self.written(*tool_call(words[1:], self.tools))
                 except UserError as error:
                     say(f"trimtab play: {error}")
             else:
                 return words
 
 
-def tool_call(words: str) -> str:
-    """`NAME {JSON}` or `NAME key=value ...` as a model would write it."""
+def tool_call(words: str, tools: Sequence[dict]) -> tuple[str, dict]:
+    """Name and arguments of `NAME {JSON}` or `NAME key=value ...`."""
     name, _, rest = words.partition(" ")
+    functions = [tool["function"] for tool in tools if tool["function"]["name"] == name]
+    types = functions[0]["parameters"]["properties"] if functions else {}
     if rest.lstrip().startswith("{"):
         try:
             arguments = json.loads(rest)
@@ -121,11 +124,13 @@ def tool_call(words: str) -> str:
         pairs = [word.partition("=") for word in rest.split()]
         if not all(equals for _, equals, _ in pairs):
             raise UserError(f"/{name}: write its arguments as key=value, or as JSON in braces")
-        arguments = {key: _value(text) for key, _, text in pairs}
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+        arguments = {key: _value(text, types.get(key, {}).get("type")) for key, _, text in pairs}
+    return name, arguments
 
 
-def _value(text: str):
+def _value(text: str, kind: object):
+    if kind == "string":
+        return text
     try:
         return json.loads(text)
     except ValueError:

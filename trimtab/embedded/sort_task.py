@@ -28,15 +28,39 @@ if TYPE_CHECKING:
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 >.,?"
 CHAT_TEMPLATE = (
+    "{%- if tools -%}<user>tools{% for tool in tools %}{{ ',' if not loop.first }} {{ tool.function.name }}"
+    "{% for name in tool.function.parameters.properties %} {{ name }}{% endfor %}{% endfor %}>{%- endif -%}"
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'user' -%}<user>{{ message['content'] }}"
+    "{%- elif message['role'] == 'tool' -%}<user>result {{ message['content'] }}>"
     "{%- elif message['role'] == 'assistant' -%}"
-    "<assistant>{% generation %}{{ message['content'] }}<eos>{% endgeneration %}"
-    "{%- else -%}{{ raise_exception('this model knows only user and assistant turns, not ' + message['role']) }}"
+    "<assistant>{% generation %}{{ message['content'] or '' }}"
+    "{%- for call in message['tool_calls'] or [] -%}call {{ call.function.name }}"
+    "{%- for name, value in call.function.arguments.items() -%}"
+    "{{ ' ' if loop.first else ', ' }}{{ name }} {{ value if value is string else value | tojson }}"
+    "{%- endfor -%}>{%- endfor -%}"
+    "<eos>{% endgeneration %}"
+    "{%- else -%}{{ raise_exception('this model knows only user, assistant and tool turns, not ' + message['role']) }}"
     "{%- endif -%}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}<assistant>{%- endif -%}"
 )
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<assistant>",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"call (?P<name>[a-z0-9]+)(?: |(?=>))",
+            "close_pattern": r">",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"(?P<key>[a-z0-9]+) (?P<value>[^,]*)(?:, |$)"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close_pattern": r"<eos>", "content": "text"},
+    },
+}
+"""How the model calls tools, in its few characters: `call NAME PARAMETER VALUE, PARAMETER VALUE>`."""
 
 SHORTEST, LONGEST = 5, 8
 LONGEST_ANSWER_TOKENS = LONGEST + 1  # the digits and the end of the turn
@@ -60,6 +84,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         decoders.Fuse(),
         additional_special_tokens=["<user>", "<assistant>"],
         chat_template=CHAT_TEMPLATE,
+        response_template=RESPONSE_TEMPLATE,
         model_max_length=256,
         clean_up_tokenization_spaces=False,
     )

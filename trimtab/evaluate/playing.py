@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trimtab.agents.parsing import Parsing
 from trimtab.config.jobs import PlayOptions
 from trimtab.data.chat import ChatRenderer
 from trimtab.data.sources import load_rows
@@ -83,6 +84,10 @@ class Playing:
         seed_everything(options.seed, deterministic=options.full_determinism)
         policy = load_frozen_policy(options.pretrain, options, find_device(), flag="--pretrain").model
         return build_engine(policy, self.tokenizer, slots=1), stop_tokens(policy, self.tokenizer)
+
+    def written(self, name: str, arguments: dict[str, Any]) -> str:
+        """The call of a tool in the player's tokens."""
+        return Parsing(self.tokenizer, self.about.tools).written(name, arguments)
 
     def tasks(self) -> list[Task]:
         """One for each episode, from --row on; after the last row comes the first."""
