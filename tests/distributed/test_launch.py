@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.crash import is_alive
-from trimtab.distributed.launch import _was_asked, launch
+from trimtab.distributed.launch import _signal_in_words, _was_asked, launch
 
 CRASH = "tests.distributed.crash"
 
@@ -24,7 +24,23 @@ def test_one_that_fails_takes_the_others_down_at_once(capfd, rank, what, code):
     if what == "refuse":
         assert "error: a mistake" in shown
     if what == "kill":
-        assert f"process {rank} was ended by signal 9" in shown
+        why = "the system was short of memory, as its log says (dmesg), or somebody or a scheduler ended it"
+        assert f"process {rank} was ended by signal 9 (SIGKILL: {why})\n" in shown
+
+
+def test_after_a_killed_process_the_last_line_says_where_to_go_on(capfd):
+    def go_on() -> str:
+        return "the last checkpoint is here"
+
+    assert launch(CRASH, ["1", "kill"], 2, go_on=go_on) == 137
+    assert capfd.readouterr().err.endswith(" or a scheduler ended it)\nthe last checkpoint is here\n")
+    assert launch(CRASH, ["1", "refuse"], 2, go_on=go_on) == 2
+    assert "here" not in capfd.readouterr().err, "one that could speak has said all"
+
+
+@pytest.mark.parametrize("number, words", [(11, "11 (SIGSEGV: native code"), (1, "1 (SIGHUP)"), (99, "99")])
+def test_a_signal_is_told_with_its_name_and_usual_cause(number, words):
+    assert _signal_in_words(number).startswith(words)
 
 
 def test_the_first_process_is_named_even_if_others_die_of_its_death(tmp_path, capfd):

@@ -17,7 +17,9 @@ import pytest
 
 from tests.rewards.samples import request_of
 from trimtab.errors import UserError
+from trimtab.processes import within
 from trimtab.processes.waiting import GivenUp, Waiting
+from trimtab.processes.within import MOST_PRINTED, PRINTED_A_SECOND
 from trimtab.rewards.functions import FunctionReward
 from trimtab.rewards.types import RewardFailed, RewardRequest
 
@@ -407,3 +409,46 @@ def test_no_more_processes_are_started_than_are_needed_at_once(reward_of):
     )
     assert len({reward(request_of(["x"])).rewards[0] for _ in range(12)}) == 1
     assert "up to 9 processes" in str(reward)
+
+
+PRINTS = """
+import os, sys
+
+def reward_func(queries, prompts, labels):
+    print("seen first")
+    for _ in range(500):
+        os.write(1, b"noise " * 20_000)
+        sys.stderr.write("more noise" * 1_000)
+    return [len(query) for query in queries]
+"""
+
+
+def test_what_a_function_prints_is_shown_up_to_a_limit(reward_of, capfd):
+    reward = reward_of(PRINTS)
+    for _ in range(2):
+        assert len(reward(request_of(["a", "b"]))) == 2
+    reward.close()
+    shown = capfd.readouterr()
+    assert shown.out == "" and shown.err.startswith("seen first\nnoise noise")
+    assert shown.err.count("prints too much") == 1 and len(shown.err) < 2 * MOST_PRINTED
+
+
+def test_a_little_is_shown_in_whole_also_what_was_printed_last(reward_of, capfd):
+    reward = reward_of(
+        "def reward_func(queries, prompts, labels):\n    print(labels)\n    return [1.0 for _ in labels]"
+    )
+    for _ in range(3):
+        reward(request_of(["a"], [1]))
+    reward.close()
+    assert capfd.readouterr().err == "[1]\n" * 3
+
+
+def test_after_a_while_output_is_shown_again_with_what_is_missing(monkeypatch):
+    written, clock = [], [0.0]
+    monkeypatch.setattr(within.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(within.os, "write", lambda stream, text: written.append(text))
+    show = within._Limited()
+    for second, size in ((0, MOST_PRINTED + 10), (1, 100), (MOST_PRINTED / PRINTED_A_SECOND + 1, 5)):
+        clock[0] = second
+        show(b"x" * size)
+    assert [len(written[0]), *written[2:]] == [MOST_PRINTED, b"[110 bytes were left out]\n", b"xxxxx"]

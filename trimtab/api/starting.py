@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from trimtab.api.types import Listener
 
 RUNS = Path("runs")
+KILLED = re.compile(r"process \d+ was ended by signal")  # what the launcher says, and then where to go on
 HEARD_LINES = 40
 LOAD = "--load_checkpoint"
 Job = TypeVar("Job", bound=CallOptions)
@@ -216,6 +218,8 @@ class Hearing:
         if not code:
             return
         name = f"trimtab {self.verb}: "
+        if killed := next((line for line in self._lines if KILLED.match(line)), None):
+            raise RunFailed(f"{killed}; {self._lines[-1]}")
         kinds: dict[str, type[Error]] = {f"{name}error: ": UserError, f"{name}failed: ": RunFailed}
         for line in reversed(self._lines):
             for words, kind in kinds.items():

@@ -24,6 +24,13 @@ HANG_TIMEOUT = 1800.0
 PATIENCE = 10.0  # seconds that the others get to end by themselves
 FIRST_SIGN = 300.0  # seconds more until the first sign of life, while everything is imported
 SHOWN_LINES = 30
+# Why a process usually gets a signal that it cannot answer.
+CRASHED = ": native code, such as a kernel or a driver, crashed"
+CAUSES: dict[int, str] = {
+    signal.SIGKILL: ": the system was short of memory, as its log says (dmesg), or somebody or a scheduler ended it",
+    signal.SIGBUS: ": shared memory (/dev/shm) or a disk was full",
+    **dict.fromkeys((signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE), CRASHED),
+}
 
 
 Hear = Callable[[str, bool], None]
@@ -36,9 +43,11 @@ def launch(
     processes: int,
     hang_timeout: float = HANG_TIMEOUT,
     hear: Hear | None = None,
+    go_on: Callable[[], str] | None = None,
 ) -> int:
     """Run `python -m module argv` as that many processes; the exit code of the first to fail, or 0. `hear`: who gets
-    what the first process says, in place of the terminal."""
+    what the first process says, in place of the terminal; `go_on`: what there is to say, when all have ended, after one
+    of them had no chance to say it."""
     ranks: list[_Rank] = []
     with _meeting_place() as place, _passing_on(ranks) as asked:
         try:
@@ -47,9 +56,11 @@ def launch(
             place.close()
             if asked:  # while they were being started
                 _signal_all(ranks, signal.SIGTERM)
-            code = _wait(ranks, asked, hang_timeout)
+            code, killed = _wait(ranks, asked, hang_timeout)
         finally:
             _end(ranks)
+    if killed and go_on is not None:
+        ranks[0].say(go_on())
     return code if code >= 0 else 128 - code
 
 
@@ -115,13 +126,16 @@ class _Rank:
         return time.monotonic() - self.seen
 
     def show(self, why: str) -> None:
-        self._say(f"process {self.rank} {why}")
+        """Why it ended, and the end of what it had to say, if the terminal was another one's."""
+        lines: list[str] = []
         if self.errors is not None:
             self.errors.seek(0)
-            for line in self.errors.read().splitlines()[-SHOWN_LINES:]:
-                self._say(f"  {line}")
+            lines = self.errors.read().splitlines()[-SHOWN_LINES:]
+        self.say(f"process {self.rank} {why}{':' * bool(lines)}")
+        for line in lines:
+            self.say(f"  {line}")
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
         if self._hear is not None:
             self._hear(line, True)
         else:
@@ -152,7 +166,8 @@ def _passing_on(ranks: list[_Rank]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _wait(ranks: list[_Rank], asked: list[int], hang_timeout: float) -> int:
+def _wait(ranks: list[_Rank], asked: list[int], hang_timeout: float) -> tuple[int, bool]:
+    """The exit code, and whether a process was killed."""
     while True:
         if any(rank.process.poll() for rank in ranks):
             # Asked once more: who died of another's death died after it.
@@ -160,16 +175,16 @@ def _wait(ranks: list[_Rank], asked: list[int], hang_timeout: float) -> int:
             killed_first = sorted(ranks, key=lambda rank: (codes[rank.rank] or 0) >= 0)
             for rank in killed_first:
                 if (code := codes[rank.rank]) and not _was_asked(code, asked):
-                    return _failed(ranks, codes, rank, code)
+                    return _failed(ranks, codes, rank, code), code < 0
         codes = [rank.process.poll() for rank in ranks]
         if None not in codes:
             first = next((code for code in codes if code), 0)
-            return 128 + asked[0] if first and asked else first
+            return 128 + asked[0] if first and asked else first, False
         for rank in ranks:
             if rank.process.poll() is None and rank.silence() > hang_timeout:
                 rank.process.kill()
-                rank.show(f"has given no sign of life for {hang_timeout:g} s (--hang_timeout), and was ended:")
-                return 1
+                rank.show(f"has given no sign of life for {hang_timeout:g} s (--hang_timeout), and was ended")
+                return 1, True
         time.sleep(0.1)
 
 
@@ -180,15 +195,23 @@ def _was_asked(code: int, asked: list[int]) -> bool:
 
 def _failed(ranks: list[_Rank], codes: list[int | None], first: _Rank, code: int) -> int:
     if code < 0:
-        first.show(f"was ended by signal {-code}:" if first.rank else f"was ended by signal {-code}")
+        first.show(f"was ended by signal {_signal_in_words(-code)}")
         return code
     # Another process's own error is worth more than the first one's broken connection.
     for rank in reversed(ranks[1:]):
         other = codes[rank.rank]
         if other and other > 0 and not _was_asked(other, []) and not (other == 2 and _also_fails(ranks[0])):
-            rank.show(f"ended with exit code {other}:")
+            rank.show(f"ended with exit code {other}")
             return other
     return code
+
+
+def _signal_in_words(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return str(number)
+    return f"{number} ({name}{CAUSES.get(number, '')})"
 
 
 def _also_fails(first: _Rank) -> bool:

@@ -32,8 +32,6 @@ ANSWERS = {"reset": "opened", "step": "stepped", "end": "ended", "run": "ended"}
 
 def main(handle: str, seconds: str, memory: str, threads: str, source: str) -> None:
     connection = begin(handle, int(memory), captured=True)
-    # What was printed is to be seen when the process dies.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     file = str(split(source)[0])
     try:
         loaded = load(source)

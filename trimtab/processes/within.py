@@ -1,51 +1,65 @@
 """The beginning of a process that runs somebody's code for a run (child.py is the run's side): limits, and a keeper.
 
 The keeper is a small process beside it, in the same group, which no code of others can hold up. It ends the group with
-the run, however that ends; and where the run has it so, it reads what the group prints and keeps the end of it.
+the run, however that ends; and where the run has it so, it reads what the group prints and keeps the end of it, or
+passes it on to the run's output as far as that does not fill a disk.
 """
 
 import atexit
+import contextlib
+import io
 import os
 import resource
 import select
 import signal
+import sys
 import time
 from multiprocessing.connection import Connection
 
 from trimtab.processes.strays import VARIABLE, end_strays
 
 LAST_WORDS = 8192  # bytes of what it printed
+# What is passed on of it: as many bytes at once, and later as many a second.
+MOST_PRINTED, PRINTED_A_SECOND = 2**16, 2**8
+SECONDS_TO_PRINT = 0.05  # in which what was printed last is read
 SECONDS_TO_END = 1.0  # for code that is at rest, and what it has to tidy up
 
 
-def begin(handle: str, memory: int, *, captured: bool = False) -> Connection:
-    """The connection to the run. `memory`: bytes that the process may have; `captured`: see Child."""
+def begin(handle: str, memory: int, *, captured: bool = False, limited: bool = False) -> Connection:
+    """The connection to the run. `memory`: bytes that the process may have; `captured`: see Child; `limited`: what is
+    printed goes to the run's standard error, and too much of it is left out."""
     socket, life = map(int, handle.split(":"))
-    _start_keeper(socket, life, captured)
+    show = _Limited() if limited else _LastWords() if captured else None
+    _start_keeper(socket, life, show)
     connection = Connection(socket)
     os.set_inheritable(socket, False)
-    atexit.register(_end_group, os.getpid())  # the first to be registered is the last to be called
+    atexit.register(_end_group, os.getpid(), limited)  # the first to be registered is the last to be called
+    if show is not None and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what was printed is to be seen when the process dies
     # A fork of the author's code must not hold our end open when we are gone.
     os.register_at_fork(after_in_child=connection.close)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     return connection
 
 
-def _end_group(leader: int) -> None:
+def _end_group(leader: int, prints: bool) -> None:
     if os.getpid() == leader:  # a fork of it may leave alone
+        if prints:
+            sys.stdout.flush()
+            time.sleep(SECONDS_TO_PRINT)
         os.killpg(0, signal.SIGKILL)
 
 
-def _start_keeper(socket: int, life: int, captured: bool) -> None:
+def _start_keeper(socket: int, life: int, show: "_LastWords | _Limited | None") -> None:
     run = _handle(os.getppid())
-    output, printing = os.pipe() if captured else (None, None)
+    output, printing = (None, None) if show is None else os.pipe()
     child = os.fork()
     if child == 0:
         # Not our child, so that whoever waits for theirs does not wait for this one.
         if os.fork() == 0:
             try:
                 os.close(socket)  # the run sees by it that we have ended
-                _keep(life, run, output)
+                _keep(life, run, output, show)
             finally:
                 os._exit(0)
         os._exit(0)
@@ -68,26 +82,55 @@ def _handle(process: int) -> int | None:
         return None
 
 
-def _keep(life: int, run: int | None, output: int | None) -> None:
+def _keep(life: int, run: int | None, output: int | None, show: "_LastWords | _Limited | None") -> None:
     events = select.poll()
     events.register(life, 0)  # which reports the other end's closing, and nothing else
     if run is not None:  # whose end a fork of it may hold open
         events.register(run, select.POLLIN)
     if output is not None:
         events.register(output, select.POLLIN)
-    last = b""
     while not {life, run} & (ready := {descriptor for descriptor, _ in events.poll()}):
-        if output is not None and output in ready:
-            last = (last + os.read(output, 2**16))[-LAST_WORDS:]
-            _write(last)
+        if output is not None and show is not None and output in ready:
+            with contextlib.suppress(OSError):  # a full disk, or nobody reads
+                show(os.read(output, 2**16))
     time.sleep(SECONDS_TO_END)
     end_strays(os.environ[VARIABLE])
     os.killpg(0, signal.SIGKILL)
 
 
-def _write(last: bytes) -> None:
-    """Where the run reads it: our output was that before the author's code got another."""
-    try:
-        os.pwrite(1, last, 0)
-    except OSError:  # a full disk
-        return
+class _LastWords:
+    """Writes the end of what was printed where the run reads it: our output was that before the author's code got
+    another."""
+
+    def __init__(self) -> None:
+        self.last = b""
+
+    def __call__(self, printed: bytes) -> None:
+        self.last = (self.last + printed)[-LAST_WORDS:]
+        os.pwrite(1, self.last, 0)
+
+
+class _Limited:
+    """Writes what was printed to the run's standard error. After too much of it nothing is written until the allowance
+    is whole again, so that a line says what is missing and not every few bytes another."""
+
+    def __init__(self) -> None:
+        self.allowed, self.since = float(MOST_PRINTED), time.monotonic()
+        self.left_out = 0
+
+    def __call__(self, printed: bytes) -> None:
+        now = time.monotonic()
+        self.allowed = min(float(MOST_PRINTED), self.allowed + (now - self.since) * PRINTED_A_SECOND)
+        self.since = now
+        if self.left_out and self.allowed < MOST_PRINTED:
+            self.left_out += len(printed)
+            return
+        if self.left_out:
+            os.write(2, f"[{self.left_out:,} bytes were left out]\n".encode())
+            self.left_out = 0
+        shown = printed[: int(self.allowed)]
+        self.allowed -= len(shown)
+        os.write(2, shown)
+        self.left_out = len(printed) - len(shown)
+        if self.left_out:
+            os.write(2, b"\n[a process of the run prints too much: the rest is left out for a while]\n")

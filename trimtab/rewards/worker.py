@@ -22,7 +22,7 @@ from trimtab.rewards.types import RewardRequest
 
 
 def main(handle: str, seconds: str, memory: str, file: str, function: str | None = None) -> None:
-    connection = begin(handle, int(memory))
+    connection = begin(handle, int(memory), limited=True)
     try:
         signature = find_signature(module_of(Path(file), "reward_file"), function)
     except BaseException as error:

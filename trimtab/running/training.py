@@ -9,16 +9,18 @@ import importlib
 import os
 import signal
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 
 from trimtab.config.groups import CheckpointOptions
 from trimtab.config.jobs import TrainedOptions
 from trimtab.distributed.cluster.losses import is_of_another
 from trimtab.distributed.launch import Hear, launch
-from trimtab.distributed.watch import watch
+from trimtab.distributed.watch import LINE, watch
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.running.leaving import show_what_is_left
 from trimtab.running.preparing import launches_others, on_a_cluster
+from trimtab.train.endings import last_checkpoint, mark_of_newest
 
 
 def start_training(options: TrainedOptions, module: str, words: Sequence[str], hear: Hear | None = None) -> int:
@@ -28,7 +30,9 @@ def start_training(options: TrainedOptions, module: str, words: Sequence[str], h
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError("--ray starts the processes of a run by itself: leave the launcher out, or --ray")
     elif launches_others(options):
-        return launch(module, words, options.nproc, options.hang_timeout, hear)
+        before = mark_of_newest(options)
+        go_on = partial(_where_to_go_on, options, before)
+        return launch(module, words, options.nproc, options.hang_timeout, hear, go_on)
     watch(options.hang_timeout)
     _train(options)
     return 0
@@ -40,8 +44,6 @@ def rehearse_training(options: TrainedOptions) -> list[str]:
 
 def _train(options: TrainedOptions) -> None:
     trainer = _trainer(options)
-    from trimtab.train.checkpoint import mark_of_newest
-
     before = mark_of_newest(options)
     try:
         getattr(trainer, f"train_{options.trainer}")(options)
@@ -53,9 +55,11 @@ def _train(options: TrainedOptions) -> None:
         # torch raises nothing more telling in a process whose connection to another one breaks.
         if int(os.environ.get("WORLD_SIZE", 1)) == 1 or not is_of_another(str(error)):
             raise
-        ended = "another process of this run has ended, and its own output says why"
         found, _, _ = str(error).partition(". ")
-        raise RunFailed(f"{ended} ({found}); {_where_to_go_on(options, before)}") from error
+        if LINE in os.environ:  # our launcher says which, and where to go on
+            raise RunFailed(f"lost its connection to another process of this run ({found})") from error
+        ended = f"another process of this run has ended, and its own output says why ({found})"
+        raise RunFailed(f"{ended}; {_where_to_go_on(options, before)}") from error
     except (Interrupted, RunFailed):
         # The page is wanted most where something went wrong; there is no model to point to.
         show_what_is_left(options, finished=False)
@@ -64,9 +68,8 @@ def _train(options: TrainedOptions) -> None:
 
 
 def _where_to_go_on(options: CheckpointOptions, before: tuple[str, int] | None) -> str:
-    """For who leaves at once, with a second Ctrl-C: the checkpoint that there is."""
+    """For a run that could write no checkpoint for its end: the one that there is."""
     from trimtab.train.checkpoint import newest_of_run
-    from trimtab.train.endings import last_checkpoint
 
     return last_checkpoint(newest_of_run(options, before))
 

@@ -21,11 +21,12 @@ from trimtab.config.groups import CheckpointOptions
 from trimtab.distributed.world import World
 from trimtab.errors import CannotWrite, UserError
 from trimtab.files import UNFINISHED, flush, move, new_temporary_folder, reason, remove, write_text, writing
+from trimtab.train.endings import LATEST, Mark, mark_of_newest
 from trimtab.train.integrity import PARTS, damage, is_sealed, sealed, take_sums, unsealed
 from trimtab.train.tensor_parts import TensorParts
 
 PREFIX = "global_step"
-STATE, LATEST, OLD = "state.json", "latest", ".old-"
+STATE, OLD = "state.json", ".old-"
 FAILURES = (OSError, SafetensorError, ValueError)  # of writing: ValueError where not all parts are there
 
 
@@ -258,18 +259,6 @@ class Checkpoints:
             oldest = kept.pop(0)
             shutil.rmtree(oldest, ignore_errors=True)
             shutil.rmtree(oldest.with_name(oldest.name + "_hf"), ignore_errors=True)
-
-
-Mark = tuple[str, int]
-
-
-def mark_of_newest(options: CheckpointOptions) -> Mark | None:
-    """What is the newest in a run's folder, and when it became so by the clock of whoever keeps the files: only looked
-    at, since the folder may be another run's."""
-    latest = Path(options.checkpoint_folder) / LATEST
-    with suppress(OSError):
-        return latest.read_text(), latest.stat().st_mtime_ns
-    return None
 
 
 def newest_of_run(options: CheckpointOptions, before: Mark | None) -> Path | None:

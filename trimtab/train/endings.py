@@ -1,6 +1,23 @@
-"""What a run says when it ends badly, in words that supervised and RL runs share."""
+"""What a run says when it ends badly, in words that supervised and RL runs share. Imports nothing heavy: the process
+that launches a run says it too."""
 
+from contextlib import suppress
 from pathlib import Path
+
+from trimtab.config.groups import CheckpointOptions
+
+LATEST = "latest"  # the file that names the newest checkpoint of its folder
+
+Mark = tuple[str, int]
+
+
+def mark_of_newest(options: CheckpointOptions) -> Mark | None:
+    """What is the newest in a run's folder, and when it became so by the clock of whoever keeps the files: only looked
+    at, since the folder may be another run's."""
+    latest = Path(options.checkpoint_folder) / LATEST
+    with suppress(OSError):
+        return latest.read_text(), latest.stat().st_mtime_ns
+    return None
 
 
 def go_on_from(saved: Path | None) -> str:

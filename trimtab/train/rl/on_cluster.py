@@ -23,8 +23,8 @@ from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.hugging_face import quiet_transformers
 from trimtab.models.sharded import mesh_of
-from trimtab.train.checkpoint import mark_of_newest, newest_of_run
-from trimtab.train.endings import last_checkpoint
+from trimtab.train.checkpoint import newest_of_run
+from trimtab.train.endings import last_checkpoint, mark_of_newest
 from trimtab.train.rl.checks import check_shares
 from trimtab.train.rl.controller import Controller
 from trimtab.train.rl.description import layout_of_units
