@@ -1,16 +1,20 @@
 import copy
+import re
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Llama4TextConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.samples import batch_of, random_examples
 from tests.tiny import COMMON, FAMILIES, tiny_model
 from trimtab.data.batches import TokenBatch
+from trimtab.errors import UserError
 from trimtab.models import attention
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
+from trimtab.rollout.builtin.engine import BuiltinEngine
 
 PADDED = {"bloom", "falcon"}
 
@@ -93,6 +97,33 @@ def test_packed_and_padded_paths_give_the_same_gradients(family):
     for name, gradient in gradients[0].items():
         scale = gradient.abs().max().clamp(min=1e-6)
         assert (gradient - gradients[1][name]).abs().max() / scale < 1e-4, name
+
+
+UNPACKED = {
+    "bloom": ({}, r"BloomAttention does not use transformers' attention interface"),
+    "gpt_oss": (
+        {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+        r"GptOssAttention passes s_aux \(attention sinks\) to its attention",
+    ),
+    "qwen3_next": (
+        {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "num_experts": 0}
+        | dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_experts_per_tok"), 2)
+        | dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+        r"Qwen3NextGatedDeltaNet does not use transformers' attention interface",
+    ),
+    "diffllama": ({"head_dim": 8}, "DiffLlamaAttention attends 4 times in 2 layers"),
+    "doge": ({"num_experts": 4, "num_experts_per_tok": 2}, "DogeAttention fails in packed rows"),
+}
+
+
+@pytest.mark.parametrize("family", UNPACKED)
+def test_the_reason_names_the_layers_that_keep_a_model_from_being_packed(family):
+    changes, reason = UNPACKED[family]
+    policy = Policy(AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**COMMON, **changes})))
+    verdict = choose_path(policy)
+    assert verdict.path == "padded" and re.match(reason, verdict.reason) and policy.not_packed == verdict.reason
+    with pytest.raises(UserError, match=f"built-in engine cannot run {type(policy.inner).__name__}: {reason}.* vllm"):
+        BuiltinEngine(policy)
 
 
 def test_a_head_we_do_not_know_is_read_from_the_models_own_logits(monkeypatch):

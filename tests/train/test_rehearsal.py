@@ -50,6 +50,23 @@ def test_a_sample_is_shown_with_its_loss_mask_and_the_whole_runs_steps_and_memor
     assert re.search(r"# memory: about [0-9]\.\d\d GiB at the peak, of [\d.]+ GiB here: it fits\n", told)
 
 
+def test_it_says_how_the_model_will_be_run(dry, tmp_path):
+    verifier = ("--reward_verifier", "exact")
+    code, told, _ = dry("grpo", *GRPO, *verifier)
+    split = "# over several processes: --ds_tensor_parallel_size 2 or 4, --ring_attn_size\n"
+    assert code == 0 and f"# rows: packed\n{split}# engine: built-in\n" in told
+    tokenizer = make_tokenizer()
+    tiny_model("bloom", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "bloom")
+    tokenizer.save_pretrained(tmp_path / "bloom")
+    bloom = ("--pretrain", str(tmp_path / "bloom"))
+    code, told, _ = dry("sft", *bloom)
+    assert code == 0 and "# rows: padded, not packed: BloomAttention does not use" in told
+    assert "# over several processes: no --ds_tensor_parallel_size, no --ring_attn_size\n" in told
+    code, _, error = dry("grpo", *GRPO, *verifier, *bloom)
+    assert code == 2 and error.count("\n") == 1
+    assert "the built-in engine cannot run BloomForCausalLM: BloomAttention" in error
+
+
 def test_the_steps_are_those_of_the_limit(dry):
     _, told, _ = dry("sft", "--train_batch_size", "10", "--micro_train_batch_size", "5", "--max_steps", "7")
     assert "# data: 300 rows give 7 steps\n" in told

@@ -41,6 +41,7 @@ WINDOW = (1, 1, 0)  # how the shape of what `window_mask` returns begins
 HONOURED = {"scaling", "dropout", "sliding_window", "softcap", "is_causal", "position_ids"}
 HARMLESS = {"use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"}
 HARMLESS |= {"cache_position", "deterministic"}
+REFUSED = {"s_aux": "attention sinks", "position_bias": "a position bias"}  # what some of the others mean
 
 
 class UnsupportedAttention(Exception):
@@ -139,6 +140,7 @@ class PackedPass:
 
     row: Row | None = None
     calls: int = 0
+    callers: list[nn.Module] | None = None  # what called attention, while the self-check asks for it
     compiled: bool = False  # its layers run as they were compiled (models/compiled.py)
     failure: str = ""  # why one of them could not
     comparison: "Comparison | None" = None  # while they are tried: beside plain ones
@@ -173,11 +175,14 @@ def packed_attention(
     """Hugging Face's attention signature: query [1, heads, T, D] in, [1, T, heads, D] out."""
     current: PackedPass = carried(module)
     current.calls += 1
+    if current.callers is not None:
+        current.callers.append(module)
     unknown = [n for n, v in arguments.items() if n not in HONOURED | HARMLESS and v is not None]
     if arguments.get("is_causal") is False:
         unknown.append("is_causal=False")
     if unknown:
-        raise UnsupportedAttention(f"{type(module).__name__} passes {', '.join(unknown)} to its attention")
+        known = [f"{name} ({REFUSED[name]})" if name in REFUSED else name for name in unknown]
+        raise UnsupportedAttention(f"{type(module).__name__} passes {', '.join(known)} to its attention")
     arguments = with_window(module, attention_mask, arguments)
     assert current.row is not None, "begin() before the forward pass"
     return current.row.attend(query, key, value, arguments), None

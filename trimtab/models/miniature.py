@@ -43,7 +43,7 @@ def choose_path_without_weights(
     if verdict is None or verdict.path == "logits":
         verdict, attention = check(small)
     use_attention(module.inner, attention)
-    module.path = verdict.path
+    module.path, module.not_packed = verdict.path, verdict.reason
     return verdict
 
 

@@ -34,6 +34,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self.path = path
+        self.not_packed = ""  # why, where another path was chosen
         self.attention = PackedPass()
         self.context: Context | None = None  # with whom this process works on a row; None: alone
         self.rotary = SequenceLengths.install(self.inner)

@@ -152,7 +152,9 @@ class RewardModel(PackedModel):
 def not_a_decoder(model: nn.Module) -> tuple[RewardModel, Verdict]:
     """Only its own forward pass knows where its score comes from."""
     verdict = Verdict("logits", f"{type(model).__name__} is not a decoder", 0.0)
-    return RewardModel(model, path="logits").eval(), verdict
+    reward = RewardModel(model, path="logits").eval()
+    reward.not_packed = verdict.reason
+    return reward, verdict
 
 
 def but_for_head(found: dict) -> dict:

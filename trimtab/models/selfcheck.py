@@ -11,6 +11,7 @@ model does beyond them is tried without samples of thousands of tokens.
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.errors import UserError
 from trimtab.models.attention import NAME, UnsupportedAttention, register
 from trimtab.models.packed import PackedModel, Path
+from trimtab.models.recomputing import layers_of
 from trimtab.models.rotary import ORIGINAL, rotary_limits
 
 
@@ -37,6 +39,7 @@ LENGTHS = (9, 6)
 SMALL_WINDOW = 4  # both sequences are longer
 SMALL_POSITIONS = 7  # one sequence is longer
 WINDOWS = ("sliding_window", "attention_chunk_size")
+MIXERS = re.compile("attn|attention|mixer|mamba|conv|recurrent|temporal|delta|lstm")
 
 
 def choose_path(root: PackedModel, *, packed_allowed: bool = True) -> Verdict:
@@ -48,7 +51,7 @@ def choose_path(root: PackedModel, *, packed_allowed: bool = True) -> Verdict:
             verdict = _choose(root, packed_allowed)
     finally:
         root.train(was_training)
-    root.path = verdict.path
+    root.path, root.not_packed = verdict.path, verdict.reason
     return verdict
 
 
@@ -67,7 +70,7 @@ def _choose(root: PackedModel, packed_allowed: bool) -> Verdict:
     # Rounding grows with the values; half precision is looked at only where there is nothing better (4-bit weights).
     rounding = 3e-5 if next(root.parameters()).dtype == torch.float32 else 2e-2
     tolerance = rounding * max(3.0, reference.abs().max().item())
-    reasons = [] if packed_allowed else ["another attention implementation was asked for"]
+    reasons = [] if packed_allowed else ["--attn_implementation asks for another attention (leave it out)"]
     for root.path, implementation in candidates:
         use_attention(causal, implementation)
         problem, difference = _try(root, probe, reference, tolerance)
@@ -88,7 +91,7 @@ def small_limits(model: nn.Module) -> Iterator[None]:
         values.update(dict.fromkeys(lowered, limit))
 
     modules = list(model.modules())
-    named = [config for m in modules if hasattr(config := getattr(m, "config", None), "get_text_config")]
+    named: list[Any] = [m.config for m in modules if hasattr(getattr(m, "config", None), "get_text_config")]
     configs: dict[int, Any] = {id(c): c for config in named for c in (config, config.get_text_config())}
     try:
         for holder in (*configs.values(), *modules):
@@ -118,17 +121,50 @@ def use_attention(causal: nn.Module, implementation: str) -> None:
 
 def _try(root: PackedModel, probe: TokenBatch, reference: Tensor, tolerance: float) -> tuple[str, float]:
     """Why this path will not do (empty: it will), and how far its log-probs are from the reference."""
+    callers: list[nn.Module] = []
+    root.attention.callers = callers
     try:
         values = root.check_values(probe)
-    except (UnsupportedAttention, AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
-        return " ".join(str(error).split())[:120], float("inf")
-    calls, layers = root.attention.calls, root.config.get_text_config().num_hidden_layers
-    if root.path == "packed" and calls != layers:
-        return f"our attention was called {calls} times in {layers} layers", float("inf")
+    except UnsupportedAttention as error:
+        return str(error), float("inf")
+    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        return f"{_failed_in(error)} fails in {root.path} rows ({' '.join(str(error).split())[:120]})", float("inf")
+    finally:
+        root.attention.callers = None
+    if root.path == "packed" and len(callers) != root.config.get_text_config().num_hidden_layers:
+        return _called_otherwise(root, callers), float("inf")
     difference = _difference(values, reference)
     if difference <= tolerance:
         return "", difference
     return f"{root.path} values differ from Hugging Face's by {difference:.2g}", difference
+
+
+def _failed_in(error: Exception) -> str:
+    """The innermost module in whose forward pass an error was raised."""
+    trace, found = error.__traceback__, "the model"
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and not isinstance(module, PackedModel):
+            found = type(module).__name__
+        trace = trace.tb_next
+    return found
+
+
+def _called_otherwise(root: PackedModel, callers: list[nn.Module]) -> str:
+    """Which layers do not attend once each by way of transformers' attention interface."""
+    layers, by = layers_of(root.inner), set(callers)
+    without = [layer for layer in layers if not by & set(layer.modules())]
+    if without or not callers:
+        kinds = sorted({_mixer(layer) for layer in without}) or [type(root.inner).__name__]
+        return f"{' and '.join(kinds)} does not use transformers' attention interface"
+    number = root.config.get_text_config().num_hidden_layers
+    return f"{type(callers[0]).__name__} attends {len(callers)} times in {number} layers"
+
+
+def _mixer(layer: nn.Module) -> str:
+    """The kind of module by which a layer mixes tokens, going by its name."""
+    named = [type(part).__name__ for name, part in layer.named_modules() if MIXERS.search(name) and "norm" not in name]
+    return named[0] if named else type(layer).__name__
 
 
 def probing_batch(config, device: torch.device, lengths: Sequence[int]) -> TokenBatch:

@@ -7,6 +7,7 @@ from trimtab.distributed.peers import Peers
 from trimtab.models.handover import Handover
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.engine import READ_TOKENS, BuiltinEngine
+from trimtab.rollout.builtin.engine import require_packed as require_packed
 from trimtab.rollout.builtin.memory import PAGE_SIZE, KVMemory
 from trimtab.rollout.builtin.runner import Runner
 from trimtab.rollout.engine import Engine

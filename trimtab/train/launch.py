@@ -25,7 +25,7 @@ from trimtab.models.sharded import mesh_of
 from trimtab.models.splits import check_splits
 from trimtab.train.pass_limit import BeginAnew
 from trimtab.train.plan.passes import for_manifest, supervised_work, with_planned_passes
-from trimtab.train.rehearsal import memory_line, samples_with_masks, usable_rows
+from trimtab.train.rehearsal import memory_line, model_lines, samples_with_masks, usable_rows
 from trimtab.train.supervised import SupervisedRun
 from trimtab.train.task import Task
 
@@ -91,10 +91,7 @@ def rehearse(options: SupervisedOptions, make_task: MakeTask) -> list[str]:
     task = make_task(few, tokenizer)
     model = task.skeleton()
     task.check_model(model)
-    parameters = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    lines = [f"device: {device.name}", *notes(options, device)]
-    lines.append(f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained")
+    lines = [f"device: {device.name}", *notes(options, device), *model_lines(model, options, device)]
     samples, about = usable_rows(task.report, options.max_samples, task.samples)
     steps = dataclasses.replace(task.order(), samples=samples).steps
     lines.append(f"data: {task.report.in_files:,} rows give {'about ' if about else ''}{steps:,} steps")

@@ -12,7 +12,10 @@ from trimtab.data.data_report import DataReport
 from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
+from trimtab.models.families import check_can_be_cut
 from trimtab.models.load import TrainedModelOptions
+from trimtab.models.packed import PackedModel
+from trimtab.models.sharded_load import settle_path
 from trimtab.train.plan.hardware import GIB, of_device, shared
 from trimtab.train.plan.passes import is_wanted
 from trimtab.train.plan.work import Work
@@ -42,6 +45,28 @@ def samples_with_masks(batch: TokenBatch, tokenizer: PreTrainedTokenizerBase) ->
         shown = with_mask(batch.ids_T[rows].numpy(), batch.trained_T[rows].numpy(), tokenizer)
         lines.append(f"first sample, [[what is learnt]]: {shown}")
     return lines
+
+
+def model_lines(model: PackedModel, options: TrainedModelOptions, device: Device) -> list[str]:
+    """How a skeleton's model will be run: its size, its rows, and how it can be split over processes."""
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    lines = [f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained"]
+    verdict = settle_path(model, options, device)
+    packed = verdict.path == "packed"
+    lines.append("rows: packed" if packed else f"rows: padded, not packed: {verdict.reason}")
+    sizes = [str(size) for size in range(2, 9) if packed and _can_be_cut(model, size)]
+    tensor = f"--ds_tensor_parallel_size {' or '.join(sizes)}" if sizes else "no --ds_tensor_parallel_size"
+    ring = "--ring_attn_size" if packed else "no --ring_attn_size"
+    return [*lines, f"over several processes: {tensor}, {ring}"]
+
+
+def _can_be_cut(model: PackedModel, parts: int) -> bool:
+    try:
+        check_can_be_cut(model.config, parts, "")
+    except UserError:
+        return False
+    return True
 
 
 def usable_rows(report: DataReport, most: int, kept: int) -> tuple[int, bool]:

@@ -28,6 +28,15 @@ from trimtab.rollout.types import Sampling
 READ_TOKENS = 8192  # prompt tokens in one pass
 
 
+def require_packed(policy: Policy) -> None:
+    """A UserError, in one line, for a model that this engine cannot run."""
+    if policy.path != "packed":
+        raise UserError(
+            f"the built-in engine cannot run {type(policy.inner).__name__}: {policy.not_packed}. SFT, DPO and reward "
+            "models train it in padded rows; RL and generation take --rollout_engine vllm, if vLLM runs this model"
+        )
+
+
 class BuiltinEngine(AnsweringEngine):
     """While it answers, and until a stream is taken to its end or closed, the policy is the engine's. Of a policy that
     is split over processes, every process must ask, if for no prompts at all."""
@@ -52,8 +61,7 @@ class BuiltinEngine(AnsweringEngine):
         the last bits that is not the same as reading anew. `eager`: no graphs are captured. `tensor`: the processes
         that the policy's layers are cut over. All of them ask the same and draw the same tokens; what a process decides
         by itself, they decide together."""
-        if policy.path != "packed":
-            raise UserError(f"{type(policy.inner).__name__} does not use the attention interface; the engine needs it")
+        require_packed(policy)
         self.policy, self.tokenizer, self.slots = policy, tokenizer, slots
         self.read_tokens, self.keep_prefixes = read_tokens, keep_prefixes
         self.tensor = tensor or Peers()

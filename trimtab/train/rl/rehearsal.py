@@ -12,11 +12,12 @@ from trimtab.models.load import policy_skeleton
 from trimtab.rewards.columns import check_columns
 from trimtab.rewards.requests import Questions
 from trimtab.rewards.trial import try_reward
+from trimtab.rollout.choose import require_packed
 from trimtab.rollout.seeds import request_seed
 from trimtab.serving.trial import try_environment
 from trimtab.train.launch import load_job_tokenizer, notes, of_few_rows
 from trimtab.train.plan.passes import work_of_prompts
-from trimtab.train.rehearsal import memory_line, one_line, usable_rows
+from trimtab.train.rehearsal import memory_line, model_lines, one_line, usable_rows
 from trimtab.train.rl.checks import (
     check_drop_last,
     check_model,
@@ -79,14 +80,16 @@ def rehearse_rl(
     whole = dataclasses.replace(order, samples=prompts)
     if not about:
         check_drop_last(whole, options)
-    parameters = sum(p.numel() for p in model.parameters())
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    described_model = model_lines(model, options, device)
+    if not options.uses_vllm:
+        require_packed(model)
     return [
         f"device: {device.name}",
         *placed,
         *notes(options, device),
         *(line for line in (note, replayed) if line),
-        f"model: {type(model.inner).__name__}, {parameters:,} parameters, {trained:,} trained",
+        *described_model,
+        f"engine: {'vLLM' if options.uses_vllm else 'built-in'}",
         f"data: {reports['train'].in_files:,} prompts give {'about ' if about else ''}"
         f"{iterations_of(whole, options):,} iterations of {updates_per_iteration(options)} updates",
         f"first prompt, as the policy reads it: {one_line(stores['train'].text(0))}",
