@@ -16,7 +16,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
 
-PADDED = {"bloom", "falcon"}
+PADDED = {"bloom", "falcon", "mamba"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,6 +101,7 @@ def test_packed_and_padded_paths_give_the_same_gradients(family):
 
 UNPACKED = {
     "bloom": ({}, r"BloomAttention does not use transformers' attention interface"),
+    "codegen": ({"rotary_dim": 8}, "CodeGenAttention does not use"),  # its configuration names no padding token
     "gpt_oss": (
         {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
         r"GptOssAttention passes s_aux \(attention sinks\) to its attention",

@@ -70,7 +70,7 @@ def shallow(config: Any) -> Any:
     text.num_hidden_layers = kept
     text.vocab_size = min(text.vocab_size, VOCABULARY)
     for part in (config, text):
-        if (part.pad_token_id or 0) >= text.vocab_size:
+        if (getattr(part, "pad_token_id", None) or 0) >= text.vocab_size:
             part.pad_token_id = 0
     return config
 

@@ -170,7 +170,8 @@ def _mixer(layer: nn.Module) -> str:
 def probing_batch(config, device: torch.device, lengths: Sequence[int]) -> TokenBatch:
     """Sequences of these lengths, whose tokens are always the same ones."""
     rng = np.random.default_rng(0)
-    vocabulary, padding = config.get_text_config().vocab_size, config.get_text_config().pad_token_id
+    text = config.get_text_config()
+    vocabulary, padding = text.vocab_size, getattr(text, "pad_token_id", None)
     examples = []
     for length in lengths:
         ids = rng.integers(0, vocabulary, length)
