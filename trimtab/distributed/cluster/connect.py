@@ -21,6 +21,10 @@ if not os.environ.get(ADDRESS):
     # Its own Ray would listen on every interface of this machine. The name is misleading: it says whether this Ray may
     # have other nodes, and is read when ray is imported.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    # When the driver is killed, the kernel ends Ray's control store with it, and workers and agents look for that for
+    # so many seconds before they end, with all the memory that they hold. Ray waits for 60, for a store that is started
+    # again; this one never is.
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
     if "ray" not in sys.modules:  # it has read this when it was imported; ray.init then turns tokens on by itself
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
