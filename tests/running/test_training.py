@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from trimtab.api.starting import Hearing
 from trimtab.config.jobs import SFTOptions
 from trimtab.distributed.watch import LINE
 from trimtab.errors import RunFailed
@@ -31,3 +32,12 @@ def test_a_broken_connection_of_several_processes_is_told_in_a_line(monkeypatch,
             "another process of this run has ended, and its own output says why ([pair.cc:537] Read error [127.0.0.1]: "
             "Connection reset by peer); this run has no checkpoint to go on from"
         )
+
+
+def test_python_raises_what_the_launcher_says_of_a_killed_process():
+    hearing = Hearing("grpo")
+    hearing("trimtab grpo: failed: lost its connection to another process of this run", True)
+    hearing("process 1 was ended by signal 9 (SIGKILL)", True)
+    hearing("the last checkpoint is here", True)
+    with pytest.raises(RunFailed, match=r"^process 1 was ended by signal 9 \(SIGKILL\); the last checkpoint is here$"):
+        hearing.check(137)
