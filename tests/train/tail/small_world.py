@@ -76,8 +76,8 @@ def make_run(folder: Path, monkeypatch, *words: str, reward=reward_of, **changes
     monkeypatch.setattr(builders, "other_rewards", lambda *_: [(TableReward(reward), 1.0)])
     typed = (
         f"--pretrain {folder}/model --prompt_data {folder}/prompts.jsonl --input_key prompt "
-        f"--reward_verifier length(0-2) --rollout_batch_size 1 --generate_max_len {LENGTH} --save_path {folder}/out --ckpt_path {folder}/out/ckpt "
-        "--init_kl_coef 0 --save_rollouts 0"
+        f"--reward_verifier length(0-2) --rollout_batch_size 1 --generate_max_len {LENGTH} "
+        f"--save_path {folder}/out --ckpt_path {folder}/out/ckpt --init_kl_coef 0 --save_rollouts 0"
     )
     options, _ = settle(parse(TailOptions, [*typed.split(), *" ".join(words).split()]))
     check(options)
