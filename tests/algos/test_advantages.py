@@ -65,6 +65,46 @@ def test_gae_equals_a_loop_over_each_sequence(lengths, gamma, lam):
     torch.testing.assert_close(returns, advantages + values)
 
 
+def average_of_n_step_advantages(rewards, values, after, gamma, lam) -> list[float]:
+    """GAE's definition: all n-step advantages weighed by (1 - lam) lam^(n - 1), the longest by what is left."""
+    values, advantages = [*values, after], []
+    for t in range(len(rewards)):
+        found = []
+        for n in range(1, len(rewards) - t + 1):
+            rewarded = sum(gamma**i * rewards[t + i] for i in range(n))
+            found.append(rewarded + gamma**n * values[t + n] - values[t])
+        weights = [(1 - lam) * lam**n for n in range(len(found) - 1)] + [lam ** (len(found) - 1)]
+        advantages.append(sum(weight * advantage for weight, advantage in zip(weights, found, strict=True)))
+    return advantages
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.95, 0.0), (0.0, 0.7)])
+def test_gae_of_a_cut_sequence_is_the_average_of_n_step_advantages_that_end_in_the_value_after_it(gamma, lam):
+    lengths = [4, 1, 7, 3]
+    rewards, values, after = (random_tokens(lengths, seed=seed) for seed in (2, 3, 4))
+    after = torch.where(flat(lengths)[0] == 0, after, torch.inf)  # nothing else is read
+    after[-1] = 0.0  # one that has ended
+    found, returns = gae(rewards, values, flat(lengths)[0], gamma, lam, after)
+    parts = zip(*(sequences(column, lengths) for column in (rewards, values, after)), strict=True)
+    expected = [x for r, v, a in parts for x in average_of_n_step_advantages(r, v, a[-1], gamma, lam)]
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+    torch.testing.assert_close(returns, found + values)
+
+
+def test_a_sequence_that_is_cut_anywhere_has_the_advantages_of_the_whole_one_if_the_critic_is_right():
+    """Closed form: a reward of 1 for ever is worth 1 / (1 - gamma) in every state, and no token is better than another;
+    taken for an end, the cut costs gamma^(T - t) / (1 - gamma)."""
+    gamma, length = 0.9, 5
+    rewards, remaining = torch.ones(length, dtype=torch.float64), flat([length])[0]
+    values = torch.full_like(rewards, 1 / (1 - gamma))
+    for lam in (0.0, 0.5, 1.0):
+        cut, returns = gae(rewards, values, remaining, gamma, lam, values)
+        assert cut.tolist() == pytest.approx([0.0] * length, abs=1e-12)
+        torch.testing.assert_close(returns, values)
+    ended, _ = gae(rewards, values, remaining, gamma, 1.0)
+    assert ended.tolist() == pytest.approx([-(gamma ** (length - t)) / (1 - gamma) for t in range(length)])
+
+
 def test_gae_with_lambda_one_returns_the_rewards_to_go_whatever_the_values():
     lengths = [5, 1, 11]
     rewards = random_tokens(lengths, seed=4)

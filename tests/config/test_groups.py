@@ -173,7 +173,7 @@ def test_defaults_of_ppo_are_those_of_openrlhf():
     own |= {"max_steps", "gradient_accumulation_steps", "overwrite", "controller_apart", "shard_size"}
     own |= {"gradient_checkpointing_layers", "gradient_checkpointing_keep", "offload_activations", "compile"}
     own |= {"ray", "max_restarts", "restart_wait", "rollout_engine", "vllm_sync_lora"}
-    own |= {"async_staleness", "async_timeout"}
+    own |= {"async_staleness", "async_timeout", "bootstrap_truncated"}
     own |= {field.name for field in dataclasses.fields(agents.AgentTrainingOptions)} - {"agent_func_path", "given"}
     own |= {"mismatch_correction", "mismatch_range", "teacher_model", "teacher_coef", "record", "replay"}
     own |= {"placeholder_token", "reward_tokens", "step_reward", "step_separator", "reward_func", "reward_timeout"}

@@ -106,6 +106,11 @@ def test_defaults_pass_without_a_word(job_class):
         ({"value_clip": 0.0}, "--value_clip is 0"),
         ({"critic_pretrain": "./absent"}, "--critic_pretrain: ./absent does not exist"),
         ({"freezing_actor_steps": 5, "advantage_estimator": "reinforce"}, "--freezing_actor_steps trains the critic"),
+        ({"freezing_actor_steps": -2}, "--freezing_actor_steps is -2: it must be at least -1"),
+        (
+            {"bootstrap_truncated": True, "advantage_estimator": "reinforce"},
+            "--bootstrap_truncated asks the critic, and reinforce has none: drop it",
+        ),
         ({"eval_n_samples_per_prompt": 0}, "--eval_n_samples_per_prompt is 0"),
         ({"save_rollouts": -1}, "--save_rollouts is -1"),
         ({"actor_num_nodes": 0}, "--actor_num_nodes is 0"),

@@ -2,7 +2,8 @@
 
     discounted sum   A_t = sum over s >= t of discount^(s - t) r_s                 REINFORCE and the group methods
     GAE              A_t = sum over s >= t of (gamma lam)^(s - t) delta_s          Schulman et al. 2016
-                     delta_t = r_t + gamma V_{t+1} - V_t,   V = 0 after the end;   return = A + V
+                     delta_t = r_t + gamma V_{t+1} - V_t,   return = A + V
+                     V = 0 after the end; after a cut, the critic's V of the state there (Pardo et al. 2018)
     whitening        (A - mean) / sqrt(max(var, 1e-8))                             over all tokens of the rollout
 
 GAE is the discounted sum of its deltas. A sum over T tokens takes log2(T) steps: a sum over 2w tokens is one over w
@@ -62,9 +63,17 @@ def _sums(values_N: Tensor, remaining_N: Tensor, longest: int, discount: float) 
     return sums_N
 
 
-def gae(rewards_N: Tensor, values_N: Tensor, remaining_N: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns. `values_N` are the critic's before each token is chosen."""
-    next_values_N = torch.where(remaining_N > 0, F.pad(values_N[1:], (0, 1)), 0)
+def gae(
+    rewards_N: Tensor,
+    values_N: Tensor,
+    remaining_N: Tensor,
+    gamma: float,
+    lam: float,
+    after_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns. `values_N` are the critic's before each token is chosen. `after_N`: V after each token,
+    which is read at last tokens only; None: 0."""
+    next_values_N = torch.where(remaining_N > 0, F.pad(values_N[1:], (0, 1)), 0 if after_N is None else after_N)
     deltas_N = rewards_N + gamma * next_values_N - values_N
     advantages_N = discounted_sums(deltas_N, remaining_N, gamma * lam)
     return advantages_N, advantages_N + values_N

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trimtab.config import estimators
 from trimtab.config.data import InputColumn, PromptLengthOptions, RowOptions
 from trimtab.config.groups import AnswerOptions, SamplingOptions, UpdateOptions
-from trimtab.config.option import Options, every, option, required
+from trimtab.config.option import Options, option, required
 from trimtab.config.sources import check_mixture, check_sources
 from trimtab.errors import UserError
 
@@ -235,8 +235,8 @@ class PolicyLossOptions(Options):
     """A bound above 1 on how much a bad answer counts that has become more likely; unset: none."""
     entropy_loss_coef: float | None = option(None, at_least=0)
     """Weight of the entropy, which is raised; 0: only measured; unset: not even that."""
-    freezing_actor_steps: int = every(-1)
-    """Train the critic alone for so many iterations; -1: none."""
+    freezing_actor_steps: int = option(-1, at_least=-1)
+    """Train the critic alone for so many iterations; 0 or -1: none."""
     mismatch_correction: str | None = option(None, choices=("tis", "icepop", "sequence"))
     """Weigh tokens by how far the policy is from what sampled them: tis (truncated), icepop (tokens outside the range
     are left out) or sequence (answers outside the range are left out); unset: none."""
@@ -275,6 +275,8 @@ class CriticOptions(Options):
     """Peak learning rate of the critic."""
     value_clip: float = option(0.5, above=0)
     """A value moves at most this far from what it was when the answers were written."""
+    bootstrap_truncated: bool = False
+    """GAE goes on with the critic's value after the last token of an answer that was cut off, instead of 0."""
     save_value_network: bool = False
     """Save the critic too, in critic/ of --save_path."""
 

@@ -62,7 +62,7 @@ _OF_OTHER_METHODS = (
     *("dynamic_filtering", "overlong_buffer_len", "entropy_loss_coef", "policy_loss_type", "no_advantage_std_norm"),
     *("eps_clip", "eps_clip_low_high", "dual_clip", "aux_loss_coef", "loss_reduction", "mismatch_correction"),
     *("teacher_model", "pretrain_data", "freezing_actor_steps", "repetition_penalty", "generate_min_len"),
-    *("policy_loss_coef", "kl_clip", "running_reward_norm", "mask_truncated"),
+    *("policy_loss_coef", "kl_clip", "running_reward_norm", "mask_truncated", "bootstrap_truncated"),
 )
 
 
@@ -258,9 +258,13 @@ class RLOptions(
     def _about_the_critic(self) -> Iterable[str]:
         estimator = self.estimator
         if estimator.critic:
+            if self.bootstrap_truncated and self.mask_truncated:
+                yield "--bootstrap_truncated without effect: --mask_truncated learns nothing from what was cut off"
             return
         if self.freezing_actor_steps > 0:
             raise UserError(f"--freezing_actor_steps trains the critic alone, and {estimator.name} has none: drop it")
+        if self.bootstrap_truncated:
+            raise UserError(f"--bootstrap_truncated asks the critic, and {estimator.name} has none: drop it")
         if names := [f"--{name}" for name in OF_THE_CRITIC if self.asks(name)]:
             yield f"{', '.join(names)} without effect: --advantage_estimator {estimator.name} has no critic"
 

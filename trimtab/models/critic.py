@@ -14,10 +14,10 @@ class Critic(PackedModel):
     mean = 0.0
     deviation = 1.0
 
-    def forward(self, batch: TokenBatch) -> Tensor:
-        """Values [N], fp32, of the states in which the trained tokens were chosen."""
+    def forward(self, batch: TokenBatch, *, after: bool = False) -> Tensor:
+        """Values [N], fp32, of the states in which the trained tokens were chosen; or of those right `after` them."""
         batch = self.rotary.separate(batch)
-        read = self.read(batch, batch.predictors_N)
+        read = self.read(batch, batch.trained_N if after else batch.predictors_N)
         values_N = read.whole(getattr(self.inner, HEAD)(read.states_ND)[:, 0].float())
         return (values_N - self.mean) / self.deviation
 

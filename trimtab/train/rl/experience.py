@@ -52,6 +52,7 @@ class Experience(Trajectories):
     reference_N: Tensor | None = None
     teacher_N: Tensor | None = None  # log-probs of a teacher
     values_N: Tensor | None = None
+    after_N: Tensor | None = None  # values after each token of samples that were cut off, 0 in the others
     policy_N: Tensor | None = None  # of a proposal's answers: log-probs of the policy
     twist_N: Tensor | None = None  # of a proposal's answers: its log psi
     # what shaping adds
@@ -200,6 +201,11 @@ class Experience(Trajectories):
         return torch.cat([self.firsts_E[1:] - 1, torch.tensor([len(self) - 1])]) if len(self) else self.firsts_E
 
     @property
+    def cut_off_S(self) -> Tensor:
+        """Which samples ended because of a limit."""
+        return torch.isin(self.finishes_S, torch.tensor(CUT_OFF))
+
+    @property
     def groups_E(self) -> Tensor:
         return self.groups_S[self.firsts_E]
 
@@ -251,9 +257,9 @@ class Experience(Trajectories):
         return torch.tensor(scores, dtype=torch.float32), torch.tensor(tokens, dtype=torch.int64)
 
     def put(self, column: str, pieces: Sequence[tuple[Sequence[int], Tensor]]) -> None:
-        """Fill a column of tokens from (samples, their tokens' values)."""
-        filled = np.empty(len(self.sampled_N), dtype=np.float32)
-        found = torch.cat([values.float().cpu() for _, values in pieces]).numpy()
+        """Fill a column of tokens from (samples, their tokens' values); it is 0 in samples that are in no piece."""
+        filled = np.zeros(len(self.sampled_N), dtype=np.float32)
+        found = torch.cat([torch.zeros(0), *(values.float().cpu() for _, values in pieces)]).numpy()
         begin = 0
         for run in self.drawn_of(torch.tensor([i for samples, _ in pieces for i in samples], dtype=torch.int64)):
             end = begin + run.stop - run.start

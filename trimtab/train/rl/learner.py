@@ -254,9 +254,10 @@ class CriticLearner(Learner):
         assert isinstance(batch, AnswerBatch)
         return value_share(self.model, batch, totals, self.options)
 
-    def values(self, slices: Sequence[Slice]) -> list[Tensor]:
+    def values(self, slices: Sequence[Slice], *, after: bool = False) -> list[Tensor]:
+        """Before each drawn token; or `after` it."""
         with memory_guard(), scoring(self.model):
-            return fetched([self.model(batch.to(self.device.torch)) for batch in batches_of(slices)])
+            return fetched([self.model(batch.to(self.device.torch), after=after) for batch in batches_of(slices)])
 
 
 class ReferenceRole(Role):

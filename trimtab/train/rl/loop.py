@@ -239,6 +239,8 @@ class RLRun:
                 self.passes.fill(experience, f"{name}_N", role, "log_probs")
         if self.roles.critic is not None:
             self.passes.fill(experience, "values_N", self.roles.critic, "values")
+            if self.options.bootstrap_truncated:
+                self.passes.fill(experience, "after_N", self.roles.critic, "values", experience.cut_off_S, after=True)
 
     @property
     def on_accelerator(self) -> bool:

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from trimtab.config.jobs import RLOptions
 from trimtab.distributed.roles import Group
 from trimtab.distributed.world import deal
@@ -33,19 +35,28 @@ class Passes:
 
     # ---- what a role is asked
 
-    def fill(self, experience: Experience, column: str, role: Group, method: str) -> None:
-        """A column of tokens from what a role says of every sample."""
+    def fill(
+        self,
+        experience: Experience,
+        column: str,
+        role: Group,
+        method: str,
+        samples_S: Tensor | None = None,
+        **shared: Any,
+    ) -> None:
+        """A column of tokens from what a role says of every sample, or of those that `samples_S` marks."""
         options = self.options
         count = options.micro_value_batch_size if method == "values" else options.micro_logprob_batch_size
         count = count or options.micro_rollout_batch_size
         by_tokens = self.scoring_budget() is not None
 
         def ask() -> None:
-            drawn = experience.lengths_S.nonzero()[:, 0].tolist()
-            shares = self._shares(role, experience, drawn, count, self.scoring_budget())
+            asked_S = experience.lengths_S > 0 if samples_S is None else samples_S & (experience.lengths_S > 0)
+            asked = asked_S.nonzero()[:, 0].tolist()
+            shares = self._shares(role, experience, asked, count, self.scoring_budget())
             parts = [[experience.slice(share)] for share in shares]
             pieces = []
-            for share, values in zip(shares, self.send(role, method, parts)):
+            for share, values in zip(shares, self.send(role, method, parts, **shared)):
                 pieces += [(samples, found) for samples, found in zip(share, values) if samples]
             experience.put(column, pieces)
 

@@ -25,7 +25,7 @@ from trimtab.algos.step_rewards import STEPS_SHAPED_BY
 from trimtab.algos.token_rewards import overlong_penalty, per_token
 from trimtab.algos.value_loss import explained_variance
 from trimtab.config.jobs import RLOptions
-from trimtab.train.rl.experience import CUT_OFF, Experience
+from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.trajectories import totals
 from trimtab.train.rl.turns import InTime, Turns
 
@@ -81,7 +81,8 @@ def shape(
     gamma = options.gamma if estimator.discounted else 1.0
     if estimator.critic:
         values_N = time.sorted(experience.values_N)
-        advantages_N, returns_N = gae(rewards_N, values_N, time.remaining_N, gamma, options.lambd)
+        after_N = None if experience.after_N is None else time.sorted(experience.after_N)
+        advantages_N, returns_N = gae(rewards_N, values_N, time.remaining_N, gamma, options.lambd, after_N)
         experience.returns_N = time.back(returns_N)
     else:
         advantages_N = discounted_sums(rewards_N, time.remaining_N, gamma)
@@ -152,7 +153,7 @@ def carrying_loss(experience: Experience, options: RLOptions) -> Tensor | None:
     advantages are over the others. None: all do."""
     if not options.mask_truncated:
         return None
-    return ~torch.isin(experience.finishes_S, torch.tensor(CUT_OFF))
+    return ~experience.cut_off_S
 
 
 def described(experience: Experience, rewards_E: Tensor, returns_E: Tensor, kl_N: Tensor | None) -> dict[str, Tensor]:
@@ -169,7 +170,7 @@ def described(experience: Experience, rewards_E: Tensor, returns_E: Tensor, kl_N
         "equal_groups": share_of_several(equal_rewards(experience, rewards_E), experience),
         "length": experience.lengths_E.float().mean(),
         "length_max": experience.lengths_E.max(),
-        "truncated": torch.isin(experience.finishes_S[firsts_E], torch.tensor(CUT_OFF)).float().mean(),
+        "truncated": experience.cut_off_S[firsts_E].float().mean(),
     }
     if kl_N is not None:
         figures |= {"kl": kl_N.mean(), "kl_answer": kl_N.sum() / len(firsts_E)}
