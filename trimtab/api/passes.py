@@ -16,7 +16,7 @@ from trimtab.errors import RunFailed, UserError
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy
 from trimtab.train.optimiser import Optimiser
-from trimtab.train.pass_limit import PassLimit, Result, memory_guard, taking_back, until_it_fits
+from trimtab.train.pass_limit import TOKENS_ON_CPU, PassLimit, Result, memory_guard, taking_back, until_it_fits
 from trimtab.train.rl.cut import cost, micro_batches, packed
 from trimtab.train.rl.passes import larger
 
@@ -43,7 +43,7 @@ class Gathered:
 class Passes:
     def __init__(self, policy: Policy, optimiser: Optimiser, device: Device, tokens: int | None):
         self.policy, self.optimiser, self.device = policy, optimiser, device
-        self.tokens = tokens or (8192 if device.is_accelerator else 2048)
+        self.tokens = tokens or (8192 if device.is_accelerator else TOKENS_ON_CPU)
         self.limit = PassLimit()
 
     def score(self, rows: Rows, temperature: float, model: Policy) -> list[np.ndarray]:

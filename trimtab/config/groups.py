@@ -261,7 +261,9 @@ class BatchOptions(PackingOptions):
     train_batch_size: int = option(128, at_least=1)
     """Samples in one optimiser step, over all processes."""
     micro_train_batch_size: int = option(8, at_least=1)
-    """Samples in one forward and backward pass; it changes memory and speed, not the result."""
+    """Samples in one forward and backward pass; it changes memory and speed, not the result. Where no option says how
+    large a pass is, it has a number of tokens: on a CPU 2048, or one sample if that may have more; on an accelerator
+    see --fit_memory."""
     max_epochs: int = option(1, at_least=1)
     """Passes over the data; in RL over the rollouts of each iteration."""
     max_steps: int = every(-1)

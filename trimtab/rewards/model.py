@@ -28,6 +28,7 @@ from trimtab.models.reward import HEAD
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked
 
 MAX_TOKENS = 16_384
+PADDED_SAMPLES = 8  # of a pass of a model that takes padded rows, whose memory tokens do not bound
 IDLE: tuple[list[int], TokenBatch] = ([], TokenBatch.of([(np.zeros(2, dtype=np.int64), np.array([False, True]))]))
 """A pass whose samples are nobody's."""
 
@@ -70,7 +71,7 @@ class ModelReward:
         self.reads_ids = policy_tokenizer is not None and same_tokenizer(self.tokenizer, policy_tokenizer)
         self._reader = TextReader(self.tokenizer, policy_tokenizer, messages_key, is_decoder=hasattr(self.inner, HEAD))
         self._mean, self._deviation = _normaliser(self.model, pretrain) if normalize else (0.0, 1.0)
-        self._passes = Passes(max_len, max_samples, max_tokens)
+        self._passes = Passes(max_len, max_samples, max_tokens, packed=self.model.path == "packed")
 
     @property
     def inner(self) -> Any:
@@ -120,8 +121,17 @@ class ModelReward:
 class Passes:
     """How sequences are cut, and gathered into passes through a model."""
 
-    def __init__(self, max_len: int | None = None, max_samples: int | None = None, max_tokens: int = MAX_TOKENS):
-        self.max_len, self.max_samples, self.max_tokens = max_len, max_samples, max_tokens
+    def __init__(
+        self,
+        max_len: int | None = None,
+        max_samples: int | None = None,
+        max_tokens: int = MAX_TOKENS,
+        *,
+        packed: bool = True,
+    ):
+        """`packed`: the model takes packed rows."""
+        self.max_len, self.max_tokens = max_len, max_tokens
+        self.max_samples = max_samples if packed else max_samples or PADDED_SAMPLES
 
     def over(self, sequences: Sequence[np.ndarray], marks: Sequence[np.ndarray] | None = None):
         """(rows, their batch) of every pass; `marks` are what the batch has as trained tokens."""

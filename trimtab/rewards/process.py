@@ -81,7 +81,7 @@ class ProcessReward:
                 f"--reward_pretrain {pretrain}: cannot read step rewards off {type(self.model.inner).__name__}"
             )
         self._choices = torch.tensor(reward_token_ids(options.reward_tokens, self.tokenizer), device=device.torch)
-        self._passes = Passes(max_len, max_samples, max_tokens)
+        self._passes = Passes(max_len, max_samples, max_tokens, packed=self.model.path == "packed")
 
     @property
     def reads_texts(self) -> bool:

@@ -176,6 +176,13 @@ class Checkpoints:
             )
         return None
 
+    def manifest(self) -> dict | None:
+        """Of the newest checkpoint, before it is loaded and verified; None where `load` finds none, or refuses."""
+        with suppress(OSError, ValueError, UserError):
+            if (path := self.latest()) is not None:
+                return unsealed((path / STATE).read_text(), _step(path))["manifest"]
+        return None
+
     def _candidates(self) -> list[Path]:
         """As the first process finds them: the others could look while it is still bringing one back."""
         found: list[Path] = []

@@ -24,7 +24,16 @@ from trimtab.models.load import TrainedModelOptions
 from trimtab.models.sharded import mesh_of
 from trimtab.models.splits import check_splits
 from trimtab.train.pass_limit import BeginAnew
-from trimtab.train.plan.passes import for_manifest, supervised_work, with_planned_passes
+from trimtab.train.plan.passes import (
+    default_line,
+    for_manifest,
+    passes_of,
+    supervised_work,
+    uses_default_tokens,
+    with_default_tokens,
+    with_planned_passes,
+    without_tokens,
+)
 from trimtab.train.rehearsal import memory_line, model_lines, samples_with_masks, usable_rows
 from trimtab.train.supervised import SupervisedRun
 from trimtab.train.task import Task
@@ -75,11 +84,17 @@ def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, w
     task.padded = loaded.verdict.path != "packed"
     if task.padded:
         world.say(f"samples are padded, not packed: {loaded.verdict.reason}")
+    if uses_default_tokens(options, device):
+        if task.padded:
+            options = task.options = without_tokens(options)
+        elif options.packing_samples:  # a run of an earlier version goes on without
+            world.say(default_line(options))
     task.attach(loaded, device)
     # Dropout differs between processes that work on different tokens, everything else does not.
     seed_everything(process_seed(options.seed, mesh.gradients.rank), deterministic=options.full_determinism)
-    planned = {} if task.padded else for_manifest(memory_plan)
-    return SupervisedRun(options, task, loaded.model, tokenizer, device, loaded.weights, mesh, described=planned)
+    described = {} if task.padded else for_manifest(memory_plan)
+    described["passes"] = passes_of(options, packed=not task.padded)
+    return SupervisedRun(options, task, loaded.model, tokenizer, device, loaded.weights, mesh, described=described)
 
 
 def rehearse(options: SupervisedOptions, make_task: MakeTask) -> list[str]:
@@ -96,7 +111,10 @@ def rehearse(options: SupervisedOptions, make_task: MakeTask) -> list[str]:
     steps = dataclasses.replace(task.order(), samples=samples).steps
     lines.append(f"data: {task.report.in_files:,} rows give {'about ' if about else ''}{steps:,} steps")
     lines += samples_with_masks(task.make_batch(task.store, [0]), tokenizer)
-    lines.append(memory_line(options, device, lambda: supervised_work(task)))
+    cut = with_default_tokens(options, device)
+    if uses_default_tokens(options, device):
+        lines.append(default_line(cut))
+    lines.append(memory_line(cut, device, lambda: supervised_work(task)))
     return lines
 
 

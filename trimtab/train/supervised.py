@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ class SupervisedRun:
     weights: str  # fingerprint of the model as it was loaded
     mesh: Mesh = field(default_factory=Mesh)  # of all processes of the run
     counters: Counters = field(default_factory=Counters)
-    described: dict[str, float] = field(default_factory=dict)  # what else the manifest says
+    described: dict[str, Any] = field(default_factory=dict)  # what else the manifest says
     pending: dict | None = None  # the row of a step that is done but for its evaluation
 
     def __post_init__(self):

@@ -1,18 +1,23 @@
-"""Passes that fit the device, for a run that was not told how large they should be."""
+"""How large passes are where no option says it: by a plan of the device's memory on an accelerator, by a fixed number
+of tokens on a CPU."""
 
 import dataclasses
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from trimtab.config.groups import PASS_SIZES
+from trimtab.config.groups import PASS_SIZES, PER_DEVICE
 from trimtab.config.rl_jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
 from trimtab.distributed.world import World
 from trimtab.models.hugging_face import first_line
 from trimtab.models.load import TrainedModelOptions
+from trimtab.train.checkpoint import Checkpoints
+from trimtab.train.pass_limit import TOKENS_ON_CPU
 from trimtab.train.plan.hardware import GIB, of_device
-from trimtab.train.plan.work import Rows, Work, rl_work
+from trimtab.train.plan.work import Rows, Work, budget_changes, rl_work, supposed
 from trimtab.train.task import Task
 
 if TYPE_CHECKING:
@@ -24,14 +29,16 @@ Job = TypeVar("Job", bound=TrainedModelOptions)
 def with_planned_passes(
     options: Job, device: Device, world: World, work: Callable[[], Work]
 ) -> tuple[Job, "Plan | None"]:
-    """The options with the plan's token budget and the plan; or as they are and None. Over several processes, where
-    passes are not planned, only what cannot be done at all is refused."""
+    """The options with the plan's token budget and the plan; or without a plan, on a CPU with the default budget. Over
+    several processes, where passes are not planned, only what cannot be done at all is refused."""
     if isinstance(options, RLOptions) and options.ray:
         return options, None  # this process is on none of the devices; `trimtab plan --nodes` knows them
     if isinstance(options, RLOptions) and world.size > 1:
         from trimtab.train.plan.gathering import refuse_ungatherable
 
         refuse_ungatherable(options, device, world.size)
+    if uses_default_tokens(options, device):
+        options = with_default_tokens(options, device, _saved(options, world))
     proposed = is_wanted(options, device, world)
     if not proposed and options.fit_memory:
         world.say("warning: --fit_memory has no effect over several processes: one device is planned for")
@@ -63,6 +70,56 @@ def is_wanted(options: TrainedModelOptions, device: Device, world: World) -> boo
     return device.is_accelerator and not options.given & PASS_SIZES
 
 
+def uses_default_tokens(options: TrainedModelOptions, device: Device) -> bool:
+    """Whether passes are cut by the default number of tokens: on a CPU, where no option says how they are cut."""
+    if device.is_accelerator or options.fit_memory is not None or options.given & (PASS_SIZES | PER_DEVICE):
+        return False
+    if isinstance(options, RLOptions) and options.ray:  # the devices are elsewhere
+        return False
+    return options.trainer == "rl" or not options.asks("packing_samples")  # which has no effect in RL
+
+
+def with_default_tokens(options: Job, device: Device, saved: dict[str, int] | None = None) -> Job:
+    """The options with the default number of tokens in a pass, where it is used, or one sample if that has more.
+    `saved`: how the run that is resumed cut its passes, which stays."""
+    if not uses_default_tokens(options, device) or (saved is not None and "tokens" not in saved):
+        return options
+    longest = math.ceil(supposed(options).least / options.ring_attn_size)
+    tokens = max(TOKENS_ON_CPU, longest) if saved is None else saved["tokens"]
+    return dataclasses.replace(options, **budget_changes(options, tokens))
+
+
+def without_tokens(options: Job) -> Job:
+    """Passes by the number of samples: tokens would not bound the memory of a model that takes padded rows."""
+    return dataclasses.replace(options, **budget_changes(options, None))
+
+
+def _saved(options: TrainedModelOptions, world: World) -> dict[str, int] | None:
+    """How the run to resume cut its passes: earlier versions, which do not say it, by the number of samples. None:
+    there is none to resume."""
+    if not options.load_checkpoint:
+        return None
+    found = None
+    if world.leads:
+        manifest = Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).manifest()
+        found = None if manifest is None else manifest.get("passes", {})
+    # In RL the first process alone cuts passes.
+    return found if isinstance(options, RLOptions) else world.gather(found)[0]
+
+
+def passes_of(options: TrainedModelOptions, *, packed: bool) -> dict[str, int]:
+    """How passes are cut, for the manifest. `packed`: whether the model takes packed rows."""
+    by_tokens = options.use_dynamic_batch if isinstance(options, RLOptions) else options.packing_samples and packed
+    if by_tokens and options.train_max_tokens_per_gpu is not None:
+        return {"tokens": options.train_max_tokens_per_gpu}
+    return {"samples": options.micro_train_batch_size}
+
+
+def default_line(options: TrainedModelOptions) -> str:
+    """What is said of the default number of tokens."""
+    return f"passes of up to {options.train_max_tokens_per_gpu:,} tokens; --micro_train_batch_size cuts by samples"
+
+
 def can_be_planned(options: TrainedModelOptions, world: World) -> bool:
     return world.size == 1 and options.trainer != "tail"
 
@@ -78,8 +135,8 @@ def work_of_prompts(options: RLOptions, stores: dict[str, PromptStore]) -> Work:
     return rl_work(options, max(int(store.lengths.max()) for store in stores.values()))
 
 
-def for_manifest(plan: "Plan | None") -> dict[str, float]:
+def for_manifest(plan: "Plan | None") -> dict[str, Any]:
     if plan is None:
         return {}
-    found: dict[str, float] = {"planned_memory_gib": plan.memory_gib}
+    found = {"planned_memory_gib": plan.memory_gib}
     return found if plan.memory.recomputed is None else found | {"recomputing_layers": plan.memory.recomputed}

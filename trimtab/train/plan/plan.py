@@ -11,7 +11,7 @@ from trimtab.train.plan.choosing import chosen_passes
 from trimtab.train.plan.hardware import GIB, Hardware
 from trimtab.train.plan.memory import FILL, PHASES, Memory, MemoryModel
 from trimtab.train.plan.speed import StepTime, assumptions, clock_of, rates_of, step_time
-from trimtab.train.plan.work import Work, given_budget
+from trimtab.train.plan.work import Work, budget_changes, given_budget
 
 
 @dataclass
@@ -137,12 +137,6 @@ def refuse_unplannable(options: TrainedModelOptions) -> None:
         raise UserError("--load_in_4bit: 4-bit weights are not planned")
     if options.attn_implementation is not None:
         raise UserError("--attn_implementation: only the attention that is used by default is planned")
-
-
-def budget_changes(options: TrainedModelOptions, tokens: int) -> dict[str, Any]:
-    """The options that make passes of at most so many tokens."""
-    how = "use_dynamic_batch" if isinstance(options, RLOptions) else "packing_samples"
-    return {how: True, "train_max_tokens_per_gpu": tokens}
 
 
 def budget_words(options: TrainedModelOptions, tokens: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -97,6 +98,12 @@ def given_budget(options: TrainedModelOptions, work: Work) -> int:
     if by_tokens and options.train_max_tokens_per_gpu:
         return options.row_tokens(options.train_max_tokens_per_gpu)
     return options.micro_train_batch_size * work.least
+
+
+def budget_changes(options: TrainedModelOptions, tokens: int | None) -> dict[str, Any]:
+    """The options that make passes of at most so many tokens; None: of a number of samples."""
+    how = "use_dynamic_batch" if isinstance(options, RLOptions) else "packing_samples"
+    return {how: tokens is not None, "train_max_tokens_per_gpu": tokens}
 
 
 def trained_models(options: TrainedModelOptions) -> dict[str, PackedModel]:

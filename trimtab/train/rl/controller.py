@@ -18,7 +18,15 @@ from trimtab.rewards.columns import check_columns
 from trimtab.rollout.types import Sampling
 from trimtab.train.launch import load_job_tokenizer, notes
 from trimtab.train.manifest import make_manifest, settings
-from trimtab.train.plan.passes import for_manifest, with_planned_passes, work_of_prompts
+from trimtab.train.plan.passes import (
+    default_line,
+    for_manifest,
+    passes_of,
+    uses_default_tokens,
+    with_planned_passes,
+    without_tokens,
+    work_of_prompts,
+)
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.asynchronous.supply import Ahead
 from trimtab.train.rl.checks import (
@@ -65,6 +73,7 @@ class Controller:
         self.options, self.memory_plan = with_planned_passes(
             options, device, world, lambda: work_of_prompts(options, self.stores)
         )
+        self.default_tokens = uses_default_tokens(options, device)
         if not options.ray:  # else the devices are elsewhere
             for line in notes(options, device):
                 world.say(line)
@@ -104,7 +113,13 @@ class Controller:
 
     def run(self, groups: dict[str, Group], placed: dict[str, Any] | None = None) -> RLRun:
         """`placed`: what there is to keep of where the roles are."""
-        options, actor = self.options, groups["actor"].call("describe")[0]
+        actor = groups["actor"].call("describe")[0]
+        if self.default_tokens:
+            if actor["path"] != "packed":
+                self.options = without_tokens(self.options)
+            elif self.options.use_dynamic_batch:  # a run of an earlier version goes on without
+                self.world.say(default_line(self.options))
+        options = self.options
         fewer = {name: group for name, group in groups.items() if len(group.ranks) < self.world.size}
         if fewer and not options.ray:
             told = (f"{name} in {len(group.ranks)}" for name, group in fewer.items())
@@ -176,6 +191,7 @@ class Controller:
             reward=reward,
             data={name: report.as_dict() for name, report in self.reports.items()},
             **contents_of_environment(options),
+            passes=passes_of(options, packed=True),
             **for_manifest(self.memory_plan),
         )
 

@@ -16,7 +16,7 @@ from trimtab.rollout.choose import require_packed
 from trimtab.rollout.seeds import request_seed
 from trimtab.serving.trial import try_environment
 from trimtab.train.launch import load_job_tokenizer, notes, of_few_rows
-from trimtab.train.plan.passes import work_of_prompts
+from trimtab.train.plan.passes import default_line, uses_default_tokens, with_default_tokens, work_of_prompts
 from trimtab.train.rehearsal import memory_line, model_lines, one_line, usable_rows
 from trimtab.train.rl.checks import (
     check_drop_last,
@@ -83,6 +83,7 @@ def rehearse_rl(
     described_model = model_lines(model, options, device)
     if not options.uses_vllm:
         require_packed(model)
+    cut = with_default_tokens(options, device)
     return [
         f"device: {device.name}",
         *placed,
@@ -95,5 +96,6 @@ def rehearse_rl(
         f"first prompt, as the policy reads it: {one_line(stores['train'].text(0))}",
         *rewarded,
         *played,
-        OF_A_CLUSTER if options.ray else memory_line(options, device, lambda: work_of_prompts(options, stores)),
+        *([default_line(cut)] if uses_default_tokens(options, device) else []),
+        OF_A_CLUSTER if options.ray else memory_line(cut, device, lambda: work_of_prompts(options, stores)),
     ]
