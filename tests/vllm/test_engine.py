@@ -199,3 +199,16 @@ def test_lora_goes_to_the_engine_both_ways(adapters, tmp_path):
         rollouts = engine.generate(PROMPTS, Sampling(max_new_tokens=12, n=2))
         assert gap(rollouts, policy) < LIMIT and set(rollouts[0].versions) == {version}
     engine.close()
+
+
+def test_a_model_that_vllm_breaks_on_is_refused_in_one_line(tmp_path, monkeypatch):
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    def break_on(arguments):
+        raise AttributeError("'Lfm2Config' object has no attribute 'conv_dim'")
+
+    monkeypatch.setattr(LLMEngine, "from_engine_args", break_on)
+    write_model(tmp_path)
+    refused = "^--rollout_engine vllm: the engine cannot be started: 'Lfm2Config' object has no attribute 'conv_dim'$"
+    with pytest.raises(UserError, match=refused):
+        engine_of(tmp_path, None)

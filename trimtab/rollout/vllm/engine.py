@@ -96,7 +96,7 @@ class VLLMEngine(AnsweringEngine):
                     **more,
                 )
             )
-        except (ValueError, RuntimeError) as error:  # no memory, a kind of model that it does not know
+        except Exception as error:  # no memory, or a kind of model that it cannot take: it raises anything
             raise UserError(f"--rollout_engine vllm: the engine cannot be started: {why_refused(error)}") from error
         self.vocabulary: int = self.llm.model_config.get_vocab_size()
         self.context: int = self.llm.model_config.max_model_len
