@@ -111,10 +111,10 @@ def rehearse(options: SupervisedOptions, make_task: MakeTask) -> list[str]:
     steps = dataclasses.replace(task.order(), samples=samples).steps
     lines.append(f"data: {task.report.in_files:,} rows give {'about ' if about else ''}{steps:,} steps")
     lines += samples_with_masks(task.make_batch(task.store, [0]), tokenizer)
-    cut = with_default_tokens(options, device)
-    if uses_default_tokens(options, device):
-        lines.append(default_line(cut))
-    lines.append(memory_line(cut, device, lambda: supervised_work(task)))
+    if model.path == "packed" and uses_default_tokens(options, device):
+        options = with_default_tokens(options, device)
+        lines.append(default_line(options))
+    lines.append(memory_line(options, device, lambda: supervised_work(task)))
     return lines
 
 

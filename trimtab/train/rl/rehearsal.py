@@ -83,7 +83,10 @@ def rehearse_rl(
     described_model = model_lines(model, options, device)
     if not options.uses_vllm:
         require_packed(model)
-    cut = with_default_tokens(options, device)
+    cut = []
+    if model.path == "packed" and uses_default_tokens(options, device):
+        options = with_default_tokens(options, device)
+        cut = [default_line(options)]
     return [
         f"device: {device.name}",
         *placed,
@@ -96,6 +99,6 @@ def rehearse_rl(
         f"first prompt, as the policy reads it: {one_line(stores['train'].text(0))}",
         *rewarded,
         *played,
-        *([default_line(cut)] if uses_default_tokens(options, device) else []),
-        OF_A_CLUSTER if options.ray else memory_line(cut, device, lambda: work_of_prompts(options, stores)),
+        *cut,
+        OF_A_CLUSTER if options.ray else memory_line(options, device, lambda: work_of_prompts(options, stores)),
     ]
