@@ -28,6 +28,7 @@ from trimtab.train.plan.passes import (
     default_line,
     for_manifest,
     passes_of,
+    saved_passes,
     supervised_work,
     uses_default_tokens,
     with_default_tokens,
@@ -74,6 +75,7 @@ def build_run(options: SupervisedOptions, make_task: MakeTask, device: Device, w
     task.mesh = mesh = mesh_of(options, world)
     for line in [*task.data_lines(), *without_evaluation(options, task)]:
         world.say(line)
+    options = with_default_tokens(options, device, saved_passes(options, world))
     options, memory_plan = with_planned_passes(options, device, world, lambda: supervised_work(task))
     task.options = options
     seed_everything(options.seed, deterministic=options.full_determinism)

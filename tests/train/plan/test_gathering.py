@@ -45,7 +45,7 @@ def test_the_whole_policy_and_a_share_of_everything_else_are_counted(options_of)
 
 
 def test_what_cannot_fit_is_refused_before_loading_and_what_can_is_not(options_of, monkeypatch):
-    options, count = options_of("--init_kl_coef 0 --micro_train_batch_size 4")
+    options, count = options_of("--init_kl_coef 0")
     device = find_device()
     needed = 4 * count + 6 * count
     for spare, processes in ((0, 2), (-2, 2)):
@@ -72,12 +72,12 @@ def test_a_reward_model_that_cannot_be_counted_does_not_keep_a_run_from_starting
 
     small = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=50)
     BertForSequenceClassification(BertConfig(num_labels=1, **small)).save_pretrained(tmp_path / "encoder")
-    options, _ = options_of(f"--init_kl_coef 0 --micro_train_batch_size 4 --reward_pretrain {tmp_path}/encoder")
+    options, _ = options_of(f"--init_kl_coef 0 --reward_pretrain {tmp_path}/encoder")
     monkeypatch.setattr(gathering, "of_device", lambda device: Hardware("none", 0, accelerator=False))
     assert with_planned_passes(options, find_device(), World(0, 2), None) == (options, None)
 
 
 def test_one_process_has_nothing_to_gather(options_of, monkeypatch):
     monkeypatch.setattr(gathering, "of_device", None)
-    options, _ = options_of("--micro_train_batch_size 4")
+    options, _ = options_of("")
     assert with_planned_passes(options, find_device(), World(), None) == (options, None)

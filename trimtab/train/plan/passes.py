@@ -29,16 +29,14 @@ Job = TypeVar("Job", bound=TrainedModelOptions)
 def with_planned_passes(
     options: Job, device: Device, world: World, work: Callable[[], Work]
 ) -> tuple[Job, "Plan | None"]:
-    """The options with the plan's token budget and the plan; or without a plan, on a CPU with the default budget. Over
-    several processes, where passes are not planned, only what cannot be done at all is refused."""
+    """The options with the plan's token budget and the plan; or as they are and None. Over several processes, where
+    passes are not planned, only what cannot be done at all is refused."""
     if isinstance(options, RLOptions) and options.ray:
         return options, None  # this process is on none of the devices; `trimtab plan --nodes` knows them
     if isinstance(options, RLOptions) and world.size > 1:
         from trimtab.train.plan.gathering import refuse_ungatherable
 
         refuse_ungatherable(options, device, world.size)
-    if uses_default_tokens(options, device):
-        options = with_default_tokens(options, device, _saved(options, world))
     proposed = is_wanted(options, device, world)
     if not proposed and options.fit_memory:
         world.say("warning: --fit_memory has no effect over several processes: one device is planned for")
@@ -94,17 +92,16 @@ def without_tokens(options: Job) -> Job:
     return dataclasses.replace(options, **budget_changes(options, None))
 
 
-def _saved(options: TrainedModelOptions, world: World) -> dict[str, int] | None:
+def saved_passes(options: TrainedModelOptions, world: World) -> dict[str, int] | None:
     """How the run to resume cut its passes: earlier versions, which do not say it, by the number of samples. None:
-    there is none to resume."""
+    there is none to resume. Every process must ask."""
     if not options.load_checkpoint:
         return None
     found = None
     if world.leads:
         manifest = Checkpoints(Path(options.checkpoint_folder), keep=1, keep_gib=0).manifest()
         found = None if manifest is None else manifest.get("passes", {})
-    # In RL the first process alone cuts passes.
-    return found if isinstance(options, RLOptions) else world.gather(found)[0]
+    return world.gather(found)[0]
 
 
 def passes_of(options: TrainedModelOptions, *, packed: bool) -> dict[str, int]:

@@ -17,6 +17,7 @@ from trimtab.rewards.requests import Questions
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult
 from trimtab.rollout.types import Draft, Sampling
 from trimtab.train.pass_limit import BeginAnew, NoRoom
+from trimtab.train.plan.passes import saved_passes, with_default_tokens
 from trimtab.train.rl.answers import Admission, Answers, Collected, Failed, LeftOut, Replied, UnderWay, Wait, Written
 from trimtab.train.rl.batches import AnswerSlice, TextSlice
 from trimtab.train.rl.controller import Controller
@@ -42,6 +43,8 @@ def train_rl(options: RLOptions, kind: type[Controller] = Controller) -> None:
     device = find_device()
     try:
         world = find_world(device)
+        # In every process: each builds its roles by the same options.
+        options = with_default_tokens(options, device, saved_passes(options, world))
         with StopRequest() as stop, heard_by_all(stop, world):
             stage = stage_of(Host(options, kind.units(options, world.size), mesh_of, device, world, stop), RECORDS)
             try:
