@@ -14,6 +14,8 @@ def words(tmp_path, monkeypatch):
     for name in ("base", "adapter"):
         (tmp_path / name).mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "base" / "config.json").write_text("{}")
+    (tmp_path / "base" / "model.safetensors").touch()
     return ["--model_path", "./base", "--lora_path", "./adapter", "--output_path", "./merged/"]
 
 

@@ -69,12 +69,14 @@ def test_every_command_of_a_page_runs(folder, page, capsys):
         assert main([verb, *rest, *EXTRA.get(verb, [])]) == 0, (verb, rest, capsys.readouterr().err)
     for name in LEFT_BY.get(page, ()):
         assert (folder / name).is_file(), name
+    known: dict = {}
     for code in blocks(page, "python"):
-        known: dict = {}
         exec(compile(code, f"{page}.md", "exec"), known)
         # What a page calculates are two scores that differ, or a probability for each of four steps.
         figures = known.get("scores") or known.get("probabilities")
         assert len(set(figures)) == len(figures) in (2, 4) and all(isinstance(figure, float) for figure in figures)
+    if "score" in known:
+        assert known["score"] == pytest.approx(known["scores"][0], abs=1e-5)
 
 
 def test_the_code_of_the_page_about_rollouts_runs(folder, capsys):

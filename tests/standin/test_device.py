@@ -61,14 +61,16 @@ def test_a_run_that_asks_for_what_the_device_lacks_is_refused_before_anything_is
 
 
 def refuse(folder: Path) -> None:
-    """There is nothing in the model's folder."""
+    """Nothing of the model can be read."""
     listen(folder / "log")
     standin.install()
     from trimtab.cli.main import main
 
     os.environ["WORLD_SIZE"] = "2"
     (folder / "model").mkdir()
-    (folder / "rows.jsonl").touch()
+    (folder / "model" / "config.json").write_text("no JSON")
+    (folder / "model" / "model.safetensors").touch()
+    (folder / "rows.jsonl").write_text("{}\n")
     for asked in (
         "--ring_attn_size 2",
         "--ds_tensor_parallel_size 2",

@@ -21,7 +21,6 @@ from trimtab.processes.strays import VARIABLE, end_strays
 LAST_WORDS = 8192  # bytes of what it printed
 # What is passed on of it: as many bytes at once, and later as many a second.
 MOST_PRINTED, PRINTED_A_SECOND = 2**16, 2**8
-SECONDS_TO_PRINT = 0.05  # in which what was printed last is read
 SECONDS_TO_END = 1.0  # for code that is at rest, and what it has to tidy up
 
 
@@ -30,10 +29,10 @@ def begin(handle: str, memory: int, *, captured: bool = False, limited: bool = F
     printed goes to the run's standard error, and too much of it is left out."""
     socket, life = map(int, handle.split(":"))
     show = _Limited() if limited else _LastWords() if captured else None
-    _start_keeper(socket, life, show)
+    ending = _start_keeper(socket, life, show)
     connection = Connection(socket)
     os.set_inheritable(socket, False)
-    atexit.register(_end_group, os.getpid(), limited)  # the first to be registered is the last to be called
+    atexit.register(_end_group, os.getpid(), ending)  # the first to be registered is the last to be called
     if show is not None and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # what was printed is to be seen when the process dies
     # A fork of the author's code must not hold our end open when we are gone.
@@ -42,16 +41,20 @@ def begin(handle: str, memory: int, *, captured: bool = False, limited: bool = F
     return connection
 
 
-def _end_group(leader: int, prints: bool) -> None:
+def _end_group(leader: int, ending: int) -> None:
     if os.getpid() == leader:  # a fork of it may leave alone
-        if prints:
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # the author's code may have closed it
             sys.stdout.flush()
-            time.sleep(SECONDS_TO_PRINT)
+        with contextlib.suppress(OSError):  # the keeper has gone
+            os.write(ending, b".")
+            time.sleep(SECONDS_TO_END)  # the keeper ends this process as soon as it has read all that was printed
         os.killpg(0, signal.SIGKILL)
 
 
-def _start_keeper(socket: int, life: int, show: "_LastWords | _Limited | None") -> None:
+def _start_keeper(socket: int, life: int, show: "_LastWords | _Limited | None") -> int:
+    """The descriptor to write to when this process ends."""
     run = _handle(os.getppid())
+    ended, ending = os.pipe()
     output, printing = (None, None) if show is None else os.pipe()
     child = os.fork()
     if child == 0:
@@ -59,12 +62,14 @@ def _start_keeper(socket: int, life: int, show: "_LastWords | _Limited | None") 
         if os.fork() == 0:
             try:
                 os.close(socket)  # the run sees by it that we have ended
-                _keep(life, run, output, show)
+                os.close(ending)
+                _keep(life, run, ended, output, show)
             finally:
                 os._exit(0)
         os._exit(0)
     os.waitpid(child, 0)
     os.close(life)
+    os.close(ended)
     if run is not None:
         os.close(run)
     if output is not None and printing is not None:
@@ -72,6 +77,7 @@ def _start_keeper(socket: int, life: int, show: "_LastWords | _Limited | None") 
         for stream in (1, 2):
             os.dup2(printing, stream)
         os.close(printing)
+    return ending
 
 
 def _handle(process: int) -> int | None:
@@ -82,20 +88,40 @@ def _handle(process: int) -> int | None:
         return None
 
 
-def _keep(life: int, run: int | None, output: int | None, show: "_LastWords | _Limited | None") -> None:
+def _keep(life: int, run: int | None, ended: int, output: int | None, show: "_LastWords | _Limited | None") -> None:
+    """Show what is printed until the run has ended, or the process beside; then end the group."""
     events = select.poll()
     events.register(life, 0)  # which reports the other end's closing, and nothing else
     if run is not None:  # whose end a fork of it may hold open
         events.register(run, select.POLLIN)
+    events.register(ended, select.POLLIN)
     if output is not None:
         events.register(output, select.POLLIN)
-    while not {life, run} & (ready := {descriptor for descriptor, _ in events.poll()}):
-        if output is not None and show is not None and output in ready:
-            with contextlib.suppress(OSError):  # a full disk, or nobody reads
-                show(os.read(output, 2**16))
-    time.sleep(SECONDS_TO_END)
-    end_strays(os.environ[VARIABLE])
+        os.set_blocking(output, False)
+    while True:
+        ready = {descriptor for descriptor, _ in events.poll()}
+        if output is not None and show is not None:
+            _show_printed(output, show)
+        if {life, run} & ready:
+            time.sleep(SECONDS_TO_END)
+            end_strays(os.environ[VARIABLE])
+            break
+        if ended in ready:
+            break
     os.killpg(0, signal.SIGKILL)
+
+
+def _show_printed(output: int, show: "_LastWords | _Limited") -> None:
+    """All that is there, but for output that comes faster than it is read."""
+    for _ in range(64):
+        try:
+            printed = os.read(output, 2**16)
+        except BlockingIOError:
+            return
+        if not printed:
+            return
+        with contextlib.suppress(OSError):  # a full disk, or nobody reads
+            show(printed)
 
 
 class _LastWords:
