@@ -179,7 +179,7 @@ class Writing:
         if (session := self._session) is not None:
             session.abort()
             while session.busy:
-                self._take(session.advance())
+                self._take(session, session.advance())
             self._close(session)
             self.engine.rest()
         return True
@@ -233,9 +233,7 @@ class Writing:
             while begin and self._next:
                 self._begin(session, self._next.popleft())
             if session.busy:
-                self._take(session.advance())
-        known = sum(drawn_of(sheet.open) for sheet in self._asked.values())
-        self._drawn = self._taken + sum(session.at_work().values()) - known
+                self._take(session, session.advance())
         self._seconds += time.monotonic() - began
 
     def withdraw(self) -> None:
@@ -251,7 +249,7 @@ class Writing:
         ]
         if waiting:
             session.abort(waiting)
-            self._take(session.advance())
+            self._take(session, session.advance())
             self._next.extendleft(reversed([self._asked.pop(number) for number in waiting]))
 
     @property
@@ -294,13 +292,17 @@ class Writing:
         self._asked[number] = sheet
         self._read_again += tokens_of(sheet.open)
 
-    def _take(self, rollouts: Sequence[Rollout]) -> None:
-        """Of an episode all sequences come together."""
+    def _take(self, session: Session, rollouts: Sequence[Rollout]) -> None:
+        """Of an episode all sequences come together. Tokens are counted before a group can be collected by another
+        thread, so that a group's own are never missing from the count."""
         found: dict[tuple[int, int], list[Draft]] = {}
         for rollout in rollouts:
             found.setdefault((rollout.prompt, rollout.sample), []).append(Draft.of(rollout))
         for (number, _), drafts in found.items():
             self._taken += self._asked[number].put(drafts)
+        lengths = session.at_work()
+        known = sum(drawn_of(self._asked[number].open) for number in {number for number, _ in lengths})
+        self._drawn = self._taken + sum(lengths.values()) - known
         for number in dict.fromkeys(number for number, _ in found):
             if not (sheet := self._asked[number]).open:
                 self._judge(sheet)
