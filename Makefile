@@ -9,7 +9,7 @@ comma := ,
 # A file's tests stay together: they share what was slow to make.
 ON_BOTH_CORES := -n 2 --dist loadfile
 
-.PHONY: quickstart tour test test-quick test-long test-vllm test-vllm-long lint docs wheel bench
+.PHONY: quickstart tour test test-quick test-long golden test-vllm test-vllm-long lint docs wheel bench
 .DELETE_ON_ERROR:
 
 quickstart: $(INSTALLED)
@@ -27,6 +27,11 @@ test-quick: $(INSTALLED_FOR_TESTS)
 
 test-long: $(INSTALLED_FOR_TESTS)
 	$(BIN)/python -m pytest -m "long and not vllm"
+
+# The same tiny jobs with the package of BASE and with the working tree, compared bit for bit.
+BASE ?= HEAD
+golden: $(INSTALLED_FOR_TESTS)
+	$(BIN)/python -m tests.golden --base $(BASE)
 
 # Real vLLM engines on the CPU, in an environment of their own; killed again and again with test-vllm-long.
 test-vllm:

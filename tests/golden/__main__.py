@@ -1,0 +1,169 @@
+"""Golden runs: the same tiny jobs with the package of another commit and with the working tree, compared bit for bit.
+
+    python -m tests.golden --base COMMIT [--only WORD]
+
+One line a job; exit code 1 if any differs. Results of BASE are kept in build/golden and used again while the jobs stay
+as they are.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from tests.golden.compare import differences, ledger_problem
+from tests.golden.jobs import JOBS, TASK, Job
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+
+
+class Package:
+    """A warm process that runs jobs with one version of the package, each in a folder of this side."""
+
+    def __init__(self, source: Path, side: Path):
+        self.side = side
+        names = ("PATH", "HOME", "LANG", "TMPDIR")
+        environment = {name: os.environ[name] for name in names if name in os.environ}
+        environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {"PYTHONPATH": str(source), "TRIMTAB_CACHE": str(side / "cache"), "PYTHONHASHSEED": "0"}
+        side.mkdir(parents=True, exist_ok=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(HERE / "worker.py")],
+            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": side, "env": environment},
+        )
+
+    def run(self, job: Job, folder: str, *, stop: str = "", resume: bool = False) -> int:
+        """Exit code of the first command that failed, or 0."""
+        environment = {"GOLDEN_STOP": stop} if stop else {}
+        for words in job.commands or ("",):
+            request = {
+                "folder": str(self.side / folder),
+                "command": words + (job.resume if resume else ""),
+                "program": job.program,
+                "environment": environment,
+            }
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            code = json.loads(self._process.stdout.readline())["code"]
+            if code:
+                return code
+        return 0
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.golden")
+    parser.add_argument("--base", required=True, help="commit to compare with")
+    parser.add_argument("--only", default="", help="only the jobs whose name contains this")
+    chosen = parser.parse_args()
+    found = subprocess.run(["git", "rev-parse", f"{chosen.base}^{{commit}}"], cwd=ROOT, capture_output=True, text=True)
+    if found.returncode:
+        print(f"golden: no commit {chosen.base!r} here; fetch it, or name another with BASE=COMMIT", file=sys.stderr)
+        return 2
+    jobs = [job for job in JOBS if chosen.only in job.name]
+    if not jobs:
+        print(f"golden: no job is called {chosen.only!r}; there are {', '.join(j.name for j in JOBS)}", file=sys.stderr)
+        return 2
+    return _compare(found.stdout.strip(), jobs)
+
+
+def _compare(commit: str, jobs: list[Job]) -> int:
+    definition = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in ("jobs.py", "worker.py"))).hexdigest()
+    place = ROOT / "build" / "golden" / f"{commit[:12]}-{definition[:12]}"
+    source = place / "package"
+    if not source.exists():
+        _export(commit, source)
+    shutil.rmtree(place / "tree", ignore_errors=True)
+    (place / "task.py").write_text(TASK)
+    if not (place / "data").exists():
+        making = {**os.environ, "PYTHONPATH": str(source)}
+        words = [sys.executable, "-P", "-m", "trimtab.embedded.tiny_recipes", "data.new"]
+        subprocess.run(words, cwd=place, env=making, check=True, capture_output=True)
+        (place / "data.new").rename(place / "data")
+    base, tree = Package(source, place / "base"), Package(ROOT, place / "tree")
+    ready = {job.name: threading.Event() for job in jobs}
+    problems: dict[str, str] = {}
+
+    def run_base() -> None:
+        for job in jobs:
+            try:
+                problems[job.name] = _prepare(base, job)
+            finally:
+                ready[job.name].set()
+
+    worker = threading.Thread(target=run_base)
+    worker.start()
+    bad = 0
+    for number, job in enumerate(jobs, 1):
+        lines = _check(base, tree, job, ready[job.name], problems)
+        bad += bool(lines)
+        print(f"{number:>3}/{len(jobs)}  {'differs' if lines else 'equal  '}  {job.name}", flush=True)
+        for line in lines[:6]:
+            print(f"          {line}", flush=True)
+    worker.join()
+    base.close()
+    tree.close()
+    print(f"{len(jobs) - bad} of {len(jobs)} jobs equal to {commit[:12]}; files in {place.relative_to(ROOT)}")
+    return 1 if bad else 0
+
+
+def _export(commit: str, source: Path) -> None:
+    source.mkdir(parents=True)
+    archive = subprocess.run(["git", "archive", commit, "trimtab"], cwd=ROOT, capture_output=True, check=True)
+    subprocess.run(["tar", "-x", "-C", str(source)], input=archive.stdout, check=True)
+
+
+def _prepare(base: Package, job: Job) -> str:
+    """BASE's part: the whole run, and for a job that is resumed also an interrupted one. Why it failed; empty: not."""
+    whole, begun = base.side / job.folder, base.side / f"{job.folder}.begun"
+    done = base.side / f"{job.folder}.done"
+    if done.exists():
+        return ""
+    for folder in (whole, begun):
+        shutil.rmtree(folder, ignore_errors=True)
+    if not (job.by_ledger and job.stop) and (code := base.run(job, whole.name)):
+        return f"BASE failed with exit code {code}: {whole}/log.txt"
+    if job.stop:
+        code = base.run(job, begun.name, stop=job.stop)
+        if code == 0 and not job.program:
+            return f"BASE was to be interrupted ({job.stop}), and was not"
+        if job.leaves and not any(begun.glob(job.leaves)):
+            return f"BASE's interrupted run has left no {job.leaves}"
+    done.touch()
+    return ""
+
+
+def _check(base: Package, tree: Package, job: Job, ready: threading.Event, problems: dict[str, str]) -> list[str]:
+    """The working tree's part. What differs."""
+    if not job.stop:
+        code = tree.run(job, job.folder)
+        ready.wait()
+    else:
+        ready.wait()
+        if not problems[job.name]:
+            shutil.copytree(base.side / f"{job.folder}.begun", tree.side / job.folder, symlinks=True)
+            code = tree.run(job, job.folder, resume=True)
+    if problems[job.name]:
+        return [problems[job.name]]
+    ours = tree.side / job.folder
+    if code:
+        return [f"the working tree failed with exit code {code}: {ours}/log.txt"]
+    if job.by_ledger:
+        problem = ledger_problem(ours / "out", bound=2)
+        return [problem] if problem else []
+    return differences(base.side / job.folder, ours, results_only=bool(job.stop))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
