@@ -160,7 +160,7 @@ def _check(base: Package, tree: Package, job: Job, ready: threading.Event, probl
     if code:
         return [f"the working tree failed with exit code {code}: {ours}/log.txt"]
     if job.by_ledger:
-        problem = ledger_problem(ours / "out", bound=2)
+        problem = ledger_problem(ours / "out", bound=job.by_ledger)
         return [problem] if problem else []
     return differences(base.side / job.folder, ours, results_only=bool(job.stop))
 

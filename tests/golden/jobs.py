@@ -1,8 +1,8 @@
 """The jobs of the golden runs: tiny commands and programs that use nothing but flags, public Python names and files.
 
 Every job runs in an empty folder. `../../data` holds the models and rows of `trimtab.embedded.tiny_recipes`; `task.py`,
-beside it, holds the reward function below. A job with an `interrupted` part is begun by BASE, which
-the signal ends, and resumed by the working tree; its result must equal BASE's uninterrupted run.
+beside it, holds the reward function below. BASE begins a job that has a `stop`, the signal ends it there, and the
+working tree resumes it; its result must equal BASE's uninterrupted run.
 """
 
 import re
@@ -84,7 +84,7 @@ class Job:
     stop: str = ""  # "SIGNAL call N" or "SIGNAL rows N": BASE is ended there, and the working tree resumes
     leaves: str = ""  # pattern of a file that the interrupted run must have left, else nothing is tested
     resume: str = " --load_checkpoint"
-    by_ledger: bool = False  # which groups form a batch depends on timing: every group is trained once, and in time
+    by_ledger: int = 0  # staleness bound: batches depend on timing, so every group is trained once, and in time
 
     @property
     def folder(self) -> str:
@@ -118,7 +118,7 @@ JOBS = [
     command("reinforce", f"reinforce {RL} {OUT} {REWARD}"),
     command("rloo", f"rloo {RL} {OUT} {REWARD}"),
     command("async, staleness 0", f"{ASYNC} {OUT} {REWARD} --async_staleness 0"),
-    command("async, staleness 1", f"{ASYNC} {OUT} {REWARD} --async_staleness 1 --record recorded", by_ledger=True),
+    command("async, staleness 1", f"{ASYNC} {OUT} {REWARD} --async_staleness 1 --record recorded", by_ledger=1),
     command("replayed", f"grpo {RL} {OUT} --init_kl_coef 0 --replay ../../base/async-staleness-1/recorded"),
     command("generate", f"{GENERATE} {REWARD}"),
     Job("Learner", program=LEARNER),
@@ -129,7 +129,7 @@ JOBS = [
         f"{ASYNC} {OUT} {REWARD} --async_staleness 2",
         stop="SIGTERM call 7",
         leaves="out/checkpoints/*/ahead/*",
-        by_ledger=True,
+        by_ledger=2,
     ),
     Job("resumed Learner", program=LEARNER, stop="none none 0", leaves="saved/*"),
 ]
