@@ -28,8 +28,9 @@ test-quick: $(INSTALLED_FOR_TESTS)
 test-long: $(INSTALLED_FOR_TESTS)
 	$(BIN)/python -m pytest -m "long and not vllm"
 
-# The same tiny jobs with the package of BASE and with the working tree, compared bit for bit.
-BASE ?= HEAD
+# The same tiny jobs with the package of BASE (the last commit before the redesign) and with the working tree, compared
+# bit for bit.
+BASE ?= 40e3b39
 golden: $(INSTALLED_FOR_TESTS)
 	$(BIN)/python -m tests.golden --base $(BASE)
 

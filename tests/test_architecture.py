@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "cli": {
         *("running", "config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded"),
         *("data.hub", "data.knights", "serving", "envs", "agents", "processes", "watching", "errors", "files"),
-        "output",
+        *("server", "sandbox", "output"),
     },
     # What command and function have in common.
     "running": {
@@ -27,23 +27,30 @@ MAY_IMPORT = {
     "api": {
         *("running", "config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded", "data"),
         *("algos", "rollout", "agents", "serving", "envs", "processes", "web", "progress", "interrupts", "errors"),
-        *("files", "output"),
+        *("server", "sandbox", "files", "output"),
     },
     "train": {
         *("data", "models", "algos", "rollout", "rewards", "distributed", "config", "progress", "interrupts"),
-        *("envs", "agents", "serving", "processes", "errors", "files"),
+        *("envs", "agents", "serving", "server", "processes", "sandbox", "errors", "files"),
         *("evaluate.bad_words", "evaluate.tail_files", "evaluate.tail_risk"),
     },
     "models": {"data.batches", "data.hub", "distributed", "config", "interrupts", "errors", "files"},
-    "rollout": {"data.batches", "models", "distributed", "envs.types", "envs.episode", "errors"},
+    "rollout": {"data.batches", "models", "distributed", "errors"},
     "rewards": {
-        *("data", "models", "distributed", "config", "envs.types", "envs.episode", "web", "processes", "errors"),
+        *("data", "models", "distributed", "config", "rollout.episode", "web", "processes", "sandbox", "errors"),
         "algos",
     },
-    "envs": {"processes", "errors"},
+    # The sandbox runs user code in worker processes: reward functions and environments.
+    "sandbox": {"distributed.serialization", "errors"},
+    "envs": {"sandbox", "rollout", "data", "distributed", "processes", "errors"},
     "agents": {"envs", "rollout", "data", "distributed", "processes", "errors"},
     "serving": {
         *("agents", "envs", "rollout", "data", "models", "distributed", "config", "web", "processes", "errors"),
+    },
+    # The policy server, the reward server, and what they share with the live page.
+    "server": {
+        *("envs", "agents", "rewards", "rollout", "data", "models", "distributed", "config", "processes", "sandbox"),
+        "errors",
     },
     "web": {"errors"},
     "data": {"config", "errors", "files"},
@@ -52,10 +59,10 @@ MAY_IMPORT = {
     "config": {"errors"},
     "evaluate": {
         *("data", "algos", "models", "distributed", "rollout", "rewards", "config", "progress", "interrupts"),
-        *("envs", "agents", "serving", "processes", "errors", "files"),
+        *("envs", "agents", "serving", "server", "processes", "sandbox", "errors", "files"),
     },
     "report": {"evaluate", "config", "errors", "files"},
-    "watching": {"report", "web", "config", "progress", "errors", "files"},
+    "watching": {"report", "web", "server.http", "config", "progress", "errors", "files"},
     "embedded": {"data.byte_tokenizer", "envs.types", "errors"},
     "processes": {"errors"},
     "progress": set(),

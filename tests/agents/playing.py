@@ -10,11 +10,11 @@ from tests.tiny import tiny_model
 from trimtab.agents.engine import AgentEngine
 from trimtab.agents.settings import PlaySettings
 from trimtab.data.batches import TokenBatch
-from trimtab.envs.episode import Episode
 from trimtab.envs.types import Task
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.episode import Episode
 from trimtab.rollout.types import Draft, Rollout, Sampling
 
 VOCABULARY, CONTEXT = 400, 512

@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from trimtab.agents.settings import PlaySettings
-from trimtab.envs.episode import Episode
 from trimtab.envs.replies import Reply
 from trimtab.envs.types import Task
 from trimtab.errors import UserError
 from trimtab.rollout.answering import AT_WORK, AnsweringEngine, OpenSession
 from trimtab.rollout.engine import Engine, Session
+from trimtab.rollout.episode import Episode
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.types import Draft, Rollout, Sampling
 

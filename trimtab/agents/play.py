@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from trimtab.agents.language import Language
-from trimtab.envs.episode import Episode, Said
 from trimtab.envs.types import Message, Task
+from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.types import Draft, Finish, Rollout
 
 FIGURES = ("tool_calls", "tool_failures", "unknown_tools", "seconds_environment")

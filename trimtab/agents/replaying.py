@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trimtab.agents.play import Play, Stage, Strand
-from trimtab.envs.episode import Said
 from trimtab.envs.replies import Stepped
 from trimtab.envs.types import Message, Step
+from trimtab.rollout.episode import Said
 
 if TYPE_CHECKING:
     from trimtab.agents.session import AgentSession

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal
 from trimtab.agents.language import CannotSay, refusing
 from trimtab.agents.play import Moment, Play, Stage, Strand
 from trimtab.agents.replaying import words_of
-from trimtab.envs.episode import Said
 from trimtab.envs.replies import Stepped
 from trimtab.envs.types import Message, Step, Turn
+from trimtab.rollout.episode import Said
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.types import Draft, Rollout
 

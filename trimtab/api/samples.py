@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.envs.episode import Said
 from trimtab.envs.types import Message, Task
 from trimtab.errors import UserError
+from trimtab.rollout.episode import Said
 from trimtab.rollout.types import Rollout
 from trimtab.train.rl.trajectories import Trajectories
 

@@ -4,29 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-Message = dict[str, Any]  # role, content, and where they apply: tool_calls, tool_call_id, name
-
-VERBATIM = "verbatim"
-"""The role of a text that stands as it is: it is tokenised alone, and marks of a chat template are its author's."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """One episode of one row. All samples of a group have one seed, so that they begin alike; what the policy draws in
-    them, it draws from streams of their own."""
-
-    row: int  # of the prompt data
-    sample: int  # which of the row's episodes
-    seed: int  # made of the run's seed and the row's place in the data
-    prompt: str | list[Message] = ""
-    label: Any = None
-    columns: dict[str, Any] = field(default_factory=dict)  # everything else that the row has
-    text: str | None = None  # the prompt as the policy reads it, if that is known
-
-    @property
-    def asked(self) -> list[Message]:
-        """The prompt as messages."""
-        return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
+from trimtab.rollout.episode import VERBATIM as VERBATIM
+from trimtab.rollout.episode import Message as Message
+from trimtab.rollout.episode import Task as Task
 
 
 @dataclass(frozen=True)

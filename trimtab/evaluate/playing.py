@@ -10,7 +10,6 @@ from trimtab.data.chat import ChatRenderer
 from trimtab.data.sources import load_rows
 from trimtab.distributed.device import find_device
 from trimtab.distributed.random_state import seed_everything
-from trimtab.envs.episode import Episode, Said
 from trimtab.envs.shapes.adapted import named
 from trimtab.envs.types import Task
 from trimtab.errors import UserError
@@ -19,6 +18,7 @@ from trimtab.evaluate.person import Person, tokenizer_of_a_person
 from trimtab.models.load import load_frozen_policy
 from trimtab.rollout.choose import build_engine
 from trimtab.rollout.engine import Engine
+from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Finish, Rollout

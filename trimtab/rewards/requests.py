@@ -5,9 +5,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from trimtab.data.prompts import PromptStore
-from trimtab.envs.episode import Episode
-from trimtab.envs.types import Task
 from trimtab.rewards.types import RewardRequest
+from trimtab.rollout.episode import Episode, Task
 
 SEED_BITS = 2**31 - 1  # of an environment's seed: numpy takes no negative one, others none of 64 bits
 

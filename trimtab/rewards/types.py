@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
-from trimtab.envs.episode import Episode
 from trimtab.errors import RunFailed
+from trimtab.rollout.episode import Episode
 
 
 class RewardFailed(RunFailed):

@@ -4,9 +4,9 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from trimtab.envs.types import Task
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Session
+from trimtab.rollout.episode import Task
 from trimtab.rollout.types import Rollout, Sampling
 
 AT_WORK = "the engine is at work already; take all its answers first, or close their stream"

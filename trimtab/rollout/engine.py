@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
-from trimtab.envs.types import Task
+from trimtab.rollout.episode import Task
 from trimtab.rollout.types import Draft, Rollout, Sampling
 
 FEWEST_STEPS, MOST_STEPS = 8, 24

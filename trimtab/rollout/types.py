@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from trimtab.envs.episode import Episode
 from trimtab.errors import UserError
+from trimtab.rollout.episode import Episode
 
 # Of episodes also: the context is full, --max_turns is reached, the environment has cut it off, or has failed.
 Finish = Literal["stop", "length", "abort", "context", "turns", "truncated", "failed"]

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.agents.around import AroundEngine, Instances
 from trimtab.agents.settings import PlaySettings
-from trimtab.envs.episode import Episode
 from trimtab.envs.types import Task
 from trimtab.rollout.engine import Engine
+from trimtab.rollout.episode import Episode
 from trimtab.rollout.types import Sampling
 from trimtab.serving.agent_session import ServedSession
 from trimtab.serving.policy import ServedPolicy

@@ -5,8 +5,8 @@ from operator import itemgetter
 
 import numpy as np
 
-from trimtab.envs.episode import Episode, Said
 from trimtab.envs.types import Task
+from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.types import Draft, Finish, Rollout
 from trimtab.serving.records import Record, RecordedTurn, ends_of
 

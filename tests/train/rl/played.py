@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trimtab.envs.episode import Episode, Said
 from trimtab.rewards.types import RewardResult
+from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.types import Rollout
 from trimtab.train.rl.experience import Experience
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 
 from tests.train.rl.played import Played, experience_of
-from trimtab.envs.episode import Episode
 from trimtab.rewards.environment import EnvironmentReward
 from trimtab.rewards.requests import Questions
 from trimtab.rewards.types import RewardRequest, RewardResult
+from trimtab.rollout.episode import Episode
 from trimtab.rollout.types import Rollout, Sampling
 from trimtab.train.rl.episode_figures import episode_figures, turns
 from trimtab.train.rl.rollouts import Rollouts

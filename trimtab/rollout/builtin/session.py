@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from trimtab.distributed.watch import pulse
-from trimtab.envs.types import Task
 from trimtab.rollout.answering import OpenSession
 from trimtab.rollout.builtin.graphs import CannotCapture, DecodeGraphs
 from trimtab.rollout.builtin.reader import Reader
@@ -25,6 +24,7 @@ from trimtab.rollout.builtin.sampler import Drawn, Sampler
 from trimtab.rollout.builtin.samplers import Samplers, alike
 from trimtab.rollout.builtin.scheduler import Admission, Prompt, Sample, Scheduler
 from trimtab.rollout.builtin.taking import rollout_of, take
+from trimtab.rollout.episode import Task
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import check_setting
 from trimtab.rollout.types import Draft, Rollout, Sampling, drafts_of

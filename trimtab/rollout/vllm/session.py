@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trimtab.distributed.watch import pulse
-from trimtab.envs.types import Task
 from trimtab.errors import RunFailed, UserError
 from trimtab.rollout.answering import OpenSession
+from trimtab.rollout.episode import Task
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import check_setting, stop_string_end
 from trimtab.rollout.types import Alternatives, Draft, Finish, Rollout, Sampling, drafts_of

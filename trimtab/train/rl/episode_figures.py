@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.envs.episode import Episode, Said
 from trimtab.rewards.environment import OF_PLAYING
+from trimtab.rollout.episode import Episode, Said
 from trimtab.train.rl.experience import FINISHES, Experience
 
 ENDS = tuple(name for name in FINISHES if name not in ("abort", "failed"))  # of episodes that are learnt from

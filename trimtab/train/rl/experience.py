@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.envs.episode import Episode
 from trimtab.rewards.types import RewardResult
+from trimtab.rollout.episode import Episode
 from trimtab.rollout.types import Rollout
 from trimtab.train.rl.trajectories import Trajectories, joined, runs
 

@@ -8,13 +8,13 @@ from trimtab.distributed.device import find_device
 from trimtab.distributed.staging import Host, Stage, WorldStage, stage_of
 from trimtab.distributed.stopping import heard_by_all, was_told
 from trimtab.distributed.world import World, find_world, leave_world
-from trimtab.envs.episode import Episode, Said
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.sharded import mesh_of
 from trimtab.processes.waiting import GivenUp
 from trimtab.rewards.requests import Questions
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult
+from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.types import Draft, Sampling
 from trimtab.train.pass_limit import BeginAnew, NoRoom
 from trimtab.train.plan.passes import saved_passes, with_default_tokens

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.envs.episode import Episode
 from trimtab.rewards.types import RewardResult
+from trimtab.rollout.episode import Episode
 from trimtab.rollout.types import Draft, Sampling
 from trimtab.train.rl.answers import Answers, UnderWay
 from trimtab.train.rl.experience import Experience
