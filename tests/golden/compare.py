@@ -19,7 +19,8 @@ def differences(base: Path, tree: Path, *, results_only: bool = False) -> list[s
     lines = [f"{name} is missing" for name in sorted(found["base"] - found["tree"])]
     lines += [f"{name} is new" for name in sorted(found["tree"] - found["base"])]
     for name in sorted(found["base"] & found["tree"]):
-        if difference := _difference(base / name, tree / name):
+        a, b = ((folder / name).read_bytes() for folder in (base, tree))
+        if difference := _difference(Path(name).suffix, a.replace(bytes(base), bytes(tree)), b):
             lines.append(f"{name}: {difference}")
     if not found["base"]:
         lines.append("BASE has left no file")
@@ -35,11 +36,10 @@ def _files(folder: Path, results_only: bool) -> set[str]:
     return names
 
 
-def _difference(first: Path, second: Path) -> str:
-    a, b = first.read_bytes(), second.read_bytes()
+def _difference(suffix: str, a: bytes, b: bytes) -> str:
     if a == b:
         return ""
-    if first.suffix == ".jsonl":
+    if suffix == ".jsonl":
         rows = [[json.loads(line) for line in text.splitlines()] for text in (a, b)]
         if len(rows[0]) != len(rows[1]):
             return f"{len(rows[0])} rows in BASE, {len(rows[1])} in the working tree"
@@ -47,9 +47,9 @@ def _difference(first: Path, second: Path) -> str:
             if where := _where(*pair):
                 return f"row {number}{where}"
         return ""
-    if first.suffix == ".json":
+    if suffix == ".json":
         return _where(json.loads(a), json.loads(b)).lstrip()
-    if first.suffix == ".safetensors":
+    if suffix == ".safetensors":
         return _tensor(a, b)
     lines = [[line for line in text.splitlines() if not VOLATILE.search(line)] for text in (a.decode(), b.decode())]
     return "" if lines[0] == lines[1] else "contents differ"

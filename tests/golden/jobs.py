@@ -1,8 +1,8 @@
 """The jobs of the golden runs: tiny commands and programs that use nothing but flags, public Python names and files.
 
-Every job runs in an empty folder. `../../data` holds the models and rows of `trimtab.embedded.tiny_recipes`; `task.py`,
-beside it, holds the reward function below. BASE begins a job that has a `stop`, the signal ends it there, and the
-working tree resumes it; its result must equal BASE's uninterrupted run.
+Every job runs in a folder that holds its `files` only, such as `task.py` with the reward function below; `../../data`
+holds the models and rows of `trimtab.embedded.tiny_recipes`. BASE begins a job that has a `stop`, the signal ends it
+there, and the working tree resumes it; its result must equal BASE's uninterrupted run.
 """
 
 import re
@@ -43,7 +43,7 @@ PROMPTS = f"--prompt_data {DATA}/prompts.jsonl --input_key problem --label_key a
 SAMPLING = "--generate_max_len 8 --rollout_batch_size 4 --n_samples_per_prompt 4 --train_batch_size 8"
 UPDATES = "--micro_train_batch_size 4 --actor_learning_rate 1e-3 --save_steps 1 --lr_warmup_ratio 0"
 RL = f"--pretrain {DATA}/llama {PROMPTS} {SAMPLING} {UPDATES} --max_samples 16"
-REWARD = "--reward_func ../../task.py:reward"
+REWARD = "--reward_func task.py:reward"
 ASYNC = f"grpo {RL} --init_kl_coef 0 --async_train --rollout_slots 6"
 GENERATE = f"generate --pretrain {DATA}/llama --dataset {DATA}/prompts.jsonl --input_key problem --max_samples 24"
 GENERATE += " --max_new_tokens 8 --temperature 1 --best_of_n 2 --micro_batch_size 4 --output_path out.jsonl"
@@ -81,6 +81,8 @@ class Job:
     name: str
     commands: tuple[str, ...] = ()  # arguments of trimtab, run in this order
     program: str = ""  # or a Python program
+    files: tuple[tuple[str, str], ...] = (("task.py", TASK),)  # name and text
+    uses: str = ""  # name of a job, of whose run with BASE this one gets the folder `recorded`
     stop: str = ""  # "SIGNAL call N" or "SIGNAL rows N": BASE is ended there, and the working tree resumes
     leaves: str = ""  # pattern of a file that the interrupted run must have left, else nothing is tested
     resume: str = " --load_checkpoint"
@@ -119,7 +121,7 @@ JOBS = [
     command("rloo", f"rloo {RL} {OUT} {REWARD}"),
     command("async, staleness 0", f"{ASYNC} {OUT} {REWARD} --async_staleness 0"),
     command("async, staleness 1", f"{ASYNC} {OUT} {REWARD} --async_staleness 1 --record recorded", by_ledger=1),
-    command("replayed", f"grpo {RL} {OUT} --init_kl_coef 0 --replay ../../base/async-staleness-1/recorded"),
+    command("replayed", f"grpo {RL} {OUT} --init_kl_coef 0 --replay recorded", uses="async, staleness 1"),
     command("generate", f"{GENERATE} {REWARD}"),
     Job("Learner", program=LEARNER),
     command("resumed sft", SFT, stop="SIGTERM rows 2"),
