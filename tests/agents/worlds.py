@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trimtab.envs.loaded import About
+from trimtab.envs.adapter import EnvironmentInfo
 from trimtab.envs.replies import Broken, Ended, Opened, Stepped
 from trimtab.envs.types import Step, Task, Turn
 
@@ -41,7 +41,7 @@ class Pool:
 
     def __init__(self, make: Callable[[], Any] = Counting, slow: int = 0, fault: Callable[..., None] | None = None):
         self.make, self.slow, self.fault = make, slow, fault
-        self.about = About("test", "of a test", tools=list(getattr(make, "tools", ())))
+        self.about = EnvironmentInfo("test", "of a test", tools=list(getattr(make, "tools", ())))
         self.instances: dict[int, Any] = {}
         self.made: list[Any] = []
         self.dropped: list[int] = []

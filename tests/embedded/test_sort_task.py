@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 from trimtab.agents.appending import Appending
 from trimtab.agents.parsing import Parsing
 from trimtab.embedded import sort_task
-from trimtab.envs.schemas import schema
+from trimtab.envs.tools import tool_schema
 from trimtab.evaluate.answers import answer
 
 
@@ -69,7 +69,7 @@ def loaded(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("arguments", [{"place": 3}, {"place": 0, "how": "from 2.5 on"}, {"how": "12"}, {}])
 def test_a_tool_call_is_written_in_the_model_s_characters_and_read_again(loaded, arguments):
-    parsing = Parsing(loaded, [schema(pick)])
+    parsing = Parsing(loaded, [tool_schema(pick)])
     text = parsing.written("pick", arguments)
     ids = loaded.encode(f"{text}<eos>", add_special_tokens=False)
     assert loaded.unk_token_id not in ids and len(ids) == len(text) + 1
@@ -80,20 +80,20 @@ def test_a_tool_call_is_written_in_the_model_s_characters_and_read_again(loaded,
 
 @pytest.mark.parametrize("text", ["134", "call ", "call pick", "call >", "recall"])
 def test_what_is_no_tool_call_stays_text(loaded, text):
-    parsing = Parsing(loaded, [schema(pick)])
+    parsing = Parsing(loaded, [tool_schema(pick)])
     ids = loaded.encode(f"{text}<eos>", add_special_tokens=False)
     assert parsing.message(ids, loaded.encode("<assistant>"), [loaded.eos_token_id]).get("tool_calls") is None
 
 
 def test_tools_and_their_results_are_appended_to_a_conversation(loaded):
-    appending = Appending(loaded, [schema(pick)], [loaded.eos_token_id])  # which proves that it can be
+    appending = Appending(loaded, [tool_schema(pick)], [loaded.eos_token_id])  # which proves that it can be
     call = {"id": "call_0", "type": "function", "function": {"name": "pick", "arguments": {"place": 3}}}
     messages = [{"role": "user", "content": "go>"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     result = [{"role": "tool", "name": "pick", "tool_call_id": "call_0", "content": "7"}]
     opening, after = appending.opening(messages[:1]), appending.after(result, ended=True)
     assert loaded.decode(opening) == "<user>tools pick place how><user>go><assistant>"
     assert loaded.decode(after) == "<user>result 7><assistant>"
-    whole = loaded.apply_chat_template([*messages, *result], tools=[schema(pick)], add_generation_prompt=True)
+    whole = loaded.apply_chat_template([*messages, *result], tools=[tool_schema(pick)], add_generation_prompt=True)
     assert whole["input_ids"] == [*opening, *loaded.encode("call pick place 3><eos>"), *after]
 
 

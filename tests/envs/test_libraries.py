@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 
 from tests.envs.playing import now, task, turn, written
+from trimtab.envs.adapter import EnvironmentAdapter, LoadedEnvironment
 from trimtab.envs.load import load
-from trimtab.envs.loaded import Loaded
-from trimtab.envs.shapes.adapted import Adapted
 from trimtab.envs.types import Step
 from trimtab.errors import UserError
 
 GUESS = "gem:game:GuessTheNumber-v0-easy"
 
 
-def begun(loaded: Loaded, row: dict[str, Any]) -> Adapted:
+def begun(loaded: LoadedEnvironment, row: dict[str, Any]) -> EnvironmentAdapter:
     assert loaded.make is not None
     game = loaded.make()
     columns = {name: value for name, value in row.items() if name not in ("prompt", "label")}
@@ -24,7 +23,7 @@ def begun(loaded: Loaded, row: dict[str, Any]) -> Adapted:
     return game
 
 
-def rows(loaded: Loaded, count: int, seed: int) -> list[dict[str, Any]]:
+def rows(loaded: LoadedEnvironment, count: int, seed: int) -> list[dict[str, Any]]:
     assert loaded.rows is not None and loaded.about.offers_rows
     found = loaded.rows(count, seed)
     assert found == loaded.rows(count, seed)

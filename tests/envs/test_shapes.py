@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests.envs.playing import now, task, turn, written
+from trimtab.envs.adapter import EnvironmentAdapter
+from trimtab.envs.gymnasium import EpisodeRandom
 from trimtab.envs.load import load
-from trimtab.envs.shapes.adapted import Adapted
-from trimtab.envs.shapes.chance import Chance
 from trimtab.envs.types import VERBATIM, Step
 from trimtab.errors import UserError
 
 
-def made(source: str, shape: str = "") -> Adapted:
+def made(source: str, shape: str = "") -> EnvironmentAdapter:
     loaded = load(source)
     assert loaded.make is not None and shape in loaded.about.shape
     return loaded.make()
@@ -279,10 +279,10 @@ def test_what_is_not_understood_is_named(tmp_path: Path, text: str, words: str |
 
 
 def test_episodes_that_draw_from_the_process_do_not_disturb_each_other() -> None:
-    def drawn(chance: Chance, count: int) -> list[float]:
-        return [chance.of(random.random) for _ in range(count)]
+    def drawn(chance: EpisodeRandom, count: int) -> list[float]:
+        return [chance.call(random.random) for _ in range(count)]
 
-    alone, first, second = Chance(), Chance(), Chance()
+    alone, first, second = EpisodeRandom(), EpisodeRandom(), EpisodeRandom()
     before = random.getstate()
     for chance, seed in ((alone, 5), (first, 5), (second, 6)):
         chance.seed(seed)

@@ -8,8 +8,7 @@ import pytest
 from transformers.utils import get_json_schema
 
 from tests.envs.playing import now
-from trimtab.envs.schemas import schema
-from trimtab.envs.tools import BadArguments, UnknownTool, call, schemas
+from trimtab.envs.tools import BadArguments, UnknownTool, call_tool, tool_schema, tool_schemas
 
 
 def multiply(x: float, y: float = 1.0) -> float:
@@ -93,7 +92,7 @@ class Room:
 @pytest.mark.parametrize("tool", [multiply, everything, Room().look, Room().wait], ids=lambda tool: tool.__name__)
 def test_schemas_are_those_of_transformers(tool: Callable[..., Any]) -> None:
     # Templates write them as they stand, so their order counts.
-    assert json.dumps(schema(tool)) == json.dumps(get_json_schema(tool))
+    assert json.dumps(tool_schema(tool)) == json.dumps(get_json_schema(tool))
 
 
 def test_a_tool_that_says_little_is_told_as_far_as_it_goes() -> None:
@@ -102,22 +101,22 @@ def test_a_tool_that_says_little_is_told_as_far_as_it_goes() -> None:
 
     parameters = {"type": "object", "properties": {"x": {}, "y": {}}, "required": ["x"]}
     function = {"name": "bare", "description": "", "parameters": parameters}
-    assert schemas([bare]) == [{"type": "function", "function": function}]
+    assert tool_schemas([bare]) == [{"type": "function", "function": function}]
 
 
 def test_tools_that_cannot_be_told_apart_or_called_by_name_are_refused() -> None:
     with pytest.raises(TypeError, match="two tools are called multiply"):
-        schemas([multiply, multiply])
+        tool_schemas([multiply, multiply])
     with pytest.raises(TypeError, match="search: its parameter"):
-        schemas([search])
+        tool_schemas([search])
 
 
 def test_a_tool_is_called_with_arguments_as_a_dict_or_as_json() -> None:
     tools: list[Callable[..., Any]] = [multiply, Room().look, Room().wait]
-    assert call(tools, "multiply", {"x": 2, "y": 3.5}) == "7.0"
-    assert call(tools, "multiply", '{"x": 2}') == "2.0"
-    assert call(tools, "look", {"direction": "north"}) == "a wall in the north"
-    assert json.loads(now(call(tools, "wait", {"turns": 3}))) == {"waited": 3}
+    assert call_tool(tools, "multiply", {"x": 2, "y": 3.5}) == "7.0"
+    assert call_tool(tools, "multiply", '{"x": 2}') == "2.0"
+    assert call_tool(tools, "look", {"direction": "north"}) == "a wall in the north"
+    assert json.loads(now(call_tool(tools, "wait", {"turns": 3}))) == {"waited": 3}
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ def test_a_tool_is_called_with_arguments_as_a_dict_or_as_json() -> None:
 )
 def test_a_call_that_goes_wrong_says_how(name: str, arguments: object, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        call([multiply], name, arguments)
+        call_tool([multiply], name, arguments)
 
 
 def shop(amount: int, place: tuple[int, str] = (0, ""), limit: int = None):  # noqa: RUF013
@@ -172,10 +171,10 @@ FITTING = {"a": 1, "b": True, "c": {"k": 2}, "d": [1, "x"], "e": "y", "f": None,
 )
 def test_arguments_are_checked_against_annotations(changed: dict[str, Any], words: str | None) -> None:
     if words is None:
-        assert call([everything], "everything", FITTING | changed) == "[]"
+        assert call_tool([everything], "everything", FITTING | changed) == "[]"
         return
     with pytest.raises(BadArguments, match=words):
-        call([everything], "everything", FITTING | changed)
+        call_tool([everything], "everything", FITTING | changed)
 
 
 def test_arguments_are_passed_on_as_annotated() -> None:
@@ -185,6 +184,8 @@ def test_arguments_are_passed_on_as_annotated() -> None:
         """Keeps them."""
         got.append((x, pair, known, loose))
 
-    call([keep], "keep", {"x": 1, "pair": [1, 2], "known": "anything", "loose": [1]})
+    call_tool([keep], "keep", {"x": 1, "pair": [1, 2], "known": "anything", "loose": [1]})
     assert got == [(1, (1, 2), "anything", [1])]
-    assert call([shop], "shop", {"amount": 2, "limit": None}) == '[2, 0, "", null]', "its default says that it may be"
+    assert call_tool([shop], "shop", {"amount": 2, "limit": None}) == '[2, 0, "", null]', (
+        "its default says that it may be"
+    )

@@ -8,7 +8,7 @@ from tests.examples.test_examples import EXAMPLES, command
 from trimtab.config import jobs
 from trimtab.config.checks import check, settle
 from trimtab.config.parse import parse
-from trimtab.envs.tools import schemas
+from trimtab.envs.tools import tool_schemas
 from trimtab.envs.types import Task, Turn
 
 RECIPES = sorted(path.stem for path in (EXAMPLES / "agents").glob("*.sh") if path.stem != "common")
@@ -45,7 +45,7 @@ def test_the_calculator_works_sums_out_and_nothing_else(calculator):
     for text in ("1/0", "2**99", "open('x')", "a", "1.5", "True", "(1).real", "'a'*9"):
         with pytest.raises(ValueError, match="whole numbers"):
             calculator.calculate(text)
-    (schema,) = schemas(calculator.Calculator.tools)
+    (schema,) = tool_schemas(calculator.Calculator.tools)
     assert schema["function"]["parameters"]["required"] == ["expression"]
 
 

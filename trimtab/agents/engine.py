@@ -14,7 +14,7 @@ from trimtab.agents.language import Language
 from trimtab.agents.play import Play
 from trimtab.agents.session import AgentSession
 from trimtab.agents.settings import PlaySettings
-from trimtab.envs.loaded import About
+from trimtab.envs.adapter import EnvironmentInfo
 from trimtab.envs.types import Task, Turn
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.types import Sampling
@@ -26,7 +26,7 @@ class World(Instances, Protocol):
     """Environments."""
 
     @property
-    def about(self) -> About: ...
+    def about(self) -> EnvironmentInfo: ...
 
     def reset(self, episode: int, task: Task) -> None: ...
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trimtab.agents.engine import World
 from trimtab.distributed.peers import Peers
-from trimtab.envs.loaded import About
+from trimtab.envs.adapter import EnvironmentInfo
 from trimtab.envs.replies import Broken, Ended, Opened, Reply, Stepped
 from trimtab.envs.types import Step, Task, Turn
 from trimtab.errors import RunFailed, UserError
@@ -20,7 +20,7 @@ class LedPool:
         """`open_world`: called by the first process alone."""
         self._pool: World | None = None
         self._peers = peers
-        self.about = About(**self._of_first(lambda: self._opened(open_world)))
+        self.about = EnvironmentInfo(**self._of_first(lambda: self._opened(open_world)))
 
     def _opened(self, open_world: Callable[[], World]) -> dict[str, Any]:
         self._pool = open_world()

@@ -10,9 +10,8 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from trimtab.envs.file import load_object
 from trimtab.envs.lanes import Caller, Lanes, Late, Stuck
-from trimtab.envs.load import with_tools
+from trimtab.envs.load import load_object, with_tools
 from trimtab.envs.playing import Instance
 from trimtab.envs.replies import Broken, Reply, reply_of
 from trimtab.envs.types import Task, Turn

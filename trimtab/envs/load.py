@@ -1,58 +1,215 @@
-"""An environment by its source: `FILE.py[:NAME]`, `gem:NAME`, `rg:NAME`, `verifiers:MODULE`, or `trimtab:NAME`, a file
-that comes along. Runs in the worker processes."""
+"""Load an environment by its source: `FILE.py[:NAME]`, `gem:NAME`, `rg:NAME`, `verifiers:MODULE`, or `trimtab:NAME` for
+an embedded one. A class or function in a file is recognised by its methods and parameters. Runs in worker processes."""
 
 import asyncio
 import contextlib
+import functools
+import importlib
 import inspect
-from dataclasses import replace
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+from urllib.parse import parse_qsl
 
-from trimtab.envs.file import load_file
-from trimtab.envs.loaded import Loaded
-from trimtab.envs.sources import gem, reasoning_gym
-from trimtab.envs.sources.named import unknown
-from trimtab.envs.sources.verifiers import load as verifiers
-from trimtab.envs.tools import schemas
+from trimtab.envs import adapter, gymnasium, openrlhf, trl, verifiers
+from trimtab.envs.adapter import EnvironmentAdapter, EnvironmentFactory, EnvironmentInfo, LoadedEnvironment
+from trimtab.envs.tools import tool_schemas
 from trimtab.errors import UserError
+from trimtab.processes.source import module_of
 
-LIBRARIES = {"gem": gem.load, "rg": reasoning_gym.load, "verifiers": verifiers.load}
 EMBEDDED = Path(__file__).parents[1] / "embedded" / "environments"
 
 
-def load(source: str) -> Loaded:
-    """Raises UserError where there is nothing to be loaded; what the author's code raises passes through."""
-    library, colon, name = source.partition(":")
-    if colon and library in LIBRARIES:
-        return with_tools(LIBRARIES[library](name))
-    if colon and library == "trimtab":
-        return with_tools(load_file(_embedded(source, name), None))
-    file, wanted = split(source)
+@dataclass(frozen=True)
+class Library:
+    module: str  # as it is imported
+    package: str  # as it is installed
+    load: Callable[[str, dict[str, Any], str], LoadedEnvironment]
+
+
+LIBRARIES = {
+    "gem": Library("gem", "gem-llm", gymnasium.load_gem),
+    "rg": Library("reasoning_gym", "reasoning-gym", gymnasium.load_reasoning_gym),
+    "verifiers": Library("verifiers", "verifiers", verifiers.load_verifiers),
+}
+
+
+def load(source: str) -> LoadedEnvironment:
+    """Raise UserError if there is nothing to load; exceptions of the author's code pass through."""
+    prefix, colon, name = source.partition(":")
+    if colon and prefix in LIBRARIES:
+        return with_tools(_load_library(LIBRARIES[prefix], source, name))
+    if colon and prefix == "trimtab":
+        known = sorted(file.stem for file in EMBEDDED.glob("*.py") if file.stem != "__init__")
+        if name not in known:
+            raise adapter.unknown_name(source, name, known)
+        return with_tools(load_file(EMBEDDED / f"{name}.py", None))
+    file, attribute = split(source)
     if not file.is_file():
         raise UserError(f"environment {file}: no such file")
-    return with_tools(load_file(file, wanted))
+    return with_tools(load_file(file, attribute))
 
 
 def split(source: str) -> tuple[Path, str | None]:
+    """`FILE.py[:NAME]` as path and name."""
     file, colon, name = source.rpartition(":")
-    place, wanted = (file, name) if colon and file.endswith(".py") else (source, None)
-    return Path(place).expanduser().resolve(), wanted
+    path, attribute = (file, name) if colon and file.endswith(".py") else (source, None)
+    return Path(path).expanduser().resolve(), attribute
 
 
-def with_tools(loaded: Loaded) -> Loaded:
-    """One is made, so that what cannot be made is known before the first episode."""
+def with_tools(loaded: LoadedEnvironment) -> LoadedEnvironment:
+    """Add the schemas of its tools. Constructs one instance, so that a constructor that fails does so before the first
+    episode."""
     if loaded.make is None:
         return loaded
     first = loaded.make()
-    tools = schemas(first.tools)
-    with contextlib.suppress(Exception):  # as at the end of an episode: it has been of use
+    tools = tool_schemas(first.tools)
+    with contextlib.suppress(Exception):  # as at the end of an episode
         closed = first.close()
         if inspect.iscoroutine(closed):
             asyncio.run(closed)
     return replace(loaded, about=replace(loaded.about, tools=tools))
 
 
-def _embedded(source: str, name: str) -> Path:
-    known = sorted(file.stem for file in EMBEDDED.glob("*.py") if file.stem != "__init__")
-    if name not in known:
-        raise unknown(source, name, known)
-    return EMBEDDED / f"{name}.py"
+# ---- libraries: NAME or NAME?option=value&...
+
+
+def _load_library(library: Library, source: str, place: str) -> LoadedEnvironment:
+    name, _, query = place.partition("?")
+    options = {key: _option_value(value) for key, value in parse_qsl(query, keep_blank_values=True)}
+    try:
+        importlib.import_module(library.module)
+    except ModuleNotFoundError as error:
+        if error.name != library.module:
+            raise
+        package = library.package
+        raise UserError(f"--environment {source}: {package} is not installed: pip install {package}") from error
+    return library.load(name, options, source)
+
+
+def _option_value(text: str) -> Any:
+    """JSON if it is valid JSON, else the text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+# ---- files and objects
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How an environment looks to its author, and what adapts it."""
+
+    description: str
+    matches: Callable[[Any], bool]
+    adapter: Callable[[EnvironmentFactory], EnvironmentAdapter] | None  # None: an agent
+    constructor_arguments: tuple[str, ...] = ()  # that the adapter can give
+
+
+CLASS_SHAPES = (  # the first that matches
+    Shape(openrlhf.AGENT_INSTANCE_SHAPE, openrlhf.is_agent_instance, openrlhf.AgentInstanceAdapter),
+    Shape(trl.SKYRL_SHAPE, trl.is_skyrl, trl.SkyRLAdapter, ("env_config", "extras")),
+    Shape(gymnasium.TEXTARENA_SHAPE, gymnasium.is_textarena, gymnasium.TextArenaAdapter),
+    Shape(gymnasium.GYMNASIUM_SHAPE, gymnasium.is_gymnasium, gymnasium.GymnasiumAdapter),
+    Shape(adapter.NATIVE_SHAPE, adapter.is_native, adapter.NativeAdapter),
+    Shape(trl.TRL_SHAPE, trl.is_trl, trl.TRLAdapter),
+)
+FUNCTION_SHAPES = (
+    Shape(adapter.AGENT_SHAPE, adapter.is_agent, None),
+    Shape(openrlhf.STEP_FUNCTION_SHAPE, openrlhf.is_step_function, openrlhf.StepFunctionAdapter),
+)
+PREFERRED_NAMES = ("AgentInstance", "Environment", "Env", "run", "step")
+
+
+def load_file(file: Path, name: str | None) -> LoadedEnvironment:
+    """The class or function `name` of a Python file, or the only candidate in it. A function `rows(count, seed)` in the
+    same file offers prompts."""
+    openrlhf.install_stub()
+    module = module_of(file, "environment_file")
+    openrlhf.refuse_executors(module, str(file))
+    if name is None:
+        found, shape = _only_candidate(module, str(file))
+    else:
+        found = getattr(module, name, None)
+        if not callable(found):
+            raise UserError(f"{file}: there is no class or function {name} in it")
+        found, shape = _with_shape(found, name, str(file))
+    return _loaded(found, shape, getattr(module, "rows", None))
+
+
+def load_object(found: Any) -> LoadedEnvironment:
+    """A class or function of this process: an environment class, a function that makes environments, or an agent."""
+    if not callable(found):
+        raise UserError(f"environment: give a class or a function, not an object of type {type(found).__name__}")
+    module = sys.modules.get(getattr(found, "__module__", ""))
+    return _loaded(*_with_shape(found, _name(found), "environment"), getattr(module, "rows", None))
+
+
+def _loaded(found: EnvironmentFactory, shape: Shape, rows: Any) -> LoadedEnvironment:
+    offered = rows if inspect.isfunction(rows) and list(adapter.parameters(rows)) == ["count", "seed"] else None
+    kind: Literal["environment", "agent"] = "agent" if shape.adapter is None else "environment"
+    info = EnvironmentInfo(_name(found), shape.description, kind, offers_rows=offered is not None)
+    if shape.adapter is None:
+        return LoadedEnvironment(info, run=functools.partial(adapter.run_agent, found), rows=offered)
+    return LoadedEnvironment(info, functools.partial(shape.adapter, found), rows=offered)
+
+
+def _only_candidate(module: ModuleType, file: str) -> tuple[EnvironmentFactory, Shape]:
+    own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    known = {value: shape for value in own if (shape := _shape_of(value)) is not None}
+    bases = {base for value in known if inspect.isclass(value) for base in value.__mro__[1:]}
+    candidates = [value for value in known if value not in bases]
+    preferred = [value for name in PREFERRED_NAMES for value in candidates if _name(value) == name]
+    if not candidates:
+        raise UserError(f"{file}: there is no environment in it, which is {_expected()}")
+    if len(candidates) > 1 and not preferred:
+        names = ", ".join(map(_name, candidates))
+        first = _name(candidates[0])
+        raise UserError(f"{file}: {names} could all be meant: name one after a colon, as in {file}:{first}")
+    found = (preferred or candidates)[0]
+    return _constructible(found, known[found], file)
+
+
+def _with_shape(found: EnvironmentFactory, name: str, file: str) -> tuple[EnvironmentFactory, Shape]:
+    shape = _shape_of(found)
+    if shape is not None:
+        return _constructible(found, shape, file)
+    if inspect.isclass(found):
+        raise UserError(f"{file}: {name} is no environment, which is {_expected()}")
+    if missing := adapter.required_parameters(found):
+        raise UserError(f"{file}: {name} needs {', '.join(missing)}: a function that makes environments takes nothing")
+    shape = _shape_of(type(found()))
+    if shape is None:
+        raise UserError(f"{file}: what {name} makes is no environment, which is {_expected()}")
+    return found, shape
+
+
+def _shape_of(found: Any) -> Shape | None:
+    shapes = CLASS_SHAPES if inspect.isclass(found) else FUNCTION_SHAPES if inspect.isfunction(found) else ()
+    return next((shape for shape in shapes if shape.matches(found)), None)
+
+
+def _constructible(found: EnvironmentFactory, shape: Shape, file: str) -> tuple[EnvironmentFactory, Shape]:
+    required = adapter.required_parameters(found) if inspect.isclass(found) else []
+    missing = [name for name in required if name not in shape.constructor_arguments]
+    if missing:
+        raise UserError(
+            f"{file}: {_name(found)} needs {', '.join(missing)} to be made: write a function without parameters that "
+            f"makes one, and name that, as in {file}:make"
+        )
+    return found, shape
+
+
+def _name(found: EnvironmentFactory) -> str:
+    return getattr(found, "__name__", type(found).__name__)
+
+
+def _expected() -> str:
+    classes = "; ".join(shape.description for shape in CLASS_SHAPES)
+    return f"a class with {classes}; or a function: {'; '.join(shape.description for shape in FUNCTION_SHAPES)}"

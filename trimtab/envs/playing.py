@@ -4,10 +4,9 @@ import functools
 import json
 from typing import Any
 
+from trimtab.envs.adapter import EnvironmentAdapter, LoadedEnvironment, describe
 from trimtab.envs.lanes import Caller, Late, Stuck
-from trimtab.envs.loaded import Loaded
-from trimtab.envs.shapes.adapted import Adapted, named
-from trimtab.envs.tools import BadArguments, UnknownTool, call, schemas
+from trimtab.envs.tools import BadArguments, UnknownTool, call_tool, tool_schemas
 from trimtab.envs.types import Message, Step, Task, Turn
 
 AGENT_PATIENCE = 64
@@ -18,15 +17,15 @@ LONGEST_TEXT = 1_000_000
 
 
 class Instance:
-    def __init__(self, loaded: Loaded, caller: Caller, seconds: float):
+    def __init__(self, loaded: LoadedEnvironment, caller: Caller, seconds: float):
         """`seconds`: that a call may take."""
         self.loaded, self.caller, self.seconds = loaded, caller, seconds
         self.busy = self.dropped = False
-        self._environment: Adapted | None = None
+        self._environment: EnvironmentAdapter | None = None
         self._told = 0.0  # of the caller's seconds
 
     @property
-    def environment(self) -> Adapted:
+    def environment(self) -> EnvironmentAdapter:
         assert self._environment is not None, "it has been opened"
         return self._environment
 
@@ -44,7 +43,7 @@ class Instance:
         assert self.loaded.make is not None, "an agent is not opened"
         self._environment = await self._call(self.loaded.make)
         messages = await self._call(self.environment.reset, task)
-        tools = await self._call(lambda: schemas(self.environment.tools))
+        tools = await self._call(lambda: tool_schemas(self.environment.tools))
         return {"messages": None if messages is None else _cut(messages), "tools": tools, "seconds": self._spent()}
 
     async def step(self, turn: Turn) -> dict[str, Any]:
@@ -91,7 +90,7 @@ class Instance:
         function = found.get("function") or {}
         name = str(function.get("name"))
         try:
-            text = await self._call(call, self.environment.tools, name, function.get("arguments"))
+            text = await self._call(call_tool, self.environment.tools, name, function.get("arguments"))
         except (Late, Stuck):
             raise
         except UnknownTool as error:
@@ -136,7 +135,7 @@ def _readable(content: object) -> object:
             for part in content
         ]
     if content is not None:
-        raise TypeError(f"the content of a message is {named(content)}: a text is needed")
+        raise TypeError(f"the content of a message is {describe(content)}: a text is needed")
     return None
 
 

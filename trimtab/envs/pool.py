@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.envs.loaded import About
+from trimtab.envs.adapter import EnvironmentInfo
 from trimtab.envs.replies import Broken, Ended, Reply, reply_of
 from trimtab.envs.types import Task, Turn
 from trimtab.envs.workers import LOADING_SECONDS, PING_EVERY, EnvLimits, PendingCalls, Worker
@@ -59,7 +59,7 @@ class Pool:
         self._workers.append(Worker.started(source, limits, careful=False))
         self._listener.start()
         try:
-            self.about = About(**self._answer(0, f"environment {source} to be loaded"))
+            self.about = EnvironmentInfo(**self._answer(0, f"environment {source} to be loaded"))
         except BaseException:
             self.close()
             raise

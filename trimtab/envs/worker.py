@@ -18,11 +18,10 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from typing import Any
 
+from trimtab.envs.adapter import LoadedEnvironment, describe
 from trimtab.envs.lanes import Caller, Lanes, Late, Stuck, line_of
 from trimtab.envs.load import load, split
-from trimtab.envs.loaded import Loaded
 from trimtab.envs.playing import Instance
-from trimtab.envs.shapes.adapted import named
 from trimtab.errors import UserError
 from trimtab.processes.telling import plain, told
 from trimtab.processes.within import SECONDS_TO_END, begin
@@ -44,7 +43,9 @@ def main(handle: str, seconds: str, memory: str, threads: str, source: str) -> N
 
 
 class Worker:
-    def __init__(self, connection: Connection, loaded: Loaded, file: str, seconds: float, memory: int, threads: int):
+    def __init__(
+        self, connection: Connection, loaded: LoadedEnvironment, file: str, seconds: float, memory: int, threads: int
+    ):
         self._connection, self._loaded, self._file = connection, loaded, file
         self._seconds, self._memory = seconds, memory
         self._lanes = Lanes(threads)
@@ -159,7 +160,7 @@ class Worker:
             found = await asyncio.to_thread(self._loaded.rows, count, seed)
             wrong = [found] if not isinstance(found, list) else [row for row in found if not isinstance(row, dict)]
             if wrong:
-                raise TypeError(f"rows({count}, {seed}) gave {named(wrong[0])}: a list of dicts is needed")
+                raise TypeError(f"rows({count}, {seed}) gave {describe(wrong[0])}: a list of dicts is needed")
             self._say("rows", key, found)
         except BaseException as error:
             self._say("unloadable", key, told(error, self._file))

@@ -10,7 +10,7 @@ from trimtab.data.chat import ChatRenderer
 from trimtab.data.sources import load_rows
 from trimtab.distributed.device import find_device
 from trimtab.distributed.random_state import seed_everything
-from trimtab.envs.shapes.adapted import named
+from trimtab.envs.adapter import describe
 from trimtab.envs.types import Task
 from trimtab.errors import UserError
 from trimtab.evaluate.generation import load_job_tokenizer, sampling_of
@@ -58,7 +58,7 @@ class Over:
 
 
 class Playing:
-    """`ask`: what gives a person's next words, where no model is named or a person is asked for."""
+    """`ask`: what gives a person's next words, where no model is describe or a person is asked for."""
 
     def __init__(self, options: PlayOptions, ask: Callable[[], str]):
         self.options = options
@@ -126,7 +126,7 @@ class Playing:
         said = prompt if isinstance(prompt, list) else []
         if not isinstance(prompt, str | list) or any(not isinstance(message, dict) for message in said):
             where = f"--input_key {asked}" if options.dataset else options.environment_flag
-            what = f"the prompt of row {number} is {named(prompt)}"
+            what = f"the prompt of row {number} is {describe(prompt)}"
             raise UserError(f"{where}: {what}; a text or a list of messages is needed")
         rest = {name: value for name, value in row.items() if name not in (asked, label)}
         task = Task(number, 0, seed, prompt, row.get(label) if label else None, rest)

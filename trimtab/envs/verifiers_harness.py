@@ -1,5 +1,5 @@
-"""A harness for verifiers that runs in this process: it asks the policy, calls the tools that the task serves, and is
-done with the first answer that calls none."""
+"""A harness for verifiers that runs in the worker process: it asks the policy, calls the tools that the task serves,
+and ends with the first answer that calls none."""
 
 import json
 from contextlib import AsyncExitStack
@@ -11,8 +11,8 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 __all__ = ["ChatHarness", "ChatHarnessConfig"]
 
-FULL = "maximum context length"
-RETRIES = 5  # of requests that a busy server sends away
+CONTEXT_FULL = "maximum context length"
+MAX_RETRIES = 5  # of requests that a busy server refuses
 
 
 class ChatHarnessConfig(HarnessConfig):
@@ -29,33 +29,32 @@ class ChatHarness(Harness[ChatHarnessConfig]):
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
     ) -> ProgramResult:
-        talk = _messages(*self.resolve_prompt(data))
-        async with AsyncExitStack() as open_things:
-            client = AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=RETRIES, timeout=None)
-            await open_things.enter_async_context(client)
+        messages = _messages(*self.resolve_prompt(data))
+        async with AsyncExitStack() as stack:
+            client = AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=MAX_RETRIES, timeout=None)
+            await stack.enter_async_context(client)
             served = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
-            schemas, known, servers = await connect_mcp(served, open_things)
+            schemas, known, servers = await connect_mcp(served, stack)
+            offered = {"tools": schemas} if schemas else {}
             try:
                 while True:
-                    offered = {"tools": schemas} if schemas else {}
-                    reply = await client.chat.completions.create(model=ctx.model, messages=talk, **offered)
-                    said = reply.choices[0].message
-                    talk.append(said.model_dump(exclude_none=True))
-                    if not said.tool_calls:
+                    reply = await client.chat.completions.create(model=ctx.model, messages=messages, **offered)
+                    answer = reply.choices[0].message
+                    messages.append(answer.model_dump(exclude_none=True))
+                    if not answer.tool_calls:
                         break
-                    for call in said.tool_calls:
-                        talk.append(
-                            {"role": "tool", "tool_call_id": call.id, "content": await _called(call, known, servers)}
-                        )
+                    for call in answer.tool_calls:
+                        content = await _tool_result(call, known, servers)
+                        messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
             except BadRequestError as error:
-                # So verifiers says that it has ended the episode, and the server that the conversation is full.
-                if trace.stop_condition is None and FULL not in str(error):
+                # verifiers refuses requests of an episode that it has ended; the server those with a full context.
+                if trace.stop_condition is None and CONTEXT_FULL not in str(error):
                     raise
         return ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-async def _called(call: Any, known: dict[str, Any], servers: dict[str, Any]) -> Any:
-    """What goes wrong is the model's business."""
+async def _tool_result(call: Any, known: dict[str, Any], servers: dict[str, Any]) -> Any:
+    """What the tool returns; an error is returned to the model as JSON."""
     name = call.function.name
     if name not in known:
         return json.dumps({"error": f"there is no tool {name}, but {', '.join(known) or 'none at all'}"})
