@@ -98,10 +98,9 @@ def main() -> None:
     samples = words.parse_args().samples
 
     from trimtab.config.jobs import ServeRMOptions
-    from trimtab.rewards.server.app import make_app
-    from trimtab.rewards.server.reward import served_reward
     from trimtab.rewards.types import RewardRequest
-    from trimtab.web.server import bind, make_server
+    from trimtab.server.http import bind, make_server
+    from trimtab.server.reward_server import make_reward_app, served_reward
 
     texts = make_texts(samples)
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +114,7 @@ def main() -> None:
     print(f"{'direct':12s} {direct:8.0f} samples/s", flush=True)
 
     listening = bind("127.0.0.1", 0)
-    server = make_server(make_app(reward))
+    server = make_server(make_reward_app(reward))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     for count in CLIENTS:

@@ -42,25 +42,25 @@ def note_all() -> None:
     from trimtab.rollout.builtin.graphs import DecodeGraphs
     from trimtab.rollout.builtin.read_graphs import Pass, ReadGraphs
     from trimtab.rollout.builtin.session import BuiltinSession
-    from trimtab.serving.desk import Desk
-    from trimtab.serving.fronts import Fronts
+    from trimtab.server.http_workers import HTTPWorkers
+    from trimtab.server.request_queue import RequestQueue
 
     def of_pass(one: Pass, *_: Any) -> dict[str, Any]:
         how = "launched" if one.graph is None else "recorded"
         keys = 0 if one.keys is None else len(one.keys)
         return {"tokens": one.tokens.shape[1], "sequences": one.sequences.shape[1], "keys": keys, "how": how}
 
-    noted(Desk, "wait", "idle")
-    noted(Desk, "gather", "gather", lambda desk, _: {"waiting": len(desk._new)})
-    noted(Desk, "work", "work", lambda desk, *_: {"at_work": len(desk._at_work), "waiting": len(desk._new)})
-    noted(Desk, "take", "hand over", lambda _, rollouts, **__: {"answers": len(rollouts)})
+    noted(RequestQueue, "wait", "idle")
+    noted(RequestQueue, "gather", "gather", lambda desk, _: {"waiting": len(desk._new)})
+    noted(RequestQueue, "work", "work", lambda desk, *_: {"at_work": len(desk._at_work), "waiting": len(desk._new)})
+    noted(RequestQueue, "take", "hand over", lambda _, rollouts, **__: {"answers": len(rollouts)})
     noted(BuiltinSession, "_begin", "begin", lambda *given: {"rows": len(given[2])})
     noted(BuiltinSession, "prepare", "prepare")
     noted(Pass, "run", "read", of_pass)
     noted(ReadGraphs, "_capture", "record read")
     noted(DecodeGraphs, "run", "look", lambda _, __, rows, steps, *___: {"rows": len(rows), "steps": steps})
     noted(DecodeGraphs, "_capture", "record steps", lambda _, __, rows: {"rows": rows})
-    noted(Fronts, "_deliver", "letters", lambda fronts: {"answers": len(fronts.settled)})
+    noted(HTTPWorkers, "_deliver", "letters", lambda fronts: {"answers": len(fronts.settled)})
 
 
 def show(path: str, since: float | None, most: int) -> None:

@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 
 import trimtab
-from tests.serving import running
+from tests.server import running
 from trimtab.api.learner import Learner
 
 ASKED = {"prompt": [5, 6, 7], "max_tokens": 40, "logprobs": 0, "return_token_ids": True, "seed": 3}

@@ -13,7 +13,7 @@ from trimtab.cli.main import main
 from trimtab.config.jobs import ServeRMOptions
 from trimtab.config.parse import parse
 from trimtab.embedded.sort_task import make_tokenizer
-from trimtab.rewards.server.reward import served_reward
+from trimtab.server.reward_server import served_reward
 
 QUERIES = ["<user>sort 4931><assistant>1349", "<user>sort 52><assistant>25"]
 

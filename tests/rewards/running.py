@@ -4,16 +4,16 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from trimtab.rewards.server.app import make_app
 from trimtab.rewards.types import Reward
-from trimtab.web.server import address, bind, make_server
+from trimtab.server.http import address, bind, make_server
+from trimtab.server.reward_server import make_reward_app
 
 
 class Running:
     def __init__(self, reward: Reward, drain_seconds: float = 30.0, **how):
         listening = bind("127.0.0.1", 0)
         self.url = address(listening)
-        self.server = make_server(make_app(reward, **how), drain_seconds)
+        self.server = make_server(make_reward_app(reward, **how), drain_seconds)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]}, daemon=True)
         self.thread.start()
 

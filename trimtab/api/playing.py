@@ -24,7 +24,7 @@ from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.types import Rollout, Sampling
-from trimtab.serving.playing import open_pool, playing_engine, settings_of
+from trimtab.server.environment_engine import open_pool, playing_engine, settings_of
 
 SEEDS = 2**31  # a task's, as in training: below this
 LIMITS = [

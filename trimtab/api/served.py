@@ -32,19 +32,19 @@ def serving(
 ) -> Iterator[str]:
     """The address for clients of OpenAI's protocol, until the block ends."""
     try:
-        from trimtab.serving.desk import Desk, EngineFailed
-        from trimtab.serving.policy import ServedPolicy
-        from trimtab.serving.server import PolicyServer
-        from trimtab.serving.wanted import House
+        from trimtab.server.policy_server import PolicyServer
+        from trimtab.server.request_params import ServerDefaults
+        from trimtab.server.request_queue import EngineFailed, RequestQueue
+        from trimtab.server.sessions import ServedPolicy
     except ImportError as error:
         raise UserError(f"a policy server needs the package {error.name}: pip install 'trimtab[serve]'") from error
     if engine.context is None:
         raise UserError(f"{name}: its config names no context, which a server must know; set max_position_embeddings")
-    house = House(stops, policy.head.out_features)
+    house = ServerDefaults(stops, policy.head.out_features)
     served = ServedPolicy(name, tokenizer, house, engine.context)
     server = PolicyServer(served, token=token, seed=seed, version=lambda: engine.version)
 
-    def work(desk: Desk) -> None:
+    def work(desk: RequestQueue) -> None:
         try:
             while not desk.closed:
                 if desk.wait(LOOK_EVERY):

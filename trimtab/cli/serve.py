@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve_policy(options: ServeOptions) -> None:
-    from trimtab.serving.run import serve
+    from trimtab.server.policy_server import run_policy_server
 
     def note(line: str) -> None:
         say(f"trimtab serve: note: {line}", options)
@@ -31,7 +31,7 @@ def serve_policy(options: ServeOptions) -> None:
             note(f"clients send the API key {token} (--bearer_token names another one, or none)")
         print(line, flush=True)
 
-    ended = serve(options, None if token == NO_TOKEN else token, say=served, note=note)
+    ended = run_policy_server(options, None if token == NO_TOKEN else token, say=served, note=note)
     if not ended:
         # A pass that is beyond its time is still being computed, by a thread that nobody can end.
         os._exit(0)

@@ -13,12 +13,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve_reward(options: ServeRMOptions) -> None:
-    from trimtab.rewards.server.reward import served_reward
-    from trimtab.rewards.server.run import serve
+    from trimtab.server.reward_server import run_reward_server, served_reward
 
     reward = served_reward(options)
     try:
-        finished = serve(
+        finished = run_reward_server(
             reward,
             host=options.host,
             port=options.port,

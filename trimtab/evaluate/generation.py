@@ -40,8 +40,14 @@ from trimtab.rollout.engine import Engine
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Rollout, Sampling
-from trimtab.serving.playing import columns_of, open_pool, playing_engine, rows_of_environment, settings_of
-from trimtab.serving.trial import try_environment
+from trimtab.server.environment_engine import (
+    columns_of,
+    open_pool,
+    playing_engine,
+    rows_of_environment,
+    settings_of,
+    try_environment,
+)
 
 SCORED_AT_ONCE = 64  # answers; what is not scored yet is lost when the process dies
 

@@ -22,7 +22,7 @@ from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.seeds import request_seed
 from trimtab.rollout.stopping import stop_tokens
 from trimtab.rollout.types import Finish, Rollout
-from trimtab.serving.playing import LABEL, PROMPT, open_pool, playing_engine, settings_of
+from trimtab.server.environment_engine import LABEL, PROMPT, open_pool, playing_engine, settings_of
 
 SEEDS = 2**31  # a row's, as training gives them: below this
 

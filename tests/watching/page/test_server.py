@@ -117,7 +117,7 @@ def test_a_port_that_is_taken_is_one_line(served_run, tmp_path, capsys):
 
 
 def test_without_the_servers_packages_the_way_to_them_is_one_line(tmp_path, capsys, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith(("trimtab.watching.page.", "trimtab.web"))]:
+    for name in [name for name in sys.modules if name.startswith(("trimtab.watching.page.", "trimtab.server"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["watch", "--page", str(rl_run(tmp_path))]) == 2

@@ -18,7 +18,14 @@ from trimtab.models.load import policy_skeleton
 from trimtab.models.packed import PackedModel
 from trimtab.models.rotary import generated_context
 from trimtab.rollout.engine import Engine
-from trimtab.serving.playing import columns_of, never, open_pool, playing_engine, rows_of_environment, settings_of
+from trimtab.server.environment_engine import (
+    columns_of,
+    never,
+    open_pool,
+    playing_engine,
+    rows_of_environment,
+    settings_of,
+)
 from trimtab.train.launch import load_job_tokenizer
 
 

@@ -14,7 +14,7 @@ from trimtab.rewards.requests import Questions
 from trimtab.rewards.trial import try_reward
 from trimtab.rollout.choose import require_packed
 from trimtab.rollout.seeds import request_seed
-from trimtab.serving.trial import try_environment
+from trimtab.server.environment_engine import try_environment
 from trimtab.train.launch import load_job_tokenizer, notes, of_few_rows
 from trimtab.train.plan.passes import default_line, uses_default_tokens, with_default_tokens, work_of_prompts
 from trimtab.train.rehearsal import memory_line, model_lines, one_line, usable_rows

@@ -19,12 +19,11 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from trimtab.server.http import RequestGate, is_loopback_host
 from trimtab.watching.page.boards import Board, IndexBoard, RunBoard
 from trimtab.watching.page.document import index_page, run_page
 from trimtab.watching.page.script import SCRIPT
 from trimtab.watching.page.style import STYLE
-from trimtab.web.manners import Gate
-from trimtab.web.requests import names_loopback
 
 HEADERS = {
     "content-security-policy": (
@@ -130,7 +129,7 @@ def make_app(folders: Sequence[Path], every: float) -> Starlette:
         routes=[Route(path, answer, methods=["GET"]) for path, answer in routes.items()],
         exception_handlers={HTTPException: refused},
     )
-    app.state.gate = Gate(give_up=ending.set)
+    app.state.gate = RequestGate(give_up=ending.set)
     app.add_middleware(Guard)
     return app
 
@@ -159,7 +158,7 @@ class Guard:
 
 
 def refusal_of(request: Request) -> Response | None:
-    if not names_loopback(request.headers.get("host", "")):
+    if not is_loopback_host(request.headers.get("host", "")):
         return PlainTextResponse("this page is for this machine: call it by 127.0.0.1 or localhost\n", 421)
     # Another site may lead a person here, and not look in by itself.
     own = request.headers.get("sec-fetch-site", "none") in ("none", "same-origin")

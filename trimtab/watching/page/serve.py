@@ -6,8 +6,8 @@ from pathlib import Path
 from trimtab.errors import UserError
 
 try:
+    from trimtab.server.http import address, bind, make_server, run_until_signal
     from trimtab.watching.page.app import make_app
-    from trimtab.web.server import address, bind, make_server, serve_until_told
 except ImportError as error:
     raise UserError(f"--page needs the package {error.name}: pip install 'trimtab[serve]'") from error
 
@@ -23,4 +23,4 @@ def serve_page(folders: Sequence[Path], *, port: int, every: float) -> None:
     server = make_server(make_app(folders, every), DRAIN_SECONDS)
     what = str(folders[0]) if len(folders) == 1 else f"{len(folders)} runs"
     print(f"{what} at {address(listening)} (Ctrl-C ends it)", flush=True)
-    serve_until_told(server, listening)
+    run_until_signal(server, listening)

@@ -1,0 +1,480 @@
+"""Every wrong request gets a clear 4xx in the clients' own form, and nobody else notices."""
+
+import json
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+
+from tests.server.running import CONTEXT, Scripted, ScriptedSession, engine, running, tokenizer
+from trimtab.rollout.builtin.engine import BuiltinEngine
+from trimtab.rollout.engine import FEWEST_STEPS, MOST_STEPS, SECONDS_TO_WAIT, steps_among_others
+from trimtab.rollout.types import Rollout, Sampling
+from trimtab.server.request_queue import EngineFailed, PolicyMetrics, QueuedRequest, RequestQueue
+from trimtab.server.sessions import SessionRecord, SessionStore
+
+CHAT, COMPLETE, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+HELLO = [{"role": "user", "content": "hm"}]
+BROKEN = {"function": {"name": "add", "arguments": "{"}}
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(engine(), max_bytes=200_000) as server:
+        yield server
+
+
+def wrong(path, param, **fields):
+    return path, {"messages": HELLO, "max_tokens": 2, **fields} if path == CHAT else fields, param
+
+
+WRONG = [
+    wrong(CHAT, "messages", messages=None),
+    wrong(CHAT, "messages", messages="hm"),
+    wrong(CHAT, "messages", messages=[]),
+    wrong(CHAT, "messages", messages=["hm"]),
+    wrong(CHAT, "messages", messages=[{"role": "nobody", "content": "hm"}]),
+    wrong(CHAT, "messages", messages=[{"role": "user", "content": 7}]),
+    wrong(CHAT, "messages", messages=[{"role": "user", "content": "\ud800"}]),
+    wrong(CHAT, "messages", messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]),
+    wrong(CHAT, "messages", messages=[{"role": "assistant", "tool_calls": [{"function": {}}]}]),
+    wrong(
+        CHAT,
+        "messages",
+        messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}],
+    ),
+    wrong(CHAT, "temperature", temperature=-1),
+    wrong(CHAT, "temperature", temperature="hot"),
+    wrong(CHAT, "temperature", temperature=True),
+    wrong(CHAT, "temperature", temperature=10**400),
+    wrong(CHAT, "top_p", top_p=1.5),
+    wrong(CHAT, "top_k", top_k=0.5),
+    wrong(CHAT, "min_p", min_p=-0.5),
+    wrong(CHAT, "max_tokens", max_tokens=0),
+    wrong(CHAT, "max_tokens", max_tokens=1.5),
+    wrong(CHAT, "max_completion_tokens", max_completion_tokens=-1),
+    wrong(CHAT, "n", n=0),
+    wrong(CHAT, "n", n=10**6),
+    wrong(CHAT, "seed", seed="a"),
+    wrong(CHAT, "seed", seed=2**64),
+    wrong(CHAT, "stop", stop=[""]),
+    wrong(CHAT, "stop", stop=7),
+    wrong(CHAT, "stop_token_ids", stop_token_ids=[10**6]),
+    wrong(CHAT, "stop_token_ids", stop_token_ids=["a"]),
+    wrong(CHAT, "logprobs", logprobs=3),
+    wrong(CHAT, "top_logprobs", top_logprobs=1000),
+    wrong(CHAT, "logit_bias", logit_bias={"99999": 1}),
+    wrong(CHAT, "logit_bias", logit_bias={"9" * 5000: 1}),
+    wrong(CHAT, "logit_bias.5", logit_bias={"5": "a"}),
+    wrong(CHAT, "presence_penalty", presence_penalty=1),
+    wrong(CHAT, "tools", tools=[{"name": "add"}]),
+    wrong(CHAT, "tools", tools="add"),
+    wrong(CHAT, "tool_choice", tools=[TOOL], tool_choice="required"),
+    wrong(CHAT, "response_format", response_format={"type": "json_object"}),
+    wrong(CHAT, "stream_options", stream_options=1),
+    wrong(CHAT, "chat_template_kwargs", chat_template_kwargs={"chat_template": "{{ 1 }}"}),
+    wrong(CHAT, "add_generation_prompt", continue_final_message=True),
+    wrong(CHAT, "session_id", session_id="a" * 1000),
+    wrong(CHAT, "model", model=7),
+    wrong(COMPLETE, "prompt"),
+    wrong(COMPLETE, "prompt", prompt=[]),
+    wrong(COMPLETE, "prompt", prompt=[[5], []]),
+    wrong(COMPLETE, "prompt", prompt=[5, "a"]),
+    wrong(COMPLETE, "prompt", prompt=[-1]),
+    wrong(COMPLETE, "prompt", prompt=[10**6]),
+    wrong(COMPLETE, "prompt", prompt=[True]),
+    wrong(COMPLETE, "echo", prompt=[5], echo=True),
+    wrong(GENERATE, "token_ids"),
+    wrong(GENERATE, "token_ids", token_ids="a"),
+    wrong(GENERATE, "token_ids", token_ids=[10**6]),
+    wrong(GENERATE, "sampling_params", token_ids=[5], sampling_params=3),
+    wrong(GENERATE, "sampling_params.max_tokens", token_ids=[5], sampling_params={"max_tokens": 0}),
+    wrong(GENERATE, "features", token_ids=[5], features={"image": 1}),
+    wrong("/v1/chat/completions/tokens", "tokens", messages=HELLO),
+    wrong("/detokenize", "tokens", tokens=[10**6]),
+]
+
+
+@pytest.mark.parametrize("path, body, param", WRONG)
+def test_a_wrong_field_is_named(server, path, body, param):
+    reply = server.client.post(path, content=json.dumps(body).encode())
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert error["param"] == param and len(error["message"]) > 10
+    assert server.server.desk.waiting == 0
+
+
+@pytest.mark.parametrize(
+    "content, status",
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b"[" * 50_000, 400),
+        (b'{"a": "\xff"}', 400),
+        (b'{"a":"' + b"a" * 300_000, 413),
+    ],
+)
+def test_what_is_no_request_is_refused_in_the_same_form(server, content, status):
+    reply = server.client.post(CHAT, content=content)
+    assert reply.status_code == status and reply.json()["error"]["message"]
+
+
+def test_unknown_models_places_and_ways_are_told(server):
+    reply = server.post(CHAT, messages=HELLO, model="gpt-5")
+    assert reply.status_code == 404 and reply.json()["error"]["code"] == "model_not_found"
+    assert server.client.get("/nowhere").json()["error"]["code"] == "not_found"
+    assert server.client.get(CHAT).status_code == 405
+    for path in ("/v1/embeddings", "/v1/load_lora_adapter", "/pause", "/update_weights"):
+        assert server.post(path).status_code == 501 and len(server.post(path).json()["error"]["message"]) > 20
+
+
+def test_a_prompt_without_room_says_what_clients_look_for(server):
+    long = "a b" * CONTEXT
+    for path, body in (
+        (CHAT, {"messages": [{"role": "user", "content": long}]}),
+        (COMPLETE, {"prompt": [5] * CONTEXT}),
+        (GENERATE, {"token_ids": [5] * CONTEXT, "sampling_params": {}}),
+        (COMPLETE, {"prompt": "x" * 100_000}),
+    ):
+        reply = server.post(path, body)
+        assert reply.status_code == 400 and reply.json()["error"]["code"] == "context_length_exceeded"
+        assert reply.json()["error"]["message"].startswith(f"This model's maximum context length is {CONTEXT} tokens")
+    body = server.post(COMPLETE, prompt=[5] * (CONTEXT - 2), max_tokens=100, ignore_eos=True).json()
+    assert body["usage"]["completion_tokens"] == 2, "what there is room for"
+
+
+def test_without_a_chat_template_conversations_are_refused_with_the_way_out():
+    with running(Scripted(lambda prompt: "x<|im_end|>"), template=None) as server:
+        reply = server.post(CHAT, messages=HELLO)
+        assert reply.status_code == 400 and "/v1/completions" in reply.json()["error"]["message"]
+
+
+def test_the_token_is_asked_for_everywhere_but_at_the_health_page():
+    with running(Scripted(lambda prompt: "x<|im_end|>"), token="secret") as server:
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            for path in (CHAT, COMPLETE, GENERATE, "/tokenize", "/s/a/v1/chat/completions"):
+                reply = server.post(path, {"messages": HELLO}, headers)
+                assert reply.status_code == 401 and reply.json()["error"]["type"] == "authentication_error"
+            for path in ("/v1/models", "/metrics", "/s/a/trace"):
+                assert server.client.get(path, headers=headers).status_code == 401
+        assert server.client.get("/health").status_code == 200
+        assert server.post(CHAT, {"messages": HELLO}, {"Authorization": "Bearer secret"}).status_code == 200
+
+
+HOSTS = [
+    "evil.example",
+    "evil.example:8000",
+    "127.0.0.1.evil.example",
+    "localhost.evil.example",
+    "10.0.0.1",
+    "[::2]",
+    "",
+]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_without_a_token_only_this_machine_s_names_are_answered(server, host):
+    """A page of another site whose name leads here since it was loaded (DNS rebinding) sends that name."""
+    server.chat("hm", "/s/rebound/v1/chat/completions", max_tokens=1)
+    for path in ("/s/rebound/trace", "/v1/models", "/metrics"):
+        reply = server.client.get(path, headers={"host": host})
+        assert reply.status_code == 421 and "127.0.0.1 or localhost" in reply.json()["error"]["message"]
+    assert server.post(CHAT, {"messages": HELLO, "max_tokens": 1}, {"host": host}).status_code == 421
+
+
+@pytest.mark.parametrize("host", ["localhost", "LocalHost:99", "127.0.0.1:8000", "127.0.0.2", "[::1]:7"])
+def test_this_machine_s_names_are_answered_with_any_port(server, host):
+    assert server.client.get("/v1/models", headers={"host": host}).status_code == 200
+
+
+def test_with_a_token_a_proxy_may_call_the_server_by_any_name():
+    with running(Scripted(lambda prompt: "x<|im_end|>"), token="secret") as server:
+        headers = {"host": "models.example", "Authorization": "Bearer secret"}
+        assert server.client.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_a_body_of_100_mb_gets_an_answer_that_its_client_reads(server):
+    for headers in ({}, {"Expect": "100-continue"}):
+        reply = server.client.post(CHAT, content=b"a" * 100_000_000, headers=headers)
+        assert reply.status_code == 413 and "more than 200000 bytes" in reply.json()["error"]["message"]
+    with pytest.raises(urllib.error.HTTPError) as refused:  # a client that sends everything before it reads anything
+        urllib.request.urlopen(server.url + CHAT, data=b"a" * 100_000_000)
+    assert refused.value.code == 413 and "more than 200000 bytes" in json.load(refused.value)["error"]["message"]
+    assert server.client.get("/v1/models").status_code == 200
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
+@pytest.mark.parametrize("how", [[], ["-H", "Expect:"]])
+def test_curl_reads_why_its_body_is_too_large(server, tmp_path, how):
+    body = tmp_path / "body"
+    body.write_bytes(b"a" * 100_000_000)
+    command = ["curl", "-sS", *how, "--data-binary", f"@{body}", server.url + CHAT]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "more than 200000 bytes" in json.loads(done.stdout)["error"]["message"]
+
+
+class Holding(Scripted):
+    """Answers nothing until it is let go."""
+
+    def __init__(self):
+        super().__init__(lambda prompt: "x<|im_end|>" if self.leave.wait(0.01) else None)
+        self.leave = threading.Event()
+
+
+def posted(server, count):
+    """So many requests, each in a thread, and all inside; their replies are in the list at the end."""
+    replies = []
+    threads = [threading.Thread(target=lambda: replies.append(server.post(CHAT, messages=HELLO))) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    until(lambda: server.server.desk.waiting >= count)
+    return replies, threads
+
+
+def until(true):
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_beyond_the_limit_a_request_is_sent_away_and_may_try_again():
+    holding = Holding()
+    with running(holding, max_waiting=3) as server:
+        replies, threads = posted(server, 3)
+        late = server.post(CHAT, messages=HELLO)
+        assert late.status_code == 503 and late.headers["retry-after"] == "1"
+        assert late.json()["error"]["type"] == "overloaded_error"
+        holding.leave.set()
+        for thread in threads:
+            thread.join(30)
+        assert [reply.status_code for reply in replies] == [200] * 3
+        assert server.post(CHAT, messages=HELLO).status_code == 200
+
+
+def test_of_a_request_that_is_sent_away_nothing_is_drawn():
+    holding = Holding()
+    with running(holding, max_waiting=3) as server:
+        _, threads = posted(server, 2)
+        late = server.post(COMPLETE, prompt=["a", "b"])
+        assert late.status_code == 503
+        until(lambda: server.server.desk.waiting == 2)
+        many = server.post(COMPLETE, prompt=["a", "b"], n=2)
+        assert many.status_code == 400 and "at most 3 answers" in many.json()["error"]["message"]
+        holding.leave.set()
+        for thread in threads:
+            thread.join(30)
+
+
+def test_what_was_set_down_is_drawn_whole_where_others_than_the_drawn_are_wanted():
+    desk, own = RequestQueue(PolicyMetrics()), Sampling(max_new_tokens=12, top_log_probs=2)
+    asks = [QueuedRequest([5, 6], 1, own), QueuedRequest([5, 6], 1, own)]
+    with engine(2).session(Sampling()) as whole:
+        desk.ask(asks[0])
+        while not asks[0].answer.done():
+            desk.work(whole)
+    with engine(2).session(Sampling()) as first:
+        desk.ask(asks[1])
+        desk.work(first, 4)
+        desk.set_down(first)
+    assert asks[1].draft is not None
+    with engine(2).session(Sampling()) as second:
+        while not asks[1].answer.done():
+            desk.work(second)
+    expected, found = (ask.answer.result() for ask in asks)
+    assert found.ids == expected.ids and found.alternatives.tokens.shape == (12, 2)
+
+
+def test_those_that_were_answered_together_are_read_as_they_return_and_drawn_together(monkeypatch):
+    for name in ("SECONDS_OF_QUIET", "MOST_SECONDS_OF_QUIET"):
+        monkeypatch.setattr(f"trimtab.server.request_queue.{name}", 60)
+    desk, own = RequestQueue(PolicyMetrics()), Sampling(max_new_tokens=3)
+    with engine(8).session(Sampling()) as session:
+        desk.ask(QueuedRequest([5], 1, own))
+        desk.gather(session)  # nobody was answered yet
+        desk.ask(QueuedRequest([6], 1, own), QueuedRequest([7], 1, own))
+        while desk.waiting:
+            desk.work(session)
+        desk.ask(QueuedRequest([5], 1, own))
+        coming = threading.Thread(target=lambda: [desk.ask(QueuedRequest([6], 1, own)) for _ in range(2)])
+        threading.Timer(0.05, coming.start).start()
+        desk.gather(session)
+        assert desk.waiting == 3 and set(session.at_work().values()) == {1}  # first tokens alone
+        coming.join()
+        desk.work(session, 1)
+        desk.gather(session)  # they are at work
+        assert desk.waiting == 3
+        monkeypatch.setattr("trimtab.server.request_queue.MOST_SECONDS_OF_QUIET", 0.01)
+        while desk.waiting:
+            desk.work(session)
+        desk.ask(QueuedRequest([5], 1, own))
+        desk.ask(QueuedRequest([6], 1, own))
+        desk.gather(session)  # the third has gone elsewhere
+        assert desk.waiting == 2
+        desk.close(EngineFailed("the end"))
+        desk.gather(session)
+
+
+def test_where_every_place_is_taken_or_steps_are_short_more_is_drawn_between_two_looks(monkeypatch):
+    wait = "trimtab.rollout.engine.SECONDS_TO_WAIT"
+    monkeypatch.setattr(wait, 0)
+    desk, own = RequestQueue(PolicyMetrics()), Sampling(max_new_tokens=100, min_new_tokens=100)
+    with BuiltinEngine(engine().policy, tokenizer(), slots=2).session(Sampling()) as session:
+        asked, advance = [], session.advance
+        session.advance = lambda steps: asked.append(steps) or advance(steps)
+        desk.ask(QueuedRequest([5], 1, own))
+        desk.work(session, 1)  # it begins
+        for seconds in (0, 0, 60):
+            monkeypatch.setattr(wait, seconds)
+            desk.work(session)
+        monkeypatch.setattr(wait, 0)
+        desk.ask(QueuedRequest([5], 1, own))
+        desk.work(session, 1)
+        desk.work(session)
+    assert asked == [1, FEWEST_STEPS, FEWEST_STEPS, MOST_STEPS, 1, MOST_STEPS] and FEWEST_STEPS < MOST_STEPS
+
+
+def test_the_shorter_a_step_the_more_of_them_within_what_somebody_may_wait():
+    between = (FEWEST_STEPS + MOST_STEPS) // 2
+    seconds = (0.0, SECONDS_TO_WAIT / (between + 0.5), 60.0)
+    assert [steps_among_others(None, seconds=one) for one in seconds] == [MOST_STEPS, between, FEWEST_STEPS]
+    assert steps_among_others(None, full=True, seconds=60.0) == MOST_STEPS and steps_among_others(3, full=True) == 3
+
+
+def test_what_has_finished_is_put_away_when_nobody_waits():
+    desk, own = RequestQueue(PolicyMetrics()), Sampling(max_new_tokens=3)
+    builtin = BuiltinEngine(engine().policy, tokenizer(), slots=2)
+    with builtin.session(Sampling()) as session:
+        desk.ask(QueuedRequest([5] * 40, 1, own))
+        while desk.waiting:
+            desk.work(session)
+        assert builtin.memory.kept.find([5] * 41).tokens == 40
+
+
+def test_those_who_wait_for_a_place_make_it_full():
+    with BuiltinEngine(engine().policy, tokenizer(), slots=2).session(Sampling(max_new_tokens=50)) as session:
+        session.add([5])
+        assert not session.full
+        session.add([6], limit=1)
+        session.add([7])
+        assert session.full
+        (first,) = session.advance(4)
+        assert first.prompt == 1 and session.full  # the third has not begun
+
+
+def test_what_was_accepted_is_answered_before_the_server_ends():
+    holding = Holding()
+    with running(holding) as server:
+        replies, threads = posted(server, 4)
+        server.server.stop()
+        late = server.post(CHAT, messages=HELLO)
+        assert late.status_code == 503 and late.json()["error"]["code"] == "closing"
+        assert server.client.get("/health").status_code == 503
+        holding.leave.set()
+        for thread in threads:
+            thread.join(30)
+        assert [reply.status_code for reply in replies] == [200] * 4
+
+
+def test_what_takes_longer_than_the_limit_gets_a_503_and_the_server_ends():
+    with running(Holding(), drain_seconds=0.2) as server:
+        replies, threads = posted(server, 4)
+        server.server.stop()
+        for thread in threads:
+            thread.join(30)
+        assert [reply.status_code for reply in replies] == [503] * 4
+
+
+def test_nothing_is_drawn_for_a_client_that_has_gone():
+    with running(engine(2)) as server:
+        place = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        body = json.dumps({"prompt": [5], "max_tokens": 500, "ignore_eos": True}).encode()
+        with socket.create_connection(place) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            until(lambda: server.server.desk.waiting)
+        until(lambda: not server.server.desk.waiting)
+        until(lambda: server.server.metrics.requests[COMPLETE, 499])
+        assert server.server.metrics.drawn < 500
+
+
+class Breaking(Scripted):
+    """Falls over whenever a certain prompt is among those it draws for."""
+
+    def session(self, sampling):
+        return BreakingSession(self)
+
+
+class BreakingSession(ScriptedSession):
+    def advance(self, steps=None):
+        if any("poison" in tokenizer().decode(ids) for ids, _ in self.running.values()):
+            raise RuntimeError("a kernel fell over")
+        return super().advance(steps)
+
+
+def test_nobody_fails_for_the_request_of_another():
+    together = threading.Barrier(5)
+    with running(Breaking(lambda prompt: "x<|im_end|>")) as server:
+        replies = {}
+
+        def ask(words):
+            together.wait()
+            replies[words] = server.post(CHAT, messages=[{"role": "user", "content": words}])
+
+        threads = [threading.Thread(target=ask, args=(words,)) for words in ("a", "b", "poison", "c", "d")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert {words: reply.status_code for words, reply in replies.items()} == dict.fromkeys("abcd", 200) | {
+            "poison": 500
+        }
+        assert "a kernel fell over" in replies["poison"].json()["error"]["message"]
+        assert server.post(CHAT, messages=HELLO).status_code == 200
+
+
+def test_an_engine_that_cannot_begin_ends_the_server():
+    class Broken(Scripted):
+        def session(self, sampling):
+            raise RuntimeError("no memory")
+
+    with running(Broken(None)) as server:
+        until(lambda: server.server.desk.closed)
+        assert server.client.get("/health").status_code == 503
+        assert server.post(CHAT, messages=HELLO).status_code == 500
+
+
+def rollout(tokens):
+    return Rollout(0, 0, [5, 6], list(tokens), np.zeros(len(tokens), np.float32), "stop")
+
+
+def test_sessions_that_were_quiet_for_the_longest_are_forgotten_first():
+    records = SessionStore(most_tokens=1000)
+    for number in range(50):
+        session = f"s{number}"
+        turn = records.of(session).add(rollout([7] * 50), None, {"role": "assistant", "content": ""}, ended=True)
+        records.grown(session, turn)
+        records.of("s0")  # is asked for again and again
+    assert 1 < len(records) < 10 and records.find("s0") is not None and records.find("s49") is not None
+    assert records.held <= 1000
+    kept = records.of("s0")
+    records.forget("s0")
+    records.grown("s0", kept.turns[0])
+    assert records.held == sum(record.held for record in records._records.values())
+
+
+def test_a_record_that_is_larger_than_all_may_be_is_forgotten():
+    records = SessionStore(most_tokens=100)
+    turn = records.of("a").add(rollout([7] * 200), None, {"role": "assistant", "content": ""}, ended=True)
+    records.grown("a", turn)
+    assert len(records) == 0 and records.held == 0
+    assert SessionRecord().said_before([b"a", b"b"]) is None

@@ -1,0 +1,321 @@
+"""What every server does with a request before it reads what is asked: the right token, a whole body that is not too
+large, JSON."""
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import logging
+import resource
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal, Protocol
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from trimtab.errors import UserError
+
+BODY_SECONDS = 120.0  # in which the whole of a request must have come
+# Most clients read no answer before they have sent everything, and a connection that is closed meanwhile is an error to
+# them that says nothing. So what is too large is read on, without being kept, up to here.
+MOST_DISCARDED = 2**30
+
+
+class HTTPError(Exception):
+    """A request that is not answered, with the status and the words that say why."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+def bearer_token(request: Request) -> str:
+    return request.headers.get("authorization", "").removeprefix("Bearer ")
+
+
+def is_loopback_host(host: str) -> bool:
+    """Whether a Host header, of any port, since tunnels have their own, names the loopback address. A site whose name
+    was made to lead to this machine (DNS rebinding) sends another name."""
+    name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
+    return name.lower() == "localhost" or is_loopback(name)
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def authenticate(request: Request, token: str | None) -> None:
+    """`token`: what requests must bring; None: nothing, but they must call a loopback address by such a name."""
+    if token is None:
+        here, _ = request.scope.get("server") or ("", None)
+        if is_loopback(here) and not is_loopback_host(request.headers.get("host", "")):
+            raise HTTPError(421, "call this server by 127.0.0.1 or localhost, or start it with a --bearer_token")
+    elif not secrets.compare_digest(bearer_token(request).encode(), token.encode()):
+        raise HTTPError(401, "a bearer token is needed, and it must be the right one")
+
+
+async def read_body(request: Request, max_bytes: int, advice: str) -> bytes:
+    """`advice`: what to do where it is too large."""
+    body, size = bytearray(), 0
+    too_large = HTTPError(413, f"the request has more than {max_bytes} bytes; {advice}")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > max_bytes and "expect" in request.headers:
+        raise too_large  # a client that waits for leave to send its body hears at once
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                size += len(piece)
+                if size <= max_bytes:
+                    body += piece
+                elif size > MOST_DISCARDED:
+                    break
+    except TimeoutError:
+        raise HTTPError(408, f"the request was not whole after {BODY_SECONDS:g} s") from None
+    if size > max_bytes:
+        raise too_large
+    return bytes(body)
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise HTTPError(400, f"the request is not JSON: {str(error)[:100]}") from None
+    if not isinstance(body, dict):
+        raise HTTPError(422, f"the request must be a JSON object, not {type(body).__name__}")
+    return body
+
+
+# ---- What a server asks of strangers: requests that arrive in time, and not too many connections;
+
+
+HEADER_SECONDS = 10.0  # from a connection's first moment, or a request's first byte, to the end of its headers
+MOST_CONNECTIONS = 1024
+OTHER_DESCRIPTORS = 64  # what the process has open besides
+LOG_SECONDS, LOG_LINES = 10.0, 20
+
+
+def connection_limit(wanted: int | None = None) -> int:
+    """As many as wanted, or usual, if the system lets us have so many descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS if wanted is None else wanted
+    descriptors = wanted + OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < descriptors:
+        soft = descriptors if hard == resource.RLIM_INFINITY else min(descriptors, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - OTHER_DESCRIPTORS)
+
+
+def protocol_with_limits(connections: int) -> type[asyncio.Protocol]:
+    """uvicorn's own protocol, which ends connections beyond `connections` and those whose headers take too long."""
+
+    class LimitedHTTPProtocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]  # whichever uvicorn found
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > connections:
+                self._end(b"503 Service Unavailable", b"too many connections; try again")
+                return
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, reason: Exception | None) -> None:
+            self._stop_watching()
+            super().connection_lost(reason)
+
+        def _watch(self) -> None:
+            """The clock runs while nothing, or half a request's headers, has come; more bytes do not set it back."""
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop_watching()
+            elif self._deadline is None:
+                self._deadline = self.loop.call_later(HEADER_SECONDS, self._too_slow)
+
+        def _stop_watching(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _too_slow(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                self._end(b"408 Request Timeout", b"the request did not arrive in time")
+
+        def _end(self, status: bytes, words: bytes) -> None:
+            if not self.transport.is_closing():
+                length = str(len(words)).encode()
+                head = b"HTTP/1.1 " + status + b"\r\nConnection: close\r\nContent-Length: " + length + b"\r\n\r\n"
+                self.transport.write(head + words)
+                self.transport.close()
+
+    return LimitedHTTPProtocol
+
+
+@dataclass
+class RequestGate:
+    """Where requests come in: how many are inside, and whether it is closed because the server is about to end."""
+
+    closed: bool = False
+    inside: int = 0
+    give_up: Callable[[], None] = lambda: None
+    """Ends what those inside still wait for."""
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        if self.closed:
+            raise ServerClosing
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
+
+
+class ServerClosing(Exception):
+    """The server is about to end; another one may answer."""
+
+
+class LogRateLimit(logging.Filter):
+    """Lets so many lines of a logger pass in a stretch of time, and counts the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since, self._passed, self._dropped = 0.0, 0, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        if now - self._since >= LOG_SECONDS:
+            if self._dropped:
+                record.msg, record.args = f"{record.getMessage()} (after {self._dropped} lines left out)", None
+            self._since, self._passed, self._dropped = now, 0, 0
+        self._passed += 1
+        self._dropped += self._passed > LOG_LINES
+        return self._passed <= LOG_LINES
+
+
+def rate_limit_logs(*names: str) -> None:
+    for name in names:
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, LogRateLimit) for known in logger.filters):
+            logger.addFilter(LogRateLimit())
+
+
+# ---- Bind, serve until SIGINT or SIGTERM, answer what has been accepted within a limit, end.
+
+
+DRAIN_SECONDS = 30.0
+SECONDS_TO_SEND = 2  # of replies, once all are there
+# Longer than clients keep a connection that they do not use (httpx: 5 s). A server that hangs up first may do so while
+# a request is on its way.
+IDLE_SECONDS = 75
+BACKLOG = 2048
+ACCEPTED_AT_ONCE = 64
+
+
+class Runs(Protocol):
+    def run(self, sockets: list[socket.socket]) -> None: ...
+
+
+def run_until_signal(server: Runs, listening: socket.socket) -> None:
+    """In the main thread, until SIGINT or SIGTERM."""
+    # uvicorn hands the signal on once it has finished; by then there is nothing left to stop.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    server.run(sockets=[listening])
+
+
+class DrainingServer(uvicorn.Server):
+    """Told to end, it answers those inside, within a limit, and turns others away; told again, it ends at once."""
+
+    def __init__(self, config: uvicorn.Config, gate: RequestGate, drain_seconds: float):
+        super().__init__(config)
+        self.gate, self.drain_seconds = gate, drain_seconds
+        self._deadline = float("inf")
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # asyncio accepts a whole backlog at a time, and where descriptors are short it complains as often.
+        for listening in sockets or []:
+            listening.listen(BACKLOG)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.gate.closed:
+            self.gate.give_up()
+            super().handle_exit(sig, frame)
+        self.drain()
+
+    def drain(self) -> None:
+        self.gate.closed = True
+        self._deadline = min(self._deadline, time.monotonic() + self.drain_seconds)
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.gate.closed and (not self.gate.inside or time.monotonic() >= self._deadline):
+            self.gate.give_up()
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def make_server(
+    app: Starlette,
+    drain_seconds: float = DRAIN_SECONDS,
+    *,
+    logs: Sequence[str] = (),
+    connections: int | None = None,
+    accepted_at_once: int = ACCEPTED_AT_ONCE,
+    loop: Literal["auto", "asyncio"] = "auto",
+) -> DrainingServer:
+    """`app.state.gate` is where its requests come in; `logs`: loggers that are to be kept short; `connections`: at
+    once, if the system lets us have so many; `accepted_at_once`: of those that come together; `loop`: whose
+    events it runs by."""
+    config = uvicorn.Config(
+        app,
+        http=protocol_with_limits(connection_limit(connections)),
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        backlog=accepted_at_once,
+        loop=loop,
+        timeout_keep_alive=IDLE_SECONDS,
+        timeout_graceful_shutdown=SECONDS_TO_SEND,
+    )
+    rate_limit_logs("uvicorn.error", "asyncio", *logs)
+    return DrainingServer(config, app.state.gate, drain_seconds)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if _is_ipv6(host) else socket.AF_INET
+        # Only where the protocol is named does asyncio send small replies at once (TCP_NODELAY): 40 ms less.
+        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"--host {host} --port {port}: cannot listen there ({reason}); choose another") from error
+    return listening
+
+
+def address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False

@@ -1,0 +1,225 @@
+"""The parts of a policy server, put together: in a process of its own, or in a thread of one that does other things."""
+
+import contextlib
+import gc
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trimtab.config.jobs import ServeOptions
+from trimtab.data.tokenizer import load_tokenizer
+from trimtab.distributed.device import Device, find_device
+from trimtab.distributed.random_state import seed_everything
+from trimtab.errors import UserError
+from trimtab.models.hugging_face import check_model_folder, quiet_transformers
+from trimtab.models.load import load_frozen_policy
+from trimtab.rollout.choose import build_engine
+from trimtab.rollout.engine import Engine
+from trimtab.rollout.stopping import stop_tokens
+from trimtab.rollout.types import Sampling
+
+try:
+    from trimtab.server.endpoints import MOST_BYTES, make_policy_app
+    from trimtab.server.http import (
+        DRAIN_SECONDS,
+        SECONDS_TO_SEND,
+        DrainingServer,
+        address,
+        bind,
+        make_server,
+        run_until_signal,
+    )
+    from trimtab.server.http_workers import HTTPWorkerProcesses, HTTPWorkers
+    from trimtab.server.request_params import ServerDefaults
+    from trimtab.server.request_queue import (
+        MOST_WAITING,
+        EngineFailed,
+        EngineThread,
+        LocalBackend,
+        PolicyMetrics,
+        RequestQueue,
+    )
+    from trimtab.server.sessions import ServedPolicy, SessionStore
+except ImportError as error:
+    raise UserError(f"a policy server needs the package {error.name}: pip install 'trimtab[serve]'") from error
+
+INVITED_CONNECTIONS = 2**16  # all episodes of an iteration are under way at once, each with one of its own
+# The engine's thread comes to its next step this soon while replies are written. Python's own 5 ms are several steps.
+SWITCH_SECONDS = 0.0002
+LOGS = ["trimtab.server.endpoints", "trimtab.server.request_queue"]
+
+
+class PolicyServer:
+    def __init__(
+        self,
+        policy: ServedPolicy,
+        *,
+        token: str | None = None,
+        seed: int = 0,
+        version: Callable[[], int] = lambda: 0,
+        max_bytes: int = MOST_BYTES,
+        max_waiting: int = MOST_WAITING,
+        drain_seconds: float = DRAIN_SECONDS,
+        invited: bool = False,
+        private: bool = False,
+        processes: HTTPWorkerProcesses | None = None,
+    ):
+        """`token`: what requests must bring; `seed`: of requests that bring none; `version`: of the weights; `invited`:
+        only sessions that were opened in this process are answered; `private`: the server names sessions itself;
+        `processes`: that have the HTTP side, and are ended with the server."""
+        self.policy, self.metrics, self.records = (
+            policy,
+            PolicyMetrics(),
+            SessionStore(invited=invited, private=private),
+        )
+        self.desk = RequestQueue(self.metrics, max_waiting)
+        drawing = LocalBackend(self.desk, seed)
+        app = make_policy_app(
+            *(policy, drawing, self.records, self.metrics),
+            token=token,
+            version=version,
+            max_bytes=max_bytes,
+        )
+        self.gate = app.state.gate
+        self._server: DrainingServer | HTTPWorkers
+        if processes is None:
+            connections = INVITED_CONNECTIONS if invited else None
+            self._server = make_server(app, drain_seconds, logs=LOGS, connections=connections)
+        else:
+            about = {
+                "name": policy.name,
+                "stops": list(policy.house.stops),
+                "vocabulary": policy.house.vocabulary,
+                "most_tokens": policy.most_tokens,
+                "token": token,
+                "private": private,
+                "max_bytes": max_bytes,
+                "max_waiting": max_waiting,
+                "drain_seconds": drain_seconds,
+                "logs": LOGS,
+            }
+            self._server = HTTPWorkers(processes, app, drawing, self.metrics, about, drain_seconds)
+        self._driver: EngineThread | None = None
+        self._thread: threading.Thread | None = None
+        sys.setswitchinterval(SWITCH_SECONDS)
+
+    def drive(self, engine: Engine) -> None:
+        """Have this engine answer, in a thread of its own. Without it, whoever has a session works at the desk."""
+        usual = Sampling(stop_token_ids=self.policy.house.stops)
+        self._driver = EngineThread(engine, self.desk, usual, self.policy.most_tokens)
+
+    def run(self, listening: socket.socket) -> bool:
+        """In the main thread until SIGINT or SIGTERM; whether nothing is being drawn any more."""
+        try:
+            run_until_signal(self._server, listening)
+        finally:
+            ended = self._end()
+        return ended
+
+    def start(self, port: int = 0) -> str:
+        """In a thread, at this port, or a free one, of this machine's own address, which is returned."""
+        listening = bind("127.0.0.1", port)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [listening]}, name="policy server", daemon=True
+        )
+        self._thread.start()
+        return address(listening)
+
+    def stop(self) -> None:
+        """Answer those inside, then end; whoever comes later is sent away."""
+        self._server.drain()
+
+    def join(self) -> None:
+        assert self._thread is not None, "it was started"
+        self._thread.join()
+        self._end()
+
+    def _end(self) -> bool:
+        self.desk.close(EngineFailed("the server has ended"))
+        if self._driver is None:
+            return True
+        self._driver.thread.join(SECONDS_TO_SEND)
+        return not self._driver.thread.is_alive()
+
+
+# ---- A model behind HTTP: `trimtab serve`, until it is told to stop.
+
+
+MOST_HTTP_WORKERS = 8
+
+
+def run_policy_server(
+    options: ServeOptions, token: str | None, say: Callable[[str], None], note: Callable[[str], None]
+) -> bool:
+    """Runs until it is told to stop. `say` gets the line that says where it listens, once it does, and `note` what
+    there is to know besides. Whether nothing is being drawn any more."""
+    quiet_transformers()
+    check_model_folder(options.pretrain)
+    with contextlib.ExitStack() as opened:
+        listening = opened.enter_context(bind(options.host, options.port))
+        device = find_device()
+        how: dict[str, Any] = {"disable_fast": options.disable_fast_tokenizer}
+        how["chat_template"] = options.tokenizer_chat_template
+        processes = None
+        if count := http_worker_count(options.http_processes, device):
+            processes = HTTPWorkerProcesses(count, options.pretrain, **how)  # they start while the model is loaded
+            opened.callback(processes.close)
+        tokenizer = load_tokenizer(options.pretrain, **how)
+        seed_everything(options.seed, deterministic=options.full_determinism)
+        model = load_frozen_policy(options.pretrain, options, device, flag="--pretrain").model
+        engine = build_engine(model, tokenizer, slots=options.max_requests, keep_prefixes=True)
+        given = [length for length in (options.max_model_len, engine.context) if length is not None]
+        if not given:
+            raise UserError(f"--pretrain {options.pretrain}: its config names no context; give --max_model_len")
+        house = ServerDefaults(stop_tokens(model, tokenizer), model.head.out_features)
+        policy = ServedPolicy(options.served_model_name or options.pretrain, tokenizer, house, min(given))
+        policy.name_all()
+        server = PolicyServer(
+            policy,
+            token=token,
+            seed=options.seed,
+            version=lambda: engine.version,
+            max_bytes=int(options.max_request_mib * 2**20),
+            max_waiting=options.max_waiting,
+            drain_seconds=options.drain_seconds,
+            private=options.private_sessions,
+            processes=processes,
+        )
+        server.drive(engine)
+        opened.enter_context(_short_collections())
+        for line in about(policy):
+            note(line)
+        say(f"serving {policy.name} at {address(listening)}")
+        return server.run(listening)
+
+
+@contextlib.contextmanager
+def _short_collections() -> Iterator[None]:
+    """What is there now, all of torch among it, is not looked through for garbage again: that took 0.2 s each time, in
+    the middle of requests."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def http_worker_count(wanted: int | None, device: Device) -> int:
+    """How many have the HTTP side; 0: this one."""
+    if wanted is not None:
+        return wanted
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if not device.is_accelerator else min(MOST_HTTP_WORKERS, cores // 2)
+
+
+def about(policy: ServedPolicy) -> list[str]:
+    """What a user should know of the model's conversations."""
+    if not policy.tokenizer.chat_template:
+        return ["the tokenizer has no chat template: /v1/chat/completions is refused, /v1/completions is not"]
+    stage = policy.stage([], {})
+    if stage.appending is not None:
+        return []
+    return [f"later turns are rendered anew, each a branch of its own ({stage.why_not})"]

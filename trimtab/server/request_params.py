@@ -1,0 +1,359 @@
+"""What a request gets that is not answered, in the form that clients of this protocol read."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.envs.types import Message
+from trimtab.rollout.types import MOST_ALTERNATIVES, Sampling
+from trimtab.server.http import HTTPError
+
+
+class InvalidRequest(HTTPError):
+    """`param`: the field that is wrong; `code`: a word that clients look for."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400):
+        super().__init__(status, message)
+        self.param, self.code = param, code
+
+
+def no_room(most: int, found: int, param: str) -> InvalidRequest:
+    # The first words and the code are what clients look for.
+    words = f"This model's maximum context length is {most} tokens, and the prompt has {found}: shorten it"
+    return InvalidRequest(words, param, "context_length_exceeded")
+
+
+# ---- The fields of a request's body, each of the right type and within its bounds, or a refusal th
+
+
+LARGEST = 2**63
+
+
+class Fields:
+    """Of a JSON object. A field that is null is one that is not there."""
+
+    def __init__(self, body: dict[str, Any], within: str = "", size: int = 0):
+        """`within`: what a field's name is put behind in a refusal; `size`: of all that came, in bytes."""
+        self.body, self.within, self.size = body, within, size
+
+    def __contains__(self, name: str) -> bool:
+        return self.body.get(name) is not None
+
+    def wrong(self, name: str, needed: str) -> InvalidRequest:
+        return InvalidRequest(f"{self.within}{name} must be {needed}", self.within + name)
+
+    def part(self, name: str) -> "Fields":
+        found = self.body.get(name)
+        if found is not None and not isinstance(found, dict):
+            raise self.wrong(name, "an object")
+        return Fields(found or {}, f"{self.within}{name}.")
+
+    def whole(self, name: str, default: int, least: int, most: int = LARGEST - 1) -> int:
+        found = self.optional_whole(name, least, most)
+        return default if found is None else found
+
+    def optional_whole(self, name: str, least: int, most: int = LARGEST - 1) -> int | None:
+        found = self.body.get(name)
+        if found is None:
+            return None
+        if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:
+            bounds = f"at least {least}" if most == LARGEST - 1 else f"between {least} and {most}"
+            raise self.wrong(name, f"a whole number, {bounds}")
+        return found
+
+    def number(self, name: str, default: float, least: float, most: float = math.inf) -> float:
+        found = self.body.get(name)
+        if found is None:
+            return default
+        numeric = isinstance(found, int | float) and not isinstance(found, bool) and abs(found) < LARGEST
+        if not numeric or not least <= found <= most:
+            bounds = f"at least {least:g}" if most == math.inf else f"between {least:g} and {most:g}"
+            raise self.wrong(name, f"a number, {bounds}")
+        return float(found)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        found = self.body.get(name)
+        if found is not None and not isinstance(found, bool):
+            raise self.wrong(name, "true or false")
+        return default if found is None else found
+
+    def text(self, name: str) -> str | None:
+        found = self.body.get(name)
+        if found is not None and not is_text(found):
+            raise self.wrong(name, "a text")
+        return found
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """One text, or a list of them."""
+        found = self.body.get(name)
+        listed = [] if found is None else found if isinstance(found, list) else [found]
+        if not all(is_text(text) and text for text in listed):
+            raise self.wrong(name, "a text that is not empty, or a list of such texts")
+        return tuple(listed)
+
+    def ids(self, name: str) -> list[int]:
+        found = self.body.get(name)
+        if not isinstance(found, list) or not are_ids(found):
+            raise self.wrong(name, "a list of token ids")
+        return found
+
+
+def is_text(value: Any) -> bool:
+    """JSON may hold halves of characters, which no tokenizer reads."""
+    return isinstance(value, str) and (value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value))
+
+
+def are_ids(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) <= {int}
+
+
+# ---- How a request wants its turn drawn and shown: the same fields in every protocol.
+
+
+log = logging.getLogger(__name__)
+
+MOST_ANSWERS = 128
+COLDEST = 0.01  # below, and above 0, probabilities leave the range of numbers
+OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "min_tokens")
+NOT_OFFERED = ("presence_penalty", "frequency_penalty")
+
+
+@dataclass(frozen=True)
+class RequestParams:
+    sampling: Sampling  # but for the number of tokens
+    limit: int | None  # new tokens; None: as many as there is room for
+    seed: int | None
+    answers: int = 1
+    log_probs: bool = False
+    names_as_ids: bool = False  # "token_id:7" in place of a token's text
+    token_ids: bool = False
+    special_tokens: bool = False  # shown in texts
+    stop_strings_shown: bool = False
+    stream: bool = False
+    stream_usage: bool = False
+
+    def within(self, room: int) -> Sampling:
+        """For a prompt behind which so many tokens have room."""
+        limit = room if self.limit is None else min(self.limit, room)
+        return dataclasses.replace(self.sampling, max_new_tokens=limit)
+
+
+@dataclass
+class ServerDefaults:
+    """What a server knows of drawing, whoever asks."""
+
+    stops: tuple[int, ...]  # tokens that end a turn
+    vocabulary: int
+    pinned: Sampling | None = None
+    """In training: how the run draws. Of requests only lengths and stops count."""
+    told: set[str] = dataclasses.field(default_factory=set)  # of the rest, what somebody was told does not
+
+
+def of_chat(fields: Fields, house: ServerDefaults) -> RequestParams:
+    alternatives = fields.whole("top_logprobs", 0, 0, MOST_ALTERNATIVES)
+    shown = fields.flag("logprobs") or alternatives > 0
+    return _wanted(fields, house, alternatives, shown)
+
+
+def of_completion(fields: Fields, house: ServerDefaults) -> RequestParams:
+    for name in ("echo", "use_beam_search"):
+        if fields.flag(name):
+            raise InvalidRequest(f"{name} is not offered; leave it out", name)
+    if fields.text("suffix"):
+        raise InvalidRequest("suffix is not offered; leave it out", "suffix")
+    return _wanted(fields, house, fields.whole("logprobs", 0, 0, MOST_ALTERNATIVES), "logprobs" in fields)
+
+
+def of_generation(fields: Fields, house: ServerDefaults) -> RequestParams:
+    """Of the protocol that speaks in tokens alone."""
+    asked = fields.part("sampling_params")
+    count = asked.whole("logprobs", 1, 0, MOST_ALTERNATIVES)
+    # One is how clients ask for the log-prob of the token that was drawn, which is there anyway.
+    wanted = _wanted(asked, house, count if count > 1 else 0, True)
+    return dataclasses.replace(wanted, names_as_ids=True, token_ids=True, stream=fields.flag("stream"))
+
+
+def _wanted(fields: Fields, house: ServerDefaults, alternatives: int, log_probs: bool) -> RequestParams:
+    for name in NOT_OFFERED:
+        if fields.number(name, 0.0, -100, 100) and house.pinned is None:
+            raise InvalidRequest(f"{name} is not offered; leave it out, or give repetition_penalty", name)
+    longest = fields.optional_whole("max_tokens", 1)
+    longest = fields.optional_whole("max_completion_tokens", 1) or longest
+    if house.pinned is not None:
+        most = house.pinned.max_new_tokens
+        longest = most if longest is None else min(longest, most)
+    return RequestParams(
+        sampling=_sampling(fields, house, alternatives),
+        limit=longest,
+        seed=fields.optional_whole("seed", -(2**63)),
+        answers=fields.whole("n", 1, 1, MOST_ANSWERS),
+        log_probs=log_probs,
+        # Who wants ids takes texts in their place for a sign that log-probs are not those of the temperature.
+        names_as_ids=fields.flag("return_tokens_as_token_ids", fields.flag("return_token_ids")),
+        token_ids=fields.flag("return_token_ids"),
+        special_tokens=not fields.flag("skip_special_tokens", True),
+        stop_strings_shown=fields.flag("include_stop_str_in_output"),
+        stream=fields.flag("stream"),
+        stream_usage=fields.part("stream_options").flag("include_usage"),
+    )
+
+
+def _sampling(fields: Fields, house: ServerDefaults, alternatives: int) -> Sampling:
+    own_stops = fields.ids("stop_token_ids") if "stop_token_ids" in fields else []
+    if any(not 0 <= token < house.vocabulary for token in own_stops):
+        raise fields.wrong("stop_token_ids", f"a list of token ids below {house.vocabulary}")
+    stops = (() if fields.flag("ignore_eos") else house.stops) + tuple(own_stops)
+    ends: dict[str, Any] = {
+        "stop_token_ids": tuple(dict.fromkeys(stops)),
+        "stop_strings": fields.texts("stop"),
+        "top_log_probs": alternatives,
+    }
+    if house.pinned is not None:
+        ignored = [name for name in OF_THE_RUN if name in fields]
+        if ignored and not house.told:
+            house.told.update(ignored)
+            log.warning("%s: requests do not say that in training, the run's options do", ", ".join(ignored))
+        return dataclasses.replace(house.pinned, n=1, **ends)
+    temperature = fields.number("temperature", 1.0, 0, 100)
+    return Sampling(
+        temperature=max(temperature, COLDEST) if temperature else 0.0,
+        top_p=max(fields.number("top_p", 1.0, 0, 1), 1e-6),
+        top_k=max(fields.whole("top_k", 0, -1), 0),
+        min_p=fields.number("min_p", 0.0, 0, 1),
+        repetition_penalty=fields.number("repetition_penalty", 1.0, 0.01, 100),
+        min_new_tokens=fields.whole("min_tokens", 0, 0),
+        logit_bias=_bias(fields, house.vocabulary),
+        **ends,
+    )
+
+
+def _bias(fields: Fields, vocabulary: int) -> dict[int, float]:
+    given = fields.part("logit_bias")
+    bias: dict[int, float] = {}
+    for name in given.body:
+        if not name.isdecimal() or len(name) > 12 or int(name) >= vocabulary:
+            raise InvalidRequest(
+                f"logit_bias names the token {name[:20]!r}, and ids are below {vocabulary}", "logit_bias"
+            )
+        bias[int(name)] = given.number(name, 0.0, -100, 100)
+    return bias
+
+
+# ---- Conversations as clients write them, and as chat templates and records read them.
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def read_messages(fields: Fields) -> list[Message]:
+    found = fields.body.get("messages")
+    if not isinstance(found, list) or not found:
+        raise fields.wrong("messages", "a list of at least one message")
+    return [_message(message, f"messages[{number}]") for number, message in enumerate(found)]
+
+
+def read_tools(fields: Fields) -> list[dict[str, Any]]:
+    found = fields.body.get("tools")
+    if found is None:
+        return []
+    if not isinstance(found, list) or not all(_is_tool(tool) for tool in found):
+        raise fields.wrong("tools", 'a list of {"type": "function", "function": {"name": ...}}')
+    choice = fields.body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise fields.wrong("tool_choice", "auto or none: that a tool is called is the model's to say")
+    return found
+
+
+def calls_are_read(fields: Fields) -> bool:
+    return bool(fields.body.get("tools")) and fields.body.get("tool_choice") != "none"
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and is_text(function.get("name"))
+
+
+def _message(found: Any, where: str) -> Message:
+    if not isinstance(found, dict) or found.get("role") not in ROLES:
+        raise InvalidRequest(f"{where} must be an object whose role is one of {', '.join(ROLES)}", "messages")
+    message: Message = {"role": found["role"], "content": _content(found.get("content"), where)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if found.get(name) is not None:
+            if not is_text(found[name]):
+                raise InvalidRequest(f"{where}.{name} must be a text", "messages")
+            message[name] = found[name]
+    if found.get("tool_calls"):
+        if not isinstance(found["tool_calls"], list):
+            raise InvalidRequest(f"{where}.tool_calls must be a list", "messages")
+        message["tool_calls"] = [_call(call, where) for call in found["tool_calls"]]
+    return message
+
+
+def _content(found: Any, where: str) -> str:
+    """Text; parts that are text follow each other line by line."""
+    if found is None:
+        return ""
+    parts = found if isinstance(found, list) else [{"type": "text", "text": found}]
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise InvalidRequest(f"{where} has content that is no text; only text is read here", "messages")
+        if not is_text(part.get("text")):
+            raise InvalidRequest(f"{where}.content must be a text", "messages")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _call(found: Any, where: str) -> dict[str, Any]:
+    function = found.get("function") if isinstance(found, dict) else None
+    if not isinstance(function, dict) or not is_text(function.get("name")):
+        raise InvalidRequest(f"{where}.tool_calls must hold functions that have a name", "messages")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise InvalidRequest(f"{where}.tool_calls has arguments that are not JSON", "messages") from None
+    call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {"id": str(found["id"]), **call} if found.get("id") is not None else call
+
+
+def sent(message: Message) -> Message:
+    """A message of the model's as clients read it: arguments are a text of JSON there."""
+    shown: Message = {"role": "assistant", "content": message["content"]}
+    if thought := message.get("reasoning_content"):
+        shown |= {"reasoning": thought, "reasoning_content": thought}
+    if calls := message.get("tool_calls"):
+        shown["content"] = message["content"] or None
+        shown["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return shown
+
+
+# ---- histories
+
+
+def history_keys(messages: Sequence[Message], about: Any) -> list[bytes]:
+    """Of each beginning of a conversation, a name: alike where who said what is, and `about` (tools, settings of the
+    template). The names of calls, thoughts and spaces at the ends are not looked at, for clients change those."""
+    key = hashlib.blake2b(_plain(about), digest_size=16)
+    keys = [key.digest()]
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        own = [message["role"], (message.get("content") or "").strip(), calls]
+        if message["role"] != "assistant":
+            own.append(message.get("name"))
+        key.update(_plain(own))
+        keys.append(key.digest())
+    return keys
+
+
+def _plain(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, default=str).encode() + b"\n"
