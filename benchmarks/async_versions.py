@@ -35,9 +35,10 @@ from trimtab.embedded.sort_task import CHARACTERS, SPECIAL_TOKENS, make_model, m
 from trimtab.models.handover import Handover
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
-from trimtab.rollout.choose import build_engine, build_vllm_engine
 from trimtab.rollout.engine import Engine, Session
-from trimtab.rollout.types import Draft, Rollout, Sampling
+from trimtab.rollout.factory import build_engine, build_vllm_engine
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Draft, Rollout
 
 GROUPS, ANSWERS, BATCH = 24, 4, 6  # under way at once; to a prompt; groups an update trains on, at most
 UPDATES, TOKENS_BETWEEN, LONGEST = 40, 6, 48

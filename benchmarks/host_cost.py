@@ -38,11 +38,12 @@ from trimtab.models.policy import Policy
 from trimtab.rewards.requests import Questions
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.builtin import engine as builtin_engine
+from trimtab.rollout.builtin.cuda_graphs import DecodeGraphs
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.graphs import DecodeGraphs
-from trimtab.rollout.builtin.runner import Runner
+from trimtab.rollout.builtin.model_runner import Runner
 from trimtab.rollout.builtin.sampler import Drawn, Sampler
-from trimtab.rollout.types import Rollout, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl import samples
 from trimtab.train.rl.batches import batches_of
 from trimtab.train.rl.cut import mini_batches

@@ -34,11 +34,11 @@ from trimtab.envs.types import Task
 from trimtab.envs.workers import EnvLimits
 from trimtab.evaluate.person import tokenizer_of_a_person
 from trimtab.rollout.builtin import engine as builtin_engine
-from trimtab.rollout.builtin.graphs import DecodeGraphs
-from trimtab.rollout.builtin.reader import Reader
-from trimtab.rollout.builtin.runner import Runner
+from trimtab.rollout.builtin.cuda_graphs import DecodeGraphs
+from trimtab.rollout.builtin.model_runner import Runner
+from trimtab.rollout.builtin.prefill import Reader
 from trimtab.rollout.builtin.sampler import Drawn, Sampler
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 from trimtab.train.garbage import what_is_there_stays
 
 GAME = Path(__file__).resolve().with_name("told_game.py")

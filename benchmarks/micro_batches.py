@@ -21,7 +21,7 @@ from trimtab.data.batches import Span, TokenBatch
 from trimtab.distributed.wire import Wire
 from trimtab.distributed.world import deal
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl.batches import AnswerBatch, AnswerSlice
 from trimtab.train.rl.cut import cost, halves, micro_batches
 from trimtab.train.rl.experience import Experience

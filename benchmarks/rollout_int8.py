@@ -24,8 +24,8 @@ from trimtab.distributed.device import find_device
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.int8 import Int8Layers
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.builtin.linear import Int8Layers
+from trimtab.rollout.sampling import Sampling
 
 SHAPES = {
     "360M": {"hidden_size": 960, "num_hidden_layers": 32, "num_attention_heads": 15, "num_key_value_heads": 5,

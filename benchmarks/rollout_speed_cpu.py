@@ -18,7 +18,7 @@ from transformers.utils import logging
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 REQUESTS, VOCABULARY, ROUNDS = 64, 8192, 3
 

@@ -87,8 +87,8 @@ def engine_alone(model: str, bf16: bool, slots: int, works: list[list[Asked]], a
     from trimtab.data.tokenizer import load_tokenizer
     from trimtab.distributed.device import find_device
     from trimtab.models.load import load_frozen_policy
-    from trimtab.rollout.choose import build_engine
-    from trimtab.rollout.types import Sampling
+    from trimtab.rollout.factory import build_engine
+    from trimtab.rollout.sampling import Sampling
 
     options = ServeOptions(pretrain=model, bf16=bf16)
     policy = load_frozen_policy(model, options, find_device(), flag="--pretrain").model

@@ -39,9 +39,8 @@ def noted(owner: type, name: str, kind: str, about: Callable[..., dict[str, Any]
 
 
 def note_all() -> None:
-    from trimtab.rollout.builtin.graphs import DecodeGraphs
-    from trimtab.rollout.builtin.read_graphs import Pass, ReadGraphs
-    from trimtab.rollout.builtin.session import BuiltinSession
+    from trimtab.rollout.builtin.cuda_graphs import DecodeGraphs, Pass, ReadGraphs
+    from trimtab.rollout.builtin.engine import BuiltinSession
     from trimtab.server.http_workers import HTTPWorkers
     from trimtab.server.request_queue import RequestQueue
 

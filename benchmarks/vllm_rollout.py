@@ -27,8 +27,9 @@ from trimtab.embedded.sort_task import make_prompts, make_tokenizer
 from trimtab.models.handover import Handover
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
-from trimtab.rollout.choose import build_engine, build_vllm_engine
-from trimtab.rollout.types import Rollout, Sampling
+from trimtab.rollout.factory import build_engine, build_vllm_engine
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Rollout
 
 SHAPE = {"hidden_size": 960, "num_hidden_layers": 32, "num_attention_heads": 15, "num_key_value_heads": 5,
          "intermediate_size": 2560}  # fmt: skip

@@ -145,7 +145,7 @@ def test_only_the_place_that_chooses_engines_knows_them(engine):
         for name, _ in imports(path)
         if name == package or name.startswith(f"{package}.")
     }
-    assert inside and knowing == {"rollout/choose.py"}
+    assert inside and knowing == {"rollout/factory.py"}
 
 
 def test_ray_is_imported_by_the_cluster_alone():

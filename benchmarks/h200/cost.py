@@ -21,7 +21,7 @@ from trimtab.models.compiled import compile_layers
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 Points = list[tuple[int, float, float]]  # x, measured, least
 

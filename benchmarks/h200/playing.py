@@ -86,11 +86,10 @@ class Clock:
 
 
 def watch_engine(clock: Clock) -> None:
-    from trimtab.rollout.builtin.graphs import DecodeGraphs
-    from trimtab.rollout.builtin.read_graphs import Pass, ReadGraphs
-    from trimtab.rollout.builtin.runner import Runner
+    from trimtab.rollout.builtin.cuda_graphs import DecodeGraphs, Pass, ReadGraphs
+    from trimtab.rollout.builtin.engine import BuiltinSession
+    from trimtab.rollout.builtin.model_runner import Runner
     from trimtab.rollout.builtin.scheduler import Scheduler
-    from trimtab.rollout.builtin.session import BuiltinSession
 
     clock.watch(BuiltinSession, "advance", "engine, other")
     clock.watch(BuiltinSession, "_begin", "reads, prepared on the host")

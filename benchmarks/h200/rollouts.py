@@ -21,7 +21,7 @@ from shapes import Shape, make_model, write_model
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 PROMPT, SAMPLES = 128, 8
 LONG = 1024  # more new tokens than this are drawn once

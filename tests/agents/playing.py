@@ -15,7 +15,8 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.episode import Episode
-from trimtab.rollout.types import Draft, Rollout, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Draft, Rollout
 
 VOCABULARY, CONTEXT = 400, 512
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from trimtab.rollout.types import Draft, Rollout
+from trimtab.rollout.trajectory import Draft, Rollout
 
 
 class ScriptedSession:

@@ -9,7 +9,7 @@ from tests.agents.worlds import Counting, Pool
 from tests.data.templates import CHATML
 from trimtab.agents.appending import Appending
 from trimtab.errors import UserError
-from trimtab.rollout.types import Draft
+from trimtab.rollout.trajectory import Draft
 
 # Of answers before the last user's words only the beginning stays.
 FORGETFUL = CHATML.replace(

@@ -7,8 +7,9 @@ from tests.agents.worlds import Counting, Pool
 from tests.rollout.test_decode_table import DoneAgain
 from trimtab.envs.replies import Broken
 from trimtab.envs.types import Step, Task
-from trimtab.rollout.builtin import captured, graphs
-from trimtab.rollout.types import Draft
+from trimtab.rollout.builtin import cuda_graphs as captured
+from trimtab.rollout.builtin import cuda_graphs as graphs
+from trimtab.rollout.trajectory import Draft
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from trimtab.agents.engine import AgentEngine
 from trimtab.agents.settings import PlaySettings
 from trimtab.envs.pool import EnvLimits, Pool
 from trimtab.envs.types import Task
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 CODE = '''
 import os, pathlib, signal, sys, time

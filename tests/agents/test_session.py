@@ -79,7 +79,7 @@ def test_what_is_drawn_is_marked_and_everything_else_is_the_templates(policy):
 
 def test_a_turn_is_drawn_from_exactly_the_tokens_before_it(policy):
     """The engine alone, asked for each turn by itself with the turn's own seed, draws the same."""
-    from trimtab.rollout.seeds import request_seed
+    from trimtab.rollout.sampling import request_seed
 
     engine = player(policy, Pool())
     sampling = sampling_of(engine.tokenizer)

@@ -9,7 +9,7 @@ import torch
 import trimtab
 from trimtab.config.rl_jobs import AnyRLOptions
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.shaping import shape
 

@@ -11,7 +11,7 @@ from trimtab.algos.repulse import kappa, push_down
 from trimtab.config.rl_jobs import TailOptions
 from trimtab.embedded import bad_word_task
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl.experience import Experience
 from trimtab.train.tail.shaping import shape_proposed
 

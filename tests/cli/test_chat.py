@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from trimtab.evaluate import conversation
-from trimtab.rollout.builtin.session import BuiltinSession
+from trimtab.rollout.builtin.engine import BuiltinSession
 
 GREEDY = ("--greedy_sampling", "--repetition_penalty", 1)
 

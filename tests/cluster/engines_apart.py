@@ -15,9 +15,9 @@ from trimtab.distributed.link import Link, Plan, join_as_receiver, seat
 from trimtab.distributed.staging import Place
 from trimtab.models.load import load_policy
 from trimtab.rewards.build import other_rewards
-from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.session import BuiltinSession
-from trimtab.rollout.types import Rollout, Sampling
+from trimtab.rollout.builtin.engine import BuiltinEngine, BuiltinSession
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.rl import builders
 from trimtab.train.rl.rollouts import Rollouts

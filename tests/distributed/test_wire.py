@@ -12,7 +12,7 @@ import torch
 from trimtab.data.batches import Span, TokenBatch
 from trimtab.distributed.wire import CannotTravel, Wire
 from trimtab.rewards.types import BadSample
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 
 @dataclass

@@ -25,7 +25,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.recomputing import layers_of, recompute
 from trimtab.models.selfcheck import choose_path, probing_batch
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.rollout.kernel_device import DEVICE
-from trimtab.rollout.builtin.adapters import adapted
-from trimtab.rollout.builtin.kernels.adapted import adapted_gated, adapted_product, can_adapt
-from trimtab.rollout.builtin.kernels.adapted_tiles import Tiles
-from trimtab.rollout.builtin.kernels.int8 import added
+from trimtab.rollout.builtin.kernels.int8_linear import added
+from trimtab.rollout.builtin.kernels.lora_linear import Tiles, adapted_gated, adapted_product, can_adapt
+from trimtab.rollout.builtin.linear import adapted
 
 peft = pytest.importorskip("peft")
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16  # the interpreter knows no bf16 products
@@ -79,7 +78,7 @@ def test_other_kinds_of_layers_are_left_to_themselves():
 
 
 def test_layers_that_differ_in_rank_or_are_of_odd_width_are_not_joined(monkeypatch):
-    monkeypatch.setattr("trimtab.rollout.builtin.kernels.adapted.DTYPES", (DTYPE,))
+    monkeypatch.setattr("trimtab.rollout.builtin.kernels.lora_linear.DTYPES", (DTYPE,))
     q, k = adapted(layers_with(["q"], rank=4).q), adapted(layers_with(["k"], rank=8).k)
     x = torch.zeros(3, 104, device=DEVICE, dtype=DTYPE)
     assert can_adapt(x, [q]) and can_adapt(x, [k]) and not can_adapt(x, [q, k])

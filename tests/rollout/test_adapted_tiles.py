@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from trimtab.rollout.builtin.kernels.adapted_tiles import (
+from trimtab.rollout.builtin.kernels.lora_tiles import (
     FEW,
     TILE,
     gated_tiles,

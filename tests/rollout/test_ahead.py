@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 
-from trimtab.rollout.builtin.ahead import one_loads_at_a_time
+from trimtab.rollout.builtin.fused_layers import one_loads_at_a_time
 
 
 def test_threads_load_what_launches_a_kernel_one_after_another(monkeypatch):

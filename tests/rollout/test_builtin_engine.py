@@ -16,7 +16,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.scheduler import Scheduler
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 FAMILIES = ["llama", "qwen2", "gpt2", "mixtral", "qwen2_moe_window", "phimoe", "mistral", "gemma2"]
 TIGHT = {"kv_tokens": 160, "slots": 8, "page_size": 8}

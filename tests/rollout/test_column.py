@@ -2,7 +2,7 @@ import random
 
 import numpy as np
 
-from trimtab.rollout.builtin.column import Column
+from trimtab.rollout.builtin.scheduler import Column
 
 
 def test_a_column_is_a_list_that_grows_and_is_cut_once():

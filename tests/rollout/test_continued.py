@@ -7,13 +7,17 @@ import torch
 
 from tests.rollout.test_builtin_engine import policy_of, prompts
 from trimtab.models import attention as packed
-from trimtab.rollout.builtin import attention, captured, continued, graphs, read_graphs
-from trimtab.rollout.builtin import reader as reading
-from trimtab.rollout.builtin.cache import KVCache
+from trimtab.rollout.builtin import attention
+from trimtab.rollout.builtin import attention as continued
+from trimtab.rollout.builtin import cuda_graphs as captured
+from trimtab.rollout.builtin import cuda_graphs as graphs
+from trimtab.rollout.builtin import cuda_graphs as read_graphs
+from trimtab.rollout.builtin import prefill as reading
+from trimtab.rollout.builtin.cuda_graphs import ReadGraphs, Size
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.read_graphs import ReadGraphs, Size
-from trimtab.rollout.builtin.runner import Runner
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.builtin.kv_cache import KVCache
+from trimtab.rollout.builtin.model_runner import Runner
+from trimtab.rollout.sampling import Sampling
 
 WHOLE, READ = (40, 7, 40, 1, 19, 40, 33), (30, 2, 39, 0, 15, 31, 0)  # tokens, and those that were read before
 

@@ -15,25 +15,21 @@ from tests.tiny import tiny_model
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
-from trimtab.rollout.builtin import (
-    attention,
-    captured,
-    continued,
-    fused_layers,
-    graphs,
-    int8,
-    recognition,
-    row_sampler,
-    sampler,
-)
-from trimtab.rollout.builtin.cache import KVCache
+from trimtab.rollout.builtin import attention, fused_layers, sampler
+from trimtab.rollout.builtin import attention as continued
+from trimtab.rollout.builtin import cuda_graphs as captured
+from trimtab.rollout.builtin import cuda_graphs as graphs
+from trimtab.rollout.builtin import linear as int8
+from trimtab.rollout.builtin import model_runner as recognition
+from trimtab.rollout.builtin import sampler as row_sampler
+from trimtab.rollout.builtin.cuda_graphs import READS_BEFORE_RECORDING
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.kernels import adapted as adapted_kernels
-from trimtab.rollout.builtin.kernels import attention as kernels
-from trimtab.rollout.builtin.kernels import int8 as int8_kernels
-from trimtab.rollout.builtin.read_graphs import READS_BEFORE_RECORDING
-from trimtab.rollout.builtin.runner import Runner
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.builtin.kernels import int8_linear as int8_kernels
+from trimtab.rollout.builtin.kernels import lora_linear as adapted_kernels
+from trimtab.rollout.builtin.kernels import paged_attention as kernels
+from trimtab.rollout.builtin.kv_cache import KVCache
+from trimtab.rollout.builtin.model_runner import Runner
+from trimtab.rollout.sampling import Sampling
 
 # Minutes in the interpreter.
 pytestmark = pytest.mark.long if DEVICE == "cpu" else []

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from tests.rollout.test_builtin_engine import policy_of, prompts
-from trimtab.rollout.builtin import captured, graphs
+from trimtab.rollout.builtin import cuda_graphs as captured
+from trimtab.rollout.builtin import cuda_graphs as graphs
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 
 class DoneAgain:

@@ -10,10 +10,11 @@ from tests.rollout.test_builtin_engine import FAMILIES, TIGHT, policy_of, prompt
 from trimtab.data.batches import TokenBatch
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
-from trimtab.rollout.builtin.cache import KVCache
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.runner import Runner
-from trimtab.rollout.types import Draft, Sampling
+from trimtab.rollout.builtin.kv_cache import KVCache
+from trimtab.rollout.builtin.model_runner import Runner
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Draft
 
 PROMPTS, SEEDS = prompts((5, 17, 33, 1)), [11, 12, 13, 14]
 DRAWN = Sampling(max_new_tokens=21, n=2, temperature=0.9)

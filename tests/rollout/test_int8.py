@@ -15,8 +15,8 @@ from trimtab.models.lora import add_adapters
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.int8 import Int8Weight, packed, quantised
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.builtin.linear import Int8Weight, packed, quantised
+from trimtab.rollout.sampling import Sampling
 
 SAMPLING = Sampling(max_new_tokens=16, n=2, seed=3)
 

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from trimtab.rollout.builtin.kept import Found, KeptPages
-from trimtab.rollout.builtin.pages import PagePool
+from trimtab.rollout.builtin.prefix_cache import Found, KeptPages, PagePool
 
 SIZE = 4
 

@@ -5,16 +5,15 @@ import torch
 import torch.nn.functional as F
 
 from tests.rollout.kernel_device import DEVICE
-from trimtab.rollout.builtin import row_sampler
-from trimtab.rollout.builtin.int8 import Int8Weight, packed, quantised
-from trimtab.rollout.builtin.kernels.attention import paged_attention
-from trimtab.rollout.builtin.kernels.int8 import Tiles, added, int8_gated, int8_product, unpacked
-from trimtab.rollout.builtin.kernels.layers import add_norm, gated, rotate_and_store
-from trimtab.rollout.builtin.kernels.linear import gated_linear, joined_linear
-from trimtab.rollout.builtin.kernels.sampling import draw_plainly
-from trimtab.rollout.builtin.row_sampler import RowSampler
-from trimtab.rollout.builtin.sampler import Sampler
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.builtin import sampler as row_sampler
+from trimtab.rollout.builtin.kernels.decode_step import draw_plainly
+from trimtab.rollout.builtin.kernels.fused_linear import gated_linear, joined_linear
+from trimtab.rollout.builtin.kernels.int8_linear import Tiles, added, int8_gated, int8_product, unpacked
+from trimtab.rollout.builtin.kernels.layer_ops import add_norm, gated, rotate_and_store
+from trimtab.rollout.builtin.kernels.paged_attention import paged_attention
+from trimtab.rollout.builtin.linear import Int8Weight, packed, quantised
+from trimtab.rollout.builtin.sampler import RowSampler, Sampler
+from trimtab.rollout.sampling import Sampling
 
 
 def noise(*shape, seed=0, dtype=torch.float32):

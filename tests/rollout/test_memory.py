@@ -9,15 +9,14 @@ import torch
 from tests.rollout.test_builtin_engine import policy_of, prompts
 from trimtab.distributed.memory import free_memory
 from trimtab.errors import UserError
-from trimtab.rollout.builtin import memory
-from trimtab.rollout.builtin.cache import KVCache, KVShape
-from trimtab.rollout.builtin.captured import fingerprint
+from trimtab.rollout.builtin import kv_cache as memory
+from trimtab.rollout.builtin.cuda_graphs import fingerprint
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.kept import KeptPages
-from trimtab.rollout.builtin.memory import SHARE_OF_FREE, KVMemory
-from trimtab.rollout.builtin.pages import PagePool
+from trimtab.rollout.builtin.kv_cache import SHARE_OF_FREE, KVCache, KVMemory, KVShape
+from trimtab.rollout.builtin.prefix_cache import KeptPages, PagePool
 from trimtab.rollout.builtin.scheduler import Prompt, Sample, Scheduler
-from trimtab.rollout.types import Draft, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Draft
 
 CPU = torch.device("cpu")
 SHAPE = KVShape(layers=3, heads=2, key_width=10, value_width=6, dtype=torch.float32)

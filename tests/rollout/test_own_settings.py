@@ -14,9 +14,8 @@ from trimtab.data.batches import TokenBatch
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.row_sampler import RowSampler
-from trimtab.rollout.builtin.sampler import Sampler
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.builtin.sampler import RowSampler, Sampler
+from trimtab.rollout.sampling import Sampling
 
 TOKENIZER = make_tokenizer()
 DEFAULT = Sampling(max_new_tokens=30)

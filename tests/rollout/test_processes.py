@@ -18,7 +18,7 @@ from trimtab.distributed.sharding import shard
 from trimtab.distributed.world import find_world, leave_world
 from trimtab.models.sharded import decoder_layers
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 LENGTHS = (5, 17, 33, 16, 1, 48, 7)
 SHARES = [slice(0, 6), slice(6, 7)]  # very different numbers of passes

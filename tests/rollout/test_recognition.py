@@ -8,8 +8,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.attention import Decoding
 from trimtab.rollout.builtin.fused_layers import FusedLayers
-from trimtab.rollout.builtin.recognition import does_the_same
-from trimtab.rollout.builtin.runner import Runner
+from trimtab.rollout.builtin.model_runner import Runner, does_the_same
 
 LAYERS = 12
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trimtab.rollout.builtin.sampler import Sampler, uniform
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 COUNT, VOCABULARY = 200_000, 13
 LOGITS = torch.linspace(-2, 2, VOCABULARY)[torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))]
@@ -82,7 +82,7 @@ def test_a_kernel_that_knows_no_stop_tokens_draws_without_them_while_they_must_w
     sampling = Sampling(min_new_tokens=3, stop_token_ids=(2, 5), temperature=temperature, plain_log_probs=True)
     logits, seeds, drawn = LOGITS.repeat(1000, 1), SEEDS[:1000], SEEDS[:1000] % 6
     expected = Sampler(sampling, VOCABULARY, torch.device("cpu")).draw(logits, seeds, drawn, None)
-    name = "trimtab.rollout.builtin.kernels.sampling"
+    name = "trimtab.rollout.builtin.kernels.decode_step"
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(draw_plainly=reference_draw))
     by_kernel = Sampler(sampling, VOCABULARY, torch.device("cpu"))._draw_by_kernel(logits, seeds, drawn)
     assert torch.equal(by_kernel.tokens_B, expected.tokens_B)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trimtab.rollout.seeds import request_seed
+from trimtab.rollout.sampling import request_seed
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from trimtab.models.borrowed import BorrowingPolicy
 from trimtab.models.lora import adapters_off, add_adapters
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.engine import Session
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 GREEDY, DRAWN = Sampling(max_new_tokens=21, temperature=0), Sampling(max_new_tokens=21, temperature=0.9)
 FIRST, NEWS = prompts((37,))[0], prompts((11,), seed=5)[0]

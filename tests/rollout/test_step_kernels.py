@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.rollout.kernel_device import DEVICE
-from trimtab.rollout.builtin.graphs import COLUMNS
-from trimtab.rollout.builtin.kernels.steps import begun, move_on
+from trimtab.rollout.builtin.cuda_graphs import COLUMNS
+from trimtab.rollout.builtin.kernels.decode_step import begun, move_on
 
 
 def table_of(rows, pages, page_size):

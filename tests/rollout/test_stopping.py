@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from trimtab.rollout.stopping import stop_string_end
+from trimtab.rollout.sampling import stop_string_end
 
 
 def by_bytes() -> Tokenizer:

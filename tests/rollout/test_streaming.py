@@ -6,7 +6,7 @@ from tests.rollout.test_builtin_engine import TIGHT, policy_of, prompts
 from trimtab.errors import UserError
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 FOUR = prompts((3, 20, 5, 6))
 

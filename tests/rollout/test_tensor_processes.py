@@ -19,9 +19,10 @@ from trimtab.models.policy import Policy
 from trimtab.models.sharded import decoder_layers, mesh_of
 from trimtab.models.tensor_parallel import cut
 from trimtab.rollout.builtin import engine as engines
-from trimtab.rollout.builtin import memory
+from trimtab.rollout.builtin import kv_cache as memory
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.types import Rollout, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Rollout
 
 LENGTHS = (5, 17, 33, 16, 1, 48, 7)
 PLAIN = Sampling(max_new_tokens=12, n=2, stop_token_ids=(2, 3))

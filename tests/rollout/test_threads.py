@@ -14,7 +14,7 @@ from trimtab.models.recomputing import recompute
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin import attention as cached
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 SAMPLING = Sampling(max_new_tokens=12, n=3, seed=1)
 

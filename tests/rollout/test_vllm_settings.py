@@ -3,7 +3,7 @@
 import pytest
 
 from tests.tiny import tiny_model
-from trimtab.rollout.choose import engine_environment
+from trimtab.rollout.factory import engine_environment
 from trimtab.rollout.vllm.engine import longest_that_fits, why_refused
 
 

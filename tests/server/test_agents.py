@@ -14,7 +14,8 @@ from trimtab.agents.settings import PlaySettings
 from trimtab.envs.pool import Pool
 from trimtab.envs.types import Task
 from trimtab.envs.workers import EnvLimits
-from trimtab.rollout.types import Draft, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Draft
 from trimtab.server.agents import AgentServerEngine
 from trimtab.server.environment_engine import playing_engine
 

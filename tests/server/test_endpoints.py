@@ -7,7 +7,7 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from tests.server.running import CONTEXT, TEMPLATE, Scripted, engine, running, tokenizer
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 from trimtab.server.request_params import ServerDefaults
 from trimtab.server.sessions import ServedPolicy, stream_seed
 

@@ -15,7 +15,8 @@ import pytest
 from tests.server.running import CONTEXT, Scripted, ScriptedSession, engine, running, tokenizer
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.engine import FEWEST_STEPS, MOST_STEPS, SECONDS_TO_WAIT, steps_among_others
-from trimtab.rollout.types import Rollout, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Rollout
 from trimtab.server.request_queue import EngineFailed, PolicyMetrics, QueuedRequest, RequestQueue
 from trimtab.server.sessions import SessionRecord, SessionStore
 

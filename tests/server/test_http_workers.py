@@ -18,7 +18,7 @@ import pytest
 
 from tests.server.running import Scripted, engine, plain_model, running, tokenizer
 from tests.server.test_faults import CHAT, COMPLETE, HELLO, Holding, posted, until
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 from trimtab.server import ipc
 from trimtab.server.http_workers import served_policy, work
 from trimtab.server.request_queue import CompletionRequest

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.server.running import CONTEXT, engine, running, tokenizer
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 from trimtab.server.http_workers import HTTPWorkerProcesses
 from trimtab.server.sessions import stream_seed
 

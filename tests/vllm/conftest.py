@@ -11,7 +11,7 @@ import torch
 from tests.tiny import tiny_model
 from trimtab.models.handover import Handover
 from trimtab.models.policy import Policy
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 
 SIZES = {"hidden_size": 128, "spread": 0.1}  # heads as wide as vLLM's kernels for CPUs want them
 
@@ -29,7 +29,7 @@ def write_model(folder: Path, **changes) -> Policy:
 
 
 def engine_of(folder: Path, policy: Policy | None, *, adapters: bool = False, tokenizer=None, **settings):
-    from trimtab.rollout.choose import build_vllm_engine
+    from trimtab.rollout.factory import build_vllm_engine
 
     weights = None if policy is None else Handover(policy, bf16=False, adapters=adapters)
     return build_vllm_engine(str(folder), tokenizer, weights, **{"eager": True, "slots": 16, "longest": 128} | settings)

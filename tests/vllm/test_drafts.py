@@ -9,8 +9,8 @@ from tests.rollout.test_drafts import assert_same, check_under_new_weights, inte
 from tests.vllm.conftest import engine_of, write_model
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.models.selfcheck import choose_path
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.types import Draft, Sampling
+from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.trajectory import Draft
 
 PROMPTS, SEEDS = [[5, 6, 7, 8], [9, 10, 11], [12]], [1, 2, 3]
 GREEDY = Sampling(max_new_tokens=24, n=2, temperature=0)

@@ -8,7 +8,7 @@ from tests.vllm.conftest import engine_of, gap, move, write_model
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine, ReceivingEngine
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12]]
 LIMIT = 1e-3

@@ -11,7 +11,7 @@ from trimtab.distributed import link
 from trimtab.distributed.buckets import parts
 from trimtab.distributed.link import Outgoing, plan_links
 from trimtab.models.handover import Handover
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 SMALL_BUCKETS = functools.partial(parts, bucket=4096)

@@ -6,7 +6,7 @@ import pytest
 from tests.vllm.conftest import engine_of, write_model
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.rewards.requests import Questions
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 from trimtab.train.rl.answers import Admission, UnderWay
 from trimtab.train.rl.rollouts import Rollouts
 

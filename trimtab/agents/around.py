@@ -13,11 +13,10 @@ from trimtab.agents.settings import PlaySettings
 from trimtab.envs.replies import Reply
 from trimtab.envs.types import Task
 from trimtab.errors import UserError
-from trimtab.rollout.answering import AT_WORK, AnsweringEngine, OpenSession
-from trimtab.rollout.engine import Engine, Session
+from trimtab.rollout.engine import AT_WORK, AnsweringEngine, Engine, OpenSession, Session
 from trimtab.rollout.episode import Episode
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.types import Draft, Rollout, Sampling
+from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.trajectory import Draft, Rollout
 
 
 class Instances(Protocol):

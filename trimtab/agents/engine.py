@@ -17,7 +17,7 @@ from trimtab.agents.settings import PlaySettings
 from trimtab.envs.adapter import EnvironmentInfo
 from trimtab.envs.types import Task, Turn
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 MOST_LANGUAGES = 64
 

@@ -10,7 +10,7 @@ import numpy as np
 from trimtab.agents.language import Language
 from trimtab.envs.types import Message, Task
 from trimtab.rollout.episode import Episode, Said
-from trimtab.rollout.types import Draft, Finish, Rollout
+from trimtab.rollout.trajectory import Draft, Finish, Rollout
 
 FIGURES = ("tool_calls", "tool_failures", "unknown_tools", "seconds_environment")
 

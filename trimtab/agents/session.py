@@ -16,7 +16,8 @@ from trimtab.distributed.watch import pulse
 from trimtab.envs.replies import Broken, Ended, Opened, Reply
 from trimtab.envs.types import Task
 from trimtab.rollout.engine import steps_among_others
-from trimtab.rollout.types import Draft, Finish, Rollout, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Draft, Finish, Rollout
 
 if TYPE_CHECKING:
     from trimtab.agents.engine import AgentEngine

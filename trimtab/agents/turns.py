@@ -10,8 +10,8 @@ from trimtab.agents.replaying import words_of
 from trimtab.envs.replies import Stepped
 from trimtab.envs.types import Message, Step, Turn
 from trimtab.rollout.episode import Said
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.types import Draft, Rollout
+from trimtab.rollout.sampling import request_seed
+from trimtab.rollout.trajectory import Draft, Rollout
 
 if TYPE_CHECKING:
     from trimtab.agents.session import AgentSession

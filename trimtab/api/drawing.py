@@ -8,7 +8,7 @@ from trimtab.api.suggesting import suggested
 from trimtab.config.parse import as_in_yaml
 from trimtab.config.values import plain
 from trimtab.errors import UserError
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 _NOT_TAKEN = ("n", "seed", "plain_log_probs", "top_log_probs")  # of which nothing would come back
 SAMPLING = [known.name for known in fields(Sampling) if known.name not in _NOT_TAKEN]

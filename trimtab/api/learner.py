@@ -35,11 +35,9 @@ from trimtab.envs.types import Message
 from trimtab.errors import UserError
 from trimtab.files import writing
 from trimtab.models.save import save_model
-from trimtab.rollout.choose import build_engine
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.stopping import stop_tokens
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.factory import build_engine
+from trimtab.rollout.sampling import Sampling, request_seed, stop_tokens
 from trimtab.train.optimiser import StepReport
 
 

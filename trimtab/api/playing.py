@@ -22,8 +22,8 @@ from trimtab.envs.pool import EnvLimits, Pool
 from trimtab.envs.types import Message, Task
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.types import Rollout, Sampling
+from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.trajectory import Rollout
 from trimtab.server.environment_engine import open_pool, playing_engine, settings_of
 
 SEEDS = 2**31  # a task's, as in training: below this

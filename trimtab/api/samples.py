@@ -12,7 +12,7 @@ from torch import Tensor
 from trimtab.envs.types import Message, Task
 from trimtab.errors import UserError
 from trimtab.rollout.episode import Said
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl.trajectories import Trajectories
 
 SHOWN = 40  # characters of a text

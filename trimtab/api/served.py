@@ -10,7 +10,7 @@ from trimtab.api.turns import Turns
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 
 LOOK_EVERY = 0.2  # seconds
 

@@ -17,10 +17,9 @@ from trimtab.distributed.random_state import seed_everything
 from trimtab.errors import UserError
 from trimtab.evaluate.generation import load_job_tokenizer, sampling_of
 from trimtab.models.load import load_frozen_policy
-from trimtab.rollout.choose import build_engine
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.stopping import stop_tokens
-from trimtab.rollout.types import Finish
+from trimtab.rollout.factory import build_engine
+from trimtab.rollout.sampling import request_seed, stop_tokens
+from trimtab.rollout.trajectory import Finish
 
 SHOWN_AT_ONCE = 8  # tokens
 

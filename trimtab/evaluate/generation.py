@@ -35,11 +35,10 @@ from trimtab.rewards.requests import Questions
 from trimtab.rewards.trial import try_reward
 from trimtab.rewards.types import RewardRequest
 from trimtab.rewards.weighing import Weighted
-from trimtab.rollout.choose import build_engine, build_vllm_engine
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.stopping import stop_tokens
-from trimtab.rollout.types import Rollout, Sampling
+from trimtab.rollout.factory import build_engine, build_vllm_engine
+from trimtab.rollout.sampling import Sampling, request_seed, stop_tokens
+from trimtab.rollout.trajectory import Rollout
 from trimtab.server.environment_engine import (
     columns_of,
     open_pool,

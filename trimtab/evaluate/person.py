@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trimtab.data.byte_tokenizer import END, byte_tokenizer
 from trimtab.envs.types import Task
-from trimtab.rollout.answering import AnsweringEngine, OpenSession
-from trimtab.rollout.types import Draft, Finish, Rollout, Sampling
+from trimtab.rollout.engine import AnsweringEngine, OpenSession
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Draft, Finish, Rollout
 
 TEMPLATE = (
     "{%- for tool in tools or [] -%}{{ tool.function.name }}: {{ tool.function.description }}\n{% endfor -%}"

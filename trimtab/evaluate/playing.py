@@ -16,12 +16,11 @@ from trimtab.errors import UserError
 from trimtab.evaluate.generation import load_job_tokenizer, sampling_of
 from trimtab.evaluate.person import Person, tokenizer_of_a_person
 from trimtab.models.load import load_frozen_policy
-from trimtab.rollout.choose import build_engine
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.episode import Episode, Said
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.stopping import stop_tokens
-from trimtab.rollout.types import Finish, Rollout
+from trimtab.rollout.factory import build_engine
+from trimtab.rollout.sampling import request_seed, stop_tokens
+from trimtab.rollout.trajectory import Finish, Rollout
 from trimtab.server.environment_engine import LABEL, PROMPT, open_pool, playing_engine, settings_of
 
 SEEDS = 2**31  # a row's, as training gives them: below this

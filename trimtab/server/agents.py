@@ -15,7 +15,8 @@ from trimtab.envs.replies import Broken, Ended, Reply
 from trimtab.envs.types import Task
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.episode import Episode, Said
-from trimtab.rollout.types import Draft, Finish, Rollout, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Draft, Finish, Rollout
 from trimtab.server.policy_server import PolicyServer
 from trimtab.server.request_params import ServerDefaults
 from trimtab.server.sessions import RecordedTurn, ServedPolicy, SessionRecord, ends_of

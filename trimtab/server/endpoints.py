@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from trimtab.envs.types import Message
 from trimtab.errors import UserError
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.server import request_params
 from trimtab.server.http import (
     HTTPError,

@@ -35,7 +35,7 @@ from trimtab.models.hugging_face import quiet_transformers
 from trimtab.processes.channel import Channel
 from trimtab.processes.child import Child
 from trimtab.processes.within import begin
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.server import ipc
 from trimtab.server.endpoints import make_policy_app
 from trimtab.server.http import DrainingServer, make_server, rate_limit_logs

@@ -14,7 +14,8 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from trimtab.errors import UserError
-from trimtab.rollout.types import Alternatives, Finish, Rollout, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Alternatives, Finish, Rollout
 from trimtab.server.http import ServerClosing
 from trimtab.server.request_queue import CompletionRequest, EngineFailed, Overloaded
 

@@ -16,10 +16,9 @@ from trimtab.distributed.random_state import seed_everything
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import load_frozen_policy
-from trimtab.rollout.choose import build_engine
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.stopping import stop_tokens
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.factory import build_engine
+from trimtab.rollout.sampling import Sampling, stop_tokens
 
 try:
     from trimtab.server.endpoints import MOST_BYTES, make_policy_app

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.envs.types import Message
-from trimtab.rollout.types import MOST_ALTERNATIVES, Sampling
+from trimtab.rollout.sampling import MOST_ALTERNATIVES, Sampling
 from trimtab.server.http import HTTPError
 
 

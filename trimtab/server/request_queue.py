@@ -15,8 +15,8 @@ from typing import Protocol
 
 from trimtab.errors import UserError
 from trimtab.rollout.engine import FEWEST_STEPS, Engine, Session, steps_among_others
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.types import Draft, Rollout, Sampling
+from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.trajectory import Draft, Rollout
 from trimtab.server.sessions import stream_seed
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from starlette.responses import Response
 
 from trimtab.envs.types import Message
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.server.request_params import RequestParams, sent
 from trimtab.server.sessions import ServedPolicy
 

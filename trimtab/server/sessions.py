@@ -19,8 +19,8 @@ from trimtab.data.chat import ChatRenderer
 from trimtab.data.tokenizer import decodes_fast, texts_of
 from trimtab.envs.types import Message
 from trimtab.errors import UserError
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.types import Finish, Rollout, Sampling
+from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.trajectory import Finish, Rollout
 from trimtab.server.request_params import InvalidRequest, ServerDefaults, history_keys, no_room
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.episode import Episode, Said
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl.experience import Experience
 
 WORLD = [30, 31]  # what the world says between two turns

@@ -6,7 +6,8 @@ import time
 
 import numpy as np
 
-from trimtab.rollout.types import Draft, Rollout, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Draft, Rollout
 
 
 def length_of(seed: int, sample: int, most: int) -> int:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl.alarms import alarms
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.iteration import Counters, Iteration, row_of

@@ -7,7 +7,7 @@ import pytest
 
 from trimtab.config.jobs import GRPOOptions
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl.cut import cost, mini_batches
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.passes import Passes

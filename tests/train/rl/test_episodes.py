@@ -9,7 +9,8 @@ from tests.train.rl.played import Played, experience_of
 from tests.train.rl.test_experience import assert_equal
 from trimtab.distributed.wire import Wire
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.types import Draft, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Draft
 from trimtab.train.rl.answers import Answers, UnderWay
 from trimtab.train.rl.asynchronous.groups import (
     drafts_from_disk,

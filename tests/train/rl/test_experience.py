@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl.cut import cost, micro_batches, mini_batches
 from trimtab.train.rl.experience import Experience
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.train.rl.rl_run import arguments, write_task
 from trimtab.cli.main import main
 from trimtab.data.byte_tokenizer import byte_tokenizer
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl import kept_tokens
 from trimtab.train.rl.experience import Experience

@@ -10,7 +10,7 @@ from tests.train.rl.rl_run import arguments, assert_identical, result, rows, wit
 from tests.train.test_pass_limit import short_of_room, with_room_for
 from trimtab.cli.main import main
 from trimtab.distributed.peers import Peers
-from trimtab.rollout.builtin.memory import KVMemory
+from trimtab.rollout.builtin.kv_cache import KVMemory
 
 ROOM = 45  # tokens: two answers with their prompts, not four
 NUMBERS = ("reward", "length", "policy_loss", "grad_norm", "critic_loss", "kl", "eval_reward")

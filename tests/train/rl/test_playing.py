@@ -10,7 +10,8 @@ from trimtab.rewards.environment import EnvironmentReward
 from trimtab.rewards.requests import Questions
 from trimtab.rewards.types import RewardRequest, RewardResult
 from trimtab.rollout.episode import Episode
-from trimtab.rollout.types import Rollout, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl.episode_figures import episode_figures, turns
 from trimtab.train.rl.rollouts import Rollouts
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.train.rl.rl_run import arguments, rows, write_task
 from trimtab.cli.main import main
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl import samples
 from trimtab.train.rl.experience import Experience

@@ -135,7 +135,7 @@ def score_at_once() -> None:
 
 def stop_while_writing(calls: int) -> None:
     """A signal that this process alone gets, in the middle of a rollout."""
-    from trimtab.rollout.builtin.session import BuiltinSession
+    from trimtab.rollout.builtin.engine import BuiltinSession
 
     plain = BuiltinSession.advance
     count = 0

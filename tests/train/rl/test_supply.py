@@ -6,7 +6,8 @@ import pytest
 from trimtab.config.jobs import GRPOOptions
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed, RewardResult
-from trimtab.rollout.types import Rollout, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl.asking import Asked
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.failures import EnvironmentFailed

@@ -18,7 +18,7 @@ from trimtab.config.jobs import PPOOptions
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.objective import policy_share
 from trimtab.train.rl.recording import Recording

@@ -14,7 +14,7 @@ from tests.train.rl.played import Played, experience_of
 from trimtab.config.estimators import ESTIMATORS
 from trimtab.config.jobs import PPOOptions
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl import shaping
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.shaping import shape

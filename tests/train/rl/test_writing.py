@@ -15,7 +15,7 @@ from tests.train.rl.scripted_engine import ScriptedEngine, length_of
 from trimtab.rewards.requests import Questions
 from trimtab.rewards.types import RewardFailed, RewardResult
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 from trimtab.train.rl.answers import Admission, UnderWay
 from trimtab.train.rl.rollouts import Rollouts
 

@@ -10,7 +10,7 @@ from tests.train.rl.scripted_engine import ScriptedEngine, length_of
 from tests.train.rl.test_writing import DRAWN, Judge, Words, admission
 from trimtab.errors import RunFailed
 from trimtab.rewards.types import RewardFailed
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 from trimtab.train.pass_limit import NoRoom
 from trimtab.train.rl.rollouts import Rollouts
 

@@ -23,7 +23,7 @@ from trimtab.distributed.world import World
 from trimtab.interrupts import StopRequest
 from trimtab.models.sharded import mesh_of
 from trimtab.rewards.types import RewardRequest, RewardResult
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl.experience import Experience
 from trimtab.train.tail import builders
 from trimtab.train.tail.launch import TailController

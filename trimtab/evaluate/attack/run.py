@@ -30,10 +30,8 @@ from trimtab.models.policy import Policy
 from trimtab.progress import RunProgress
 from trimtab.rewards.classifiers import QUESTION, load_judge
 from trimtab.rewards.types import Reward, RewardRequest
-from trimtab.rollout.choose import build_engine
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.stopping import stop_tokens
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.factory import build_engine
+from trimtab.rollout.sampling import Sampling, request_seed, stop_tokens
 
 AT_WORK = "search.json"
 OF_SPEED = {"gcg_batch_size", "gcg_use_prefix_cache", "output_path"}

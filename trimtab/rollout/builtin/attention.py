@@ -1,24 +1,133 @@
-"""Attention while generating: new tokens against what is in the cache, through Hugging Face's attention interface.
+"""Sequences of which some go on from what is in the cache: what their own tokens attend to, once these are stored too.
 
-Two kinds of pass:
-- reading:  packed rows of prompt tokens; their keys and values are stored on the way. A sequence whose beginning is in
-            the cache already attends to it there.
-- decoding: one token a sequence.
+Two ways to the same numbers:
+- in one row (`parts`): attention of sequences of any length, each with its own tokens as queries and all of its places
+  as keys; where a device has it;
+- block by block (`alike`): those of one length together.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trimtab.data.batches import Span, sent
 from trimtab.distributed.device import has_kernels
-from trimtab.models.attention import PackedRow, attend_packed, carried, register_attention, with_window
+from trimtab.models.attention import PackedRow, attend_packed, carried, cumulative, register_attention, with_window
 from trimtab.models.varlen import attend_varlen, varlen_applies
-from trimtab.rollout.builtin.cache import KVCache
-from trimtab.rollout.builtin.continued import Continued, OnePart
-from trimtab.rollout.builtin.dense import DenseWindow
+from trimtab.rollout.builtin.kv_cache import KVCache
+
+MOST_TOGETHER = 2**16  # tokens whose keys and values are copied at a time, unless one sequence has more
+
+
+@dataclass
+class Part:
+    """Sequences that attend in one call (models/varlen.py): keys are the flattened cache's."""
+
+    own: slice  # their tokens in the row
+    query_starts: Tensor
+    key_starts: Tensor
+    key_rows: Tensor
+    longest: int
+
+
+@dataclass
+class OnePart:
+    """All sequences of a read that may be recorded."""
+
+    part: Part
+
+    @property
+    def parts(self) -> list[Part]:
+        return [self.part]
+
+    @property
+    def alike(self) -> list[tuple[Tensor, Tensor]]:
+        raise AssertionError("only where there is attention of sequences of any length")
+
+
+class Continued:
+    def __init__(self, spans: list[Span], places: list[np.ndarray], device: torch.device):
+        """All sequences of a row in its order: `spans` of their own tokens there, `places` of the whole ones in the
+        cache."""
+        self.spans, self.places, self.device = spans, places, device
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        return [self._part(first, end) for first, end in self._ranges()]
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        first, total = 0, 0
+        for number, places in enumerate(self.places):
+            if number > first and total + len(places) > MOST_TOGETHER:
+                yield first, number
+                first, total = number, 0
+            total += len(places)
+        yield first, len(self.places)
+
+    def _part(self, first: int, end: int) -> Part:
+        spans, places = self.spans[first:end], self.places[first:end]
+        wholes = [len(own) for own in places]
+        return Part(
+            slice(spans[0].start, spans[-1].start + spans[-1].length),
+            sent(cumulative([span.length for span in spans]), self.device),
+            sent(cumulative(wholes), self.device),
+            sent(torch.from_numpy(np.concatenate(places)), self.device),
+            max(wholes),
+        )
+
+    @cached_property
+    def alike(self) -> list[tuple[Tensor, Tensor]]:
+        """Of those that go on: own tokens in the row [S, new], and places of the whole [S, whole]."""
+        groups: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
+        for span, places in zip(self.spans, self.places):
+            if len(places) > span.length:
+                own = np.arange(span.start, span.start + span.length)
+                groups.setdefault((len(own), len(places)), []).append((own, places))
+        found = []
+        for (_, whole), group in groups.items():
+            most = max(1, MOST_TOGETHER // whole)
+            for first in range(0, len(group), most):
+                own, places = (np.stack(part) for part in zip(*group[first : first + most]))
+                found.append((self._tensor(own), self._tensor(places)))
+        return found
+
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+# ---- Decoding without kernels of our own: the pages of the samples that run, gathered once for a few steps. To gather them in every step would cost more than attention itself. While the same samples run, their keys and values lie in one block besides, which each step's new tokens join.
+
+
+class DenseWindow:
+    def __init__(self, cache: KVCache, tables_BP: Tensor):
+        self.cache, self.tables_BP = cache, tables_BP
+        self.width = tables_BP.shape[1] * cache.size
+        self.first_B = torch.arange(len(tables_BP), device=tables_BP.device) * self.width
+        self._layers: dict[int, list[Tensor]] = {}
+
+    def keys_and_values(self, layer: int, new_BHD: tuple[Tensor, Tensor], positions_B: Tensor) -> list[Tensor]:
+        """[B, heads, width, D] each, the new tokens among them."""
+        if layer in self._layers:
+            places = self.first_B + positions_B
+            for block, new in zip(self._layers[layer], new_BHD):
+                block.flatten(0, 1).index_copy_(0, places, new)
+        else:
+            pages = self.tables_BP.flatten()
+            self._layers[layer] = [
+                tensor[layer].index_select(0, pages).view(len(self.tables_BP), self.width, *tensor.shape[3:])
+                for tensor in (self.cache.keys, self.cache.values)
+            ]
+        return [block.transpose(1, 2) for block in self._layers[layer]]
+
+
+# ---- Attention while generating: new tokens against what is in the cache, through Hugging Face's attention interface. Two kinds of pass: - reading: packed rows of prompt tokens; their keys and values are stored on the way. A sequence whose beginning is in the cache already attends to it there. - decoding: one token a sequence.
+
 
 NAME = "trimtab_rollout"
 Arguments = dict[str, Any]
@@ -110,7 +219,7 @@ class CachedAttention:
         return mixed.reshape(len(query), 1, query.shape[1], -1)
 
     def _decode_by_kernel(self, current: Decoding, query_BHD: Tensor, layer: int, arguments: Arguments) -> Tensor:
-        from trimtab.rollout.builtin.kernels.attention import paged_attention
+        from trimtab.rollout.builtin.kernels.paged_attention import paged_attention
 
         return paged_attention(
             query_BHD,

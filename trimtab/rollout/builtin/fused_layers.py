@@ -4,16 +4,19 @@ Which models those are, recognition.py finds out. Linear layers with adapters an
 their own; a projection that is something else again is called as the module it is.
 """
 
+import contextlib
 import logging
-from typing import TypeAlias
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from trimtab.models.hugging_face import first_line
-from trimtab.rollout.builtin.adapters import Adapted, adapted
-from trimtab.rollout.builtin.cache import KVCache
-from trimtab.rollout.builtin.int8 import int8_weights
+from trimtab.rollout.builtin.kv_cache import KVCache, KVShape
+from trimtab.rollout.builtin.linear import Adapted, adapted, int8_weights
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +72,7 @@ class FusedLayers:
         self, layers: range, stream: Tensor, angles: Angles, cache: KVCache, places_T: Tensor, attend
     ) -> Tensor:
         """What these layers leave in the stream [T, D], in place; returns it normed."""
-        from trimtab.rollout.builtin.kernels.layers import add_norm
+        from trimtab.rollout.builtin.kernels.layer_ops import add_norm
 
         backbone = self.backbone
         new = None
@@ -89,13 +92,13 @@ def heads_of(
     attention: nn.Module, x_TD: Tensor, angles: Angles, keys: Tensor, values: Tensor, places_T: Tensor
 ) -> tuple[Tensor, ...]:
     """Query, key and value [T, heads, W] with rotary positions; the latter two also in their pages."""
-    from trimtab.rollout.builtin.kernels import few_rows
-    from trimtab.rollout.builtin.kernels.layers import rotate_and_store
+    from trimtab.rollout.builtin.kernels.fused_linear import few_rows_heads, few_rows_heads_apply
+    from trimtab.rollout.builtin.kernels.layer_ops import rotate_and_store
 
     modules = [attention.q_proj, attention.k_proj, attention.v_proj]
     width = angles[0].shape[1]
-    if few_rows.can_take_heads(x_TD, modules, width):
-        made = few_rows.heads(x_TD, modules, angles, keys, values, places_T, _head_norms(attention))
+    if few_rows_heads_apply(x_TD, modules, width):
+        made = few_rows_heads(x_TD, modules, angles, keys, values, places_T, _head_norms(attention))
         parts = made.split([module.out_features for module in modules], 1)
         return tuple(part.unflatten(1, (-1, width)) for part in parts)
     query, key, value = (part.unflatten(1, (-1, width)) for part in _projections(attention, x_TD))
@@ -104,9 +107,9 @@ def heads_of(
 
 
 def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
-    from trimtab.rollout.builtin.kernels.adapted import adapted_product
-    from trimtab.rollout.builtin.kernels.int8 import can_multiply, int8_product
-    from trimtab.rollout.builtin.kernels.linear import can_join, joined_linear
+    from trimtab.rollout.builtin.kernels.fused_linear import can_join, joined_linear
+    from trimtab.rollout.builtin.kernels.int8_linear import can_multiply, int8_product
+    from trimtab.rollout.builtin.kernels.lora_linear import adapted_product
 
     modules = [attention.q_proj, attention.k_proj, attention.v_proj]
     weights = int8_weights(modules)
@@ -123,12 +126,12 @@ def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
 
 def summands(module: nn.Module, x_TD: Tensor) -> Tensor:
     """What the module gives [T, D], or parts of its sum [parts, T, D]."""
-    from trimtab.rollout.builtin.kernels import few_rows
-    from trimtab.rollout.builtin.kernels.adapted import adapted_product
-    from trimtab.rollout.builtin.kernels.int8 import can_multiply, int8_product
+    from trimtab.rollout.builtin.kernels.fused_linear import few_rows_apply, few_rows_parts
+    from trimtab.rollout.builtin.kernels.int8_linear import can_multiply, int8_product
+    from trimtab.rollout.builtin.kernels.lora_linear import adapted_product
 
-    if few_rows.can_take(x_TD, [module]) and module.bias is None:
-        return few_rows.parts(x_TD, module)
+    if few_rows_apply(x_TD, [module]) and module.bias is None:
+        return few_rows_parts(x_TD, module)
     weights = int8_weights([module])
     if weights is not None and can_multiply(x_TD, weights):
         return int8_product(x_TD, weights, parts=True)
@@ -138,15 +141,14 @@ def summands(module: nn.Module, x_TD: Tensor) -> Tensor:
 
 
 def opened(mlp: nn.Module, x_TD: Tensor) -> Tensor:
-    from trimtab.rollout.builtin.kernels import few_rows
-    from trimtab.rollout.builtin.kernels.adapted import adapted_gated
-    from trimtab.rollout.builtin.kernels.int8 import can_multiply, int8_gated
-    from trimtab.rollout.builtin.kernels.layers import gated
-    from trimtab.rollout.builtin.kernels.linear import can_join, gated_linear
+    from trimtab.rollout.builtin.kernels.fused_linear import can_join, few_rows_apply, few_rows_gated, gated_linear
+    from trimtab.rollout.builtin.kernels.int8_linear import can_multiply, int8_gated
+    from trimtab.rollout.builtin.kernels.layer_ops import gated
+    from trimtab.rollout.builtin.kernels.lora_linear import adapted_gated
 
     modules = [mlp.gate_proj, mlp.up_proj]
-    if few_rows.can_take(x_TD, modules) and modules[0].bias is None:
-        return few_rows.gated(x_TD, *modules)
+    if few_rows_apply(x_TD, modules) and modules[0].bias is None:
+        return few_rows_gated(x_TD, *modules)
     weights = int8_weights(modules)
     if weights is not None and weights[0].bias_O is None and can_multiply(x_TD, weights):
         return int8_gated(x_TD, *weights)
@@ -165,10 +167,89 @@ def _head_norms(attention: nn.Module) -> tuple[Tensor, Tensor, float] | None:
 
 def _described(modules: list[nn.Module], x_TD: Tensor) -> list[Adapted] | None:
     """The layers, if they are for the kernels that know adapters and are made for wide models."""
-    from trimtab.rollout.builtin.kernels.adapted import can_adapt, is_wide
+    from trimtab.rollout.builtin.kernels.lora_linear import can_adapt, is_wide
 
     layers = [layer for module in modules if (layer := adapted(module)) is not None]
     if len(layers) < len(modules) or not can_adapt(x_TD, layers):
         return None
     plain = all(type(module) is nn.Linear for module in modules)
     return layers if not plain or is_wide(x_TD, layers) else None
+
+
+# ---- Kernels of a layer compiled all at once, before a pass would compile one after another what it comes to. Triton compiles a kernel at its first launch, in half a second, and a layer has a dozen. Compiled kernels are kept on disk; there this is a few launches.
+
+
+def compile_ahead(fused: FusedLayers, shape: KVShape, page: int, sizes: tuple[int, ...]) -> None:
+    """For passes of so many rows that decode with such pages."""
+    from trimtab.rollout.builtin.kernels.layer_ops import INTERPRETED
+
+    if INTERPRETED:
+        return
+    work = [launch for rows in sizes for launch in _launches(fused, KVCache(shape, 1, page, fused.device), rows)]
+
+    def done(launch: Callable[[], object]) -> None:
+        if fused.device.index is not None:
+            torch.accelerator.set_device_index(fused.device.index)  # a thread's own
+        torch.zeros(1, device=fused.device)  # and it meets its device only at a launch of torch's
+        # What fails here fails again in the pass itself, and is told there.
+        with torch.no_grad(), contextlib.suppress(Exception):
+            launch()
+
+    with one_loads_at_a_time(), ThreadPoolExecutor(len(work)) as threads:
+        list(threads.map(done, work))
+
+
+@contextlib.contextmanager
+def one_loads_at_a_time() -> Iterator[None]:
+    """While threads compile. What launches a kernel is a Python module of its own, and Triton gives all of them one
+    name: two threads that load theirs at once may each get the other's."""
+    from triton.runtime import driver
+
+    active, lock = driver.active, threading.Lock()
+    load = getattr(active, "launcher_cls", None)
+    if load is None:  # as other versions may have it
+        yield
+        return
+
+    def loaded(*given: Any) -> Any:
+        with lock:
+            return load(*given)
+
+    active.launcher_cls = loaded
+    try:
+        yield
+    finally:
+        active.launcher_cls = load
+
+
+def _launches(fused: FusedLayers, cache: KVCache, rows: int) -> list[Callable[[], object]]:
+    """What a layer launches, each on tensors of its own."""
+    from trimtab.rollout.builtin.kernels.layer_ops import add_norm
+    from trimtab.rollout.builtin.kernels.paged_attention import paged_attention
+
+    layer, arguments = fused.backbone.layers[0], fused.arguments[0]
+    attention, mlp, norm = layer.self_attn, layer.mlp, layer.input_layernorm
+    like = fused.embedding_VD
+    stream = like.new_zeros(rows, like.shape[1])
+    mixed = like.new_zeros(rows, attention.o_proj.in_features)
+    inside = like.new_zeros(rows, mlp.down_proj.in_features)
+    zeros = torch.zeros(rows, dtype=torch.int64, device=like.device)
+    keys, values, width = cache.keys[0], cache.values[0], cache.shape.key_width
+
+    def normed(new: torch.Tensor | None) -> Callable[[], object]:
+        return lambda: add_norm(new, stream.clone(), norm.weight, norm.variance_epsilon)
+
+    def attended() -> object:
+        query, scale = mixed.unflatten(1, (-1, width)), arguments.get("scaling") or width**-0.5
+        others = {"softcap": arguments.get("softcap"), "window": arguments.get("sliding_window")}
+        tables = torch.zeros(rows, 3, dtype=torch.int64, device=like.device)
+        return paged_attention(query, keys, values, tables, zeros + 1, scale=scale, **others)
+
+    return [
+        normed(None),
+        lambda: normed(summands(attention.o_proj, mixed))(),
+        lambda: heads_of(attention, stream, fused.angles(zeros), keys, values, zeros),
+        lambda: opened(mlp, stream),
+        lambda: summands(mlp.down_proj, inside),
+        attended,
+    ]

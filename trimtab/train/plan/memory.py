@@ -14,7 +14,7 @@ from trimtab.config.jobs import RLOptions
 from trimtab.models.lm_head import chunk_tokens
 from trimtab.models.load import TrainedModelOptions
 from trimtab.models.policy import Policy
-from trimtab.rollout.choose import EngineMemory
+from trimtab.rollout.factory import EngineMemory
 from trimtab.train.plan.hardware import Hardware
 from trimtab.train.plan.pretended import Pretended
 from trimtab.train.plan.work import Work, frozen_models, trained_models

@@ -16,7 +16,7 @@ from trimtab.models.lora import refuse_adapted_experts
 from trimtab.models.packed import PackedModel
 from trimtab.models.policy import Policy
 from trimtab.models.sharded import decoder_layers
-from trimtab.rollout.choose import EngineMemory
+from trimtab.rollout.factory import EngineMemory
 from trimtab.train.plan.narrowing import narrow
 from trimtab.train.plan.pretended import PassBytes, Pretended
 from trimtab.train.plan.speed import multiplied

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from trimtab.rewards.requests import Questions
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.types import Draft, Rollout
+from trimtab.rollout.trajectory import Draft, Rollout
 from trimtab.train.rl.experience import Experience
 
 

@@ -15,7 +15,7 @@ from trimtab.errors import OutOfMemory, UserError
 from trimtab.rewards.requests import Questions, request_of
 from trimtab.rewards.types import RewardFailed, RewardResult
 from trimtab.rewards.weighing import Weighing
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 from trimtab.train.pass_limit import NoRoom
 from trimtab.train.rl import rewarding, rollouts
 from trimtab.train.rl.answers import Answers, Failed, Replied

@@ -21,8 +21,8 @@ from trimtab.models.load import Loaded, load_policy
 from trimtab.models.load_reward import load_reward_model
 from trimtab.models.policy import Policy
 from trimtab.rewards.build import Parts, other_rewards, reward_models
-from trimtab.rollout.choose import build_engine, build_vllm_engine
 from trimtab.rollout.engine import Engine
+from trimtab.rollout.factory import build_engine, build_vllm_engine
 from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.reference import Reference

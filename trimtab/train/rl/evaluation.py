@@ -13,8 +13,7 @@ import numpy as np
 from trimtab.algos.groups import for_groups
 from trimtab.data.prompts import PromptStore
 from trimtab.evaluate.tail_risk import mean, rate
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling, request_seed
 from trimtab.train.metrics import CLOCK_FIELDS
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.episode_figures import episode_figures

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.episode import Episode
-from trimtab.rollout.types import Rollout
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl.trajectories import Trajectories, joined, runs
 
 FINISHES = ("stop", "length", "abort", "context", "turns", "truncated", "failed")

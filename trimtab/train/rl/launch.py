@@ -15,7 +15,8 @@ from trimtab.processes.waiting import GivenUp
 from trimtab.rewards.requests import Questions
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult
 from trimtab.rollout.episode import Episode, Said
-from trimtab.rollout.types import Draft, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Draft
 from trimtab.train.pass_limit import BeginAnew, NoRoom
 from trimtab.train.plan.passes import saved_passes, with_default_tokens
 from trimtab.train.rl.answers import Admission, Answers, Collected, Failed, LeftOut, Replied, UnderWay, Wait, Written

@@ -27,7 +27,7 @@ from trimtab.models.lora import adapters_off
 from trimtab.models.packed import PackedModel, scoring
 from trimtab.models.policy import Policy
 from trimtab.models.save import save_model
-from trimtab.rollout.stopping import stop_tokens
+from trimtab.rollout.sampling import stop_tokens
 from trimtab.train.average import WeightAverage
 from trimtab.train.compiling import agreed, settle_layers, told
 from trimtab.train.manifest import names_fingerprint

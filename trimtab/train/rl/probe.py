@@ -17,8 +17,7 @@ from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.roles import Group
 from trimtab.errors import RunFailed
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling, request_seed
 from trimtab.train.rl.alarms import MUCH_GAP
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.passes import Passes

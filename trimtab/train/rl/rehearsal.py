@@ -12,8 +12,8 @@ from trimtab.models.load import policy_skeleton
 from trimtab.rewards.columns import check_columns
 from trimtab.rewards.requests import Questions
 from trimtab.rewards.trial import try_reward
-from trimtab.rollout.choose import require_packed
-from trimtab.rollout.seeds import request_seed
+from trimtab.rollout.factory import require_packed
+from trimtab.rollout.sampling import request_seed
 from trimtab.server.environment_engine import try_environment
 from trimtab.train.launch import load_job_tokenizer, notes, of_few_rows
 from trimtab.train.plan.passes import default_line, uses_default_tokens, with_default_tokens, work_of_prompts

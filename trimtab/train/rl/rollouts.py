@@ -20,7 +20,8 @@ from trimtab.rewards.requests import Questions
 from trimtab.rewards.types import RewardFailed, RewardResult
 from trimtab.rewards.weighing import described
 from trimtab.rollout.engine import Engine, ReceivingEngine
-from trimtab.rollout.types import Rollout, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Rollout
 from trimtab.train.pass_limit import NoRoom, memory_guard
 from trimtab.train.rl.answers import Admission, Answers, Collected, Failed, Replied, UnderWay, Wait
 from trimtab.train.rl.experience import Experience

@@ -20,8 +20,7 @@ from trimtab.errors import UserError
 from trimtab.files import writing
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling, request_seed
 from trimtab.train.rl.asking import Asked, Asking
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.failures import Failures

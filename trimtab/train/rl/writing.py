@@ -20,7 +20,8 @@ from trimtab.distributed.peers import Peers
 from trimtab.distributed.watch import pulse
 from trimtab.rewards.requests import Questions
 from trimtab.rollout.engine import Engine, Session
-from trimtab.rollout.types import Draft, Rollout, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Draft, Rollout
 from trimtab.train.rl.answers import Admission, Collected, Failed, LeftOut, UnderWay, Wait
 from trimtab.train.rl.judging import Judging
 from trimtab.train.rl.spans import WRITING

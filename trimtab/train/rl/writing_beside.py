@@ -9,7 +9,7 @@ import time
 
 from trimtab.distributed.watch import pulse
 from trimtab.errors import OutOfMemory
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 from trimtab.train.pass_limit import memory_guard
 from trimtab.train.rl.answers import Admission, Collected, UnderWay, Wait
 from trimtab.train.rl.writing import LOOK_EVERY, Writing

@@ -16,7 +16,7 @@ from trimtab.models.load import load_policy
 from trimtab.models.modulated import ModulatedPolicy, TwistModel, twist_of
 from trimtab.models.policy import Policy
 from trimtab.rewards.build import Parts, other_rewards
-from trimtab.rollout.stopping import stop_tokens
+from trimtab.rollout.sampling import stop_tokens
 from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.rl.builders import actor_of, has_reference, optimiser_of, rollouts_of, scorer
 from trimtab.train.rl.learner import Actor

@@ -11,7 +11,7 @@ from trimtab.errors import UserError
 from trimtab.evaluate.bad_words import check_countable
 from trimtab.models.load import policy_skeleton
 from trimtab.models.policy import Policy
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.controller import Controller

@@ -16,8 +16,7 @@ from trimtab.config.rl_jobs import TailOptions
 from trimtab.config.tail import PUSHING
 from trimtab.distributed.roles import Group
 from trimtab.interrupts import StopRequest
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling, request_seed
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.iteration import Iteration, timed

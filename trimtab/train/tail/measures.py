@@ -25,7 +25,7 @@ from trimtab.evaluate import tail_files
 from trimtab.evaluate.bad_words import log_bad_probability
 from trimtab.evaluate.tail_risk import mean, probability_below, rare_event
 from trimtab.models.policy import Policy
-from trimtab.rollout.seeds import request_seed
+from trimtab.rollout.sampling import request_seed
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.experience import Experience
 from trimtab.train.tail.prompts import HELD_OUT

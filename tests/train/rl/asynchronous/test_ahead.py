@@ -11,7 +11,7 @@ from trimtab.config.jobs import GRPOOptions
 from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 from trimtab.train.rl.asynchronous.supply import Ahead
 from trimtab.train.rl.asynchronous.watchdog import Stalled
 from trimtab.train.rl.supply import order_of_prompts

@@ -11,7 +11,7 @@ from trimtab.distributed.cluster.losses import EngineLost
 from trimtab.distributed.roles import Done, Group, Processes, Unanswered
 from trimtab.rewards.types import RewardFailed, RewardResult
 from trimtab.rewards.weighing import Weighing
-from trimtab.rollout.types import Draft, Rollout
+from trimtab.rollout.trajectory import Draft, Rollout
 from trimtab.train.rl.answers import Admission, Answers, Collected, UnderWay, Wait, Written
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.experience import Experience

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.episode import Episode
-from trimtab.rollout.types import Draft, Sampling
+from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.trajectory import Draft
 from trimtab.train.rl.answers import Answers, UnderWay
 from trimtab.train.rl.experience import Experience
 

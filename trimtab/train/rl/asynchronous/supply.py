@@ -17,8 +17,7 @@ from trimtab.data.order import SampleOrder
 from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.seeds import request_seed
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling, request_seed
 from trimtab.train.rl.answers import Answers, UnderWay
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.asynchronous.groups import (

@@ -12,7 +12,7 @@ from typing import Any
 from trimtab.distributed.roles import Group
 from trimtab.errors import OutOfMemory, RunFailed
 from trimtab.rewards.types import RewardFailed
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 from trimtab.train.pass_limit import NoRoom
 from trimtab.train.rl import rollouts
 from trimtab.train.rl.answers import Admission, Collected, LeftOut, UnderWay, Wait, Written

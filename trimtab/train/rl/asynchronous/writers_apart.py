@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.distributed.cluster.losses import EngineLost
 from trimtab.distributed.roles import Pending, Unanswered
-from trimtab.rollout.types import Sampling
+from trimtab.rollout.sampling import Sampling
 from trimtab.train.rl.answers import UnderWay, Wait
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.asynchronous.watchdog import Watchdog

@@ -1,8 +1,7 @@
-"""The matrix products of a layer for few rows, where time is spent reading weights and waiting for each other.
+"""Matrix products that share their input, in one launch and from the modules' own weights.
 
-What follows a product elementwise happens in its registers: rotary positions and the KV memory after q, k and v; the
-gate. Columns that are too few to fill the device are summed up in parts, which the next norm adds in their order. Many
-steps of the inner dimension are under way at once, and a launch overlaps with the one before it (overlap.py).
+A launch for each of q, k and v would leave most of the device idle at a few hundred rows; a packed copy of the weights
+would have to follow every optimiser step.
 """
 
 from typing import NamedTuple
@@ -12,13 +11,112 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from trimtab.rollout.builtin.kernels.hardware import shared_memory
-from trimtab.rollout.builtin.kernels.linear import TILE, can_join
-from trimtab.rollout.builtin.kernels.overlap import overlapped, wait
+from trimtab.rollout.builtin.kernels.layer_ops import overlapped, shared_memory, wait
 
 
 @triton.jit
-def _product(
+def _joined(
+    x, weight1, weight2, weight3, bias1, bias2, bias3, out, rows, inner, x_row, out_row,
+    N1: tl.constexpr, N2: tl.constexpr, BIASED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    # Programs that share columns of weights follow each other.
+    column, row = tl.program_id(1), tl.program_id(0)
+    first = column * BN
+    weight, bias, begin = weight1, bias1, 0
+    if first >= N1 + N2:
+        weight, bias, begin = weight3, bias3, N1 + N2
+    elif first >= N1:
+        weight, bias, begin = weight2, bias2, N1
+    m = row * BM + tl.arange(0, BM)
+    n = first - begin + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    left = x + m.to(tl.int64)[:, None] * x_row + k[None, :]
+    right = weight + n.to(tl.int64)[:, None] * inner + k[None, :]
+    total = tl.zeros([BM, BN], tl.float32)
+    for start in range(0, inner, BK):
+        a = tl.load(left + start, (m < rows)[:, None] & (k + start < inner)[None, :], 0.0)
+        b = tl.load(right + start, (k + start < inner)[None, :], 0.0)
+        total = tl.dot(a, tl.trans(b), total)
+    if BIASED:
+        total += tl.load(bias + n)[None, :].to(tl.float32)
+    place = out + m.to(tl.int64)[:, None] * out_row + (first + tl.arange(0, BN))[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), (m < rows)[:, None])
+
+
+@triton.jit
+def _gated(
+    x, gate, up, out, rows, inner, x_row, out_row, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    column, row = tl.program_id(1), tl.program_id(0)
+    m = row * BM + tl.arange(0, BM)
+    n = column * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    left = x + m.to(tl.int64)[:, None] * x_row + k[None, :]
+    places = n.to(tl.int64)[:, None] * inner + k[None, :]
+    g, u = tl.zeros([BM, BN], tl.float32), tl.zeros([BM, BN], tl.float32)
+    for start in range(0, inner, BK):
+        inside = (k + start < inner)[None, :]
+        a = tl.load(left + start, (m < rows)[:, None] & inside, 0.0)
+        g = tl.dot(a, tl.trans(tl.load(gate + places + start, inside, 0.0)), g)
+        u = tl.dot(a, tl.trans(tl.load(up + places + start, inside, 0.0)), u)
+    kind = out.dtype.element_ty
+    g = g.to(kind).to(tl.float32)
+    opened = (g * tl.sigmoid(g)).to(kind).to(tl.float32)
+    place = out + m.to(tl.int64)[:, None] * out_row + n[None, :]
+    tl.store(place, (opened * u.to(kind).to(tl.float32)).to(kind), (m < rows)[:, None])
+
+
+TILE = 64  # columns of one program, and of one step along the inner dimension
+PROGRAMS_OF_LARGE_TILES = 200  # enough to fill the device with tiles of 128 rows
+
+
+def can_join(x_TD: Tensor, modules: list[nn.Module]) -> bool:
+    """Plain half-precision Linear modules, alike in bias, of widths that make whole tiles."""
+    return x_TD.dtype in (torch.bfloat16, torch.float16) and all(
+        type(module) is nn.Linear
+        and "forward" not in vars(module)  # int8 replaces it
+        and module.weight.dtype == x_TD.dtype
+        and module.weight.is_contiguous()
+        and module.out_features % TILE == 0
+        and module.in_features % 8 == 0
+        and (module.bias is None) == (modules[0].bias is None)
+        for module in modules
+    )
+
+
+def joined_linear(x_TD: Tensor, modules: list[nn.Module]) -> Tensor:
+    """The outputs of three Linear modules side by side."""
+    rows, inner = x_TD.shape
+    weights, biases = [m.weight for m in modules], [m.bias for m in modules]
+    widths = [len(w) for w in weights]
+    out = torch.empty(rows, sum(widths), dtype=x_TD.dtype, device=x_TD.device)
+    _joined[triton.cdiv(rows, 64), sum(widths) // TILE](
+        x_TD, *weights, *(weights if biases[0] is None else biases), out, rows, inner, x_TD.stride(0), out.stride(0),
+        N1=widths[0], N2=widths[1], BIASED=biases[0] is not None, BM=64, BN=TILE, BK=TILE, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return out
+
+
+def gated_linear(x_TD: Tensor, gate: nn.Linear, up: nn.Linear) -> Tensor:
+    """silu(gate(x)) * up(x), of modules without bias."""
+    rows, inner = x_TD.shape
+    out = torch.empty(rows, gate.out_features, dtype=x_TD.dtype, device=x_TD.device)
+    columns = gate.out_features // TILE
+    large = triton.cdiv(rows, 128) * columns >= PROGRAMS_OF_LARGE_TILES
+    height, warps = (128, 8) if large else (64, 4)
+    _gated[triton.cdiv(rows, height), columns](
+        x_TD, gate.weight, up.weight, out, rows, inner, x_TD.stride(0), out.stride(0),
+        BM=height, BN=TILE, BK=TILE, num_warps=warps, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+# ---- The matrix products of a layer for few rows, where time is spent reading weights and waiting for each other. What follows a product elementwise happens in its registers: rotary positions and the KV memory after q, k and v; the gate. Columns that are too few to fill the device are summed up in parts, which the next norm adds in their order. Many steps of the inner dimension are under way at once, and a launch overlaps with the one before it (overlap.py).
+
+
+@triton.jit
+def _few_rows_product(
     x, weight, row, line_N, begin, share, rows, inner, x_row,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +142,7 @@ def _halves(total, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _gated(
+def _few_rows_gated(
     x, gate, out, up_offset: tl.int64, rows, inner, x_row, out_row,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -54,7 +152,9 @@ def _gated(
     row, line, column = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN), tl.program_id(1) * HALF
     line_N = (column + line % HALF).to(tl.int64) * inner + (line // HALF).to(tl.int64) * up_offset
     wait(OVERLAPPED)
-    g, u = _halves(_product(x, gate, row, line_N, 0, inner, rows, inner, x_row, BM, BN, BK, WHOLE, SWAPPED), BM, BN)
+    g, u = _halves(
+        _few_rows_product(x, gate, row, line_N, 0, inner, rows, inner, x_row, BM, BN, BK, WHOLE, SWAPPED), BM, BN
+    )
     kind: tl.constexpr = out.dtype.element_ty
     g = g.to(kind).to(tl.float32)
     opened = (g * tl.sigmoid(g)).to(kind).to(tl.float32) * u.to(kind).to(tl.float32)
@@ -63,7 +163,7 @@ def _gated(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _heads(
+def _few_rows_heads(
     x, weight1, weight2, weight3, bias1, bias2, bias3, cos, sin, query_norm, key_norm, out, keys, values, places,
     epsilon, rows, inner, x_row, out_row, page_stride, token_stride, head_stride,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, BIASED: tl.constexpr,
@@ -81,7 +181,7 @@ def _heads(
     row, line = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BN)
     line_N = (own * 2 * HALF + piece * PART + line % PART + line // PART * HALF).to(tl.int64) * inner
     wait(OVERLAPPED)
-    total = _product(x, weight, row, line_N, 0, inner, rows, inner, x_row, BM, BN, BK, WHOLE, SWAPPED)
+    total = _few_rows_product(x, weight, row, line_N, 0, inner, rows, inner, x_row, BM, BN, BK, WHOLE, SWAPPED)
     low, high = _halves(total, BM, BN)
     column = piece * PART + tl.arange(0, PART)
     if BIASED:
@@ -119,7 +219,7 @@ def _heads(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _parts(
+def _few_rows_parts(
     x, weight, out, rows, inner, share, x_row, out_row, out_part,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr, SWAPPED: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -128,7 +228,9 @@ def _parts(
     column = tl.program_id(1) * BN + tl.arange(0, BN)
     wait(OVERLAPPED)
     line_N = column.to(tl.int64) * inner
-    total = _product(x, weight, row, line_N, part * share, share, rows, inner, x_row, BM, BN, BK, WHOLE, SWAPPED)
+    total = _few_rows_product(
+        x, weight, row, line_N, part * share, share, rows, inner, x_row, BM, BN, BK, WHOLE, SWAPPED
+    )
     place = out + part * out_part + row.to(tl.int64)[:, None] * out_row + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), (row < rows)[:, None])
 
@@ -159,17 +261,17 @@ MOST_ROWS_OF_HEADS = 1024  # of models less wide than
 WIDE = 4096
 
 
-def can_take(x_TD: Tensor, modules: list[nn.Module], most: int = MOST_ROWS) -> bool:
+def few_rows_apply(x_TD: Tensor, modules: list[nn.Module], most: int = MOST_ROWS) -> bool:
     """Few rows, and modules that can be joined."""
     return len(x_TD) <= most and x_TD.stride(1) == 1 and x_TD.shape[1] % 16 == 0 and can_join(x_TD, modules)
 
 
-def can_take_heads(x_TD: Tensor, modules: list[nn.Module], width: int) -> bool:
+def few_rows_heads_apply(x_TD: Tensor, modules: list[nn.Module], width: int) -> bool:
     most = MOST_ROWS_OF_HEADS if x_TD.shape[1] < WIDE else MOST_ROWS
-    return width in (64, 128) and can_take(x_TD, modules, most)
+    return width in (64, 128) and few_rows_apply(x_TD, modules, most)
 
 
-def heads(
+def few_rows_heads(
     x_TD: Tensor, modules: list[nn.Linear], angles: tuple[Tensor, Tensor], keys: Tensor, values: Tensor,
     places_T: Tensor, head_norms: tuple[Tensor, Tensor, float] | None = None, tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
@@ -182,7 +284,7 @@ def heads(
     out = torch.empty(rows, sum(counts) * width, dtype=x_TD.dtype, device=x_TD.device)
     query_norm, key_norm, epsilon = head_norms or (*angles, 0.0)
     tiles = tiles or _tiles_of_heads(rows, sum(counts), width if head_norms else TILE, width)
-    _heads[triton.cdiv(rows, tiles.rows), sum(counts) * width // tiles.lines](
+    _few_rows_heads[triton.cdiv(rows, tiles.rows), sum(counts) * width // tiles.lines](
         x_TD, *weights, *(weights if biases[0] is None else biases), *angles, query_norm, key_norm, out, keys, values,
         places_T, epsilon, rows, inner, x_TD.stride(0), out.stride(0), *keys.stride()[:3],
         QUERIES=counts[0], HEADS=counts[1], HALF=width // 2, PAGE=keys.shape[1], BIASED=biases[0] is not None,
@@ -191,26 +293,26 @@ def heads(
     return out
 
 
-def gated(x_TD: Tensor, gate: nn.Linear, up: nn.Linear, tiles: Tiles | None = None) -> Tensor:
+def few_rows_gated(x_TD: Tensor, gate: nn.Linear, up: nn.Linear, tiles: Tiles | None = None) -> Tensor:
     """silu(gate(x)) * up(x), of modules without bias."""
     rows, inner = x_TD.shape
     out = torch.empty(rows, gate.out_features, dtype=x_TD.dtype, device=x_TD.device)
     distance = up.weight.data_ptr() - gate.weight.data_ptr()
     tiles = tiles or _tiles_of_gated(rows, gate.out_features)
-    _gated[triton.cdiv(rows, tiles.rows), 2 * gate.out_features // tiles.lines](
+    _few_rows_gated[triton.cdiv(rows, tiles.rows), 2 * gate.out_features // tiles.lines](
         x_TD, gate.weight, out, distance // x_TD.element_size(), rows, inner, x_TD.stride(0), out.stride(0),
         **tiles.launch(inner, inner, x_TD.device),
     )  # fmt: skip
     return out
 
 
-def parts(x_TD: Tensor, module: nn.Linear, tiles: Tiles | None = None) -> Tensor:
+def few_rows_parts(x_TD: Tensor, module: nn.Linear, tiles: Tiles | None = None) -> Tensor:
     """What adds up to the module's output, in fp32 [parts, T, O]."""
     rows, inner = x_TD.shape
     tiles = tiles or _tiles_of_parts(rows, inner, module.out_features)
     share = triton.cdiv(triton.cdiv(inner, tiles.parts), tiles.inner) * tiles.inner
     out = torch.empty(tiles.parts, rows, module.out_features, dtype=torch.float32, device=x_TD.device)
-    _parts[triton.cdiv(rows, tiles.rows), module.out_features // tiles.lines, tiles.parts](
+    _few_rows_parts[triton.cdiv(rows, tiles.rows), module.out_features // tiles.lines, tiles.parts](
         x_TD, module.weight, out, rows, inner, share, x_TD.stride(0), out.stride(1), out.stride(0),
         **tiles.launch(inner, share, x_TD.device),
     )  # fmt: skip

@@ -8,8 +8,8 @@ from trimtab.models.handover import Handover
 from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.engine import READ_TOKENS, BuiltinEngine
 from trimtab.rollout.builtin.engine import require_packed as require_packed
-from trimtab.rollout.builtin.memory import PAGE_SIZE, KVMemory
-from trimtab.rollout.builtin.runner import Runner
+from trimtab.rollout.builtin.kv_cache import PAGE_SIZE, KVMemory
+from trimtab.rollout.builtin.model_runner import Runner
 from trimtab.rollout.engine import Engine
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def build_vllm_engine(folder: str, tokenizer: Any, weights: Handover | None = No
 
 def engine_environment() -> dict[str, str]:
     """What the environment of a process must hold in which a vLLM engine will be built; what this one's says wins."""
-    from trimtab.rollout.vllm.environment import environment
+    from trimtab.rollout.vllm.engine import environment
 
     return {name: os.environ.get(name, value) for name, value in environment().items()}
 

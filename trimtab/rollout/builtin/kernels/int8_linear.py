@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from trimtab.distributed.device import kind_of
-from trimtab.rollout.builtin.int8 import Int8Weight
-from trimtab.rollout.builtin.kernels.hardware import shared_memory
+from trimtab.rollout.builtin.kernels.layer_ops import shared_memory
+from trimtab.rollout.builtin.linear import Int8Weight
 
 
 @triton.jit

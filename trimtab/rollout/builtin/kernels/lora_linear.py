@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from trimtab.rollout.builtin.adapters import Adapted
-from trimtab.rollout.builtin.kernels.adapted_tiles import (
+from trimtab.rollout.builtin.kernels.layer_ops import overlapped, shared_memory, wait
+from trimtab.rollout.builtin.kernels.lora_tiles import (
     FEW,
     MANY,
     TILE,
@@ -27,8 +27,7 @@ from trimtab.rollout.builtin.kernels.adapted_tiles import (
     stages_of_low,
     tiles_within,
 )
-from trimtab.rollout.builtin.kernels.hardware import shared_memory
-from trimtab.rollout.builtin.kernels.overlap import overlapped, wait
+from trimtab.rollout.builtin.linear import Adapted
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trimtab.rollout.builtin.kernels.overlap import overlapped, wait
+from trimtab.rollout.builtin.kernels.layer_ops import overlapped, wait
 
 PROGRAMS_TO_FILL_A_DEVICE = 512
 LEAST_DOT = 16  # rows of the smallest matrix product

@@ -1,11 +1,6 @@
-"""Pages of what was read and drawn before, kept while nobody needs their room. Numbers only, as in pages.py.
+"""Who holds which page of KV memory. Numbers only; the tensors are in cache.py.
 
-A page is known by its tokens and by the pages before it; the last one of a sequence may be filled in part. A new prompt
-shares the whole pages that it begins with, and copies a last one that it would write into. What was used longest ago
-makes room first, and always the end of a sequence before its beginning.
-
-Sequences are long, and most of them meet no other: pages that always follow each other are one run. Where two sequences
-part, or a prompt goes along with one for a while, the run is split.
+Page 0 belongs to nobody: what need not be kept is written there.
 """
 
 from array import array
@@ -15,7 +10,69 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trimtab.rollout.builtin.pages import PagePool
+
+class PagePool:
+    def __init__(self, pages: int, size: int):
+        """`pages` besides page 0, each of `size` tokens."""
+        self.size = size
+        self.total = pages
+        self._free = list(range(pages, 0, -1))
+        self.shared: dict[int, int] = {}  # pages with several holders, and how many; all others that are out have one
+
+    def grow(self, pages: int) -> None:
+        """To so many."""
+        self._free = [*range(pages, self.total, -1), *self._free]
+        self.total = pages
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def needed(self, tokens: int) -> int:
+        return -(-tokens // self.size)
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` fresh pages, or None if there are not that many."""
+        if count > len(self._free):
+            return None
+        pages = self._free[len(self._free) - count :][::-1]
+        del self._free[len(self._free) - count :]
+        return pages
+
+    def holders(self, page: int) -> int:
+        """Of a page that somebody holds."""
+        return self.shared.get(page, 1)
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more holder of each, all of which somebody holds."""
+        shared = self.shared
+        for page in pages:
+            shared[page] = shared.get(page, 1) + 1
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """One holder fewer of each; a page without holders is free."""
+        shared = self.shared
+        if shared:
+            # Most have one holder, and there are a hundred thousand in a step.
+            pages = [page for page in pages if page not in shared or self._let_go(page)]
+        self._free += pages
+        assert len(self._free) <= self.total, "a page has been given back by more than have held it"
+
+    def _let_go(self, page: int) -> bool:
+        """One holder fewer of a page that has several; whether nobody holds it, which cannot be."""
+        if self.shared[page] == 2:
+            del self.shared[page]
+        else:
+            self.shared[page] -= 1
+        return False
+
+
+# ---- Pages of what was read and drawn before, kept while nobody needs their room. Numbers only, as in pages.py. A page is known by its tokens and by the pages before it; the last one of a sequence may be filled in part. A new prompt shares the whole pages that it begins with, and copies a last one that it would write into. What was used longest ago makes room first, and always the end of a sequence before its beginning. Sequences are long, and most of them meet no other: pages that always follow each other are one run. Where two sequences part, or a prompt goes along with one for a while, the run is split.
+
 
 TOKEN = array("i").itemsize  # bytes
 

@@ -1,15 +1,50 @@
-"""What lies between the matrix products of a Llama-like layer, and products that share their input.
+"""What tiles and launches must know of where kernels run."""
 
-Every kernel rounds where the Hugging Face module rounds, so that in half precision too the numbers are the trainer's
-but for the order of sums.
-"""
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from trimtab.rollout.builtin.kernels.overlap import overlapped, wait
+from trimtab.distributed.device import overlaps_launches
+
+
+@triton.jit
+def _nothing():
+    pass
+
+
+INTERPRETED = not isinstance(_nothing, triton.JITFunction)
+
+
+@functools.cache
+def shared_memory() -> int:
+    """Bytes that one program may have."""
+    if INTERPRETED:
+        return 2**30
+    driver = triton.runtime.driver.active
+    return driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
+
+
+# ---- Launches that begin while the one before them still works, where the device can (sm_90 and later). Such a kernel calls `wait` before it touches what others write, and every program of it does: who waits for a kernel then also waits for all that this one has waited for.
+
+
+@triton.jit
+def wait(OVERLAPPED: tl.constexpr):
+    """For the launch before; and let the next one begin."""
+    if OVERLAPPED:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+def overlapped(device: torch.device) -> dict[str, bool]:
+    """How to launch a kernel that waits."""
+    return {"OVERLAPPED": True, "launch_pdl": True} if overlaps_launches(device) else {"OVERLAPPED": False}
+
+
+# ---- What lies between the matrix products of a Llama-like layer, and products that share their input. Every kernel rounds where the Hugging Face module rounds, so that in half precision too the numbers are the trainer's but for the order of sums.
 
 
 @triton.jit

@@ -2,10 +2,9 @@
 
 import torch
 
-from trimtab.rollout.builtin.captured import CapturedGraphs
-from trimtab.rollout.builtin.continued import MOST_TOGETHER
-from trimtab.rollout.builtin.graphs import CannotCapture
-from trimtab.rollout.builtin.runner import Runner
+from trimtab.rollout.builtin.attention import MOST_TOGETHER
+from trimtab.rollout.builtin.cuda_graphs import CannotCapture, CapturedGraphs
+from trimtab.rollout.builtin.model_runner import Runner
 from trimtab.rollout.builtin.scheduler import Admission, Prompt, Sample
 
 

@@ -1,13 +1,97 @@
-"""Where an answer ends."""
+"""How answers are sampled: parameters, random streams, and where an answer ends."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
-from trimtab.rollout.types import Sampling
+
+MOST_ALTERNATIVES = 20  # as many as vLLM and the protocol of OpenAI give
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn: those of a call, or of a request that has a setting of its own."""
+
+    max_new_tokens: int = 128
+    n: int = 1
+    """Samples a prompt; the prompt is read once for all of them."""
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Draw among the k most likely tokens; 0: among all."""
+    top_p: float = 1.0
+    """Draw among the most likely tokens that together have this probability."""
+    min_p: float = 0.0
+    """Draw among the tokens that have at least this share of the most likely one's probability; before top_k."""
+    min_new_tokens: int = 0
+    """No stop token before this many."""
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    forbidden_tokens: tuple[int, ...] = ()
+    seed: int = 0
+    plain_log_probs: bool = False
+    """Also the log-probs at temperature 1."""
+    top_log_probs: int = 0
+    """Also the so many most likely tokens at each place, with their log-probs."""
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("max_new_tokens", self.max_new_tokens, 1),
+            ("n", self.n, 1),
+            ("temperature", self.temperature, 0),
+            ("top_k", self.top_k, 0),
+            ("min_new_tokens", self.min_new_tokens, 0),
+            ("top_log_probs", self.top_log_probs, 0),
+        ):
+            if value < least:
+                raise UserError(f"sampling: {name} is {value}; at least {least} is needed")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"sampling: top_p is {self.top_p}; above 0 and at most 1 is needed")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"sampling: min_p is {self.min_p}; between 0 and 1 is needed")
+        if self.top_log_probs > MOST_ALTERNATIVES:
+            raise UserError(f"sampling: top_log_probs is {self.top_log_probs}; at most {MOST_ALTERNATIVES} can be had")
+        if self.repetition_penalty <= 0:
+            raise UserError(f"sampling: repetition_penalty is {self.repetition_penalty}; above 0 is needed")
+
+    @cached_property
+    def rule(self) -> tuple:
+        """Of the next token. Settings that differ in how many tokens and samples there are, or in what their text ends
+        with, have the same one."""
+        bias = tuple(sorted(self.logit_bias.items()))
+        chosen_from = self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, bias
+        ended = self.forbidden_tokens, self.stop_token_ids, self.min_new_tokens
+        return chosen_from, ended, self.plain_log_probs, self.top_log_probs
+
+
+# ---- Seeds of requests: from one seed, a stream of its own for every prompt and every sample, whoever draws from it.
+
+
+_BITS = 2**64 - 1
+
+
+def request_seed(seed: int, request: int) -> int:
+    """The seed of one request among those that share a seed, from the request's number. As int64 holds it."""
+    mixed = _mix((seed + _mix((request + 1) & _BITS)) & _BITS)
+    return mixed - 2**64 if mixed >= 2**63 else mixed
+
+
+def _mix(x: int) -> int:
+    """The mixer of splitmix64."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _BITS
+    return x ^ (x >> 31)
+
+
+# ---- Where an answer ends.
+
 
 Ids = TypeVar("Ids", list[int], np.ndarray)
 

@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.errors import UserError
 from trimtab.rollout.builtin.sampler import Drawn
 from trimtab.rollout.builtin.scheduler import Sample
-from trimtab.rollout.stopping import at_stop_tokens, stop_string_end
-from trimtab.rollout.types import Alternatives, Finish, Rollout
+from trimtab.rollout.sampling import at_stop_tokens, stop_string_end
+from trimtab.rollout.trajectory import Alternatives, Finish, Rollout
 
 
 def take(samples: list[Sample], drawn: Drawn, tokenizer: PreTrainedTokenizerBase | None) -> list[tuple[Sample, Finish]]:

@@ -1,0 +1,439 @@
+"""Decode steps captured once for each number of rows, and replayed: between two looks the host does nothing.
+
+A row of the table holds what the host says of a sample (newest token, position, tokens drawn, seed, limit, pages). A
+step reads it, draws the sample's next token and moves the row on; a row at its limit, or after a stop token, works on
+page 0 alone, and so do the rows that fill a bucket up. Weights may change in place between calls; captured.py knows
+when that is not enough.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.data.batches import can_pin
+from trimtab.distributed.captures import Graph, capture
+from trimtab.distributed.device import has_graphs
+from trimtab.models.attention import PackedRow
+from trimtab.models.hugging_face import first_line
+from trimtab.models.policy import Policy
+from trimtab.rollout.builtin.attention import MOST_TOGETHER, OnePart, Part
+from trimtab.rollout.builtin.fused_layers import compile_ahead
+from trimtab.rollout.builtin.kv_cache import KVCache
+from trimtab.rollout.builtin.model_runner import Runner, switches
+from trimtab.rollout.builtin.sampler import Drawn, Kind, RowSampler, Sampler
+from trimtab.rollout.builtin.scheduler import Sample
+from trimtab.rollout.sampling import Sampling
+
+COLUMNS = 5  # before the pages
+
+
+class CannotCapture(Exception):
+    """The model does something on the way that only the host can do."""
+
+
+class DecodeGraphs:
+    steps = 24  # between two looks, and
+    steps_at_ease = 64  # while nobody waits for a place
+
+    def __init__(self, sampler: Sampler | RowSampler, cache: KVCache, slots: int, longest: int):
+        """For at most `slots` samples at once, of at most `longest` tokens."""
+        self.sampler, self.size = sampler, cache.size
+        self.pages = 1 << (-(-longest // cache.size) - 1).bit_length()
+        device, shape = cache.keys.device, (rows_for(slots), COLUMNS + self.pages)
+        self.host = torch.zeros(shape, dtype=torch.int64, pin_memory=can_pin(device.type))
+        self.table = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        results = self.steps_at_ease, shape[0]
+        self.tokens = torch.zeros(results, dtype=torch.int64, device=device)
+        self.log_probs = torch.zeros(2 if sampler.plain else 1, *results, device=device)
+        self.angles: tuple[Tensor, Tensor] | None = None
+        self.graphs: dict[int, Graph] = {}
+        self.rows: list[Sample] = []
+        self.arranged: list[Sample] = []  # the same, as they were given
+        self.followed: list[Sample] = []  # the same, of which the host's table says what the device's does
+        self.pages_of: list[list[int]] = []  # of each row: whose pages are in the table, and
+        self.written: list[int] = []  # how many
+
+    def run(
+        self, runner: Runner, samples: list[Sample], steps: int, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[list[Sample], Drawn]:
+        """The samples in the order of the result, and what they drew [samples, steps], on the host. `meanwhile`: what
+        else the host has to do while the device draws."""
+        self._arrange(samples)
+        count = len(self.rows)
+        bucket = rows_for(count)
+        self._record(runner, bucket)
+        self._fill(bucket)
+        self.table[:bucket].copy_(self.host[:bucket], non_blocking=True)
+        if isinstance(self.sampler, RowSampler):
+            self.sampler.follow([sample.sampling for sample in self.rows])
+        self.step.zero_()
+        for _ in range(steps):
+            self.graphs[bucket].replay()
+        if meanwhile is not None:
+            meanwhile()
+        tokens = self.tokens[:steps, :count].cpu()
+        log_probs = self.log_probs[:, :steps, :count].cpu().transpose(1, 2)
+        self._follow(tokens[-1], steps)
+        return self.rows, Drawn(tokens.t(), log_probs[0], log_probs[1] if len(log_probs) > 1 else None)
+
+    def prepare(self, runner: Runner) -> None:
+        """Record steps of every number of rows, the largest first: the others find memory in its pool."""
+        for bucket in sorted({rows_for(rows + 1) for rows in range(len(self.table))}, reverse=True):
+            self._record(runner, bucket)
+
+    def _record(self, runner: Runner, bucket: int) -> None:
+        if bucket not in self.graphs:
+            self.graphs[bucket] = self._capture(runner, bucket)
+
+    def holds(self, longest: int) -> bool:
+        return longest <= self.pages * self.size
+
+    def _capture(self, runner: Runner, rows: int) -> Graph:
+        if self.angles is None and runner.fused is not None:
+            self.angles = runner.fused.all_angles(self.pages * self.size)
+        if runner.fused is not None:
+            compile_ahead(runner.fused, runner.cache.shape, runner.cache.size, (rows,))
+        # The rehearsal before a capture must touch nobody's pages.
+        self.table.zero_()
+        self.step.zero_()
+        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+        return capture_or_explain(lambda: self._advance(runner, rows), pool)
+
+    def _advance(self, runner: Runner, rows: int) -> None:
+        if self.angles is None or runner.fused is None:
+            return self._advance_by_parts(runner, rows)
+        from trimtab.rollout.builtin.kernels.decode_step import begun, move_on
+
+        table = self.table[:rows]
+        given = begun(table, COLUMNS, self.size, runner.fused.embedding_VD, self.angles)
+        hidden = runner.decode_from(given, table[:, COLUMNS:])
+        result = self.sampler.draw(runner.logits(hidden), table[:, 3], table[:, 2], None)
+        kept, stops = (self.tokens, self.log_probs), self.sampler.stops_of(rows)
+        move_on(table, result.tokens_B, result.log_probs_B, result.plain_B, *kept, stops, self.step)
+
+    def _advance_by_parts(self, runner: Runner, rows: int) -> None:
+        table = self.table[:rows]
+        tokens, positions, drawn, seeds, limits = table[:, :COLUMNS].unbind(1)
+        over = drawn >= limits
+        where = positions.masked_fill(over, 0)
+        result = self.sampler.draw(
+            runner.logits(runner.decode(tokens, where, table[:, COLUMNS:], idle_B=over)), seeds, drawn, None
+        )
+        self.tokens[:, :rows].index_copy_(0, self.step, result.tokens_B[None])
+        for kept, new in zip(self.log_probs, (result.log_probs_B, result.plain_B)):
+            kept[:, :rows].index_copy_(0, self.step, new[None])
+        tokens.copy_(result.tokens_B)
+        table[:, 1:3] += 1
+        if (stops := self.sampler.stops_of(rows)).numel():
+            limits.masked_fill_((tokens[:, None] == stops).any(1), 0)
+        self.step += 1
+
+    def _arrange(self, samples: list[Sample]) -> None:
+        """Samples keep their rows; new ones and those beyond the end move into rows that are free."""
+        if samples == self.arranged:
+            return
+        self.arranged = list(samples)
+        running = set(samples)
+        placed = {sample: row for row, sample in enumerate(self.rows) if sample in running}
+        fresh = [sample for sample in samples if sample not in placed]
+        fresh += [sample for sample, row in placed.items() if row >= len(samples)]
+        taken = {row for row in placed.values() if row < len(samples)}
+        free = iter(fresh)
+        self.rows = [self.rows[row] if row in taken else next(free) for row in range(len(samples))]
+
+    def _fill(self, bucket: int) -> None:
+        """The host's table: what it has not followed already."""
+        table, count = self.host.numpy(), len(self.rows)
+        drawn = np.array([sample.ids.count for sample in self.rows])
+        pairs = enumerate(zip(self.rows, self.followed))
+        moved = [] if self.rows == self.followed else [row for row, both in pairs if both[0] is not both[1]]
+        other = {*moved, *range(len(self.followed), count), *np.flatnonzero(table[:count, 2] != drawn).tolist()}
+        self.followed = []  # until the steps are done
+        for row in other:
+            sample = self.rows[row]
+            newer = sample.ids.count
+            table[row, :COLUMNS] = sample.ids.last, sample.before + newer, newer, sample.seed, sample.limit
+        table[count:bucket, :COLUMNS] = 0
+        self._fill_pages(table)
+
+    def _fill_pages(self, table: np.ndarray) -> None:
+        more = len(self.rows) - len(self.written)
+        self.pages_of += [[] for _ in range(more)]
+        self.written += [0] * more
+        pages = [sample.pages for sample in self.rows]
+        for row, (own, earlier) in enumerate(zip(pages, self.pages_of)):
+            if own is not earlier:
+                table[row, COLUMNS:] = 0
+                self.pages_of[row], self.written[row] = own, 0
+        before = self.written[: len(pages)]
+        self.written[: len(pages)] = after = list(map(len, pages))
+        new = np.array([page for own, known in zip(pages, before) for page in own[known:]], dtype=np.int64)
+        first, counts = np.array(before), np.array(after) - np.array(before)
+        starts = np.arange(len(pages)) * table.shape[1] + COLUMNS + first - (counts.cumsum() - counts)
+        table.reshape(-1)[np.repeat(starts, counts) + np.arange(len(new))] = new
+
+    def _follow(self, newest: Tensor, steps: int) -> None:
+        """The host's table as the device's has become, of rows that go on."""
+        table, count = self.host.numpy(), len(self.rows)
+        table[:count, 0] = newest.numpy()
+        table[:count, 1:3] += steps
+        self.followed = list(self.rows)
+
+
+def capture_or_explain(work: Callable[[], None], pool: tuple[int, int] | None) -> Graph:
+    try:
+        return capture(work, pool)
+    except Exception as error:  # torch's, or those of a kernel's compiler
+        raise CannotCapture(first_line(error)) from error
+
+
+def rows_for(rows: int) -> int:
+    """The number of rows that is captured for so many."""
+    if rows <= 32:
+        return 1 << (rows - 1).bit_length()
+    step = 32 if rows <= 256 else 64
+    return -(-rows // step) * step
+
+
+# ---- Reading prompts by captured graphs: one for each size of pass, rounded up, so that no launch waits for the host. Only for fused layers and torch's variable-length attention, which takes sequences of no length: what rounding adds is tokens that belong to no sequence, and land on page 0, and keys that nobody sees. Until a size has come back often enough to be worth recording, the same work runs launch by launch on tensors of the same size: the same kernels, so the same numbers.
+
+
+READS_BEFORE_RECORDING = 2
+"""Of a size. A recording takes as long as about so many reads (a model of 30 layers on an H200: 90 ms, where a read
+takes 41 to 51 ms launch by launch and 6 ms recorded). So whoever reads a size once loses nothing, and whoever reads it
+always has spent about twice what knowing it beforehand would."""
+
+READS_BEFORE_A_BETTER_FIT = 256
+"""Of a size, where a larger one is recorded: with the same tokens and more places for sequences it takes at most a few
+milliseconds longer."""
+
+USUAL_KEYS = 2**12, 2**14, MOST_TOGETHER
+"""All places for keys are copied, used or not: a few conversations need not wait as long as many."""
+
+MOST_RECORDED = 128  # sizes; what was used longest ago makes room
+
+
+class Size(NamedTuple):
+    tokens: int
+    sequences: int
+    keys: int  # of all sequences, where some go on from what is in the cache; else 0
+    longest: int  # keys
+
+    @classmethod
+    def of(cls, own: np.ndarray, whole: np.ndarray) -> "Size":
+        """For sequences of which so many tokens are read, of so many."""
+        tokens, longest = _rounded(int(own.sum())), _power(int(whole.max()))
+        if (own == whole).all():
+            return cls(tokens, max(8, _power(len(own))), 0, longest)
+        # Few sizes: what environments say is never as long as the last time, and places for sequences cost little.
+        keys = max(USUAL_KEYS[0], _power(int(whole.sum())))
+        return cls(tokens, max(min(tokens, 256), _power(len(own))), keys, longest)
+
+    def holds(self, other: "Size") -> bool:
+        """Whether what is read in the other can be read in this one, by as many tokens."""
+        same = self.tokens == other.tokens and (self.keys > 0) == (other.keys > 0)
+        return same and all(own >= others for own, others in zip(self, other))
+
+
+def usual_sizes(most: int, longest: int) -> list[Size]:
+    """What requests need that nobody knows yet, in passes of at most `most` tokens, of texts of at most `longest`: many
+    short prompts, a few longer ones, and what goes on from kept pages."""
+    sizes = sorted({_rounded(min(tokens, most)) for tokens in (128, 256, 512, *range(1024, most + 1024, 1024))})
+    long, found = min(2048, _power(longest)), []
+    for tokens in sizes:
+        found.append(Size(tokens, 256, 0, min(512, long)))
+        if min(long, tokens) > 512:
+            found.append(Size(tokens, max(8, _power(tokens // 64)), 0, min(long, _power(tokens))))
+    few = [tokens for tokens in sizes if tokens <= 1024]
+    return found + [Size(tokens, 256, keys, long) for keys in USUAL_KEYS for tokens in few]
+
+
+@dataclass
+class Pass:
+    """A read of one size: what it works on."""
+
+    tokens: Tensor  # [3, T]: ids, positions, places
+    sequences: Tensor  # [3, S]: where each ends, its last token, and where its keys end
+    keys: Tensor | None  # [K]: places of all sequences
+    hidden_SD: Tensor
+    longest: int
+    graph: Graph | None = None
+
+    def run(self, runner: Runner) -> None:
+        if self.graph is None:
+            self.work(runner)
+        else:
+            self.graph.replay()
+
+    def work(self, runner: Runner) -> None:
+        starts, key_starts = (torch.nn.functional.pad(self.sequences[n], (1, 0)).int() for n in (0, 2))
+        count = self.tokens.shape[1]
+        row, continued = PackedRow(starts, starts, None, count, self.longest), None
+        if self.keys is not None:
+            continued = OnePart(Part(slice(0, count), starts, key_starts, self.keys, self.longest))
+        ids, positions, places = self.tokens
+        self.hidden_SD.copy_(runner.hidden_of_row(row, ids, positions, places, continued)[self.sequences[1]])
+
+
+class ReadGraphs:
+    def __init__(self):
+        self.passes: dict[Size, Pass] = {}  # those that are recorded
+        self.times: Counter[Size] = Counter()  # that the others were read
+
+    def read(self, runner: Runner, texts: list[tuple[list[int], int, list[int]]]) -> Tensor:
+        """Read (ids, how many are cached already, pages) and return each one's last hidden state [S, D]."""
+        whole, done = (np.array(numbers) for numbers in zip(*((len(ids), done) for ids, done, _ in texts)))
+        own, count = whole - done, len(texts)
+        size, prepared = self._prepared(runner, Size.of(own, whole))
+        places = [runner.places(pages, len(ids)) for ids, _, pages in texts]
+        total = int(own.sum())
+        tokens = np.zeros((3, size.tokens), dtype=np.int64)
+        tokens[0, :total] = np.concatenate([ids[known:] for ids, known, _ in texts])
+        tokens[1, :total] = np.concatenate([np.arange(known, len(ids)) for ids, known, _ in texts])
+        tokens[2, :total] = np.concatenate([found[known:] for found, known in zip(places, done)])
+        sequences = np.empty((3, size.sequences), dtype=np.int64)
+        for row, lengths in ((0, own), (2, whole)):
+            sequences[row, :count] = lengths.cumsum()
+            sequences[row, count:] = lengths.sum()
+        sequences[1] = sequences[0] - 1
+        prepared.tokens.copy_(torch.from_numpy(tokens))
+        prepared.sequences.copy_(torch.from_numpy(sequences))
+        if prepared.keys is not None:
+            keys = np.zeros(size.keys, dtype=np.int64)
+            keys[: int(whole.sum())] = np.concatenate(places)
+            prepared.keys.copy_(torch.from_numpy(keys))
+        prepared.run(runner)
+        return prepared.hidden_SD[:count].clone()
+
+    def prepare(self, runner: Runner, most: int, longest: int) -> None:
+        """Record what requests will need that nobody knows yet (see `usual_sizes`)."""
+        for size in reversed(usual_sizes(most, longest)):  # the largest first: the others find memory in its pool
+            if size not in self.passes:
+                self.passes[size] = made = self._made(runner, size)
+                self._capture(runner, made)
+
+    def _prepared(self, runner: Runner, size: Size) -> tuple[Size, Pass]:
+        if size in self.passes:
+            return size, self._used(size)
+        larger = [known for known in self.passes if known.holds(size)]
+        enough = READS_BEFORE_A_BETTER_FIT if larger else READS_BEFORE_RECORDING
+        self.times[size] += 1
+        if larger and self.times[size] <= enough:
+            best = min(larger, key=lambda known: (known.keys, known.sequences * known.longest))
+            return best, self._used(best)
+        fresh = self._made(runner, size)
+        if self.times[size] > enough:
+            self._capture(runner, fresh)
+            self.passes[size] = fresh
+            if len(self.passes) > MOST_RECORDED:
+                oldest = next(iter(self.passes))
+                del self.passes[oldest], self.times[oldest]  # which must come back as often again
+        return size, fresh
+
+    def _used(self, size: Size) -> Pass:
+        self.passes[size] = found = self.passes.pop(size)  # used last
+        return found
+
+    def _made(self, runner: Runner, size: Size) -> Pass:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=runner.device)
+
+        shape = size.sequences, runner.policy.head.in_features
+        hidden = torch.zeros(shape, dtype=runner.cache.keys.dtype, device=runner.device)
+        keys = zeros(size.keys) if size.keys else None
+        return Pass(zeros(3, size.tokens), zeros(3, size.sequences), keys, hidden, size.longest)
+
+    def _capture(self, runner: Runner, made: Pass) -> None:
+        pools = [p.graph.pool() for p in self.passes.values() if p.graph is not None]
+        made.graph = capture_or_explain(lambda: made.work(runner), pools[0] if pools else None)
+
+
+def _rounded(tokens: int) -> int:
+    return max(128, _power(tokens)) if tokens <= 1024 else -(-tokens // 1024) * 1024
+
+
+def _power(number: int) -> int:
+    """Of two, no smaller than this."""
+    return 1 << (number - 1).bit_length()
+
+
+# ---- The graphs captured for a policy, kept between calls while it still does what the policy does.
+
+
+logger = logging.getLogger(__name__)
+
+
+class CapturedGraphs:
+    def __init__(self, policy: Policy, slots: int, *, possible: bool = True):
+        self.policy, self.slots = policy, slots
+        self.possible = possible and has_graphs(policy.device)
+        self.release()
+
+    def release(self) -> None:
+        self.reads: ReadGraphs | None = None
+        self.decodes: DecodeGraphs | None = None
+        self._by_rows: dict[bool, tuple[Kind, DecodeGraphs]] = {}  # with filters, and without
+        self._hold_for: tuple = ()
+        self._rule: tuple = ()  # that they draw by
+
+    def follow(self, cache: KVCache, *, fused: bool) -> None:
+        """Drop what holds no longer; `fused`: the policy's layers are."""
+        if not self.possible:
+            return
+        hold_for = fingerprint(self.policy, cache)
+        if hold_for != self._hold_for:
+            self.release()
+            self._hold_for = hold_for
+        width = cache.keys.shape[-1]
+        by_varlen = cache.keys.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+        if self.reads is None and fused and by_varlen:
+            self.reads = ReadGraphs()
+
+    def give_up(self, reason: CannotCapture) -> None:
+        """Do not try again."""
+        logger.warning("the model cannot be captured as a graph and generates more slowly: %s", reason)
+        self.release()
+        self.possible = False
+
+    def decoding(self, cache: KVCache, sampling: Sampling, longest: int) -> DecodeGraphs | None:
+        """For such samples of at most `longest` tokens; None where the host has a part in every step."""
+        if not self.possible or sampling.repetition_penalty != 1.0 or sampling.top_log_probs:
+            return None
+        if self.decodes is None or self._rule != sampling.rule or not self.decodes.holds(longest):
+            self.decodes = None  # its memory first
+            sampler = Sampler(sampling, self.policy.head.out_features, cache.keys.device)
+            self.decodes, self._rule = DecodeGraphs(sampler, cache, self.slots, longest), sampling.rule
+        return self.decodes
+
+    def decoding_by_rows(self, cache: KVCache, settings: Sequence[Sampling], longest: int) -> DecodeGraphs | None:
+        """The same for samples of different settings, whose numbers may change from one run to the next."""
+        kind = Kind.of(settings)
+        if not self.possible or not all(can_be_recorded(setting) for setting in settings):
+            return None
+        found = self._by_rows.get(kind.filtered)
+        if found is None or not found[0].covers(kind) or not found[1].holds(longest):
+            kind = kind if found is None else found[0].together_with(kind)
+            self._by_rows.pop(kind.filtered, None)  # its memory first
+            sampler = RowSampler.blank(kind, rows_for(self.slots), cache.keys.device)
+            found = self._by_rows[kind.filtered] = kind, DecodeGraphs(sampler, cache, self.slots, longest)
+        return found[1]
+
+
+def can_be_recorded(sampling: Sampling) -> bool:
+    """What else a row may ask for is not made of a fixed number of numbers, or is not kept from step to step."""
+    plain = sampling.repetition_penalty == 1 and sampling.top_log_probs == 0
+    return plain and not sampling.logit_bias and not sampling.forbidden_tokens
+
+
+def fingerprint(policy: Policy, cache: KVCache) -> tuple:
+    """Changes when a graph no longer does what the policy does: tensors lie elsewhere, adapters are switched. Memory of
+    another size may lie where the last one lay."""
+    addresses = tuple(t.data_ptr() for t in (*policy.parameters(), *policy.buffers(), cache.keys, cache.values))
+    return addresses, cache.pages, switches(policy)

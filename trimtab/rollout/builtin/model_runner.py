@@ -1,0 +1,340 @@
+"""Whether a policy still is what it was: keys and values that other weights have made must not be read."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trimtab.data.batches import Span
+from trimtab.distributed.device import has_kernels, widest
+from trimtab.errors import UserError
+from trimtab.models.attention import PackedRow, carry, unpadded
+from trimtab.models.lm_head import whole_logits
+from trimtab.models.logits import shaped_logits
+from trimtab.models.policy import Policy
+from trimtab.rollout.builtin.attention import (
+    NAME,
+    Arguments,
+    CachedAttention,
+    Continued,
+    Decoding,
+    MeasuringAttention,
+    OnePart,
+    Reading,
+    register,
+)
+from trimtab.rollout.builtin.kv_cache import KVCache, KVShape
+
+if TYPE_CHECKING:
+    from trimtab.rollout.builtin.kernels.decode_step import Begun
+from trimtab.models.comparing import off_by
+from trimtab.models.hugging_face import first_line
+from trimtab.rollout.builtin.fused_layers import FusedLayers, compile_ahead
+
+_LOOKED_AT = 16  # numbers of every tensor
+
+
+def switches(policy: Policy) -> tuple:
+    """Adapters on or off, and functions that stand in for a module's own."""
+    adapters = tuple(
+        (module._disable_adapters, tuple(module.active_adapters), tuple(module.scaling.items()))
+        for module in policy.modules()
+        if hasattr(module, "_disable_adapters") and hasattr(module, "scaling")
+    )
+    return adapters, sum("forward" in vars(module) for module in policy.modules())
+
+
+def is_split(policy: Policy) -> bool:
+    """Over processes."""
+    return any(hasattr(module, "unshard") for module in policy.modules())
+
+
+@torch.no_grad()
+def state_of(policy: Policy) -> tuple:
+    """Differs after every change: torch counts what is written in place, and to numbers that were written past its
+    count, through `.data`, a few are looked at in every tensor."""
+    tensors = [*policy.parameters(), *policy.buffers()]
+    counted = tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
+    wide = widest(policy.device)
+    looked_at = [tensor.reshape(-1)[:: max(1, tensor.numel() // _LOOKED_AT)].to(wide) for tensor in tensors]
+    numbers = torch.cat(looked_at).cpu().numpy().tobytes() if looked_at else b""
+    return counted, switches(policy), numbers
+
+
+# ---- Forward passes of the trainer's own model while it generates: reading prompts, decoding one token a sequence.
+
+
+@contextlib.contextmanager
+def generating(policy: Policy, attention: CachedAttention | MeasuringAttention) -> Iterator[None]:
+    """The policy's layers attend by this, in evaluation mode."""
+    register()
+    before, training = policy.inner.config._attn_implementation, policy.training
+    policy.inner.set_attn_implementation(NAME)
+    policy.eval()
+    carry(policy.inner, attention)
+    try:
+        yield
+    finally:
+        carry(policy.inner, None)  # nothing holds the memory any longer
+        policy.inner.set_attn_implementation(before)
+        policy.train(training)
+
+
+class Runner:
+    """To be entered: then the policy generates, until it is left."""
+
+    def __init__(self, policy: Policy, cache: KVCache, fused: "FusedLayers | None" = None):
+        """`fused`: the policy's layers, where that can be done."""
+        self.policy, self.cache = policy, cache
+        self.fused = None if fused is None or fused.failed else fused
+        self.device = policy.device
+
+    @staticmethod
+    @torch.no_grad()
+    def measure(policy: Policy) -> tuple[KVShape, list[Arguments]]:
+        """What the model's layers keep of a token, and what each asks of its attention.
+
+        Asked of them, since configurations name it differently."""
+        attention = MeasuringAttention()
+        with generating(policy, attention):
+            one = torch.zeros((1, 1), dtype=torch.long, device=policy.device)
+            policy.inner.base_model(input_ids=one, attention_mask=unpadded(one), position_ids=one, use_cache=False)
+        shapes = [shape for shape, _ in attention.calls]
+        if len(set(shapes)) != 1:
+            raise UserError(
+                f"the layers of {type(policy.inner).__name__} keep different keys; the engine needs equal ones"
+            )
+        return KVShape(len(shapes), *shapes[0]), [arguments for _, arguments in attention.calls]
+
+    def __enter__(self) -> "Runner":
+        self.attention = CachedAttention(self.cache)
+        self._generating = generating(self.policy, self.attention)
+        self._generating.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        del self.attention
+        self._generating.__exit__(*exception)
+
+    def read(self, sequences: list[tuple[list[int], int, list[int]]]) -> Tensor:
+        """Read (ids, how many are cached already, pages) and return each one's last hidden state [S, D]."""
+        spans, ids, positions, places, wholes, start = [], [], [], [], [], 0
+        for tokens, done, pages in sequences:
+            own = len(tokens) - done
+            where = self.places(pages, len(tokens))
+            spans.append(Span(start, own))
+            ids += tokens[done:]
+            positions.append(np.arange(done, len(tokens)))
+            places.append(where[done:])
+            wholes.append(where)
+            start += own
+        row, ids = PackedRow.of(spans, self.device), torch.tensor(ids, device=self.device)
+        goes_on = any(done for _, done, _ in sequences)
+        continued = Continued(spans, wholes, self.device) if goes_on else None
+        hidden = self.hidden_of_row(row, ids, self._tensor(*positions), self._tensor(*places), continued)
+        return hidden[[span.start + span.length - 1 for span in spans]]
+
+    def read_answers(self, prompts: list[tuple[list[int], list[tuple[list[int], list[int]]]]]) -> None:
+        """Read answers (ids, pages of the whole sequence) to prompts that are in their pages already. Each prompt's
+        tokens stand in the row for its answers to look at, and are stored nowhere: attention is that of one packed
+        row, where going on from pages would be several launches for every answer and layer."""
+        spans, ids, positions, places, start = [], [], [], [], 0
+        for prompt, answers in prompts:
+            before, first = len(prompt), start
+            spans.append(Span(start, before))
+            ids += prompt
+            positions.append(np.arange(before))
+            places.append(np.zeros(before, dtype=np.int64))  # page 0, which nobody reads
+            start += before
+            for tokens, pages in answers:
+                whole = before + len(tokens)
+                spans.append(Span(start, len(tokens), first, before))
+                ids += tokens
+                positions.append(np.arange(before, whole))
+                places.append(self.places(pages, whole)[before:])
+                start += len(tokens)
+        row = PackedRow.of(spans, self.device)
+        self.hidden_of_row(row, self._tensor(np.array(ids)), self._tensor(*positions), self._tensor(*places))
+
+    def _tensor(self, *parts: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(self.device)
+
+    def hidden_of_row(
+        self,
+        row: PackedRow,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        places_T: Tensor,
+        continued: Continued | OnePart | None = None,
+    ) -> Tensor:
+        self.attention.begin(Reading(row, places_T, continued))
+        return self._hidden(ids_T[None], positions_T[None], places_T)[0]
+
+    def decode(self, tokens_B: Tensor, positions_B: Tensor, tables_BP: Tensor, idle_B: Tensor | None = None) -> Tensor:
+        """The next hidden state of every sequence [B, D], from its newest token. Idle ones leave nothing behind."""
+        size = self.cache.size
+        page = tables_BP.gather(1, (positions_B // size)[:, None])[:, 0]
+        if idle_B is not None:
+            page = page.masked_fill(idle_B, 0)
+        places = page * size + positions_B % size
+        self.attention.begin(Decoding(places, tables_BP, positions_B + 1))
+        return self._hidden(tokens_B[:, None], positions_B[:, None], places)[:, 0]
+
+    def decode_from(self, begun: "Begun", tables_BP: Tensor) -> Tensor:
+        """The same of fused layers, whose input is there."""
+        assert self.fused is not None
+        self.attention.begin(Decoding(begun.places_B, tables_BP, begun.lengths_B))
+        attend, places = self.attention.attend, begun.places_B
+        return self.fused.through(self.fused.all, begun.stream_BD, begun.angles, self.cache, places, attend)
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        raw = whole_logits(hidden_ND, self.policy.head)
+        return shaped_logits(raw, self.policy.logit_shape, 1.0)
+
+    def _hidden(self, ids: Tensor, positions: Tensor, places_T: Tensor) -> Tensor:
+        if self.fused is not None:
+            given = ids.flatten(), positions.flatten(), self.cache, places_T, self.attention.attend
+            try:
+                return self.fused.hidden(*given).view(*ids.shape, -1)
+            except Exception as error:
+                if not self.fused.give_up_after(error):
+                    raise
+                self.fused = None  # and the modules write the same places anew
+        inputs = {"input_ids": ids, "attention_mask": unpadded(ids), "position_ids": positions}
+        return self.policy.inner.base_model(**inputs, use_cache=False).last_hidden_state
+
+    def places(self, pages: list[int], length: int) -> np.ndarray:
+        size, token = self.cache.size, np.arange(length)
+        return np.asarray(pages)[token // size] * size + token % size
+
+
+# ---- Which models are Llama-like enough for fused layers. A model is recognised by its structure and then believed only after every layer, read and decoded with a few tokens, does what its modules do. Each is given the stream that the modules gave theirs: over all layers rounding adds up (in bf16 to 5 % at 32 layers of 4,096), of one it leaves so little that a wrong one stands out. Anything else runs through its modules.
+
+
+logger = logging.getLogger(__name__)
+
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+WHOLE_TOLERANCE = 0.3
+READ = 9  # tokens, before one is decoded
+
+
+def recognised(policy: Policy, shape: KVShape, arguments: list[dict], page: int) -> FusedLayers | None:
+    """The policy's layers fused, where the device has kernels and the numbers are its own. `page`: its tokens, in the
+    memory that they will work with."""
+    backbone = policy.inner.base_model
+    # Fused projections cut query, key and value into heads of one width.
+    if shape.key_width != shape.value_width or not has_kernels(policy.device) or not looks_like_llama(backbone):
+        return None
+    used = ("scaling", "sliding_window", "softcap")
+    fused = FusedLayers(backbone, [{name: asked.get(name) for name in used} for asked in arguments])
+    try:
+        compile_ahead(fused, shape, page, (1, READ))
+        return fused if does_the_same(fused, policy, shape, page) else None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a device's compiler may fail in many ways, and the modules need none
+        logger.warning("the model's layers are not fused and generate more slowly: %s", first_line(error))
+        return None
+
+
+@torch.no_grad()
+def does_the_same(fused: FusedLayers, policy: Policy, shape: KVShape, page: int) -> bool:
+    with _streams(fused.backbone) as passes:
+        expected = _few_hidden_states(policy, _memory(shape, page, policy.device), None)
+    followed = FollowedLayers(fused, passes)
+    found = _few_hidden_states(policy, _memory(shape, page, policy.device), followed)
+    ends = _is_close(found, expected, torch.zeros_like(expected))
+    whole = _few_hidden_states(policy, _memory(shape, page, policy.device), fused).float() - expected.float()
+    # From one layer to the next, where rounding has added up.
+    return followed.same and ends and bool(whole.norm() <= WHOLE_TOLERANCE * expected.float().norm())
+
+
+class FollowedLayers(FusedLayers):
+    """Each layer goes on from what the modules' last one left, and is compared with theirs."""
+
+    def __init__(self, fused: FusedLayers, passes: list[list[Tensor]]):
+        """`passes`: of each the stream [T, D] before every layer, and after the last."""
+        super().__init__(fused.backbone, fused.arguments)
+        self.passes, self.same = iter(passes), True
+
+    def give_up_after(self, error: Exception) -> bool:
+        return False
+
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, cache: KVCache, places_T: Tensor, attend) -> Tensor:
+        streams, angles = next(self.passes), self.angles(positions_T)
+        first = self.backbone.embed_tokens(ids_T)
+        self.same &= _is_close(first, streams[0], torch.zeros_like(first))
+        for index, (before, after) in enumerate(pairwise(streams)):
+            found = before.clone()
+            normed = self.through(range(index, index + 1), found, angles, cache, places_T, attend)
+            self.same &= _is_close(found, after, before)
+        return normed
+
+
+def _is_close(found_TD: Tensor, expected_TD: Tensor, before_TD: Tensor) -> bool:
+    return bool((off_by(found_TD, expected_TD, before_TD) <= 1).all())
+
+
+@contextlib.contextmanager
+def _streams(backbone: nn.Module) -> Iterator[list[list[Tensor]]]:
+    """Of each pass inside, the stream before every layer and after the last [T, D]."""
+    passes: list[list[Tensor]] = []
+
+    def keep(module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        if module is backbone.layers[0]:
+            passes.append([])
+        stream = given[0] if given else named["hidden_states"]
+        passes[-1].append(stream.flatten(0, -2))
+
+    hooks = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in (*backbone.layers, backbone.norm)]
+    try:
+        yield passes
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _memory(shape: KVShape, page: int, device: torch.device) -> KVCache:
+    return KVCache(shape, -(-(READ + 1) // page), page, device)
+
+
+def _few_hidden_states(policy: Policy, cache: KVCache, fused: FusedLayers | None) -> Tensor:
+    ids = [(7 * i + 3) % policy.head.out_features for i in range(READ + 1)]
+    pages = list(range(1, -(-len(ids) // cache.size) + 1))
+    tensor = partial(torch.tensor, device=policy.device)
+    with Runner(policy, cache, fused) as runner:
+        read = runner.read([(ids[:-1], 0, pages)])
+        decoded = runner.decode(tensor(ids[-1:]), tensor([len(ids) - 1]), tensor([pages]))
+    return torch.cat([read, decoded])
+
+
+def looks_like_llama(backbone: nn.Module) -> bool:
+    names = {"embed_tokens", "layers", "norm", "rotary_emb"}
+    silu = getattr(backbone.config, "hidden_act", None) in ("silu", "swish")
+    return silu and names == _children(backbone) and all(_is_known_layer(layer) for layer in backbone.layers)
+
+
+def _is_known_layer(layer: nn.Module) -> bool:
+    if _children(layer) != LAYER:
+        return False
+    heads_normed = _children(layer.self_attn) == ATTENTION | HEAD_NORMS
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [layer.self_attn.q_norm, layer.self_attn.k_norm] if heads_normed else []
+    return (
+        (heads_normed or _children(layer.self_attn) == ATTENTION)
+        and _children(layer.mlp) == MLP
+        and all(hasattr(norm, "variance_epsilon") and norm.weight.ndim == 1 for norm in norms)
+    )
+
+
+def _children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
