@@ -101,7 +101,9 @@ class Continued:
         return torch.from_numpy(values).to(self.device)
 
 
-# ---- Decoding without kernels of our own: the pages of the samples that run, gathered once for a few steps. To gather them in every step would cost more than attention itself. While the same samples run, their keys and values lie in one block besides, which each step's new tokens join.
+# ---- Decoding without kernels of our own: the pages of the samples that run, gathered once for a few steps. To
+# gather them in every step would cost more than attention itself. While the same samples run, their keys and values
+# lie in one block besides, which each step's new tokens join.
 
 
 class DenseWindow:
@@ -126,7 +128,9 @@ class DenseWindow:
         return [block.transpose(1, 2) for block in self._layers[layer]]
 
 
-# ---- Attention while generating: new tokens against what is in the cache, through Hugging Face's attention interface. Two kinds of pass: - reading: packed rows of prompt tokens; their keys and values are stored on the way. A sequence whose beginning is in the cache already attends to it there. - decoding: one token a sequence.
+# ---- Attention while generating: new tokens against what is in the cache, through Hugging Face's attention
+# interface. Two kinds of pass: - reading: packed rows of prompt tokens; their keys and values are stored on the way.
+# A sequence whose beginning is in the cache already attends to it there. - decoding: one token a sequence.
 
 
 NAME = "trimtab_rollout"

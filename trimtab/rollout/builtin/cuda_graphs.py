@@ -202,7 +202,11 @@ def rows_for(rows: int) -> int:
     return -(-rows // step) * step
 
 
-# ---- Reading prompts by captured graphs: one for each size of pass, rounded up, so that no launch waits for the host. Only for fused layers and torch's variable-length attention, which takes sequences of no length: what rounding adds is tokens that belong to no sequence, and land on page 0, and keys that nobody sees. Until a size has come back often enough to be worth recording, the same work runs launch by launch on tensors of the same size: the same kernels, so the same numbers.
+# ---- Reading prompts by captured graphs: one for each size of pass, rounded up, so that no launch waits for the
+# host. Only for fused layers and torch's variable-length attention, which takes sequences of no length: what rounding
+# adds is tokens that belong to no sequence, and land on page 0, and keys that nobody sees. Until a size has come back
+# often enough to be worth recording, the same work runs launch by launch on tensors of the same size: the same
+# kernels, so the same numbers.
 
 
 READS_BEFORE_RECORDING = 2

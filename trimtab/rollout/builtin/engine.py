@@ -43,7 +43,9 @@ def check_request(vocabulary: int, most: int | None, number: int, prompt_ids: li
         )
 
 
-# ---- Requests at work in the engine: their way through reading, decoding and finishing. admit what fits, read new prompts once, draw first tokens; then decode a few steps for all that run, look at what was drawn, let finished samples go, refill their places; repeat
+# ---- Requests at work in the engine: their way through reading, decoding and finishing. admit what fits, read new
+# prompts once, draw first tokens; then decode a few steps for all that run, look at what was drawn, let finished
+# samples go, refill their places; repeat
 
 
 STEPS_BETWEEN_LOOKS = 8
@@ -297,7 +299,10 @@ class BuiltinSession(OpenSession):
         return [rollout_of(sample, finish, self.engine.version) for sample, finish in ended]
 
 
-# ---- The built-in rollout engine: generates with the trainer's own weights, in place. What it keeps between calls is memory, what lies in it of earlier texts, and captured graphs; how requests are answered is in session.py. On an accelerator the steps between two looks are captured (graphs.py), and so is the reading of prompts (read_graphs.py), with kernels of their own (kernels/). Where that cannot be, and on a CPU, the same passes run as they come.
+# ---- The built-in rollout engine: generates with the trainer's own weights, in place. What it keeps between calls is
+# memory, what lies in it of earlier texts, and captured graphs; how requests are answered is in session.py. On an
+# accelerator the steps between two looks are captured (graphs.py), and so is the reading of prompts (read_graphs.py),
+# with kernels of their own (kernels/). Where that cannot be, and on a CPU, the same passes run as they come.
 
 
 READ_TOKENS = 8192  # prompt tokens in one pass

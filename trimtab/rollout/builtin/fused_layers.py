@@ -176,7 +176,9 @@ def _described(modules: list[nn.Module], x_TD: Tensor) -> list[Adapted] | None:
     return layers if not plain or is_wide(x_TD, layers) else None
 
 
-# ---- Kernels of a layer compiled all at once, before a pass would compile one after another what it comes to. Triton compiles a kernel at its first launch, in half a second, and a layer has a dozen. Compiled kernels are kept on disk; there this is a few launches.
+# ---- Kernels of a layer compiled all at once, before a pass would compile one after another what it comes to. Triton
+# compiles a kernel at its first launch, in half a second, and a layer has a dozen. Compiled kernels are kept on disk;
+# there this is a few launches.
 
 
 def compile_ahead(fused: FusedLayers, shape: KVShape, page: int, sizes: tuple[int, ...]) -> None:

@@ -110,7 +110,10 @@ def int8_weights(modules: list[nn.Module]) -> list[Int8Weight] | None:
     return weights if len(weights) == len(modules) else None
 
 
-# ---- Linear layers with low-rank adapters (PEFT's), as what kernels need to know of them. y = W x + b + s B (A x) Merging s B A into W for a rollout would be faster still, and wrong: in half precision a weight does not change by less than half of its last bit, and what a few optimiser steps write into B is less. The rollout would be the base model's.
+# ---- Linear layers with low-rank adapters (PEFT's), as what kernels need to know of them. y = W x + b + s B (A x)
+# Merging s B A into W for a rollout would be faster still, and wrong: in half precision a weight does not change by
+# less than half of its last bit, and what a few optimiser steps write into B is less. The rollout would be the base
+# model's.
 
 
 @dataclass(frozen=True, eq=False)

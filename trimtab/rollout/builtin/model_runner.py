@@ -214,7 +214,10 @@ class Runner:
         return np.asarray(pages)[token // size] * size + token % size
 
 
-# ---- Which models are Llama-like enough for fused layers. A model is recognised by its structure and then believed only after every layer, read and decoded with a few tokens, does what its modules do. Each is given the stream that the modules gave theirs: over all layers rounding adds up (in bf16 to 5 % at 32 layers of 4,096), of one it leaves so little that a wrong one stands out. Anything else runs through its modules.
+# ---- Which models are Llama-like enough for fused layers. A model is recognised by its structure and then believed
+# only after every layer, read and decoded with a few tokens, does what its modules do. Each is given the stream that
+# the modules gave theirs: over all layers rounding adds up (in bf16 to 5 % at 32 layers of 4,096), of one it leaves
+# so little that a wrong one stands out. Anything else runs through its modules.
 
 
 logger = logging.getLogger(__name__)

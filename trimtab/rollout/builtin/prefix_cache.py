@@ -71,7 +71,12 @@ class PagePool:
         return False
 
 
-# ---- Pages of what was read and drawn before, kept while nobody needs their room. Numbers only, as in pages.py. A page is known by its tokens and by the pages before it; the last one of a sequence may be filled in part. A new prompt shares the whole pages that it begins with, and copies a last one that it would write into. What was used longest ago makes room first, and always the end of a sequence before its beginning. Sequences are long, and most of them meet no other: pages that always follow each other are one run. Where two sequences part, or a prompt goes along with one for a while, the run is split.
+# ---- Pages of what was read and drawn before, kept while nobody needs their room. Numbers only, as in pages.py. A
+# page is known by its tokens and by the pages before it; the last one of a sequence may be filled in part. A new
+# prompt shares the whole pages that it begins with, and copies a last one that it would write into. What was used
+# longest ago makes room first, and always the end of a sequence before its beginning. Sequences are long, and most of
+# them meet no other: pages that always follow each other are one run. Where two sequences part, or a prompt goes
+# along with one for a while, the run is split.
 
 
 TOKEN = array("i").itemsize  # bytes

@@ -190,7 +190,9 @@ def _filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     return torch.full_like(logits, float("-inf")).scatter(-1, places, ordered.masked_fill(~keep, float("-inf")))
 
 
-# ---- Drawing for rows that each have a setting of their own: the rule of sampler.py, with numbers that differ by row. What all rows must do alike (whether anything is filtered, whether anybody waits) is the kind of the draw, known to the host; the numbers are tensors.
+# ---- Drawing for rows that each have a setting of their own: the rule of sampler.py, with numbers that differ by
+# row. What all rows must do alike (whether anything is filtered, whether anybody waits) is the kind of the draw,
+# known to the host; the numbers are tensors.
 
 
 class Kind(NamedTuple):

@@ -46,7 +46,10 @@ class Column:
         self._parts, self.count = [self.array[:count]], count
 
 
-# ---- Which samples run, which wait, and which make room. Knows pages and lengths, no tensors and no model. A prompt's pages are filled once and shared by its samples: whole pages as they are, a last half-filled one copied. When pages run out, what is kept of earlier samples makes room first (kept.py); then the sample that was admitted last gives up its own and waits to be read again; nothing it drew is lost.
+# ---- Which samples run, which wait, and which make room. Knows pages and lengths, no tensors and no model. A
+# prompt's pages are filled once and shared by its samples: whole pages as they are, a last half-filled one copied.
+# When pages run out, what is kept of earlier samples makes room first (kept.py); then the sample that was admitted
+# last gives up its own and waits to be read again; nothing it drew is lost.
 
 
 @dataclass(eq=False)

@@ -54,7 +54,9 @@ def load_vllm() -> Any:
     return vllm
 
 
-# ---- Our sampling settings in vLLM's words; what it cannot do, or would do otherwise, is refused. Its log-probs are those of the distribution that a token was drawn from. With a temperature alone that is what the trainer computes; with --top_p, --top_k or a penalty it is the distribution that was left.
+# ---- Our sampling settings in vLLM's words; what it cannot do, or would do otherwise, is refused. Its log-probs are
+# those of the distribution that a token was drawn from. With a temperature alone that is what the trainer computes;
+# with --top_p, --top_k or a penalty it is the distribution that was left.
 
 
 MOST_BIAS = 100.0  # beyond it vLLM clips without a word
@@ -105,7 +107,8 @@ class Parameters:
         return SamplingParams(seed=seed, **self._common | limited)
 
 
-# ---- Requests at work in a vLLM engine. Every sample is a request of its own there, with its own seed; that they share a prompt is left to vLLM's prefix cache.
+# ---- Requests at work in a vLLM engine. Every sample is a request of its own there, with its own seed; that they
+# share a prompt is left to vLLM's prefix cache.
 
 
 TOKENS_BETWEEN_LOOKS = 8  # for stop strings, which are looked for in text
@@ -290,7 +293,10 @@ class VLLMSession(OpenSession):
         return rollout
 
 
-# ---- vLLM behind what every engine can do: tokens in, tokens and their log-probs out. It holds weights of its own, loaded from a folder first. After that they come from a policy in the same process, which it asks for them (`weights`), or over links from trainers elsewhere (`join` and `receive`; worker.py takes them in). It is not exact: kernels and order of sums differ from the trainer's.
+# ---- vLLM behind what every engine can do: tokens in, tokens and their log-probs out. It holds weights of its own,
+# loaded from a folder first. After that they come from a policy in the same process, which it asks for them
+# (`weights`), or over links from trainers elsewhere (`join` and `receive`; worker.py takes them in). It is not exact:
+# kernels and order of sums differ from the trainer's.
 
 
 RECEIVER = "trimtab.rollout.vllm.worker_extension.WeightReceiver"

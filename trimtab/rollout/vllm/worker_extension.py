@@ -53,7 +53,10 @@ class AdapterFolder:
         self._folder.cleanup()
 
 
-# ---- What our side adds to every process of a vLLM engine: it takes weights in, from this process or over a link. vLLM mixes the class into its worker. Weights go through its layerwise reload, which takes them under the names of Hugging Face files. One thing that does not renew: on a CPU the LM head multiplies by a packed copy, and where the head is tied to the embedding nothing packs it again.
+# ---- What our side adds to every process of a vLLM engine: it takes weights in, from this process or over a link.
+# vLLM mixes the class into its worker. Weights go through its layerwise reload, which takes them under the names of
+# Hugging Face files. One thing that does not renew: on a CPU the LM head multiplies by a packed copy, and where the
+# head is tied to the embedding nothing packs it again.
 
 
 class WeightReceiver:

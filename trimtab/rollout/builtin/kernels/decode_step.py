@@ -110,7 +110,10 @@ def move_on(
     )  # fmt: skip
 
 
-# ---- Drawing at a plain temperature, one for all rows or each row's own, from fp32 logits, reading them once. The first kernel leaves each stretch of the vocabulary's highest logit and sum of exponentials; the second finds the stretch that the sequence's own random number falls into, and the token inside it. Same rule as sampler.py, same tokens but for the rounding of sums.
+# ---- Drawing at a plain temperature, one for all rows or each row's own, from fp32 logits, reading them once. The
+# first kernel leaves each stretch of the vocabulary's highest logit and sum of exponentials; the second finds the
+# stretch that the sequence's own random number falls into, and the token inside it. Same rule as sampler.py, same
+# tokens but for the rounding of sums.
 
 
 STRETCH = 2048

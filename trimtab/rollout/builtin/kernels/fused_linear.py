@@ -112,7 +112,11 @@ def gated_linear(x_TD: Tensor, gate: nn.Linear, up: nn.Linear) -> Tensor:
     return out
 
 
-# ---- The matrix products of a layer for few rows, where time is spent reading weights and waiting for each other. What follows a product elementwise happens in its registers: rotary positions and the KV memory after q, k and v; the gate. Columns that are too few to fill the device are summed up in parts, which the next norm adds in their order. Many steps of the inner dimension are under way at once, and a launch overlaps with the one before it (overlap.py).
+# ---- The matrix products of a layer for few rows, where time is spent reading weights and waiting for each other.
+# What follows a product elementwise happens in its registers: rotary positions and the KV memory after q, k and v;
+# the gate. Columns that are too few to fill the device are summed up in parts, which the next norm adds in their
+# order. Many steps of the inner dimension are under way at once, and a launch overlaps with the one before it
+# (overlap.py).
 
 
 @triton.jit

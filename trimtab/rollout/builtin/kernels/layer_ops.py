@@ -28,7 +28,9 @@ def shared_memory() -> int:
     return driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
 
 
-# ---- Launches that begin while the one before them still works, where the device can (sm_90 and later). Such a kernel calls `wait` before it touches what others write, and every program of it does: who waits for a kernel then also waits for all that this one has waited for.
+# ---- Launches that begin while the one before them still works, where the device can (sm_90 and later). Such a
+# kernel calls `wait` before it touches what others write, and every program of it does: who waits for a kernel then
+# also waits for all that this one has waited for.
 
 
 @triton.jit
@@ -44,7 +46,9 @@ def overlapped(device: torch.device) -> dict[str, bool]:
     return {"OVERLAPPED": True, "launch_pdl": True} if overlaps_launches(device) else {"OVERLAPPED": False}
 
 
-# ---- What lies between the matrix products of a Llama-like layer, and products that share their input. Every kernel rounds where the Hugging Face module rounds, so that in half precision too the numbers are the trainer's but for the order of sums.
+# ---- What lies between the matrix products of a Llama-like layer, and products that share their input. Every kernel
+# rounds where the Hugging Face module rounds, so that in half precision too the numbers are the trainer's but for the
+# order of sums.
 
 
 @triton.jit
