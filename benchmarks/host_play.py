@@ -27,10 +27,9 @@ import torch
 from host_cost import Captured, MadeUpGraphs, NothingRead, make_engine, no_logits
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from trimtab.agents.engine import AgentEngine
-from trimtab.agents.settings import PlaySettings
+from trimtab.envs.episode_session import EnvironmentEngine
 from trimtab.envs.pool import Pool
-from trimtab.envs.types import Task
+from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.envs.workers import EnvLimits
 from trimtab.evaluate.person import tokenizer_of_a_person
 from trimtab.rollout.builtin import engine as builtin_engine
@@ -107,8 +106,11 @@ def play(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Non
     groups = options.episodes // options.group
     rows: list[dict[str, Any]] = pool.rows(groups, 0) if pool.about.offers_rows else [{}] * groups
     tasks = [Task(row, 0, row + 1, columns=columns) for row, columns in enumerate(rows)]
-    engine = AgentEngine(
-        make_engine(options.slots, 4096), pool, tokenizer, PlaySettings(max_turns=options.turns, episode_max_len=None)
+    engine = EnvironmentEngine(
+        make_engine(options.slots, 4096),
+        pool,
+        tokenizer,
+        EpisodeSettings(max_turns=options.turns, episode_max_len=None),
     )
     sampling = Sampling(max_new_tokens=options.tokens, n=options.group, stop_token_ids=(tokenizer.eos_token_id,))
     waited, finished = 0.0, pool.finished

@@ -128,20 +128,19 @@ def watch_engine(clock: Clock) -> None:
 
 
 def watch_agents(clock: Clock) -> None:
-    from trimtab.agents.engine import AgentEngine
-    from trimtab.agents.session import AgentSession
+    from trimtab.envs.episode_session import EnvironmentEngine, EnvironmentSession
 
-    take = AgentSession._take
+    take = EnvironmentSession._handle
 
-    def taken(session: AgentSession, play: Any, reply: Any) -> None:
+    def taken(session: EnvironmentSession, play: Any, reply: Any) -> None:
         clock.elsewhere += getattr(reply, "seconds", 0.0)
         take(session, play, reply)
 
-    AgentSession._take = taken  # type: ignore[method-assign]
-    clock.watch(AgentSession, "add", "words, first")
-    clock.watch(AgentSession, "advance", "words")
-    clock.watch(AgentSession, "_hear", "words, heard")
-    clock.watch(AgentEngine, "replies", lambda _, seconds: "waiting" if seconds else "environments")
+    EnvironmentSession._handle = taken  # type: ignore[method-assign]
+    clock.watch(EnvironmentSession, "add", "words, first")
+    clock.watch(EnvironmentSession, "advance", "words")
+    clock.watch(EnvironmentSession, "_poll", "words, heard")
+    clock.watch(EnvironmentEngine, "replies", lambda _, seconds: "waiting" if seconds else "environments")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,9 +4,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from trimtab.agents.appending import Appending
-from trimtab.agents.parsing import Parsing
 from trimtab.embedded import sort_task
+from trimtab.envs.chat_tokens import ChatAppender, MessageParser
 from trimtab.envs.tools import tool_schema
 from trimtab.evaluate.answers import answer
 
@@ -69,7 +68,7 @@ def loaded(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("arguments", [{"place": 3}, {"place": 0, "how": "from 2.5 on"}, {"how": "12"}, {}])
 def test_a_tool_call_is_written_in_the_model_s_characters_and_read_again(loaded, arguments):
-    parsing = Parsing(loaded, [tool_schema(pick)])
+    parsing = MessageParser(loaded, [tool_schema(pick)])
     text = parsing.written("pick", arguments)
     ids = loaded.encode(f"{text}<eos>", add_special_tokens=False)
     assert loaded.unk_token_id not in ids and len(ids) == len(text) + 1
@@ -80,13 +79,13 @@ def test_a_tool_call_is_written_in_the_model_s_characters_and_read_again(loaded,
 
 @pytest.mark.parametrize("text", ["134", "call ", "call pick", "call >", "recall"])
 def test_what_is_no_tool_call_stays_text(loaded, text):
-    parsing = Parsing(loaded, [tool_schema(pick)])
+    parsing = MessageParser(loaded, [tool_schema(pick)])
     ids = loaded.encode(f"{text}<eos>", add_special_tokens=False)
     assert parsing.message(ids, loaded.encode("<assistant>"), [loaded.eos_token_id]).get("tool_calls") is None
 
 
 def test_tools_and_their_results_are_appended_to_a_conversation(loaded):
-    appending = Appending(loaded, [tool_schema(pick)], [loaded.eos_token_id])  # which proves that it can be
+    appending = ChatAppender(loaded, [tool_schema(pick)], [loaded.eos_token_id])  # which proves that it can be
     call = {"id": "call_0", "type": "function", "function": {"name": "pick", "arguments": {"place": 3}}}
     messages = [{"role": "user", "content": "go>"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     result = [{"role": "tool", "name": "pick", "tool_call_id": "call_0", "content": "7"}]

@@ -10,9 +10,8 @@ import torch
 
 from tests.server.agents import Agents
 from tests.server.running import TEMPLATE, engine, plain_model, tokenizer
-from trimtab.agents.settings import PlaySettings
 from trimtab.envs.pool import Pool
-from trimtab.envs.types import Task
+from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.envs.workers import EnvLimits
 from trimtab.rollout.sampling import Sampling
 from trimtab.rollout.trajectory import Draft
@@ -47,7 +46,7 @@ def served(play, **settings):
     words = tokenizer()
     words.chat_template = TEMPLATE
     agents = Agents(play)
-    found = AgentServerEngine(engine(3), agents, words, PlaySettings(**settings))
+    found = AgentServerEngine(engine(3), agents, words, EpisodeSettings(**settings))
     try:
         yield found, agents
     finally:

@@ -2,13 +2,13 @@
 
 import pytest
 
-from tests.agents.playing import CONTEXT, VOCABULARY, at_work, go_on, play, stored, trained
-from tests.agents.templates import tokenizer_of
-from tests.agents.worlds import Counting, Fault, Pool
 from tests.data.templates import CHATML
+from tests.envs.chat_templates import tokenizer_of
+from tests.envs.episodes import CONTEXT, VOCABULARY, at_work, go_on, play, stored, trained
+from tests.envs.fake_pool import Counting, Fault, Pool
 from tests.vllm.conftest import engine_of, write_model
-from trimtab.agents.engine import AgentEngine
-from trimtab.agents.settings import PlaySettings
+from trimtab.envs.episode_session import EnvironmentEngine
+from trimtab.envs.types import EpisodeSettings
 from trimtab.models.selfcheck import choose_path
 
 LIMIT = 1e-3
@@ -32,11 +32,11 @@ def check_near(policy, rollouts):
 
 def test_log_probs_of_all_turns_are_near_the_trainers_and_company_changes_nothing(made):
     inner, policy, tokenizer = made
-    engine = AgentEngine(inner, Pool(slow=2), tokenizer)
+    engine = EnvironmentEngine(inner, Pool(slow=2), tokenizer)
     together = play(engine, rows=3, n=2)
     assert {len(r.episode.turns) for r in together} == {3} and not engine.exact and engine.context == CONTEXT
     check_near(policy, together)
-    alone = play(AgentEngine(inner, Pool(), tokenizer), rows=[2], n=2)
+    alone = play(EnvironmentEngine(inner, Pool(), tokenizer), rows=[2], n=2)
     assert [r.ids for r in alone] == [r.ids for r in together if r.prompt == 2]
 
 
@@ -47,8 +47,8 @@ def test_limits_and_failures_are_as_with_any_engine(made):
         if what == "step" and instance.task.row == 1:
             raise Fault("boom")
 
-    settings = PlaySettings(episode_max_len=120, retries=1)
-    rollouts = play(AgentEngine(inner, Pool(lambda: Counting(99), fault=always), tokenizer, settings), n=2)
+    settings = EpisodeSettings(episode_max_len=120, retries=1)
+    rollouts = play(EnvironmentEngine(inner, Pool(lambda: Counting(99), fault=always), tokenizer, settings), n=2)
     assert [r.finish for r in rollouts] == ["context", "context", "failed", "failed"]
     check_near(policy, rollouts[:2])
 
@@ -57,7 +57,7 @@ def test_limits_and_failures_are_as_with_any_engine(made):
 def test_episodes_go_on_from_drafts(made, way):
     inner, policy, tokenizer = made
     pool = Pool(slow=1)
-    engine = AgentEngine(inner, pool, tokenizer)
+    engine = EnvironmentEngine(inner, pool, tokenizer)
     session, finished = at_work(engine, 25)
     drafts = session.drafts()
     session.abort()

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trimtab.agents.appending import encoded
 from trimtab.data.chat import ChatRenderer, render_pair
 from trimtab.data.tokenising import tokenise
+from trimtab.envs.chat_tokens import encoded
 from trimtab.envs.types import Message
 from trimtab.errors import UserError
 

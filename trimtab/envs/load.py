@@ -133,14 +133,13 @@ def load_file(file: Path, name: str | None) -> LoadedEnvironment:
     openrlhf.install_stub()
     module = module_of(file, "environment_file")
     openrlhf.refuse_executors(module, str(file))
+    rows = getattr(module, "rows", None)
     if name is None:
-        found, shape = _only_candidate(module, str(file))
-    else:
-        found = getattr(module, name, None)
-        if not callable(found):
-            raise UserError(f"{file}: there is no class or function {name} in it")
-        found, shape = _with_shape(found, name, str(file))
-    return _loaded(found, shape, getattr(module, "rows", None))
+        return _loaded(*_only_candidate(module, str(file)), rows)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise UserError(f"{file}: there is no class or function {name} in it")
+    return _loaded(*_with_shape(found, name, str(file)), rows)
 
 
 def load_object(found: Any) -> LoadedEnvironment:

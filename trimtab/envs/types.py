@@ -45,3 +45,15 @@ class Environment(Protocol):
     def step(self, turn: Turn) -> Step: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class EpisodeSettings:
+    """Limits of episodes, and how their tokens are made."""
+
+    max_turns: int = 16
+    episode_max_len: int | None = None  # tokens from the prompt to the end; None: the engine's context
+    observation_max_len: int | None = None  # tokens of an observation; None: no limit
+    retries: int = 2  # how often an episode is begun anew after its environment has failed
+    history: Literal["append", "template"] = "append"
+    plain: bool = False  # prompts are texts that no chat template has rendered

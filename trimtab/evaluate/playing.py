@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.agents.parsing import Parsing
 from trimtab.config.jobs import PlayOptions
 from trimtab.data.chat import ChatRenderer
 from trimtab.data.sources import load_rows
 from trimtab.distributed.device import find_device
 from trimtab.distributed.random_state import seed_everything
 from trimtab.envs.adapter import describe
+from trimtab.envs.chat_tokens import MessageParser
 from trimtab.envs.types import Task
 from trimtab.errors import UserError
 from trimtab.evaluate.generation import load_job_tokenizer, sampling_of
@@ -86,7 +86,7 @@ class Playing:
 
     def written(self, name: str, arguments: dict[str, Any]) -> str:
         """The call of a tool in the player's tokens."""
-        return Parsing(self.tokenizer, self.about.tools).written(name, arguments)
+        return MessageParser(self.tokenizer, self.about.tools).written(name, arguments)
 
     def tasks(self) -> list[Task]:
         """One for each episode, from --row on; after the last row comes the first."""

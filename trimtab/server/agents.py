@@ -8,11 +8,10 @@ from typing import Protocol
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.agents.around import AroundEngine, AroundSession, Instances
-from trimtab.agents.settings import PlaySettings
 from trimtab.distributed.watch import pulse
+from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession, InstancePool
 from trimtab.envs.replies import Broken, Ended, Reply
-from trimtab.envs.types import Task
+from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.sampling import Sampling
@@ -153,7 +152,7 @@ def _words(messages: list[dict]) -> str:
 LOOK_EVERY = 0.005  # seconds, where only agents are waited for
 
 
-class AgentServerSession(AroundSession[AgentEpisode]):
+class AgentServerSession(EpisodeSession[AgentEpisode]):
     def __init__(self, engine: "AgentServerEngine", sampling: Sampling):
         super().__init__(engine, sampling)
         self.engine = engine
@@ -283,19 +282,19 @@ NO_LIMIT = 2**20  # tokens, where nobody knows the engine's context
 SECONDS_TO_END = 2.0
 
 
-class AgentPool(Instances, Protocol):
+class AgentPool(InstancePool, Protocol):
     """Programs."""
 
     def run(self, episode: int, task: Task, *, base_url: str, api_key: str, model: str) -> None: ...
 
 
-class AgentServerEngine(AroundEngine[AgentEpisode]):
+class AgentServerEngine(EpisodeEngine[AgentEpisode]):
     def __init__(
         self,
         engine: Engine,
         pool: AgentPool,
         tokenizer: PreTrainedTokenizerBase,
-        settings: PlaySettings | None = None,
+        settings: EpisodeSettings | None = None,
     ):
         super().__init__(engine, pool, settings)
         self.pool = pool

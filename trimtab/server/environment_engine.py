@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.agents.engine import AgentEngine
-from trimtab.agents.settings import PlaySettings
 from trimtab.config.agents import EnvironmentOptions
 from trimtab.data.sources import own_rows
+from trimtab.envs.episode_session import EnvironmentEngine
+from trimtab.envs.types import EpisodeSettings
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from trimtab.envs.here import EnvironmentsHere
     from trimtab.envs.pool import Pool
     from trimtab.server.agents import AgentServerEngine
-from trimtab.agents.language import CannotSay, Language
-from trimtab.agents.session import opening
+from trimtab.envs.chat_tokens import ChatTokens, ObservationError
+from trimtab.envs.episode_session import first_tokens
 from trimtab.envs.replies import Broken, Opened, Reply
 from trimtab.envs.types import Task
 
@@ -41,9 +41,9 @@ def open_pool(options: EnvironmentOptions, stopped: Callable[[], bool] = never) 
     return Pool(options.environment_source, limits, stopped)
 
 
-def settings_of(options: EnvironmentOptions, *, plain: bool) -> PlaySettings:
+def settings_of(options: EnvironmentOptions, *, plain: bool) -> EpisodeSettings:
     """`plain`: prompts are in no chat template."""
-    return PlaySettings(
+    return EpisodeSettings(
         max_turns=options.max_turns,
         episode_max_len=options.episode_max_len,
         observation_max_len=options.observation_max_len,
@@ -57,12 +57,12 @@ def playing_engine(
     engine: Engine,
     pool: "Pool | EnvironmentsHere",
     tokenizer: PreTrainedTokenizerBase,
-    settings: PlaySettings | None = None,
+    settings: EpisodeSettings | None = None,
 ) -> Engine:
     """The pool is closed with what comes back, and at once where nothing does."""
     try:
         if pool.about.kind != "agent":
-            return AgentEngine(engine, pool, tokenizer, settings)
+            return EnvironmentEngine(engine, pool, tokenizer, settings)
         return _served(engine, pool, tokenizer, settings)
     except BaseException:
         pool.close()
@@ -73,7 +73,7 @@ def _served(
     engine: Engine,
     pool: "Pool | EnvironmentsHere",
     tokenizer: PreTrainedTokenizerBase,
-    settings: PlaySettings | None,
+    settings: EpisodeSettings | None,
 ) -> "AgentServerEngine":
     try:
         from trimtab.server.agents import AgentServerEngine
@@ -139,7 +139,7 @@ def try_environment(
         told = f"{about.kind}: {about.name}, {about.shape}"
         if about.kind == "agent":
             return [told]
-        Language(tokenizer, about.tools, (), settings)
+        ChatTokens(tokenizer, about.tools, (), settings)
         pool.reset(0, task)
         replies: list[Reply] = []
         while not replies:
@@ -151,8 +151,8 @@ def try_environment(
         raise UserError(f"{options.environment_flag} was tried and failed: {reply.words}")
     assert isinstance(reply, Opened)
     try:
-        opening(Language(tokenizer, reply.tools, (), settings), reply, task, prompt_ids)
-    except CannotSay as error:
+        first_tokens(ChatTokens(tokenizer, reply.tools, (), settings), reply, task, prompt_ids)
+    except ObservationError as error:
         raise UserError(f"{options.environment_flag} was tried and failed: {error}") from error
     tools = ", ".join(tool["function"]["name"] for tool in reply.tools)
     return [f"{told}; it opens with {_words(reply)}{f'; tools: {tools}' if tools else ''}"]

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.agents.appending import Appending, encoded
-from trimtab.agents.parsing import Parsing
 from trimtab.data.chat import ChatRenderer
 from trimtab.data.tokenizer import decodes_fast, texts_of
+from trimtab.envs.chat_tokens import ChatAppender, MessageParser, encoded
 from trimtab.envs.types import Message
 from trimtab.errors import UserError
 from trimtab.rollout.sampling import Sampling, request_seed
@@ -283,11 +282,11 @@ class ChatFormat:
     ):
         self.about = [tools, settings]
         self.tools = tools or None
-        self.parsing = Parsing(tokenizer, tools)
+        self.parsing = MessageParser(tokenizer, tools)
         self.renderer = ChatRenderer(tokenizer, settings=settings)
-        self.appending: Appending | None
+        self.appending: ChatAppender | None
         try:
-            self.appending = Appending(tokenizer, tools, stops, settings)
+            self.appending = ChatAppender(tokenizer, tools, stops, settings)
         except UserError as error:
             self.appending, self.why_not = None, str(error)
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.agents.playing import make_policy, play, player
-from tests.agents.test_branches import FORGETFUL
-from tests.agents.worlds import Pool
 from tests.algos.stochastic_game import GAMES, all_groups, mean_gradient, policy_gradient, probabilities
+from tests.envs.episodes import make_policy, play, player
+from tests.envs.fake_pool import Pool
+from tests.envs.test_episode_branches import FORGETFUL
 from tests.train.rl.played import Played, experience_of
 from trimtab.config.estimators import ESTIMATORS
 from trimtab.config.jobs import PPOOptions

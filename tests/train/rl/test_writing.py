@@ -6,9 +6,9 @@ import threading
 import numpy as np
 import pytest
 
-from tests.agents.playing import make_policy, sampling_of
-from tests.agents.playing import player as player_of
-from tests.agents.worlds import Pool
+from tests.envs.episodes import make_policy, sampling_of
+from tests.envs.episodes import player as player_of
+from tests.envs.fake_pool import Pool
 from tests.rollout.test_builtin_engine import policy_of
 from tests.rollout.test_builtin_engine import prompts as texts
 from tests.train.rl.scripted_engine import ScriptedEngine, length_of

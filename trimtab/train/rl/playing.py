@@ -8,11 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.agents.engine import AgentEngine
-from trimtab.agents.led_pool import LedPool
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore, build_prompt_stores, load_prompt_stores
 from trimtab.distributed.peers import Peers
+from trimtab.envs.episode_engine import BroadcastPool
+from trimtab.envs.episode_session import EnvironmentEngine
 from trimtab.errors import UserError
 from trimtab.models.load import policy_skeleton
 from trimtab.models.packed import PackedModel
@@ -44,14 +44,14 @@ def player_of(
     if tensor is None or tensor.size == 1:
         pool = open_pool(options, never if options.outlives_updates else stopped)
         return playing_engine(engine, pool, tokenizer, settings)
-    led = LedPool(lambda: open_pool(options), tensor)
+    led = BroadcastPool(lambda: open_pool(options), tensor)
     try:
         if led.about.kind == "agent":
             raise UserError(
                 f"{options.environment_flag}: an agent asks for its turns itself, and not a policy cut over processes; "
                 "use --zero_stage 3"
             )
-        return AgentEngine(engine, led, tokenizer, settings)
+        return EnvironmentEngine(engine, led, tokenizer, settings)
     except BaseException:
         led.close()
         raise

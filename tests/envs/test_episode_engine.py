@@ -5,13 +5,12 @@ import textwrap
 
 import pytest
 
-from tests.agents.scripted import ScriptedEngine
-from tests.agents.templates import tokenizer_of
 from tests.data.templates import CHATML, QWEN3
-from trimtab.agents.engine import AgentEngine
-from trimtab.agents.settings import PlaySettings
+from tests.envs.chat_templates import tokenizer_of
+from tests.envs.scripted_engine import ScriptedEngine
+from trimtab.envs.episode_session import EnvironmentEngine
 from trimtab.envs.pool import EnvLimits, Pool
-from trimtab.envs.types import Task
+from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.sampling import Sampling
 
 CODE = '''
@@ -75,7 +74,7 @@ def test_a_tool_that_raises_is_unknown_or_gets_bad_arguments_is_the_models_busin
 
     tokenizer = tokenizer_of(QWEN3)
     pool = Pool(f"{file}:Tools", EnvLimits(workers=1))
-    engine = AgentEngine(ScriptedEngine(tokenizer, say), pool, tokenizer, PlaySettings())
+    engine = EnvironmentEngine(ScriptedEngine(tokenizer, say), pool, tokenizer, EpisodeSettings())
     try:
         task = Task(0, 0, 1, prompt="What is four by two?")
         (rollout,) = engine.generate([[5]], Sampling(stop_token_ids=(tokenizer.eos_token_id,)), tasks=[task])
@@ -109,7 +108,7 @@ def play_faults(file, tmp_path, what, times, retries):
     tokenizer = tokenizer_of(CHATML)
     pool = Pool(f"{file}:Faults", EnvLimits(seconds=1.0, workers=1, threads=8))
     inner = ScriptedEngine(tokenizer, lambda text: "Yes.")
-    engine = AgentEngine(inner, pool, tokenizer, PlaySettings(retries=retries))
+    engine = EnvironmentEngine(inner, pool, tokenizer, EpisodeSettings(retries=retries))
     columns = {"notes": str(tmp_path / "notes"), "times": times}
     tasks = [Task(row, 0, 1, FAULTS[what] if row == 1 else "Count.", columns=columns) for row in range(3)]
     try:

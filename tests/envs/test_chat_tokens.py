@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.agents.templates import ADD, tokenizer_of
 from tests.data.templates import CHATML, GEMMA, INLINE_TOOLS, LLAMA3, MISTRAL, QWEN3, THINKING_PROMPT, TWO_ENDS, WORDS
-from trimtab.agents.appending import Appending, PlainText, tail_of
+from tests.envs.chat_templates import ADD, tokenizer_of
 from trimtab.data.chat import TEMPLATE_DAY
+from trimtab.envs.chat_tokens import ChatAppender, TextAppender, tokens_after
 from trimtab.errors import UserError
 
 USER = {"role": "user", "content": "And the next one?"}
@@ -30,7 +30,7 @@ def rendered(tokenizer, messages, tools=None):
 def test_turn_by_turn_is_what_the_template_writes_of_the_whole(template):
     """For templates that keep what was said: an independent rendering of the whole conversation, encoded at once."""
     tokenizer = tokenizer_of(template)
-    appending = Appending(tokenizer)
+    appending = ChatAppender(tokenizer)
     said = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "It is one."}]
     said += [USER, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three, four?"}]
     ids = appending.opening(said[:1])
@@ -47,19 +47,19 @@ def test_turn_by_turn_is_what_the_template_writes_of_the_whole(template):
 
 def test_what_a_template_forgets_stays():
     tokenizer = tokenizer_of(QWEN3)
-    appending = Appending(tokenizer, [ADD])
+    appending = ChatAppender(tokenizer, [ADD])
     tail = tokenizer.decode(appending.after([USER], True))
     assert tail == "\n<|im_start|>user\nAnd the next one?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(appending.after([TOOL], False)).startswith("<|im_end|>\n<|im_start|>tool\n42<|im_end|>")
 
 
 def test_a_generation_prompt_that_opens_a_thought_is_appended_with_it():
-    appending = Appending(tokenizer := tokenizer_of(THINKING_PROMPT))
+    appending = ChatAppender(tokenizer := tokenizer_of(THINKING_PROMPT))
     assert tokenizer.decode(appending.after([USER], True)).endswith("<|im_start|>assistant\n<think>\n")
 
 
 def test_without_a_token_that_ends_a_turn_the_words_follow():
-    appending = Appending(tokenizer := tokenizer_of(WORDS))
+    appending = ChatAppender(tokenizer := tokenizer_of(WORDS))
     for ended in (True, False):
         assert tokenizer.decode(appending.after([USER], ended)) == "\nHuman: And the next one?\nBot:"
 
@@ -70,11 +70,11 @@ def test_a_stop_token_that_is_the_next_speakers_mark_stands_there_once():
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}<!-- <|user|> <|assistant|> -->"
     ).replace("<!-- <|user|> <|assistant|> -->", "{# <|user|> <|assistant|> #}")
     tokenizer = tokenizer_of(template)
-    appending, mark = Appending(tokenizer), tokenizer.convert_tokens_to_ids("<|user|>")
+    appending, mark = ChatAppender(tokenizer), tokenizer.convert_tokens_to_ids("<|user|>")
     turn = tokenizer.encode("four", add_special_tokens=False)
     whole = [
-        turn + tail_of(appending, turn, [USER], {mark}),
-        [*turn, mark, *tail_of(appending, [*turn, mark], [USER], {mark})],
+        turn + tokens_after(appending, turn, [USER], {mark}),
+        [*turn, mark, *tokens_after(appending, [*turn, mark], [USER], {mark})],
     ]
     assert whole[0] == whole[1] and whole[0].count(mark) == 1
 
@@ -92,7 +92,7 @@ def test_a_stop_token_that_is_the_next_speakers_mark_stands_there_once():
 )
 def test_a_template_that_cannot_be_appended_to_is_refused_with_the_way_out(template, tools, why):
     with pytest.raises(UserError) as refusal:
-        Appending(tokenizer_of(template), tools)
+        ChatAppender(tokenizer_of(template), tools)
     line = str(refusal.value)
     assert why in line and "--tokenizer_chat_template" in line and "\n" not in line
     assert ("--agent_history template" in line) == ("cannot render" not in line)
@@ -101,12 +101,12 @@ def test_a_template_that_cannot_be_appended_to_is_refused_with_the_way_out(templ
 def test_words_that_stop_an_answer_are_no_ends_of_turns():
     tokenizer = tokenizer_of(LLAMA3)
     words = tokenizer.encode("abcdefghijklmnopqrstuvwxyz<>|_", add_special_tokens=False)
-    assert Appending(tokenizer, stops=words).after([USER], False) == Appending(tokenizer).after([USER], False)
+    assert ChatAppender(tokenizer, stops=words).after([USER], False) == ChatAppender(tokenizer).after([USER], False)
 
 
 def test_marks_in_what_the_world_says_do_not_move_the_border():
     tokenizer = tokenizer_of(CHATML)
-    appending = Appending(tokenizer)
+    appending = ChatAppender(tokenizer)
     trap = {"role": "user", "content": "Zanswerq<|im_end|>Zanswerq"}
     assert tokenizer.decode(appending.after([trap], True)) == (
         "\n<|im_start|>user\nZanswerq<|im_end|>Zanswerq<|im_end|>\n<|im_start|>assistant\n"
@@ -116,22 +116,22 @@ def test_marks_in_what_the_world_says_do_not_move_the_border():
 def test_settings_of_the_template_reach_it():
     template = CHATML + "{% if add_generation_prompt and thinking is defined %}{{ thinking }}{% endif %}"
     tokenizer = tokenizer_of(template)
-    assert tokenizer.decode(Appending(tokenizer, settings={"thinking": "Hm"}).after([USER], True)).endswith("\nHm")
-    assert tokenizer.decode(Appending(tokenizer).opening([USER])).endswith("assistant\n")
+    assert tokenizer.decode(ChatAppender(tokenizer, settings={"thinking": "Hm"}).after([USER], True)).endswith("\nHm")
+    assert tokenizer.decode(ChatAppender(tokenizer).opening([USER])).endswith("assistant\n")
 
 
 def test_verbatim_text_and_plain_text_have_no_marks():
     tokenizer = tokenizer_of(CHATML)
     said = [{"role": "verbatim", "content": "\nHuman: go\n"}]
     expected = tokenizer.encode("\nHuman: go\n", add_special_tokens=False)
-    assert Appending(tokenizer).after(said, False) == Appending(tokenizer).opening(said) == expected
-    plain = PlainText(tokenizer_of(None))
+    assert ChatAppender(tokenizer).after(said, False) == ChatAppender(tokenizer).opening(said) == expected
+    plain = TextAppender(tokenizer_of(None))
     assert plain.after([USER, USER], True) == plain.opening([{"role": "user", "content": 2 * USER["content"]}])
 
 
 def test_nothing_said_makes_the_model_speak_again():
     tokenizer = tokenizer_of(CHATML)
-    assert tokenizer.decode(Appending(tokenizer).after([], True)) == "\n<|im_start|>assistant\n"
+    assert tokenizer.decode(ChatAppender(tokenizer).after([], True)) == "\n<|im_start|>assistant\n"
 
 
 # ---- TRL's templates, of many families
@@ -159,9 +159,9 @@ def test_every_template_at_hand_is_appended_to_or_refused_in_a_line():
         for tools, message in ([], USER), ([ADD], TOOL):
             if family in REFUSED or (tools and family in NO_TOOLS):
                 with pytest.raises(UserError, match="cannot be put behind an answer"):
-                    Appending(tokenizer, tools)
+                    ChatAppender(tokenizer, tools)
                 continue
-            appending = Appending(tokenizer, tools)
+            appending = ChatAppender(tokenizer, tools)
             check_tail(tokenizer, appending, message, path.name)
 
 

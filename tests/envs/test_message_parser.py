@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from tests.agents.templates import ADD, tokenizer_of
 from tests.data.templates import CHATML
-from trimtab.agents.parsing import Parsing
+from tests.envs.chat_templates import ADD, tokenizer_of
+from trimtab.envs.chat_tokens import MessageParser
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def tokenizer():
 
 def parsed(tokenizer, text, **options):
     ids = tokenizer.encode(text, add_special_tokens=False)
-    return Parsing(tokenizer, [ADD]).message(ids, options.get("prefix", []), {tokenizer.eos_token_id})
+    return MessageParser(tokenizer, [ADD]).message(ids, options.get("prefix", []), {tokenizer.eos_token_id})
 
 
 def call(name, arguments):
@@ -23,7 +23,7 @@ def call(name, arguments):
 
 def test_words_without_the_token_that_ended_them(tokenizer):
     ids = tokenizer.encode("It is four.<|im_end|>", add_special_tokens=False)
-    parsing = Parsing(tokenizer)
+    parsing = MessageParser(tokenizer)
     assert parsing.text(ids, {tokenizer.eos_token_id}) == "It is four."
     assert parsing.text(ids[:-1], {tokenizer.eos_token_id}) == "It is four."
     assert parsing.message(ids, [], {tokenizer.eos_token_id}) == {"role": "assistant", "content": "It is four."}
@@ -92,11 +92,11 @@ def test_a_tokenizer_with_a_response_template_is_asked(tokenizer):
 )
 def test_what_ends_nothing_is_read_in_one_go(tokenizer, text):
     """It stays text. Patterns that go back and forth take minutes for these."""
-    assert Parsing(tokenizer).hermes(text) == {"role": "assistant", "content": text}
+    assert MessageParser(tokenizer).hermes(text) == {"role": "assistant", "content": text}
 
 
 def test_space_around_calls_and_thoughts(tokenizer):
-    parsing, made = Parsing(tokenizer), call("add", {"a": 1})
+    parsing, made = MessageParser(tokenizer), call("add", {"a": 1})
     message = parsing.hermes(f"  <think>\n so \n</think> \n One:\t{made} \n two\n{made}\n")
     assert (message["reasoning_content"], message["content"]) == (" so ", "One:\ttwo")
     assert len(message["tool_calls"]) == 2

@@ -3,14 +3,13 @@
 import numpy as np
 import torch
 
-from tests.agents.templates import tokenizer_of
-from tests.agents.worlds import Pool
 from tests.data.templates import CHATML
+from tests.envs.chat_templates import tokenizer_of
+from tests.envs.fake_pool import Pool
 from tests.tiny import tiny_model
-from trimtab.agents.engine import AgentEngine
-from trimtab.agents.settings import PlaySettings
 from trimtab.data.batches import TokenBatch
-from trimtab.envs.types import Task
+from trimtab.envs.episode_session import EnvironmentEngine
+from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
@@ -36,10 +35,10 @@ def sampling_of(tokenizer, **changes) -> Sampling:
 def player(policy, pool: Pool, template: str | None = CHATML, inner: dict | None = None, **settings):
     tokenizer = tokenizer_of(template)
     engine = BuiltinEngine(policy, tokenizer, **(inner or {}))
-    return AgentEngine(engine, pool, tokenizer, PlaySettings(**settings))
+    return EnvironmentEngine(engine, pool, tokenizer, EpisodeSettings(**settings))
 
 
-def play(engine: AgentEngine, rows: int | list[int] = 2, **sampling) -> list[Rollout]:
+def play(engine: EnvironmentEngine, rows: int | list[int] = 2, **sampling) -> list[Rollout]:
     """These rows, or the first so many; what is given to each depends on its number alone."""
     rows = list(range(rows)) if isinstance(rows, int) else rows
     prompts, seeds = [[5, 6, 7 + row] for row in rows], [31 + row for row in rows]

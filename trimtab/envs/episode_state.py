@@ -1,4 +1,4 @@
-"""An episode under way: its sequences, what was said in it, and where it stands."""
+"""The state of an episode in an environment: its token sequences, its record, and what it waits for."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.agents.language import Language
+from trimtab.envs.chat_tokens import ChatTokens
 from trimtab.envs.types import Message, Task
 from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.trajectory import Draft, Finish, Rollout
@@ -15,19 +15,19 @@ from trimtab.rollout.trajectory import Draft, Finish, Rollout
 FIGURES = ("tool_calls", "tool_failures", "unknown_tools", "seconds_environment")
 
 
-class Stage(Enum):
-    """What it waits for."""
+class EpisodePhase(Enum):
+    """What an episode waits for."""
 
-    OPENING = auto()  # the environment's first words
-    REPLAYING = auto()  # another instance, to be where the last one was
-    WRITING = auto()  # the engine
-    STEPPING = auto()  # the environment's answer
-    ENDING = auto()  # its last reward
+    RESETTING = auto()  # the environment's first observation
+    REPLAYING = auto()  # a new instance, to be where the last one was
+    GENERATING = auto()  # the engine
+    STEPPING = auto()  # the environment's observation
+    ENDING = auto()  # the reward of the whole episode
 
 
 @dataclass(frozen=True)
 class Strand:
-    """One sequence of tokens: a prompt, and what was drawn or read after it. Nothing in it changes."""
+    """A sequence of tokens: a prompt, and what the model generated and read after it. Immutable."""
 
     prompt_ids: list[int]
     tokens: np.ndarray
@@ -50,13 +50,13 @@ class Strand:
         return self.prompt_ids + self.tokens.tolist()
 
     def read(self, ids: list[int]) -> "Strand":
-        """With tokens of the world behind it."""
+        """Append tokens of an observation."""
         tokens = np.concatenate((self.tokens, np.array(ids, dtype=np.int32)))
         drawn = np.concatenate((self.drawn, np.zeros(len(ids), dtype=bool)))
         return Strand(self.prompt_ids, tokens, drawn, self.log_probs, self.versions, self.plain_log_probs)
 
     def wrote(self, turn: Draft, plain_log_probs: np.ndarray | None = None) -> "Strand":
-        """With a turn of the model behind it, whole or not."""
+        """Append a turn of the model, whole or partial."""
         plain = self.plain_log_probs
         return Strand(
             self.prompt_ids,
@@ -69,47 +69,43 @@ class Strand:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What an episode has at one time. It is replaced as a whole: other threads may look."""
+class EpisodeSnapshot:
+    """An episode's data at one moment. Replaced as a whole, because other threads read it."""
 
     strands: tuple[Strand, ...] = ()
     said: tuple[Said, ...] = ()
-    request: int | None = None  # of the engine's session, that its next turn is
-    part: Draft | None = None  # of the next turn, from which the engine goes on
+    request: int | None = None  # of the engine's session, that generates the next turn
+    part: Draft | None = None  # of the next turn, from which the engine resumes
 
     @property
     def turns(self) -> int:
         return sum([said.drawn for said in self.said])
 
-    @property
-    def messages(self) -> list[Message]:
-        return [message for said in self.said for message in said.messages]
-
 
 @dataclass
-class Play:
-    number: int  # of the environment's instance
+class EpisodeState:
+    number: int  # identifies the environment instance
     request: int
     seed: int  # of this sample
     task: Task
     prompt_ids: list[int]  # the row's
     limit: int  # of a turn
-    now: Moment = field(default_factory=Moment)
-    stage: Stage = Stage.OPENING
+    now: EpisodeSnapshot = field(default_factory=EpisodeSnapshot)
+    phase: EpisodePhase = EpisodePhase.RESETTING
     finish: Finish | None = None  # once it is known
-    opening: list[Message] | None = None  # what reset gave
-    language: Language | None = None  # once its tools are known
-    next_sampling: dict[str, Any] | None = None  # that the environment wishes for the next turn
-    replayed: int = 0  # of what was said, so much the new instance knows
-    begun: int = 1
+    opening: list[Message] | None = None  # what reset returned
+    chat: ChatTokens | None = None  # once its tools are known
+    next_sampling: dict[str, Any] | None = None  # that the environment asks for in the next turn
+    replayed: int = 0  # entries of the record that the new instance has seen
+    begun: int = 1  # times from nothing
     failures: int = 0
     last_reward: float = 0.0
     logs: dict[str, float] = field(default_factory=dict)  # the environment's own
     figures: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FIGURES, 0.0))
     last_tools: dict[str, float] = field(default_factory=dict)
-    """What the last turn adds to these figures, until its answer stands in the record: another instance may be told it
-    again."""
-    since: float = field(default_factory=time.monotonic)  # of the turn that is written
+    """What the last turn adds to these figures, once its observation is in the record: until then the turn may be
+    replayed in another instance."""
+    since: float = field(default_factory=time.monotonic)  # when the engine began the current turn
 
     @property
     def sample(self) -> int:
@@ -120,7 +116,7 @@ class Play:
         return self.now.strands[-1]
 
     def restore(self, drafts: list[Draft]) -> None:
-        """Be where these drafts are, one for each of its sequences in order; the environment is not, yet."""
+        """Restore the state from drafts, one for each of its sequences in order. The environment must be replayed."""
         record = drafts[0].episode
         if record is None:
             return
@@ -139,40 +135,44 @@ class Play:
             part = Draft(0, strand.tokens[end:], log_probs[-more:], versions[-more:])
             cut = replace(strand, tokens=strand.tokens[:end], drawn=strand.drawn[:end])
             strands = (*strands[:-1], replace(cut, log_probs=log_probs[:-more], versions=versions[:-more]))
-        self.now = Moment(strands, tuple(record.said), part=part)
+        self.now = EpisodeSnapshot(strands, tuple(record.said), part=part)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Begin from nothing."""
-        self.now, self.finish, self.next_sampling, self.opening = Moment(), None, None, None
-        self.stage, self.replayed, self.last_reward, self.logs = Stage.OPENING, 0, 0.0, {}
+        self.now, self.finish, self.next_sampling, self.opening = EpisodeSnapshot(), None, None, None
+        self.phase, self.replayed, self.last_reward, self.logs = EpisodePhase.RESETTING, 0, 0.0, {}
         self.figures, self.last_tools = dict.fromkeys(FIGURES, 0.0), {}
         self.begun += 1
 
-    def said(self, *more: Said, strands: tuple[Strand, ...]) -> None:
-        self.now = Moment(strands, (*self.now.said, *more))
+    def add(self, said: Said, strands: tuple[Strand, ...]) -> None:
+        self.now = EpisodeSnapshot(strands, (*self.now.said, said))
 
-    def rewarded(self, reward: float) -> None:
-        """The last turn was."""
+    def set_reward(self, reward: float) -> None:
+        """Set the reward of the last turn."""
         *before, turn = self.now.said
-        assert turn.drawn, "an environment rewards what the model said"
-        now = self.now
-        self.now = Moment(now.strands, (*before, replace(turn, reward=reward)), now.request, now.part)
+        assert turn.drawn, "an environment rewards turns of the model"
+        self.now = replace(self.now, said=(*before, replace(turn, reward=reward)))
+
+    def conversation(self, count: int | None = None) -> list[Message]:
+        """All messages so far, or those of the first `count` entries of the record."""
+        first = self.task.asked if self.opening is None else self.opening
+        return [*first, *(message for said in self.now.said[:count] for message in said.messages)]
 
     def count_tools(self) -> None:
         for name, more in self.last_tools.items():
             self.figures[name] += more
         self.last_tools = {}
 
-    # ---- what is handed over
+    # ---- what callers get
 
-    def record(self, problem: str | None = None, now: Moment | None = None) -> Episode:
+    def record(self, problem: str | None = None, now: EpisodeSnapshot | None = None) -> Episode:
         now = now or self.now
         return Episode(
             list(now.said), self.opening, self.last_reward, {**self.logs, **self.figures}, self.begun, problem
         )
 
-    def drafts(self, part: Draft | None, now: Moment | None = None) -> list[Draft]:
-        """As it stands, with so much of the turn that is written."""
+    def drafts(self, part: Draft | None, now: EpisodeSnapshot | None = None) -> list[Draft]:
+        """The episode so far, with the part of the current turn that is generated."""
         now = now or self.now
         if not now.strands:
             return [Draft.empty(self.sample)]
@@ -186,7 +186,7 @@ class Play:
         ]
 
     def rollouts(self, finish: Finish, episode: Episode, plain: bool = False) -> list[Rollout]:
-        """One for each of its sequences."""
+        """One rollout for each of its sequences."""
         strands = self.now.strands if finish != "failed" else ()
         if finish == "abort" and self.now.part is not None:
             strands = (*strands[:-1], strands[-1].wrote(self.now.part))
@@ -204,7 +204,7 @@ class Play:
 
 
 def _strand(draft: Draft, prompt_ids: list[int]) -> Strand:
-    """Its own prompt comes with the environment's first words; until then it has the row's."""
+    """A draft's sequence, with the row's prompt until the environment's reset gives its own."""
     drawn = np.ones(len(draft.tokens), dtype=bool) if draft.drawn is None else draft.drawn
     nothing = np.zeros(0, dtype=np.float32)
     return Strand(prompt_ids, draft.tokens, drawn, draft.log_probs, draft.versions, nothing)

@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 
-from tests.agents.playing import at_work, check_exact, go_on, make_policy, plain, play, player, sampling_of, stored
-from tests.agents.worlds import Counting, Pool
 from tests.data.templates import CHATML
-from trimtab.agents.appending import Appending
+from tests.envs.episodes import at_work, check_exact, go_on, make_policy, plain, play, player, sampling_of, stored
+from tests.envs.fake_pool import Counting, Pool
+from trimtab.envs.chat_tokens import ChatAppender
 from trimtab.errors import UserError
 from trimtab.rollout.trajectory import Draft
 
@@ -97,7 +97,7 @@ def test_episodes_in_several_sequences_go_on_from_their_drafts(policy, way, adva
 def test_templates_that_cannot_be_appended_to_can_be_played_so(policy):
     engine = player(policy, Pool(), COUNTS, history="template")
     with pytest.raises(UserError, match="--agent_history template"):
-        Appending(engine.tokenizer)
+        ChatAppender(engine.tokenizer)
     with pytest.raises(UserError, match="--apply_chat_template"):
         player(policy, Pool(), None, history="template", plain=True)
     (first, *_) = play(engine, rows=1, n=1)

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from tests import warm
-from tests.agents.playing import CONTEXT, VOCABULARY, make_policy, play, player
-from tests.agents.templates import tokenizer_of
-from tests.agents.worlds import Counting, Fault, Pool
 from tests.data.templates import CHATML
+from tests.envs.chat_templates import tokenizer_of
+from tests.envs.episodes import CONTEXT, VOCABULARY, make_policy, play, player
+from tests.envs.fake_pool import Counting, Fault, Pool
 from tests.tiny import tiny_model
-from trimtab.agents.engine import AgentEngine
-from trimtab.agents.led_pool import LedPool
 from trimtab.distributed.device import find_device
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import shard
 from trimtab.distributed.world import find_world, leave_world
+from trimtab.envs.episode_engine import BroadcastPool
+from trimtab.envs.episode_session import EnvironmentEngine
 from trimtab.errors import RunFailed, UserError
 from trimtab.models.policy import Policy
 from trimtab.models.sharded import decoder_layers
@@ -45,7 +45,7 @@ def cut_over_two() -> None:
     shard(policy, decoder_layers(policy), mesh, zero_stage=3)
     tokenizer = tokenizer_of(CHATML)
     inner = BuiltinEngine(policy, tokenizer, slots=4, page_size=8, tensor=mesh.tensor)
-    found = play(AgentEngine(inner, LedPool(faulty, mesh.tensor), tokenizer), n=2)
+    found = play(EnvironmentEngine(inner, BroadcastPool(faulty, mesh.tensor), tokenizer), n=2)
     expected = play(player(make_policy(), faulty()), n=2)
     for one, other in zip(found, expected, strict=True):
         assert (one.prompt, one.sample, one.ids, one.finish) == (other.prompt, other.sample, other.ids, other.finish)
@@ -87,7 +87,7 @@ def test_who_has_no_environments_hears_at_once_that_they_cannot_be_opened():
     def refused():
         raise UserError(words)
 
-    errors = in_both(lambda peers: LedPool(refused, peers))
+    errors = in_both(lambda peers: BroadcastPool(refused, peers))
     assert [(type(error), str(error)) for error in errors] == [(UserError, words)] * 2
 
 
@@ -96,7 +96,7 @@ def test_who_has_no_environments_hears_at_once_that_they_have_failed():
         raise RuntimeError("the workers are gone")
 
     def work(peers):
-        pool = LedPool(lambda: Pool(Counting), peers)
+        pool = BroadcastPool(lambda: Pool(Counting), peers)
         if peers.leads:
             pool._pool.finished = fail
         pool.finished(0.0)

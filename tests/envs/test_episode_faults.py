@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from tests.agents.playing import make_policy, plain, play, player
+from tests.envs.episodes import make_policy, plain, play, player
 from trimtab.envs.pool import EnvLimits, Pool
 
 CODE = """

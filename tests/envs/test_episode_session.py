@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.agents.playing import (
+from tests.data.templates import CHATML, GEMMA, LLAMA3, QWEN3
+from tests.envs.episodes import (
     CONTEXT,
     VOCABULARY,
     at_work,
@@ -16,9 +17,8 @@ from tests.agents.playing import (
     sampling_of,
     trained,
 )
-from tests.agents.test_appending import REFUSED, templates
-from tests.agents.worlds import Counting, Fault, Pool
-from tests.data.templates import CHATML, GEMMA, LLAMA3, QWEN3
+from tests.envs.fake_pool import Counting, Fault, Pool
+from tests.envs.test_chat_tokens import REFUSED, templates
 from trimtab.envs.replies import Stepped
 from trimtab.envs.types import Step
 from trimtab.rollout.engine import Engine, Session

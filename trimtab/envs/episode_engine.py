@@ -1,0 +1,280 @@
+"""Episode engines: engines around an engine that return episodes instead of single answers.
+
+This is what environments (episode_session.py) and agents at an endpoint have in common: one session at a time, and
+episodes that wait between sessions. An aborted episode keeps its instance, parked under the record that the caller was
+given; a later session that resumes from this very record goes on with the instance.
+
+`BroadcastPool` is for a tensor-parallel group: its first process asks the environments, and the others get the replies.
+"""
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+from trimtab.distributed.peers import Peers
+from trimtab.envs.adapter import EnvironmentInfo
+from trimtab.envs.replies import Broken, Ended, Opened, Reply, Stepped
+from trimtab.envs.types import EpisodeSettings, Step, Task, Turn
+from trimtab.errors import RunFailed, UserError
+from trimtab.rollout.engine import AT_WORK, AnsweringEngine, Engine, OpenSession, Session
+from trimtab.rollout.episode import Episode
+from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.trajectory import Draft, Rollout
+
+
+class InstancePool(Protocol):
+    """Running environments or agents (pool.py). No method waits but `finished`."""
+
+    def drop(self, episode: int) -> None: ...
+
+    def finished(self, seconds: float) -> list[Reply]: ...
+
+    def close(self) -> None: ...
+
+
+class EnvironmentPool(InstancePool, Protocol):
+    """Running environments."""
+
+    @property
+    def about(self) -> EnvironmentInfo: ...
+
+    def reset(self, episode: int, task: Task) -> None: ...
+
+    def step(self, episode: int, turn: Turn) -> None: ...
+
+    def end(self, episode: int) -> None: ...
+
+
+class ActiveEpisode(Protocol):
+    """An episode that is not over."""
+
+    number: int  # identifies its instance
+    request: int
+
+
+EpisodeT = TypeVar("EpisodeT", bound=ActiveEpisode)
+
+
+class EpisodeEngine(AnsweringEngine, Generic[EpisodeT]):
+    def __init__(self, engine: Engine, pool: InstancePool, settings: EpisodeSettings | None):
+        self.engine, self.settings = engine, settings or EpisodeSettings()
+        self.numbers = itertools.count()
+        self._instances = pool
+        self._session: EpisodeSession[EpisodeT] | None = None
+        self._parked: dict[int, tuple[Episode, EpisodeT]] = {}  # by the identity of the record
+        self._inbox: dict[int, Reply] = {}  # replies to parked episodes
+
+    # ---- the engine as callers see it
+
+    def session(self, sampling: Sampling) -> "EpisodeSession[EpisodeT]":
+        if self._session is not None:
+            raise UserError(AT_WORK)
+        self._session = self.open_session(sampling)
+        return self._session
+
+    def session_of_call(self, sampling: Sampling) -> Session:
+        """A session for one call, such as an evaluation's: it resumes nothing, and parked episodes stay parked."""
+        session = self.session(sampling)
+        session.to_resume.clear()
+        return session
+
+    def open_session(self, sampling: Sampling) -> "EpisodeSession[EpisodeT]":
+        raise NotImplementedError
+
+    def abort(self, prompts: Collection[int] | None = None) -> None:
+        if self._session is not None:
+            self._session.abort(prompts)
+
+    # ---- for sessions
+
+    def replies(self, seconds: float) -> list[Reply]:
+        """New replies, and earlier ones to episodes that were parked then. Replies to parked episodes are kept."""
+        parked = {under_way.number for _, under_way in self._parked.values()}
+        found = [self._inbox.pop(number) for number in list(self._inbox) if number not in parked]
+        for reply in self._instances.finished(0.0 if found else seconds):
+            if reply.episode in parked:
+                self._inbox[reply.episode] = reply
+            else:
+                found.append(reply)
+        return found
+
+    def park(self, under_way: EpisodeT, episode: Episode) -> None:
+        """Keep the instance for a session that resumes from this very record."""
+        self._parked[id(episode)] = (episode, under_way)
+
+    def unpark(self, episode: Episode | None) -> EpisodeT | None:
+        if self._session is not None:
+            self._session.to_resume.discard(id(episode))  # a later record may get the same id
+        return self._parked.pop(id(episode), (None, None))[1]
+
+    def parked(self) -> set[int]:
+        return set(self._parked)
+
+    def give_up(self, records: Collection[int]) -> None:
+        """Drop parked episodes that were not resumed."""
+        for record in records:
+            if (found := self._parked.pop(record, None)) is not None:
+                self.drop(found[1])
+
+    def drop(self, under_way: EpisodeT) -> None:
+        """End the instance of an episode."""
+        self._instances.drop(under_way.number)
+        self._inbox.pop(under_way.number, None)
+
+    def ended(self) -> None:
+        self._session = None
+
+    # ---- the engine inside
+
+    @property
+    def exact(self) -> bool:
+        return self.engine.exact
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    @property
+    def context(self) -> int | None:
+        return self.engine.context
+
+    def weights_changed(self, version: int) -> None:
+        self.engine.weights_changed(version)
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def rest(self) -> None:
+        self.engine.rest()
+
+    def wake(self) -> None:
+        self.engine.wake()
+
+    def close(self) -> None:
+        """Close the pool, but not the inner engine, which belongs to the caller."""
+        self.give_up(list(self._parked))
+        self._instances.close()
+
+
+class EpisodeSession(OpenSession, Generic[EpisodeT]):
+    """Active episodes, whose turns are generated in the inner engine's open session."""
+
+    def __init__(self, engine: EpisodeEngine[EpisodeT], sampling: Sampling):
+        super().__init__()
+        self.sampling = sampling
+        self.inner = engine.engine.session(replace(sampling, n=1))
+        self.under_way: dict[int, EpisodeT] = {}  # by number
+        self._finished: list[Rollout] = []
+        self.to_resume = engine.parked()
+        """Records that are dropped at the end of the session unless they were resumed."""
+
+    def add(
+        self,
+        prompt_ids: list[int],
+        *,
+        seed: int | None = None,
+        limit: int | None = None,
+        drafts: Sequence[Draft] | None = None,
+        task: Task | None = None,
+        sampling: Sampling | None = None,
+    ) -> int:
+        assert sampling is None, "all episodes of a session have the same sampling"
+        number, self.requests = self.requests, self.requests + 1
+        seed = request_seed(self.sampling.seed, number) if seed is None else seed
+        task = Task(number, 0, seed & (2**31 - 1)) if task is None else task
+        given: dict[int, list[Draft]] = {}
+        for draft in [Draft.empty(sample) for sample in range(self.sampling.n)] if drafts is None else drafts:
+            assert draft.finish is None, "an episode that has not ended"
+            given.setdefault(draft.sample, []).append(draft)
+        limit = self.sampling.max_new_tokens if limit is None else limit
+        for sample, own in given.items():
+            own.sort(key=lambda draft: draft.branch)
+            at = replace(task, sample=sample)
+            self.begin(number, request_seed(seed, sample), at, list(prompt_ids), limit, own)
+        self.inner.expect(len(self.under_way))  # their turns begin one by one, as resets return
+        return number
+
+    def begin(
+        self, request: int, seed: int, task: Task, prompt_ids: list[int], limit: int, drafts: list[Draft]
+    ) -> None:
+        """Begin an episode, or resume it from its drafts, one for each branch."""
+        raise NotImplementedError
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.under_way or self._finished)
+
+    def take_finished(self) -> list[Rollout]:
+        finished, self._finished = self._finished, []
+        return finished
+
+
+# ---- environments of a tensor-parallel group
+
+REPLY_TYPES: dict[str, type[Reply]] = {kind.__name__: kind for kind in (Opened, Stepped, Ended, Broken)}
+
+
+class BroadcastPool:
+    """All processes of the group make the same calls and generate the same tokens, so that one may ask for all."""
+
+    def __init__(self, open_pool: Callable[[], EnvironmentPool], peers: Peers):
+        """`open_pool`: called in the first process only."""
+        self._pool: EnvironmentPool | None = None
+        self._peers = peers
+        self.about = EnvironmentInfo(**self._broadcast(lambda: self._opened(open_pool)))
+
+    def _opened(self, open_pool: Callable[[], EnvironmentPool]) -> dict[str, Any]:
+        self._pool = open_pool()
+        return asdict(self._pool.about)
+
+    def _broadcast(self, find: Callable[[], Any]) -> Any:
+        """The first process's result, in all processes. If it raises, all raise an error with its message."""
+        if not self._peers.leads:
+            found, words, mistaken = self._peers.gather(None)[0]
+            if words is not None:
+                raise UserError(words) if mistaken else RunFailed(words)
+            return found
+        try:
+            found = find()
+        except Exception as error:
+            self._peers.gather([None, str(error) or type(error).__name__, isinstance(error, UserError)])
+            raise
+        self._peers.gather([found, None, False])
+        return found
+
+    def reset(self, episode: int, task: Task) -> None:
+        if self._pool is not None:
+            self._pool.reset(episode, task)
+
+    def step(self, episode: int, turn: Turn) -> None:
+        if self._pool is not None:
+            self._pool.step(episode, turn)
+
+    def end(self, episode: int) -> None:
+        if self._pool is not None:
+            self._pool.end(episode)
+
+    def drop(self, episode: int) -> None:
+        if self._pool is not None:
+            self._pool.drop(episode)
+
+    def finished(self, seconds: float) -> list[Reply]:
+        return [_decoded_reply(*told) for told in self._broadcast(lambda: self._heard(seconds))]
+
+    def _heard(self, seconds: float) -> list[list[Any]]:
+        assert self._pool is not None, "the first has it"
+        return [_encoded_reply(reply) for reply in self._pool.finished(seconds)]
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _encoded_reply(reply: Reply) -> list[Any]:
+    return [type(reply).__name__, asdict(reply)]
+
+
+def _decoded_reply(kind: str, values: dict[str, Any]) -> Reply:
+    step = {"step": Step(**values["step"])} if kind == Stepped.__name__ else {}
+    return REPLY_TYPES[kind](**{**values, **step})

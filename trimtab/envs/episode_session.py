@@ -1,0 +1,407 @@
+"""Environments around an engine: prompts become episodes, which come out as rollouts.
+
+`EnvironmentEngine` is an engine itself, so that every caller of one can have episodes instead of single answers. Its
+session generates turns in the inner engine's open session while environments answer other episodes:
+
+    reset the environment; generate a turn; step the environment; append its observation; repeat until the episode is
+    done or a limit is reached
+"""
+
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from trimtab.distributed.watch import pulse
+from trimtab.envs.chat_tokens import ChatTokens, ObservationError, refusing
+from trimtab.envs.episode_engine import EnvironmentPool, EpisodeEngine, EpisodeSession
+from trimtab.envs.episode_state import EpisodePhase, EpisodeSnapshot, EpisodeState, Strand
+from trimtab.envs.replies import Broken, Ended, Opened, Reply, Stepped
+from trimtab.envs.types import EpisodeSettings, Message, Step, Task, Turn
+from trimtab.rollout.engine import Engine, steps_among_others
+from trimtab.rollout.episode import Said
+from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.trajectory import Draft, Finish, Rollout
+
+POLL_SECONDS = 0.05  # of waiting for environments while the engine has nothing to generate
+NO_LIMIT = 2**31
+MAX_CHAT_TOKENS = 64  # instances that an engine keeps
+
+
+class EnvironmentEngine(EpisodeEngine[EpisodeState]):
+    def __init__(
+        self,
+        engine: Engine,
+        pool: EnvironmentPool,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: EpisodeSettings | None = None,
+    ):
+        assert pool.about.kind == "environment", "an agent asks for its turns itself"
+        super().__init__(engine, pool, settings)
+        self.pool, self.tokenizer = pool, tokenizer
+        self._chat_tokens: dict[str, ChatTokens] = {}
+        self.chat_tokens(pool.about.tools, ())  # refuses a chat template that cannot render them
+
+    def open_session(self, sampling: Sampling) -> "EnvironmentSession":
+        return EnvironmentSession(self, sampling)
+
+    def chat_tokens(self, tools: Sequence[dict[str, Any]], stops: Collection[int]) -> ChatTokens:
+        key = json.dumps([list(tools), sorted(stops)], sort_keys=True)
+        if key not in self._chat_tokens:
+            self._chat_tokens[key] = ChatTokens(self.tokenizer, tools, stops, self.settings)
+            if len(self._chat_tokens) > MAX_CHAT_TOKENS:  # tools may differ between episodes
+                del self._chat_tokens[next(iter(self._chat_tokens))]
+        return self._chat_tokens[key]
+
+
+class EnvironmentSession(EpisodeSession[EpisodeState]):
+    def __init__(self, engine: EnvironmentEngine, sampling: Sampling):
+        super().__init__(engine, sampling)
+        self.engine = engine
+        limits = engine.settings.episode_max_len, engine.context
+        self.max_length = min((limit for limit in limits if limit is not None), default=NO_LIMIT)
+        self.generating: dict[int, EpisodeState] = {}  # by the inner session's request
+        self._prompts: dict[int, list[int]] = {}  # by request: its samples share one list
+        self.inner.meanwhile = self._poll
+
+    # ---- the session as callers see it
+
+    def begin(
+        self, request: int, seed: int, task: Task, prompt_ids: list[int], limit: int, drafts: list[Draft]
+    ) -> None:
+        if (parked := self.engine.unpark(drafts[0].episode)) is not None:  # its environment is still there
+            parked.request, parked.limit = request, limit
+            self.under_way[parked.number] = parked
+            if parked.phase is EpisodePhase.GENERATING:
+                self._generate(parked)
+            return
+        state = EpisodeState(next(self.engine.numbers), request, seed, task, prompt_ids, limit)
+        state.restore(drafts)
+        self._reset(state)
+
+    def advance(self, steps: int | None = None) -> list[Rollout]:
+        pulse.move()
+        aborted, self._aborted = self._aborted, set()
+        self._abort(aborted)
+        if self.inner.busy and not self._finished:
+            if len(self.under_way) > len(self.generating):  # an environment may answer meanwhile
+                steps = steps_among_others(steps, full=self.inner.full)
+            for rollout in self.inner.advance(steps):
+                if (state := self.generating.pop(rollout.prompt, None)) is not None:
+                    self._generated(state, rollout)
+        if self.under_way:
+            self._poll(0.0 if self.inner.busy or self._finished else POLL_SECONDS)
+        return self.take_finished()
+
+    def drawn(self, request: int) -> list[int]:
+        state = next((s for s in self.under_way.values() if (s.request, s.sample) == (request, 0)), None)
+        if state is None or not state.now.strands:
+            return []
+        inner = [] if state.now.request is None else self.inner.drawn(state.now.request)
+        return state.strand.tokens.tolist() + inner
+
+    def at_work(self) -> dict[tuple[int, int], int]:
+        inner = self.inner.at_work()
+        found = {}
+        for state in list(self.under_way.values()):
+            now = state.now
+            drawn = sum(len(strand.log_probs) for strand in now.strands)
+            part = 0 if now.part is None else len(now.part.tokens)
+            more = part if now.request is None else inner.get((now.request, 0), part)
+            found[state.request, state.sample] = drawn + more
+        return found
+
+    def drafts(self) -> dict[int, list[Draft]]:
+        inner = self.inner.drafts()
+        found: dict[int, list[Draft]] = {}
+        for state in list(self.under_way.values()):
+            now = state.now
+            parts = [] if now.request is None else inner.get(now.request, [])
+            found.setdefault(state.request, []).extend(state.drafts(parts[0] if parts else None, now))
+        return found
+
+    def close(self) -> None:
+        self.inner.close()
+        for number in self.under_way:
+            self.engine.pool.drop(number)
+        self.under_way.clear()
+        self.engine.give_up(self.to_resume)
+        self.engine.ended()
+
+    # ---- replies of environments
+
+    def _poll(self, seconds: float = 0.0) -> None:
+        """Handle the replies that are there, or that come within this time."""
+        with pulse.waiting():  # environments have their own time limits
+            replies = self.engine.replies(seconds)
+        for reply in replies:
+            if (state := self.under_way.get(reply.episode)) is not None:
+                self._handle(state, reply)
+
+    def _handle(self, state: EpisodeState, reply: Reply) -> None:
+        if isinstance(reply, Broken):
+            self._failed(state, reply)
+            return
+        state.figures["seconds_environment"] += reply.seconds
+        try:
+            if isinstance(reply, Opened):
+                self._opened(state, reply)
+            elif isinstance(reply, Ended):
+                self._ended(state, reply)
+            elif state.phase is EpisodePhase.REPLAYING:
+                self._replayed(state, reply)
+            else:
+                self._stepped(state, reply)
+        except ObservationError as error:
+            self.engine.pool.drop(state.number)
+            self._failed(state, Broken(state.number, str(error)))
+
+    # ---- the beginning and the end of an episode
+
+    def _reset(self, state: EpisodeState) -> None:
+        self.under_way[state.number] = state
+        self.engine.pool.reset(state.number, state.task)
+
+    def _opened(self, state: EpisodeState, reply: Opened) -> None:
+        state.chat = self.engine.chat_tokens(reply.tools, self.sampling.stop_token_ids)
+        prompt = first_tokens(state.chat, reply, state.task, state.prompt_ids)
+        known = self._prompts.setdefault(state.request, prompt)
+        prompt = known if known == prompt else prompt
+        if not state.now.strands:
+            state.opening, state.now = reply.messages, EpisodeSnapshot((Strand.of(prompt),))
+            self._generate(state)
+        elif reply.messages != state.opening:
+            self._restart(state)
+        else:
+            state.now = replace(state.now, strands=_with_prompts(state, prompt))
+            self._replay(state)
+
+    def _end(self, state: EpisodeState, finish: Finish) -> None:
+        state.finish, state.phase = finish, EpisodePhase.ENDING
+        self.engine.pool.end(state.number)
+
+    def _ended(self, state: EpisodeState, reply: Ended) -> None:
+        assert state.finish is not None
+        state.count_tools()
+        state.last_reward = reply.reward
+        state.logs.update(reply.logs)
+        self._finish(state, state.finish)
+
+    def _finish(self, state: EpisodeState, finish: Finish, problem: str | None = None) -> None:
+        del self.under_way[state.number]
+        episode = state.record(problem)
+        if finish not in ("abort", "failed"):
+            episode.logs |= {
+                "turns": float(state.now.turns),
+                "episode_length": float(state.strand.length),
+                "branches": float(len(state.now.strands)),
+            }
+        elif finish == "abort" and state.phase not in (EpisodePhase.RESETTING, EpisodePhase.REPLAYING):
+            self.engine.park(state, episode)
+        self._finished += state.rollouts(finish, episode, self.sampling.plain_log_probs)
+
+    # ---- turns
+
+    def _generate(self, state: EpisodeState) -> None:
+        """Have the engine generate the next turn, if there is room for it."""
+        own = state.next_sampling or {}
+        strand, part = state.strand, state.now.part
+        limit = min(own.get("max_new_tokens") or state.limit, self.max_length - strand.length)
+        if limit < 1:
+            self._end(state, "context")
+            return
+        stops = own.get("stop_strings")
+        with refusing():
+            request = self.inner.add(
+                strand.ids,
+                seed=request_seed(state.seed, state.now.turns),
+                limit=limit,
+                drafts=None if part is None else [replace(part, sample=0)],
+                sampling=replace(self.sampling, n=1, stop_strings=tuple(stops)) if stops else None,
+            )
+        state.phase, state.since = EpisodePhase.GENERATING, time.monotonic()
+        state.now = EpisodeSnapshot(state.now.strands, state.now.said, request, part)
+        self.generating[request] = state
+
+    def _generated(self, state: EpisodeState, rollout: Rollout) -> None:
+        assert state.chat is not None and rollout.finish in ("stop", "length")
+        strand = state.strand
+        message, text = state.chat.parser.turn(rollout.ids, strand.ids, state.chat.stops)
+        start, branch = len(strand.tokens), len(state.now.strands) - 1
+        said = Said(
+            *([message], start, start + len(rollout.ids), True, text, rollout.finish),
+            seconds=time.monotonic() - state.since,
+            branch=branch,
+        )
+        wrote = strand.wrote(Draft.of(rollout), rollout.plain_log_probs)
+        state.add(said, strands=(*state.now.strands[:-1], wrote))
+        self._step(state, len(state.now.said) - 1)
+
+    def _step(self, state: EpisodeState, index: int) -> None:
+        """Give the environment the model's turn at this index of the record."""
+        said = state.now.said[index]
+        strand = state.now.strands[said.branch]
+        number = sum([earlier.drawn for earlier in state.now.said[:index]])
+        room = max(0, self.max_length - len(strand.prompt_ids) - said.end)
+        finish: Literal["stop", "length"] = "length" if said.finish == "length" else "stop"
+        ids = strand.tokens[said.start : said.end].tolist()
+        if index == len(state.now.said) - 1:
+            state.phase = EpisodePhase.STEPPING
+        self.engine.pool.step(state.number, Turn(said.text, said.messages[0], ids, finish, number, room))
+
+    def _stepped(self, state: EpisodeState, reply: Stepped) -> None:
+        step = reply.step
+        state.last_tools = {name: getattr(reply, name) for name in ("tool_calls", "tool_failures", "unknown_tools")}
+        state.logs.update(step.logs)
+        state.set_reward(step.reward)
+        if step.done:
+            self._end(state, "length" if state.now.said[-1].finish == "length" else "stop")
+        elif step.truncated:
+            self._end(state, "truncated")
+        elif state.now.turns >= self.engine.settings.max_turns:
+            self._end(state, "turns")
+        else:
+            self._observe(state, step, reply.seconds)
+
+    def _observe(self, state: EpisodeState, step: Step, seconds: float) -> None:
+        """Append the observation, if there is room for it and one more token."""
+        assert state.chat is not None
+        messages, strand, strands = _observation(state.chat, step), state.strand, state.now.strands
+        turn = state.now.said[-1]
+        ids = step.ids
+        if ids is None:
+            drawn = strand.tokens[turn.start : turn.end].tolist()
+            ids = state.chat.after(strand.ids, drawn, state.conversation(), messages)
+        elif not all(0 <= token < state.chat.vocabulary for token in ids):
+            raise ObservationError(
+                f"Step.ids has tokens that the tokenizer does not have: 0 to {state.chat.vocabulary - 1}"
+            )
+        if ids is not None:
+            strands, read = strands[:-1], strand.read(ids)
+        else:  # the template has changed the history: the conversation goes on in a new branch
+            whole = state.chat.opening([*state.conversation(), *messages])
+            prompt = strands[0].prompt_ids
+            kept = len(prompt) if whole[: len(prompt)] == prompt else 1
+            read = Strand.of(prompt if kept > 1 else whole[:1]).read(whole[kept:])
+        if read.length + 1 > self.max_length:
+            self._end(state, "context")
+            return
+        branch = len(strands)
+        start = len(strand.tokens) if branch == turn.branch else 0
+        said = Said(messages, start, len(read.tokens), False, seconds=seconds, branch=branch)
+        state.add(said, strands=(*strands, read))
+        state.count_tools()
+        state.next_sampling = step.sampling
+        self._generate(state)
+
+    # ---- replay: a new instance of the environment is given the earlier turns and must answer them alike
+
+    def _replay(self, state: EpisodeState) -> None:
+        """Give the new instance the next turn whose answer is known, or go on with the episode."""
+        index = next_answered(state.now.said, state.replayed)
+        if index is not None:
+            state.phase = EpisodePhase.REPLAYING
+            self._step(state, index)
+        elif state.now.said and state.now.said[-1].drawn:
+            self._step(state, len(state.now.said) - 1)
+        else:
+            self._generate(state)
+
+    def _replayed(self, state: EpisodeState, reply: Stepped) -> None:
+        index = next_answered(state.now.said, state.replayed)
+        assert index is not None and state.chat is not None
+        step, answer = reply.step, state.now.said[index + 1]
+        if step.done or step.truncated:
+            same = False
+        elif step.ids is not None:
+            same = step.ids == state.now.strands[answer.branch].tokens[answer.start : answer.end].tolist()
+        else:
+            same = _observation(state.chat, step) == answer.messages
+        if not same:
+            self._restart(state)
+            return
+        state.replayed, state.next_sampling = index + 2, step.sampling
+        self._replay(state)
+
+    def _restart(self, state: EpisodeState) -> None:
+        """Begin the episode anew, in another instance."""
+        self.engine.pool.drop(state.number)
+        del self.under_way[state.number]
+        state.number = next(self.engine.numbers)
+        state.clear()
+        self._reset(state)
+
+    # ---- retries and aborts
+
+    def _failed(self, state: EpisodeState, reply: Broken) -> None:
+        """Retry the episode; if its retries are used up, all samples of its request fail."""
+        self._leave_engine([state])
+        if reply.innocent:  # replay it in a new instance
+            state.replayed, state.phase = 0, EpisodePhase.RESETTING
+            self._reset(state)
+            return
+        state.failures += 1
+        if state.failures <= self.engine.settings.retries:
+            state.clear()
+            self._reset(state)
+            return
+        self._finish(state, "failed", reply.words)
+        for other in [other for other in self.under_way.values() if other.request == state.request]:
+            self._leave_engine([other])
+            self.engine.pool.drop(other.number)
+            self._finish(other, "failed")
+
+    def _abort(self, requests: Collection[int]) -> None:
+        aborted = [state for state in self.under_way.values() if state.request in requests]
+        self._leave_engine(aborted)
+        for state in aborted:
+            if state.phase in (EpisodePhase.RESETTING, EpisodePhase.REPLAYING):
+                self.engine.pool.drop(state.number)
+            self._finish(state, "abort")
+
+    def _leave_engine(self, states: list[EpisodeState]) -> None:
+        """Stop generating their turns, and keep the tokens that they have so far."""
+        by_request = {state.now.request: state for state in states if state.now.request is not None}
+        if not by_request:
+            return
+        parts = self.inner.drafts()
+        self.inner.abort(list(by_request))
+        for request, state in by_request.items():
+            del self.generating[request]
+            part = parts[request][0]
+            state.now = replace(state.now, request=None, part=part if len(part.tokens) else None)
+
+
+def first_tokens(chat: ChatTokens, reply: Opened, task: Task, prompt_ids: list[int]) -> list[int]:
+    """The tokens that an episode begins with: what `reset` returned, or the row's prompt. The prompt is rendered again
+    if there are tools, because the template writes them with it."""
+    first = task.asked if reply.messages is None and reply.tools else reply.messages
+    prompt = prompt_ids if first is None else chat.opening(first)
+    if not prompt:
+        raise ObservationError("an episode begins with no tokens at all: reset and the row's prompt are empty")
+    return prompt
+
+
+def next_answered(said: Sequence[Said], since: int) -> int | None:
+    """The index of the next turn of the model whose answer is in the record."""
+    return next((i for i in range(since, len(said) - 1) if said[i].drawn and not said[i + 1].drawn), None)
+
+
+def _observation(chat: ChatTokens, step: Step) -> list[Message]:
+    messages = [{"role": "user", "content": step.messages}] if isinstance(step.messages, str) else step.messages
+    return chat.shortened(messages)
+
+
+def _with_prompts(state: EpisodeState, prompt: list[int]) -> tuple[Strand, ...]:
+    """The sequences of an episode that was restored from drafts, which have no prompts: each begins with the
+    conversation as it was rendered then."""
+    assert state.chat is not None
+    strands = [replace(state.now.strands[0], prompt_ids=prompt)]
+    for branch, strand in enumerate(state.now.strands[1:], start=1):
+        index = next(index for index, said in enumerate(state.now.said) if said.branch == branch)
+        ids = state.chat.opening(state.conversation(index + 1))
+        strands.append(replace(strand, prompt_ids=ids[: len(ids) - state.now.said[index].end]))
+    return tuple(strands)
