@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.envs.load import load
-from trimtab.envs.pool import EnvLimits, Pool
-from trimtab.envs.replies import Ended, Opened, Stepped
+from trimtab.envs.pool import Ended, EnvLimits, Opened, Pool, Stepped
 from trimtab.envs.types import Task, Turn
 
 TURNS = 4

@@ -35,7 +35,7 @@ from trimtab.data.token_store import TokenStore
 from trimtab.distributed.roles import LocalGroup
 from trimtab.models.attention import PackedRow
 from trimtab.models.policy import Policy
-from trimtab.rewards.requests import Questions
+from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.builtin import engine as builtin_engine
 from trimtab.rollout.builtin.cuda_graphs import DecodeGraphs
@@ -184,7 +184,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     rng = np.random.default_rng(0)
     ids = rng.integers(1000, VOCABULARY, (groups, options.prompt)).tolist()
     texts = [""] * groups
-    questions = Questions(list(range(groups)), list(range(groups)), ids, "input", texts, texts, texts, [{}] * groups)
+    questions = PromptBatch(list(range(groups)), list(range(groups)), ids, "input", texts, texts, texts, [{}] * groups)
     tokenizer, engine = make_tokenizer(), make_engine(options.answers, options.prompt + options.tokens)
     sampling = Sampling(max_new_tokens=options.tokens, n=options.group)
     list(engine.stream(ids, sampling))  # takes its memory
@@ -220,7 +220,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     return clock.seconds
 
 
-def one_by_one(rollouts: list[Rollout], questions: Questions, size: int, tokenizer) -> None:
+def one_by_one(rollouts: list[Rollout], questions: PromptBatch, size: int, tokenizer) -> None:
     judging, kept = Judging([], tokenizer, Spans()), []
     for place in range(len(questions.rows)):
         own = rollouts[place * size : (place + 1) * size]

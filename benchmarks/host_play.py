@@ -28,9 +28,8 @@ from host_cost import Captured, MadeUpGraphs, NothingRead, make_engine, no_logit
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trimtab.envs.episode_session import EnvironmentEngine
-from trimtab.envs.pool import Pool
+from trimtab.envs.pool import EnvLimits, Pool
 from trimtab.envs.types import EpisodeSettings, Task
-from trimtab.envs.workers import EnvLimits
 from trimtab.evaluate.person import tokenizer_of_a_person
 from trimtab.rollout.builtin import engine as builtin_engine
 from trimtab.rollout.builtin.cuda_graphs import DecodeGraphs

@@ -9,7 +9,7 @@ from datasets import Dataset
 from trimtab.cli.main import main
 from trimtab.data.knights import prompt_of
 from trimtab.embedded.knights_task import make_puzzles
-from trimtab.rewards.verifiers import knights
+from trimtab.rewards.verifiers import knights_solution
 
 QUIZ = "Zoey says: Owen is a knave. Who is what?"
 TEXT = "(1) Zoey is a knight\n(2) Owen is a knave"
@@ -60,7 +60,7 @@ def test_every_solution_is_one_that_the_reward_reads(tmp_path):
     assert main(["kk-data", written(tmp_path / "a.jsonl", puzzles), str(made)]) == 0
     for row, puzzle in zip(read(made), puzzles, strict=True):
         roles = {name: "knight" if told else "knave" for name, told in zip(puzzle["names"], puzzle["solution"])}
-        assert knights.solution(row["tgt"][0]) == roles
+        assert knights_solution(row["tgt"][0]) == roles
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.rewards.running import running
 from trimtab.cli.main import main
 from trimtab.cli.run_rl import main as run_rl
 from trimtab.embedded import knights_task
-from trimtab.rewards.verify import make_verifier
+from trimtab.rewards.verifiers import make_verifier
 from trimtab.train.metrics import read_rows
 
 # What a tiny model on one CPU needs.

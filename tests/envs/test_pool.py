@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.envs import workers
-from trimtab.envs.here import EnvironmentsHere
-from trimtab.envs.pool import EnvLimits, Pool
-from trimtab.envs.replies import Broken, Ended, Opened, Stepped
+from trimtab.envs import pool as workers
+from trimtab.envs.pool import Broken, Ended, EnvironmentsHere, EnvLimits, Opened, Pool, Stepped
 from trimtab.envs.types import Step, Task, Turn
 from trimtab.errors import UserError
-from trimtab.processes.waiting import GivenUp
+from trimtab.sandbox.wait import RunStopped
 
 CODE = """
     import asyncio, json, os, pathlib, signal, subprocess, sys, threading, time
@@ -533,5 +531,5 @@ def test_a_run_that_is_told_to_stop_waits_no_longer(pool_of):
     pool.step(1, said("wait 10"))
     assert pool.finished(0.1) == []
     stop.append(True)
-    with pytest.raises(GivenUp):
+    with pytest.raises(RunStopped):
         pool.finished(100)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.envs.pool import EnvLimits, Pool
-from trimtab.envs.replies import Broken, Ended, Opened, Stepped
+from trimtab.envs.pool import Broken, Ended, EnvLimits, Opened, Pool, Stepped
 from trimtab.envs.types import Task, Turn
 
 CODE = """

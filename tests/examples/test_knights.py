@@ -15,7 +15,7 @@ from trimtab.config.paddle_spelling import with_config
 from trimtab.config.parse import parse
 from trimtab.config.rl_jobs import AnyRLOptions
 from trimtab.embedded import knights_task
-from trimtab.rewards.verify import make_verifier
+from trimtab.rewards.verifiers import make_verifier
 
 METHODS = ("grpo", "reinforce_plus_plus")
 

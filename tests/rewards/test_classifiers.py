@@ -14,8 +14,7 @@ from trimtab.config.jobs import AttackOptions, TailOptions
 from trimtab.distributed.device import find_device
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.rewards.build import build_reward
-from trimtab.rewards.classifiers import ClassifierReward, keep, load_judge, reading_of
-from trimtab.rewards.model import ModelReward
+from trimtab.rewards.models import ClassifierReward, ModelReward, keep, load_judge, reading_of
 from trimtab.rewards.types import RewardRequest
 
 QUESTIONS = ["sort 4931>", "hello?", "a long question with many words, all of them here."]

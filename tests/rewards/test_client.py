@@ -11,10 +11,10 @@ import pytest
 
 from tests.rewards.samples import request_of
 from trimtab.errors import UserError
-from trimtab.processes import waiting
-from trimtab.processes.waiting import GivenUp, Waiting
 from trimtab.rewards.client import HttpReward
 from trimtab.rewards.types import RewardFailed
+from trimtab.sandbox import wait as waiting
+from trimtab.sandbox.wait import RunStopped, Waiting
 
 RESPONSES = [str(number) for number in range(10)]
 EXPECTED = [float(number) for number in range(10)]
@@ -183,7 +183,7 @@ def test_a_run_that_is_told_to_stop_waits_no_longer(serve, fault):
     client = HttpReward([server.url], waiting=Waiting(stop.is_set))
     threading.Timer(0.2, stop.set).start()
     began = time.monotonic()
-    with pytest.raises(GivenUp):
+    with pytest.raises(RunStopped):
         client(request_of(RESPONSES))
     client.close()
     assert time.monotonic() - began < 1.5

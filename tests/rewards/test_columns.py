@@ -11,8 +11,8 @@ from trimtab.config.jobs import GenerateOptions, GRPOOptions
 from trimtab.data.prompts import build_prompt_store
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
-from trimtab.rewards.columns import check_columns
-from trimtab.rewards.given import giving
+from trimtab.rewards.build import check_columns
+from trimtab.rewards.functions import giving
 from trimtab.rewards.signatures import read_signature
 
 TEXT = {"input_key": "input", "input_template": None, "apply_chat_template": False, "prompt_max_len": 40}

@@ -17,11 +17,11 @@ import pytest
 
 from tests.rewards.samples import request_of
 from trimtab.errors import UserError
-from trimtab.processes import within
-from trimtab.processes.waiting import GivenUp, Waiting
-from trimtab.processes.within import MOST_PRINTED, PRINTED_A_SECOND
 from trimtab.rewards.functions import FunctionReward
 from trimtab.rewards.types import RewardFailed, RewardRequest
+from trimtab.sandbox import worker as within
+from trimtab.sandbox.wait import RunStopped, Waiting
+from trimtab.sandbox.worker import MOST_PRINTED, PRINTED_A_SECOND
 
 
 @pytest.fixture
@@ -334,7 +334,7 @@ def test_a_run_that_is_told_to_stop_waits_no_longer(reward_of, code):
     reward = reward_of(code.format("__import__('time').sleep(100)"), waiting=Waiting(stop.is_set), workers=2)
     threading.Timer(0.3, stop.set).start()
     began = time.monotonic()
-    with pytest.raises(GivenUp):
+    with pytest.raises(RunStopped):
         reward(request_of(["bad"] * 4))
     reward.close()
     assert time.monotonic() - began < 2.0

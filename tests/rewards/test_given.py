@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from trimtab.errors import UserError
-from trimtab.rewards.given import GivenReward, giving
+from trimtab.rewards.functions import GivenReward, giving
 from trimtab.rewards.types import RewardFailed, RewardRequest
 
 

@@ -20,7 +20,7 @@ from trimtab.config.objectives import RewardHeadOptions
 from trimtab.distributed.device import find_device
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
-from trimtab.rewards.model import ModelReward
+from trimtab.rewards.models import ModelReward
 from trimtab.rewards.types import RewardRequest
 
 PROMPTS = ["<user>sort 4931><assistant>", "<user>sort 86420><assistant>", "<user>hello?<assistant>"]

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from tests.rewards.samples import Lengths, request_of
-from trimtab.rewards.overlap import Overlapped
+from trimtab.rewards.reward_queue import RewardQueue
 from trimtab.rewards.types import RewardFailed
 
 
@@ -32,7 +32,7 @@ GROUPS = [["a", "bb"], ["ccc"], ["dddd", "e", "ff"]]
 
 @pytest.mark.parametrize("concurrent", [True, False])
 def test_results_come_in_the_order_of_submission(concurrent):
-    with Overlapped(Watched(concurrent)) as rewards:
+    with RewardQueue(Watched(concurrent)) as rewards:
         for group in GROUPS:
             rewards.submit(request_of(group))
         assert [result.rewards for result in rewards.results()] == [[1.0, 2.0], [3.0], [4.0, 1.0, 2.0]]
@@ -41,7 +41,7 @@ def test_results_come_in_the_order_of_submission(concurrent):
 
 def test_the_first_samples_are_scored_before_the_last_ones_are_there():
     reward = Watched()
-    with Overlapped(reward) as rewards:
+    with RewardQueue(reward) as rewards:
         for group in GROUPS:
             rewards.submit(request_of(group))
             # A group's score is there while the next one is still "being generated".
@@ -51,7 +51,7 @@ def test_the_first_samples_are_scored_before_the_last_ones_are_there():
 
 def test_a_reward_that_runs_a_model_here_is_called_only_when_results_are_asked_for():
     reward = Watched(concurrent=False)
-    with Overlapped(reward) as rewards:
+    with RewardQueue(reward) as rewards:
         for group in GROUPS:
             rewards.submit(request_of(group))
         assert reward.seen == []
@@ -60,7 +60,7 @@ def test_a_reward_that_runs_a_model_here_is_called_only_when_results_are_asked_f
 
 
 def test_a_failure_is_raised_in_its_place_and_the_results_before_it_are_kept():
-    with Overlapped(Watched(concurrent=False, fails_at=1)) as rewards:
+    with RewardQueue(Watched(concurrent=False, fails_at=1)) as rewards:
         for group in GROUPS:
             rewards.submit(request_of(group))
         results = rewards.results()
@@ -72,7 +72,7 @@ def test_a_failure_is_raised_in_its_place_and_the_results_before_it_are_kept():
 
 def test_a_failure_is_raised_at_the_next_submission_so_that_nobody_generates_in_vain():
     reward = Watched(fails_at=0)
-    with Overlapped(reward) as rewards:
+    with RewardQueue(reward) as rewards:
         rewards.submit(request_of(GROUPS[0]))
         assert reward.scored.acquire(timeout=30)
         with pytest.raises(RewardFailed):
@@ -90,7 +90,7 @@ def test_leaving_early_drops_what_has_not_begun():
             return super().__call__(request)
 
     reward = Slow()
-    with pytest.raises(KeyboardInterrupt), Overlapped(reward) as rewards:
+    with pytest.raises(KeyboardInterrupt), RewardQueue(reward) as rewards:
         for _ in range(20):
             rewards.submit(request_of(GROUPS[0]))
         assert entered.wait(30)

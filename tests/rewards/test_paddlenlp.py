@@ -16,7 +16,7 @@ from trimtab.data.knights import prompt_of, source_and_target
 from trimtab.embedded.knights_task import make_puzzles
 from trimtab.rewards.client import HttpReward
 from trimtab.rewards.types import RewardFailed
-from trimtab.rewards.verify import make_verifier
+from trimtab.rewards.verifiers import make_verifier
 
 PUZZLE = source_and_target(
     {"quiz": "Zoey says: Owen lies. Who is what?", "solution_text_format": "(1) Zoey is a knight\n(2) Owen is a knave"}

@@ -13,7 +13,7 @@ from trimtab.config.objectives import StepRewardOptions
 from trimtab.distributed.device import find_device
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
-from trimtab.rewards.process import ProcessReward, split_steps
+from trimtab.rewards.models import ProcessReward, split_steps
 from trimtab.rewards.types import BadSample, RewardRequest
 
 TOKENIZER = make_tokenizer()

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.rewards.samples import request_of
-from trimtab.rewards.protocols import PROTOCOLS, NotUnderstood, encode, protocol_of
+from trimtab.rewards.client import PROTOCOLS, NotUnderstood, encode, protocol_of
 from trimtab.rewards.types import RewardFailed, RewardResult
 
 OPENRLHF, PADDLENLP = PROTOCOLS["openrlhf"], PROTOCOLS["paddlenlp"]

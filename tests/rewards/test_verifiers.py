@@ -5,8 +5,7 @@ import pytest
 from tests.rewards.samples import request_of
 from trimtab.errors import UserError
 from trimtab.rewards.types import RewardFailed
-from trimtab.rewards.verifiers.number import final_number
-from trimtab.rewards.verify import make_verifier, read_spelling
+from trimtab.rewards.verifiers import final_number, make_verifier, read_spelling
 
 HUGE = "9" * 20_000
 KK_LABEL = "(1) Zoey is a knight\n(2) Owen is a knave"
@@ -266,6 +265,6 @@ def test_an_expression_beyond_the_limits_is_not_equal(mathematics):
 
 
 def test_mathematics_without_its_package_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr("trimtab.rewards.verify.find_spec", lambda name: None)
+    monkeypatch.setattr("trimtab.rewards.verifiers.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'trimtab\[math\]'"):
         make_verifier("math")

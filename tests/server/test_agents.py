@@ -10,9 +10,8 @@ import torch
 
 from tests.server.agents import Agents
 from tests.server.running import TEMPLATE, engine, plain_model, tokenizer
-from trimtab.envs.pool import Pool
+from trimtab.envs.pool import EnvLimits, Pool
 from trimtab.envs.types import EpisodeSettings, Task
-from trimtab.envs.workers import EnvLimits
 from trimtab.rollout.sampling import Sampling
 from trimtab.rollout.trajectory import Draft
 from trimtab.server.agents import AgentServerEngine

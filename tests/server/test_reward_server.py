@@ -23,7 +23,7 @@ from tests.rewards.running import running
 from tests.rewards.samples import Lengths, request_of
 from trimtab.rewards.client import HttpReward
 from trimtab.rewards.types import BadSample, RewardFailed, RewardResult
-from trimtab.rewards.verify import make_verifier
+from trimtab.rewards.verifiers import make_verifier
 from trimtab.server import http
 
 

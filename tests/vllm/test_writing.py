@@ -5,7 +5,7 @@ import pytest
 
 from tests.vllm.conftest import engine_of, write_model
 from trimtab.embedded.sort_task import make_tokenizer
-from trimtab.rewards.requests import Questions
+from trimtab.rewards.requests import PromptBatch
 from trimtab.rollout.sampling import Sampling
 from trimtab.train.rl.answers import Admission, UnderWay
 from trimtab.train.rl.rollouts import Rollouts
@@ -28,7 +28,7 @@ def test_answers_of_a_thread_that_is_interrupted_again_and_again(drained, engine
     expected = {(r.prompt, r.sample): r for r in engine.generate(PROMPTS, GREEDY, seeds=SEEDS)}
     role = Rollouts(engine, [], make_tokenizer(), lambda: False, beside=True)
     groups = [UnderWay(place, 0, place, SEEDS[place]) for place in range(3)]
-    role.admit(Admission(groups, Questions([0, 1, 2], SEEDS, PROMPTS, "prompt")), sampling=GREEDY)
+    role.admit(Admission(groups, PromptBatch([0, 1, 2], SEEDS, PROMPTS, "prompt")), sampling=GREEDY)
     role.go_on()
     found, seen, cut = {}, 0, 0
     while len(found) < 3:

@@ -14,7 +14,7 @@ from trimtab.config.dump import redact
 from trimtab.config.jobs import GenerateOptions
 from trimtab.config.parse import parse_values
 from trimtab.files import new_temporary_folder, remove
-from trimtab.rewards.given import giving
+from trimtab.rewards.functions import giving
 from trimtab.running.preparing import prepared, trusting_code
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from trimtab.config.catalogue import options_of
 from trimtab.config.checks import check
 from trimtab.config.parse import value_of
 from trimtab.data.tokenizer import texts_of
-from trimtab.envs.here import EnvironmentsHere
-from trimtab.envs.pool import EnvLimits, Pool
+from trimtab.envs.pool import EnvironmentsHere, EnvLimits, Pool
 from trimtab.envs.types import Message, Task
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine

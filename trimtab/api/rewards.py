@@ -65,17 +65,17 @@ def _option(reward: Any, functions: dict[str, Callable[..., Any]], given: Given,
         return "remote_rm_url", text
     if text.endswith(".py") or ".py:" in text:
         return "reward_func", text
-    from trimtab.rewards.verify import KINDS
+    from trimtab.rewards.verifiers import VERIFIERS
 
     name = text.partition("(")[0].partition(":")[0].partition(",")[0].strip()
     if os.path.exists(os.path.expanduser(text)) or "/" in name:
         return "reward_pretrain", text
-    if name not in KINDS:
-        close = difflib.get_close_matches(name, KINDS, n=1)
+    if name not in VERIFIERS:
+        close = difflib.get_close_matches(name, VERIFIERS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise UserError(
             f"reward {text!r} is neither a verifier nor a folder: {hint}A reward is a function, FILE.py:FUNCTION, a "
-            f"verifier ({', '.join(KINDS)}), a reward model (loaded, a folder or owner/name; a hub name without an "
+            f"verifier ({', '.join(VERIFIERS)}), a reward model (loaded, a folder or owner/name; a hub name without an "
             "owner is given as reward_pretrain=), or an address (http://...)"
         )
     return "reward_verifier", text

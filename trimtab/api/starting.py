@@ -33,7 +33,7 @@ Job = TypeVar("Job", bound=CallOptions)
 
 def train(verb: str, arguments: Arguments, *, on_iteration: "Listener | None" = None) -> Path:
     """Run the job, and return its folder."""
-    from trimtab.rewards.given import giving
+    from trimtab.rewards.functions import giving
     from trimtab.train.listening import heard_by
 
     if on_iteration is not None and not callable(on_iteration):
@@ -160,7 +160,7 @@ class in_one_class:
 
 
 def _raised_by_the_caller(error: BaseException) -> BaseException | None:
-    from trimtab.rewards.workers import Fault
+    from trimtab.rewards.functions import Fault
 
     return next((link.__cause__ for link in error_chain(error, contexts=False) if isinstance(link, Fault)), None)
 

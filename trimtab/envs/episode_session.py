@@ -19,7 +19,7 @@ from trimtab.distributed.watch import pulse
 from trimtab.envs.chat_tokens import ChatTokens, ObservationError, refusing
 from trimtab.envs.episode_engine import EnvironmentPool, EpisodeEngine, EpisodeSession
 from trimtab.envs.episode_state import EpisodePhase, EpisodeSnapshot, EpisodeState, Strand
-from trimtab.envs.replies import Broken, Ended, Opened, Reply, Stepped
+from trimtab.envs.pool import Broken, Ended, Opened, Reply, Stepped
 from trimtab.envs.types import EpisodeSettings, Message, Step, Task, Turn
 from trimtab.rollout.engine import Engine, steps_among_others
 from trimtab.rollout.episode import Said

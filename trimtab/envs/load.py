@@ -19,7 +19,7 @@ from trimtab.envs import adapter, gymnasium, openrlhf, trl, verifiers
 from trimtab.envs.adapter import EnvironmentAdapter, EnvironmentFactory, EnvironmentInfo, LoadedEnvironment
 from trimtab.envs.tools import tool_schemas
 from trimtab.errors import UserError
-from trimtab.processes.source import module_of
+from trimtab.sandbox.worker import module_of
 
 EMBEDDED = Path(__file__).parents[1] / "embedded" / "environments"
 

@@ -1,25 +1,241 @@
-"""Processes that environments run in, and many episodes in each. Nothing here waits but `finished`.
+"""What comes back from environments, each of one episode."""
 
-Whoever does not end is ended with its process, and those who lived there with it are told that they are innocent. Where
-a process dies, whoever was being asked something may have done it: if there were several, none is blamed, and the next
-instance of each lives in a process where they are asked one after another.
-"""
-
+import asyncio
+import contextlib
+import inspect
+import json
 import os
+import pickle
+import queue
 import select
+import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.envs.adapter import EnvironmentInfo
-from trimtab.envs.replies import Broken, Ended, Reply, reply_of
-from trimtab.envs.types import Task, Turn
-from trimtab.envs.workers import LOADING_SECONDS, PING_EVERY, EnvLimits, PendingCalls, Worker
+from trimtab.envs.instance import AGENT_PATIENCE, Instance
+from trimtab.envs.load import load_object, with_tools
+from trimtab.envs.types import Message, Step, Task, Turn
 from trimtab.errors import UserError
-from trimtab.processes.channel import TooLarge
-from trimtab.processes.waiting import LOOK_EVERY, GivenUp, Waiting, spoken
+from trimtab.sandbox.calls import Caller, Lanes, Late, Stuck
+from trimtab.sandbox.channel import Channel, TooLarge
+from trimtab.sandbox.process import WorkerProcess
+from trimtab.sandbox.wait import LOOK_EVERY, PATIENCE, RunStopped, Waiting, spoken
+from trimtab.sandbox.worker import SECONDS_TO_END, plain, told
+
+
+@dataclass(frozen=True)
+class Opened:
+    episode: int
+    messages: list[Message] | None  # None: the row's own prompt
+    tools: list[dict[str, Any]] = field(default_factory=list)  # schemas
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Stepped:
+    episode: int
+    step: Step
+    tool_calls: int = 0
+    tool_failures: int = 0
+    unknown_tools: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    episode: int
+    reward: float = 0.0
+    logs: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Broken:
+    episode: int
+    words: str
+    innocent: bool = False  # its process was ended for another one's sake
+
+
+Reply = Opened | Stepped | Ended | Broken
+
+
+def reply_of(found: dict[str, Any], episode: int) -> Reply:
+    """Of what a worker says, which has its own numbers for episodes."""
+    kind, values = found["kind"], found["values"]
+    if kind == "opened":
+        return Opened(episode, **values)
+    if kind == "stepped":
+        return Stepped(episode, **values | {"step": Step(**values["step"])})
+    if kind == "ended":
+        return Ended(episode, **values)
+    assert kind == "broken", kind
+    return Broken(episode, **values)
+
+
+# ---- A process that environments run in (worker.py), seen from the run: who lives there, and what they were asked.
+
+
+PING_EVERY = 0.5  # seconds, where somebody waits for an answer
+GRACE = 5.0  # seconds beyond a call's own, of a process that says nothing at all
+LOADING_SECONDS = 300.0  # a source may import a library, and that from a slow disk
+
+
+@dataclass(frozen=True)
+class EnvLimits:
+    seconds: float = 60.0
+    """That a reset, a step or a tool call may take."""
+    workers: int | None = None
+    """Processes; unset: one a core, and at most 8."""
+    threads: int = 16
+    """In which plain methods run, in each of them; coroutines all run at once."""
+    memory_gib: float = 8.0
+    """Of each of them."""
+
+
+@dataclass
+class PendingCall:
+    task: Task
+    kind: str  # reset, step, end; run: a whole episode of an agent
+    since: float
+    reported: bool = False
+
+
+class PendingCalls:
+    """Calls that environments have not answered. One that takes long is reported in one line.
+
+    Long is more than PATIENCE, and more than twice what any answer has taken so far: an environment that is always slow
+    is reported once. An agent plays turns meanwhile, so long is for it what a call may take."""
+
+    def __init__(self, source: str, seconds: float):
+        """`seconds`: that a call may take."""
+        self.source, self.seconds = source, seconds
+        self._tasks: dict[int, Task] = {}  # of episodes
+        self._calls: dict[int, PendingCall] = {}  # of episodes, the oldest first
+        self._longest = 0.0  # seconds of an answer
+
+    def begin(self, episode: int, kind: str, task: Task) -> None:
+        self._tasks[episode] = task
+        self.ask(episode, kind)
+
+    def ask(self, episode: int, kind: str) -> None:
+        self._calls[episode] = PendingCall(self._tasks[episode], kind, time.monotonic())
+
+    def answered(self, reply: Reply) -> None:
+        call = self._calls.pop(reply.episode, None)
+        if call is not None and not isinstance(reply, Broken):
+            self._longest = max(self._longest, time.monotonic() - call.since)
+        if isinstance(reply, Ended | Broken):
+            self._tasks.pop(reply.episode, None)
+
+    def drop(self, episode: int) -> None:
+        self._calls.pop(episode, None)
+        self._tasks.pop(episode, None)
+
+    def report(self, loading: Callable[[int], bool] = lambda episode: False) -> None:
+        """`loading`: whether the process of an episode has yet to load the environment."""
+        now = time.monotonic()
+        late = []
+        for episode, call in list(self._calls.items()):
+            patience = self.seconds if call.kind == "run" else PATIENCE
+            if now - call.since <= max(patience, 2 * self._longest):
+                break
+            late.append((episode, call))
+        if not late or late[0][1].reported:
+            return
+        for _, call in late:
+            call.reported = True
+        episode, call = late[0]
+        limit = self.seconds * (AGENT_PATIENCE if call.kind == "run" else 1)
+        more = f" and {len(late) - 1:,} more" if len(late) > 1 else ""
+        print(
+            f"waiting for {now - call.since:.0f} s now: environment {self.source}, {call.kind} of row {call.task.row}, "
+            f"sample {call.task.sample}{more}; given up after "
+            + (f"{spoken(LOADING_SECONDS)} of loading" if loading(episode) else f"{spoken(limit)} (--env_timeout)"),
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+@dataclass(eq=False)
+class Worker:
+    """`careful`: what is asked there is asked one after another, so that who ends the process is known."""
+
+    child: WorkerProcess
+    channel: Channel
+    careful: bool
+    began: float = field(default_factory=time.monotonic)
+    is_new: bool = True  # nobody listens to it yet
+    loaded: bool = False
+    keys: set[int] = field(default_factory=set)
+    """Of those who live there."""
+    asked: set[int] = field(default_factory=set)
+    """Of those who owe an answer."""
+    _waiting: deque[tuple[int, bytes]] = field(default_factory=deque)
+    _pinged: float = 0.0
+    _silent_since: float | None = None
+
+    @classmethod
+    def started(cls, source: str, limits: EnvLimits, *, careful: bool) -> "Worker":
+        memory = int(limits.memory_gib * 2**30)
+        words = [str(limits.seconds), str(memory), str(limits.threads), source]
+        child = WorkerProcess("trimtab.envs.worker", words, captured=True)
+        return cls(child, Channel(child.socket), careful)
+
+    def ask(self, kind: str, key: int, *words: Any) -> None:
+        message = pickle.dumps((kind, key, *words))
+        if self.careful and self.asked:
+            self._waiting.append((key, message))
+        else:
+            self.asked.add(key)
+            self.channel.send(message)
+
+    def forget(self, key: int) -> None:
+        """It wants no answer any more."""
+        self.keys.discard(key)
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != key)
+        self.channel.send(pickle.dumps(("drop", key)))
+        self.answered(key)
+
+    def answered(self, key: int) -> None:
+        self.asked.discard(key)
+        if not self.asked and self._waiting:
+            following, message = self._waiting.popleft()
+            self.asked.add(following)
+            self.channel.send(message)
+
+    def heard(self) -> list[dict[str, Any]]:
+        """What it has said. EOFError, TooLarge: see Channel."""
+        found = [json.loads(message) for message in self.channel.receive()]
+        if found:
+            self._silent_since = None
+        return found
+
+    def silence(self, now: float, seconds: float) -> str | None:
+        """Why it must be ended, if it must: asked for a sign, it gives none."""
+        if not self.loaded:
+            late = now - self.began > LOADING_SECONDS
+            return f"took longer than {LOADING_SECONDS:g} s to be loaded" if late else None
+        if self._silent_since is not None and now - self._silent_since > seconds + GRACE:
+            return f"nothing was heard of its process for longer than {seconds + GRACE:g} s"
+        if self.asked and now - self._pinged > PING_EVERY:
+            self._pinged = now
+            self._silent_since = self._silent_since or now
+            self.channel.send(pickle.dumps(("ping", 0)))
+        return None
+
+    def with_last_words(self, words: str) -> str:
+        """And the end of what was printed there, which may say more."""
+        printed = [" ".join(line.split()) for line in self.child.last_words().splitlines()[-20:]]
+        last = " / ".join(line for line in printed if line)[-400:]
+        return f"{words}; printed last: {last}" if last else words
+
+
+# ---- the pool
 
 
 @dataclass(frozen=True)
@@ -37,7 +253,7 @@ class Ending:
 class Pool:
     def __init__(self, source: str, limits: EnvLimits, stopped: Callable[[], bool] = lambda: False):
         """Starts the first process, which loads the source. `stopped`: whether the run has been told to stop, which
-        ends every wait (GivenUp)."""
+        ends every wait (RunStopped)."""
         self.source, self.limits = source, limits
         self._stopped = stopped
         self._count = limits.workers or min(8, os.cpu_count() or 1)
@@ -186,7 +402,7 @@ class Pool:
         if self._failure is not None:
             raise RuntimeError("the thread that listens to environments has failed") from self._failure
         if self._stopped():
-            raise GivenUp
+            raise RunStopped
 
     def _wake(self, worker: Worker | None) -> None:
         """Have the listener look again, if there is more to be done for this process than it knows."""
@@ -302,3 +518,133 @@ class Pool:
                 self._reply(
                     Broken(episode, f"its process was ended for another episode's sake: {words}", innocent=True)
                 )
+
+
+# ---- environments in this process
+
+
+ANSWERS = {"reset": "opened", "step": "stepped", "end": "ended", "run": "ended"}
+
+
+class EnvironmentsHere:
+    def __init__(self, source: Any, limits: EnvLimits):
+        """`source`: a class of any known shape, a function that makes environments, or an agent."""
+        self.loaded = with_tools(load_object(source))
+        self.about, self._seconds = self.loaded.about, limits.seconds
+        self._file = _file_of(source)
+        self._threads = limits.threads
+        self._instances: dict[int, Instance] = {}
+        self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        self._dropped: set[int] = set()
+        self._pending = PendingCalls(self.about.name, limits.seconds)
+        self._loop = asyncio.new_event_loop()
+        self._lanes: Lanes | None = None
+        self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+        self._thread.start()
+
+    def rows(self, count: int, seed: int) -> list[dict[str, Any]]:
+        assert self.loaded.rows is not None, "asked where they are offered"
+        return self.loaded.rows(count, seed)
+
+    def reset(self, episode: int, task: Task) -> None:
+        self._dropped.discard(episode)
+        self._pending.begin(episode, "reset", task)
+        self._follow(self._begin(episode, "reset", [task]))
+
+    def run(self, episode: int, task: Task, *, base_url: str, api_key: str, model: str) -> None:
+        self._dropped.discard(episode)
+        self._pending.begin(episode, "run", task)
+        self._follow(self._begin(episode, "run", [task, base_url, api_key, model]))
+
+    def step(self, episode: int, turn: Turn) -> None:
+        self._pending.ask(episode, "step")
+        self._follow(self._answer(episode, "step", [turn]))
+
+    def end(self, episode: int) -> None:
+        self._pending.ask(episode, "end")
+        self._follow(self._answer(episode, "end", []))
+
+    def drop(self, episode: int) -> None:
+        self._dropped.add(episode)
+        self._pending.drop(episode)
+        self._follow(self._let_go(episode))
+
+    def finished(self, seconds: float) -> list[Reply]:
+        """All replies that are there, when there is one; none where none comes within so many seconds."""
+        self._pending.report()
+        deadline, found = time.monotonic() + seconds, list[Reply]()
+        while not found:
+            try:
+                found.append(self._replies.get(timeout=max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                return []
+            while not self._replies.empty():
+                found.append(self._replies.get())
+            found = [reply for reply in found if reply.episode not in self._dropped]
+        return found
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(SECONDS_TO_END)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        if self._lanes is not None:
+            self._lanes.close()
+
+    async def _end(self) -> None:
+        for episode in list(self._instances):
+            await self._let_go(episode)
+
+    def _follow(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _begin(self, episode: int, kind: str, words: list[Any]) -> None:
+        await self._let_go(episode)  # one that is begun anew
+        if self._lanes is None:
+            self._lanes = Lanes(self._threads)
+        self._instances[episode] = Instance(self.loaded, Caller(self._lanes.taken(), self._file), self._seconds)
+        await self._answer(episode, kind, words)
+
+    async def _answer(self, episode: int, kind: str, words: list[Any]) -> None:
+        instance = self._instances[episode]
+        try:
+            values = await instance.answer(kind, words)
+            if not instance.dropped:
+                self._reply(reply_of({"kind": ANSWERS[kind], "values": plain(values)}, episode))
+        except Stuck as error:  # its thread is never free again, so nothing more can be asked of it
+            self._instances.pop(episode, None)
+            self._broken(episode, instance, str(error))
+            return
+        except BaseException as error:
+            self._broken(episode, instance, str(error) if isinstance(error, Late) else told(error, self._file))
+        else:
+            if kind in ("step", "reset"):
+                return
+        await self._let_go(episode)
+
+    def _broken(self, episode: int, instance: Instance, words: str) -> None:
+        if not instance.dropped:
+            self._reply(Broken(episode, words))
+
+    def _reply(self, reply: Reply) -> None:
+        self._pending.answered(reply)
+        self._replies.put(reply)
+
+    async def _let_go(self, episode: int) -> None:
+        instance = self._instances.pop(episode, None)
+        if instance is None:
+            return
+        instance.drop()
+        with contextlib.suppress(Stuck):
+            await instance.close()
+            instance.caller.lane.instances -= 1
+
+
+def _file_of(source: Any) -> str:
+    try:
+        return inspect.getfile(source)
+    except (TypeError, OSError):  # made on the way
+        return ""

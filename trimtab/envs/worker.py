@@ -19,18 +19,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from trimtab.envs.adapter import LoadedEnvironment, describe
-from trimtab.envs.lanes import Caller, Lanes, Late, Stuck, line_of
+from trimtab.envs.instance import Instance
 from trimtab.envs.load import load, split
-from trimtab.envs.playing import Instance
 from trimtab.errors import UserError
-from trimtab.processes.telling import plain, told
-from trimtab.processes.within import SECONDS_TO_END, begin
+from trimtab.sandbox.calls import Caller, Lanes, Late, Stuck, line_of
+from trimtab.sandbox.worker import SECONDS_TO_END, begin_worker, plain, told
 
 ANSWERS = {"reset": "opened", "step": "stepped", "end": "ended", "run": "ended"}
 
 
 def main(handle: str, seconds: str, memory: str, threads: str, source: str) -> None:
-    connection = begin(handle, int(memory), captured=True)
+    connection = begin_worker(handle, int(memory), captured=True)
     file = str(split(source)[0])
     try:
         loaded = load(source)

@@ -29,12 +29,9 @@ from trimtab.interrupts import StopRequest
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import hollow_policy, load_frozen_policy
 from trimtab.models.policy import Policy
-from trimtab.rewards.build import build_reward, contents
-from trimtab.rewards.columns import check_columns
-from trimtab.rewards.requests import Questions
-from trimtab.rewards.trial import try_reward
-from trimtab.rewards.types import RewardRequest
-from trimtab.rewards.weighing import Weighted
+from trimtab.rewards.build import build_reward, check_columns, contents, try_reward
+from trimtab.rewards.requests import PromptBatch
+from trimtab.rewards.types import RewardRequest, WeightedReward
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.factory import build_engine, build_vllm_engine
 from trimtab.rollout.sampling import Sampling, request_seed, stop_tokens
@@ -76,7 +73,7 @@ def rehearse_generation(options: GenerateOptions) -> list[str]:
     prompts = len(rows)
     tried = try_reward(options, find_device(), tokenizer, store) if is_scored(options) else []
     if options.plays:
-        first = Questions.of(store, [(rows[0], request_seed(options.seed, rows[0]))], rewarded=True)
+        first = PromptBatch.of(store, [(rows[0], request_seed(options.seed, rows[0]))], rewarded=True)
         plain = not options.apply_chat_template
         tried += try_environment(options, first.tasks()[0], first.ids[0], tokenizer, plain=plain)
     return [*report.lines(), f"{prompts:,} prompts, {prompts * options.best_of_n:,} answers", *tried]
@@ -139,7 +136,7 @@ class Generation:
         groups: dict[int, Group] = {}
         waiting: list[tuple[int, Group]] = []
         requests = [(self.rows[item], request_seed(self.options.seed, self.rows[item])) for item in items]
-        questions = Questions.of(self.store, requests, rewarded=self.player is not None)
+        questions = PromptBatch.of(self.store, requests, rewarded=self.player is not None)
         for rollout in (self.player or self.engine).stream(
             questions.ids,
             self.sampling,
@@ -238,7 +235,7 @@ class Generation:
             )
         return room
 
-    def _reward(self, device: Device) -> Weighted | None:
+    def _reward(self, device: Device) -> WeightedReward | None:
         if not is_scored(self.options):
             return None
         return build_reward(self.options, device, self.tokenizer, self.stop.requested)

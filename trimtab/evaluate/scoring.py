@@ -31,7 +31,7 @@ from trimtab.evaluate.work import work_through, write_rows
 from trimtab.interrupts import StopRequest
 from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.reward import HEAD
-from trimtab.rewards.model import ModelReward
+from trimtab.rewards.models import ModelReward
 
 SCORED_AT_ONCE = 256  # rows; within them passes are made of rows of like length
 

@@ -9,8 +9,8 @@ from trimtab.distributed.world import World
 from trimtab.errors import Interrupted
 from trimtab.evaluate.journal import Journal
 from trimtab.interrupts import StopRequest
-from trimtab.processes.waiting import GivenUp
 from trimtab.progress import RunProgress
+from trimtab.sandbox.wait import RunStopped
 
 Results = Iterable[tuple[int, Any]]
 
@@ -43,9 +43,9 @@ def work_through(
             if bar is not None:
                 bar.advance(count, figures())
             if stop.requested():
-                raise GivenUp
+                raise RunStopped
         world.wait()
-    except (Interrupted, GivenUp, RuntimeError) as error:  # the last: another process has left a collective
+    except (Interrupted, RunStopped, RuntimeError) as error:  # the last: another process has left a collective
         if not stop.requested():
             raise
         done = f"{len(journal.done):,} of {items:,} {what}"

@@ -1,7 +1,8 @@
 """The reward of a run, from its options: models, functions, servers and verifiers, added up with their weights."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -12,21 +13,20 @@ from trimtab.config.rewards import GIVEN
 from trimtab.config.rl_jobs import RLOptions, TailOptions
 from trimtab.config.serving import StepScoreOptions
 from trimtab.config.sources import listed
+from trimtab.data.prompts import PromptStore
 from trimtab.distributed.device import Device
 from trimtab.distributed.mesh import Mesh
+from trimtab.errors import UserError
 from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.sharded import frozen_is_split, share_rows
-from trimtab.processes.waiting import Waiting
-from trimtab.rewards.classifiers import load_judge
 from trimtab.rewards.client import HttpReward
-from trimtab.rewards.environment import EnvironmentReward
-from trimtab.rewards.functions import CALLS_AT_ONCE, FunctionReward
-from trimtab.rewards.given import GivenReward
-from trimtab.rewards.model import ModelReward
-from trimtab.rewards.process import ProcessReward
-from trimtab.rewards.types import Reward
-from trimtab.rewards.verify import make_verifier
-from trimtab.rewards.weighing import Weighted
+from trimtab.rewards.functions import CALLS_AT_ONCE, FunctionReward, GivenReward, given_function, split_place
+from trimtab.rewards.models import ModelReward, ProcessReward, load_judge
+from trimtab.rewards.requests import request_of
+from trimtab.rewards.signatures import Signature, read_signature, recognise
+from trimtab.rewards.types import BadSample, EnvironmentReward, Reward, RewardFailed, RewardRequest, WeightedReward
+from trimtab.rewards.verifiers import make_verifier, verifiers_with_labels
+from trimtab.sandbox.wait import Waiting
 
 Parts = list[tuple[Reward, float]]  # rewards and their weights
 
@@ -36,10 +36,10 @@ def build_reward(
     device: Device,
     tokenizer: PreTrainedTokenizerBase,
     stopped: Callable[[], bool] = lambda: False,
-) -> Weighted:
+) -> WeightedReward:
     """All of it, in this process. `tokenizer`: the policy's; `stopped`: whether the run has been told to stop, which
-    ends every wait (GivenUp)."""
-    return Weighted([*reward_models(options, device, tokenizer), *other_rewards(options, stopped)])
+    ends every wait (RunStopped)."""
+    return WeightedReward([*reward_models(options, device, tokenizer), *other_rewards(options, stopped)])
 
 
 def reward_models(
@@ -94,7 +94,7 @@ def in_words(rewards: str, options: RLOptions) -> str:
     return "; ".join(told)
 
 
-def contents(reward: Weighted) -> list[str | None]:
+def contents(reward: WeightedReward) -> list[str | None]:
     """What each part's path leads to, which may change while the path does not; None: nothing that could be read."""
     return [_contents(part) for part, _ in reward.parts]
 
@@ -143,3 +143,98 @@ def _model(
     if isinstance(options, TailOptions):
         return load_judge(name, options, device, **settings)
     return ModelReward(name, options, device, **settings)
+
+
+# ---- checks of columns before the run
+
+
+def check_columns(stores: dict[str, PromptStore], options: RLOptions | GenerateOptions) -> None:
+    """`stores`: prompts by what they are called. A UserError: a verifier's label, or a column that a reward function
+    cannot do without, is not in the data."""
+    if isinstance(options, RLOptions) and options.replay:
+        stores = {what: store for what, store in stores.items() if what != "train"}  # its rewards were recorded
+    for what, store in stores.items():
+        _check_labels(what, store, options)
+        for name, signature in _signatures(options):
+            if missing := signature.lacking(store.column_names):
+                raise UserError(_lacking(name, signature, missing, what, store))
+
+
+def _check_labels(what: str, store: PromptStore, options: RLOptions | GenerateOptions) -> None:
+    needing = verifiers_with_labels(options.reward_verifier)
+    if not needing or not (missing := store.unlabelled()):
+        return
+    if options.label_key:
+        remedy = f"fill in column '{options.label_key}', or leave these rows out"
+    else:
+        remedy = f"name the column that holds it with --label_key (found: {', '.join(store.column_names)})"
+    raise UserError(
+        f"--reward_verifier {needing[0]} compares with a label, and {len(missing):,} of {len(store):,} prompts of "
+        f"the {what} data have none (the first: {store.place(missing[0])}): {remedy}"
+    )
+
+
+def _lacking(name: str, signature: Signature, missing: list[str], what: str, store: PromptStore) -> str:
+    plural = "s" * (len(missing) > 1)
+    if signature.project != "TRL":
+        return (
+            f"the reward function {name} asks for {', '.join(missing)}, which a function of {signature.project}'s kind "
+            f"does not get: give the parameter{plural} a default, or take columns as f(prompts, completions, **columns)"
+        )
+    return (
+        f"the reward function {name} needs the column{plural} {', '.join(missing)}, and the {what} data have "
+        f"{', '.join(store.column_names)}: rename the column{plural}, or give the parameter{plural} a default"
+    )
+
+
+def _signatures(options: RLOptions | GenerateOptions) -> Iterator[tuple[str, Signature]]:
+    """The reward functions whose parameters are known before they run."""
+    for place in [*listed(options.reward_func), *listed(options.remote_rm_url)]:
+        if place.startswith(GIVEN):
+            name, found = place.removeprefix(GIVEN), recognise(given_function(place))
+        elif place.startswith(("http://", "https://")):
+            continue
+        else:
+            file, function = split_place(place)
+            name, found = place, read_signature(Path(file).expanduser(), function)
+        if found is not None:
+            yield name, found
+
+
+# ---- a trial before the run
+
+
+MADE_UP = "I do not know."
+
+
+def try_reward(
+    options: RLOptions | GenerateOptions, device: Device, tokenizer: PreTrainedTokenizerBase, store: PromptStore
+) -> list[str]:
+    """What the reward gives for the first prompt's label, or a made-up answer, and for another made-up one."""
+    built = build_reward(options, device, tokenizer)
+    # An environment answers turns, not answers that are made up.
+    reward = WeightedReward([part for part in built.parts if not isinstance(part[0], EnvironmentReward)])
+    try:
+        if not reward.parts:
+            return []
+        for part, _ in reward.parts:
+            if isinstance(part, HttpReward):
+                part.attempts = 1  # in the run a server may be late; here somebody waits
+        request = _request(store, tokenizer)
+        rewards = reward(request).rewards
+    except BadSample as error:  # the answers are made up, and perhaps not of the kind that is judged
+        return [f"reward, tried on the first prompt: {error}"]
+    except RewardFailed as error:
+        raise UserError(f"the reward was tried and failed: {error}") from error
+    finally:
+        reward.close()
+    told = [f"{value:g} for {answer!r}" for value, answer in zip(rewards, request.responses)]
+    return [f"reward, tried on the first prompt: {', '.join(told)}"]
+
+
+def _request(store: PromptStore, tokenizer: PreTrainedTokenizerBase) -> RewardRequest:
+    known: Any = store.label(0)
+    answers = [str(known) if known is not None else "Yes.", MADE_UP]
+    ids = [tokenizer(answer, add_special_tokens=False)["input_ids"] or store.ids(0)[-1:] for answer in answers]
+    responses = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return request_of(store, [0, 0], responses, [store.ids(0)] * 2, ids)

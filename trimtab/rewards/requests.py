@@ -27,7 +27,7 @@ class Rows(Protocol):
 
 
 @dataclass
-class Questions:
+class PromptBatch:
     """Prompts that travel to where they are answered, with what rewards near there ask of their rows."""
 
     rows: list[int]  # of the store
@@ -40,7 +40,7 @@ class Questions:
     others: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, store: PromptStore, requests: Sequence[tuple[int, int]], *, rewarded: bool) -> "Questions":
+    def of(cls, store: PromptStore, requests: Sequence[tuple[int, int]], *, rewarded: bool) -> "PromptBatch":
         """`requests`: row and seed of each; `rewarded`: with what their rows hold."""
         rows, seeds = [row for row, _ in requests], [seed for _, seed in requests]
         questions = cls(rows, seeds, [store.ids(row) for row in rows], store.input_key)
@@ -51,10 +51,10 @@ class Questions:
             questions.others = [store.columns(row) for row in rows]
         return questions
 
-    def take(self, index: int) -> "Questions":
+    def take(self, index: int) -> "PromptBatch":
         """One of them alone."""
         lists = {f.name: getattr(self, f.name)[index : index + 1] for f in fields(self) if f.name != "input_key"}
-        return Questions(input_key=self.input_key, **lists)
+        return PromptBatch(input_key=self.input_key, **lists)
 
     def tasks(self) -> list[Task]:
         """What an environment is to open for each of them."""

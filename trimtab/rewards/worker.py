@@ -14,15 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trimtab.processes.source import module_of
-from trimtab.processes.telling import plain, told
-from trimtab.processes.within import begin
 from trimtab.rewards.signatures import Signature, find_signature
 from trimtab.rewards.types import RewardRequest
+from trimtab.sandbox.worker import begin_worker, module_of, plain, told
 
 
 def main(handle: str, seconds: str, memory: str, file: str, function: str | None = None) -> None:
-    connection = begin(handle, int(memory), limited=True)
+    connection = begin_worker(handle, int(memory), limited=True)
     try:
         signature = find_signature(module_of(Path(file), "reward_file"), function)
     except BaseException as error:

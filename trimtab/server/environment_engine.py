@@ -14,12 +14,11 @@ from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine
 
 if TYPE_CHECKING:
-    from trimtab.envs.here import EnvironmentsHere
-    from trimtab.envs.pool import Pool
+    from trimtab.envs.pool import EnvironmentsHere, Pool
     from trimtab.server.agents import AgentServerEngine
 from trimtab.envs.chat_tokens import ChatTokens, ObservationError
 from trimtab.envs.episode_session import first_tokens
-from trimtab.envs.replies import Broken, Opened, Reply
+from trimtab.envs.pool import Broken, Opened, Reply
 from trimtab.envs.types import Task
 
 PROMPT, LABEL = "prompt", "label"

@@ -32,10 +32,10 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.data.tokenizer import load_tokenizer
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import quiet_transformers
-from trimtab.processes.channel import Channel
-from trimtab.processes.child import Child
-from trimtab.processes.within import begin
 from trimtab.rollout.trajectory import Rollout
+from trimtab.sandbox.channel import Channel
+from trimtab.sandbox.process import WorkerProcess
+from trimtab.sandbox.worker import begin_worker
 from trimtab.server import ipc
 from trimtab.server.endpoints import make_policy_app
 from trimtab.server.http import DrainingServer, make_server, rate_limit_logs
@@ -56,7 +56,7 @@ class HTTPWorkerProcesses:
     def __init__(self, count: int, tokenizer: str, **how: Any):
         """`tokenizer`, `how`: what load_tokenizer is given."""
         self.count, self._tokenizer = count, {"tokenizer": tokenizer, "how": how}
-        self._child, self._opened = Child("trimtab.server.http_workers", []), False
+        self._child, self._opened = WorkerProcess("trimtab.server.http_workers", []), False
 
     def open(self, listening: socket.socket, about: dict[str, Any]) -> list[socket.socket]:
         """They begin to accept; our ends of the connections to them."""
@@ -442,7 +442,7 @@ def served_policy(about: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def main(handle: str) -> None:
-    connection = begin(handle, resource.getrlimit(resource.RLIMIT_DATA)[1])
+    connection = begin_worker(handle, resource.getrlimit(resource.RLIMIT_DATA)[1])
     with socket.socket(fileno=os.dup(connection.fileno())) as engine:
         descriptors = socket.recv_fds(engine, 1, 1 + MOST_PROCESSES)[1]
     if not descriptors:  # the engine's process has ended before it could say anything

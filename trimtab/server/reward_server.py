@@ -13,10 +13,9 @@ from typing import Any
 
 from trimtab.config.jobs import ServeRMOptions
 from trimtab.errors import UserError
-from trimtab.rewards.protocols import PROTOCOLS, NotUnderstood, Protocol, protocol_of
-from trimtab.rewards.types import BadSample, Reward, RewardFailed, RewardRequest, RewardResult
-from trimtab.rewards.verify import make_verifier
-from trimtab.rewards.weighing import Weighted
+from trimtab.rewards.client import PROTOCOLS, NotUnderstood, Protocol, protocol_of
+from trimtab.rewards.types import BadSample, Reward, RewardFailed, RewardRequest, RewardResult, WeightedReward
+from trimtab.rewards.verifiers import make_verifier
 
 try:
     from starlette.applications import Starlette
@@ -276,8 +275,7 @@ def served_reward(options: ServeRMOptions) -> Reward:
         return make_verifier(options.reward_verifier)
     # Verifiers are served without torch.
     from trimtab.distributed.device import find_device
-    from trimtab.rewards.model import ModelReward
-    from trimtab.rewards.process import ProcessReward
+    from trimtab.rewards.models import ModelReward, ProcessReward
 
     device = find_device()
     limits: dict[str, Any] = {"max_len": options.max_len, "max_samples": options.batch_size}
@@ -288,7 +286,7 @@ def served_reward(options: ServeRMOptions) -> Reward:
     names = [name.strip() for name in options.reward_pretrain.split(",") if name.strip()]
     normalize = options.normalize_reward
     models = [ModelReward(name, options, device, normalize=normalize, **limits) for name in names]
-    return models[0] if len(models) == 1 else Weighted([(model, 1.0) for model in models])
+    return models[0] if len(models) == 1 else WeightedReward([(model, 1.0) for model in models])
 
 
 # ---- A reward behind HTTP, until the process is told to stop.

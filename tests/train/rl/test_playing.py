@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from tests.train.rl.played import Played, experience_of
-from trimtab.rewards.environment import EnvironmentReward
-from trimtab.rewards.requests import Questions
-from trimtab.rewards.types import RewardRequest, RewardResult
+from trimtab.rewards.requests import PromptBatch
+from trimtab.rewards.types import EnvironmentReward, RewardRequest, RewardResult
 from trimtab.rollout.episode import Episode
 from trimtab.rollout.sampling import Sampling
 from trimtab.rollout.trajectory import Rollout
@@ -69,7 +68,7 @@ def sampled(*groups, others=()):
         "labels": [10 + i for i in count],
         "others": [{"x": i} for i in count],
     }
-    questions = Questions(
+    questions = PromptBatch(
         [7 + i for i in count], [-1 - i for i in count], [[1]] * len(groups), "input", ["t"] * len(groups), **rows
     )
     try:

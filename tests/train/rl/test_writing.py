@@ -12,7 +12,7 @@ from tests.envs.fake_pool import Pool
 from tests.rollout.test_builtin_engine import policy_of
 from tests.rollout.test_builtin_engine import prompts as texts
 from tests.train.rl.scripted_engine import ScriptedEngine, length_of
-from trimtab.rewards.requests import Questions
+from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import RewardFailed, RewardResult
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.sampling import Sampling
@@ -57,7 +57,7 @@ def admission(places, version=0, drafts=None):
     asked = [[1 + p, 2, 3] for p in places]
     plain = {"texts": [str(p) for p in places], "prompts": [str(p) for p in places]}
     labels = {"labels": [None for _ in places], "others": [{} for _ in places]}
-    return Admission(groups, Questions([10 * p for p in places], places, asked, "prompt", **plain, **labels))
+    return Admission(groups, PromptBatch([10 * p for p in places], places, asked, "prompt", **plain, **labels))
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_every_group_is_handed_over_once_and_whole_whatever_pauses_there_are(rol
 
 def test_pauses_under_the_same_weights_change_no_token_of_the_built_in_engine(role_of):
     policy, prompts, cut = policy_of(), texts((5, 17, 9, 12)), 0
-    questions = Questions(list(range(4)), [7, 8, 9, 10], prompts, "prompt")
+    questions = PromptBatch(list(range(4)), [7, 8, 9, 10], prompts, "prompt")
     expected = BuiltinEngine(policy).generate(prompts, DRAWN, seeds=questions.seeds)
     engine = BuiltinEngine(policy, slots=4)
     role = role_of(engine)

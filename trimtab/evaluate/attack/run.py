@@ -28,7 +28,7 @@ from trimtab.files import write_json, write_text
 from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.policy import Policy
 from trimtab.progress import RunProgress
-from trimtab.rewards.classifiers import QUESTION, load_judge
+from trimtab.rewards.models import QUESTION, load_judge
 from trimtab.rewards.types import Reward, RewardRequest
 from trimtab.rollout.factory import build_engine
 from trimtab.rollout.sampling import Sampling, request_seed, stop_tokens

@@ -21,7 +21,7 @@ from trimtab.models.load import TrainedModelOptions, frozen_skeleton, policy_ske
 from trimtab.models.load_reward import reward_skeleton
 from trimtab.models.packed import PackedModel
 from trimtab.models.reward import RewardModel
-from trimtab.rewards.model import MAX_TOKENS
+from trimtab.rewards.models import MAX_TOKENS
 
 WITHOUT_REFERENCE = ("orpo", "simpo")
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from trimtab.rewards.requests import Questions
+from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Draft, Rollout
 from trimtab.train.rl.experience import Experience
@@ -61,7 +61,7 @@ class Admission:
     """Groups that a process is to write, and the question of each."""
 
     groups: list[UnderWay]
-    questions: Questions
+    questions: PromptBatch
 
 
 @dataclass

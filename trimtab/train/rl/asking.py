@@ -12,9 +12,8 @@ from trimtab.distributed.cluster.losses import EngineLost
 from trimtab.distributed.roles import Group
 from trimtab.distributed.wire import CannotTravel
 from trimtab.errors import OutOfMemory, UserError
-from trimtab.rewards.requests import Questions, request_of
-from trimtab.rewards.types import RewardFailed, RewardResult
-from trimtab.rewards.weighing import Weighing
+from trimtab.rewards.requests import PromptBatch, request_of
+from trimtab.rewards.types import RewardFailed, RewardResult, RewardSum
 from trimtab.rollout.sampling import Sampling
 from trimtab.train.pass_limit import NoRoom
 from trimtab.train.rl import rewarding, rollouts
@@ -40,7 +39,7 @@ class Asking:
         self.exact: bool = near["exact"]
         self.engine_exact: bool = near["engine_exact"]
         self.in_words = "; ".join(part["rewards_in_words"] for part in found if part["rewards"])
-        self.weighing = Weighing(
+        self.weighing = RewardSum(
             [name for part in found for name in part["rewards"]], [w for part in found for w in part["weights"]]
         )
         self._near = bool(near["rewards"])
@@ -89,14 +88,14 @@ class Asking:
             where = self.stores[store].place(error.row)
             raise type(error)(f"{error}; its prompt stands in {where}", error.row) from error
 
-    def questions(self, requests: Sequence[Request], store: str) -> Questions:
-        return Questions.of(self.stores[store], requests, rewarded=self._near)
+    def questions(self, requests: Sequence[Request], store: str) -> PromptBatch:
+        return PromptBatch.of(self.stores[store], requests, rewarded=self._near)
 
     def _answers(self, prompts: PromptStore, requests: Sequence[Request], sampling: Sampling) -> Replied | None:
         """Prompts dealt out to all processes in turn."""
         size = self.rollouts.size
         shares = [list(range(rank, len(requests), size)) for rank in range(size)]
-        asked = [Questions.of(prompts, [requests[i] for i in share], rewarded=self._near) for share in shares]
+        asked = [PromptBatch.of(prompts, [requests[i] for i in share], rewarded=self._near) for share in shares]
         try:
             with travelling():
                 parts = self._called(asked, sampling)
@@ -120,7 +119,7 @@ class Asking:
         places = [place for _, share in replies for place in share if place not in failed.prompts]
         return Replied(_in_order(found, places), failed)
 
-    def _called(self, asked: list[Questions], sampling: Sampling) -> list[Any]:
+    def _called(self, asked: list[PromptBatch], sampling: Sampling) -> list[Any]:
         while True:
             try:
                 return self.rollouts.call("sample", asked, sampling=sampling)

@@ -15,7 +15,7 @@ from trimtab.models.hugging_face import check_model_folder
 from trimtab.models.packed import PackedModel
 from trimtab.models.rotary import context_in_words
 from trimtab.models.splits import check_splits
-from trimtab.rewards.model import same_tokenizer
+from trimtab.rewards.models import same_tokenizer
 from trimtab.train.launch import check_share
 from trimtab.train.rl.playing import context_of
 from trimtab.train.rl.recording import Recording

@@ -13,8 +13,7 @@ from trimtab.distributed.staging import Unit
 from trimtab.distributed.watch import pulse
 from trimtab.distributed.world import World
 from trimtab.models.load import policy_skeleton
-from trimtab.rewards.build import in_words
-from trimtab.rewards.columns import check_columns
+from trimtab.rewards.build import check_columns, in_words
 from trimtab.rollout.sampling import Sampling
 from trimtab.train.launch import load_job_tokenizer, notes
 from trimtab.train.manifest import make_manifest, settings

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.rewards.environment import OF_PLAYING
+from trimtab.rewards.types import OF_PLAYING
 from trimtab.rollout.episode import Episode, Said
 from trimtab.train.rl.experience import FINISHES, Experience
 

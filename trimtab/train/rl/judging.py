@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any, overload
 
 from trimtab.data.tokenizer import texts_of
-from trimtab.processes.waiting import GivenUp
 from trimtab.rewards.build import Parts
 from trimtab.rewards.functions import CALLS_AT_ONCE
-from trimtab.rewards.requests import Questions, request_of
+from trimtab.rewards.requests import PromptBatch, request_of
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult
 from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl.answers import Answers, Written
@@ -25,7 +24,7 @@ from trimtab.train.rl.spans import JUDGING, Spans
 class Several:
     """What each of several rewards says of finished samples. A complaint names the row of the data that it is about."""
 
-    def __init__(self, rewards: Parts, questions: Questions, tokenizer: Any):
+    def __init__(self, rewards: Parts, questions: PromptBatch, tokenizer: Any):
         self.rewards, self.questions, self.tokenizer = rewards, questions, tokenizer
         self.concurrent = all(reward.concurrent for reward, _ in rewards)
 
@@ -81,7 +80,7 @@ class Judging:
         self._judged: list[Judged] = []
         self._failure: BaseException | None = None
 
-    def submit(self, place: int, questions: Questions, rollouts: Sequence[Rollout]) -> None:
+    def submit(self, place: int, questions: PromptBatch, rollouts: Sequence[Rollout]) -> None:
         """All answers to the one question, in order."""
         if not self.rewards:
             return self._tell(Judged(place, questions, rollouts, []))
@@ -95,7 +94,7 @@ class Judging:
             with self.spans.during(JUDGING):
                 results = several.judge(request, rollouts)
             self._tell(Judged(place, several.questions, rollouts, results))
-        except GivenUp:
+        except RunStopped:
             pass  # the run has been told to stop, and nobody waits for this group: it is saved as it is
         except BaseException as error:
             with self.news:
@@ -129,7 +128,7 @@ class Judged:
     """A group, and what each reward says of it. Tensors are made of it where it is taken, not in a thread."""
 
     place: int
-    questions: Questions
+    questions: PromptBatch
     rollouts: Sequence[Rollout]
     results: list[RewardResult]
 

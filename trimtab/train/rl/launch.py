@@ -11,8 +11,7 @@ from trimtab.distributed.world import World, find_world, leave_world
 from trimtab.errors import Interrupted, RunFailed, UserError
 from trimtab.interrupts import StopRequest
 from trimtab.models.sharded import mesh_of
-from trimtab.processes.waiting import GivenUp
-from trimtab.rewards.requests import Questions
+from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult
 from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.sampling import Sampling
@@ -29,7 +28,7 @@ from trimtab.train.rl.recording import as_recorded
 
 # What goes to the roles and comes back; nothing else may.
 RECORDS = (
-    *(AnswerSlice, TextSlice, Sampling, Questions, Replied, Answers, Failed, Experience),
+    *(AnswerSlice, TextSlice, Sampling, PromptBatch, Replied, Answers, Failed, Experience),
     *(Draft, Episode, Said, UnderWay, Admission, Written, LeftOut, Collected, Wait),
     *(RewardRequest, RewardResult, RewardFailed, BadSample, NoRoom),
 )
@@ -97,7 +96,7 @@ def interruptible(stop: StopRequest, world: World, message: str) -> Iterator[Non
     """Where a run that is told to stop gives up what it waits for: here, or in a process that has gone for it."""
     try:
         yield
-    except (GivenUp, RunFailed, RuntimeError) as error:
-        if not isinstance(error, GivenUp) and not was_told(stop, world):
+    except (RunStopped, RunFailed, RuntimeError) as error:
+        if not isinstance(error, RunStopped) and not was_told(stop, world):
             raise
         raise Interrupted(stop.number, message) from None

@@ -9,9 +9,8 @@ from trimtab.distributed.cluster.layout import table
 from trimtab.distributed.device import find_device
 from trimtab.distributed.staging import Unit
 from trimtab.models.load import policy_skeleton
-from trimtab.rewards.columns import check_columns
-from trimtab.rewards.requests import Questions
-from trimtab.rewards.trial import try_reward
+from trimtab.rewards.build import check_columns, try_reward
+from trimtab.rewards.requests import PromptBatch
 from trimtab.rollout.factory import require_packed
 from trimtab.rollout.sampling import request_seed
 from trimtab.server.environment_engine import try_environment
@@ -67,7 +66,7 @@ def rehearse_rl(
     rewarded = try_reward(options, device, tokenizer, stores["train"])
     played: list[str] = []
     if options.plays:
-        first = Questions.of(stores["train"], [(0, request_seed(options.seed, 0))], rewarded=True)
+        first = PromptBatch.of(stores["train"], [(0, request_seed(options.seed, 0))], rewarded=True)
         plain = not options.apply_chat_template
         played = try_environment(options, first.tasks()[0], first.ids[0], tokenizer, plain=plain)
     order = order_of_prompts(len(stores["train"]), options, episodes or options.num_episodes)

@@ -9,10 +9,8 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.roles import Role
 from trimtab.errors import OutOfMemory
 from trimtab.models.compiled import later_problem, leave_plain
-from trimtab.rewards.model import ModelReward
-from trimtab.rewards.process import ProcessReward
-from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult
-from trimtab.rewards.weighing import described
+from trimtab.rewards.models import ModelReward, ProcessReward
+from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, described
 from trimtab.train.compiling import agreed, settle_layers, told
 from trimtab.train.pass_limit import NoRoom, memory_guard
 

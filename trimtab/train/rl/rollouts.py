@@ -13,12 +13,10 @@ from trimtab.distributed.link import Plan
 from trimtab.distributed.peers import Peers
 from trimtab.distributed.roles import Role
 from trimtab.errors import OutOfMemory
-from trimtab.processes.waiting import GivenUp
 from trimtab.rewards.build import Parts
-from trimtab.rewards.overlap import Overlapped
-from trimtab.rewards.requests import Questions
-from trimtab.rewards.types import RewardFailed, RewardResult
-from trimtab.rewards.weighing import described
+from trimtab.rewards.requests import PromptBatch
+from trimtab.rewards.reward_queue import RewardQueue
+from trimtab.rewards.types import RewardFailed, RewardResult, described
 from trimtab.rollout.engine import Engine, ReceivingEngine
 from trimtab.rollout.sampling import Sampling
 from trimtab.rollout.trajectory import Rollout
@@ -137,7 +135,7 @@ class Rollouts(Role):
 
     # ---- answers
 
-    def sample(self, questions: Questions, *, sampling: Sampling) -> Replied | RewardFailed | NoRoom | None:
+    def sample(self, questions: PromptBatch, *, sampling: Sampling) -> Replied | RewardFailed | NoRoom | None:
         """None: there were no prompts, or it was given up. A failed reward, or a lack of memory, is handed back, not
         raised: all processes can then still write a checkpoint."""
         try:
@@ -145,20 +143,20 @@ class Rollouts(Role):
                 return self._sample(questions, sampling)
         except RewardFailed as failure:
             return failure
-        except GivenUp:
+        except RunStopped:
             return None
         except OutOfMemory as shortage:
             return no_room(shortage)
         finally:
             self.engine.rest()
 
-    def _sample(self, questions: Questions, sampling: Sampling) -> Replied | None:
+    def _sample(self, questions: PromptBatch, sampling: Sampling) -> Replied | None:
         found: list[Rollout] = []
         waiting: list[Rollout] = []
         failed: list[Rollout] = []
         rewards = Several(self.rewards, questions, self.tokenizer)
         stream = self._stream(questions, sampling)
-        with Overlapped(rewards) as scored, contextlib.closing(stream):
+        with RewardQueue(rewards) as scored, contextlib.closing(stream):
             for rollout in stream:
                 (failed if rollout.finish == "failed" else waiting).append(rollout)
                 if self.tensor.any(self.stopped() or scored.failed):
@@ -184,7 +182,7 @@ class Rollouts(Role):
         experience = Experience.of([questions.rows[r.prompt] for r in found], found)
         return Replied(Answers(experience, [result.take(order) for result in results]), lost)
 
-    def _stream(self, questions: Questions, sampling: Sampling) -> Generator[Rollout]:
+    def _stream(self, questions: PromptBatch, sampling: Sampling) -> Generator[Rollout]:
         tasks = questions.tasks() if self.plays else None
         return self.player.stream(questions.ids, sampling, seeds=questions.seeds, tasks=tasks)
 

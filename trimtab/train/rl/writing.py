@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from trimtab.distributed.peers import Peers
 from trimtab.distributed.watch import pulse
-from trimtab.rewards.requests import Questions
+from trimtab.rewards.requests import PromptBatch
 from trimtab.rollout.engine import Engine, Session
 from trimtab.rollout.sampling import Sampling
 from trimtab.rollout.trajectory import Draft, Rollout
@@ -32,7 +32,7 @@ LOOK_EVERY = 0.05  # seconds after which a signal is noticed while rewards are w
 class Sheet:
     """The answers to one prompt, from its admission until they are handed over."""
 
-    def __init__(self, group: UnderWay, question: Questions, samples: int):
+    def __init__(self, group: UnderWay, question: PromptBatch, samples: int):
         self.group, self.question = group, question
         found = by_sample(group.drafts)
         # An episode in several sequences has a draft for each.

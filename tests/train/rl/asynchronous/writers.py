@@ -9,8 +9,7 @@ import numpy as np
 
 from trimtab.distributed.cluster.losses import EngineLost
 from trimtab.distributed.roles import Done, Group, Processes, Unanswered
-from trimtab.rewards.types import RewardFailed, RewardResult
-from trimtab.rewards.weighing import Weighing
+from trimtab.rewards.types import RewardFailed, RewardResult, RewardSum
 from trimtab.rollout.trajectory import Draft, Rollout
 from trimtab.train.rl.answers import Admission, Answers, Collected, UnderWay, Wait, Written
 from trimtab.train.rl.asking import Asking
@@ -150,7 +149,7 @@ class Store:
 class FakeAsking(Asking):
     def __init__(self, rollouts: Group, reward_models: Group | None = None):
         self.stores, self.rollouts, self.reward_models = {"train": Store()}, rollouts, reward_models
-        self.weighing, self._near = Weighing(["reward"], [1.0]), False
+        self.weighing, self._near = RewardSum(["reward"], [1.0]), False
 
     def _scored(self, prompts: Any, experience: Experience) -> list[RewardResult]:
         return []

@@ -14,7 +14,7 @@ PATIENCE = 10.0  # seconds of silence
 LOOK_EVERY = 0.05  # seconds after which a signal is noticed
 
 
-class GivenUp(Exception):
+class RunStopped(Exception):
     """The run was told to stop while it waited for a reward."""
 
 
@@ -51,7 +51,7 @@ class Waiting:
     def look(self, passed: float, told: str | None) -> None:
         """Somebody has waited for so many seconds, and goes on if this returns."""
         if self.stopped():
-            raise GivenUp
+            raise RunStopped
         if told is not None and passed >= self._told_after:
             # Twice as long before it is told again: a reward that is always slow is not news.
             self._told_after = 2 * passed

@@ -24,10 +24,10 @@ class Scorer(Protocol[Part, Result]):
     def __call__(self, part: Part, /) -> Result: ...
 
 
-class Overlapped(Generic[Part, Result]):
+class RewardQueue(Generic[Part, Result]):
     """For one iteration of a loop: `submit` each finished group, then take `results`.
 
-    with Overlapped(reward) as rewards:
+    with RewardQueue(reward) as rewards:
         for group in engine:
             rewards.submit(request_of(group))
         for result in rewards.results(): ...
@@ -40,7 +40,7 @@ class Overlapped(Generic[Part, Result]):
         self._running: list[Future[Result]] = []
         self._failed: BaseException | None = None
 
-    def __enter__(self) -> "Overlapped[Part, Result]":
+    def __enter__(self) -> "RewardQueue[Part, Result]":
         return self
 
     def __exit__(self, *error: object) -> None:

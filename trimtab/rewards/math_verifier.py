@@ -1,14 +1,14 @@
-"""Mathematics: 1 if the answer equals the label as an expression, by the package math-verify, else 0.
+"""The verifier `math`: 1 if the answer equals the label as an expression, by the package math-verify, else 0.
 
-The package may loop for ever on a hostile expression and guards itself by signals, which only a main thread gets. So
-this file is run like a user's reward function: in processes of its own, with limits; what exceeds them is not equal.
+The package may loop forever on a hostile expression and guards itself by signals, which only a main thread gets. So
+this file runs like a user's reward function: in worker processes with limits; an answer that exceeds them scores 0.
 """
 
 from typing import Any
 
 from math_verify import parse, verify
 
-SECONDS = 2  # for each of reading and comparing
+SECONDS = 2  # for each of parsing and comparing
 
 
 def compute_score(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:

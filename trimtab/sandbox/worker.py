@@ -1,12 +1,8 @@
-"""The beginning of a process that runs somebody's code for a run (child.py is the run's side): limits, and a keeper.
-
-The keeper is a small process beside it, in the same group, which no code of others can hold up. It ends the group with
-the run, however that ends; and where the run has it so, it reads what the group prints and keeps the end of it, or
-passes it on to the run's output as far as that does not fill a disk.
-"""
+"""A user's Python file as a module."""
 
 import atexit
 import contextlib
+import importlib.util
 import io
 import os
 import resource
@@ -14,9 +10,75 @@ import select
 import signal
 import sys
 import time
+import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from trimtab.processes.strays import VARIABLE, end_strays
+
+def module_of(file: Path, name: str) -> ModuleType:
+    sys.path.insert(0, str(file.parent))  # the file may import its neighbours
+    specification = importlib.util.spec_from_file_location(name, file)
+    assert specification is not None and specification.loader is not None, "the caller has seen that it is Python"
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+# ---- What a process that runs somebody's code says of it, so that it can be written as JSON and read by a person.
+
+
+def plain(value: Any) -> Any:
+    """Tensors and arrays as lists, anything strange by its name."""
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    if isinstance(value, dict):
+        return {str(name): plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value if value is None or isinstance(value, int | float | str) else f"<{type(value).__name__}>"
+
+
+def told(error: BaseException, file: str) -> str:
+    """The error in one line, with the line of the file where it was met."""
+    text = " ".join(str(error).split())
+    words = (f"{type(error).__name__}: {text}" if text else type(error).__name__)[:500]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{words} (line {lines[-1]})" if lines else words
+
+
+# ---- processes that user code started
+
+
+VARIABLE = "TRIMTAB_PROCESS"
+
+
+def end_strays(mark: str) -> None:
+    """End everything that carries the mark, but ourselves."""
+    if not hasattr(os, "pidfd_open") or not hasattr(signal, "pidfd_send_signal"):
+        return
+    wanted = f"{VARIABLE}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        number = int(folder.name)
+        # Others' processes, and those that have ended meanwhile.
+        with contextlib.suppress(OSError):
+            if number != os.getpid() and wanted in (folder / "environ").read_bytes().split(b"\0"):
+                _end(number, wanted)
+
+
+def _end(number: int, wanted: bytes) -> None:
+    handle = os.pidfd_open(number)  # of this process and no other, so that it is looked at again
+    try:
+        if wanted in Path(f"/proc/{number}/environ").read_bytes().split(b"\0"):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    finally:
+        os.close(handle)
+
+
+# ---- limits and the keeper process
+
 
 LAST_WORDS = 8192  # bytes of what it printed
 # What is passed on of it: as many bytes at once, and later as many a second.
@@ -24,9 +86,9 @@ MOST_PRINTED, PRINTED_A_SECOND = 2**16, 2**8
 SECONDS_TO_END = 1.0  # for code that is at rest, and what it has to tidy up
 
 
-def begin(handle: str, memory: int, *, captured: bool = False, limited: bool = False) -> Connection:
-    """The connection to the run. `memory`: bytes that the process may have; `captured`: see Child; `limited`: what is
-    printed goes to the run's standard error, and too much of it is left out."""
+def begin_worker(handle: str, memory: int, *, captured: bool = False, limited: bool = False) -> Connection:
+    """The connection to the run. `memory`: bytes that the process may have; `captured`: see WorkerProcess; `limited`:
+    what is printed goes to the run's standard error, and too much of it is left out."""
     socket, life = map(int, handle.split(":"))
     show = _Limited() if limited else _LastWords() if captured else None
     ending = _start_keeper(socket, life, show)

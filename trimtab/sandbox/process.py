@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import trimtab
-from trimtab.processes.strays import VARIABLE, end_strays
-from trimtab.processes.within import LAST_WORDS
+from trimtab.sandbox.worker import LAST_WORDS, VARIABLE, end_strays
 
 SECONDS_TO_LEAVE = 2.0
 SECONDS_TO_WRITE = 0.05  # in which its last words are brought here
 
 
-class Child:
+class WorkerProcess:
     """`python -m MODULE HANDLE WORDS...`, which begins with within.begin; `socket` is the run's end of theirs."""
 
     def __init__(self, module: str, words: Sequence[str], *, captured: bool = False):

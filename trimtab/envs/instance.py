@@ -5,9 +5,9 @@ import json
 from typing import Any
 
 from trimtab.envs.adapter import EnvironmentAdapter, LoadedEnvironment, describe
-from trimtab.envs.lanes import Caller, Late, Stuck
 from trimtab.envs.tools import BadArguments, UnknownTool, call_tool, tool_schemas
 from trimtab.envs.types import Message, Step, Task, Turn
+from trimtab.sandbox.calls import Caller, Late, Stuck
 
 AGENT_PATIENCE = 64
 """So many times as long as a call may take, an agent may: it plays all turns of an episode, and waits for the policy in
