@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 MAY_IMPORT = {
     "cli": {
         *("running", "config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded"),
-        *("data.hub", "data.knights", "envs", "agents", "processes", "watching", "errors", "files"),
+        *("data.hub", "data.knights", "envs", "agents", "watching", "errors", "files"),
         *("server", "sandbox", "output"),
     },
     # What command and function have in common.
@@ -26,27 +26,27 @@ MAY_IMPORT = {
     # The same for callers in Python. Who gives options and objects wants everything but the words of a command.
     "api": {
         *("running", "config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded", "data"),
-        *("algos", "rollout", "agents", "envs", "processes", "progress", "interrupts", "errors"),
+        *("algos", "rollout", "agents", "envs", "progress", "interrupts", "errors"),
         *("server", "sandbox", "files", "output"),
     },
     "train": {
         *("data", "models", "algos", "rollout", "rewards", "distributed", "config", "progress", "interrupts"),
-        *("envs", "agents", "server", "processes", "sandbox", "errors", "files"),
+        *("envs", "agents", "server", "sandbox", "errors", "files"),
         *("evaluate.bad_words", "evaluate.tail_files", "evaluate.tail_risk"),
     },
     "models": {"data.batches", "data.hub", "distributed", "config", "interrupts", "errors", "files"},
     "rollout": {"data.batches", "models", "distributed", "errors"},
     "rewards": {
-        *("data", "models", "distributed", "config", "rollout.episode", "processes", "sandbox", "errors"),
+        *("data", "models", "distributed", "config", "rollout.episode", "sandbox", "errors"),
         "algos",
     },
     # The sandbox runs user code in worker processes: reward functions and environments.
     "sandbox": {"distributed.serialization", "errors"},
-    "envs": {"sandbox", "rollout", "data", "distributed", "processes", "errors"},
-    "agents": {"envs", "rollout", "data", "distributed", "processes", "errors"},
+    "envs": {"sandbox", "rollout", "data", "distributed", "errors"},
+    "agents": {"envs", "rollout", "data", "distributed", "errors"},
     # The policy server, the reward server, and what they share with the live page.
     "server": {
-        *("envs", "agents", "rewards", "rollout", "data", "models", "distributed", "config", "processes", "sandbox"),
+        *("envs", "agents", "rewards", "rollout", "data", "models", "distributed", "config", "sandbox"),
         "errors",
     },
     "data": {"config", "errors", "files"},
@@ -55,12 +55,11 @@ MAY_IMPORT = {
     "config": {"errors"},
     "evaluate": {
         *("data", "algos", "models", "distributed", "rollout", "rewards", "config", "progress", "interrupts"),
-        *("envs", "agents", "server", "processes", "sandbox", "errors", "files"),
+        *("envs", "agents", "server", "sandbox", "errors", "files"),
     },
     "report": {"evaluate", "config", "errors", "files"},
     "watching": {"report", "server.http", "config", "progress", "errors", "files"},
     "embedded": {"data.byte_tokenizer", "envs.types", "errors"},
-    "processes": {"errors"},
     "progress": set(),
     "interrupts": {"errors"},
     "output": set(),
