@@ -36,14 +36,6 @@ from trimtab.rollout.engine import Engine
 from trimtab.rollout.factory import build_engine, build_vllm_engine
 from trimtab.rollout.sampling import Sampling, request_seed, stop_tokens
 from trimtab.rollout.trajectory import Rollout
-from trimtab.server.environment_engine import (
-    columns_of,
-    open_pool,
-    playing_engine,
-    rows_of_environment,
-    settings_of,
-    try_environment,
-)
 
 SCORED_AT_ONCE = 64  # answers; what is not scored yet is lost when the process dies
 
@@ -73,6 +65,8 @@ def rehearse_generation(options: GenerateOptions) -> list[str]:
     prompts = len(rows)
     tried = try_reward(options, find_device(), tokenizer, store) if is_scored(options) else []
     if options.plays:
+        from trimtab.server.environment_engine import try_environment
+
         first = PromptBatch.of(store, [(rows[0], request_seed(options.seed, rows[0]))], rewarded=True)
         plain = not options.apply_chat_template
         tried += try_environment(options, first.tasks()[0], first.ids[0], tokenizer, plain=plain)
@@ -215,9 +209,11 @@ class Generation:
         return loaded.model, loaded.weights, build_engine(loaded.model, tokenizer, slots=options.max_num_seqs)
 
     def _player(self) -> Engine | None:
-        """What has the engine play, if there is an environment."""
+        """An engine of episodes around this one, if there is an environment."""
         if not self.options.plays:
             return None
+        from trimtab.server.environment_engine import open_pool, playing_engine, settings_of
+
         pool = open_pool(self.options, self.stop.requested)
         settings = settings_of(self.options, plain=not self.options.apply_chat_template)
         return playing_engine(self.engine, pool, self.tokenizer, settings)
@@ -295,6 +291,8 @@ def load_job_tokenizer(options: GenerateOptions | ChatOptions | PlayOptions) -> 
 
 def load_prompts(options: GenerateOptions, tokenizer: Any) -> tuple[PromptStore, PromptReport]:
     if options.dataset is None:
+        from trimtab.server.environment_engine import columns_of, rows_of_environment
+
         count = min(options.env_rows, options.max_samples)
         own = rows_of_environment(options, count, options.seed, instead="--dataset")["train"]
         return build_prompt_store(own, tokenizer, dataclasses.replace(options, **columns_of(own)), what="prompt")

@@ -13,11 +13,10 @@ from trimtab.errors import UserError
 from trimtab.files import check_folder
 from trimtab.models.hugging_face import check_model_folder
 from trimtab.models.packed import PackedModel
-from trimtab.models.rotary import context_in_words
+from trimtab.models.rotary import context_in_words, generated_context
 from trimtab.models.splits import check_splits
 from trimtab.rewards.models import same_tokenizer
 from trimtab.train.launch import check_share
-from trimtab.train.rl.playing import context_of
 from trimtab.train.rl.recording import Recording
 
 
@@ -38,7 +37,7 @@ def check_model(model: PackedModel, options: RLOptions, stores: dict[str, Prompt
     config, name = model.config.get_text_config(), type(model.inner).__name__
     prompt = max(int(store.lengths.max()) for store in stores.values())
     longest = prompt + options.generate_max_len
-    room = context_of(model)
+    room = generated_context(model.config)
     if options.plays:
         check_episodes(options, room, name)
     elif room is not None and longest > room:

@@ -1,4 +1,7 @@
-"""An environment around the engine of a run: what plays it, and the rows that it brings where no prompts are given."""
+"""The environment of a run: the engine of its episodes, and its rows if no prompts are given.
+
+Modules of environments are imported only if the options name one.
+"""
 
 import dataclasses
 import hashlib
@@ -11,21 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore, build_prompt_stores, load_prompt_stores
 from trimtab.distributed.peers import Peers
-from trimtab.envs.episode_engine import BroadcastPool
-from trimtab.envs.episode_session import EnvironmentEngine
 from trimtab.errors import UserError
 from trimtab.models.load import policy_skeleton
-from trimtab.models.packed import PackedModel
 from trimtab.models.rotary import generated_context
 from trimtab.rollout.engine import Engine
-from trimtab.server.environment_engine import (
-    columns_of,
-    never,
-    open_pool,
-    playing_engine,
-    rows_of_environment,
-    settings_of,
-)
 from trimtab.train.launch import load_job_tokenizer
 
 
@@ -36,24 +28,28 @@ def player_of(
     stopped: Callable[[], bool],
     tensor: Peers | None = None,
 ) -> Engine | None:
-    """What has the engine play, if there is an environment. `tensor`: whose engines draw the same. Told to stop, one
-    that is alone gives up what it waits for, unless episodes are kept."""
+    """An engine of episodes around this one, if there is an environment. `tensor`: the tensor-parallel group, whose
+    engines generate the same. `stopped`: ends waits of a single process, unless episodes outlive updates."""
     if not options.plays:
         return None
+    from trimtab.envs.episode_engine import BroadcastPool
+    from trimtab.envs.episode_session import EnvironmentEngine
+    from trimtab.server.environment_engine import never, open_pool, playing_engine, settings_of
+
     settings = settings_of(options, plain=not options.apply_chat_template)
     if tensor is None or tensor.size == 1:
         pool = open_pool(options, never if options.outlives_updates else stopped)
         return playing_engine(engine, pool, tokenizer, settings)
-    led = BroadcastPool(lambda: open_pool(options), tensor)
+    shared = BroadcastPool(lambda: open_pool(options), tensor)
     try:
-        if led.about.kind == "agent":
+        if shared.about.kind == "agent":
             raise UserError(
                 f"{options.environment_flag}: an agent asks for its turns itself, and not a policy cut over processes; "
                 "use --zero_stage 3"
             )
-        return EnvironmentEngine(engine, led, tokenizer, settings)
+        return EnvironmentEngine(engine, shared, tokenizer, settings)
     except BaseException:
-        led.close()
+        shared.close()
         raise
 
 
@@ -61,9 +57,8 @@ def player_of(
 
 
 def as_played(options: RLOptions) -> RLOptions:
-    """With what options leave open that only model and tokenizer know: episodes are as long as the context, and
-    prompts in the chat template, if there is one, unless somebody says otherwise. Every process of a run asks, before
-    any of them speaks."""
+    """The options with defaults that depend on model and tokenizer: episodes are as long as the context, and prompts
+    use the chat template if there is one. Called in every process of a run before they communicate."""
     if not options.plays:
         return options
     changes: dict[str, Any] = {}
@@ -71,7 +66,7 @@ def as_played(options: RLOptions) -> RLOptions:
         tokenizer = load_job_tokenizer(options)
         changes["apply_chat_template"] = tokenizer.chat_template is not None and options.input_template is None
     if options.episode_max_len is None:
-        changes["episode_max_len"] = context_of(policy_skeleton(options))
+        changes["episode_max_len"] = generated_context(policy_skeleton(options).config)
         if changes["episode_max_len"] is None:
             raise UserError(
                 f"--pretrain {options.pretrain} does not say how long its context is; give --episode_max_len"
@@ -79,23 +74,21 @@ def as_played(options: RLOptions) -> RLOptions:
     return dataclasses.replace(options, **changes)
 
 
-def context_of(model: PackedModel) -> int | None:
-    return generated_context(model.config)
-
-
 def load_stores(
     options: RLOptions, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, PromptStore], dict[str, Any]]:
-    """The prompts to train on and, if there are any, to measure with: given, or the environment's own."""
+    """The prompts of training and, if there are any, of evaluation: from data, or the environment's own rows."""
     if options.prompt_data is not None:
         return load_prompt_stores(options, tokenizer)
+    from trimtab.server.environment_engine import columns_of, rows_of_environment
+
     count, held_out = min(options.env_rows, options.max_samples), options.env_eval_rows
     rows = rows_of_environment(options, count, options.seed, to_measure=held_out, instead="--prompt_data")
     return build_prompt_stores(rows, tokenizer, dataclasses.replace(options, **columns_of(rows["train"])))
 
 
 def contents_of_environment(options: RLOptions) -> dict[str, str]:
-    """For the manifest: what its file holds, which may change while its path does not."""
+    """A hash of the environment's file for the manifest: it may change while its path does not."""
     if not options.agent_func_path:
         return {}
     file = Path(options.agent_func_path[: options.agent_func_path.rfind(".py") + 3]).expanduser()

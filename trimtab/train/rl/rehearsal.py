@@ -13,7 +13,6 @@ from trimtab.rewards.build import check_columns, try_reward
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rollout.factory import require_packed
 from trimtab.rollout.sampling import request_seed
-from trimtab.server.environment_engine import try_environment
 from trimtab.train.launch import load_job_tokenizer, notes, of_few_rows
 from trimtab.train.plan.passes import default_line, uses_default_tokens, with_default_tokens, work_of_prompts
 from trimtab.train.rehearsal import memory_line, model_lines, one_line, usable_rows
@@ -66,6 +65,8 @@ def rehearse_rl(
     rewarded = try_reward(options, device, tokenizer, stores["train"])
     played: list[str] = []
     if options.plays:
+        from trimtab.server.environment_engine import try_environment
+
         first = PromptBatch.of(stores["train"], [(0, request_seed(options.seed, 0))], rewarded=True)
         plain = not options.apply_chat_template
         played = try_environment(options, first.tasks()[0], first.ids[0], tokenizer, plain=plain)
