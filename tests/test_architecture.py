@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 MAY_IMPORT = {
     "cli": {
         *("running", "config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded"),
-        *("data.hub", "data.knights", "envs", "agents", "watching", "errors", "files"),
+        *("data.hub", "data.knights", "envs", "watching", "errors", "files"),
         *("server", "sandbox", "output"),
     },
     # What command and function have in common.
@@ -26,12 +26,12 @@ MAY_IMPORT = {
     # The same for callers in Python. Who gives options and objects wants everything but the words of a command.
     "api": {
         *("running", "config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded", "data"),
-        *("algos", "rollout", "agents", "envs", "progress", "interrupts", "errors"),
+        *("algos", "rollout", "envs", "progress", "interrupts", "errors"),
         *("server", "sandbox", "files", "output"),
     },
     "train": {
         *("data", "models", "algos", "rollout", "rewards", "distributed", "config", "progress", "interrupts"),
-        *("envs", "agents", "server", "sandbox", "errors", "files"),
+        *("envs", "server", "sandbox", "errors", "files"),
         *("evaluate.bad_words", "evaluate.tail_files", "evaluate.tail_risk"),
     },
     "models": {"data.batches", "data.hub", "distributed", "config", "interrupts", "errors", "files"},
@@ -43,10 +43,9 @@ MAY_IMPORT = {
     # The sandbox runs user code in worker processes: reward functions and environments.
     "sandbox": {"distributed.serialization", "errors"},
     "envs": {"sandbox", "rollout", "data", "distributed", "errors"},
-    "agents": {"envs", "rollout", "data", "distributed", "errors"},
     # The policy server, the reward server, and what they share with the live page.
     "server": {
-        *("envs", "agents", "rewards", "rollout", "data", "models", "distributed", "config", "sandbox"),
+        *("envs", "rewards", "rollout", "data", "models", "distributed", "config", "sandbox"),
         "errors",
     },
     "data": {"config", "errors", "files"},
@@ -55,7 +54,7 @@ MAY_IMPORT = {
     "config": {"errors"},
     "evaluate": {
         *("data", "algos", "models", "distributed", "rollout", "rewards", "config", "progress", "interrupts"),
-        *("envs", "agents", "server", "sandbox", "errors", "files"),
+        *("envs", "server", "sandbox", "errors", "files"),
     },
     "report": {"evaluate", "config", "errors", "files"},
     "watching": {"report", "server.http", "config", "progress", "errors", "files"},
@@ -162,6 +161,16 @@ def test_vllm_is_imported_by_its_own_engine_alone_and_where_it_is_used():
         assert "vllm" not in {name.split(".")[0] for name in named}, path
         anywhere = {name.split(".")[0] for name, _ in imports(path)}
         assert "vllm" not in anywhere or path.is_relative_to(inside), path
+
+
+def test_training_imports_environments_only_if_the_options_name_one():
+    for path in [
+        *(ROOT / "train").rglob("*.py"),
+        *(ROOT / "rollout").rglob("*.py"),
+        ROOT / "evaluate" / "generation.py",
+    ]:
+        tops = [node.module or "" for node in tree_of(path).body if isinstance(node, ast.ImportFrom)]
+        assert not [name for name in tops if name.startswith(("trimtab.envs", "trimtab.server"))], path
 
 
 def test_files_are_renamed_and_flushed_in_one_place():
