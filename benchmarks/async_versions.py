@@ -37,7 +37,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.engine import Engine, Session
 from trimtab.rollout.factory import build_engine, build_vllm_engine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft, Rollout
 
 GROUPS, ANSWERS, BATCH = 24, 4, 6  # under way at once; to a prompt; groups an update trains on, at most
@@ -76,16 +76,18 @@ def main() -> None:
 
 def build(kind: str, folder: Path, policy: Policy) -> Engine:
     if kind == "builtin":
-        return build_engine(policy, slots=GROUPS * ANSWERS)
+        return build_engine(policy, max_num_seqs=GROUPS * ANSWERS)
     policy.model.save_pretrained(folder)
     weights = Handover(policy, bf16=False)
-    return build_vllm_engine(str(folder), make_tokenizer(), weights, eager=True, slots=GROUPS * ANSWERS, longest=128)
+    return build_vllm_engine(
+        str(folder), make_tokenizer(), weights, eager=True, max_num_seqs=GROUPS * ANSWERS, longest=128
+    )
 
 
 def measure(kind: str, engine: Engine, policy: Policy) -> None:
     numbers = np.random.default_rng(0)
     optimiser = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    sampling = Sampling(max_new_tokens=LONGEST, n=ANSWERS)
+    sampling = SamplingParams(max_new_tokens=LONGEST, n=ANSWERS)
     under_way, finished = [], deque[Group]()
     weights, tables, arrivals, rewards = [as_it_is(policy)], [], [], []
     again = drawn = 0

@@ -40,9 +40,9 @@ from trimtab.rewards.types import RewardResult
 from trimtab.rollout.builtin import engine as builtin_engine
 from trimtab.rollout.builtin.cuda_graphs import DecodeGraphs
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.model_runner import Runner
-from trimtab.rollout.builtin.sampler import Drawn, Sampler
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.builtin.model_runner import ModelRunner
+from trimtab.rollout.builtin.sampler import Sampler, SamplerOutput
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl import samples
 from trimtab.train.rl.batches import batches_of
@@ -95,34 +95,36 @@ class Captured:
 
     possible, reads = True, NothingRead()
 
-    def __init__(self, policy: Policy, slots: int, *, possible: bool):
-        self.policy, self.slots = policy, slots
+    def __init__(self, policy: Policy, max_num_seqs: int, *, possible: bool):
+        self.policy, self.max_num_seqs = policy, max_num_seqs
         self.decodes: DecodeGraphs | None = None
 
     def follow(self, cache: object, *, fused: bool) -> None: ...
 
-    def decoding(self, cache, sampling: Sampling, longest: int) -> DecodeGraphs:
+    def decoding(self, cache, sampling: SamplingParams, longest: int) -> DecodeGraphs:
         if self.decodes is None:
-            self.decodes = MadeUpGraphs(Sampler(sampling, VOCABULARY, torch.device("cpu")), cache, self.slots, longest)
+            self.decodes = MadeUpGraphs(
+                Sampler(sampling, VOCABULARY, torch.device("cpu")), cache, self.max_num_seqs, longest
+            )
             self.decodes.tokens.random_(1000, VOCABULARY)
             self.decodes.log_probs.uniform_(-3, 0)
         return self.decodes
 
 
-def no_logits(runner: Runner, hidden_ND: torch.Tensor) -> torch.Tensor:
+def no_logits(runner: ModelRunner, hidden_ND: torch.Tensor) -> torch.Tensor:
     return hidden_ND
 
 
-def first_token(sampler: Sampler, logits_BV, seeds_B, drawn_B, seen_BV) -> Drawn:
-    return Drawn(torch.full_like(seeds_B, 1000), torch.full(seeds_B.shape, -1.0), None)
+def first_token(sampler: Sampler, logits_BV, seeds_B, drawn_B, seen_BV) -> SamplerOutput:
+    return SamplerOutput(torch.full_like(seeds_B, 1000), torch.full(seeds_B.shape, -1.0), None)
 
 
 @contextmanager
 def nothing_computed() -> Iterator[None]:
     with (
-        mock.patch.object(builtin_engine, "CapturedGraphs", Captured),
+        mock.patch.object(builtin_engine, "GraphCache", Captured),
         mock.patch.object(Sampler, "draw", first_token),
-        mock.patch.object(Runner, "logits", no_logits),
+        mock.patch.object(ModelRunner, "logits", no_logits),
     ):
         yield
 
@@ -130,7 +132,7 @@ def nothing_computed() -> Iterator[None]:
 def make_engine(slots: int, longest: int) -> BuiltinEngine:
     shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=VOCABULARY, max_position_embeddings=longest))
-    return BuiltinEngine(Policy(model), slots=slots)
+    return BuiltinEngine(Policy(model), max_num_seqs=slots)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -186,7 +188,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     texts = [""] * groups
     questions = PromptBatch(list(range(groups)), list(range(groups)), ids, "input", texts, texts, texts, [{}] * groups)
     tokenizer, engine = make_tokenizer(), make_engine(options.answers, options.prompt + options.tokens)
-    sampling = Sampling(max_new_tokens=options.tokens, n=options.group)
+    sampling = SamplingParams(max_new_tokens=options.tokens, n=options.group)
     list(engine.stream(ids, sampling))  # takes its memory
     with clock.part("engine"):
         rollouts = list(engine.stream(ids, sampling, seeds=questions.seeds))

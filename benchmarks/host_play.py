@@ -33,10 +33,10 @@ from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.evaluate.person import tokenizer_of_a_person
 from trimtab.rollout.builtin import engine as builtin_engine
 from trimtab.rollout.builtin.cuda_graphs import DecodeGraphs
-from trimtab.rollout.builtin.model_runner import Runner
-from trimtab.rollout.builtin.prefill import Reader
-from trimtab.rollout.builtin.sampler import Drawn, Sampler
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.builtin.model_runner import ModelRunner
+from trimtab.rollout.builtin.prefill import Prefill
+from trimtab.rollout.builtin.sampler import Sampler, SamplerOutput
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.garbage import what_is_there_stays
 
 GAME = Path(__file__).resolve().with_name("told_game.py")
@@ -52,7 +52,7 @@ class Read(NothingRead):
         return super().read(runner, prompts)
 
 
-def nothing_read_on(reader: Reader, sequences: list[tuple[list[int], int, list[int]]]) -> torch.Tensor:
+def nothing_read_on(reader: Prefill, sequences: list[tuple[list[int], int, list[int]]]) -> torch.Tensor:
     Read.sizes.append((len(sequences), sum(len(ids) - done for ids, done, _ in sequences)))
     return torch.zeros(len(sequences), 8)
 
@@ -65,26 +65,26 @@ def nothing_computed(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     class Playing(Captured):
         reads = Read()
 
-        def decoding(self, cache, sampling: Sampling, longest: int) -> DecodeGraphs:
+        def decoding(self, cache, sampling: SamplingParams, longest: int) -> DecodeGraphs:
             if self.decodes is None or not self.decodes.holds(longest):
                 self.decodes = None  # its memory first
                 sampler = Sampler(sampling, len(tokenizer), torch.device("cpu"))
-                self.decodes = MadeUpGraphs(sampler, cache, self.slots, longest)
+                self.decodes = MadeUpGraphs(sampler, cache, self.max_num_seqs, longest)
                 drawn = rng.choice(words, size=self.decodes.tokens.shape)
                 drawn[rng.random(drawn.shape) < 1 / 16] = tokenizer.eos_token_id
                 self.decodes.tokens.copy_(torch.from_numpy(drawn))
                 self.decodes.log_probs.uniform_(-3, 0)
             return self.decodes
 
-    def first_token(sampler: Sampler, logits_BV, seeds_B, drawn_B, seen_BV) -> Drawn:
-        return Drawn(torch.full_like(seeds_B, int(words[0])), torch.full(seeds_B.shape, -1.0), None)
+    def first_token(sampler: Sampler, logits_BV, seeds_B, drawn_B, seen_BV) -> SamplerOutput:
+        return SamplerOutput(torch.full_like(seeds_B, int(words[0])), torch.full(seeds_B.shape, -1.0), None)
 
     with (
         mock.patch.object(host_cost, "VOCABULARY", len(tokenizer)),
-        mock.patch.object(builtin_engine, "CapturedGraphs", Playing),
+        mock.patch.object(builtin_engine, "GraphCache", Playing),
         mock.patch.object(Sampler, "draw", first_token),
-        mock.patch.object(Runner, "logits", no_logits),
-        mock.patch.object(Reader, "_read_on", nothing_read_on),
+        mock.patch.object(ModelRunner, "logits", no_logits),
+        mock.patch.object(Prefill, "_prefill_eager", nothing_read_on),
     ):
         yield
 
@@ -111,7 +111,7 @@ def play(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Non
         tokenizer,
         EpisodeSettings(max_turns=options.turns, episode_max_len=None),
     )
-    sampling = Sampling(max_new_tokens=options.tokens, n=options.group, stop_token_ids=(tokenizer.eos_token_id,))
+    sampling = SamplingParams(max_new_tokens=options.tokens, n=options.group, stop_token_ids=(tokenizer.eos_token_id,))
     waited, finished = 0.0, pool.finished
     clock = time.pthread_getcpuclockid(pool._listener.ident)
 

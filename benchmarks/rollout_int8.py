@@ -25,7 +25,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.linear import Int8Layers
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 SHAPES = {
     "360M": {"hidden_size": 960, "num_hidden_layers": 32, "num_attention_heads": 15, "num_key_value_heads": 5,
@@ -58,7 +58,7 @@ def prompts(rows: int, vocabulary: int) -> list[list[int]]:
 
 def speed(engine: BuiltinEngine, ids: list[list[int]], device: torch.device) -> tuple[float, float]:
     """Tokens per second of decoding, and the seconds of a call besides."""
-    answers = lambda length: engine.generate(ids, Sampling(max_new_tokens=LONG), limits=[length] * len(ids))  # noqa: E731
+    answers = lambda length: engine.generate(ids, SamplingParams(max_new_tokens=LONG), limits=[length] * len(ids))  # noqa: E731
     answers(LONG)
     seconds = [min(timed(lambda: answers(length), device)[1] for _ in range(REPEATS)) for length in (SHORT, LONG)]  # noqa: B023
     step = (seconds[1] - seconds[0]) / (LONG - SHORT)
@@ -66,7 +66,7 @@ def speed(engine: BuiltinEngine, ids: list[list[int]], device: torch.device) -> 
 
 
 def gaps(policy: Policy, plain: BuiltinEngine, rounded: BuiltinEngine, vocabulary: int) -> list[str]:
-    sampling = Sampling(max_new_tokens=LONG, n=4)
+    sampling = SamplingParams(max_new_tokens=LONG, n=4)
     by_plain, by_int8 = (engine.generate(prompts(8, vocabulary), sampling) for engine in (plain, rounded))
     notes = [
         "sampled with int8, plain weights: " + against_trainer(policy, by_int8),
@@ -79,7 +79,7 @@ def gaps(policy: Policy, plain: BuiltinEngine, rounded: BuiltinEngine, vocabular
 
 def measure(name: str, rows: list[int], device: torch.device) -> tuple[list[list[str]], list[str]]:
     policy, vocabulary = make_policy(SHAPES[name], device), SHAPES[name]["vocab_size"]
-    engines = [BuiltinEngine(policy, slots=max(rows), weight_only_int8=int8) for int8 in (False, True)]
+    engines = [BuiltinEngine(policy, max_num_seqs=max(rows), weight_only_int8=int8) for int8 in (False, True)]
     fused = "fused layers" if engines[0].fused else "the model's own modules"
     table = []
     for count in rows:

@@ -23,7 +23,7 @@ from trimtab.distributed.device import find_device
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Rollout
 
 SHAPES = {
@@ -89,7 +89,7 @@ def against_trainer(policy: Policy, rollouts: list[Rollout]) -> str:
     )
 
 
-def divergence(engine: BuiltinEngine, ids: list[list[int]], together: list[Rollout], sampling: Sampling) -> str:
+def divergence(engine: BuiltinEngine, ids: list[list[int]], together: list[Rollout], sampling: SamplingParams) -> str:
     """A prompt's samples asked for again, without the rest of the batch."""
     seeds = list(range(len(ids)))
     places = []
@@ -109,8 +109,8 @@ def measure(name: str, device: torch.device, quick: bool) -> tuple[list[list[str
     shape, count = SHAPES[name]
     policy, ids, notes, rows = make_policy(shape, device), prompts(count), [], []
     slots = count * SAMPLES
-    engine, built = timed(lambda: BuiltinEngine(policy, slots=slots), device)
-    sampling = Sampling(max_new_tokens=ANSWER, n=SAMPLES)
+    engine, built = timed(lambda: BuiltinEngine(policy, max_num_seqs=slots), device)
+    sampling = SamplingParams(max_new_tokens=ANSWER, n=SAMPLES)
     _, first = timed(lambda: engine.generate(ids, sampling), device)
     seconds = []
     for _ in range(1 if quick else 3):
@@ -138,7 +138,7 @@ def measure(name: str, device: torch.device, quick: bool) -> tuple[list[list[str
 def uneven(policy, engine, name, slots, even, notes, device) -> list[list[str]]:
     count = 4 * slots
     ids, limits = prompts(count), np.random.default_rng(1).integers(LIMITS[0], LIMITS[1] + 1, count).tolist()
-    sampling = Sampling(max_new_tokens=LIMITS[1])
+    sampling = SamplingParams(max_new_tokens=LIMITS[1])
     _, first = timed(lambda: engine.generate(ids, sampling, limits=limits), device)
     rollouts, taken = timed(lambda: engine.generate(ids, sampling, limits=limits), device)
     assert [len(r.ids) for r in rollouts] == limits

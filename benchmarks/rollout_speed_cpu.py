@@ -18,7 +18,7 @@ from transformers.utils import logging
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 REQUESTS, VOCABULARY, ROUNDS = 64, 8192, 3
 
@@ -75,8 +75,8 @@ def main() -> None:
         print(f"  generate, sorted by length, batches of {batch:<14d} {theirs[-1]:10,.0f} tokens/s", flush=True)
     policy = Policy(model)
     choose_path(policy)
-    engine = BuiltinEngine(policy, slots=REQUESTS)
-    ours = tokens_a_second(limits, lambda: engine.generate(prompts, Sampling(), limits=limits))
+    engine = BuiltinEngine(policy, max_num_seqs=REQUESTS)
+    ours = tokens_a_second(limits, lambda: engine.generate(prompts, SamplingParams(), limits=limits))
     print(f"  trimtab {ours:53,.0f} tokens/s")
     print(f"  ratio: {ours / max(theirs):.2f} (against generate's best)")
 

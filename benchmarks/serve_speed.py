@@ -88,15 +88,15 @@ def engine_alone(model: str, bf16: bool, slots: int, works: list[list[Asked]], a
     from trimtab.distributed.device import find_device
     from trimtab.models.load import load_frozen_policy
     from trimtab.rollout.factory import build_engine
-    from trimtab.rollout.sampling import Sampling
+    from trimtab.rollout.sampling import SamplingParams
 
     options = ServeOptions(pretrain=model, bf16=bf16)
     policy = load_frozen_policy(model, options, find_device(), flag="--pretrain").model
-    engine = build_engine(policy, load_tokenizer(model), slots=slots)
+    engine = build_engine(policy, load_tokenizer(model), max_num_seqs=slots)
 
     def drawn(work: list[Asked]) -> int:
         prompts, tokens = zip(*work)
-        rollouts = engine.generate(prompts, Sampling(max_new_tokens=max(tokens)), limits=tokens)
+        rollouts = engine.generate(prompts, SamplingParams(max_new_tokens=max(tokens)), limits=tokens)
         return sum(len(rollout.tokens) for rollout in rollouts)
 
     tell_rates(drawn, works, answer)

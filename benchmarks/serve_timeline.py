@@ -39,12 +39,12 @@ def noted(owner: type, name: str, kind: str, about: Callable[..., dict[str, Any]
 
 
 def note_all() -> None:
-    from trimtab.rollout.builtin.cuda_graphs import DecodeGraphs, Pass, ReadGraphs
+    from trimtab.rollout.builtin.cuda_graphs import DecodeGraphs, PrefillGraph, PrefillGraphs
     from trimtab.rollout.builtin.engine import BuiltinSession
     from trimtab.server.http_workers import HTTPWorkers
     from trimtab.server.request_queue import RequestQueue
 
-    def of_pass(one: Pass, *_: Any) -> dict[str, Any]:
+    def of_pass(one: PrefillGraph, *_: Any) -> dict[str, Any]:
         how = "launched" if one.graph is None else "recorded"
         keys = 0 if one.keys is None else len(one.keys)
         return {"tokens": one.tokens.shape[1], "sequences": one.sequences.shape[1], "keys": keys, "how": how}
@@ -55,11 +55,11 @@ def note_all() -> None:
     noted(RequestQueue, "take", "hand over", lambda _, rollouts, **__: {"answers": len(rollouts)})
     noted(BuiltinSession, "_begin", "begin", lambda *given: {"rows": len(given[2])})
     noted(BuiltinSession, "prepare", "prepare")
-    noted(Pass, "run", "read", of_pass)
-    noted(ReadGraphs, "_capture", "record read")
+    noted(PrefillGraph, "run", "read", of_pass)
+    noted(PrefillGraphs, "_capture", "record read")
     noted(DecodeGraphs, "run", "look", lambda _, __, rows, steps, *___: {"rows": len(rows), "steps": steps})
     noted(DecodeGraphs, "_capture", "record steps", lambda _, __, rows: {"rows": rows})
-    noted(HTTPWorkers, "_deliver", "letters", lambda fronts: {"answers": len(fronts.settled)})
+    noted(HTTPWorkers, "_deliver", "letters", lambda fronts: {"answers": len(fronts.prefill_done)})
 
 
 def show(path: str, since: float | None, most: int) -> None:

@@ -28,7 +28,7 @@ from trimtab.models.handover import Handover
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.factory import build_engine, build_vllm_engine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Rollout
 
 SHAPE = {"hidden_size": 960, "num_hidden_layers": 32, "num_attention_heads": 15, "num_key_value_heads": 5,
@@ -39,7 +39,7 @@ VOCABULARY = 49_152
 DEVICE = find_device()
 LARGE = DEVICE.is_accelerator  # else a rehearsal
 PROMPTS, SAMPLES, ANSWER = (64, 8, 512) if LARGE else (4, 2, 16)
-SETTINGS = {"bf16": LARGE, "longest": 1024, "slots": PROMPTS * SAMPLES, "memory_share": 0.3, "sleeps": LARGE}
+SETTINGS = {"bf16": LARGE, "longest": 1024, "max_num_seqs": PROMPTS * SAMPLES, "memory_share": 0.3, "sleeps": LARGE}
 SETTINGS |= {"prefix_caching": True, "eager": not LARGE}
 
 
@@ -121,7 +121,7 @@ def move(policy: Policy) -> None:
 
 
 def speed(engine, ids: list[list[int]]) -> tuple[float, list[Rollout]]:
-    sampling = Sampling(max_new_tokens=ANSWER, n=SAMPLES)
+    sampling = SamplingParams(max_new_tokens=ANSWER, n=SAMPLES)
     engine.generate(ids, sampling, seeds=range(len(ids)))  # what is compiled and recorded on the way
     rollouts, seconds = timed(lambda: engine.generate(ids, sampling, seeds=range(len(ids))))
     return sum(len(r.ids) for r in rollouts) / seconds, rollouts
@@ -133,7 +133,7 @@ def speed(engine, ids: list[list[int]]) -> tuple[float, list[Rollout]]:
 def engines(folder: Path, policy: Policy) -> None:
     ids = prompts(PROMPTS)
     print(f"memory with the policy: {used_gib():.2f} GiB")
-    ours = build_engine(policy, slots=PROMPTS * SAMPLES)
+    ours = build_engine(policy, max_num_seqs=PROMPTS * SAMPLES)
     own, rollouts = speed(ours, ids)
     print(f"built-in: {own:,.0f} tokens/s; gap {gap(policy, rollouts[::8])}", flush=True)
     ours.sleep()
@@ -156,10 +156,10 @@ def engines(folder: Path, policy: Policy) -> None:
         flush=True,
     )
     move(policy)
-    stale = engine.generate(ids[:16], Sampling(max_new_tokens=min(32, ANSWER)))
+    stale = engine.generate(ids[:16], SamplingParams(max_new_tokens=min(32, ANSWER)))
     _, first = timed(lambda: engine.weights_changed(1))
     _, again = timed(lambda: engine.weights_changed(2))
-    fresh = engine.generate(ids[:16], Sampling(max_new_tokens=min(32, ANSWER)))
+    fresh = engine.generate(ids[:16], SamplingParams(max_new_tokens=min(32, ANSWER)))
     print(f"vLLM: new weights in {first:.2f} s, again in {again:.2f} s; gap before: {gap(policy, stale)}")
     print(f"vLLM: gap after: {gap(policy, fresh)}", flush=True)
     engine.close()
@@ -219,7 +219,7 @@ def serve(pipe, model: str) -> None:
     pipe.send("joined")
     while (version := pipe.recv()) is not None:
         engine.receive(version)
-        pipe.send(engine.generate(prompts(16), Sampling(max_new_tokens=min(32, ANSWER))))
+        pipe.send(engine.generate(prompts(16), SamplingParams(max_new_tokens=min(32, ANSWER))))
     engine.close()
 
 

@@ -21,7 +21,7 @@ from trimtab.models.compiled import compile_layers
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 Points = list[tuple[int, float, float]]  # x, measured, least
 
@@ -73,10 +73,10 @@ class Cost:
     def rollouts(self, what: str, cases: list[tuple[int, int, int, int, int]]) -> Points:
         """Seconds; a case: where it stands, prompts, samples a prompt, their tokens, new tokens."""
         slots = max(prompts * samples for _, prompts, samples, _, _ in cases)
-        engine, points = BuiltinEngine(self.policy, slots=slots), []
+        engine, points = BuiltinEngine(self.policy, max_num_seqs=slots), []
         for x, prompts, samples, tokens, new in cases:
             ids = self.draw.integers(3, self.shape.vocab_size, (prompts, tokens)).tolist()
-            sampling = Sampling(max_new_tokens=new, n=samples)
+            sampling = SamplingParams(max_new_tokens=new, n=samples)
             seconds = self.seconds(lambda: engine.generate(ids, sampling, seeds=range(len(ids))))  # noqa: B023
             rates = self.bench.rates
             least = rates.decoding(self.shape, prompts * samples, tokens, new)

@@ -86,9 +86,9 @@ class Clock:
 
 
 def watch_engine(clock: Clock) -> None:
-    from trimtab.rollout.builtin.cuda_graphs import DecodeGraphs, Pass, ReadGraphs
+    from trimtab.rollout.builtin.cuda_graphs import DecodeGraphs, PrefillGraph, PrefillGraphs
     from trimtab.rollout.builtin.engine import BuiltinSession
-    from trimtab.rollout.builtin.model_runner import Runner
+    from trimtab.rollout.builtin.model_runner import ModelRunner
     from trimtab.rollout.builtin.scheduler import Scheduler
 
     clock.watch(BuiltinSession, "advance", "engine, other")
@@ -98,7 +98,7 @@ def watch_engine(clock: Clock) -> None:
     for method in ("admit", "settled", "finish", "make_room"):
         clock.watch(Scheduler, method, "pages")
     clock.watch(
-        Pass,
+        PrefillGraph,
         "run",
         lambda prepared, _: (
             ("whole prompts, " if prepared.keys is None else "reading on, ")
@@ -108,7 +108,7 @@ def watch_engine(clock: Clock) -> None:
         keys=lambda prepared, _: 0 if prepared.keys is None else len(prepared.keys),
     )
     clock.watch(
-        Runner,
+        ModelRunner,
         "read",
         lambda _, sequences: (
             ("reading on" if any(done for _, done, _ in sequences) else "whole prompts") + ", as they come"
@@ -121,7 +121,7 @@ def watch_engine(clock: Clock) -> None:
     clock.watch(BuiltinSession, "_step_by_step", "steps one by one", rows=lambda _, rows, __: len(rows))
     clock.watch(DecodeGraphs, "_capture", "recording steps", rows=lambda _, __, rows: rows)
     clock.watch(
-        ReadGraphs, "_capture", "recording reads",
+        PrefillGraphs, "_capture", "recording reads",
         tokens=lambda _, __, made: made.tokens.shape[1],
         keys=lambda _, __, made: 0 if made.keys is None else len(made.keys),
     )  # fmt: skip

@@ -21,7 +21,7 @@ from shapes import Shape, make_model, write_model
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 PROMPT, SAMPLES = 128, 8
 LONG = 1024  # more new tokens than this are drawn once
@@ -72,11 +72,11 @@ def time_ours(bench: Bench, name: str, model: torch.nn.Module, cases: list[Case]
     policy = policy_of(model, bench, lora)
     room = max(case.rows * (case.prompt + case.new + 32) for case in cases)
     engine, built = timed(
-        lambda: BuiltinEngine(policy, slots=max(case.rows for case in cases), kv_tokens=room), bench.device
+        lambda: BuiltinEngine(policy, max_num_seqs=max(case.rows for case in cases), kv_tokens=room), bench.device
     )
     bench.say(f"{name}{f' with LoRA {lora}' * bool(lora)}: engine {built:.1f} s, fused layers: {bool(engine.fused)}")
     for case in cases:
-        ids, sampling = case.prompts(shape), Sampling(max_new_tokens=case.new, n=SAMPLES)
+        ids, sampling = case.prompts(shape), SamplingParams(max_new_tokens=case.new, n=SAMPLES)
         answer = lambda: engine.generate(ids, sampling, seeds=range(len(ids)))  # noqa: B023, E731
         first = timed(answer, bench.device)[1] if case.new <= LONG else 0.0
         taken = []

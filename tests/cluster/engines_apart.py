@@ -16,7 +16,7 @@ from trimtab.distributed.staging import Place
 from trimtab.models.load import load_policy
 from trimtab.rewards.build import other_rewards
 from trimtab.rollout.builtin.engine import BuiltinEngine, BuiltinSession
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Rollout
 from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.rl import builders
@@ -32,7 +32,7 @@ class EngineApart(BuiltinEngine):
     notes: Path | None = None
     """A folder with a file for every engine, named by its process; it hangs as long as "hang" stands in its file."""
 
-    def session(self, sampling: Sampling) -> BuiltinSession:
+    def session(self, sampling: SamplingParams) -> BuiltinSession:
         session = super().session(sampling)
         plain = session.advance
 
@@ -76,7 +76,7 @@ def build_engines_apart(seconds: float, notes: Path | None = None) -> None:
     def build(options: RLOptions, place: Place) -> dict:
         tokenizer = load_job_tokenizer(options)
         policy = load_policy(options, place.device, place.mesh).model
-        engine = EngineApart(policy, tokenizer, slots=options.rollout_slots)
+        engine = EngineApart(policy, tokenizer, max_num_seqs=options.rollout_slots)
         engine.exact, engine.seconds, engine.notes = False, seconds, notes
         if notes is not None:
             (notes / str(os.getpid())).write_text("built")

@@ -12,7 +12,7 @@ import torch
 from trimtab.data.batches import Span, TokenBatch
 from trimtab.distributed.wire import CannotTravel, Wire
 from trimtab.rewards.types import BadSample
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 
 @dataclass
@@ -81,8 +81,8 @@ def test_what_roles_are_told_arrives():
     first, second = there_and_back([batch, batch], TokenBatch, Span)
     assert first.spans == batch.spans and first.weight == 0.0 and second.beside is None
     assert torch.equal(first.ids_T, batch.ids_T) and torch.equal(second.extra["a"], batch.extra["a"])
-    sampling = Sampling(stop_token_ids=(1, 2), logit_bias={3: -1.0}, stop_strings=("x",))
-    assert there_and_back(sampling, Sampling) == sampling
+    sampling = SamplingParams(stop_token_ids=(1, 2), logit_bias={3: -1.0}, stop_strings=("x",))
+    assert there_and_back(sampling, SamplingParams) == sampling
 
 
 def test_an_exception_arrives_with_what_it_knows():
@@ -92,9 +92,9 @@ def test_an_exception_arrives_with_what_it_knows():
 
 def test_only_the_records_of_a_wire_travel():
     with pytest.raises(CannotTravel, match="Record is not among what may travel"):
-        Wire(Sampling).pack(Record([], torch.zeros(1)))
+        Wire(SamplingParams).pack(Record([], torch.zeros(1)))
     with pytest.raises(KeyError):
-        Wire(Sampling).unpack(Wire(Record).pack(Record([], torch.zeros(1))))
+        Wire(SamplingParams).unpack(Wire(Record).pack(Record([], torch.zeros(1))))
 
 
 def test_a_message_that_lies_about_its_length_is_refused():

@@ -14,7 +14,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.episode import Episode
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft, Rollout
 
 VOCABULARY, CONTEXT = 400, 512
@@ -26,10 +26,10 @@ def make_policy(context: int = CONTEXT) -> Policy:
     return policy
 
 
-def sampling_of(tokenizer, **changes) -> Sampling:
+def sampling_of(tokenizer, **changes) -> SamplingParams:
     """Every seventh token ends a turn, so that some are cut and some are not."""
     stops = tuple(sorted({tokenizer.eos_token_id, *range(60, VOCABULARY, 9)}))
-    return Sampling(**{"max_new_tokens": 12, "stop_token_ids": stops, **changes})
+    return SamplingParams(**{"max_new_tokens": 12, "stop_token_ids": stops, **changes})
 
 
 def player(policy, pool: Pool, template: str | None = CHATML, inner: dict | None = None, **settings):

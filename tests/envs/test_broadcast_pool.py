@@ -44,7 +44,7 @@ def cut_over_two() -> None:
     cut(policy, mesh.for_cutting())
     shard(policy, decoder_layers(policy), mesh, zero_stage=3)
     tokenizer = tokenizer_of(CHATML)
-    inner = BuiltinEngine(policy, tokenizer, slots=4, page_size=8, tensor=mesh.tensor)
+    inner = BuiltinEngine(policy, tokenizer, max_num_seqs=4, page_size=8, tensor=mesh.tensor)
     found = play(EnvironmentEngine(inner, BroadcastPool(faulty, mesh.tensor), tokenizer), n=2)
     expected = play(player(make_policy(), faulty()), n=2)
     for one, other in zip(found, expected, strict=True):

@@ -11,7 +11,7 @@ from tests.envs.scripted_engine import ScriptedEngine
 from trimtab.envs.episode_session import EnvironmentEngine
 from trimtab.envs.pool import EnvLimits, Pool
 from trimtab.envs.types import EpisodeSettings, Task
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 CODE = '''
 import os, pathlib, signal, sys, time
@@ -77,7 +77,7 @@ def test_a_tool_that_raises_is_unknown_or_gets_bad_arguments_is_the_models_busin
     engine = EnvironmentEngine(ScriptedEngine(tokenizer, say), pool, tokenizer, EpisodeSettings())
     try:
         task = Task(0, 0, 1, prompt="What is four by two?")
-        (rollout,) = engine.generate([[5]], Sampling(stop_token_ids=(tokenizer.eos_token_id,)), tasks=[task])
+        (rollout,) = engine.generate([[5]], SamplingParams(stop_token_ids=(tokenizer.eos_token_id,)), tasks=[task])
     finally:
         engine.close()
     opening = tokenizer.decode(rollout.prompt_ids)
@@ -112,7 +112,7 @@ def play_faults(file, tmp_path, what, times, retries):
     columns = {"notes": str(tmp_path / "notes"), "times": times}
     tasks = [Task(row, 0, 1, FAULTS[what] if row == 1 else "Count.", columns=columns) for row in range(3)]
     try:
-        return engine.generate([[5]] * 3, Sampling(stop_token_ids=(tokenizer.eos_token_id,)), tasks=tasks)
+        return engine.generate([[5]] * 3, SamplingParams(stop_token_ids=(tokenizer.eos_token_id,)), tasks=tasks)
     finally:
         engine.close()
 

@@ -113,7 +113,7 @@ def test_company_slowness_and_memory_change_nothing(policy):
     together = [plain(r) for r in play(player(policy, Pool()), rows=3, n=2)]
     assert len({str(one) for one in together}) == 6
     assert [plain(r) for r in play(player(policy, Pool()), rows=[2], n=2)] == together[4:]
-    tight = {"kv_tokens": 640, "slots": 2, "page_size": 8}
+    tight = {"kv_tokens": 640, "max_num_seqs": 2, "page_size": 8}
     assert [plain(r) for r in play(player(policy, Pool(slow=3), inner=tight), rows=3, n=2)] == together
 
 

@@ -25,7 +25,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.recomputing import layers_of, recompute
 from trimtab.models.selfcheck import choose_path, probing_batch
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -58,8 +58,8 @@ def gradient(policy, lengths):
 
 def test_compiled_passes_are_plain_ones_and_an_engine_runs_none():
     policy = policy_of()
-    engine = BuiltinEngine(policy, slots=4)
-    before = [rollout.ids for rollout in engine.generate([[5, 6, 7]], Sampling(max_new_tokens=5, n=2))]
+    engine = BuiltinEngine(policy, max_num_seqs=4)
+    before = [rollout.ids for rollout in engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=5, n=2))]
     plain = [gradient(policy, lengths) for lengths in ((40, 9), (17, 30, 5))]
     begun = Counter(counters["aot_autograd"])
     trial = compile_layers(policy, gradients=taking(policy))
@@ -77,7 +77,7 @@ def test_compiled_passes_are_plain_ones_and_an_engine_runs_none():
     for layer in layers_of(policy.inner):
         assert isinstance(layer.forward, Either)
         layer.forward._compiled = lambda *a, **k: calls.append(1)
-    after = [rollout.ids for rollout in engine.generate([[5, 6, 7]], Sampling(max_new_tokens=5, n=2))]
+    after = [rollout.ids for rollout in engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=5, n=2))]
     assert after == before and not calls and graphs_so_far() == graphs  # no row met something new
 
 

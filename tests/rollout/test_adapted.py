@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.rollout.kernel_device import DEVICE
 from trimtab.rollout.builtin.kernels.int8_linear import added
-from trimtab.rollout.builtin.kernels.lora_linear import Tiles, adapted_gated, adapted_product, can_adapt
+from trimtab.rollout.builtin.kernels.lora_linear import Tiles, lora_applies, lora_gated, lora_product
 from trimtab.rollout.builtin.linear import adapted
 
 peft = pytest.importorskip("peft")
@@ -48,11 +48,11 @@ def test_products_are_pefts(biased, rows, targets, rank, tiles):
     assert [layer.rank for layer in found] == [rank if name in targets else 0 for name in ("q", "k", "v", "up")]
     with torch.no_grad():  # PEFT itself rounds four times in half precision, and its sums may cancel
         side_by_side, gated = (y.to(DTYPE) for y in copy.deepcopy(model).float()(x.float()))
-        torch.testing.assert_close(added(adapted_product(x, [q, k, v], tiles=tiles), DTYPE), side_by_side, **CLOSE)
-        alone = adapted_product(x, [q], parts=True, tiles=tiles)
+        torch.testing.assert_close(added(lora_product(x, [q, k, v], tiles=tiles), DTYPE), side_by_side, **CLOSE)
+        alone = lora_product(x, [q], parts=True, tiles=tiles)
         torch.testing.assert_close(added(alone, DTYPE), side_by_side[:, :128], **CLOSE)
         if not biased:
-            torch.testing.assert_close(adapted_gated(x, q, up, tiles=tiles), gated, **CLOSE)
+            torch.testing.assert_close(lora_gated(x, q, up, tiles=tiles), gated, **CLOSE)
 
 
 def test_what_is_switched_off_or_merged_is_the_base_alone():
@@ -81,5 +81,5 @@ def test_layers_that_differ_in_rank_or_are_of_odd_width_are_not_joined(monkeypat
     monkeypatch.setattr("trimtab.rollout.builtin.kernels.lora_linear.DTYPES", (DTYPE,))
     q, k = adapted(layers_with(["q"], rank=4).q), adapted(layers_with(["k"], rank=8).k)
     x = torch.zeros(3, 104, device=DEVICE, dtype=DTYPE)
-    assert can_adapt(x, [q]) and can_adapt(x, [k]) and not can_adapt(x, [q, k])
-    assert not can_adapt(x.double(), [q]) and not can_adapt(x.expand(2000, 3, 104)[:, 0], [q])
+    assert lora_applies(x, [q]) and lora_applies(x, [k]) and not lora_applies(x, [q, k])
+    assert not lora_applies(x.double(), [q]) and not lora_applies(x.expand(2000, 3, 104)[:, 0], [q])

@@ -16,11 +16,11 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.scheduler import Scheduler
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 FAMILIES = ["llama", "qwen2", "gpt2", "mixtral", "qwen2_moe_window", "phimoe", "mistral", "gemma2"]
-TIGHT = {"kv_tokens": 160, "slots": 8, "page_size": 8}
-MEMORIES = [{}, TIGHT, {"read_tokens": 10}]
+TIGHT = {"kv_tokens": 160, "max_num_seqs": 8, "page_size": 8}
+MEMORIES = [{}, TIGHT, {"max_num_batched_tokens": 10}]
 
 
 def prompts(lengths=(5, 17, 33, 16, 1, 48, 7), seed=0, vocabulary=VOCABULARY):
@@ -50,7 +50,7 @@ def test_greedy_answers_equal_hugging_faces_in_any_memory(family):
     policy = Policy(model)
     choose_path(policy)
     for memory in MEMORIES:
-        answers = BuiltinEngine(policy, **memory).generate(prompts(), Sampling(max_new_tokens=20, temperature=0))
+        answers = BuiltinEngine(policy, **memory).generate(prompts(), SamplingParams(max_new_tokens=20, temperature=0))
         assert [a.ids for a in answers] == expected, memory
 
 
@@ -60,11 +60,11 @@ def test_penalised_answers_equal_hugging_faces_in_any_memory_and_have_the_policy
     assert expected != [hugging_face(model, ids, 20) for ids in prompts()]
     policy = Policy(model)
     choose_path(policy)
-    sampling = Sampling(max_new_tokens=20, temperature=0, repetition_penalty=1.3)
+    sampling = SamplingParams(max_new_tokens=20, temperature=0, repetition_penalty=1.3)
     for memory in MEMORIES:
         answers = BuiltinEngine(policy, **memory).generate(prompts(), sampling)
         assert [a.ids for a in answers] == expected, memory
-    sampling = Sampling(max_new_tokens=20, temperature=0.6, repetition_penalty=1.3, stop_token_ids=(3, 4))
+    sampling = SamplingParams(max_new_tokens=20, temperature=0.6, repetition_penalty=1.3, stop_token_ids=(3, 4))
     answers = BuiltinEngine(policy, **TIGHT).generate(prompts(), replace(sampling, min_new_tokens=12, n=2))
     assert min(len(answer.ids) for answer in answers) >= 12
     for answer in answers:
@@ -80,7 +80,7 @@ def test_other_attention_answers_in_conversations_as_hugging_face_does(family):
     """Keys and values of different widths, and layers that run more than once: read, continued and decoded."""
     policy = policy_of(family)
     rollouts = []
-    with BuiltinEngine(policy, page_size=4).session(Sampling(max_new_tokens=5)) as session:
+    with BuiltinEngine(policy, page_size=4).session(SamplingParams(max_new_tokens=5)) as session:
         for number, ids in enumerate(prompts((9, 17, 17, 4))):
             session.add(ids, seed=number)
         for rollout in session:
@@ -102,7 +102,7 @@ def test_other_attention_answers_in_conversations_as_hugging_face_does(family):
 def test_log_probs_equal_the_trainers(family, temperature):
     policy = policy_of(family)
     answers = BuiltinEngine(policy, **TIGHT).generate(
-        prompts(), Sampling(max_new_tokens=12, n=2, temperature=temperature)
+        prompts(), SamplingParams(max_new_tokens=12, n=2, temperature=temperature)
     )
     whole = [np.array(a.prompt_ids + a.ids) for a in answers]
     examples = [(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, answers)]
@@ -116,7 +116,7 @@ def test_a_longrope_model_generates_up_to_its_limit():
     policy = policy_of("phi3_longrope")
     engine = BuiltinEngine(policy, **TIGHT)
     assert engine.context == 12
-    answers = engine.generate(prompts((5, 7)), Sampling(max_new_tokens=5))
+    answers = engine.generate(prompts((5, 7)), SamplingParams(max_new_tokens=5))
     examples = [
         (np.array(a.prompt_ids + a.ids), np.arange(len(a.prompt_ids + a.ids)) >= len(a.prompt_ids)) for a in answers
     ]
@@ -124,12 +124,12 @@ def test_a_longrope_model_generates_up_to_its_limit():
     sampled = torch.from_numpy(np.concatenate([a.log_probs for a in answers]))
     torch.testing.assert_close(sampled, trained, atol=1e-5, rtol=1e-5)
     with pytest.raises(UserError, match="prompt 0 has 8 tokens and 5 may follow, but the model's context is 12"):
-        engine.generate(prompts((8,)), Sampling(max_new_tokens=5))
+        engine.generate(prompts((8,)), SamplingParams(max_new_tokens=5))
 
 
 def test_log_probs_at_temperature_one_come_besides_where_asked_for():
     policy = policy_of()
-    sampling = Sampling(max_new_tokens=12, temperature=0.6, plain_log_probs=True)
+    sampling = SamplingParams(max_new_tokens=12, temperature=0.6, plain_log_probs=True)
     answers = BuiltinEngine(policy, **TIGHT).generate(prompts(), sampling)
     whole = [np.array(a.prompt_ids + a.ids) for a in answers]
     examples = [(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, answers)]
@@ -137,21 +137,23 @@ def test_log_probs_at_temperature_one_come_besides_where_asked_for():
         trained = policy(TokenBatch.of(examples), temperature=temperature).log_probs_N
         sampled = torch.from_numpy(np.concatenate([getattr(a, values) for a in answers]))
         torch.testing.assert_close(sampled, trained, atol=1e-5, rtol=1e-5)
-    assert BuiltinEngine(policy).generate(prompts(), Sampling(max_new_tokens=2))[0].plain_log_probs is None
+    assert BuiltinEngine(policy).generate(prompts(), SamplingParams(max_new_tokens=2))[0].plain_log_probs is None
 
 
 def test_a_seed_gives_the_same_tokens_alone_in_a_crowd_and_after_being_stopped(monkeypatch):
     policy = policy_of()
     stopped = []
-    stop = Scheduler._stop
-    monkeypatch.setattr(Scheduler, "_stop", lambda self, sample: (stopped.append(sample), stop(self, sample)))
-    sampling = Sampling(max_new_tokens=24, n=2)
+    stop = Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", lambda self, sample: (stopped.append(sample), stop(self, sample)))
+    sampling = SamplingParams(max_new_tokens=24, n=2)
     crowd = prompts(np.random.default_rng(1).integers(1, 40, 64))
     seeds = list(range(100, 164))
-    together = BuiltinEngine(policy, slots=64).generate(crowd, sampling, seeds=seeds)
+    together = BuiltinEngine(policy, max_num_seqs=64).generate(crowd, sampling, seeds=seeds)
     tight = BuiltinEngine(policy, **TIGHT).generate(crowd, sampling, seeds=seeds)
     assert [a.ids for a in together] == [a.ids for a in tight] and stopped
-    other_budget = BuiltinEngine(policy, slots=50, kv_tokens=2000, page_size=5).generate(crowd, sampling, seeds=seeds)
+    other_budget = BuiltinEngine(policy, max_num_seqs=50, kv_tokens=2000, page_size=5).generate(
+        crowd, sampling, seeds=seeds
+    )
     assert [a.ids for a in together] == [a.ids for a in other_budget]
     for index in (0, 17, 63):
         alone = BuiltinEngine(policy).generate([crowd[index]], sampling, seeds=[seeds[index]])
@@ -168,8 +170,8 @@ def test_frequencies_of_many_samples_match_the_models_distribution(setting, coun
     """Chi-square on the first token of many samples, against the distribution worked out apart."""
     policy = policy_of(vocab_size=13, spread=0.5)
     ids = [3, 7, 5]
-    engine = BuiltinEngine(policy, slots=count, page_size=4)
-    answers = engine.generate([ids], Sampling(max_new_tokens=1, n=count, seed=5, **setting))
+    engine = BuiltinEngine(policy, max_num_seqs=count, page_size=4)
+    answers = engine.generate([ids], SamplingParams(max_new_tokens=1, n=count, seed=5, **setting))
     policy.inner.set_attn_implementation("eager")
     logits = policy.inner(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].double()
     shares = torch.softmax(logits / setting.get("temperature", 1.0), -1).detach().numpy()
@@ -192,9 +194,9 @@ def test_frequencies_of_many_samples_match_the_models_distribution(setting, coun
 def test_stop_tokens_end_an_answer_but_not_before_the_minimum():
     policy = policy_of()
     stops = tuple(range(3, 30))
-    answers = BuiltinEngine(policy).generate(prompts(), Sampling(max_new_tokens=30, n=4, stop_token_ids=stops))
+    answers = BuiltinEngine(policy).generate(prompts(), SamplingParams(max_new_tokens=30, n=4, stop_token_ids=stops))
     assert all(a.finish == "stop" and a.ids[-1] in stops and not set(a.ids[:-1]) & set(stops) for a in answers)
-    late = Sampling(max_new_tokens=30, n=4, stop_token_ids=stops, min_new_tokens=6)
+    late = SamplingParams(max_new_tokens=30, n=4, stop_token_ids=stops, min_new_tokens=6)
     answers = BuiltinEngine(policy).generate(prompts(), late)
     assert all(len(a.ids) >= 7 and not set(a.ids[:6]) & set(stops) for a in answers)
 
@@ -202,23 +204,27 @@ def test_stop_tokens_end_an_answer_but_not_before_the_minimum():
 def test_stop_strings_end_an_answer_and_one_that_never_comes_runs_to_its_length():
     tokenizer = make_tokenizer()
     engine = BuiltinEngine(policy_of(vocab_size=len(tokenizer)), tokenizer)
-    answers = engine.generate(prompts((4, 9), vocabulary=40), Sampling(max_new_tokens=60, n=8, stop_strings=("a", "7")))
+    answers = engine.generate(
+        prompts((4, 9), vocabulary=40), SamplingParams(max_new_tokens=60, n=8, stop_strings=("a", "7"))
+    )
     assert {a.finish for a in answers} == {"stop"}
     for answer in answers:
         text = tokenizer.decode(answer.ids)
         assert "a" in text or "7" in text
         shorter = tokenizer.decode(answer.ids[:-1])
         assert "a" not in shorter and "7" not in shorter
-    never = engine.generate(prompts((4,), vocabulary=40), Sampling(max_new_tokens=5, stop_strings=("never ever",)))
+    never = engine.generate(
+        prompts((4,), vocabulary=40), SamplingParams(max_new_tokens=5, stop_strings=("never ever",))
+    )
     assert never[0].finish == "length" and len(never[0].ids) == 5
 
 
 def test_forbidden_and_favoured_tokens():
     policy = policy_of()
     forbidden = tuple(range(10, 60))
-    answers = BuiltinEngine(policy).generate(prompts(), Sampling(max_new_tokens=10, forbidden_tokens=forbidden))
+    answers = BuiltinEngine(policy).generate(prompts(), SamplingParams(max_new_tokens=10, forbidden_tokens=forbidden))
     assert not {t for a in answers for t in a.ids} & set(forbidden)
-    favoured = BuiltinEngine(policy).generate(prompts(), Sampling(max_new_tokens=10, logit_bias={7: 1e4}))
+    favoured = BuiltinEngine(policy).generate(prompts(), SamplingParams(max_new_tokens=10, logit_bias={7: 1e4}))
     assert {t for a in favoured for t in a.ids} == {7}
 
 
@@ -226,7 +232,7 @@ def test_training_goes_on_as_before_after_generating():
     policy = policy_of().train()
     batch = TokenBatch.of(random_examples([9, 5]))
     expected = policy(batch).log_probs_N
-    BuiltinEngine(policy).generate(prompts(), Sampling(max_new_tokens=3))
+    BuiltinEngine(policy).generate(prompts(), SamplingParams(max_new_tokens=3))
     assert policy.training
     torch.testing.assert_close(policy(batch).log_probs_N, expected)
 
@@ -234,21 +240,21 @@ def test_training_goes_on_as_before_after_generating():
 def test_a_thousand_requests_pass_through_memory_for_eight():
     policy = policy_of()
     lengths = np.random.default_rng(2).integers(4, 12, 1000)
-    engine = BuiltinEngine(policy, slots=16, kv_tokens=8 * 24, page_size=4)
-    answers = engine.generate(prompts(lengths), Sampling(max_new_tokens=12))
+    engine = BuiltinEngine(policy, max_num_seqs=16, kv_tokens=8 * 24, page_size=4)
+    answers = engine.generate(prompts(lengths), SamplingParams(max_new_tokens=12))
     assert [a.prompt for a in answers] == list(range(1000)) and all(len(a.ids) == 12 for a in answers)
 
 
 def test_answers_stream_out_as_they_finish():
-    engine = BuiltinEngine(policy_of(), slots=2)
-    stream = engine.stream(prompts((3, 4, 5, 6)), Sampling(max_new_tokens=9))
+    engine = BuiltinEngine(policy_of(), max_num_seqs=2)
+    stream = engine.stream(prompts((3, 4, 5, 6)), SamplingParams(max_new_tokens=9))
     first = next(stream)
     assert first.finish == "length" and len(list(stream)) == 3
 
 
 def test_sleep_gives_the_memory_back_and_the_next_call_works():
     engine = BuiltinEngine(policy_of())
-    sampling = Sampling(max_new_tokens=4, temperature=0)
+    sampling = SamplingParams(max_new_tokens=4, temperature=0)
     before = engine.generate(prompts(), sampling)
     memory = weakref.ref(engine.memory.cache(1, 1, torch.device("cpu")).keys)
     assert memory() is not None
@@ -260,14 +266,14 @@ def test_sleep_gives_the_memory_back_and_the_next_call_works():
 def test_mistakes_are_told_in_one_line():
     policy = policy_of()
     with pytest.raises(UserError, match=r"prompt 1 has 250 tokens .* context is 256"):
-        BuiltinEngine(policy).generate([[3], [3] * 250], Sampling(max_new_tokens=10))
+        BuiltinEngine(policy).generate([[3], [3] * 250], SamplingParams(max_new_tokens=10))
     with pytest.raises(UserError, match="prompt 0 is empty"):
-        BuiltinEngine(policy).generate([[]], Sampling())
+        BuiltinEngine(policy).generate([[]], SamplingParams())
     with pytest.raises(UserError, match="n is 0"):
-        Sampling(n=0)
+        SamplingParams(n=0)
     with pytest.raises(UserError, match="cannot hold one sequence"):
-        BuiltinEngine(policy, kv_tokens=16).generate([[3] * 40], Sampling())
+        BuiltinEngine(policy, kv_tokens=16).generate([[3] * 40], SamplingParams())
     with torch.no_grad():
         policy.head.weight[5] = float("nan")
     with pytest.raises(UserError, match="not finite for prompt 0, sample 0, token 0"):
-        BuiltinEngine(policy).generate(prompts(), Sampling())
+        BuiltinEngine(policy).generate(prompts(), SamplingParams())

@@ -2,12 +2,12 @@ import random
 
 import numpy as np
 
-from trimtab.rollout.builtin.scheduler import Column
+from trimtab.rollout.builtin.scheduler import GrowingArray
 
 
 def test_a_column_is_a_list_that_grows_and_is_cut_once():
     draw = random.Random(0)
-    column, expected = Column(np.int32, [3, 4]), [3, 4]
+    column, expected = GrowingArray(np.int32, [3, 4]), [3, 4]
     for _ in range(50):
         values = [draw.randrange(1000) for _ in range(draw.randrange(1, 40))]
         column.extend(np.array([*values, 7], dtype=np.int32), len(values) + 1)
@@ -19,7 +19,7 @@ def test_a_column_is_a_list_that_grows_and_is_cut_once():
 
 
 def test_what_was_read_of_a_column_stays_as_it_was():
-    column = Column(np.float32, [1.5])
+    column = GrowingArray(np.float32, [1.5])
     read = column.array
     column.extend(np.arange(200, dtype=np.float32), 200)
     before = column.array

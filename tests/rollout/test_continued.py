@@ -13,11 +13,11 @@ from trimtab.rollout.builtin import cuda_graphs as captured
 from trimtab.rollout.builtin import cuda_graphs as graphs
 from trimtab.rollout.builtin import cuda_graphs as read_graphs
 from trimtab.rollout.builtin import prefill as reading
-from trimtab.rollout.builtin.cuda_graphs import ReadGraphs, Size
+from trimtab.rollout.builtin.cuda_graphs import PrefillGraphs, PrefillSize
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.kv_cache import KVCache
-from trimtab.rollout.builtin.model_runner import Runner
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.builtin.model_runner import ModelRunner
+from trimtab.rollout.sampling import SamplingParams
 
 WHOLE, READ = (40, 7, 40, 1, 19, 40, 33), (30, 2, 39, 0, 15, 31, 0)  # tokens, and those that were read before
 
@@ -55,12 +55,12 @@ def calls(monkeypatch):
 
 def reader(policy, size=4):
     """A cache with so many tokens a page, and for each text its pages, which lie among those of others."""
-    shape, _ = Runner.measure(policy)
+    shape, _ = ModelRunner.measure(policy)
     counts = [-(-length // size) for length in WHOLE]
     cache = KVCache(shape, sum(counts), size, torch.device("cpu"))
     order = np.random.default_rng(1).permutation(sum(counts)) + 1
     pages = [part.tolist() for part in np.split(order, np.cumsum(counts)[:-1])]
-    return Runner(policy, cache), pages
+    return ModelRunner(policy, cache), pages
 
 
 @torch.no_grad()
@@ -102,7 +102,7 @@ def test_going_on_in_one_row_equals_block_by_block_and_reading_at_once(family, m
 def test_conversations_that_go_on_in_one_row_draw_what_they_draw_block_by_block(calls, monkeypatch):
     def played():
         found = []
-        with BuiltinEngine(policy, page_size=4).session(Sampling(max_new_tokens=5)) as session:
+        with BuiltinEngine(policy, page_size=4).session(SamplingParams(max_new_tokens=5)) as session:
             for number, ids in enumerate(prompts((9, 17, 17, 4))):
                 session.add(ids, seed=number)
             for rollout in session:
@@ -134,7 +134,7 @@ def made(monkeypatch):
 
 @pytest.mark.parametrize("read", [(0,) * len(WHOLE), READ], ids=["whole", "going on"])
 def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(read, calls, made, monkeypatch):
-    policy, texts, reads = policy_of(), prompts(WHOLE), ReadGraphs()
+    policy, texts, reads = policy_of(), prompts(WHOLE), PrefillGraphs()
     expected = read_at_once(policy)
     runner, pages = reader(policy)
     with torch.no_grad(), runner:
@@ -148,7 +148,7 @@ def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(read, cal
         torch.testing.assert_close(found[0][0], expected, atol=1e-5, rtol=1e-5)
         one = [(texts[0], 0, pages[0])]
         assert torch.allclose(reads.read(runner, one), expected[:1], atol=1e-5) and len(made) == 1  # another size
-        monkeypatch.setattr(read_graphs, "MOST_RECORDED", 1)
+        monkeypatch.setattr(read_graphs, "MAX_GRAPHS", 1)
         (first,) = reads.passes
         for _ in range(2):
             reads.read(runner, one)
@@ -160,8 +160,8 @@ def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(read, cal
 
 @pytest.mark.parametrize("read", [(0,) * len(WHOLE), READ], ids=["whole", "going on"])
 def test_a_larger_size_that_was_prepared_is_read_in_with_the_same_numbers(read, calls, made, monkeypatch):
-    monkeypatch.setattr(read_graphs, "USUAL_KEYS", (4096, 8192))
-    policy, texts, reads = policy_of(), prompts(WHOLE), ReadGraphs()
+    monkeypatch.setattr(read_graphs, "COMMON_KEY_COUNTS", (4096, 8192))
+    policy, texts, reads = policy_of(), prompts(WHOLE), PrefillGraphs()
     expected = read_at_once(policy)
     runner, pages = reader(policy)
     with torch.no_grad(), runner:
@@ -177,7 +177,7 @@ def test_a_larger_size_that_was_prepared_is_read_in_with_the_same_numbers(read, 
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         used = [*reads.passes][-1]  # last: the smallest that holds it
         assert used.keys == (4096 if any(read) else 0) and len(made) == 6
-        monkeypatch.setattr(read_graphs, "READS_BEFORE_A_BETTER_FIT", 4)
+        monkeypatch.setattr(read_graphs, "RUNS_BEFORE_EXACT_FIT", 4)
         for count in (7, 7):  # which often comes back has its own in the end
             assert torch.allclose(reads.read(runner, [*zip(texts, read, pages)]), expected, atol=1e-5)
             assert len(made) == count
@@ -185,7 +185,7 @@ def test_a_larger_size_that_was_prepared_is_read_in_with_the_same_numbers(read, 
 
 def test_sizes_that_are_nearly_the_same_are_one():
     def size(own, whole):
-        return Size.of(np.array(own), np.array(whole))
+        return PrefillSize.of(np.array(own), np.array(whole))
 
     said = size([30, 1, 12], [230, 170, 212])
     assert said == size([3] * 21, [190] * 21) == (128, 128, 4096, 256)
@@ -194,21 +194,21 @@ def test_sizes_that_are_nearly_the_same_are_one():
 
 
 def test_kept_prompts_are_read_in_groups_whose_keys_fit(calls, monkeypatch):
-    recorded = ReadGraphs()
+    recorded = PrefillGraphs()
     follow = lambda self, cache, fused: setattr(self, "reads", recorded)  # noqa: E731
-    monkeypatch.setattr(captured.CapturedGraphs, "follow", follow)
+    monkeypatch.setattr(captured.GraphCache, "follow", follow)
     monkeypatch.setattr(reading, "MOST_TOGETHER", 100)
     monkeypatch.setattr(graphs, "capture", lambda work, pool: pytest.fail("nothing comes back here"))
     policy, asked, sizes = policy_of(), prompts((33, 33, 33, 33)), []
-    sampling = Sampling(max_new_tokens=1, temperature=0)
+    sampling = SamplingParams(max_new_tokens=1, temperature=0)
     engine = BuiltinEngine(policy, kv_tokens=1000)
-    read = ReadGraphs.read
+    read = PrefillGraphs.read
 
     def noted(reads, runner, texts):
         sizes.append(sum(len(ids) for ids, done, _ in texts if done))
         return read(reads, runner, texts)
 
-    monkeypatch.setattr(ReadGraphs, "read", noted)
+    monkeypatch.setattr(PrefillGraphs, "read", noted)
     with engine.session(sampling) as session:
         first = {session.add(ids): ids for ids in asked}
         said = {rollout.prompt: rollout.ids for rollout in session}

@@ -22,19 +22,19 @@ from trimtab.rollout.builtin import cuda_graphs as graphs
 from trimtab.rollout.builtin import linear as int8
 from trimtab.rollout.builtin import model_runner as recognition
 from trimtab.rollout.builtin import sampler as row_sampler
-from trimtab.rollout.builtin.cuda_graphs import READS_BEFORE_RECORDING
+from trimtab.rollout.builtin.cuda_graphs import RUNS_BEFORE_CAPTURE
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.kernels import int8_linear as int8_kernels
 from trimtab.rollout.builtin.kernels import lora_linear as adapted_kernels
 from trimtab.rollout.builtin.kernels import paged_attention as kernels
 from trimtab.rollout.builtin.kv_cache import KVCache
-from trimtab.rollout.builtin.model_runner import Runner
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.builtin.model_runner import ModelRunner
+from trimtab.rollout.sampling import SamplingParams
 
 # Minutes in the interpreter.
 pytestmark = pytest.mark.long if DEVICE == "cpu" else []
 
-TIGHT = {"kv_tokens": 160 if DEVICE == "cuda" else 40, "slots": 3, "page_size": 8}
+TIGHT = {"kv_tokens": 160 if DEVICE == "cuda" else 40, "max_num_seqs": 3, "page_size": 8}
 # The interpreter takes a second for a step.
 SHORT, NEW = (prompts((5, 17, 33, 1)), 20) if DEVICE == "cuda" else (prompts((3, 9)), 6)
 OUTLIVES = pytest.mark.skipif(DEVICE == "cpu", reason="what is done again is done with the session it was made in")
@@ -100,7 +100,7 @@ def test_kernels_that_do_not_fit_leave_the_work_to_the_modules(rows, lines, monk
 
     within = fused_layers.opened
     monkeypatch.setattr(fused_layers, "opened", opened)
-    policy, sampling, given = policy_of(), Sampling(max_new_tokens=3, n=7), prompts((3, 9))
+    policy, sampling, given = policy_of(), SamplingParams(max_new_tokens=3, n=7), prompts((3, 9))
     found = answers(policy, sampling, given)
     said = [message for message in caplog.messages if "shared memory" in message]
     assert len(said) == len(lines) and all(line in message for line, message in zip(lines, said))
@@ -112,7 +112,10 @@ def test_kernels_that_do_not_fit_leave_the_work_to_the_modules(rows, lines, monk
 @pytest.mark.parametrize("memory", [{}, TIGHT])
 def test_recorded_decoding_gives_the_tokens_of_step_by_step(family, memory, monkeypatch):
     policy = policy_of(family)
-    settings = [Sampling(max_new_tokens=NEW, temperature=0), Sampling(max_new_tokens=NEW, n=2, temperature=0.8)]
+    settings = [
+        SamplingParams(max_new_tokens=NEW, temperature=0),
+        SamplingParams(max_new_tokens=NEW, n=2, temperature=0.8),
+    ]
     recorded = [answers(policy, sampling, **memory) for sampling in settings]
     use_kernels(monkeypatch, False)
     assert recorded == [answers(policy, sampling) for sampling in settings]
@@ -130,7 +133,7 @@ def test_recorded_decoding_gives_the_tokens_of_step_by_step(family, memory, monk
     ],
 )
 def test_every_setting_gives_the_tokens_of_step_by_step(changes, monkeypatch):
-    policy, sampling = policy_of(), Sampling(max_new_tokens=NEW, n=2, **changes)
+    policy, sampling = policy_of(), SamplingParams(max_new_tokens=NEW, n=2, **changes)
     recorded = answers(policy, sampling)
     use_kernels(monkeypatch, False)
     assert recorded == answers(policy, sampling)
@@ -140,7 +143,7 @@ def test_every_setting_gives_the_tokens_of_step_by_step(changes, monkeypatch):
 @pytest.mark.parametrize("late", [{}, {"stop_token_ids": tuple(range(3, 50)), "min_new_tokens": 4}])
 def test_log_probs_equal_the_trainers(temperature, late):
     policy = policy_of()
-    sampling = Sampling(max_new_tokens=NEW, n=2, temperature=temperature, plain_log_probs=True, **late)
+    sampling = SamplingParams(max_new_tokens=NEW, n=2, temperature=temperature, plain_log_probs=True, **late)
     given = BuiltinEngine(policy, **TIGHT).generate(SHORT, sampling)
     whole = [np.array(a.prompt_ids + a.ids) for a in given]
     examples = [(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, given)]
@@ -154,7 +157,7 @@ def test_log_probs_equal_the_trainers(temperature, late):
 def test_recordings_follow_the_weights_and_survive_a_nap():
     policy = policy_of()
     used = BuiltinEngine(policy)
-    sampling = Sampling(max_new_tokens=NEW, temperature=0)
+    sampling = SamplingParams(max_new_tokens=NEW, temperature=0)
     used.generate(SHORT, sampling)
     kept = used.captured.decodes
     others = [p.data for p in tiny_model("llama", seed=9).to(DEVICE).parameters()]
@@ -175,7 +178,7 @@ def test_recordings_follow_the_weights_and_survive_a_nap():
 @pytest.mark.parametrize("memory", [{}, TIGHT], ids=["plenty", "tight"])
 @pytest.mark.parametrize("changes", [{}, {"stop_token_ids": tuple(range(3, 50)), "min_new_tokens": 9}, {"top_k": 5}])
 def test_recorded_decoding_goes_on_from_drafts_as_if_nothing_had_been(changes, memory):
-    policy, sampling = policy_of(), Sampling(max_new_tokens=NEW, n=2, temperature=0.9, **changes)
+    policy, sampling = policy_of(), SamplingParams(max_new_tokens=NEW, n=2, temperature=0.9, **changes)
     given = {"given": SHORT, "seeds": list(range(len(SHORT)))}
     expected = BuiltinEngine(policy).generate(SHORT, sampling, seeds=given["seeds"])
     for steps in (1, 4):
@@ -187,7 +190,7 @@ def test_recorded_decoding_goes_on_from_drafts_as_if_nothing_had_been(changes, m
 @OUTLIVES
 @pytest.mark.parametrize("memory", [{}, TIGHT], ids=["plenty", "tight"])
 def test_recorded_decoding_goes_on_under_new_weights(memory):
-    policy, sampling = policy_of(), Sampling(max_new_tokens=NEW, n=2, temperature=0.9)
+    policy, sampling = policy_of(), SamplingParams(max_new_tokens=NEW, n=2, temperature=0.9)
     engine, seeds = BuiltinEngine(policy, **memory), list(range(len(SHORT)))
     check_under_new_weights(engine, policy, sampling, 5, given=SHORT, seeds=seeds)
 
@@ -203,7 +206,7 @@ def test_in_half_precision_what_follows_a_draft_is_drawn_from_the_policy_as_it_i
         versions.append([p.clone() for p in policy.parameters()])
 
     versions.append([p.clone() for p in policy.parameters()])
-    sampling = Sampling(max_new_tokens=40, n=8)
+    sampling = SamplingParams(max_new_tokens=40, n=8)
     found = interrupted(engine, sampling, 9, between, given=SHORT, seeds=seeds)
     off = []
     for version, kept in enumerate(versions):
@@ -223,7 +226,7 @@ def test_adapters_are_part_of_what_is_recorded(monkeypatch):
     from trimtab.models.lora import adapters_off, add_adapters
 
     policy = policy_of()
-    sampling = Sampling(max_new_tokens=NEW, temperature=0)
+    sampling = SamplingParams(max_new_tokens=NEW, temperature=0)
     without = answers(policy, sampling)
     policy.model = add_adapters(
         policy.model, LoraOptions(lora_rank=4, lora_alpha=8, target_modules=["q_proj", "up_proj"])
@@ -258,7 +261,7 @@ def test_kernels_with_adapters_sample_from_the_adapted_policy(targets, monkeypat
     multiplied = []
     height = adapted_kernels._height
     monkeypatch.setattr(adapted_kernels, "_height", lambda layers: multiplied.append(len(layers)) or height(layers))
-    given = BuiltinEngine(policy).generate(SHORT, Sampling(max_new_tokens=NEW, n=2))
+    given = BuiltinEngine(policy).generate(SHORT, SamplingParams(max_new_tokens=NEW, n=2))
     assert {2, 3} <= set(multiplied)
     whole = [np.array(a.prompt_ids + a.ids) for a in given]
     batch = TokenBatch.of([(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, given)])
@@ -271,9 +274,9 @@ def test_kernels_with_adapters_sample_from_the_adapted_policy(targets, monkeypat
 @pytest.mark.skipif(DEVICE == "cpu", reason="variable-length attention needs an accelerator")
 def test_recorded_reading_leaves_what_reading_launch_by_launch_leaves():
     policy = policy_of(dtype=torch.bfloat16)
-    given, sampling = prompts((5, 130, 33, 1, 64)), Sampling(max_new_tokens=1, n=3, temperature=0.9)
+    given, sampling = prompts((5, 130, 33, 1, 64)), SamplingParams(max_new_tokens=1, n=3, temperature=0.9)
     used = BuiltinEngine(policy)
-    before = [used.generate(given, sampling) for _ in range(READS_BEFORE_RECORDING)]
+    before = [used.generate(given, sampling) for _ in range(RUNS_BEFORE_CAPTURE)]
     assert not used.captured.reads.passes
     recorded = [used.generate(given, sampling) for _ in range(2)]
     assert len(used.captured.reads.passes) == 1
@@ -289,8 +292,8 @@ def test_recorded_reading_leaves_what_reading_launch_by_launch_leaves():
 @pytest.mark.skipif(DEVICE == "cpu", reason="variable-length attention needs an accelerator")
 def test_recorded_reading_on_leaves_what_reading_on_launch_by_launch_leaves():
     policy, found = policy_of(dtype=torch.bfloat16, spread=0.05), []
-    used, sampling = BuiltinEngine(policy), Sampling(max_new_tokens=3, temperature=0.9)
-    for _ in range(READS_BEFORE_RECORDING + 2):
+    used, sampling = BuiltinEngine(policy), SamplingParams(max_new_tokens=3, temperature=0.9)
+    for _ in range(RUNS_BEFORE_CAPTURE + 2):
         with used.session(sampling) as session:
             for number, ids in enumerate(prompts((150, 140, 161, 133))):
                 session.add(ids, seed=number)
@@ -314,14 +317,14 @@ def test_reading_on_in_one_row_equals_block_by_block(family, kv_heads, most, mon
     policy = policy_of(family, torch.bfloat16, spread=0.05, **changes)
     monkeypatch.setattr(continued, "MOST_TOGETHER", most)
     texts, read = prompts((90, 7, 100, 1, 61, 90)), (80, 2, 99, 0, 15, 64)
-    shape, arguments = Runner.measure(policy)
-    fused = recognition.recognised(policy, shape, arguments, 16)
+    shape, arguments = ModelRunner.measure(policy)
+    fused = recognition.build_fused_layers(policy, shape, arguments, 16)
     hidden = []
     for applies in (attention.varlen_applies, lambda *_: False):
         monkeypatch.setattr(attention, "varlen_applies", applies)
         cache = KVCache(shape, 7 * len(texts), 16, torch.device(DEVICE))
         pages = [list(range(1 + 7 * number, 8 + 7 * number)) for number in range(len(texts))]
-        with torch.no_grad(), Runner(policy, cache, fused) as runner:
+        with torch.no_grad(), ModelRunner(policy, cache, fused) as runner:
             runner.read([(text[:done], 0, own) for text, done, own in zip(texts, read, pages) if done])
             hidden.append(runner.read([*zip(texts, read, pages)]).float())
     assert (hidden[0] - hidden[1]).norm() / hidden[1].norm() < 1e-2
@@ -330,7 +333,7 @@ def test_reading_on_in_one_row_equals_block_by_block(family, kv_heads, most, mon
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter knows no bf16")
 def test_log_probs_in_half_precision_are_the_trainers_but_for_rounding():
     policy = policy_of(dtype=torch.bfloat16, spread=0.05)
-    given = BuiltinEngine(policy).generate(prompts(), Sampling(max_new_tokens=40, n=8))
+    given = BuiltinEngine(policy).generate(prompts(), SamplingParams(max_new_tokens=40, n=8))
     whole = [np.array(a.prompt_ids + a.ids) for a in given]
     examples = [(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, given)]
     trained = policy(TokenBatch.of(examples).to(torch.device(DEVICE))).log_probs_N.detach().cpu().numpy()
@@ -346,7 +349,7 @@ def test_int8_kernels_sample_from_the_policy_that_unpacking_gives(family, monkey
     monkeypatch.setattr(int8_kernels, "_height", lambda rows: multiplied.append(rows) or 16)
     wide = {"hidden_size": 64, "num_key_value_heads": 4, "spread": 0.1}
     policy = policy_of(family, dtype, **wide)
-    given = BuiltinEngine(policy, weight_only_int8=True).generate(SHORT, Sampling(max_new_tokens=NEW, n=2))
+    given = BuiltinEngine(policy, weight_only_int8=True).generate(SHORT, SamplingParams(max_new_tokens=NEW, n=2))
     assert len(multiplied) > NEW
     whole = [np.array(a.prompt_ids + a.ids) for a in given]
     batch = TokenBatch.of([(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, given)])
@@ -361,7 +364,7 @@ def test_a_model_that_cannot_be_recorded_decodes_step_by_step(monkeypatch):
     def refuse(work, pool):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    policy, sampling = policy_of(), Sampling(max_new_tokens=NEW, temperature=0)
+    policy, sampling = policy_of(), SamplingParams(max_new_tokens=NEW, temperature=0)
     expected = answers(policy, sampling)
     monkeypatch.setattr(graphs, "capture", refuse)
     used = BuiltinEngine(policy)
@@ -383,12 +386,14 @@ def mixed(policy, settings, **memory):
     return [a.ids for a in sorted(found, key=lambda a: (a.prompt, a.sample))], engine
 
 
-PLAIN = [Sampling(max_new_tokens=NEW, **s) for s in ({}, {"temperature": 0}, {"temperature": 0.4})]
+PLAIN = [SamplingParams(max_new_tokens=NEW, **s) for s in ({}, {"temperature": 0}, {"temperature": 0.4})]
 ENDING = [
-    Sampling(max_new_tokens=NEW - 1, stop_token_ids=tuple(range(9))),
-    Sampling(max_new_tokens=NEW, stop_token_ids=tuple(range(3, 30)), min_new_tokens=3),
+    SamplingParams(max_new_tokens=NEW - 1, stop_token_ids=tuple(range(9))),
+    SamplingParams(max_new_tokens=NEW, stop_token_ids=tuple(range(3, 30)), min_new_tokens=3),
 ]
-FILTERED = [Sampling(max_new_tokens=NEW, **s) for s in ({"top_k": 4}, {"top_p": 0.6, "temperature": 2}, {"min_p": 0.2})]
+FILTERED = [
+    SamplingParams(max_new_tokens=NEW, **s) for s in ({"top_k": 4}, {"top_p": 0.6, "temperature": 2}, {"min_p": 0.2})
+]
 
 
 @pytest.mark.parametrize("settings", [PLAIN, [*PLAIN, *ENDING], [*PLAIN[:2], *FILTERED, *ENDING]])
@@ -408,7 +413,11 @@ def test_rows_of_different_settings_are_recorded_and_draw_what_they_draw_alone(s
 
 
 def test_what_cannot_be_recorded_goes_step_by_step_and_the_others_are_recorded_again():
-    settings = [*PLAIN, Sampling(max_new_tokens=3, repetition_penalty=1.3), Sampling(max_new_tokens=2, top_log_probs=2)]
+    settings = [
+        *PLAIN,
+        SamplingParams(max_new_tokens=3, repetition_penalty=1.3),
+        SamplingParams(max_new_tokens=2, top_log_probs=2),
+    ]
     policy = policy_of()
     found, engine = mixed(policy, settings)
     assert engine.captured.possible and [kind.is_plain for kind, _ in engine.captured._by_rows.values()] == [True]
@@ -423,7 +432,7 @@ def test_what_is_prepared_reads_and_draws_for_all_and_nothing_else_is_recorded(d
     policy, made = policy_of(dtype=dtype), []
     real = graphs.capture
     monkeypatch.setattr(graphs, "capture", lambda work, pool: made.append(work) or real(work, pool))
-    settings, engine = Sampling(max_new_tokens=NEW), BuiltinEngine(policy, slots=32)
+    settings, engine = SamplingParams(max_new_tokens=NEW), BuiltinEngine(policy, max_num_seqs=32)
     asked = prompts([5, 17, 33, 1] * 8, seed=3)
     expected = BuiltinEngine(policy, eager=True).generate(asked, settings, seeds=range(32))
     with engine.session(settings) as session:

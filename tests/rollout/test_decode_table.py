@@ -8,7 +8,7 @@ from tests.rollout.test_builtin_engine import policy_of, prompts
 from trimtab.rollout.builtin import cuda_graphs as captured
 from trimtab.rollout.builtin import cuda_graphs as graphs
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 
 class DoneAgain:
@@ -27,13 +27,18 @@ def _recorded(monkeypatch):
 
 @pytest.mark.parametrize(
     "memory",
-    [{}, {"slots": 3}, {"slots": 5, "kv_tokens": 130, "page_size": 8}, {"page_size": 4, "keep_prefixes": True}],
+    [
+        {},
+        {"max_num_seqs": 3},
+        {"max_num_seqs": 5, "kv_tokens": 130, "page_size": 8},
+        {"page_size": 4, "prefix_caching": True},
+    ],
     ids=["at ease", "places are filled again", "some make room", "pages are kept"],
 )
 def test_recorded_steps_draw_what_single_ones_draw(memory):
     policy, asked = policy_of(), prompts((5, 17, 33, 1, 9))
     limits = [40, 3, 26, 31, 1]
-    settings = Sampling(max_new_tokens=40, n=3, stop_token_ids=(7, 11, 19), seed=4)
+    settings = SamplingParams(max_new_tokens=40, n=3, stop_token_ids=(7, 11, 19), seed=4)
     expected = BuiltinEngine(policy, eager=True).generate(asked, settings, limits=limits)
     engine = BuiltinEngine(policy, **memory)
     for _ in range(2):  # the second time with the table that the first has left
@@ -49,7 +54,7 @@ def test_recorded_steps_draw_what_single_ones_draw(memory):
 
 def test_requests_that_come_between_looks_find_rows_that_others_left():
     policy = policy_of()
-    engine, settings = BuiltinEngine(policy), Sampling(max_new_tokens=30, stop_token_ids=(7, 11, 19))
+    engine, settings = BuiltinEngine(policy), SamplingParams(max_new_tokens=30, stop_token_ids=(7, 11, 19))
     asked = prompts((5, 17, 33, 1, 9, 21), seed=3)
     limits = [9, 30, 12, 30, 25, 30]
     expected = BuiltinEngine(policy, eager=True).generate(asked, settings, seeds=range(6), limits=limits)
@@ -64,10 +69,10 @@ def test_requests_that_come_between_looks_find_rows_that_others_left():
 
 def test_what_is_asked_while_a_device_draws_is_drawn_as_ever():
     policy = policy_of()
-    settings = Sampling(max_new_tokens=20, stop_token_ids=(7, 11, 19))
+    settings = SamplingParams(max_new_tokens=20, stop_token_ids=(7, 11, 19))
     asked = prompts((5, 17, 33, 1, 9, 21), seed=3)
     expected = BuiltinEngine(policy, eager=True).generate(asked, settings, seeds=range(6))
-    with BuiltinEngine(policy, slots=4).session(settings) as session:
+    with BuiltinEngine(policy, max_num_seqs=4).session(settings) as session:
         coming = iter(range(6))
 
         def ask() -> None:
@@ -84,10 +89,10 @@ def test_what_is_asked_while_a_device_draws_is_drawn_as_ever():
 def test_what_is_prepared_is_all_that_is_recorded_and_draws_the_same(monkeypatch):
     policy, made = policy_of(), []
     monkeypatch.setattr(graphs, "capture", lambda work, pool: made.append(work) or DoneAgain(work, pool))
-    settings = Sampling(max_new_tokens=20, stop_token_ids=(7, 11))
+    settings = SamplingParams(max_new_tokens=20, stop_token_ids=(7, 11))
     asked = prompts((5, 17, 33, 1, 9), seed=3)
     expected = BuiltinEngine(policy, eager=True).generate(asked, settings, seeds=range(5))
-    with BuiltinEngine(policy, slots=5).session(settings) as session:
+    with BuiltinEngine(policy, max_num_seqs=5).session(settings) as session:
         session.prepare(64)
         assert len(made) == 4  # steps of 1, 2, 4 and 8 rows
         found = {}

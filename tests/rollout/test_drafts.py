@@ -12,14 +12,14 @@ from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.kv_cache import KVCache
-from trimtab.rollout.builtin.model_runner import Runner
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.builtin.model_runner import ModelRunner
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft
 
 PROMPTS, SEEDS = prompts((5, 17, 33, 1)), [11, 12, 13, 14]
-DRAWN = Sampling(max_new_tokens=21, n=2, temperature=0.9)
+DRAWN = SamplingParams(max_new_tokens=21, n=2, temperature=0.9)
 TOKENIZER = make_tokenizer()
-PIECES = {"read_tokens": 5, "page_size": 4}  # a draft is longer than a pass
+PIECES = {"max_num_batched_tokens": 5, "page_size": 4}  # a draft is longer than a pass
 LONG = pytest.mark.long
 
 
@@ -74,7 +74,7 @@ def test_an_answer_cut_anywhere_goes_on_as_if_nothing_had_been(family, memory, c
     for steps in cuts:
         engine = BuiltinEngine(policy, **memory)
         assert_same(interrupted(engine, DRAWN, steps), expected)
-        assert engine.memory.pool.used == 0
+        assert engine.memory.pool.num_used == 0
 
 
 @pytest.mark.parametrize(
@@ -155,12 +155,12 @@ def test_under_new_weights_every_token_has_the_log_prob_and_the_version_of_those
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_answers_read_in_one_row_leave_the_keys_and_values_of_those_that_go_on_from_pages(family):
     policy, answers = policy_of(family), prompts((9, 1, 22), seed=3)
-    shape, _ = Runner.measure(policy)
+    shape, _ = ModelRunner.measure(policy)
     found = []
     for together in (False, True):
         cache = KVCache(shape, 60, 4, policy.device)
         pages, asked = iter(range(1, 61)), []
-        with Runner(policy, cache) as runner, torch.no_grad():
+        with ModelRunner(policy, cache) as runner, torch.no_grad():
             for prompt in PROMPTS[:3]:
                 own = [next(pages) for _ in range(-(-len(prompt) // 4))]
                 runner.read([(prompt, 0, own)])
@@ -172,7 +172,7 @@ def test_answers_read_in_one_row_leave_the_keys_and_values_of_those_that_go_on_f
                     texts.append((ids, own[:whole] + further))
                 asked.append((prompt, texts))
             if together:
-                runner.read_answers(asked)
+                runner.prefill_answers(asked)
             else:
                 for prompt, texts in asked:
                     runner.read([(prompt + ids, len(prompt), held) for ids, held in texts])

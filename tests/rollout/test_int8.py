@@ -16,9 +16,9 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.linear import Int8Weight, packed, quantised
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
-SAMPLING = Sampling(max_new_tokens=16, n=2, seed=3)
+SAMPLING = SamplingParams(max_new_tokens=16, n=2, seed=3)
 
 
 def trained_log_probs(policy, answers):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from trimtab.rollout.builtin.prefix_cache import Found, KeptPages, PagePool
+from trimtab.rollout.builtin.prefix_cache import BlockPool, PrefixCache, PrefixHit
 
 SIZE = 4
 
@@ -33,16 +33,16 @@ class World:
 
     def __init__(self, pages: int, seed: int):
         self.numbers = random.Random(seed)
-        self.pool = PagePool(pages, SIZE)
-        self.kept = KeptPages(self.pool, 0)
-        self.kept.keeping = True
+        self.pool = BlockPool(pages, SIZE)
+        self.prefix_cache = PrefixCache(self.pool, 0)
+        self.prefix_cache.enabled = True
         self.written: dict[int, list[int]] = {}
 
     def text(self) -> list[int]:
         """Few tokens, and more of the first: many texts begin alike."""
         return [self.numbers.choice((1, 1, 1, 2)) for _ in range(self.numbers.randrange(1, 6 * SIZE))]
 
-    def check(self, ids: list[int], found: Found) -> None:
+    def check(self, ids: list[int], found: PrefixHit) -> None:
         """That it says what is written."""
         pages = found.pages + ([] if found.tail is None else [found.tail])
         assert len(pages) == self.pool.needed(found.tokens) and found.tokens < len(ids)
@@ -52,20 +52,20 @@ class World:
 
     def finish(self, ids: list[int]) -> bool:
         """Somebody begins with what is kept, writes the rest, and lets the pages be kept; whether there was room."""
-        found = self.kept.find(ids)
+        found = self.prefix_cache.lookup(ids)
         self.check(ids, found)
         held = found.pages + ([] if found.tail is None else [found.tail])
         self.pool.share(held)
         wanted = self.pool.needed(len(ids)) - len(found.pages)
-        self.kept.evict(wanted)
-        fresh = self.pool.take(wanted)
+        self.prefix_cache.evict(wanted)
+        fresh = self.pool.allocate(wanted)
         if fresh is not None:
             pages = found.pages + fresh
             for number, page in enumerate(fresh, start=len(found.pages)):
                 self.written[page] = ids[number * SIZE : (number + 1) * SIZE]
-            self.kept.keep(ids, pages)
-            self.pool.give_back(fresh)
-        self.pool.give_back(held)
+            self.prefix_cache.insert(ids, pages)
+            self.pool.free(fresh)
+        self.pool.free(held)
         return fresh is not None
 
 
@@ -74,12 +74,12 @@ def test_as_much_is_found_as_page_by_page(seed):
     world, plain = World(10_000, seed), PageByPage()
     for _ in range(120):
         ids = world.text()
-        assert world.kept.find(ids).tokens == plain.find(ids)
+        assert world.prefix_cache.lookup(ids).tokens == plain.find(ids)
         assert world.finish(ids)
         plain.keep(ids)
-        assert world.kept.alone == world.pool.used == len(plain.known)
-    world.kept.forget()
-    assert world.pool.used == 0
+        assert world.prefix_cache.num_evictable == world.pool.num_used == len(plain.known)
+    world.prefix_cache.clear()
+    assert world.pool.num_used == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -87,9 +87,9 @@ def test_what_makes_room_is_never_found_again_and_no_page_is_lost(seed):
     world = World(14, seed)
     done = [world.finish(world.text()) for _ in range(300)]
     assert sum(done) > 250
-    assert world.kept.alone == world.pool.used > 7
-    world.kept.evict(14)
-    assert world.pool.used == 0 and world.kept.find([1] * 9) == Found()
+    assert world.prefix_cache.num_evictable == world.pool.num_used > 7
+    world.prefix_cache.evict(14)
+    assert world.pool.num_used == 0 and world.prefix_cache.lookup([1] * 9) == PrefixHit()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_what_was_used_last_stays_and_the_end_of_a_sequence_goes_before_its_begi
     world = World(8, 0)
     for token in (1, 2):
         world.finish([token] * 16)
-    assert world.kept.find([1] * 9).tokens == 8  # which uses two pages of the first
-    world.kept.evict(free)
-    assert world.pool.free == free
-    assert [world.kept.find([token] * 17).tokens for token in (1, 2)] == [old, new]
+    assert world.prefix_cache.lookup([1] * 9).tokens == 8  # which uses two pages of the first
+    world.prefix_cache.evict(free)
+    assert world.pool.num_free == free
+    assert [world.prefix_cache.lookup([token] * 17).tokens for token in (1, 2)] == [old, new]

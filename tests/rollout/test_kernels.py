@@ -13,7 +13,7 @@ from trimtab.rollout.builtin.kernels.layer_ops import add_norm, gated, rotate_an
 from trimtab.rollout.builtin.kernels.paged_attention import paged_attention
 from trimtab.rollout.builtin.linear import Int8Weight, packed, quantised
 from trimtab.rollout.builtin.sampler import RowSampler, Sampler
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 
 def noise(*shape, seed=0, dtype=torch.float32):
@@ -174,7 +174,7 @@ def test_plain_drawing_gives_the_samplers_tokens_and_log_probs(vocabulary, tempe
     seeds = torch.arange(rows, device=DEVICE) * 7_919_000_000_000_000 - 3
     drawn = torch.arange(rows, device=DEVICE) % 5
     tokens, log_probs = draw_plainly(logits, seeds, drawn, temperature)
-    plain = Sampler(Sampling(temperature=temperature), vocabulary, torch.device("cpu"))
+    plain = Sampler(SamplingParams(temperature=temperature), vocabulary, torch.device("cpu"))
     expected = plain.draw(logits.cpu(), seeds.cpu(), drawn.cpu(), None)
     assert torch.equal(tokens.cpu(), expected.tokens_B)
     torch.testing.assert_close(log_probs.cpu(), expected.log_probs_B, atol=1e-5, rtol=1e-5)
@@ -192,7 +192,7 @@ def test_rows_with_temperatures_of_their_own_draw_what_they_draw_alone():
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_rows_by_kernel_draw_what_they_draw_without_it(plain, monkeypatch):
-    settings = [Sampling(temperature=heat, plain_log_probs=plain) for heat in (0.0, 1.0, 0.4, 0.0, 2.0)]
+    settings = [SamplingParams(temperature=heat, plain_log_probs=plain) for heat in (0.0, 1.0, 0.4, 0.0, 2.0)]
     logits, seeds = noise(5, 5000), torch.arange(5, device=DEVICE)
     by_rows = RowSampler(settings, torch.device(DEVICE))
     monkeypatch.setattr(row_sampler, "has_kernels", lambda device: False)

@@ -12,10 +12,10 @@ from trimtab.errors import UserError
 from trimtab.rollout.builtin import kv_cache as memory
 from trimtab.rollout.builtin.cuda_graphs import fingerprint
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.kv_cache import SHARE_OF_FREE, KVCache, KVMemory, KVShape
-from trimtab.rollout.builtin.prefix_cache import KeptPages, PagePool
-from trimtab.rollout.builtin.scheduler import Prompt, Sample, Scheduler
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.builtin.kv_cache import SHARE_OF_FREE, KVCache, KVCacheManager, KVShape
+from trimtab.rollout.builtin.prefix_cache import BlockPool, PrefixCache
+from trimtab.rollout.builtin.scheduler import PromptState, Scheduler, SequenceState
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def free(monkeypatch):
 
 def test_plenty_of_memory_gives_what_the_call_can_use(free):
     free(2**40)
-    cache = KVMemory(SHAPE, 16, None).cache(10, 40, CPU)
+    cache = KVCacheManager(SHAPE, 16, None).cache(10, 40, CPU)
     assert cache.pages == 10 * (3 + 1)
     kept = (cache.keys.nbytes + cache.values.nbytes) / PAGE_BYTES
     assert kept == cache.pages + 1  # and page 0
@@ -39,17 +39,17 @@ def test_plenty_of_memory_gives_what_the_call_can_use(free):
 
 def test_little_memory_gives_a_share_of_what_is_free(free):
     free(20 * PAGE_BYTES)
-    assert KVMemory(SHAPE, 16, None).cache(10, 40, CPU).pages == int(20 * SHARE_OF_FREE)
+    assert KVCacheManager(SHAPE, 16, None).cache(10, 40, CPU).pages == int(20 * SHARE_OF_FREE)
 
 
 def test_memory_that_was_asked_for_is_given(free):
     free(0)
-    assert KVMemory(SHAPE, 16, 100).cache(10, 40, CPU).pages == 7
+    assert KVCacheManager(SHAPE, 16, 100).cache(10, 40, CPU).pages == 7
 
 
 def test_memory_is_kept_while_it_is_enough(free):
     free(2**40)
-    kept = KVMemory(SHAPE, 16, None)
+    kept = KVCacheManager(SHAPE, 16, None)
     first = kept.cache(10, 40, CPU)
     assert kept.cache(4, 40, CPU) is first and kept.cache(10, 48, CPU) is first
     before = first.pages
@@ -62,26 +62,26 @@ def test_memory_is_kept_while_it_is_enough(free):
 
 def test_what_is_enough_is_not_made_larger_by_requests_that_each_want_a_little_more(free):
     free(2**40)
-    kept = KVMemory(SHAPE, 16, None)
+    kept = KVCacheManager(SHAPE, 16, None)
     for samples in range(1, 33):
         cache = kept.cache(samples, 40, CPU)
-        kept.pool.take(1)
+        kept.pool.allocate(1)
     assert 32 * 4 <= cache.pages <= 2 * 32 * 4
 
 
 def test_memory_that_is_too_little_becomes_larger_where_it_is(free):
     free(10 * PAGE_BYTES)
-    memory = KVMemory(SHAPE, 16, None)
+    memory = KVCacheManager(SHAPE, 16, None)
     cache = memory.cache(10, 40, CPU)
-    pool, kept, kept.keeping = memory.pool, memory.kept, True
-    prompt, ids = pool.take(1), list(range(16))
-    kept.keep(ids, prompt)
+    pool, kept, kept.enabled = memory.pool, memory.prefix_cache, True
+    prompt, ids = pool.allocate(1), list(range(16))
+    kept.insert(ids, prompt)
     memory.cache(20, 40, CPU)
     assert cache.pages == 7  # there is room only in the place of the old, where the prompt still lies
-    pool.give_back(prompt)
-    assert memory.cache(30, 40, CPU) is cache and memory.pool is pool and memory.kept is kept
-    assert cache.pages == pool.total == pool.free == int((10 + 8) * SHARE_OF_FREE)
-    assert cache.keys.shape[1] == cache.values.shape[1] == cache.pages + 1 and kept.find(ids).tokens == 0
+    pool.free(prompt)
+    assert memory.cache(30, 40, CPU) is cache and memory.pool is pool and memory.prefix_cache is kept
+    assert cache.pages == pool.total == pool.num_free == int((10 + 8) * SHARE_OF_FREE)
+    assert cache.keys.shape[1] == cache.values.shape[1] == cache.pages + 1 and kept.lookup(ids).tokens == 0
     free(0)
     memory.cache(40, 40, CPU)
     assert cache.pages == pool.total == 12  # never less than there was
@@ -89,7 +89,7 @@ def test_memory_that_is_too_little_becomes_larger_where_it_is(free):
 
 @pytest.mark.parametrize("scarce", [False, True])
 def test_a_session_whose_requests_are_all_over_takes_a_longer_one(free, scarce):
-    policy, sampling, (short, long) = policy_of(), Sampling(max_new_tokens=5), prompts((9, 150))
+    policy, sampling, (short, long) = policy_of(), SamplingParams(max_new_tokens=5), prompts((9, 150))
     engine = BuiltinEngine(policy)
     free((10 if scarce else 1000) * engine.memory.page_bytes)
     with engine.session(sampling) as session:
@@ -114,76 +114,84 @@ def test_a_session_whose_requests_are_all_over_takes_a_longer_one(free, scarce):
 
 
 def test_to_ask_for_room_costs_nothing_of_what_is_kept():
-    pool = PagePool(8, 4)
-    kept = KeptPages(pool, 0)
-    kept.keeping = True
+    pool = BlockPool(8, 4)
+    kept = PrefixCache(pool, 0)
+    kept.enabled = True
     shared = [5] * 4
     for ids in ([7] * 8, shared):
-        pages = pool.take(pool.needed(len(ids)))
-        kept.keep(ids, pages)
-        pool.give_back(pages)
-    scheduler = Scheduler(kept, slots=1)
-    scheduler.add([Sample.of(Prompt(0, [*shared, 1], 1), Draft.empty(0), seed=0, limit=100, sampling=Sampling())])
-    (admission,) = scheduler.admit()
+        pages = pool.allocate(pool.needed(len(ids)))
+        kept.insert(ids, pages)
+        pool.free(pages)
+    scheduler = Scheduler(kept, max_num_seqs=1)
+    scheduler.add(
+        [
+            SequenceState.of(
+                PromptState(0, [*shared, 1], 1), Draft.empty(0), seed=0, limit=100, sampling=SamplingParams()
+            )
+        ]
+    )
+    (admission,) = scheduler.schedule()
     admission.sample.ids.extend(np.array([1]), 1)
-    scheduler.settled()
-    scheduler.put_away()
+    scheduler.prefill_done()
+    scheduler.free_finished()
     # It has 2 pages, one of them kept too; it may have all 8, of which 3 are free and 3 are only kept.
     most = 8 * 4 - 5
-    assert pool.free == kept.alone == 3
+    assert pool.num_free == kept.num_evictable == 3
     short = scheduler.short(most)
-    assert scheduler.has_room(short) and not scheduler.has_room(scheduler.short(most + 1))
-    assert kept.alone == 3
-    assert scheduler.make_room(short) == [] and kept.alone == pool.free == 0
+    assert scheduler.can_allocate(short) and not scheduler.can_allocate(scheduler.short(most + 1))
+    assert kept.num_evictable == 3
+    assert scheduler.allocate(short) == [] and kept.num_evictable == pool.num_free == 0
 
 
 def test_what_has_finished_is_kept_when_it_is_put_away_and_at_the_latest_when_pages_are_short():
-    pool = PagePool(4, 4)
-    kept = KeptPages(pool, 0)
-    kept.keeping = True
-    scheduler, text = Scheduler(kept, slots=1), [3] * 9
+    pool = BlockPool(4, 4)
+    kept = PrefixCache(pool, 0)
+    kept.enabled = True
+    scheduler, text = Scheduler(kept, max_num_seqs=1), [3] * 9
 
     def finish_one() -> None:
-        sample = Sample.of(Prompt(0, text, 1), Draft.empty(0), seed=0, limit=4, sampling=Sampling())
+        sample = SequenceState.of(PromptState(0, text, 1), Draft.empty(0), seed=0, limit=4, sampling=SamplingParams())
         scheduler.add([sample])
-        assert len(scheduler.admit()) == 1  # which needs three pages, and copies one
+        assert len(scheduler.schedule()) == 1  # which needs three pages, and copies one
         sample.ids.extend(np.array([8, 8, 8, 8]), 4)
-        scheduler.settled()
+        scheduler.prefill_done()
         scheduler.finish([sample])
 
     finish_one()
-    assert not scheduler.busy and kept.find([*text, 8, 8, 8, 0]).tokens == 0
-    scheduler.put_away()
-    assert kept.find([*text, 8, 8, 8, 0]).tokens == len(text) + 3
+    assert not scheduler.busy and kept.lookup([*text, 8, 8, 8, 0]).tokens == 0
+    scheduler.free_finished()
+    assert kept.lookup([*text, 8, 8, 8, 0]).tokens == len(text) + 3
     finish_one()
     finish_one()
     scheduler.close()
-    assert pool.used == kept.alone
-    kept.forget()
-    assert pool.free == 4
+    assert pool.num_used == kept.num_evictable
+    kept.clear()
+    assert pool.num_free == 4
 
 
 def test_who_waits_already_need_not_wait_for_what_has_finished_to_be_put_away():
-    pool = PagePool(8, 4)
-    kept = KeptPages(pool, 0)
-    kept.keeping = True
-    scheduler = Scheduler(kept, slots=1)
+    pool = BlockPool(8, 4)
+    kept = PrefixCache(pool, 0)
+    kept.enabled = True
+    scheduler = Scheduler(kept, max_num_seqs=1)
     one, other = (
-        Sample.of(Prompt(number, [number] * 5, 1), Draft.empty(0), seed=0, limit=4, sampling=Sampling())
+        SequenceState.of(
+            PromptState(number, [number] * 5, 1), Draft.empty(0), seed=0, limit=4, sampling=SamplingParams()
+        )
         for number in range(2)
     )
     scheduler.add([one, other])
-    assert len(scheduler.admit()) == 1
+    assert len(scheduler.schedule()) == 1
     one.ids.extend(np.array([8, 8]), 2)
-    scheduler.settled()
+    scheduler.prefill_done()
     scheduler.finish([one])
-    assert len(scheduler.admit()) == 1 and kept.find([0] * 5).tokens == 0
-    scheduler.put_away()
-    assert kept.find([0] * 5).tokens == 4
+    assert len(scheduler.schedule()) == 1 and kept.lookup([0] * 5).tokens == 0
+    scheduler.free_finished()
+    assert kept.lookup([0] * 5).tokens == 4
 
 
 def test_scarce_memory_changes_no_answer(free):
-    policy, sampling = policy_of(), Sampling(max_new_tokens=20, n=3)
+    policy, sampling = policy_of(), SamplingParams(max_new_tokens=20, n=3)
     expected = BuiltinEngine(policy).generate(prompts(), sampling)
     free(40 * 4 * 2 * 2 * (2 * 8) * 4)  # 40 pages of 4 tokens, and 70 % of that hold one of the longest
     answers = BuiltinEngine(policy, page_size=4).generate(prompts(), sampling)
@@ -193,7 +201,7 @@ def test_scarce_memory_changes_no_answer(free):
 def test_no_memory_at_all_is_told_in_one_line(free):
     free(0)
     with pytest.raises(UserError, match="KV memory of 0 tokens cannot hold one sequence"):
-        BuiltinEngine(policy_of()).generate(prompts(), Sampling())
+        BuiltinEngine(policy_of()).generate(prompts(), SamplingParams())
 
 
 def test_free_memory_of_this_machine_is_less_than_it_has(monkeypatch):

@@ -15,10 +15,10 @@ from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.sampler import RowSampler, Sampler
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 TOKENIZER = make_tokenizer()
-DEFAULT = Sampling(max_new_tokens=30)
+DEFAULT = SamplingParams(max_new_tokens=30)
 SETTINGS = [
     DEFAULT,
     replace(DEFAULT, temperature=0.0),
@@ -41,7 +41,7 @@ def alone(number):
         return sorted(session, key=lambda r: r.sample)
 
 
-@pytest.mark.parametrize("memory", [{}, TIGHT, {"slots": 3}], ids=["ample", "tight", "few places"])
+@pytest.mark.parametrize("memory", [{}, TIGHT, {"max_num_seqs": 3}], ids=["ample", "tight", "few places"])
 def test_mixed_requests_get_the_answers_they_get_alone(memory):
     policy, found = policy_of(), {}
     with BuiltinEngine(policy, TOKENIZER, **memory).session(DEFAULT) as session:
@@ -108,7 +108,7 @@ def test_a_row_by_its_own_numbers_draws_the_samplers_token_to_the_bit():
             assert found.plain_B[row] == expected.plain_B[0]
 
 
-@pytest.mark.parametrize("setting, crowd", [(Sampling(min_p=0.3), 1), (Sampling(min_p=0.1, top_p=0.7), 2)])
+@pytest.mark.parametrize("setting, crowd", [(SamplingParams(min_p=0.3), 1), (SamplingParams(min_p=0.1, top_p=0.7), 2)])
 def test_min_p_leaves_what_is_likely_enough_before_top_p_is_counted(setting, crowd):
     shares = np.exp(LOGITS.double().numpy())
     left = renormalised(shares, shares >= setting.min_p * shares.max())
@@ -118,7 +118,7 @@ def test_min_p_leaves_what_is_likely_enough_before_top_p_is_counted(setting, cro
     assert 1 < (expected > 0).sum() < VOCABULARY
     logits, count = LOGITS.expand(len(SEEDS), -1), len(SEEDS)
     by_one = Sampler(setting, VOCABULARY, torch.device("cpu")).draw(logits, SEEDS, torch.zeros_like(SEEDS), None)
-    settings = [setting, Sampling(temperature=0)] * (count // 2)
+    settings = [setting, SamplingParams(temperature=0)] * (count // 2)
     by_row = RowSampler(settings, torch.device("cpu")).draw(logits, SEEDS, torch.zeros_like(SEEDS), None)
     assert_frequencies(np.bincount(by_one.tokens_B.numpy(), minlength=VOCABULARY), expected)
     assert torch.equal(by_row.tokens_B[::2], by_one.tokens_B[::2])
@@ -138,14 +138,14 @@ def test_a_request_that_cannot_be_followed_is_refused_and_the_others_go_on(setti
     with BuiltinEngine(policy_of()).session(DEFAULT) as session:
         session.add(PROMPTS[0])
         with pytest.raises(UserError, match=words):
-            session.add(PROMPTS[1], sampling=Sampling(**setting))
+            session.add(PROMPTS[1], sampling=SamplingParams(**setting))
         assert [r.prompt for r in session] == [0]
 
 
 @pytest.mark.parametrize("setting", [{"min_p": 1.5}, {"min_p": -0.1}, {"top_log_probs": 21}, {"top_log_probs": -1}])
 def test_settings_out_of_range_are_refused(setting):
     with pytest.raises(UserError, match=next(iter(setting))):
-        Sampling(**setting)
+        SamplingParams(**setting)
 
 
 def test_rows_have_the_settings_that_were_told_last():
@@ -153,6 +153,6 @@ def test_rows_have_the_settings_that_were_told_last():
     followed = RowSampler.blank(RowSampler([hot, cold], torch.device("cpu")).kind, 4, torch.device("cpu"))
     for settings in ([hot, cold], [hot, cold], [cold, hot, hot], [cold, hot], [hot]):
         followed.follow(settings)
-        expected = RowSampler([*settings, *[Sampling()] * (4 - len(settings))], torch.device("cpu"))
+        expected = RowSampler([*settings, *[SamplingParams()] * (4 - len(settings))], torch.device("cpu"))
         assert torch.equal(followed.numbers_BN, expected.numbers_BN)
         assert followed.stops_BK[:, 0].tolist() == [4 if s is hot else -1 for s in [*settings, *[None] * 4][:4]]

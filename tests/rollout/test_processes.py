@@ -18,7 +18,7 @@ from trimtab.distributed.sharding import shard
 from trimtab.distributed.world import find_world, leave_world
 from trimtab.models.sharded import decoder_layers
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 LENGTHS = (5, 17, 33, 16, 1, 48, 7)
 SHARES = [slice(0, 6), slice(6, 7)]  # very different numbers of passes
@@ -26,13 +26,13 @@ SHARES = [slice(0, 6), slice(6, 7)]  # very different numbers of passes
 
 def answers_and_steps(policy, int8: bool, share=slice(None)) -> list:
     """Answers before the first step, and after each of two: (tokens, log-probs) of this process's prompts."""
-    engine = BuiltinEngine(policy, slots=4, weight_only_int8=int8)
+    engine = BuiltinEngine(policy, max_num_seqs=4, weight_only_int8=int8)
     optimiser = torch.optim.SGD(policy.parameters(), lr=0.05)
     seen = []
     for step in range(3):
         # In the middle one process has nothing to do at all.
         own = slice(7, 7) if step == 1 and share == SHARES[1] else share
-        rollouts = engine.generate(prompts(LENGTHS)[own], Sampling(max_new_tokens=12), seeds=list(range(7))[own])
+        rollouts = engine.generate(prompts(LENGTHS)[own], SamplingParams(max_new_tokens=12), seeds=list(range(7))[own])
         seen.append([(r.ids, r.log_probs) for r in rollouts])
         policy.train()
         policy(TokenBatch.of(random_examples([9, 5]))).log_probs_N.mean().neg().backward()

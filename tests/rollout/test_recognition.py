@@ -6,9 +6,9 @@ import torch
 from tests.tiny import tiny_model
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
-from trimtab.rollout.builtin.attention import Decoding
+from trimtab.rollout.builtin.attention import DecodeMetadata
 from trimtab.rollout.builtin.fused_layers import FusedLayers
-from trimtab.rollout.builtin.model_runner import Runner, does_the_same
+from trimtab.rollout.builtin.model_runner import ModelRunner, passes_self_check
 
 LAYERS = 12
 
@@ -17,7 +17,7 @@ def erring(errors):
     """The modules' own numbers, off by so much in some layers."""
 
     def through(self, layers, stream, angles, cache, places_T, attend):
-        decoding = isinstance(attend.__self__._pass, Decoding)
+        decoding = isinstance(attend.__self__._pass, DecodeMetadata)
         shape = (-1, 1) if decoding else (1, -1)
         x = stream.view(*shape, stream.shape[1])
         embeddings = tuple(part.view(*shape, part.shape[1]) for part in angles)
@@ -48,8 +48,8 @@ def test_rounding_of_every_layer_is_believed_and_an_error_of_one_is_not(dtype, e
     choose_path(policy)
     monkeypatch.setattr(FusedLayers, "through", erring(errors))
     with policy.at_work():
-        shape, arguments = Runner.measure(policy)
-        assert does_the_same(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4) is believed
+        shape, arguments = ModelRunner.measure(policy)
+        assert passes_self_check(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4) is believed
 
 
 def test_layers_that_are_right_alone_and_wrong_together_are_not_believed(monkeypatch):
@@ -62,8 +62,8 @@ def test_layers_that_are_right_alone_and_wrong_together_are_not_believed(monkeyp
 
     monkeypatch.setattr(FusedLayers, "through", through)
     with policy.at_work():
-        shape, arguments = Runner.measure(policy)
-        assert not does_the_same(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4)
+        shape, arguments = ModelRunner.measure(policy)
+        assert not passes_self_check(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4)
 
 
 def test_a_model_that_scales_its_embeddings_is_not_believed(monkeypatch):
@@ -71,5 +71,5 @@ def test_a_model_that_scales_its_embeddings_is_not_believed(monkeypatch):
     choose_path(policy)
     monkeypatch.setattr(FusedLayers, "through", erring({}))
     with policy.at_work():
-        shape, arguments = Runner.measure(policy)
-        assert not does_the_same(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4)
+        shape, arguments = ModelRunner.measure(policy)
+        assert not passes_self_check(FusedLayers(policy.inner.base_model, arguments), policy, shape, 4)

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from trimtab.rollout.builtin.sampler import Sampler, uniform
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 COUNT, VOCABULARY = 200_000, 13
 LOGITS = torch.linspace(-2, 2, VOCABULARY)[torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))]
 SEEDS = torch.arange(COUNT)  # as users number them
 
 
-def draws(sampling: Sampling, position: int = 0) -> np.ndarray:
+def draws(sampling: SamplingParams, position: int = 0) -> np.ndarray:
     sampler = Sampler(sampling, VOCABULARY, torch.device("cpu"))
     drawn = sampler.draw(LOGITS.expand(COUNT, -1), SEEDS, torch.full_like(SEEDS, position), None)
     return drawn.tokens_B.numpy()
@@ -39,13 +39,13 @@ def renormalised(shares: np.ndarray, keep) -> np.ndarray:
 @pytest.mark.parametrize("position", [0, 7])
 def test_temperature(temperature, position):
     shares = np.exp(LOGITS.double().numpy() / temperature)
-    counts = np.bincount(draws(Sampling(temperature=temperature), position), minlength=VOCABULARY)
+    counts = np.bincount(draws(SamplingParams(temperature=temperature), position), minlength=VOCABULARY)
     assert_frequencies(counts, shares / shares.sum())
 
 
 def test_top_k():
     shares = np.exp(LOGITS.double().numpy())
-    counts = np.bincount(draws(Sampling(top_k=5)), minlength=VOCABULARY)
+    counts = np.bincount(draws(SamplingParams(top_k=5)), minlength=VOCABULARY)
     assert_frequencies(counts, renormalised(shares, np.argsort(-shares)[:5]))
 
 
@@ -55,13 +55,13 @@ def test_top_p_keeps_the_token_that_crosses_the_line():
     reached = np.cumsum(shares[order]) / shares.sum()
     keep = order[: np.searchsorted(reached, 0.8) + 1]
     assert reached[len(keep) - 2] < 0.8 <= reached[len(keep) - 1]
-    counts = np.bincount(draws(Sampling(top_p=0.8)), minlength=VOCABULARY)
+    counts = np.bincount(draws(SamplingParams(top_p=0.8)), minlength=VOCABULARY)
     assert_frequencies(counts, renormalised(shares, keep))
 
 
 def test_min_new_tokens_takes_stop_tokens_out_and_lets_them_in_again():
     shares = np.exp(LOGITS.double().numpy())
-    sampling = Sampling(min_new_tokens=3, stop_token_ids=(2, 5))
+    sampling = SamplingParams(min_new_tokens=3, stop_token_ids=(2, 5))
     others = [token for token in range(VOCABULARY) if token not in (2, 5)]
     early = np.bincount(draws(sampling, position=2), minlength=VOCABULARY)
     assert_frequencies(early, renormalised(shares, others))
@@ -71,7 +71,7 @@ def test_min_new_tokens_takes_stop_tokens_out_and_lets_them_in_again():
 
 def reference_draw(logits_BV, seeds_B, drawn_B, temperature):
     """Stands for the kernel."""
-    drawn = Sampler(Sampling(temperature=temperature), logits_BV.shape[1], logits_BV.device).draw(
+    drawn = Sampler(SamplingParams(temperature=temperature), logits_BV.shape[1], logits_BV.device).draw(
         logits_BV.clone(), seeds_B, drawn_B, None
     )
     return drawn.tokens_B, drawn.log_probs_B
@@ -79,7 +79,7 @@ def reference_draw(logits_BV, seeds_B, drawn_B, temperature):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_a_kernel_that_knows_no_stop_tokens_draws_without_them_while_they_must_wait(monkeypatch, temperature):
-    sampling = Sampling(min_new_tokens=3, stop_token_ids=(2, 5), temperature=temperature, plain_log_probs=True)
+    sampling = SamplingParams(min_new_tokens=3, stop_token_ids=(2, 5), temperature=temperature, plain_log_probs=True)
     logits, seeds, drawn = LOGITS.repeat(1000, 1), SEEDS[:1000], SEEDS[:1000] % 6
     expected = Sampler(sampling, VOCABULARY, torch.device("cpu")).draw(logits, seeds, drawn, None)
     name = "trimtab.rollout.builtin.kernels.decode_step"
@@ -94,7 +94,7 @@ def test_a_kernel_that_knows_no_stop_tokens_draws_without_them_while_they_must_w
 def test_successive_draws_of_a_request_are_independent():
     shares = np.exp(LOGITS.double().numpy())
     shares /= shares.sum()
-    pairs = draws(Sampling(), 4) * VOCABULARY + draws(Sampling(), 5)
+    pairs = draws(SamplingParams(), 4) * VOCABULARY + draws(SamplingParams(), 5)
     assert_frequencies(np.bincount(pairs, minlength=VOCABULARY**2), np.outer(shares, shares).ravel())
 
 

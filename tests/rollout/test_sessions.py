@@ -14,9 +14,9 @@ from trimtab.models.borrowed import BorrowingPolicy
 from trimtab.models.lora import adapters_off, add_adapters
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.engine import Session
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
-GREEDY, DRAWN = Sampling(max_new_tokens=21, temperature=0), Sampling(max_new_tokens=21, temperature=0.9)
+GREEDY, DRAWN = SamplingParams(max_new_tokens=21, temperature=0), SamplingParams(max_new_tokens=21, temperature=0.9)
 FIRST, NEWS = prompts((37,))[0], prompts((11,), seed=5)[0]
 
 
@@ -51,7 +51,7 @@ def two_turns(engine, sampling, first=FIRST, seeds=(1, 2)):
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_second_turn_equals_the_text_read_anew_and_reads_only_what_is_new(family, sampling):
     policy = policy_of(family)
-    for memory in ({}, {"page_size": 4}, {"kv_tokens": 112, "slots": 1}, {"read_tokens": 5}):
+    for memory in ({}, {"page_size": 4}, {"kv_tokens": 112, "max_num_seqs": 1}, {"max_num_batched_tokens": 5}):
         one, two, read, read_again = two_turns(BuiltinEngine(policy, **memory), sampling)
         assert same(one, anew(policy, FIRST, sampling, 1)) and read == len(FIRST)
         assert same(two, anew(policy, two.prompt_ids, sampling, 2))
@@ -70,7 +70,7 @@ def test_log_probs_of_a_second_turn_are_the_trainers():
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32])
 def test_the_same_prompt_again_is_not_read_twice(length):
     policy, ids = policy_of(), prompts((length,))[0]
-    engine = BuiltinEngine(policy, keep_prefixes=True)
+    engine = BuiltinEngine(policy, prefix_caching=True)
     for seed in (1, 2, 3):
         (found,) = engine.generate([ids], DRAWN, seeds=[seed])
         assert same(found, anew(policy, ids, DRAWN, seed))
@@ -90,7 +90,7 @@ def test_calls_read_anew_unless_asked_to_keep():
 
 def test_what_begins_alike_shares_its_whole_pages():
     policy = policy_of()
-    engine = BuiltinEngine(policy, keep_prefixes=True)
+    engine = BuiltinEngine(policy, prefix_caching=True)
     engine.generate([FIRST], GREEDY)
     others = [FIRST[:35] + NEWS, FIRST[:32], FIRST[:5] + NEWS, FIRST[:16] + NEWS + FIRST]
     before = engine.tokens_read
@@ -124,7 +124,7 @@ def fused_step(policy):
 @pytest.mark.parametrize("change", [write_in_place, write_past_the_count, step, fused_step])
 def test_nothing_that_other_weights_have_read_is_used(change):
     policy = policy_of()
-    engine = BuiltinEngine(policy, keep_prefixes=True)
+    engine = BuiltinEngine(policy, prefix_caching=True)
     before = engine.generate([FIRST], GREEDY)[0]
     change(policy)
     after = engine.generate([FIRST], GREEDY)[0]
@@ -138,7 +138,7 @@ def test_adapters_on_and_off_do_not_share_what_they_read():
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    engine = BuiltinEngine(policy, keep_prefixes=True)
+    engine = BuiltinEngine(policy, prefix_caching=True)
     for _ in range(2):
         on = engine.generate([FIRST], GREEDY)[0]
         assert same(on, anew(policy, FIRST, GREEDY, 0))
@@ -152,14 +152,14 @@ def test_a_borrowing_policy_reads_anew_after_its_owners_step():
     owner = policy_of()
     options = RLOptions(lora_rank=4, target_modules=["all-linear"])
     policy = BorrowingPolicy(owner, options, find_device(), split=False)
-    engine = BuiltinEngine(policy, keep_prefixes=True)
+    engine = BuiltinEngine(policy, prefix_caching=True)
     engine.generate([FIRST], GREEDY)
     step(owner)
     assert same(engine.generate([FIRST], GREEDY)[0], anew(owner, FIRST, GREEDY, 0))
 
 
 def test_rollouts_carry_the_version_of_the_weights_and_a_new_one_drops_what_was_read():
-    engine = BuiltinEngine(policy_of(), keep_prefixes=True)
+    engine = BuiltinEngine(policy_of(), prefix_caching=True)
     assert engine.generate([FIRST], GREEDY)[0].versions.tolist() == [0] * 21
     engine.weights_changed(7)
     assert engine.generate([FIRST], GREEDY)[0].versions.tolist() == [7] * 21
@@ -169,7 +169,7 @@ def test_rollouts_carry_the_version_of_the_weights_and_a_new_one_drops_what_was_
 
 
 def test_sleep_drops_what_was_read():
-    engine = BuiltinEngine(policy_of(), keep_prefixes=True)
+    engine = BuiltinEngine(policy_of(), prefix_caching=True)
     engine.generate([FIRST], GREEDY)
     engine.sleep()
     engine.generate([FIRST], GREEDY)
@@ -179,8 +179,8 @@ def test_sleep_drops_what_was_read():
 def test_what_is_kept_makes_room_the_oldest_first():
     policy = policy_of()
     given = prompts((20, 20, 20, 20))
-    engine = BuiltinEngine(policy, kv_tokens=4 * 21, page_size=4, slots=1, keep_prefixes=True)
-    sampling = Sampling(max_new_tokens=4, temperature=0)
+    engine = BuiltinEngine(policy, kv_tokens=4 * 21, page_size=4, max_num_seqs=1, prefix_caching=True)
+    sampling = SamplingParams(max_new_tokens=4, temperature=0)
 
     def read_for(ids):
         before = engine.tokens_read
@@ -196,14 +196,14 @@ def test_what_is_kept_makes_room_the_oldest_first():
 
 
 LONG = pytest.mark.long
-SMALL_PAGES = {"kv_tokens": 120, "slots": 3, "page_size": 4}
+SMALL_PAGES = {"kv_tokens": 120, "max_num_seqs": 3, "page_size": 4}
 
 
 @pytest.mark.parametrize("memory", [TIGHT, pytest.param(SMALL_PAGES, marks=LONG), pytest.param({}, marks=LONG)])
 def test_turns_of_many_conversations_in_little_memory_equal_the_texts_read_anew(memory):
     policy = policy_of()
     engine = BuiltinEngine(policy, **memory)
-    sampling = Sampling(max_new_tokens=13, n=2)
+    sampling = SamplingParams(max_new_tokens=13, n=2)
     found = []
     with engine.session(sampling) as session:
         for ids in prompts((5, 17, 33, 16, 1)):
@@ -218,12 +218,12 @@ def test_turns_of_many_conversations_in_little_memory_equal_the_texts_read_anew(
         # A request without a seed draws by its number.
         expected = alone.generate([[3]] * rollout.prompt + [rollout.prompt_ids], sampling)[-2 + rollout.sample]
         assert same(rollout, expected)
-    assert engine.memory.pool.used == 0
+    assert engine.memory.pool.num_used == 0
 
 
 def test_requests_added_while_others_run_get_the_answers_they_get_alone():
     policy, given = policy_of(), prompts((5, 17, 33, 60))
-    engine = BuiltinEngine(policy, slots=3)
+    engine = BuiltinEngine(policy, max_num_seqs=3)
     found = {}
     with engine.session(DRAWN) as session:
         assert isinstance(session, Session)
@@ -244,7 +244,7 @@ def test_requests_added_while_others_run_get_the_answers_they_get_alone():
 def test_memory_for_samples_that_are_expected_is_made_once():
     policy, places = policy_of(), []
     for expected in (1, 6):
-        with BuiltinEngine(policy, slots=6).session(DRAWN) as session:
+        with BuiltinEngine(policy, max_num_seqs=6).session(DRAWN) as session:
             session.expect(expected)
             found = []
             for number in range(6):
@@ -257,7 +257,7 @@ def test_memory_for_samples_that_are_expected_is_made_once():
 
 def test_one_request_of_a_session_is_aborted_and_the_others_go_on():
     policy, given = policy_of(), prompts((5, 17, 33))
-    engine = BuiltinEngine(policy, slots=2)
+    engine = BuiltinEngine(policy, max_num_seqs=2)
     with engine.session(DRAWN) as session:
         numbers = [session.add(ids, seed=9) for ids in given]
         session.advance()
@@ -280,7 +280,7 @@ def test_a_session_that_is_closed_gives_everything_back():
     session.close()
     session.close()
     assert policy.training and policy.inner.config._attn_implementation == before
-    assert engine.memory.pool.used == 0 and len(engine.generate([FIRST], DRAWN)) == 1
+    assert engine.memory.pool.num_used == 0 and len(engine.generate([FIRST], DRAWN)) == 1
 
 
 @pytest.mark.parametrize("bf16, int8, exact", [(False, False, True), (True, False, False), (False, True, False)])
@@ -293,7 +293,7 @@ def test_an_engine_says_whether_its_log_probs_are_the_trainers(bf16, int8, exact
 @pytest.mark.parametrize("memory", [{}, TIGHT], ids=["ample", "tight"])
 def test_what_answers_have_so_far_can_be_read_without_stopping_them(memory):
     policy, asked = policy_of(), prompts((5, 33, 16, 9))
-    sampling = Sampling(max_new_tokens=40, n=3)
+    sampling = SamplingParams(max_new_tokens=40, n=3)
     expected = {(r.prompt, r.sample): r for r in BuiltinEngine(policy).generate(asked, sampling, seeds=range(4))}
     engine = BuiltinEngine(policy, **memory)
     engine.version = 7

@@ -5,7 +5,7 @@ import torch
 
 from tests.rollout.kernel_device import DEVICE
 from trimtab.rollout.builtin.cuda_graphs import COLUMNS
-from trimtab.rollout.builtin.kernels.decode_step import begun, move_on
+from trimtab.rollout.builtin.kernels.decode_step import decode_inputs, finish_step
 
 
 def table_of(rows, pages, page_size):
@@ -21,7 +21,7 @@ def test_a_step_begins_with_what_the_table_says():
     generator = torch.Generator().manual_seed(1)
     embedding = torch.randn(40, 24, generator=generator).to(DEVICE)
     angles = tuple(torch.randn(20, 6, generator=generator).to(DEVICE) for _ in range(2))
-    found = begun(table, COLUMNS, page_size, embedding, angles)
+    found = decode_inputs(table, COLUMNS, page_size, embedding, angles)
     over = table[:, 2] >= table[:, 4]
     assert 0 < over.sum() < len(table)
     positions = table[:, 1].masked_fill(over, 0)
@@ -55,7 +55,7 @@ def test_what_was_drawn_is_kept_and_moves_the_table_on(rows, plain, stops):
     assert stops == [] or ended.sum() > 0
     expected[ended, 4] = 0
     given = (tokens, log_probs, plain_log_probs if plain else None)
-    move_on(table, *given, kept_tokens, kept_log_probs, stop_tokens, step)
+    finish_step(table, *given, kept_tokens, kept_log_probs, stop_tokens, step)
     assert torch.equal(table, expected) and step.tolist() == [3]
     assert torch.equal(kept_tokens[2, :rows], tokens) and kept_tokens.count_nonzero() == tokens.count_nonzero()
     assert torch.equal(kept_log_probs[0, 2, :rows], log_probs)

@@ -6,7 +6,7 @@ from tests.rollout.test_builtin_engine import TIGHT, policy_of, prompts
 from trimtab.errors import UserError
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 FOUR = prompts((3, 20, 5, 6))
 
@@ -22,8 +22,8 @@ def test_the_builtin_engine_is_an_engine():
 @pytest.mark.parametrize("memory", [{}, TIGHT])
 def test_every_prompt_may_have_a_limit_of_its_own(memory):
     policy, limits = policy_of(), [1, 30, 9, 17]
-    free = by_place(BuiltinEngine(policy).generate(FOUR, Sampling(max_new_tokens=30, n=2)))
-    limited = BuiltinEngine(policy, **memory).generate(FOUR, Sampling(max_new_tokens=5, n=2), limits=limits)
+    free = by_place(BuiltinEngine(policy).generate(FOUR, SamplingParams(max_new_tokens=30, n=2)))
+    limited = BuiltinEngine(policy, **memory).generate(FOUR, SamplingParams(max_new_tokens=5, n=2), limits=limits)
     for answer in limited:
         assert answer.ids == free[answer.prompt, answer.sample].ids[: limits[answer.prompt]]
         assert answer.finish == "length"
@@ -32,16 +32,16 @@ def test_every_prompt_may_have_a_limit_of_its_own(memory):
 def test_wrong_limits_and_seeds_are_told_in_one_line():
     engine = BuiltinEngine(policy_of())
     with pytest.raises(UserError, match="3 limits for 4 prompts"):
-        engine.generate(FOUR, Sampling(), limits=[1, 2, 3])
+        engine.generate(FOUR, SamplingParams(), limits=[1, 2, 3])
     with pytest.raises(UserError, match="1 seeds for 4 prompts"):
-        engine.generate(FOUR, Sampling(), seeds=[1])
+        engine.generate(FOUR, SamplingParams(), seeds=[1])
     with pytest.raises(UserError, match="limit of prompt 2 is 0"):
-        engine.generate(FOUR, Sampling(), limits=[1, 2, 0, 3])
+        engine.generate(FOUR, SamplingParams(), limits=[1, 2, 0, 3])
 
 
-@pytest.mark.parametrize("memory", [{}, {"slots": 3}, TIGHT])
+@pytest.mark.parametrize("memory", [{}, {"max_num_seqs": 3}, TIGHT])
 def test_aborted_answers_come_as_far_as_they_got(memory):
-    policy, sampling, limits = policy_of(), Sampling(n=2), [4, 60, 60, 60]
+    policy, sampling, limits = policy_of(), SamplingParams(n=2), [4, 60, 60, 60]
     whole = by_place(BuiltinEngine(policy).generate(FOUR, sampling, limits=limits))
     engine = BuiltinEngine(policy, **memory)
     stream = engine.stream(FOUR, sampling, limits=limits)
@@ -61,9 +61,9 @@ def test_aborted_answers_come_as_far_as_they_got(memory):
 
 
 def test_other_prompts_go_on_when_one_is_aborted():
-    policy, sampling = policy_of(), Sampling(max_new_tokens=25, n=3)
+    policy, sampling = policy_of(), SamplingParams(max_new_tokens=25, n=3)
     whole = by_place(BuiltinEngine(policy).generate(FOUR, sampling))
-    engine = BuiltinEngine(policy, slots=7)  # some of prompt 2 run, some wait
+    engine = BuiltinEngine(policy, max_num_seqs=7)  # some of prompt 2 run, some wait
     stream = engine.stream(FOUR, sampling, limits=[1, 25, 25, 25])
     answers = [next(stream)]
     engine.abort([2])
@@ -79,14 +79,14 @@ def test_a_stream_that_is_closed_leaves_policy_and_engine_as_they_were():
     policy = policy_of().train()
     before = policy.inner.config._attn_implementation
     engine = BuiltinEngine(policy)
-    stream = engine.stream(FOUR, Sampling(max_new_tokens=40), limits=[1, 40, 40, 40])
+    stream = engine.stream(FOUR, SamplingParams(max_new_tokens=40), limits=[1, 40, 40, 40])
     next(stream)
     with pytest.raises(UserError, match="at work already"):
-        engine.generate(FOUR, Sampling())
+        engine.generate(FOUR, SamplingParams())
     with pytest.raises(UserError, match="cannot sleep"):
         engine.sleep()
     stream.close()
     assert policy.training and policy.inner.config._attn_implementation == before
     engine.abort()  # nothing is at work: nothing happens
     engine.sleep()
-    assert len(engine.generate(FOUR, Sampling(max_new_tokens=2))) == 4
+    assert len(engine.generate(FOUR, SamplingParams(max_new_tokens=2))) == 4

@@ -21,16 +21,16 @@ from trimtab.models.tensor_parallel import cut
 from trimtab.rollout.builtin import engine as engines
 from trimtab.rollout.builtin import kv_cache as memory
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Rollout
 
 LENGTHS = (5, 17, 33, 16, 1, 48, 7)
-PLAIN = Sampling(max_new_tokens=12, n=2, stop_token_ids=(2, 3))
-SHAPED = Sampling(max_new_tokens=9, top_p=0.8, repetition_penalty=1.2, plain_log_probs=True)
+PLAIN = SamplingParams(max_new_tokens=12, n=2, stop_token_ids=(2, 3))
+SHAPED = SamplingParams(max_new_tokens=9, top_p=0.8, repetition_penalty=1.2, plain_log_probs=True)
 
 
 def answers(policy: Policy, **settings) -> list[Rollout]:
-    engine = BuiltinEngine(policy, slots=4, page_size=4, **settings)
+    engine = BuiltinEngine(policy, max_num_seqs=4, page_size=4, **settings)
     found = []
     for sampling in (PLAIN, SHAPED, PLAIN):
         found += engine.generate(prompts(LENGTHS), sampling, seeds=list(range(7)))
@@ -77,7 +77,7 @@ def write_on(family: str) -> None:
     expected = BuiltinEngine(Policy(tiny_model(family))).generate(PROMPTS[:2], sampling, seeds=SEEDS[:2])
     plenty = memory.free_memory
     memory.free_memory = (lambda device: 2**16) if world.rank else plenty
-    found = interrupted(BuiltinEngine(policy, slots=4, page_size=4, tensor=mesh.tensor), sampling, 5, **given)
+    found = interrupted(BuiltinEngine(policy, max_num_seqs=4, page_size=4, tensor=mesh.tensor), sampling, 5, **given)
     assert_same(found, expected, 2e-5)
     leave_world()
 

@@ -14,9 +14,9 @@ from trimtab.models.recomputing import recompute
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin import attention as cached
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
-SAMPLING = Sampling(max_new_tokens=12, n=3, seed=1)
+SAMPLING = SamplingParams(max_new_tokens=12, n=3, seed=1)
 
 
 def policy_of(seed: int) -> Policy:
@@ -113,7 +113,7 @@ def test_two_engines_do_not_meet(monkeypatch):
         policy = policy_of(seed)
 
         def work():
-            engine = BuiltinEngine(policy, kv_tokens=512, slots=4)
+            engine = BuiltinEngine(policy, kv_tokens=512, max_num_seqs=4)
             rollouts = engine.generate([[3 + i for i in range(length)] for length in lengths], SAMPLING)
             return [(r.prompt, r.sample, r.ids, r.log_probs.tolist()) for r in rollouts]
 
@@ -126,7 +126,7 @@ def test_two_engines_do_not_meet(monkeypatch):
 
 def test_two_streams_of_one_thread_do_not_meet():
     prompts = [[[5, 6, 7], [8, 9]], [[10, 11, 12, 13], [4]]]
-    engines = [BuiltinEngine(policy_of(seed), kv_tokens=512, slots=2) for seed in (0, 1)]
+    engines = [BuiltinEngine(policy_of(seed), kv_tokens=512, max_num_seqs=2) for seed in (0, 1)]
     key = lambda r: (r.prompt, r.sample, r.ids, r.log_probs.tolist())  # noqa: E731
     alone = [sorted(map(key, e.stream(p, SAMPLING))) for e, p in zip(engines, prompts)]
     streams = [e.stream(p, SAMPLING) for e, p in zip(engines, prompts)]

@@ -12,9 +12,9 @@ from trimtab.models.lora import adapters_off, add_adapters
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
-GREEDY = Sampling(max_new_tokens=16, temperature=0)
+GREEDY = SamplingParams(max_new_tokens=16, temperature=0)
 
 
 def ids_of(answers):

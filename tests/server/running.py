@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Rollout
 from trimtab.server.policy_server import PolicyServer
 from trimtab.server.request_params import ServerDefaults
@@ -76,7 +76,7 @@ def engine(number: int = 0) -> BuiltinEngine:
     """Of that model; those of other numbers are the same."""
     policy = Policy(copy.deepcopy(plain_model()))
     choose_path(policy)
-    return BuiltinEngine(policy, tokenizer(), keep_prefixes=True)
+    return BuiltinEngine(policy, tokenizer(), prefix_caching=True)
 
 
 class Scripted:
@@ -86,16 +86,16 @@ class Scripted:
 
     def __init__(self, answer: Callable[[str], str]):
         self.answer = answer
-        self.asked: list[tuple[list[int], Sampling]] = []
+        self.asked: list[tuple[list[int], SamplingParams]] = []
 
-    def session(self, sampling: Sampling) -> "ScriptedSession":
+    def session(self, sampling: SamplingParams) -> "ScriptedSession":
         return ScriptedSession(self)
 
 
 class ScriptedSession:
     def __init__(self, engine: Scripted):
         self.engine, self.requests = engine, 0
-        self.running: dict[int, tuple[list[int], Sampling]] = {}
+        self.running: dict[int, tuple[list[int], SamplingParams]] = {}
         self.aborted: set[int] = set()
 
     def __enter__(self):
@@ -141,7 +141,7 @@ class ScriptedSession:
 
 
 class Running:
-    def __init__(self, engine, pinned: Sampling | None = None, template: str | None = TEMPLATE, **how):
+    def __init__(self, engine, pinned: SamplingParams | None = None, template: str | None = TEMPLATE, **how):
         words = tokenizer()
         words.chat_template = template
         house = ServerDefaults((words.eos_token_id,), len(words), pinned)

@@ -12,13 +12,13 @@ from tests.server.agents import Agents
 from tests.server.running import TEMPLATE, engine, plain_model, tokenizer
 from trimtab.envs.pool import EnvLimits, Pool
 from trimtab.envs.types import EpisodeSettings, Task
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft
 from trimtab.server.agents import AgentServerEngine
 from trimtab.server.environment_engine import playing_engine
 
 CLIENT = httpx.Client(timeout=60)
-SAMPLING = Sampling(max_new_tokens=10, n=2, temperature=0.9, seed=1)
+SAMPLING = SamplingParams(max_new_tokens=10, n=2, temperature=0.9, seed=1)
 
 
 def asking(base_url, api_key, model, messages, **fields):

@@ -7,7 +7,7 @@ import pytest
 from transformers import ByT5Tokenizer
 
 from tests.server.running import CONTEXT, TEMPLATE, Scripted, engine, running, tokenizer
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.server.request_params import ServerDefaults
 from trimtab.server.sessions import ServedPolicy, stream_seed
 
@@ -22,7 +22,7 @@ def server():
 
 def alone(ids, *, seed, session=None, limit=8, **how):
     """What the same engine draws for one prompt in a call of its own."""
-    sampling = Sampling(stop_token_ids=(tokenizer().eos_token_id,), max_new_tokens=limit, **how)
+    sampling = SamplingParams(stop_token_ids=(tokenizer().eos_token_id,), max_new_tokens=limit, **how)
     return engine(1).generate([ids], sampling, seeds=[stream_seed(seed, session, len(ids))])[0]
 
 
@@ -194,7 +194,7 @@ def test_thoughts_and_stop_texts_are_cut_from_what_is_said():
 
 def test_in_training_the_run_says_how_is_drawn(caplog):
     scripted = Scripted(lambda prompt: "four<|im_end|>")
-    with running(scripted, pinned=Sampling(temperature=0.8, seed=4)) as server:
+    with running(scripted, pinned=SamplingParams(temperature=0.8, seed=4)) as server:
         for _ in range(3):
             server.chat("2+2?", temperature=0.1, top_p=0.2, top_k=3, presence_penalty=1.0, max_tokens=9, stop=["x"])
     assert [record.getMessage() for record in caplog.records if "training" in record.getMessage()] == [

@@ -14,8 +14,8 @@ import pytest
 
 from tests.server.running import CONTEXT, Scripted, ScriptedSession, engine, running, tokenizer
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.engine import FEWEST_STEPS, MOST_STEPS, SECONDS_TO_WAIT, steps_among_others
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.engine import MAX_CHUNK_SECONDS, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE, decode_chunk_size
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Rollout
 from trimtab.server.request_queue import EngineFailed, PolicyMetrics, QueuedRequest, RequestQueue
 from trimtab.server.sessions import SessionRecord, SessionStore
@@ -277,18 +277,18 @@ def test_of_a_request_that_is_sent_away_nothing_is_drawn():
 
 
 def test_what_was_set_down_is_drawn_whole_where_others_than_the_drawn_are_wanted():
-    desk, own = RequestQueue(PolicyMetrics()), Sampling(max_new_tokens=12, top_log_probs=2)
+    desk, own = RequestQueue(PolicyMetrics()), SamplingParams(max_new_tokens=12, top_log_probs=2)
     asks = [QueuedRequest([5, 6], 1, own), QueuedRequest([5, 6], 1, own)]
-    with engine(2).session(Sampling()) as whole:
+    with engine(2).session(SamplingParams()) as whole:
         desk.ask(asks[0])
         while not asks[0].answer.done():
             desk.work(whole)
-    with engine(2).session(Sampling()) as first:
+    with engine(2).session(SamplingParams()) as first:
         desk.ask(asks[1])
         desk.work(first, 4)
         desk.set_down(first)
     assert asks[1].draft is not None
-    with engine(2).session(Sampling()) as second:
+    with engine(2).session(SamplingParams()) as second:
         while not asks[1].answer.done():
             desk.work(second)
     expected, found = (ask.answer.result() for ask in asks)
@@ -298,8 +298,8 @@ def test_what_was_set_down_is_drawn_whole_where_others_than_the_drawn_are_wanted
 def test_those_that_were_answered_together_are_read_as_they_return_and_drawn_together(monkeypatch):
     for name in ("SECONDS_OF_QUIET", "MOST_SECONDS_OF_QUIET"):
         monkeypatch.setattr(f"trimtab.server.request_queue.{name}", 60)
-    desk, own = RequestQueue(PolicyMetrics()), Sampling(max_new_tokens=3)
-    with engine(8).session(Sampling()) as session:
+    desk, own = RequestQueue(PolicyMetrics()), SamplingParams(max_new_tokens=3)
+    with engine(8).session(SamplingParams()) as session:
         desk.ask(QueuedRequest([5], 1, own))
         desk.gather(session)  # nobody was answered yet
         desk.ask(QueuedRequest([6], 1, own), QueuedRequest([7], 1, own))
@@ -328,8 +328,8 @@ def test_those_that_were_answered_together_are_read_as_they_return_and_drawn_tog
 def test_where_every_place_is_taken_or_steps_are_short_more_is_drawn_between_two_looks(monkeypatch):
     wait = "trimtab.rollout.engine.SECONDS_TO_WAIT"
     monkeypatch.setattr(wait, 0)
-    desk, own = RequestQueue(PolicyMetrics()), Sampling(max_new_tokens=100, min_new_tokens=100)
-    with BuiltinEngine(engine().policy, tokenizer(), slots=2).session(Sampling()) as session:
+    desk, own = RequestQueue(PolicyMetrics()), SamplingParams(max_new_tokens=100, min_new_tokens=100)
+    with BuiltinEngine(engine().policy, tokenizer(), max_num_seqs=2).session(SamplingParams()) as session:
         asked, advance = [], session.advance
         session.advance = lambda steps: asked.append(steps) or advance(steps)
         desk.ask(QueuedRequest([5], 1, own))
@@ -341,20 +341,23 @@ def test_where_every_place_is_taken_or_steps_are_short_more_is_drawn_between_two
         desk.ask(QueuedRequest([5], 1, own))
         desk.work(session, 1)
         desk.work(session)
-    assert asked == [1, FEWEST_STEPS, FEWEST_STEPS, MOST_STEPS, 1, MOST_STEPS] and FEWEST_STEPS < MOST_STEPS
+    assert (
+        asked == [1, MIN_CHUNK_SIZE, MIN_CHUNK_SIZE, MAX_CHUNK_SIZE, 1, MAX_CHUNK_SIZE]
+        and MIN_CHUNK_SIZE < MAX_CHUNK_SIZE
+    )
 
 
 def test_the_shorter_a_step_the_more_of_them_within_what_somebody_may_wait():
-    between = (FEWEST_STEPS + MOST_STEPS) // 2
-    seconds = (0.0, SECONDS_TO_WAIT / (between + 0.5), 60.0)
-    assert [steps_among_others(None, seconds=one) for one in seconds] == [MOST_STEPS, between, FEWEST_STEPS]
-    assert steps_among_others(None, full=True, seconds=60.0) == MOST_STEPS and steps_among_others(3, full=True) == 3
+    between = (MIN_CHUNK_SIZE + MAX_CHUNK_SIZE) // 2
+    seconds = (0.0, MAX_CHUNK_SECONDS / (between + 0.5), 60.0)
+    assert [decode_chunk_size(None, seconds=one) for one in seconds] == [MAX_CHUNK_SIZE, between, MIN_CHUNK_SIZE]
+    assert decode_chunk_size(None, full=True, seconds=60.0) == MAX_CHUNK_SIZE and decode_chunk_size(3, full=True) == 3
 
 
 def test_what_has_finished_is_put_away_when_nobody_waits():
-    desk, own = RequestQueue(PolicyMetrics()), Sampling(max_new_tokens=3)
-    builtin = BuiltinEngine(engine().policy, tokenizer(), slots=2)
-    with builtin.session(Sampling()) as session:
+    desk, own = RequestQueue(PolicyMetrics()), SamplingParams(max_new_tokens=3)
+    builtin = BuiltinEngine(engine().policy, tokenizer(), max_num_seqs=2)
+    with builtin.session(SamplingParams()) as session:
         desk.ask(QueuedRequest([5] * 40, 1, own))
         while desk.waiting:
             desk.work(session)
@@ -362,7 +365,9 @@ def test_what_has_finished_is_put_away_when_nobody_waits():
 
 
 def test_those_who_wait_for_a_place_make_it_full():
-    with BuiltinEngine(engine().policy, tokenizer(), slots=2).session(Sampling(max_new_tokens=50)) as session:
+    with BuiltinEngine(engine().policy, tokenizer(), max_num_seqs=2).session(
+        SamplingParams(max_new_tokens=50)
+    ) as session:
         session.add([5])
         assert not session.full
         session.add([6], limit=1)

@@ -18,7 +18,7 @@ import pytest
 
 from tests.server.running import Scripted, engine, plain_model, running, tokenizer
 from tests.server.test_faults import CHAT, COMPLETE, HELLO, Holding, posted, until
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.server import ipc
 from trimtab.server.http_workers import served_policy, work
 from trimtab.server.request_queue import CompletionRequest
@@ -184,12 +184,12 @@ def test_an_engine_that_fails_is_told_in_the_same_words():
 
 
 def test_a_setting_is_read_as_it_was_written():
-    own = Sampling(
+    own = SamplingParams(
         *(7, 2, 0.5, 3, 0.9, 0.1, 2, 1.5, (4, 5), ("é", '"'), {6: -1.5}, (8,), -(2**62)),
         plain_log_probs=True,
         top_log_probs=4,
     )
-    for sampling in (own, Sampling(), Sampling(logit_bias={token: 1.0 for token in range(200)})):
+    for sampling in (own, SamplingParams(), SamplingParams(logit_bias={token: 1.0 for token in range(200)})):
         turn = CompletionRequest([1, 2, 3], sampling, 2, None, -(2**63), 5)
         kind, number, content = _read(ipc.turn_letter(9, turn))
         assert (kind, number, ipc.read_turn(content)) == (ipc.ASKED, 9, turn)

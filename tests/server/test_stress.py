@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.server.running import CONTEXT, engine, running, tokenizer
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.server.http_workers import HTTPWorkerProcesses
 from trimtab.server.sessions import stream_seed
 
@@ -30,7 +30,7 @@ def questions():
     for number in range(KINDS):
         ids = [numbers.randrange(3, len(tokenizer())) for _ in range(numbers.randrange(1, 40))]
         how = {"max_tokens": numbers.randrange(1, 12), "temperature": numbers.choice([0.7, 1.0, 1.0, 1.3])}
-        sampling = Sampling(
+        sampling = SamplingParams(
             max_new_tokens=how["max_tokens"],
             temperature=how["temperature"],
             stop_token_ids=(tokenizer().eos_token_id,),

@@ -32,7 +32,9 @@ def engine_of(folder: Path, policy: Policy | None, *, adapters: bool = False, to
     from trimtab.rollout.factory import build_vllm_engine
 
     weights = None if policy is None else Handover(policy, bf16=False, adapters=adapters)
-    return build_vllm_engine(str(folder), tokenizer, weights, **{"eager": True, "slots": 16, "longest": 128} | settings)
+    return build_vllm_engine(
+        str(folder), tokenizer, weights, **{"eager": True, "max_num_seqs": 16, "longest": 128} | settings
+    )
 
 
 def gap(rollouts: list[Rollout], policy: Policy, temperature: float = 1.0) -> float:

@@ -19,7 +19,7 @@ def made(tmp_path_factory):
     folder, tokenizer = tmp_path_factory.mktemp("model"), tokenizer_of(CHATML)
     policy = write_model(folder, vocab_size=VOCABULARY, max_position_embeddings=CONTEXT)
     choose_path(policy)
-    engine = engine_of(folder, policy, tokenizer=tokenizer, slots=64, longest=CONTEXT)
+    engine = engine_of(folder, policy, tokenizer=tokenizer, max_num_seqs=64, longest=CONTEXT)
     yield engine, policy, tokenizer
     engine.close()
 

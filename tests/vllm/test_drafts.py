@@ -9,11 +9,11 @@ from tests.rollout.test_drafts import assert_same, check_under_new_weights, inte
 from tests.vllm.conftest import engine_of, write_model
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.models.selfcheck import choose_path
-from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Draft
 
 PROMPTS, SEEDS = [[5, 6, 7, 8], [9, 10, 11], [12]], [1, 2, 3]
-GREEDY = Sampling(max_new_tokens=24, n=2, temperature=0)
+GREEDY = SamplingParams(max_new_tokens=24, n=2, temperature=0)
 LIMIT = 1e-3
 
 
@@ -22,7 +22,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     policy = write_model(folder, tie_word_embeddings=True)
     choose_path(policy)
-    engine = engine_of(folder, policy, tokenizer=make_tokenizer(), slots=64)
+    engine = engine_of(folder, policy, tokenizer=make_tokenizer(), max_num_seqs=64)
     yield engine, policy
     engine.close()
 
@@ -66,7 +66,7 @@ def test_a_stop_string_across_a_cut_is_found_and_one_that_nobody_has_seen_yet_en
 
 def test_a_draft_goes_on_from_a_stream_of_its_own(made, monkeypatch):
     engine, _ = made
-    drawn = Sampling(max_new_tokens=12, n=2)
+    drawn = SamplingParams(max_new_tokens=12, n=2)
     asked = []
     add = engine.llm.add_request
 
@@ -87,7 +87,7 @@ def test_a_draft_goes_on_from_a_stream_of_its_own(made, monkeypatch):
 
 def test_an_empty_draft_is_the_sample_from_the_beginning(made):
     engine, _ = made
-    drawn = Sampling(max_new_tokens=12, n=3)
+    drawn = SamplingParams(max_new_tokens=12, n=3)
     expected = engine.generate(PROMPTS[:1], drawn, seeds=[4])
     with engine.session(drawn) as session:
         session.add(PROMPTS[0], seed=4, drafts=[Draft.empty(2), Draft.empty(0)])
@@ -99,7 +99,7 @@ def test_more_to_read_than_one_pass_holds_is_read_one_after_another(made):
     """Seeded requests that are read in pieces end vLLM on a CPU."""
     engine, policy = made
     given = [[5 + i, *range(3, 60), *range(3, 55)] for i in range(40)]  # 4,400 tokens
-    rollouts = engine.generate(given, Sampling(max_new_tokens=4), seeds=range(40))
+    rollouts = engine.generate(given, SamplingParams(max_new_tokens=4), seeds=range(40))
     assert len(rollouts) == 40
     for rollout in rollouts:
         np.testing.assert_allclose(rollout.log_probs, trained(policy, rollout, 1.0), atol=LIMIT)
@@ -108,5 +108,5 @@ def test_more_to_read_than_one_pass_holds_is_read_one_after_another(made):
 # Last: it changes the weights.
 def test_under_new_weights_every_token_has_the_log_prob_and_the_version_of_those_that_drew_it(made):
     engine, policy = made
-    drawn = Sampling(max_new_tokens=20, n=2, temperature=0.9)
+    drawn = SamplingParams(max_new_tokens=20, n=2, temperature=0.9)
     check_under_new_weights(engine, policy, drawn, 1, LIMIT, given=PROMPTS, seeds=SEEDS, calls=5)

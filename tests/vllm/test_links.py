@@ -11,7 +11,7 @@ from trimtab.distributed import link
 from trimtab.distributed.buckets import parts
 from trimtab.distributed.link import Outgoing, plan_links
 from trimtab.models.handover import Handover
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 SMALL_BUCKETS = functools.partial(parts, bucket=4096)
@@ -23,7 +23,7 @@ def serve(pipe, folder, settings):
     engine.join(pipe.recv())
     while (version := pipe.recv()) is not None:
         engine.receive(version)
-        pipe.send(engine.generate(PROMPTS, Sampling(max_new_tokens=12, n=2)))
+        pipe.send(engine.generate(PROMPTS, SamplingParams(max_new_tokens=12, n=2)))
     engine.close()
 
 
@@ -117,7 +117,7 @@ def test_weights_that_stop_half_way_do_not_spoil_the_next_ones(tmp_path, monkeyp
             engine.receive(2)
         sender.join(60)
         assert sender.exitcode == (3 if dies else 0)
-    rollouts = engine.generate(PROMPTS, Sampling(max_new_tokens=12, n=2))
+    rollouts = engine.generate(PROMPTS, SamplingParams(max_new_tokens=12, n=2))
     assert gap(rollouts, policy) < 1e-3 and {v for r in rollouts for v in r.versions} == {2}
     engine.close()
 

@@ -6,19 +6,19 @@ import pytest
 from tests.vllm.conftest import engine_of, write_model
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.rewards.requests import PromptBatch
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.rl.answers import Admission, UnderWay
 from trimtab.train.rl.rollouts import Rollouts
 
 PROMPTS, SEEDS = [[5, 6, 7, 8], [9, 10, 11], [12]], [1, 2, 3]
-GREEDY = Sampling(max_new_tokens=100, n=2, temperature=0)
+GREEDY = SamplingParams(max_new_tokens=100, n=2, temperature=0)
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     write_model(folder, tie_word_embeddings=True)
-    engine = engine_of(folder, None, tokenizer=make_tokenizer(), slots=4)
+    engine = engine_of(folder, None, tokenizer=make_tokenizer(), max_num_seqs=4)
     yield engine
     engine.close()
 

@@ -8,22 +8,22 @@ from trimtab.api.suggesting import suggested
 from trimtab.config.parse import as_in_yaml
 from trimtab.config.values import plain
 from trimtab.errors import UserError
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 _NOT_TAKEN = ("n", "seed", "plain_log_probs", "top_log_probs")  # of which nothing would come back
-SAMPLING = [known.name for known in fields(Sampling) if known.name not in _NOT_TAKEN]
+SAMPLING = [known.name for known in fields(SamplingParams) if known.name not in _NOT_TAKEN]
 
 
-NUMBERS: dict[str, Any] = {known.name: known.type for known in fields(Sampling) if known.type in (int, float)}
+NUMBERS: dict[str, Any] = {known.name: known.type for known in fields(SamplingParams) if known.type in (int, float)}
 
 
-def sampling_of(n: int, wanted: dict[str, Any], stops: tuple[int, ...], vocabulary: int) -> Sampling:
+def sampling_of(n: int, wanted: dict[str, Any], stops: tuple[int, ...], vocabulary: int) -> SamplingParams:
     """`stops`: where answers end unless somebody says otherwise."""
     for name in wanted:
         if name not in SAMPLING:
             raise UserError(f"sampling has no setting {name!r}; {suggested(name, SAMPLING)}")
     values = {name: _value(name, value, vocabulary) for name, value in {"n": n, **wanted}.items()}
-    return Sampling(**{"stop_token_ids": stops, **values})
+    return SamplingParams(**{"stop_token_ids": stops, **values})
 
 
 def _value(name: str, value: Any, vocabulary: int) -> Any:
@@ -53,7 +53,7 @@ def _tokens(name: str, value: Any, vocabulary: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def rooms(prompts: Sequence[list[int]], sampling: Sampling, context: int | None) -> list[int]:
+def rooms(prompts: Sequence[list[int]], sampling: SamplingParams, context: int | None) -> list[int]:
     """New tokens that each prompt may get: what is asked for, or as many as the model has places for."""
     found = []
     for place, ids in enumerate(prompts):

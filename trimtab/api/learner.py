@@ -37,7 +37,7 @@ from trimtab.files import writing
 from trimtab.models.save import save_model
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.factory import build_engine
-from trimtab.rollout.sampling import Sampling, request_seed, stop_tokens
+from trimtab.rollout.sampling import SamplingParams, request_seed, stop_tokens
 from trimtab.train.optimiser import StepReport
 
 
@@ -354,7 +354,7 @@ class Learner:
             self._engine = build_engine(
                 self._policy,
                 self.tokenizer,
-                slots=options.rollout_slots,
+                max_num_seqs=options.rollout_slots,
                 kv_tokens=options.rollout_kv_tokens,
                 weight_only_int8=options.weight_only_int8,
             )
@@ -365,7 +365,7 @@ class Learner:
         self._draws += 1
         return request_seed(self.options.seed, self._draws)
 
-    def _sampling(self, n: int, wanted: dict[str, Any]) -> Sampling:
+    def _sampling(self, n: int, wanted: dict[str, Any]) -> SamplingParams:
         return sampling_of(n, wanted, stop_tokens(self._policy, self.tokenizer), self._policy.head.out_features)
 
 

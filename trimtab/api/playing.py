@@ -21,7 +21,7 @@ from trimtab.envs.pool import EnvironmentsHere, EnvLimits, Pool
 from trimtab.envs.types import Message, Task
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Rollout
 from trimtab.server.environment_engine import open_pool, playing_engine, settings_of
 
@@ -41,7 +41,7 @@ def play(
     prompts: Prompts,
     environment: Environment,
     tasks: int | Sequence[Asked],
-    sampling: Sampling,
+    sampling: SamplingParams,
     limits: Mapping[str, Any],
     stream: int,
 ) -> list[Episode]:

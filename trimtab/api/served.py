@@ -10,7 +10,7 @@ from trimtab.api.turns import Turns
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
 from trimtab.rollout.engine import Engine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 
 LOOK_EVERY = 0.2  # seconds
 
@@ -48,7 +48,7 @@ def serving(
         try:
             while not desk.closed:
                 if desk.wait(LOOK_EVERY):
-                    with turns.serve(), engine.session(Sampling(stop_token_ids=stops)) as session:
+                    with turns.serve(), engine.session(SamplingParams(stop_token_ids=stops)) as session:
                         try:
                             while desk.waiting and not desk.closed and not turns.wanted:
                                 with desk.metrics.working():

@@ -17,9 +17,9 @@ from trimtab.envs.adapter import EnvironmentInfo
 from trimtab.envs.pool import Broken, Ended, Opened, Reply, Stepped
 from trimtab.envs.types import EpisodeSettings, Step, Task, Turn
 from trimtab.errors import RunFailed, UserError
-from trimtab.rollout.engine import AT_WORK, AnsweringEngine, Engine, OpenSession, Session
+from trimtab.rollout.engine import AT_WORK, BaseEngine, BaseSession, Engine, Session
 from trimtab.rollout.episode import Episode
-from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Draft, Rollout
 
 
@@ -56,7 +56,7 @@ class ActiveEpisode(Protocol):
 EpisodeT = TypeVar("EpisodeT", bound=ActiveEpisode)
 
 
-class EpisodeEngine(AnsweringEngine, Generic[EpisodeT]):
+class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
     def __init__(self, engine: Engine, pool: InstancePool, settings: EpisodeSettings | None):
         self.engine, self.settings = engine, settings or EpisodeSettings()
         self.numbers = itertools.count()
@@ -67,19 +67,19 @@ class EpisodeEngine(AnsweringEngine, Generic[EpisodeT]):
 
     # ---- the engine as callers see it
 
-    def session(self, sampling: Sampling) -> "EpisodeSession[EpisodeT]":
+    def session(self, sampling: SamplingParams) -> "EpisodeSession[EpisodeT]":
         if self._session is not None:
             raise UserError(AT_WORK)
         self._session = self.open_session(sampling)
         return self._session
 
-    def session_of_call(self, sampling: Sampling) -> Session:
+    def batch_session(self, sampling: SamplingParams) -> Session:
         """A session for one call, such as an evaluation's: it resumes nothing, and parked episodes stay parked."""
         session = self.session(sampling)
         session.to_resume.clear()
         return session
 
-    def open_session(self, sampling: Sampling) -> "EpisodeSession[EpisodeT]":
+    def open_session(self, sampling: SamplingParams) -> "EpisodeSession[EpisodeT]":
         raise NotImplementedError
 
     def abort(self, prompts: Collection[int] | None = None) -> None:
@@ -157,10 +157,10 @@ class EpisodeEngine(AnsweringEngine, Generic[EpisodeT]):
         self._instances.close()
 
 
-class EpisodeSession(OpenSession, Generic[EpisodeT]):
+class EpisodeSession(BaseSession, Generic[EpisodeT]):
     """Active episodes, whose turns are generated in the inner engine's open session."""
 
-    def __init__(self, engine: EpisodeEngine[EpisodeT], sampling: Sampling):
+    def __init__(self, engine: EpisodeEngine[EpisodeT], sampling: SamplingParams):
         super().__init__()
         self.sampling = sampling
         self.inner = engine.engine.session(replace(sampling, n=1))
@@ -177,7 +177,7 @@ class EpisodeSession(OpenSession, Generic[EpisodeT]):
         limit: int | None = None,
         drafts: Sequence[Draft] | None = None,
         task: Task | None = None,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
     ) -> int:
         assert sampling is None, "all episodes of a session have the same sampling"
         number, self.requests = self.requests, self.requests + 1

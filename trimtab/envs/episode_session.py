@@ -21,9 +21,9 @@ from trimtab.envs.episode_engine import EnvironmentPool, EpisodeEngine, EpisodeS
 from trimtab.envs.episode_state import EpisodePhase, EpisodeSnapshot, EpisodeState, Strand
 from trimtab.envs.pool import Broken, Ended, Opened, Reply, Stepped
 from trimtab.envs.types import EpisodeSettings, Message, Step, Task, Turn
-from trimtab.rollout.engine import Engine, steps_among_others
+from trimtab.rollout.engine import Engine, decode_chunk_size
 from trimtab.rollout.episode import Said
-from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Draft, Finish, Rollout
 
 POLL_SECONDS = 0.05  # of waiting for environments while the engine has nothing to generate
@@ -45,7 +45,7 @@ class EnvironmentEngine(EpisodeEngine[EpisodeState]):
         self._chat_tokens: dict[str, ChatTokens] = {}
         self.chat_tokens(pool.about.tools, ())  # refuses a chat template that cannot render them
 
-    def open_session(self, sampling: Sampling) -> "EnvironmentSession":
+    def open_session(self, sampling: SamplingParams) -> "EnvironmentSession":
         return EnvironmentSession(self, sampling)
 
     def chat_tokens(self, tools: Sequence[dict[str, Any]], stops: Collection[int]) -> ChatTokens:
@@ -58,7 +58,7 @@ class EnvironmentEngine(EpisodeEngine[EpisodeState]):
 
 
 class EnvironmentSession(EpisodeSession[EpisodeState]):
-    def __init__(self, engine: EnvironmentEngine, sampling: Sampling):
+    def __init__(self, engine: EnvironmentEngine, sampling: SamplingParams):
         super().__init__(engine, sampling)
         self.engine = engine
         limits = engine.settings.episode_max_len, engine.context
@@ -88,7 +88,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         self._abort(aborted)
         if self.inner.busy and not self._finished:
             if len(self.under_way) > len(self.generating):  # an environment may answer meanwhile
-                steps = steps_among_others(steps, full=self.inner.full)
+                steps = decode_chunk_size(steps, full=self.inner.full)
             for rollout in self.inner.advance(steps):
                 if (state := self.generating.pop(rollout.prompt, None)) is not None:
                     self._generated(state, rollout)

@@ -31,7 +31,7 @@ class Conversation:
         self.options, self.tokenizer = options, load_job_tokenizer(options)
         seed_everything(options.seed, deterministic=options.full_determinism)
         policy = load_frozen_policy(options.pretrain, options, find_device(), flag="--pretrain").model
-        self.engine = build_engine(policy, self.tokenizer, slots=1, keep_prefixes=True)
+        self.engine = build_engine(policy, self.tokenizer, max_num_seqs=1, prefix_caching=True)
         unasked = "input_template" not in options.given
         self.as_chat = options.apply_chat_template or bool(unasked and self.tokenizer.chat_template)
         self._chat = ChatRenderer(self.tokenizer) if self.as_chat else None

@@ -34,7 +34,7 @@ from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import RewardRequest, WeightedReward
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.factory import build_engine, build_vllm_engine
-from trimtab.rollout.sampling import Sampling, request_seed, stop_tokens
+from trimtab.rollout.sampling import SamplingParams, request_seed, stop_tokens
 from trimtab.rollout.trajectory import Rollout
 
 SCORED_AT_ONCE = 64  # answers; what is not scored yet is lost when the process dies
@@ -196,7 +196,7 @@ class Generation:
                 options.pretrain,
                 tokenizer,
                 bf16=options.bf16,
-                slots=options.max_num_seqs,
+                max_num_seqs=options.max_num_seqs,
                 prefix_caching=options.enable_prefix_caching or options.best_of_n > 1,
                 eager=not device.is_accelerator,
                 tensor_parallel=options.tp_size or 1,
@@ -206,7 +206,7 @@ class Generation:
             policy, weights = hollow_policy(options.pretrain)
             return policy, f"{weights} by vLLM", engine
         loaded = load_frozen_policy(options.pretrain, options, device, flag="--pretrain")
-        return loaded.model, loaded.weights, build_engine(loaded.model, tokenizer, slots=options.max_num_seqs)
+        return loaded.model, loaded.weights, build_engine(loaded.model, tokenizer, max_num_seqs=options.max_num_seqs)
 
     def _player(self) -> Engine | None:
         """An engine of episodes around this one, if there is an environment."""
@@ -342,8 +342,8 @@ def prompts_of_iteration(store: PromptStore, options: GenerateOptions) -> range:
     return range(start, min(start + options.rollout_batch_size, len(store)))
 
 
-def sampling_of(options: GenerateOptions | ChatOptions | PlayOptions, **others: Any) -> Sampling:
-    return Sampling(
+def sampling_of(options: GenerateOptions | ChatOptions | PlayOptions, **others: Any) -> SamplingParams:
+    return SamplingParams(
         temperature=0.0 if options.greedy_sampling else options.temperature,
         top_p=1.0 if options.greedy_sampling else options.top_p,
         repetition_penalty=options.repetition_penalty,

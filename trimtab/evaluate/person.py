@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from trimtab.data.byte_tokenizer import END, byte_tokenizer
 from trimtab.envs.types import Task
-from trimtab.rollout.engine import AnsweringEngine, OpenSession
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.engine import BaseEngine, BaseSession
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft, Finish, Rollout
 
 TEMPLATE = (
@@ -29,7 +29,7 @@ def tokenizer_of_a_person() -> PreTrainedTokenizerFast:
     return byte_tokenizer(TEMPLATE)
 
 
-class Person(AnsweringEngine):
+class Person(BaseEngine):
     """`ask` gives what is said next; what it raises passes through."""
 
     exact = True
@@ -39,7 +39,7 @@ class Person(AnsweringEngine):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ask: Callable[[], str]):
         self.tokenizer, self.ask = tokenizer, ask
 
-    def session(self, sampling: Sampling) -> "PersonSession":
+    def session(self, sampling: SamplingParams) -> "PersonSession":
         return PersonSession(self, sampling)
 
     def abort(self, prompts: Collection[int] | None = None) -> None: ...
@@ -55,10 +55,10 @@ class Person(AnsweringEngine):
     def close(self) -> None: ...
 
 
-class PersonSession(OpenSession):
+class PersonSession(BaseSession):
     """Requests wait for a moment before somebody is asked, so that what they say is seen first."""
 
-    def __init__(self, person: Person, sampling: Sampling):
+    def __init__(self, person: Person, sampling: SamplingParams):
         super().__init__()
         self.person, self.sampling = person, sampling
         self._new: list[int] = []
@@ -72,7 +72,7 @@ class PersonSession(OpenSession):
         limit: int | None = None,
         drafts: Sequence[Draft] | None = None,
         task: Task | None = None,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
     ) -> int:
         assert drafts is None, "nobody is asked to go on in the middle of a word"
         request, self.requests = self.requests, self.requests + 1

@@ -82,7 +82,7 @@ class Playing:
             return Person(self.tokenizer, ask), () if end is None else (end,)
         seed_everything(options.seed, deterministic=options.full_determinism)
         policy = load_frozen_policy(options.pretrain, options, find_device(), flag="--pretrain").model
-        return build_engine(policy, self.tokenizer, slots=1), stop_tokens(policy, self.tokenizer)
+        return build_engine(policy, self.tokenizer, max_num_seqs=1), stop_tokens(policy, self.tokenizer)
 
     def written(self, name: str, arguments: dict[str, Any]) -> str:
         """The call of a tool in the player's tokens."""

@@ -7,19 +7,19 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from trimtab.errors import UserError
 from trimtab.rollout.episode import Task
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft, Rollout
 
-FEWEST_STEPS, MOST_STEPS = 8, 24
-SECONDS_TO_WAIT = 0.05
+MIN_CHUNK_SIZE, MAX_CHUNK_SIZE = 8, 24
+MAX_CHUNK_SECONDS = 0.05
 
 
-def steps_among_others(most: int | None, *, full: bool = False, seconds: float = math.inf) -> int:
+def decode_chunk_size(most: int | None, *, full: bool = False, seconds: float = math.inf) -> int:
     """How many steps to draw at a time, at most `most`, where somebody outside may ask for more meanwhile: nobody waits
     long for a place, and a place is not empty for long. `full`: who comes must wait for one anyway; `seconds`: that a
     step takes, where somebody knows: of short ones there are more."""
-    short = full or MOST_STEPS * seconds <= SECONDS_TO_WAIT
-    usual = MOST_STEPS if short else max(FEWEST_STEPS, int(SECONDS_TO_WAIT / seconds))
+    short = full or MAX_CHUNK_SIZE * seconds <= MAX_CHUNK_SECONDS
+    usual = MAX_CHUNK_SIZE if short else max(MIN_CHUNK_SIZE, int(MAX_CHUNK_SECONDS / seconds))
     return usual if most is None else min(most, usual)
 
 
@@ -39,7 +39,7 @@ class Session(Protocol):
         limit: int | None = None,
         drafts: Sequence[Draft] | None = None,
         task: Task | None = None,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
     ) -> int:
         """The number of the new request, which its rollouts carry as their `prompt`.
 
@@ -109,7 +109,7 @@ class Engine(Protocol):
     def generate(
         self,
         prompts: Sequence[list[int]],
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         seeds: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
@@ -124,7 +124,7 @@ class Engine(Protocol):
     def stream(
         self,
         prompts: Sequence[list[int]],
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         seeds: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
@@ -132,7 +132,7 @@ class Engine(Protocol):
     ) -> Generator[Rollout]:
         """The same answers as they finish; to close it ends them."""
 
-    def session(self, sampling: Sampling) -> Session:
+    def session(self, sampling: SamplingParams) -> Session:
         """The same for requests that are not known beforehand. What an earlier request has read is not read twice."""
 
     def abort(self, prompts: Collection[int] | None = None) -> None:
@@ -174,24 +174,24 @@ class ReceivingEngine(Engine, Protocol):
 AT_WORK = "the engine is at work already; take all its answers first, or close their stream"
 
 
-class AnsweringEngine:
+class BaseEngine:
     """Prompts that are known beforehand, from an engine that opens sessions."""
 
-    def session(self, sampling: Sampling) -> Session:
+    def session(self, sampling: SamplingParams) -> Session:
         raise NotImplementedError
 
-    def session_of_call(self, sampling: Sampling) -> Session:
+    def batch_session(self, sampling: SamplingParams) -> Session:
         """For prompts that come all at once."""
         return self.session(sampling)
 
-    def generate(self, prompts: Sequence[list[int]], sampling: Sampling, **each: Any) -> list[Rollout]:
+    def generate(self, prompts: Sequence[list[int]], sampling: SamplingParams, **each: Any) -> list[Rollout]:
         rollouts = list(self.stream(prompts, sampling, **each))
         return sorted(rollouts, key=lambda r: (r.prompt, r.sample, r.branch))
 
     def stream(
         self,
         prompts: Sequence[list[int]],
-        sampling: Sampling,
+        sampling: SamplingParams,
         *,
         seeds: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
@@ -200,14 +200,14 @@ class AnsweringEngine:
         for name, values in (("seeds", seeds), ("limits", limits), ("tasks", tasks)):
             if values is not None and len(values) != len(prompts):
                 raise UserError(f"{len(values)} {name} for {len(prompts)} prompts; one for each is needed")
-        with self.session_of_call(sampling) as session:
+        with self.batch_session(sampling) as session:
             for index, ids in enumerate(prompts):
                 seed, limit = (None if values is None else values[index] for values in (seeds, limits))
                 session.add(ids, seed=seed, limit=limit, task=None if tasks is None else tasks[index])
             yield from session
 
 
-class OpenSession(Session):
+class BaseSession(Session):
     """A session is gone through until nothing is left in it, and closed at the end of a `with`."""
 
     def __init__(self) -> None:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 from trimtab.distributed.peers import Peers
 from trimtab.models.handover import Handover
 from trimtab.models.policy import Policy
-from trimtab.rollout.builtin.engine import READ_TOKENS, BuiltinEngine
+from trimtab.rollout.builtin.engine import MAX_NUM_BATCHED_TOKENS, BuiltinEngine
 from trimtab.rollout.builtin.engine import require_packed as require_packed
-from trimtab.rollout.builtin.kv_cache import PAGE_SIZE, KVMemory
-from trimtab.rollout.builtin.model_runner import Runner
+from trimtab.rollout.builtin.kv_cache import PAGE_SIZE, KVCacheManager
+from trimtab.rollout.builtin.model_runner import ModelRunner
 from trimtab.rollout.engine import Engine
 
 if TYPE_CHECKING:
@@ -20,25 +20,25 @@ def build_engine(
     policy: Policy,
     tokenizer: Any = None,
     *,
-    slots: int = 256,
+    max_num_seqs: int = 256,
     kv_tokens: int | None = None,
     weight_only_int8: bool = False,
-    keep_prefixes: bool = False,
+    prefix_caching: bool = False,
     eager: bool = False,
     tensor: Peers | None = None,
 ) -> Engine:
-    """The engine that answers with this policy. `slots`: samples that run at once; `kv_tokens`: memory for keys and
-    values, planned from what is free if not given; `weight_only_int8`: linear layers multiply by int8 copies;
-    `keep_prefixes`: what was read and drawn in one call is not read again in the next. A run that was resumed has kept
-    nothing, so in the last bits its numbers would be others. `eager`: no graphs are captured. `tensor`: the processes
-    that the policy's layers are cut over, which all ask the same."""
+    """The built-in engine for this policy. `max_num_seqs`: sequences that run at once; `kv_tokens`: KV cache size,
+    planned from free memory if not given; `weight_only_int8`: linear layers multiply by int8 copies; `prefix_caching`:
+    the prefix cache outlives a call. A resumed run starts with an empty one, so its numbers differ in the last bits.
+    `eager`: no captured graphs. `tensor`: the processes of the policy's tensor-parallel group, which all make the same
+    calls."""
     return BuiltinEngine(
         policy,
         tokenizer,
-        slots=slots,
+        max_num_seqs=max_num_seqs,
         kv_tokens=kv_tokens,
         weight_only_int8=weight_only_int8,
-        keep_prefixes=keep_prefixes,
+        prefix_caching=prefix_caching,
         eager=eager,
         tensor=tensor,
     )
@@ -64,11 +64,11 @@ def engine_environment() -> dict[str, str]:
 class EngineMemory:
     """What that engine will take of a device, known before it is built."""
 
-    read_tokens = READ_TOKENS
+    max_num_batched_tokens = MAX_NUM_BATCHED_TOKENS
     """Prompt tokens in one pass."""
 
     def __init__(self, policy: Policy, kv_tokens: int | None):
-        self._memory = KVMemory(Runner.measure(policy)[0], PAGE_SIZE, kv_tokens)
+        self._memory = KVCacheManager(ModelRunner.measure(policy)[0], PAGE_SIZE, kv_tokens)
 
     @property
     def token_bytes(self) -> int:

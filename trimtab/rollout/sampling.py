@@ -14,7 +14,7 @@ MOST_ALTERNATIVES = 20  # as many as vLLM and the protocol of OpenAI give
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How answers are drawn: those of a call, or of a request that has a setting of its own."""
 
     max_new_tokens: int = 128
@@ -108,7 +108,7 @@ def stop_tokens(policy: Policy, tokenizer: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(t for t in [own, *listed] if t is not None))
 
 
-def check_setting(sampling: Sampling, vocabulary: int, tokenizer: Any) -> None:
+def check_sampling_params(sampling: SamplingParams, vocabulary: int, tokenizer: Any) -> None:
     """Of a request, which may be a stranger's: that it names tokens of the model alone, and can be followed."""
     if sampling.stop_strings and tokenizer is None:
         raise UserError("stop strings need a tokenizer; give the engine one")

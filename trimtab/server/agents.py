@@ -14,7 +14,7 @@ from trimtab.envs.pool import Broken, Ended, Reply
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.episode import Episode, Said
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft, Finish, Rollout
 from trimtab.server.policy_server import PolicyServer
 from trimtab.server.request_params import ServerDefaults
@@ -153,7 +153,7 @@ LOOK_EVERY = 0.005  # seconds, where only agents are waited for
 
 
 class AgentServerSession(EpisodeSession[AgentEpisode]):
-    def __init__(self, engine: "AgentServerEngine", sampling: Sampling):
+    def __init__(self, engine: "AgentServerEngine", sampling: SamplingParams):
         super().__init__(engine, sampling)
         self.engine = engine
 
@@ -312,7 +312,7 @@ class AgentServerEngine(EpisodeEngine[AgentEpisode]):
         )
         self._url: str | None = None
 
-    def open_session(self, sampling: Sampling) -> AgentServerSession:
+    def open_session(self, sampling: SamplingParams) -> AgentServerSession:
         self.house.stops, self.house.pinned = sampling.stop_token_ids, sampling
         if self._url is None:
             self._url = self.server.start()

@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from trimtab.errors import UserError
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Alternatives, Finish, Rollout
 from trimtab.server.http import ServerClosing
 from trimtab.server.request_queue import CompletionRequest, EngineFailed, Overloaded
@@ -33,9 +33,9 @@ FINISHES = get_args(Finish)
 ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (EngineFailed, Overloaded, ServerClosing, UserError)
 }
-USUAL = Sampling()
+USUAL = SamplingParams()
 LONGEST_KNOWN = 2**10  # bytes of a setting that is remembered; a bias may name every token
-FIELDS = [field.name for field in dataclasses.fields(Sampling)]
+FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
 
 
 def letter(kind: int, number: int, *parts: bytes) -> bytes:
@@ -97,28 +97,28 @@ def read_turn(content: bytes) -> CompletionRequest:
     )
 
 
-def _written(sampling: Sampling) -> bytes:
+def _written(sampling: SamplingParams) -> bytes:
     values = [(name, getattr(sampling, name)) for name in FIELDS]
     return json.dumps({name: value for name, value in values if value != getattr(USUAL, name)}).encode()
 
 
-def _read_setting(written: bytes) -> Sampling:
+def _read_setting(written: bytes) -> SamplingParams:
     return _known_setting(written) if len(written) <= LONGEST_KNOWN else _setting(written)
 
 
 @lru_cache(1024)  # most requests have the same few
-def _known_setting(written: bytes) -> Sampling:
+def _known_setting(written: bytes) -> SamplingParams:
     return _setting(written)
 
 
-def _setting(written: bytes) -> Sampling:
+def _setting(written: bytes) -> SamplingParams:
     found: dict[str, Any] = json.loads(written)
     for name, value in found.items():
         if isinstance(value, list):
             found[name] = tuple(value)
         elif isinstance(value, dict):  # whose names are tokens
             found[name] = {int(token): bias for token, bias in value.items()}
-    return Sampling(**found)
+    return SamplingParams(**found)
 
 
 # ---- what has become of it

@@ -18,7 +18,7 @@ from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import load_frozen_policy
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.factory import build_engine
-from trimtab.rollout.sampling import Sampling, stop_tokens
+from trimtab.rollout.sampling import SamplingParams, stop_tokens
 
 try:
     from trimtab.server.endpoints import MOST_BYTES, make_policy_app
@@ -107,7 +107,7 @@ class PolicyServer:
 
     def drive(self, engine: Engine) -> None:
         """Have this engine answer, in a thread of its own. Without it, whoever has a session works at the desk."""
-        usual = Sampling(stop_token_ids=self.policy.house.stops)
+        usual = SamplingParams(stop_token_ids=self.policy.house.stops)
         self._driver = EngineThread(engine, self.desk, usual, self.policy.most_tokens)
 
     def run(self, listening: socket.socket) -> bool:
@@ -169,7 +169,7 @@ def run_policy_server(
         tokenizer = load_tokenizer(options.pretrain, **how)
         seed_everything(options.seed, deterministic=options.full_determinism)
         model = load_frozen_policy(options.pretrain, options, device, flag="--pretrain").model
-        engine = build_engine(model, tokenizer, slots=options.max_requests, keep_prefixes=True)
+        engine = build_engine(model, tokenizer, max_num_seqs=options.max_requests, prefix_caching=True)
         given = [length for length in (options.max_model_len, engine.context) if length is not None]
         if not given:
             raise UserError(f"--pretrain {options.pretrain}: its config names no context; give --max_model_len")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.envs.types import Message
-from trimtab.rollout.sampling import MOST_ALTERNATIVES, Sampling
+from trimtab.rollout.sampling import MOST_ALTERNATIVES, SamplingParams
 from trimtab.server.http import HTTPError
 
 
@@ -125,7 +125,7 @@ NOT_OFFERED = ("presence_penalty", "frequency_penalty")
 
 @dataclass(frozen=True)
 class RequestParams:
-    sampling: Sampling  # but for the number of tokens
+    sampling: SamplingParams  # but for the number of tokens
     limit: int | None  # new tokens; None: as many as there is room for
     seed: int | None
     answers: int = 1
@@ -137,7 +137,7 @@ class RequestParams:
     stream: bool = False
     stream_usage: bool = False
 
-    def within(self, room: int) -> Sampling:
+    def within(self, room: int) -> SamplingParams:
         """For a prompt behind which so many tokens have room."""
         limit = room if self.limit is None else min(self.limit, room)
         return dataclasses.replace(self.sampling, max_new_tokens=limit)
@@ -149,7 +149,7 @@ class ServerDefaults:
 
     stops: tuple[int, ...]  # tokens that end a turn
     vocabulary: int
-    pinned: Sampling | None = None
+    pinned: SamplingParams | None = None
     """In training: how the run draws. Of requests only lengths and stops count."""
     told: set[str] = dataclasses.field(default_factory=set)  # of the rest, what somebody was told does not
 
@@ -203,7 +203,7 @@ def _wanted(fields: Fields, house: ServerDefaults, alternatives: int, log_probs:
     )
 
 
-def _sampling(fields: Fields, house: ServerDefaults, alternatives: int) -> Sampling:
+def _sampling(fields: Fields, house: ServerDefaults, alternatives: int) -> SamplingParams:
     own_stops = fields.ids("stop_token_ids") if "stop_token_ids" in fields else []
     if any(not 0 <= token < house.vocabulary for token in own_stops):
         raise fields.wrong("stop_token_ids", f"a list of token ids below {house.vocabulary}")
@@ -220,7 +220,7 @@ def _sampling(fields: Fields, house: ServerDefaults, alternatives: int) -> Sampl
             log.warning("%s: requests do not say that in training, the run's options do", ", ".join(ignored))
         return dataclasses.replace(house.pinned, n=1, **ends)
     temperature = fields.number("temperature", 1.0, 0, 100)
-    return Sampling(
+    return SamplingParams(
         temperature=max(temperature, COLDEST) if temperature else 0.0,
         top_p=max(fields.number("top_p", 1.0, 0, 1), 1e-6),
         top_k=max(fields.whole("top_k", 0, -1), 0),

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from trimtab.errors import UserError
-from trimtab.rollout.engine import FEWEST_STEPS, Engine, Session, steps_among_others
-from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.engine import MIN_CHUNK_SIZE, Engine, Session, decode_chunk_size
+from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Draft, Rollout
 from trimtab.server.sessions import stream_seed
 
@@ -81,7 +81,7 @@ class QueuedRequest:
 
     prompt_ids: list[int]
     seed: int
-    sampling: Sampling
+    sampling: SamplingParams
     session: str | None = None
     draft: Draft | None = None  # what was drawn of it before it was set down
     answer: "Future[Rollout]" = field(default_factory=Future)
@@ -152,10 +152,10 @@ class RequestQueue:
             steps = STEPS_TO_BEGIN if steps is None else min(steps, STEPS_TO_BEGIN)
         if not session.busy:
             return
-        steps = steps_among_others(steps, full=session.full, seconds=self._step_seconds)
+        steps = decode_chunk_size(steps, full=session.full, seconds=self._step_seconds)
         began = time.monotonic()
         finished = session.advance(steps)
-        if steps >= FEWEST_STEPS:
+        if steps >= MIN_CHUNK_SIZE:
             self._step_seconds = (time.monotonic() - began) / steps
         self.take(finished)
         if not session.busy:
@@ -278,7 +278,7 @@ class RequestQueue:
 class EngineThread:
     """A thread in which an engine works for a desk."""
 
-    def __init__(self, engine: Engine, desk: RequestQueue, usual: Sampling, longest: int):
+    def __init__(self, engine: Engine, desk: RequestQueue, usual: SamplingParams, longest: int):
         """`usual`: how most requests are drawn; `longest`: tokens of a prompt with its answer."""
         self.engine, self.desk, self.usual = engine, desk, usual
         self.longest = min(longest, LONGEST_PREPARED)
@@ -322,7 +322,7 @@ class CompletionRequest:
     """What is wanted behind one prompt."""
 
     prompt_ids: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     answers: int = 1
     session: str | None = None
     seed: int | None = None  # None: one that nobody else draws from

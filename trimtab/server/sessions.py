@@ -18,7 +18,7 @@ from trimtab.data.tokenizer import decodes_fast, texts_of
 from trimtab.envs.chat_tokens import ChatAppender, MessageParser, encoded
 from trimtab.envs.types import Message
 from trimtab.errors import UserError
-from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Finish, Rollout
 from trimtab.server.request_params import InvalidRequest, ServerDefaults, history_keys, no_room
 
@@ -101,7 +101,9 @@ class RecordedTurn:
 class SessionRecord:
     """Of one session."""
 
-    def __init__(self, seed: int | None = None, most_turns: int | None = None, pinned: Sampling | None = None) -> None:
+    def __init__(
+        self, seed: int | None = None, most_turns: int | None = None, pinned: SamplingParams | None = None
+    ) -> None:
         """`seed`: from which its turns draw, whatever requests say; `most_turns`: whoever asks for more is refused;
         `pinned`: how all its turns are drawn, while others may be drawn otherwise."""
         self.seed, self.most_turns, self.pinned = seed, most_turns, pinned

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft, Rollout
 
 
@@ -19,15 +19,15 @@ class ScriptedEngine:
 
     exact = False
 
-    def __init__(self, slots=5, seconds=0.0):
-        self.slots, self.seconds, self.version = slots, seconds, 0
+    def __init__(self, max_num_seqs=5, seconds=0.0):
+        self.max_num_seqs, self.seconds, self.version = max_num_seqs, seconds, 0
         self.at_work: ScriptedSession | None = None
         self.sessions = self.rests = self.steps = 0
         self.stuck: threading.Event | None = None  # for which it waits before its next token
         self.hangs = False
         self.fails: Exception | None = None
 
-    def session(self, sampling: Sampling) -> "ScriptedSession":
+    def session(self, sampling: SamplingParams) -> "ScriptedSession":
         assert self.at_work is None
         self.sessions += 1
         self.at_work = ScriptedSession(self, sampling)
@@ -80,7 +80,7 @@ class ScriptedSession:
         self.engine.steps += 1
         time.sleep(self.engine.seconds)
         finished = []
-        for one in self.running[: self.engine.slots]:
+        for one in self.running[: self.engine.max_num_seqs]:
             _, _, sample, ids, log_probs, versions, length = one
             ids.append(len(ids) + 100 * sample)
             log_probs.append(float(self.engine.version))

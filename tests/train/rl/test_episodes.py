@@ -9,7 +9,7 @@ from tests.train.rl.played import Played, experience_of
 from tests.train.rl.test_experience import assert_equal
 from trimtab.distributed.wire import Wire
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft
 from trimtab.train.rl.answers import Answers, UnderWay
 from trimtab.train.rl.asynchronous.groups import (
@@ -132,6 +132,6 @@ def test_drafts_on_disk_keep_what_was_drawn_and_the_record(with_episodes):
             assert found.episode == draft.episode
             assert found.branch == (draft.branch if with_episodes else 0)
     # A turn's limit says nothing of an episode, but fewer samples are fewer.
-    fit = fitting(read[0], Sampling(max_new_tokens=1, n=2))
+    fit = fitting(read[0], SamplingParams(max_new_tokens=1, n=2))
     assert [draft.finish for draft in fit.drafts] == [None if with_episodes else "length"] * 2
-    assert fitting(read[0], Sampling(max_new_tokens=1, n=1)).drafts == []
+    assert fitting(read[0], SamplingParams(max_new_tokens=1, n=1)).drafts == []

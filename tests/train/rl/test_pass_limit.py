@@ -10,7 +10,7 @@ from tests.train.rl.rl_run import arguments, assert_identical, result, rows, wit
 from tests.train.test_pass_limit import short_of_room, with_room_for
 from trimtab.cli.main import main
 from trimtab.distributed.peers import Peers
-from trimtab.rollout.builtin.kv_cache import KVMemory
+from trimtab.rollout.builtin.kv_cache import KVCacheManager
 
 ROOM = 45  # tokens: two answers with their prompts, not four
 NUMBERS = ("reward", "length", "policy_loss", "grad_norm", "critic_loss", "kl", "eval_reward")
@@ -91,7 +91,7 @@ def test_a_step_is_taken_back_even_if_memory_is_short_in_its_last_sum(task, monk
 
 def test_a_rollout_without_room_ends_the_run_with_a_checkpoint_to_go_on_from(task, monkeypatch, capsys):
     assert main(of(task, "whole", "grpo")) == 0
-    cache, calls = KVMemory.cache, []
+    cache, calls = KVCacheManager.cache, []
 
     def short(self, *args):
         calls.append(1)
@@ -99,7 +99,7 @@ def test_a_rollout_without_room_ends_the_run_with_a_checkpoint_to_go_on_from(tas
             raise torch.OutOfMemoryError("tried to allocate keys and values")
         return cache(self, *args)
 
-    monkeypatch.setattr(KVMemory, "cache", short)
+    monkeypatch.setattr(KVCacheManager, "cache", short)
     assert main(of(task, "out", "grpo")) == 1
     said = capsys.readouterr().err
     assert "the rollout does not fit into memory" in said and "--rollout_slots" in said and "checkpoint saved" in said
@@ -141,4 +141,4 @@ def short_of_cache() -> None:
     def short(*_):
         raise torch.OutOfMemoryError("tried to allocate keys and values")
 
-    KVMemory.cache = short
+    KVCacheManager.cache = short

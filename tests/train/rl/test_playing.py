@@ -9,7 +9,7 @@ from tests.train.rl.played import Played, experience_of
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import EnvironmentReward, RewardRequest, RewardResult
 from trimtab.rollout.episode import Episode
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl.episode_figures import episode_figures, turns
 from trimtab.train.rl.rollouts import Rollouts
@@ -72,7 +72,7 @@ def sampled(*groups, others=()):
         [7 + i for i in count], [-1 - i for i in count], [[1]] * len(groups), "input", ["t"] * len(groups), **rows
     )
     try:
-        return role.sample(questions, sampling=Sampling(n=2)), player
+        return role.sample(questions, sampling=SamplingParams(n=2)), player
     finally:
         role.close()
 

@@ -6,7 +6,7 @@ import pytest
 from trimtab.config.jobs import GRPOOptions
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed, RewardResult
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Rollout
 from trimtab.train.rl.asking import Asked
 from trimtab.train.rl.experience import Experience
@@ -42,7 +42,7 @@ def iterations(asking, **changes):
     fixed = {"rollout_batch_size": 3, "n_samples_per_prompt": 2, "dynamic_filtering": True, "no_shuffle": True}
     options = GRPOOptions(**fixed | changes)
     order = order_of_prompts(PROMPTS, options, 1)
-    supply, used, found = SampledNow(options, order, Sampling(), asking), 0, []
+    supply, used, found = SampledNow(options, order, SamplingParams(), asking), 0, []
     while used < order.steps:
         experience, taken, figures = supply.next(len(found), used, StopRequest())
         if experience is None:
@@ -75,7 +75,7 @@ def test_filtering_looks_at_samples_with_drawn_tokens_alone(rule, kept):
         rollout_batch_size=PROMPTS, n_samples_per_prompt=3, dynamic_filtering=True, no_shuffle=True,
         dynamic_filtering_rule=rule, dynamic_filtering_reward_range=(0.49, 1.0),
     )  # fmt: skip
-    supply = SampledNow(options, order_of_prompts(PROMPTS, options, 1), Sampling(), OneEmpty())
+    supply = SampledNow(options, order_of_prompts(PROMPTS, options, 1), SamplingParams(), OneEmpty())
     experience, _, figures = supply.next(0, 0, StopRequest())
     assert experience.rows_S[::3].tolist() == kept and figures["filtered_groups"] == PROMPTS - len(kept)
 

@@ -15,11 +15,11 @@ from tests.train.rl.scripted_engine import ScriptedEngine, length_of
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import RewardFailed, RewardResult
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.rl.answers import Admission, UnderWay
 from trimtab.train.rl.rollouts import Rollouts
 
-DRAWN = Sampling(max_new_tokens=30, n=3)
+DRAWN = SamplingParams(max_new_tokens=30, n=3)
 
 
 class Words:
@@ -86,7 +86,7 @@ def all_of(role):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_group_is_handed_over_once_and_whole_whatever_pauses_there_are(role_of, seed):
-    rng, engine = random.Random(seed), ScriptedEngine(slots=4)
+    rng, engine = random.Random(seed), ScriptedEngine(max_num_seqs=4)
     role = role_of(engine, Judge())
     found, admitted, drawn, read_again = {}, 0, 0, 0
     while len(found) < 40:
@@ -124,7 +124,7 @@ def test_pauses_under_the_same_weights_change_no_token_of_the_built_in_engine(ro
     policy, prompts, cut = policy_of(), texts((5, 17, 9, 12)), 0
     questions = PromptBatch(list(range(4)), [7, 8, 9, 10], prompts, "prompt")
     expected = BuiltinEngine(policy).generate(prompts, DRAWN, seeds=questions.seeds)
-    engine = BuiltinEngine(policy, slots=4)
+    engine = BuiltinEngine(policy, max_num_seqs=4)
     role = role_of(engine)
     role.admit(Admission([UnderWay(p, 0, p, 7 + p) for p in range(4)], questions), sampling=DRAWN)
     found = {}
@@ -193,7 +193,7 @@ def test_a_failed_reward_is_handed_back_and_its_group_can_be_judged_again_withou
 def test_a_run_that_is_told_to_stop_gives_up_the_wait_and_loses_nothing(role_of):
     told = threading.Event()
     judge = Judge(slow=(0,))
-    role = role_of(ScriptedEngine(slots=30), judge, told.is_set)
+    role = role_of(ScriptedEngine(max_num_seqs=30), judge, told.is_set)
     role.admit(admission([0]), sampling=DRAWN)
     threading.Timer(0.2, told.set).start()
     assert role.collect() is None
@@ -205,7 +205,7 @@ def test_a_run_that_is_told_to_stop_gives_up_the_wait_and_loses_nothing(role_of)
 
 
 def test_without_rewards_near_the_engine_groups_are_handed_over_as_they_end(role_of):
-    role = role_of(ScriptedEngine(slots=100))
+    role = role_of(ScriptedEngine(max_num_seqs=100))
     role.admit(admission(range(5)), sampling=DRAWN)
     found = all_of(role)
     assert list(found) == sorted(found, key=lambda place: max(length_of(place, k, 30) for k in range(3)))

@@ -10,11 +10,11 @@ from tests.train.rl.scripted_engine import ScriptedEngine, length_of
 from tests.train.rl.test_writing import DRAWN, Judge, Words, admission
 from trimtab.errors import RunFailed
 from trimtab.rewards.types import RewardFailed
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.pass_limit import NoRoom
 from trimtab.train.rl.rollouts import Rollouts
 
-LONG = Sampling(max_new_tokens=400, n=3)
+LONG = SamplingParams(max_new_tokens=400, n=3)
 SOON = 20.0  # seconds within which a thread gets its turn, on any machine
 
 
@@ -47,7 +47,7 @@ def until(holds):
 @pytest.mark.parametrize("drained", [False, True], ids=["in_flight", "drained"])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_group_is_handed_over_once_and_whole_while_weights_come(beside, drained, seed):
-    rng, engine = random.Random(seed), ScriptedEngine(slots=4, seconds=0.0002)
+    rng, engine = random.Random(seed), ScriptedEngine(max_num_seqs=4, seconds=0.0002)
     role = beside(engine, Judge())
     found, admitted, drawn = {}, 0, 0
     while len(found) < 40:
@@ -79,7 +79,7 @@ def test_every_group_is_handed_over_once_and_whole_while_weights_come(beside, dr
 
 
 def test_it_writes_while_nobody_asks_and_not_after_a_pause(beside):
-    engine = ScriptedEngine(slots=1, seconds=0.0001)
+    engine = ScriptedEngine(max_num_seqs=1, seconds=0.0001)
     role = beside(engine)
     role.admit(admission(range(3)), sampling=DRAWN)
     until(lambda: len(role._judging._judged) == 3)
@@ -96,7 +96,7 @@ def test_it_writes_while_nobody_asks_and_not_after_a_pause(beside):
 
 
 def test_nothing_is_written_before_it_is_told_to_go_on(beside):
-    engine = ScriptedEngine(slots=4)
+    engine = ScriptedEngine(max_num_seqs=4)
     role = beside(engine, told=False)
     role.admit(admission([1]), sampling=DRAWN)
     assert role.collect(seconds=0.05).drawn == 0
@@ -107,7 +107,7 @@ def test_nothing_is_written_before_it_is_told_to_go_on(beside):
 
 
 def test_at_the_end_the_session_is_closed(beside):
-    engine = ScriptedEngine(slots=4, seconds=0.002)
+    engine = ScriptedEngine(max_num_seqs=4, seconds=0.002)
     role = beside(engine)
     role.admit(admission([1, 2]), sampling=LONG)
     until(lambda: any(wait.tokens for wait in role.waits()))
@@ -116,9 +116,9 @@ def test_at_the_end_the_session_is_closed(beside):
 
 
 def test_drained_it_begins_nothing_new_and_ends_what_it_has_begun(beside):
-    engine = ScriptedEngine(slots=6, seconds=0.002)
+    engine = ScriptedEngine(max_num_seqs=6, seconds=0.002)
     role = beside(engine)
-    role.admit(admission(range(20)), sampling=Sampling(max_new_tokens=60, n=3))
+    role.admit(admission(range(20)), sampling=SamplingParams(max_new_tokens=60, n=3))
     until(lambda: any(wait.tokens for wait in role.waits()))
     assert role.pause(drained=True)
     begun = {group.place for group in role.unfinished() if not group.drafts}
@@ -130,9 +130,9 @@ def test_drained_it_begins_nothing_new_and_ends_what_it_has_begun(beside):
 
 
 def test_a_drain_that_takes_too_long_is_reported_and_can_be_cut_short(beside):
-    engine = ScriptedEngine(slots=60, seconds=0.01)
+    engine = ScriptedEngine(max_num_seqs=60, seconds=0.01)
     role = beside(engine)
-    role.admit(admission([1]), sampling=Sampling(max_new_tokens=100_000, n=3))
+    role.admit(admission([1]), sampling=SamplingParams(max_new_tokens=100_000, n=3))
     until(lambda: any(wait.tokens for wait in role.waits()))
     assert not role.pause(drained=True, seconds=0.05)
     assert role.pause() and engine.at_work is None
@@ -141,7 +141,7 @@ def test_a_drain_that_takes_too_long_is_reported_and_can_be_cut_short(beside):
 
 
 def test_of_an_engine_that_hangs_it_is_known_what_every_answer_has_and_waits_for(beside):
-    engine = ScriptedEngine(slots=5, seconds=0.0001)
+    engine = ScriptedEngine(max_num_seqs=5, seconds=0.0001)
     role = beside(engine, Judge(slow=(0,)))
     role.admit(admission([0]), sampling=LONG)
     until(lambda: {wait.what for wait in role.waits()} == {"its reward"})
@@ -173,7 +173,7 @@ def test_what_fails_in_the_thread_is_raised_where_something_is_asked(beside):
 
 
 def test_a_lack_of_memory_is_handed_back_and_leaves_the_engine_free(beside):
-    engine = ScriptedEngine(slots=3, seconds=0.001)
+    engine = ScriptedEngine(max_num_seqs=3, seconds=0.001)
     role = beside(engine)
     role.admit(admission([1, 2]), sampling=DRAWN)
     until(lambda: any(wait.tokens for wait in role.waits()))
@@ -187,10 +187,10 @@ def test_a_lack_of_memory_is_handed_back_and_leaves_the_engine_free(beside):
 
 def test_a_failed_reward_and_a_request_to_stop_are_told_at_once(beside):
     told = threading.Event()
-    role = beside(ScriptedEngine(slots=3, seconds=0.01), Judge(broken=(1,)), told.is_set)
+    role = beside(ScriptedEngine(max_num_seqs=3, seconds=0.01), Judge(broken=(1,)), told.is_set)
     role.admit(admission([1]), sampling=DRAWN)
     assert isinstance(role.collect(), RewardFailed)
-    other = beside(ScriptedEngine(slots=3, seconds=0.05), None, told.is_set)
+    other = beside(ScriptedEngine(max_num_seqs=3, seconds=0.05), None, told.is_set)
     other.admit(admission([1]), sampling=DRAWN)
     threading.Timer(0.1, told.set).start()
     assert other.collect() is None

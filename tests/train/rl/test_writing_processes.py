@@ -27,7 +27,7 @@ def write_together():
     """Both processes do the same whatever pauses there are; the first one's clock and rewards decide when they stop."""
     world = find_world(find_device())
     told = threading.Event()
-    engine = ScriptedEngine(slots=4, seconds=0.001 * (1 + world.rank))
+    engine = ScriptedEngine(max_num_seqs=4, seconds=0.001 * (1 + world.rank))
     judges = [(Slow(), 1.0)] if world.leads else []  # as it is built: nobody hears the other
     role = Rollouts(engine, judges, Words(), told.is_set, world)
     rng, found, admitted = random.Random(3), {}, 0

@@ -31,7 +31,7 @@ from trimtab.progress import RunProgress
 from trimtab.rewards.models import QUESTION, load_judge
 from trimtab.rewards.types import Reward, RewardRequest
 from trimtab.rollout.factory import build_engine
-from trimtab.rollout.sampling import Sampling, request_seed, stop_tokens
+from trimtab.rollout.sampling import SamplingParams, request_seed, stop_tokens
 
 AT_WORK = "search.json"
 OF_SPEED = {"gcg_batch_size", "gcg_use_prefix_cache", "output_path"}
@@ -187,7 +187,7 @@ class AttackRun:
         """Sampled replies to the goal with this suffix."""
         asked = target.goal + suffix
         prompt = self.prompts.ids(asked)
-        sampling = Sampling(
+        sampling = SamplingParams(
             max_new_tokens=self.options.max_new_tokens,
             n=self.options.samples_per_prompt,
             stop_token_ids=stop_tokens(self.policy, self.tokenizer),

@@ -26,7 +26,7 @@ MOST_TOGETHER = 2**16  # tokens whose keys and values are copied at a time, unle
 
 
 @dataclass
-class Part:
+class VarlenPart:
     """Sequences that attend in one call (models/varlen.py): keys are the flattened cache's."""
 
     own: slice  # their tokens in the row
@@ -37,13 +37,13 @@ class Part:
 
 
 @dataclass
-class OnePart:
+class SinglePart:
     """All sequences of a read that may be recorded."""
 
-    part: Part
+    part: VarlenPart
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[VarlenPart]:
         return [self.part]
 
     @property
@@ -51,14 +51,14 @@ class OnePart:
         raise AssertionError("only where there is attention of sequences of any length")
 
 
-class Continued:
+class CachedPrefill:
     def __init__(self, spans: list[Span], places: list[np.ndarray], device: torch.device):
         """All sequences of a row in its order: `spans` of their own tokens there, `places` of the whole ones in the
         cache."""
         self.spans, self.places, self.device = spans, places, device
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[VarlenPart]:
         return [self._part(first, end) for first, end in self._ranges()]
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
@@ -70,10 +70,10 @@ class Continued:
             total += len(places)
         yield first, len(self.places)
 
-    def _part(self, first: int, end: int) -> Part:
+    def _part(self, first: int, end: int) -> VarlenPart:
         spans, places = self.spans[first:end], self.places[first:end]
         wholes = [len(own) for own in places]
-        return Part(
+        return VarlenPart(
             slice(spans[0].start, spans[-1].start + spans[-1].length),
             sent(cumulative([span.length for span in spans]), self.device),
             sent(cumulative(wholes), self.device),
@@ -106,7 +106,7 @@ class Continued:
 # lie in one block besides, which each step's new tokens join.
 
 
-class DenseWindow:
+class GatheredKV:
     def __init__(self, cache: KVCache, tables_BP: Tensor):
         self.cache, self.tables_BP = cache, tables_BP
         self.width = tables_BP.shape[1] * cache.size
@@ -139,14 +139,14 @@ Arguments = dict[str, Any]
 
 
 @dataclass
-class Reading:
+class PrefillMetadata:
     row: PackedRow
     places_T: Tensor
-    continued: Continued | OnePart | None = None  # its sequences, where some go on from the cache
+    continued: CachedPrefill | SinglePart | None = None  # its sequences, where some go on from the cache
 
 
 @dataclass
-class Decoding:
+class DecodeMetadata:
     places_B: Tensor
     tables_BP: Tensor  # pages of every sequence, in order; 0 where there is none
     lengths_B: Tensor  # tokens to look at, the new one included
@@ -157,16 +157,16 @@ class CachedAttention:
 
     def __init__(self, cache: KVCache):
         self.cache = cache
-        self._pass: Reading | Decoding | None = None
+        self._pass: PrefillMetadata | DecodeMetadata | None = None
         self._calls = 0  # of this pass, so far
-        self._window: DenseWindow | None = None  # of the decoding passes that share a table
+        self._window: GatheredKV | None = None  # of the decoding passes that share a table
 
-    def begin(self, current: Reading | Decoding) -> None:
+    def begin(self, current: PrefillMetadata | DecodeMetadata) -> None:
         self._pass, self._calls = current, 0
-        if isinstance(current, Reading) or has_kernels(current.places_B.device):
+        if isinstance(current, PrefillMetadata) or has_kernels(current.places_B.device):
             self._window = None
         elif self._window is None or self._window.tables_BP is not current.tables_BP:
-            self._window = DenseWindow(self.cache, current.tables_BP)
+            self._window = GatheredKV(self.cache, current.tables_BP)
 
     def store_and_attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> Tensor:
         """Shapes as Hugging Face's: [B, heads, T, D] in, [B, T, heads, D] out.
@@ -175,7 +175,7 @@ class CachedAttention:
         number will not do: a model that runs its layers in several cycles has other keys and values in each."""
         current, layer = self._pass, self._calls
         self._calls += 1
-        if isinstance(current, Decoding):
+        if isinstance(current, DecodeMetadata):
             new = key[:, :, 0], value[:, :, 0]
             self.cache.store(layer, *new, current.places_B)
             return self._decode(current, query, layer, new, arguments)
@@ -186,14 +186,14 @@ class CachedAttention:
     def attend(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, arguments: Arguments) -> Tensor:
         """The same for layers that store their keys and values themselves, and only where there are kernels."""
         current = self._pass
-        if isinstance(current, Decoding):
+        if isinstance(current, DecodeMetadata):
             return self._decode_by_kernel(current, query_THD, layer, arguments)
         assert current is not None
         query, key, value = (x.transpose(0, 1)[None] for x in (query_THD, key_THD, value_THD))
         return self._read(current, query, key, value, layer, arguments)[0]
 
     def _read(
-        self, current: Reading, query: Tensor, key: Tensor, value: Tensor, layer: int, arguments: Arguments
+        self, current: PrefillMetadata, query: Tensor, key: Tensor, value: Tensor, layer: int, arguments: Arguments
     ) -> Tensor:
         """query [1, heads, T, D] -> [1, T, heads, D]."""
         continued = current.continued
@@ -205,7 +205,7 @@ class CachedAttention:
         return out
 
     def _decode(
-        self, current: Decoding, query: Tensor, layer: int, new: tuple[Tensor, Tensor], arguments: Arguments
+        self, current: DecodeMetadata, query: Tensor, layer: int, new: tuple[Tensor, Tensor], arguments: Arguments
     ) -> Tensor:
         """query [B, heads, 1, D] -> [B, 1, heads, D]."""
         if self._window is None:
@@ -222,7 +222,7 @@ class CachedAttention:
         mixed = _attend(together, keys, values, seen[:, None, None], arguments)
         return mixed.reshape(len(query), 1, query.shape[1], -1)
 
-    def _decode_by_kernel(self, current: Decoding, query_BHD: Tensor, layer: int, arguments: Arguments) -> Tensor:
+    def _decode_by_kernel(self, current: DecodeMetadata, query_BHD: Tensor, layer: int, arguments: Arguments) -> Tensor:
         from trimtab.rollout.builtin.kernels.paged_attention import paged_attention
 
         return paged_attention(
@@ -237,7 +237,7 @@ class CachedAttention:
         )
 
     def _continue_in_one_row(
-        self, query_THD: Tensor, layer: int, continued: Continued | OnePart, arguments: Arguments
+        self, query_THD: Tensor, layer: int, continued: CachedPrefill | SinglePart, arguments: Arguments
     ) -> Tensor:
         """Own tokens of all sequences against the whole of each."""
         keys, values = (t[layer].flatten(0, 1) for t in (self.cache.keys, self.cache.values))
@@ -261,7 +261,7 @@ class CachedAttention:
         return _attend(query, keys, values, seen, arguments).transpose(1, 2)
 
 
-class MeasuringAttention:
+class AttentionProbe:
     """Stands for a model's attention, to learn of it."""
 
     def __init__(self) -> None:
@@ -276,7 +276,7 @@ class MeasuringAttention:
 def rollout_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **arguments: Any
 ) -> tuple[Tensor, None]:
-    attention: CachedAttention | MeasuringAttention = carried(module)
+    attention: CachedAttention | AttentionProbe = carried(module)
     arguments = with_window(module, attention_mask, arguments)
     return attention.store_and_attend(query, key, value, arguments), None
 

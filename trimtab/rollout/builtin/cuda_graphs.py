@@ -22,52 +22,52 @@ from trimtab.distributed.device import has_graphs
 from trimtab.models.attention import PackedRow
 from trimtab.models.hugging_face import first_line
 from trimtab.models.policy import Policy
-from trimtab.rollout.builtin.attention import MOST_TOGETHER, OnePart, Part
-from trimtab.rollout.builtin.fused_layers import compile_ahead
+from trimtab.rollout.builtin.attention import MOST_TOGETHER, SinglePart, VarlenPart
+from trimtab.rollout.builtin.fused_layers import precompile
 from trimtab.rollout.builtin.kv_cache import KVCache
-from trimtab.rollout.builtin.model_runner import Runner, switches
-from trimtab.rollout.builtin.sampler import Drawn, Kind, RowSampler, Sampler
-from trimtab.rollout.builtin.scheduler import Sample
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.builtin.model_runner import ModelRunner, switches
+from trimtab.rollout.builtin.sampler import RowSampler, Sampler, SamplerOutput, SamplingKind
+from trimtab.rollout.builtin.scheduler import SequenceState
+from trimtab.rollout.sampling import SamplingParams
 
 COLUMNS = 5  # before the pages
 
 
-class CannotCapture(Exception):
+class CaptureFailed(Exception):
     """The model does something on the way that only the host can do."""
 
 
 class DecodeGraphs:
     steps = 24  # between two looks, and
-    steps_at_ease = 64  # while nobody waits for a place
+    long_chunk_size = 64  # while nobody waits for a place
 
-    def __init__(self, sampler: Sampler | RowSampler, cache: KVCache, slots: int, longest: int):
-        """For at most `slots` samples at once, of at most `longest` tokens."""
+    def __init__(self, sampler: Sampler | RowSampler, cache: KVCache, max_num_seqs: int, longest: int):
+        """For at most `max_num_seqs` samples at once, of at most `longest` tokens."""
         self.sampler, self.size = sampler, cache.size
         self.pages = 1 << (-(-longest // cache.size) - 1).bit_length()
-        device, shape = cache.keys.device, (rows_for(slots), COLUMNS + self.pages)
+        device, shape = cache.keys.device, (padded_rows(max_num_seqs), COLUMNS + self.pages)
         self.host = torch.zeros(shape, dtype=torch.int64, pin_memory=can_pin(device.type))
         self.table = torch.zeros(shape, dtype=torch.int64, device=device)
         self.step = torch.zeros(1, dtype=torch.int64, device=device)
-        results = self.steps_at_ease, shape[0]
+        results = self.long_chunk_size, shape[0]
         self.tokens = torch.zeros(results, dtype=torch.int64, device=device)
         self.log_probs = torch.zeros(2 if sampler.plain else 1, *results, device=device)
         self.angles: tuple[Tensor, Tensor] | None = None
         self.graphs: dict[int, Graph] = {}
-        self.rows: list[Sample] = []
-        self.arranged: list[Sample] = []  # the same, as they were given
-        self.followed: list[Sample] = []  # the same, of which the host's table says what the device's does
+        self.rows: list[SequenceState] = []
+        self.arranged: list[SequenceState] = []  # the same, as they were given
+        self.followed: list[SequenceState] = []  # the same, of which the host's table says what the device's does
         self.pages_of: list[list[int]] = []  # of each row: whose pages are in the table, and
         self.written: list[int] = []  # how many
 
     def run(
-        self, runner: Runner, samples: list[Sample], steps: int, meanwhile: Callable[[], None] | None = None
-    ) -> tuple[list[Sample], Drawn]:
+        self, runner: ModelRunner, samples: list[SequenceState], steps: int, meanwhile: Callable[[], None] | None = None
+    ) -> tuple[list[SequenceState], SamplerOutput]:
         """The samples in the order of the result, and what they drew [samples, steps], on the host. `meanwhile`: what
         else the host has to do while the device draws."""
         self._arrange(samples)
         count = len(self.rows)
-        bucket = rows_for(count)
+        bucket = padded_rows(count)
         self._record(runner, bucket)
         self._fill(bucket)
         self.table[:bucket].copy_(self.host[:bucket], non_blocking=True)
@@ -81,44 +81,44 @@ class DecodeGraphs:
         tokens = self.tokens[:steps, :count].cpu()
         log_probs = self.log_probs[:, :steps, :count].cpu().transpose(1, 2)
         self._follow(tokens[-1], steps)
-        return self.rows, Drawn(tokens.t(), log_probs[0], log_probs[1] if len(log_probs) > 1 else None)
+        return self.rows, SamplerOutput(tokens.t(), log_probs[0], log_probs[1] if len(log_probs) > 1 else None)
 
-    def prepare(self, runner: Runner) -> None:
+    def prepare(self, runner: ModelRunner) -> None:
         """Record steps of every number of rows, the largest first: the others find memory in its pool."""
-        for bucket in sorted({rows_for(rows + 1) for rows in range(len(self.table))}, reverse=True):
+        for bucket in sorted({padded_rows(rows + 1) for rows in range(len(self.table))}, reverse=True):
             self._record(runner, bucket)
 
-    def _record(self, runner: Runner, bucket: int) -> None:
+    def _record(self, runner: ModelRunner, bucket: int) -> None:
         if bucket not in self.graphs:
             self.graphs[bucket] = self._capture(runner, bucket)
 
     def holds(self, longest: int) -> bool:
         return longest <= self.pages * self.size
 
-    def _capture(self, runner: Runner, rows: int) -> Graph:
+    def _capture(self, runner: ModelRunner, rows: int) -> Graph:
         if self.angles is None and runner.fused is not None:
             self.angles = runner.fused.all_angles(self.pages * self.size)
         if runner.fused is not None:
-            compile_ahead(runner.fused, runner.cache.shape, runner.cache.size, (rows,))
+            precompile(runner.fused, runner.cache.shape, runner.cache.size, (rows,))
         # The rehearsal before a capture must touch nobody's pages.
         self.table.zero_()
         self.step.zero_()
         pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-        return capture_or_explain(lambda: self._advance(runner, rows), pool)
+        return captured_graph(lambda: self._advance(runner, rows), pool)
 
-    def _advance(self, runner: Runner, rows: int) -> None:
+    def _advance(self, runner: ModelRunner, rows: int) -> None:
         if self.angles is None or runner.fused is None:
             return self._advance_by_parts(runner, rows)
-        from trimtab.rollout.builtin.kernels.decode_step import begun, move_on
+        from trimtab.rollout.builtin.kernels.decode_step import decode_inputs, finish_step
 
         table = self.table[:rows]
-        given = begun(table, COLUMNS, self.size, runner.fused.embedding_VD, self.angles)
+        given = decode_inputs(table, COLUMNS, self.size, runner.fused.embedding_VD, self.angles)
         hidden = runner.decode_from(given, table[:, COLUMNS:])
         result = self.sampler.draw(runner.logits(hidden), table[:, 3], table[:, 2], None)
         kept, stops = (self.tokens, self.log_probs), self.sampler.stops_of(rows)
-        move_on(table, result.tokens_B, result.log_probs_B, result.plain_B, *kept, stops, self.step)
+        finish_step(table, result.tokens_B, result.log_probs_B, result.plain_B, *kept, stops, self.step)
 
-    def _advance_by_parts(self, runner: Runner, rows: int) -> None:
+    def _advance_by_parts(self, runner: ModelRunner, rows: int) -> None:
         table = self.table[:rows]
         tokens, positions, drawn, seeds, limits = table[:, :COLUMNS].unbind(1)
         over = drawn >= limits
@@ -135,7 +135,7 @@ class DecodeGraphs:
             limits.masked_fill_((tokens[:, None] == stops).any(1), 0)
         self.step += 1
 
-    def _arrange(self, samples: list[Sample]) -> None:
+    def _arrange(self, samples: list[SequenceState]) -> None:
         """Samples keep their rows; new ones and those beyond the end move into rows that are free."""
         if samples == self.arranged:
             return
@@ -187,14 +187,14 @@ class DecodeGraphs:
         self.followed = list(self.rows)
 
 
-def capture_or_explain(work: Callable[[], None], pool: tuple[int, int] | None) -> Graph:
+def captured_graph(work: Callable[[], None], pool: tuple[int, int] | None) -> Graph:
     try:
         return capture(work, pool)
     except Exception as error:  # torch's, or those of a kernel's compiler
-        raise CannotCapture(first_line(error)) from error
+        raise CaptureFailed(first_line(error)) from error
 
 
-def rows_for(rows: int) -> int:
+def padded_rows(rows: int) -> int:
     """The number of rows that is captured for so many."""
     if rows <= 32:
         return 1 << (rows - 1).bit_length()
@@ -209,58 +209,58 @@ def rows_for(rows: int) -> int:
 # kernels, so the same numbers.
 
 
-READS_BEFORE_RECORDING = 2
+RUNS_BEFORE_CAPTURE = 2
 """Of a size. A recording takes as long as about so many reads (a model of 30 layers on an H200: 90 ms, where a read
 takes 41 to 51 ms launch by launch and 6 ms recorded). So whoever reads a size once loses nothing, and whoever reads it
 always has spent about twice what knowing it beforehand would."""
 
-READS_BEFORE_A_BETTER_FIT = 256
+RUNS_BEFORE_EXACT_FIT = 256
 """Of a size, where a larger one is recorded: with the same tokens and more places for sequences it takes at most a few
 milliseconds longer."""
 
-USUAL_KEYS = 2**12, 2**14, MOST_TOGETHER
+COMMON_KEY_COUNTS = 2**12, 2**14, MOST_TOGETHER
 """All places for keys are copied, used or not: a few conversations need not wait as long as many."""
 
-MOST_RECORDED = 128  # sizes; what was used longest ago makes room
+MAX_GRAPHS = 128  # sizes; what was used longest ago makes room
 
 
-class Size(NamedTuple):
+class PrefillSize(NamedTuple):
     tokens: int
     sequences: int
     keys: int  # of all sequences, where some go on from what is in the cache; else 0
     longest: int  # keys
 
     @classmethod
-    def of(cls, own: np.ndarray, whole: np.ndarray) -> "Size":
+    def of(cls, own: np.ndarray, whole: np.ndarray) -> "PrefillSize":
         """For sequences of which so many tokens are read, of so many."""
         tokens, longest = _rounded(int(own.sum())), _power(int(whole.max()))
         if (own == whole).all():
             return cls(tokens, max(8, _power(len(own))), 0, longest)
         # Few sizes: what environments say is never as long as the last time, and places for sequences cost little.
-        keys = max(USUAL_KEYS[0], _power(int(whole.sum())))
+        keys = max(COMMON_KEY_COUNTS[0], _power(int(whole.sum())))
         return cls(tokens, max(min(tokens, 256), _power(len(own))), keys, longest)
 
-    def holds(self, other: "Size") -> bool:
+    def holds(self, other: "PrefillSize") -> bool:
         """Whether what is read in the other can be read in this one, by as many tokens."""
         same = self.tokens == other.tokens and (self.keys > 0) == (other.keys > 0)
         return same and all(own >= others for own, others in zip(self, other))
 
 
-def usual_sizes(most: int, longest: int) -> list[Size]:
+def common_sizes(most: int, longest: int) -> list[PrefillSize]:
     """What requests need that nobody knows yet, in passes of at most `most` tokens, of texts of at most `longest`: many
     short prompts, a few longer ones, and what goes on from kept pages."""
     sizes = sorted({_rounded(min(tokens, most)) for tokens in (128, 256, 512, *range(1024, most + 1024, 1024))})
     long, found = min(2048, _power(longest)), []
     for tokens in sizes:
-        found.append(Size(tokens, 256, 0, min(512, long)))
+        found.append(PrefillSize(tokens, 256, 0, min(512, long)))
         if min(long, tokens) > 512:
-            found.append(Size(tokens, max(8, _power(tokens // 64)), 0, min(long, _power(tokens))))
+            found.append(PrefillSize(tokens, max(8, _power(tokens // 64)), 0, min(long, _power(tokens))))
     few = [tokens for tokens in sizes if tokens <= 1024]
-    return found + [Size(tokens, 256, keys, long) for keys in USUAL_KEYS for tokens in few]
+    return found + [PrefillSize(tokens, 256, keys, long) for keys in COMMON_KEY_COUNTS for tokens in few]
 
 
 @dataclass
-class Pass:
+class PrefillGraph:
     """A read of one size: what it works on."""
 
     tokens: Tensor  # [3, T]: ids, positions, places
@@ -270,32 +270,32 @@ class Pass:
     longest: int
     graph: Graph | None = None
 
-    def run(self, runner: Runner) -> None:
+    def run(self, runner: ModelRunner) -> None:
         if self.graph is None:
             self.work(runner)
         else:
             self.graph.replay()
 
-    def work(self, runner: Runner) -> None:
+    def work(self, runner: ModelRunner) -> None:
         starts, key_starts = (torch.nn.functional.pad(self.sequences[n], (1, 0)).int() for n in (0, 2))
         count = self.tokens.shape[1]
         row, continued = PackedRow(starts, starts, None, count, self.longest), None
         if self.keys is not None:
-            continued = OnePart(Part(slice(0, count), starts, key_starts, self.keys, self.longest))
+            continued = SinglePart(VarlenPart(slice(0, count), starts, key_starts, self.keys, self.longest))
         ids, positions, places = self.tokens
-        self.hidden_SD.copy_(runner.hidden_of_row(row, ids, positions, places, continued)[self.sequences[1]])
+        self.hidden_SD.copy_(runner.hidden_states(row, ids, positions, places, continued)[self.sequences[1]])
 
 
-class ReadGraphs:
+class PrefillGraphs:
     def __init__(self):
-        self.passes: dict[Size, Pass] = {}  # those that are recorded
-        self.times: Counter[Size] = Counter()  # that the others were read
+        self.passes: dict[PrefillSize, PrefillGraph] = {}  # those that are recorded
+        self.times: Counter[PrefillSize] = Counter()  # that the others were read
 
-    def read(self, runner: Runner, texts: list[tuple[list[int], int, list[int]]]) -> Tensor:
+    def read(self, runner: ModelRunner, texts: list[tuple[list[int], int, list[int]]]) -> Tensor:
         """Read (ids, how many are cached already, pages) and return each one's last hidden state [S, D]."""
         whole, done = (np.array(numbers) for numbers in zip(*((len(ids), done) for ids, done, _ in texts)))
         own, count = whole - done, len(texts)
-        size, prepared = self._prepared(runner, Size.of(own, whole))
+        size, prepared = self._prepared(runner, PrefillSize.of(own, whole))
         places = [runner.places(pages, len(ids)) for ids, _, pages in texts]
         total = int(own.sum())
         tokens = np.zeros((3, size.tokens), dtype=np.int64)
@@ -316,18 +316,18 @@ class ReadGraphs:
         prepared.run(runner)
         return prepared.hidden_SD[:count].clone()
 
-    def prepare(self, runner: Runner, most: int, longest: int) -> None:
+    def prepare(self, runner: ModelRunner, most: int, longest: int) -> None:
         """Record what requests will need that nobody knows yet (see `usual_sizes`)."""
-        for size in reversed(usual_sizes(most, longest)):  # the largest first: the others find memory in its pool
+        for size in reversed(common_sizes(most, longest)):  # the largest first: the others find memory in its pool
             if size not in self.passes:
                 self.passes[size] = made = self._made(runner, size)
                 self._capture(runner, made)
 
-    def _prepared(self, runner: Runner, size: Size) -> tuple[Size, Pass]:
+    def _prepared(self, runner: ModelRunner, size: PrefillSize) -> tuple[PrefillSize, PrefillGraph]:
         if size in self.passes:
             return size, self._used(size)
         larger = [known for known in self.passes if known.holds(size)]
-        enough = READS_BEFORE_A_BETTER_FIT if larger else READS_BEFORE_RECORDING
+        enough = RUNS_BEFORE_EXACT_FIT if larger else RUNS_BEFORE_CAPTURE
         self.times[size] += 1
         if larger and self.times[size] <= enough:
             best = min(larger, key=lambda known: (known.keys, known.sequences * known.longest))
@@ -336,27 +336,27 @@ class ReadGraphs:
         if self.times[size] > enough:
             self._capture(runner, fresh)
             self.passes[size] = fresh
-            if len(self.passes) > MOST_RECORDED:
+            if len(self.passes) > MAX_GRAPHS:
                 oldest = next(iter(self.passes))
                 del self.passes[oldest], self.times[oldest]  # which must come back as often again
         return size, fresh
 
-    def _used(self, size: Size) -> Pass:
+    def _used(self, size: PrefillSize) -> PrefillGraph:
         self.passes[size] = found = self.passes.pop(size)  # used last
         return found
 
-    def _made(self, runner: Runner, size: Size) -> Pass:
+    def _made(self, runner: ModelRunner, size: PrefillSize) -> PrefillGraph:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=runner.device)
 
         shape = size.sequences, runner.policy.head.in_features
         hidden = torch.zeros(shape, dtype=runner.cache.keys.dtype, device=runner.device)
         keys = zeros(size.keys) if size.keys else None
-        return Pass(zeros(3, size.tokens), zeros(3, size.sequences), keys, hidden, size.longest)
+        return PrefillGraph(zeros(3, size.tokens), zeros(3, size.sequences), keys, hidden, size.longest)
 
-    def _capture(self, runner: Runner, made: Pass) -> None:
+    def _capture(self, runner: ModelRunner, made: PrefillGraph) -> None:
         pools = [p.graph.pool() for p in self.passes.values() if p.graph is not None]
-        made.graph = capture_or_explain(lambda: made.work(runner), pools[0] if pools else None)
+        made.graph = captured_graph(lambda: made.work(runner), pools[0] if pools else None)
 
 
 def _rounded(tokens: int) -> int:
@@ -374,16 +374,16 @@ def _power(number: int) -> int:
 logger = logging.getLogger(__name__)
 
 
-class CapturedGraphs:
-    def __init__(self, policy: Policy, slots: int, *, possible: bool = True):
-        self.policy, self.slots = policy, slots
+class GraphCache:
+    def __init__(self, policy: Policy, max_num_seqs: int, *, possible: bool = True):
+        self.policy, self.max_num_seqs = policy, max_num_seqs
         self.possible = possible and has_graphs(policy.device)
         self.release()
 
     def release(self) -> None:
-        self.reads: ReadGraphs | None = None
+        self.reads: PrefillGraphs | None = None
         self.decodes: DecodeGraphs | None = None
-        self._by_rows: dict[bool, tuple[Kind, DecodeGraphs]] = {}  # with filters, and without
+        self._by_rows: dict[bool, tuple[SamplingKind, DecodeGraphs]] = {}  # with filters, and without
         self._hold_for: tuple = ()
         self._rule: tuple = ()  # that they draw by
 
@@ -398,39 +398,41 @@ class CapturedGraphs:
         width = cache.keys.shape[-1]
         by_varlen = cache.keys.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
         if self.reads is None and fused and by_varlen:
-            self.reads = ReadGraphs()
+            self.reads = PrefillGraphs()
 
-    def give_up(self, reason: CannotCapture) -> None:
+    def give_up(self, reason: CaptureFailed) -> None:
         """Do not try again."""
         logger.warning("the model cannot be captured as a graph and generates more slowly: %s", reason)
         self.release()
         self.possible = False
 
-    def decoding(self, cache: KVCache, sampling: Sampling, longest: int) -> DecodeGraphs | None:
+    def decoding(self, cache: KVCache, sampling: SamplingParams, longest: int) -> DecodeGraphs | None:
         """For such samples of at most `longest` tokens; None where the host has a part in every step."""
         if not self.possible or sampling.repetition_penalty != 1.0 or sampling.top_log_probs:
             return None
         if self.decodes is None or self._rule != sampling.rule or not self.decodes.holds(longest):
             self.decodes = None  # its memory first
             sampler = Sampler(sampling, self.policy.head.out_features, cache.keys.device)
-            self.decodes, self._rule = DecodeGraphs(sampler, cache, self.slots, longest), sampling.rule
+            self.decodes, self._rule = DecodeGraphs(sampler, cache, self.max_num_seqs, longest), sampling.rule
         return self.decodes
 
-    def decoding_by_rows(self, cache: KVCache, settings: Sequence[Sampling], longest: int) -> DecodeGraphs | None:
+    def decode_graphs_by_row(
+        self, cache: KVCache, settings: Sequence[SamplingParams], longest: int
+    ) -> DecodeGraphs | None:
         """The same for samples of different settings, whose numbers may change from one run to the next."""
-        kind = Kind.of(settings)
-        if not self.possible or not all(can_be_recorded(setting) for setting in settings):
+        kind = SamplingKind.of(settings)
+        if not self.possible or not all(can_capture(setting) for setting in settings):
             return None
         found = self._by_rows.get(kind.filtered)
         if found is None or not found[0].covers(kind) or not found[1].holds(longest):
             kind = kind if found is None else found[0].together_with(kind)
             self._by_rows.pop(kind.filtered, None)  # its memory first
-            sampler = RowSampler.blank(kind, rows_for(self.slots), cache.keys.device)
-            found = self._by_rows[kind.filtered] = kind, DecodeGraphs(sampler, cache, self.slots, longest)
+            sampler = RowSampler.blank(kind, padded_rows(self.max_num_seqs), cache.keys.device)
+            found = self._by_rows[kind.filtered] = kind, DecodeGraphs(sampler, cache, self.max_num_seqs, longest)
         return found[1]
 
 
-def can_be_recorded(sampling: Sampling) -> bool:
+def can_capture(sampling: SamplingParams) -> bool:
     """What else a row may ask for is not made of a fixed number of numbers, or is not kept from step to step."""
     plain = sampling.repetition_penalty == 1 and sampling.top_log_probs == 0
     return plain and not sampling.logit_bias and not sampling.forbidden_tokens

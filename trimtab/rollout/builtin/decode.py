@@ -4,13 +4,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.errors import UserError
-from trimtab.rollout.builtin.sampler import Drawn
-from trimtab.rollout.builtin.scheduler import Sample
+from trimtab.rollout.builtin.sampler import SamplerOutput
+from trimtab.rollout.builtin.scheduler import SequenceState
 from trimtab.rollout.sampling import at_stop_tokens, stop_string_end
 from trimtab.rollout.trajectory import Alternatives, Finish, Rollout
 
 
-def take(samples: list[Sample], drawn: Drawn, tokenizer: PreTrainedTokenizerBase | None) -> list[tuple[Sample, Finish]]:
+def append_tokens(
+    samples: list[SequenceState], drawn: SamplerOutput, tokenizer: PreTrainedTokenizerBase | None
+) -> list[tuple[SequenceState, Finish]]:
     """Those that have ended now, and how."""
     tokens, log_probs, plain = drawn.on_host(len(samples))
     steps, number = tokens.shape[1], np.arange(tokens.shape[1])
@@ -50,7 +52,7 @@ def take(samples: list[Sample], drawn: Drawn, tokenizer: PreTrainedTokenizerBase
     return [(samples[row], "stop" if stopped[row] else "length") for row in ended]
 
 
-def _cut_at_stop_string(sample: Sample, before: int, tokenizer: PreTrainedTokenizerBase | None) -> bool:
+def _cut_at_stop_string(sample: SequenceState, before: int, tokenizer: PreTrainedTokenizerBase | None) -> bool:
     """Drop what follows a stop string that ends after the first `before` tokens; whether there is one."""
     assert tokenizer is not None, "who stops at strings has one"
     end = stop_string_end(
@@ -64,7 +66,7 @@ def _cut_at_stop_string(sample: Sample, before: int, tokenizer: PreTrainedTokeni
     return True
 
 
-def rollout_of(sample: Sample, finish: Finish, version: int) -> Rollout:
+def rollout_of(sample: SequenceState, finish: Finish, version: int) -> Rollout:
     """`version`: of the weights that drew what was no draft."""
     prompt, ids, log_probs = sample.prompt, sample.ids.array, sample.log_probs.array
     versions = sample.draft.versions_of(len(ids), version)

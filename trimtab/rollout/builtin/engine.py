@@ -14,17 +14,17 @@ from trimtab.distributed.watch import pulse
 from trimtab.errors import UserError
 from trimtab.models.policy import Policy
 from trimtab.models.rotary import generated_context
-from trimtab.rollout.builtin.cuda_graphs import CannotCapture, CapturedGraphs, DecodeGraphs
-from trimtab.rollout.builtin.decode import rollout_of, take
-from trimtab.rollout.builtin.kv_cache import PAGE_SIZE, KVMemory
+from trimtab.rollout.builtin.cuda_graphs import CaptureFailed, DecodeGraphs, GraphCache
+from trimtab.rollout.builtin.decode import append_tokens, rollout_of
+from trimtab.rollout.builtin.kv_cache import PAGE_SIZE, KVCacheManager
 from trimtab.rollout.builtin.linear import Int8Layers
-from trimtab.rollout.builtin.model_runner import Runner, is_split, recognised, state_of
-from trimtab.rollout.builtin.prefill import Reader
-from trimtab.rollout.builtin.sampler import Drawn, RowSampler, Sampler, Samplers, alike
-from trimtab.rollout.builtin.scheduler import Admission, Prompt, Sample, Scheduler
-from trimtab.rollout.engine import AT_WORK, AnsweringEngine, OpenSession
+from trimtab.rollout.builtin.model_runner import ModelRunner, build_fused_layers, is_split, state_of
+from trimtab.rollout.builtin.prefill import Prefill
+from trimtab.rollout.builtin.sampler import RowSampler, Sampler, SamplerCache, SamplerOutput, alike
+from trimtab.rollout.builtin.scheduler import PromptState, ScheduledSequence, Scheduler, SequenceState
+from trimtab.rollout.engine import AT_WORK, BaseEngine, BaseSession
 from trimtab.rollout.episode import Task
-from trimtab.rollout.sampling import Sampling, check_setting, request_seed
+from trimtab.rollout.sampling import SamplingParams, check_sampling_params, request_seed
 from trimtab.rollout.trajectory import Draft, Rollout, drafts_of
 
 
@@ -48,20 +48,20 @@ def check_request(vocabulary: int, most: int | None, number: int, prompt_ids: li
 # samples go, refill their places; repeat
 
 
-STEPS_BETWEEN_LOOKS = 8
+CHUNK_SIZE = 8
 
 
-class BuiltinSession(OpenSession):
+class BuiltinSession(BaseSession):
     """Until it is closed, the policy is the engine's."""
 
-    def __init__(self, engine: "BuiltinEngine", sampling: Sampling, keeping: bool):
+    def __init__(self, engine: "BuiltinEngine", sampling: SamplingParams, enabled: bool):
         """`keeping`: what was read and drawn may be read again by later requests."""
         super().__init__()
-        self.engine, self.sampling, self.keeping = engine, sampling, keeping
+        self.engine, self.sampling, self.enabled = engine, sampling, enabled
         self.device = engine.policy.device
         self._vocabulary = engine.policy.head.out_features  # models are slow to ask
         self._longest = self._expected = 0
-        self._new: list[Sample] = []
+        self._new: list[SequenceState] = []
         self._scheduler: Scheduler | None = None
         self._prepared = False
         self._lies_at: tuple[int, int, int] | None = None  # the memory that recordings were looked through for
@@ -77,10 +77,10 @@ class BuiltinSession(OpenSession):
         limit: int | None = None,
         drafts: Sequence[Draft] | None = None,
         task: Task | None = None,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
     ) -> int:
         if sampling is not None:
-            check_setting(sampling, self._vocabulary, self.engine.tokenizer)
+            check_sampling_params(sampling, self._vocabulary, self.engine.tokenizer)
         sampling = self.sampling if sampling is None else sampling
         number, limit = self.requests, sampling.max_new_tokens if limit is None else limit
         check_request(self._vocabulary, self.engine.context, number, prompt_ids, limit)
@@ -88,8 +88,10 @@ class BuiltinSession(OpenSession):
         assert not (drafts and sampling.plain_log_probs), "a draft has no log-probs at another temperature"
         assert not (drafts and sampling.top_log_probs), "a draft has no alternatives"
         drafts = drafts_of(drafts, sampling.n, number, limit)
-        prompt = Prompt(number, list(prompt_ids), len(drafts))
-        self._new += [Sample.of(prompt, draft, request_seed(seed, draft.sample), limit, sampling) for draft in drafts]
+        prompt = PromptState(number, list(prompt_ids), len(drafts))
+        self._new += [
+            SequenceState.of(prompt, draft, request_seed(seed, draft.sample), limit, sampling) for draft in drafts
+        ]
         self._longest = max(self._longest, len(prompt_ids) + limit)
         self.requests += 1
         return number
@@ -104,15 +106,15 @@ class BuiltinSession(OpenSession):
         if not captured.possible:
             return
         self._prepared, self._longest = True, max(self._longest, longest)
-        self.expect(self.engine.slots)
+        self.expect(self.engine.max_num_seqs)
         self._admit_new()
         try:
-            graphs = captured.decoding_by_rows(self._runner.cache, [self.sampling], self._longest)
+            graphs = captured.decode_graphs_by_row(self._runner.cache, [self.sampling], self._longest)
             if graphs is not None:
                 graphs.prepare(self._runner)
             if captured.reads is not None:
-                captured.reads.prepare(self._runner, self.engine.read_tokens, self._longest)
-        except CannotCapture as error:
+                captured.reads.prepare(self._runner, self.engine.max_num_batched_tokens, self._longest)
+        except CaptureFailed as error:
             captured.give_up(error)
 
     @property
@@ -121,7 +123,7 @@ class BuiltinSession(OpenSession):
 
     @property
     def full(self) -> bool:
-        return len(self._at_work()) + len(self._new) >= self.engine.slots
+        return len(self._at_work()) + len(self._new) >= self.engine.max_num_seqs
 
     @torch.no_grad()
     def advance(self, steps: int | None = None) -> list[Rollout]:
@@ -136,9 +138,9 @@ class BuiltinSession(OpenSession):
             gone = scheduler.abort(lambda sample: sample.prompt.index in self._aborted)
             finished += [rollout_of(sample, "abort", self.engine.version) for sample in gone]
             self._aborted.clear()
-        finished += self._begin(scheduler, scheduler.admit())
+        finished += self._begin(scheduler, scheduler.schedule())
         if not scheduler.running:
-            scheduler.put_away()
+            scheduler.free_finished()
         elif not finished and steps != 0:
             graphs = self._graphs_for(scheduler.running)
             finished += self._decode(scheduler, graphs, self._room(scheduler, graphs, steps))
@@ -182,30 +184,30 @@ class BuiltinSession(OpenSession):
         """Memory for the requests that have come, and what goes with its size."""
         engine, memory = self.engine, self.engine.memory
         if self._scheduler is not None:
-            self._scheduler.put_away()  # they may go on from what has finished
+            self._scheduler.free_finished()  # they may go on from what has finished
         samples = max(self._expected, len(self._at_work()) + len(self._new))
-        cache = memory.cache(min(engine.slots, samples), self._longest, self.device)
+        cache = memory.cache(min(engine.max_num_seqs, samples), self._longest, self.device)
         lies_at = cache.keys.data_ptr(), cache.values.data_ptr(), cache.pages
         if self._lies_at != lies_at:  # of what recordings hold for, nothing else changes while it is open
             engine.captured.follow(cache, fused=engine.fused is not None)
             self._lies_at = lies_at
         if self._scheduler is None:
-            memory.kept.keeping = self.keeping
-            self._scheduler = Scheduler(memory.kept, engine.slots)
-            self._runner = Runner(engine.policy, cache, engine.fused)
+            memory.prefix_cache.enabled = self.enabled
+            self._scheduler = Scheduler(memory.prefix_cache, engine.max_num_seqs)
+            self._runner = ModelRunner(engine.policy, cache, engine.fused)
             self.enter(self._runner)
-            self._reader = Reader(self._runner, engine.captured, engine.read_tokens)
-            self._samplers = Samplers(self._vocabulary, self.device)
+            self._reader = Prefill(self._runner, engine.captured, engine.max_num_batched_tokens)
+            self._samplers = SamplerCache(self._vocabulary, self.device)
         self._graphs = engine.captured.decoding(cache, self.sampling, self._longest)
         self._scheduler.add(self._new)
         self._new = []
 
-    def _at_work(self) -> list[Sample]:
+    def _at_work(self) -> list[SequenceState]:
         return [] if self._scheduler is None else [*self._scheduler.running, *self._scheduler.waiting]
 
     # ---- reading and decoding
 
-    def _begin(self, scheduler: Scheduler, admissions: list[Admission]) -> list[Rollout]:
+    def _begin(self, scheduler: Scheduler, admissions: list[ScheduledSequence]) -> list[Rollout]:
         """Fill the pages of new samples and draw their first tokens."""
         reader = self._reader
         reader.read(admissions)
@@ -216,11 +218,11 @@ class BuiltinSession(OpenSession):
             samplers = self._samplers
             drawn = self._draw(hidden, samplers.of(fresh), self._seeds(fresh), None, samplers.seen(fresh))
             finished = self._take(scheduler, fresh, drawn)
-        scheduler.settled()
+        scheduler.prefill_done()
         reader.forget()
         return finished
 
-    def _graphs_for(self, running: list[Sample]) -> DecodeGraphs | None:
+    def _graphs_for(self, running: list[SequenceState]) -> DecodeGraphs | None:
         """Those that draw by the rule of everything that runs, or each row by its own."""
         captured = self.engine.captured
         if not captured.possible:
@@ -229,39 +231,39 @@ class BuiltinSession(OpenSession):
         if not self._prepared and alike(running) and running[0].sampling.rule == self.sampling.rule:
             return self._graphs
         settings = list({id(sample.sampling): sample.sampling for sample in running}.values())  # most are the same
-        return captured.decoding_by_rows(self._runner.cache, settings, self._longest)
+        return captured.decode_graphs_by_row(self._runner.cache, settings, self._longest)
 
     def _room(self, scheduler: Scheduler, graphs: DecodeGraphs | None, most: int | None) -> int:
         """Steps until the next look, at most `most`, with room for them."""
-        look = STEPS_BETWEEN_LOOKS if graphs is None else graphs.steps
+        look = CHUNK_SIZE if graphs is None else graphs.steps
         if graphs is not None and not scheduler.waiting and (most is None or most > look):
-            short = scheduler.short(graphs.steps_at_ease)
-            if scheduler.has_room(short):
-                look = graphs.steps_at_ease
+            short = scheduler.short(graphs.long_chunk_size)
+            if scheduler.can_allocate(short):
+                look = graphs.long_chunk_size
         steps = look if most is None else min(most, look)
-        if graphs is None or steps < graphs.steps_at_ease:
+        if graphs is None or steps < graphs.long_chunk_size:
             short = scheduler.short(steps)
-        scheduler.make_room(short)
+        scheduler.allocate(short)
         return steps
 
     def _decode(self, scheduler: Scheduler, graphs: DecodeGraphs | None, look: int) -> list[Rollout]:
         running = list(scheduler.running)
         steps = min(look, max([s.limit - s.ids.count for s in running]))
-        drawn: Drawn | None = None
+        drawn: SamplerOutput | None = None
         if graphs is not None:
             try:
                 running, drawn = graphs.run(self._runner, running, steps, self._while_it_draws)
-            except CannotCapture as error:
+            except CaptureFailed as error:
                 self.engine.captured.give_up(error)
         return self._take(scheduler, running, self._step_by_step(running, steps) if drawn is None else drawn)
 
     def _while_it_draws(self) -> None:
         if self._scheduler is not None:
-            self._scheduler.put_away()
+            self._scheduler.free_finished()
         if self.meanwhile is not None:
             self.meanwhile()
 
-    def _step_by_step(self, running: list[Sample], steps: int) -> Drawn:
+    def _step_by_step(self, running: list[SequenceState], steps: int) -> SamplerOutput:
         runner = self._runner
         tables = np.zeros((len(running), max(len(s.pages) for s in running) + 1), dtype=np.int64)
         for row, sample in enumerate(running):
@@ -271,7 +273,7 @@ class BuiltinSession(OpenSession):
         positions = torch.tensor([s.length for s in running], device=self.device)
         drawn = torch.tensor([len(s.ids) for s in running], device=self.device)
         last = tables.shape[1] * runner.cache.size - 1
-        results: list[Drawn] = []
+        results: list[SamplerOutput] = []
         sampler, seeds, seen = self._samplers.of(running), self._seeds(running), self._samplers.seen(running)
         for step in range(steps):
             # A sample past its end writes to page 0, which nobody reads.
@@ -280,21 +282,21 @@ class BuiltinSession(OpenSession):
             tokens = results[-1].tokens_B
             if seen is not None:
                 seen.scatter_(1, tokens[:, None], True)
-        return Drawn.stacked(results)
+        return SamplerOutput.stacked(results)
 
-    def _seeds(self, samples: list[Sample]) -> Tensor:
+    def _seeds(self, samples: list[SequenceState]) -> Tensor:
         return torch.tensor([s.seed for s in samples], device=self.device)
 
     def _draw(
         self, hidden: Tensor, sampler: Sampler | RowSampler, seeds: Tensor, drawn: Tensor | None, seen: Tensor | None
-    ) -> Drawn:
+    ) -> SamplerOutput:
         drawn = torch.zeros_like(seeds) if drawn is None else drawn
         found = sampler.draw(self._runner.logits(hidden), seeds, drawn, seen)
         # One different bit would part them for good.
         return replace(found, tokens_B=self.engine.tensor.of_first(found.tokens_B))
 
-    def _take(self, scheduler: Scheduler, samples: list[Sample], drawn: Drawn) -> list[Rollout]:
-        ended = take(samples, drawn, self.engine.tokenizer)
+    def _take(self, scheduler: Scheduler, samples: list[SequenceState], drawn: SamplerOutput) -> list[Rollout]:
+        ended = append_tokens(samples, drawn, self.engine.tokenizer)
         scheduler.finish([sample for sample, _ in ended])
         return [rollout_of(sample, finish, self.engine.version) for sample, finish in ended]
 
@@ -305,7 +307,7 @@ class BuiltinSession(OpenSession):
 # with kernels of their own (kernels/). Where that cannot be, and on a CPU, the same passes run as they come.
 
 
-READ_TOKENS = 8192  # prompt tokens in one pass
+MAX_NUM_BATCHED_TOKENS = 8192  # prompt tokens in one pass
 
 
 def require_packed(policy: Policy) -> None:
@@ -317,7 +319,7 @@ def require_packed(policy: Policy) -> None:
         )
 
 
-class BuiltinEngine(AnsweringEngine):
+class BuiltinEngine(BaseEngine):
     """While it answers, and until a stream is taken to its end or closed, the policy is the engine's. Of a policy that
     is split over processes, every process must ask, if for no prompts at all."""
 
@@ -326,33 +328,33 @@ class BuiltinEngine(AnsweringEngine):
         policy: Policy,
         tokenizer=None,
         *,
-        slots: int = 256,
+        max_num_seqs: int = 256,
         kv_tokens: int | None = None,
         page_size: int = PAGE_SIZE,
-        read_tokens: int = READ_TOKENS,
+        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
         weight_only_int8: bool = False,
-        keep_prefixes: bool = False,
+        prefix_caching: bool = False,
         eager: bool = False,
         tensor: Peers | None = None,
     ):
-        """`slots`: samples that run at once; `kv_tokens`: memory for keys and values (planned from what is free if
-        not given); `read_tokens`: prompt tokens in one pass; `weight_only_int8`: see int8.py; `keep_prefixes`: a call
-        goes on from what earlier ones have read and drawn with these weights, and not only a session from its own. In
-        the last bits that is not the same as reading anew. `eager`: no graphs are captured. `tensor`: the processes
-        that the policy's layers are cut over. All of them ask the same and draw the same tokens; what a process decides
-        by itself, they decide together."""
+        """`max_num_seqs`: sequences that run at once; `kv_tokens`: KV cache size (planned from free memory if not
+        given); `max_num_batched_tokens`: prompt tokens of one prefill pass; `weight_only_int8`: see linear.py;
+        `prefix_caching`: the prefix cache also outlives a call, and not only serves within one session. Results then
+        differ in the last bits from those of a full prefill. `eager`: capture no graphs. `tensor`: the processes of the
+        tensor-parallel group. All of them make the same calls and draw the same tokens; what one process decides alone
+        they decide together."""
         require_packed(policy)
-        self.policy, self.tokenizer, self.slots = policy, tokenizer, slots
-        self.read_tokens, self.keep_prefixes = read_tokens, keep_prefixes
+        self.policy, self.tokenizer, self.max_num_seqs = policy, tokenizer, max_num_seqs
+        self.max_num_batched_tokens, self.prefix_caching = max_num_batched_tokens, prefix_caching
         self.tensor = tensor or Peers()
         cut = self.tensor.size > 1
         with policy.at_work():
-            shape, arguments = Runner.measure(policy)
+            shape, arguments = ModelRunner.measure(policy)
             # Fused layers read whole weights. Of cut ones the modules know how to add up.
-            self.fused = None if cut else recognised(policy, shape, arguments, page_size)
-        self.memory = KVMemory(shape, page_size, kv_tokens, self.tensor)
+            self.fused = None if cut else build_fused_layers(policy, shape, arguments, page_size)
+        self.memory = KVCacheManager(shape, page_size, kv_tokens, self.tensor)
         # Every layer of a cut model waits for other processes, which nobody has tried in a captured graph.
-        self.captured = CapturedGraphs(policy, slots, possible=not eager and not cut)
+        self.captured = GraphCache(policy, max_num_seqs, possible=not eager and not cut)
         self.exact = shape.dtype == torch.float32 and not weight_only_int8
         self.version = 0
         self.context = generated_context(policy.config)
@@ -362,20 +364,20 @@ class BuiltinEngine(AnsweringEngine):
         self._session: BuiltinSession | None = None
         self._read_with: tuple | None = None  # the weights that what is kept was read with
 
-    def session(self, sampling: Sampling) -> BuiltinSession:
+    def session(self, sampling: SamplingParams) -> BuiltinSession:
         """Requests one by one; see engine.py above this folder. Until it is closed, the policy is the engine's. Of a
         policy that is split over processes, every process must open one, and close it."""
         return self._begun(sampling, True)
 
-    def session_of_call(self, sampling: Sampling) -> BuiltinSession:
-        return self._begun(sampling, self.keep_prefixes)
+    def batch_session(self, sampling: SamplingParams) -> BuiltinSession:
+        return self._begun(sampling, self.prefix_caching)
 
-    def _begun(self, sampling: Sampling, keeping: bool) -> BuiltinSession:
+    def _begun(self, sampling: SamplingParams, enabled: bool) -> BuiltinSession:
         if self._session is not None:
             raise UserError(AT_WORK)
         if sampling.stop_strings and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer; give the engine one")
-        session = self._session = BuiltinSession(self, sampling, keeping)
+        session = self._session = BuiltinSession(self, sampling, enabled)
         try:
             session.finally_do(self._ended)
             session.enter(self.policy.at_work())
@@ -390,19 +392,19 @@ class BuiltinEngine(AnsweringEngine):
     @property
     def _keeps(self) -> bool:
         """Between calls. Weights that are gathered for a call are written past torch's counts of what was written."""
-        return self.keep_prefixes and not is_split(self.policy)
+        return self.prefix_caching and not is_split(self.policy)
 
     def _ended(self) -> None:
         self._session = None
         if not self._keeps:
-            self.memory.forget()
+            self.memory.reset_prefix_cache()
 
     def _drop_what_is_stale(self) -> None:
         """Nobody need say that the weights have changed."""
         if self._keeps:
             weights = state_of(self.policy)
             if weights != self._read_with:
-                self.memory.forget()
+                self.memory.reset_prefix_cache()
             self._read_with = weights
 
     def weights_changed(self, version: int) -> None:
@@ -410,7 +412,7 @@ class BuiltinEngine(AnsweringEngine):
         if self._session is not None:
             raise UserError("the engine is at work; its weights may change when all its answers are taken")
         self.version = version
-        self.memory.forget()
+        self.memory.reset_prefix_cache()
 
     def abort(self, prompts: Collection[int] | None = None) -> None:
         """Stop the answers to these prompts, or all: the stream gives what they have so far, finished by "abort"."""

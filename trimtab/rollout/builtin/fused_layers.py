@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trimtab.models.hugging_face import first_line
 from trimtab.rollout.builtin.kv_cache import KVCache, KVShape
-from trimtab.rollout.builtin.linear import Adapted, adapted, int8_weights
+from trimtab.rollout.builtin.linear import LoraLinear, adapted, int8_weights
 
 logger = logging.getLogger(__name__)
 
@@ -109,14 +109,14 @@ def heads_of(
 def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
     from trimtab.rollout.builtin.kernels.fused_linear import can_join, joined_linear
     from trimtab.rollout.builtin.kernels.int8_linear import can_multiply, int8_product
-    from trimtab.rollout.builtin.kernels.lora_linear import adapted_product
+    from trimtab.rollout.builtin.kernels.lora_linear import lora_product
 
     modules = [attention.q_proj, attention.k_proj, attention.v_proj]
     weights = int8_weights(modules)
     if weights is not None and can_multiply(x_TD, weights):
         joined = int8_product(x_TD, weights)
     elif (layers := _described(modules, x_TD)) is not None:
-        joined = adapted_product(x_TD, layers)
+        joined = lora_product(x_TD, layers)
     elif len(x_TD) <= ROWS_OF_JOINED_PRODUCTS and can_join(x_TD, modules):
         joined = joined_linear(x_TD, modules)
     else:
@@ -128,7 +128,7 @@ def summands(module: nn.Module, x_TD: Tensor) -> Tensor:
     """What the module gives [T, D], or parts of its sum [parts, T, D]."""
     from trimtab.rollout.builtin.kernels.fused_linear import few_rows_apply, few_rows_parts
     from trimtab.rollout.builtin.kernels.int8_linear import can_multiply, int8_product
-    from trimtab.rollout.builtin.kernels.lora_linear import adapted_product
+    from trimtab.rollout.builtin.kernels.lora_linear import lora_product
 
     if few_rows_apply(x_TD, [module]) and module.bias is None:
         return few_rows_parts(x_TD, module)
@@ -136,7 +136,7 @@ def summands(module: nn.Module, x_TD: Tensor) -> Tensor:
     if weights is not None and can_multiply(x_TD, weights):
         return int8_product(x_TD, weights, parts=True)
     if (layers := _described([module], x_TD)) is not None:
-        return adapted_product(x_TD, layers, parts=True)
+        return lora_product(x_TD, layers, parts=True)
     return module(x_TD)
 
 
@@ -144,7 +144,7 @@ def opened(mlp: nn.Module, x_TD: Tensor) -> Tensor:
     from trimtab.rollout.builtin.kernels.fused_linear import can_join, few_rows_apply, few_rows_gated, gated_linear
     from trimtab.rollout.builtin.kernels.int8_linear import can_multiply, int8_gated
     from trimtab.rollout.builtin.kernels.layer_ops import gated
-    from trimtab.rollout.builtin.kernels.lora_linear import adapted_gated
+    from trimtab.rollout.builtin.kernels.lora_linear import lora_gated
 
     modules = [mlp.gate_proj, mlp.up_proj]
     if few_rows_apply(x_TD, modules) and modules[0].bias is None:
@@ -153,7 +153,7 @@ def opened(mlp: nn.Module, x_TD: Tensor) -> Tensor:
     if weights is not None and weights[0].bias_O is None and can_multiply(x_TD, weights):
         return int8_gated(x_TD, *weights)
     if (layers := _described(modules, x_TD)) is not None and layers[0].bias_O is None:
-        return adapted_gated(x_TD, *layers)
+        return lora_gated(x_TD, *layers)
     if len(x_TD) <= ROWS_OF_JOINED_PRODUCTS and can_join(x_TD, modules) and modules[0].bias is None:
         return gated_linear(x_TD, *modules)
     return gated(*(module(x_TD) for module in modules))
@@ -165,12 +165,12 @@ def _head_norms(attention: nn.Module) -> tuple[Tensor, Tensor, float] | None:
     return attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon
 
 
-def _described(modules: list[nn.Module], x_TD: Tensor) -> list[Adapted] | None:
+def _described(modules: list[nn.Module], x_TD: Tensor) -> list[LoraLinear] | None:
     """The layers, if they are for the kernels that know adapters and are made for wide models."""
-    from trimtab.rollout.builtin.kernels.lora_linear import can_adapt, is_wide
+    from trimtab.rollout.builtin.kernels.lora_linear import is_wide, lora_applies
 
     layers = [layer for module in modules if (layer := adapted(module)) is not None]
-    if len(layers) < len(modules) or not can_adapt(x_TD, layers):
+    if len(layers) < len(modules) or not lora_applies(x_TD, layers):
         return None
     plain = all(type(module) is nn.Linear for module in modules)
     return layers if not plain or is_wide(x_TD, layers) else None
@@ -181,7 +181,7 @@ def _described(modules: list[nn.Module], x_TD: Tensor) -> list[Adapted] | None:
 # there this is a few launches.
 
 
-def compile_ahead(fused: FusedLayers, shape: KVShape, page: int, sizes: tuple[int, ...]) -> None:
+def precompile(fused: FusedLayers, shape: KVShape, page: int, sizes: tuple[int, ...]) -> None:
     """For passes of so many rows that decode with such pages."""
     from trimtab.rollout.builtin.kernels.layer_ops import INTERPRETED
 

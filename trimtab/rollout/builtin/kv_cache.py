@@ -8,7 +8,7 @@ from torch import Tensor
 from trimtab.distributed.device import has_kernels
 from trimtab.distributed.memory import free_memory
 from trimtab.distributed.peers import Peers
-from trimtab.rollout.builtin.prefix_cache import KeptPages, PagePool
+from trimtab.rollout.builtin.prefix_cache import BlockPool, PrefixCache
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ SHARE_OF_FREE = 0.7  # the rest is for the passes themselves
 WORTH_WHILE = 128  # kept tokens: with fewer a prompt is read whole, in one pass with others that are
 
 
-class KVMemory:
+class KVCacheManager:
     """Memory as given in `tokens`, or planned from what is free; kept until it is released.
 
     When it is too little it becomes larger where it is: whoever works with the cache, the pool and what is kept has
@@ -89,7 +89,7 @@ class KVMemory:
 
     def release(self) -> None:
         self._cache: KVCache | None = None
-        self._pages: tuple[PagePool, KeptPages] | None = None
+        self._pages: tuple[BlockPool, PrefixCache] | None = None
         self._wanted = 0  # pages that the cache was made for; it has fewer where memory was short
 
     def cache(self, samples: int, longest: int, device: torch.device) -> KVCache:
@@ -101,22 +101,24 @@ class KVMemory:
             self._enlarge(self._cache, wanted, free_memory(device))
         if self._cache is None:
             pages = self.pages(samples, longest, free_memory(device))
-            self._cache, pool = KVCache(self.shape, pages, self.page_size, device), PagePool(pages, self.page_size)
-            self._pages = pool, KeptPages(pool, WORTH_WHILE if has_kernels(device) else 0)
+            self._cache, pool = KVCache(self.shape, pages, self.page_size, device), BlockPool(pages, self.page_size)
+            self._pages = pool, PrefixCache(pool, WORTH_WHILE if has_kernels(device) else 0)
         self._wanted = max(self._wanted, wanted)
         return self._cache
 
     def _enough(self, wanted: int) -> int:
         """Pages, with room for what is kept beside those that are wanted, up to as many again."""
-        return wanted + min(self.kept.alone, wanted)
+        return wanted + min(self.prefix_cache.num_evictable, wanted)
 
     def _enlarge(self, cache: KVCache, wanted: int, free: int) -> None:
         # At least twice as many, so that requests that come one by one do not copy all of it every time.
         pages = min(max(wanted, 2 * cache.pages), self._affordable(free))
-        if self.pool.used > 0 and pages > cache.pages:
+        if self.pool.num_used > 0 and pages > cache.pages:
             cache.grow(pages)
             self.pool.grow(pages)
-        elif self.pool.used == self.kept.alone:  # nobody is at work with it: its own room may be planned anew
+        elif (
+            self.pool.num_used == self.prefix_cache.num_evictable
+        ):  # nobody is at work with it: its own room may be planned anew
             pages = min(wanted, self._affordable(free + self.held))
             if pages > cache.pages:
                 self._renew(cache, pages)
@@ -124,26 +126,26 @@ class KVMemory:
     def _renew(self, cache: KVCache, pages: int) -> None:
         assert self._pages is not None
         pool, kept = both = self._pages
-        kept.forget()
+        kept.clear()
         self.release()  # there is none, should making it fail
         cache.renew(pages)
         pool.grow(pages)
         self._cache, self._pages = cache, both
 
     @property
-    def pool(self) -> PagePool:
+    def pool(self) -> BlockPool:
         assert self._pages is not None
         return self._pages[0]
 
     @property
-    def kept(self) -> KeptPages:
+    def prefix_cache(self) -> PrefixCache:
         assert self._pages is not None
         return self._pages[1]
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """What was read and drawn."""
         if self._pages is not None:
-            self.kept.forget()
+            self.prefix_cache.clear()
 
     def wanted(self, samples: int, longest: int) -> int:
         """Pages, if there is room for them."""

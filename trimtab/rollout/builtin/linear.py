@@ -117,7 +117,7 @@ def int8_weights(modules: list[nn.Module]) -> list[Int8Weight] | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Adapted:
+class LoraLinear:
     """A linear layer that kernels can multiply by. One without an adapter has neither A nor B."""
 
     weight_OI: Tensor
@@ -131,10 +131,10 @@ class Adapted:
         return 0 if self.a_RI is None else len(self.a_RI)
 
 
-def adapted(module: nn.Module) -> Adapted | None:
+def adapted(module: nn.Module) -> LoraLinear | None:
     """None: only the module itself knows what it does (4-bit or int8 weights, DoRA, several adapters at once)."""
     if type(module) is nn.Linear:
-        return None if "forward" in vars(module) else Adapted(module.weight, module.bias)
+        return None if "forward" in vars(module) else LoraLinear(module.weight, module.bias)
     if not hasattr(module, "lora_A"):
         return None
     from peft.tuners.lora import Linear
@@ -143,11 +143,11 @@ def adapted(module: nn.Module) -> Adapted | None:
         return None
     weight, bias = module.base_layer.weight, module.base_layer.bias
     if module.disable_adapters or module.merged:
-        return None if module.disable_adapters and module.merged else Adapted(weight, bias)
+        return None if module.disable_adapters and module.merged else LoraLinear(weight, bias)
     names = [name for name in module.active_adapters if name in module.lora_A]
     if not names:
-        return Adapted(weight, bias)
+        return LoraLinear(weight, bias)
     a, b = module.lora_A[names[0]], module.lora_B[names[0]]
     if len(names) > 1 or names[0] in module.lora_variant or b.bias is not None:
         return None
-    return Adapted(weight, bias, a.weight, b.weight, module.scaling[names[0]])
+    return LoraLinear(weight, bias, a.weight, b.weight, module.scaling[names[0]])

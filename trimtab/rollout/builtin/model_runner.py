@@ -21,21 +21,21 @@ from trimtab.models.policy import Policy
 from trimtab.rollout.builtin.attention import (
     NAME,
     Arguments,
+    AttentionProbe,
     CachedAttention,
-    Continued,
-    Decoding,
-    MeasuringAttention,
-    OnePart,
-    Reading,
+    CachedPrefill,
+    DecodeMetadata,
+    PrefillMetadata,
+    SinglePart,
     register,
 )
 from trimtab.rollout.builtin.kv_cache import KVCache, KVShape
 
 if TYPE_CHECKING:
-    from trimtab.rollout.builtin.kernels.decode_step import Begun
+    from trimtab.rollout.builtin.kernels.decode_step import DecodeInputs
 from trimtab.models.comparing import off_by
 from trimtab.models.hugging_face import first_line
-from trimtab.rollout.builtin.fused_layers import FusedLayers, compile_ahead
+from trimtab.rollout.builtin.fused_layers import FusedLayers, precompile
 
 _LOOKED_AT = 16  # numbers of every tensor
 
@@ -71,7 +71,7 @@ def state_of(policy: Policy) -> tuple:
 
 
 @contextlib.contextmanager
-def generating(policy: Policy, attention: CachedAttention | MeasuringAttention) -> Iterator[None]:
+def generating(policy: Policy, attention: CachedAttention | AttentionProbe) -> Iterator[None]:
     """The policy's layers attend by this, in evaluation mode."""
     register()
     before, training = policy.inner.config._attn_implementation, policy.training
@@ -86,7 +86,7 @@ def generating(policy: Policy, attention: CachedAttention | MeasuringAttention) 
         policy.train(training)
 
 
-class Runner:
+class ModelRunner:
     """To be entered: then the policy generates, until it is left."""
 
     def __init__(self, policy: Policy, cache: KVCache, fused: "FusedLayers | None" = None):
@@ -101,7 +101,7 @@ class Runner:
         """What the model's layers keep of a token, and what each asks of its attention.
 
         Asked of them, since configurations name it differently."""
-        attention = MeasuringAttention()
+        attention = AttentionProbe()
         with generating(policy, attention):
             one = torch.zeros((1, 1), dtype=torch.long, device=policy.device)
             policy.inner.base_model(input_ids=one, attention_mask=unpadded(one), position_ids=one, use_cache=False)
@@ -112,7 +112,7 @@ class Runner:
             )
         return KVShape(len(shapes), *shapes[0]), [arguments for _, arguments in attention.calls]
 
-    def __enter__(self) -> "Runner":
+    def __enter__(self) -> "ModelRunner":
         self.attention = CachedAttention(self.cache)
         self._generating = generating(self.policy, self.attention)
         self._generating.__enter__()
@@ -136,11 +136,11 @@ class Runner:
             start += own
         row, ids = PackedRow.of(spans, self.device), torch.tensor(ids, device=self.device)
         goes_on = any(done for _, done, _ in sequences)
-        continued = Continued(spans, wholes, self.device) if goes_on else None
-        hidden = self.hidden_of_row(row, ids, self._tensor(*positions), self._tensor(*places), continued)
+        continued = CachedPrefill(spans, wholes, self.device) if goes_on else None
+        hidden = self.hidden_states(row, ids, self._tensor(*positions), self._tensor(*places), continued)
         return hidden[[span.start + span.length - 1 for span in spans]]
 
-    def read_answers(self, prompts: list[tuple[list[int], list[tuple[list[int], list[int]]]]]) -> None:
+    def prefill_answers(self, prompts: list[tuple[list[int], list[tuple[list[int], list[int]]]]]) -> None:
         """Read answers (ids, pages of the whole sequence) to prompts that are in their pages already. Each prompt's
         tokens stand in the row for its answers to look at, and are stored nowhere: attention is that of one packed
         row, where going on from pages would be several launches for every answer and layer."""
@@ -160,20 +160,20 @@ class Runner:
                 places.append(self.places(pages, whole)[before:])
                 start += len(tokens)
         row = PackedRow.of(spans, self.device)
-        self.hidden_of_row(row, self._tensor(np.array(ids)), self._tensor(*positions), self._tensor(*places))
+        self.hidden_states(row, self._tensor(np.array(ids)), self._tensor(*positions), self._tensor(*places))
 
     def _tensor(self, *parts: np.ndarray) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(self.device)
 
-    def hidden_of_row(
+    def hidden_states(
         self,
         row: PackedRow,
         ids_T: Tensor,
         positions_T: Tensor,
         places_T: Tensor,
-        continued: Continued | OnePart | None = None,
+        continued: CachedPrefill | SinglePart | None = None,
     ) -> Tensor:
-        self.attention.begin(Reading(row, places_T, continued))
+        self.attention.begin(PrefillMetadata(row, places_T, continued))
         return self._hidden(ids_T[None], positions_T[None], places_T)[0]
 
     def decode(self, tokens_B: Tensor, positions_B: Tensor, tables_BP: Tensor, idle_B: Tensor | None = None) -> Tensor:
@@ -183,15 +183,17 @@ class Runner:
         if idle_B is not None:
             page = page.masked_fill(idle_B, 0)
         places = page * size + positions_B % size
-        self.attention.begin(Decoding(places, tables_BP, positions_B + 1))
+        self.attention.begin(DecodeMetadata(places, tables_BP, positions_B + 1))
         return self._hidden(tokens_B[:, None], positions_B[:, None], places)[:, 0]
 
-    def decode_from(self, begun: "Begun", tables_BP: Tensor) -> Tensor:
+    def decode_from(self, decode_inputs: "DecodeInputs", tables_BP: Tensor) -> Tensor:
         """The same of fused layers, whose input is there."""
         assert self.fused is not None
-        self.attention.begin(Decoding(begun.places_B, tables_BP, begun.lengths_B))
-        attend, places = self.attention.attend, begun.places_B
-        return self.fused.through(self.fused.all, begun.stream_BD, begun.angles, self.cache, places, attend)
+        self.attention.begin(DecodeMetadata(decode_inputs.places_B, tables_BP, decode_inputs.lengths_B))
+        attend, places = self.attention.attend, decode_inputs.places_B
+        return self.fused.through(
+            self.fused.all, decode_inputs.stream_BD, decode_inputs.angles, self.cache, places, attend
+        )
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         raw = whole_logits(hidden_ND, self.policy.head)
@@ -230,18 +232,18 @@ WHOLE_TOLERANCE = 0.3
 READ = 9  # tokens, before one is decoded
 
 
-def recognised(policy: Policy, shape: KVShape, arguments: list[dict], page: int) -> FusedLayers | None:
+def build_fused_layers(policy: Policy, shape: KVShape, arguments: list[dict], page: int) -> FusedLayers | None:
     """The policy's layers fused, where the device has kernels and the numbers are its own. `page`: its tokens, in the
     memory that they will work with."""
     backbone = policy.inner.base_model
     # Fused projections cut query, key and value into heads of one width.
-    if shape.key_width != shape.value_width or not has_kernels(policy.device) or not looks_like_llama(backbone):
+    if shape.key_width != shape.value_width or not has_kernels(policy.device) or not is_supported(backbone):
         return None
     used = ("scaling", "sliding_window", "softcap")
     fused = FusedLayers(backbone, [{name: asked.get(name) for name in used} for asked in arguments])
     try:
-        compile_ahead(fused, shape, page, (1, READ))
-        return fused if does_the_same(fused, policy, shape, page) else None
+        precompile(fused, shape, page, (1, READ))
+        return fused if passes_self_check(fused, policy, shape, page) else None
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a device's compiler may fail in many ways, and the modules need none
@@ -250,10 +252,10 @@ def recognised(policy: Policy, shape: KVShape, arguments: list[dict], page: int)
 
 
 @torch.no_grad()
-def does_the_same(fused: FusedLayers, policy: Policy, shape: KVShape, page: int) -> bool:
+def passes_self_check(fused: FusedLayers, policy: Policy, shape: KVShape, page: int) -> bool:
     with _streams(fused.backbone) as passes:
         expected = _few_hidden_states(policy, _memory(shape, page, policy.device), None)
-    followed = FollowedLayers(fused, passes)
+    followed = CheckedLayers(fused, passes)
     found = _few_hidden_states(policy, _memory(shape, page, policy.device), followed)
     ends = _is_close(found, expected, torch.zeros_like(expected))
     whole = _few_hidden_states(policy, _memory(shape, page, policy.device), fused).float() - expected.float()
@@ -261,7 +263,7 @@ def does_the_same(fused: FusedLayers, policy: Policy, shape: KVShape, page: int)
     return followed.same and ends and bool(whole.norm() <= WHOLE_TOLERANCE * expected.float().norm())
 
 
-class FollowedLayers(FusedLayers):
+class CheckedLayers(FusedLayers):
     """Each layer goes on from what the modules' last one left, and is compared with theirs."""
 
     def __init__(self, fused: FusedLayers, passes: list[list[Tensor]]):
@@ -314,13 +316,13 @@ def _few_hidden_states(policy: Policy, cache: KVCache, fused: FusedLayers | None
     ids = [(7 * i + 3) % policy.head.out_features for i in range(READ + 1)]
     pages = list(range(1, -(-len(ids) // cache.size) + 1))
     tensor = partial(torch.tensor, device=policy.device)
-    with Runner(policy, cache, fused) as runner:
+    with ModelRunner(policy, cache, fused) as runner:
         read = runner.read([(ids[:-1], 0, pages)])
         decoded = runner.decode(tensor(ids[-1:]), tensor([len(ids) - 1]), tensor([pages]))
     return torch.cat([read, decoded])
 
 
-def looks_like_llama(backbone: nn.Module) -> bool:
+def is_supported(backbone: nn.Module) -> bool:
     names = {"embed_tokens", "layers", "norm", "rotary_emb"}
     silu = getattr(backbone.config, "hidden_act", None) in ("silu", "swish")
     return silu and names == _children(backbone) and all(_is_known_layer(layer) for layer in backbone.layers)

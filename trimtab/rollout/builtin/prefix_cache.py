@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 
-class PagePool:
+class BlockPool:
     def __init__(self, pages: int, size: int):
         """`pages` besides page 0, each of `size` tokens."""
         self.size = size
@@ -25,17 +25,17 @@ class PagePool:
         self.total = pages
 
     @property
-    def used(self) -> int:
-        return self.total - self.free
+    def num_used(self) -> int:
+        return self.total - self.num_free
 
     @property
-    def free(self) -> int:
+    def num_free(self) -> int:
         return len(self._free)
 
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
-    def take(self, count: int) -> list[int] | None:
+    def allocate(self, count: int) -> list[int] | None:
         """`count` fresh pages, or None if there are not that many."""
         if count > len(self._free):
             return None
@@ -53,7 +53,7 @@ class PagePool:
         for page in pages:
             shared[page] = shared.get(page, 1) + 1
 
-    def give_back(self, pages: Sequence[int]) -> None:
+    def free(self, pages: Sequence[int]) -> None:
         """One holder fewer of each; a page without holders is free."""
         shared = self.shared
         if shared:
@@ -83,48 +83,48 @@ TOKEN = array("i").itemsize  # bytes
 
 
 @dataclass
-class Found:
+class PrefixHit:
     """The beginning of a prompt, as far as it is kept."""
 
     tokens: int = 0
     pages: list[int] = field(default_factory=list)  # whole ones
     tail: int | None = None  # the page to copy that holds what the whole ones do not
 
-    def without_tail(self, size: int) -> "Found":
+    def without_tail(self, size: int) -> "PrefixHit":
         """Only its whole pages, of `size` tokens."""
-        return Found(len(self.pages) * size, self.pages)
+        return PrefixHit(len(self.pages) * size, self.pages)
 
 
-class Run:
+class Node:
     """Pages one behind the other with their tokens, as bytes, and the runs that were filled behind them: each by what
     is in its first page."""
 
     __slots__ = ("after", "before", "pages", "tokens")
 
-    def __init__(self, tokens: bytes, pages: list[int], before: "Run | None"):
+    def __init__(self, tokens: bytes, pages: list[int], before: "Node | None"):
         self.tokens, self.pages, self.before = tokens, pages, before
-        self.after: dict[bytes, Run] = {}
+        self.after: dict[bytes, Node] = {}
 
 
-class KeptPages:
-    def __init__(self, pool: PagePool, least: int):
+class PrefixCache:
+    def __init__(self, pool: BlockPool, least: int):
         """`least`: tokens that must be saved for it to be worth while, unless they are more than what is left."""
         self.pool, self.least = pool, least
-        self.keeping = False
+        self.enabled = False
         self._page = pool.size * TOKEN
-        self._first = Run(b"", [], None)  # before all sequences
-        self._order: OrderedDict[Run, None] = OrderedDict()  # the one used longest ago first
+        self._first = Node(b"", [], None)  # before all sequences
+        self._order: OrderedDict[Node, None] = OrderedDict()  # the one used longest ago first
         self._pages: set[int] = set()  # of all of them
 
     @property
-    def alone(self) -> int:
+    def num_evictable(self) -> int:
         """Pages that nobody else holds: so many more would be free. Asked at every look, so not counted one by one."""
         return len(self._pages) - len(self._pages.intersection(self.pool.shared))
 
-    def find(self, ids: list[int]) -> Found:
+    def lookup(self, ids: list[int]) -> PrefixHit:
         """What is kept of this beginning, but for the last token: it must be read to go on from it."""
-        if not self.keeping:
-            return Found()
+        if not self.enabled:
+            return PrefixHit()
         text = array("i", ids).tobytes()
         path, reached = self._path(text)
         if reached % self._page == 0 and (tail := self._part_of_a_page(path, text[reached : reached + self._page])):
@@ -133,28 +133,28 @@ class KeptPages:
         self._touch(path)
         tokens = min(reached // TOKEN, len(ids) - 1)
         if tokens < max(1, min(self.least, len(ids) - tokens)):
-            return Found()
+            return PrefixHit()
         whole, rest = divmod(tokens, self.pool.size)
         pages = [page for run in path for page in run.pages]
-        return Found(tokens, pages[:whole], pages[whole] if rest else None)
+        return PrefixHit(tokens, pages[:whole], pages[whole] if rest else None)
 
-    def keep(self, ids: list[int], pages: list[int]) -> None:
+    def insert(self, ids: list[int], pages: list[int]) -> None:
         """Hold these pages, filled with the keys and values of `ids`, besides their present holder."""
-        if not self.keeping:
+        if not self.enabled:
             return
         text = array("i", ids[: len(pages) * self.pool.size]).tobytes()
         path, reached = self._path(text, whole=True)
         if reached < len(text):
             before = path[-1] if path else self._first
             new = pages[reached // self._page : -(-len(text) // self._page)]
-            self._join(Run(text[reached:], new, before), before)
+            self._join(Node(text[reached:], new, before), before)
             self.pool.share(new)
             self._pages.update(new)
         self._touch(path)
 
     def evict(self, free: int) -> None:
         """Let go until so many pages are free, or nothing is kept."""
-        missing, gone = free - self.pool.free, []
+        missing, gone = free - self.pool.num_free, []
         while missing > 0 and self._order:
             oldest = next(iter(self._order))
             assert oldest.before is not None and not oldest.after
@@ -166,19 +166,19 @@ class KeptPages:
             if not oldest.pages:
                 del self._order[oldest], oldest.before.after[first]
         self._pages.difference_update(gone)
-        self.pool.give_back(gone)
+        self.pool.free(gone)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Let all go."""
-        self.pool.give_back([page for run in self._order for page in run.pages])
+        self.pool.free([page for run in self._order for page in run.pages])
         self._first.after.clear()
         self._order.clear()
         self._pages.clear()
 
-    def _path(self, text: bytes, *, whole: bool = False) -> tuple[list[Run], int]:
+    def _path(self, text: bytes, *, whole: bool = False) -> tuple[list[Node], int]:
         """The runs that this text begins with, the last one split where they part, and how many bytes they hold. A page
         that is filled in part ends it; `whole`: and is in it only where the text ends there too."""
-        path: list[Run] = []
+        path: list[Node] = []
         last, start, page = self._first, 0, self._page
         while start % page == 0 and (run := last.after.get(text[start : start + page])) is not None:
             same = self._same(run.tokens, text[start : start + len(run.tokens)])
@@ -199,27 +199,27 @@ class KeptPages:
         differ = (both[0] != both[1]).any(1)
         return self._page * (int(differ.argmax()) if differ.any() else pages)
 
-    def _part_of_a_page(self, path: list[Run], text: bytes) -> Run | None:
+    def _part_of_a_page(self, path: list[Node], text: bytes) -> Node | None:
         """A page that is filled in part with what comes next in the text."""
         after = (path[-1] if path else self._first).after
         lengths = range(len(text) - TOKEN, 0, -TOKEN) if after else ()
         return next((after[text[:length]] for length in lengths if text[:length] in after), None)
 
-    def _split(self, run: Run, at: int) -> Run:
+    def _split(self, run: Node, at: int) -> Node:
         """The beginning of a run, up to this byte, as a run of its own."""
         assert run.before is not None
         count = at // self._page
-        beginning = Run(run.tokens[:at], run.pages[:count], run.before)
+        beginning = Node(run.tokens[:at], run.pages[:count], run.before)
         self._join(beginning, run.before)
         run.tokens, run.pages, run.before = run.tokens[at:], run.pages[count:], beginning
         beginning.after[run.tokens[: self._page]] = run
         return beginning
 
-    def _join(self, run: Run, before: Run) -> None:
+    def _join(self, run: Node, before: Node) -> None:
         before.after[run.tokens[: self._page]] = run
         self._order[run] = None
 
-    def _touch(self, path: Sequence[Run]) -> None:
+    def _touch(self, path: Sequence[Node]) -> None:
         use = self._order.move_to_end
         for run in reversed(path):  # so that a beginning is always younger than its ends
             use(run)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from trimtab.distributed.device import has_kernels
-from trimtab.rollout.builtin.scheduler import Sample
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.builtin.scheduler import SequenceState
+from trimtab.rollout.sampling import SamplingParams
 
 
 def uniform(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
@@ -41,14 +41,14 @@ def _wrapped(constant: int) -> int:
 
 
 @dataclass
-class Drawn:
+class SamplerOutput:
     tokens_B: Tensor
     log_probs_B: Tensor
     plain_B: Tensor | None  # log-probs at temperature 1, where asked for
     likely_BK: tuple[Tensor, Tensor] | None = None  # the most likely tokens and their log-probs, where asked for
 
     @classmethod
-    def stacked(cls, steps: list["Drawn"]) -> "Drawn":
+    def stacked(cls, steps: list["SamplerOutput"]) -> "SamplerOutput":
         """Of several steps: [B, steps] each, and [B, steps, K]."""
         plain = None if steps[0].plain_B is None else torch.stack([s.plain_B for s in steps], 1)
         found = cls(torch.stack([s.tokens_B for s in steps], 1), torch.stack([s.log_probs_B for s in steps], 1), plain)
@@ -75,7 +75,7 @@ class Drawn:
 class Sampler:
     """One sampling setting, ready for logits of one vocabulary."""
 
-    def __init__(self, sampling: Sampling, vocabulary: int, device: torch.device):
+    def __init__(self, sampling: SamplingParams, vocabulary: int, device: torch.device):
         self.sampling = sampling
         self.bias = None
         if sampling.logit_bias or sampling.forbidden_tokens:
@@ -97,7 +97,7 @@ class Sampler:
         """Tokens that end each of so many rows: the same ones [K]."""
         return self.stops
 
-    def draw(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> Drawn:
+    def draw(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> SamplerOutput:
         """`drawn_B`: how many tokens each sequence has drawn; `seen_BV`: tokens it has had (repetition penalty)."""
         sampling = self.sampling
         raw = logits_BV.float()
@@ -118,7 +118,7 @@ class Sampler:
             tokens = drawn_from(chosen_from, seeds_B, drawn_B)
         return with_log_probs(tokens, logits, raw, plain=sampling.plain_log_probs, likely=sampling.top_log_probs)
 
-    def _draw_by_kernel(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> Drawn:
+    def _draw_by_kernel(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> SamplerOutput:
         from trimtab.rollout.builtin.kernels.decode_step import draw_plainly
 
         temperature = self.sampling.temperature
@@ -134,7 +134,7 @@ class Sampler:
             log_probs = torch.where(early_B, picked - whole, drawn_from)
         plain = log_probs_of(logits_BV, tokens) if self.sampling.plain_log_probs else None
         most = self.sampling.top_log_probs
-        return Drawn(tokens, log_probs, plain, likeliest(logits_BV / temperature, most) if most else None)
+        return SamplerOutput(tokens, log_probs, plain, likeliest(logits_BV / temperature, most) if most else None)
 
     def _adjusted(self, logits: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> Tensor:
         """What tokens are chosen from: the model's logits with everything the setting asks for."""
@@ -150,10 +150,12 @@ class Sampler:
         return logits
 
 
-def with_log_probs(tokens_B: Tensor, logits_BV: Tensor, raw_BV: Tensor, *, plain: bool, likely: int) -> Drawn:
+def with_log_probs(tokens_B: Tensor, logits_BV: Tensor, raw_BV: Tensor, *, plain: bool, likely: int) -> SamplerOutput:
     """`logits_BV`: at the temperature; `raw_BV`: at 1, for the plain ones; `likely`: so many most likely tokens."""
     at_one = log_probs_of(raw_BV, tokens_B) if plain else None
-    return Drawn(tokens_B, log_probs_of(logits_BV, tokens_B), at_one, likeliest(logits_BV, likely) if likely else None)
+    return SamplerOutput(
+        tokens_B, log_probs_of(logits_BV, tokens_B), at_one, likeliest(logits_BV, likely) if likely else None
+    )
 
 
 def drawn_from(logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> Tensor:
@@ -195,7 +197,7 @@ def _filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 # known to the host; the numbers are tensors.
 
 
-class Kind(NamedTuple):
+class SamplingKind(NamedTuple):
     """What is done for all rows because one of them asks for it."""
 
     filtered: bool  # top_k, top_p, min_p
@@ -205,7 +207,7 @@ class Kind(NamedTuple):
     likely: int  # the most alternatives that one asks for
 
     @classmethod
-    def of(cls, settings: Sequence[Sampling]) -> "Kind":
+    def of(cls, settings: Sequence[SamplingParams]) -> "SamplingKind":
         return cls(
             any(s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0) for s in settings),
             any(s.min_new_tokens > 0 and s.stop_token_ids for s in settings),
@@ -219,23 +221,23 @@ class Kind(NamedTuple):
         """Nothing but a temperature lies between logits and draw, or the most likely token is taken."""
         return not (self.filtered or self.waits or self.likely)
 
-    def covers(self, other: "Kind") -> bool:
+    def covers(self, other: "SamplingKind") -> bool:
         return all(own >= others for own, others in zip(self, other))
 
-    def together_with(self, other: "Kind") -> "Kind":
+    def together_with(self, other: "SamplingKind") -> "SamplingKind":
         sizes = max(self.stops, other.stops), self.plain or other.plain, max(self.likely, other.likely)
-        return Kind(self.filtered or other.filtered, self.waits or other.waits, *sizes)
+        return SamplingKind(self.filtered or other.filtered, self.waits or other.waits, *sizes)
 
 
-def numbers_of(setting: Sampling) -> tuple[float, ...]:
+def numbers_of(setting: SamplingParams) -> tuple[float, ...]:
     """What `RowSampler` has of a row."""
     greedy, least = setting.temperature == 0, math.log(setting.min_p) if setting.min_p > 0 else -math.inf
     return setting.temperature or 1.0, greedy, setting.top_k, setting.top_p, least, setting.min_new_tokens
 
 
 class RowSampler:
-    def __init__(self, settings: Sequence[Sampling], device: torch.device):
-        self.kind = Kind.of(settings)
+    def __init__(self, settings: Sequence[SamplingParams], device: torch.device):
+        self.kind = SamplingKind.of(settings)
         self.numbers_BN = torch.tensor([numbers_of(s) for s in settings], dtype=torch.float32, device=device)
         self.stops_BK = _padded([s.stop_token_ids for s in settings], -1, torch.long, device)
         biases = [{**s.logit_bias, **dict.fromkeys(s.forbidden_tokens, -math.inf)} for s in settings]
@@ -244,21 +246,21 @@ class RowSampler:
             tokens = _padded([list(bias) for bias in biases], 0, torch.long, device)
             self.bias = tokens, _padded([list(bias.values()) for bias in biases], 0.0, torch.float32, device)
         self.penalties_B1 = torch.tensor([[s.repetition_penalty] for s in settings], device=device)
-        self._followed: list[Sampling] = []
+        self._followed: list[SamplingParams] = []
 
     @classmethod
-    def blank(cls, kind: Kind, rows: int, device: torch.device) -> "RowSampler":
+    def blank(cls, kind: SamplingKind, rows: int, device: torch.device) -> "RowSampler":
         """For at most so many rows of this kind, which are told before every draw; without biases and penalties."""
-        made = cls([Sampling()] * rows, device)
+        made = cls([SamplingParams()] * rows, device)
         made.kind, made.stops_BK = kind, torch.full((rows, kind.stops), -1, device=device)
         return made
 
-    def follow(self, settings: Sequence[Sampling]) -> None:
+    def follow(self, settings: Sequence[SamplingParams]) -> None:
         """The first rows have these settings from now on, the others none; in the tensors that there are."""
         if len(settings) == len(self._followed) and all(map(is_, settings, self._followed)):
             return
         self._followed = list(settings)
-        others = [Sampling()] * (len(self.numbers_BN) - len(settings))
+        others = [SamplingParams()] * (len(self.numbers_BN) - len(settings))
         rows = [*settings, *others]
         self.numbers_BN.copy_(torch.tensor([numbers_of(s) for s in rows], dtype=torch.float32))
         if self.kind.stops:
@@ -272,7 +274,7 @@ class RowSampler:
         """Tokens that end each of so many rows: its own [rows, K]."""
         return self.stops_BK[:rows]
 
-    def draw(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> Drawn:
+    def draw(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> SamplerOutput:
         """As Sampler.draw."""
         raw = logits_BV.float()
         temperature, greedy, top_k, top_p, least, _ = self.numbers_BN[: len(raw)].split(1, dim=1)
@@ -285,7 +287,7 @@ class RowSampler:
         tokens = torch.where(greedy[:, 0] > 0, first, drawn_from(chosen_from, seeds_B, drawn_B))
         return with_log_probs(tokens, raw / temperature, raw, plain=self.kind.plain, likely=self.kind.likely)
 
-    def _draw_by_kernel(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> Drawn:
+    def _draw_by_kernel(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> SamplerOutput:
         from trimtab.rollout.builtin.kernels.decode_step import draw_plainly
 
         temperature, greedy = self.numbers_BN[: len(logits_BV), :2].unbind(1)
@@ -293,7 +295,7 @@ class RowSampler:
         picked, first = logits_BV.gather(-1, tokens[:, None])[:, 0], logits_BV.max(-1)
         log_probs = torch.where(greedy > 0, log_probs + (first.values - picked) / temperature, log_probs)
         tokens = torch.where(greedy > 0, first.indices, tokens)
-        return Drawn(tokens, log_probs, log_probs_of(logits_BV, tokens) if self.kind.plain else None)
+        return SamplerOutput(tokens, log_probs, log_probs_of(logits_BV, tokens) if self.kind.plain else None)
 
     def _adjusted(self, logits: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> Tensor:
         if seen_BV is not None:
@@ -332,12 +334,12 @@ def _filled(row: Sequence[float], width: int, filling: float) -> list[float]:
 # ---- Which sampler draws for the samples at work: one for all of them, or each row by its own setting.
 
 
-class Samplers:
+class SamplerCache:
     def __init__(self, vocabulary: int, device: torch.device):
         self.vocabulary, self.device = vocabulary, device
         self._last: Sampler | None = None
 
-    def of(self, samples: Sequence[Sample]) -> Sampler | RowSampler:
+    def of(self, samples: Sequence[SequenceState]) -> Sampler | RowSampler:
         if not alike(samples):
             return RowSampler([sample.sampling for sample in samples], self.device)
         setting = samples[0].sampling
@@ -345,7 +347,7 @@ class Samplers:
             self._last = Sampler(setting, self.vocabulary, self.device)
         return self._last
 
-    def seen(self, samples: Sequence[Sample]) -> Tensor | None:
+    def seen(self, samples: Sequence[SequenceState]) -> Tensor | None:
         """With a repetition penalty: which tokens stand in each sample or its prompt, [samples, vocabulary]."""
         if all(sample.sampling.repetition_penalty == 1.0 for sample in samples):
             return None
@@ -357,7 +359,7 @@ class Samplers:
         return seen
 
 
-def alike(samples: Sequence[Sample]) -> bool:
+def alike(samples: Sequence[SequenceState]) -> bool:
     """Whether one rule draws for all of them."""
     first = samples[0].sampling
     return all(sample.sampling is first or sample.sampling.rule == first.rule for sample in samples)

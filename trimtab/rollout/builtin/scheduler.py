@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trimtab.errors import UserError
-from trimtab.rollout.builtin.prefix_cache import Found, KeptPages
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.builtin.prefix_cache import PrefixCache, PrefixHit
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft
 
 
-class Column:
+class GrowingArray:
     """It grows at its end, by arrays that nobody writes into any more. So another thread may read what it has."""
 
     __slots__ = ("_parts", "count")
@@ -53,26 +53,28 @@ class Column:
 
 
 @dataclass(eq=False)
-class Prompt:
+class PromptState:
     index: int
     ids: list[int]
     waiting: int  # samples not yet admitted
     pages: list[int] = field(default_factory=list)  # held while samples wait; empty: not read yet, or let go
-    kept: int = 0  # of its tokens, those whose keys and values came with the pages
+    cached: int = 0  # of its tokens, those whose keys and values came with the pages
 
 
 @dataclass(eq=False)
-class Sample:
-    prompt: Prompt
+class SequenceState:
+    prompt: PromptState
     number: int
     seed: int
     limit: int  # new tokens at most
     draft: Draft  # what it goes on from
-    ids: Column
-    log_probs: Column
-    plain_log_probs: Column
-    sampling: Sampling
-    likely: tuple[Column, Column] | None = None  # the most likely tokens and their log-probs, where asked for
+    ids: GrowingArray
+    log_probs: GrowingArray
+    plain_log_probs: GrowingArray
+    sampling: SamplingParams
+    likely: tuple[GrowingArray, GrowingArray] | None = (
+        None  # the most likely tokens and their log-probs, where asked for
+    )
     pages: list[int] = field(default_factory=list)
     before: int = field(init=False)  # places in the cache that are not for what it draws: all of its prompt but one
 
@@ -80,22 +82,22 @@ class Sample:
         self.before = len(self.prompt.ids) - 1
 
     @classmethod
-    def of(cls, prompt: Prompt, draft: Draft, seed: int, limit: int, sampling: Sampling) -> "Sample":
+    def of(cls, prompt: PromptState, draft: Draft, seed: int, limit: int, sampling: SamplingParams) -> "SequenceState":
         """Like one that had to make room: its tokens are read again, and its stream goes on."""
-        ids, log_probs = Column(np.int32, draft.tokens), Column(np.float32, draft.log_probs)
-        return cls(prompt, draft.sample, seed, limit, draft, ids, log_probs, Column(np.float32), sampling)
+        ids, log_probs = GrowingArray(np.int32, draft.tokens), GrowingArray(np.float32, draft.log_probs)
+        return cls(prompt, draft.sample, seed, limit, draft, ids, log_probs, GrowingArray(np.float32), sampling)
 
     def extend_likely(self, tokens: np.ndarray, log_probs: np.ndarray) -> None:
         """By at least one place; others may have asked for more tokens at each."""
         most = self.sampling.top_log_probs
         if self.likely is None:
-            self.likely = Column(np.int32, tokens[:, :most]), Column(np.float32, log_probs[:, :most])
+            self.likely = GrowingArray(np.int32, tokens[:, :most]), GrowingArray(np.float32, log_probs[:, :most])
         else:
             for column, values in zip(self.likely, (tokens, log_probs)):
                 column.extend(values[:, :most], len(values))
 
     @property
-    def columns(self) -> tuple[Column, ...]:
+    def columns(self) -> tuple[GrowingArray, ...]:
         """What it has of every token that it drew, or has drawn of late."""
         return self.ids, self.log_probs, self.plain_log_probs, *(self.likely or ())
 
@@ -115,36 +117,36 @@ class Sample:
 
 
 @dataclass
-class Admission:
+class ScheduledSequence:
     """A sample that may run now, and what must be done first."""
 
-    sample: Sample
+    sample: SequenceState
     copy: tuple[int, int] | None  # (from page, to page)
     read_prompt: bool = False  # its prompt's own pages must be filled first, and before that,
     prompt_copy: tuple[int, int] | None = None
 
 
 class Scheduler:
-    def __init__(self, kept: KeptPages, slots: int):
-        self.kept, self.pool, self.slots = kept, kept.pool, slots
-        self.waiting: deque[Sample] = deque()
-        self.running: list[Sample] = []
-        self._to_release: list[Prompt] = []
+    def __init__(self, prefix_cache: PrefixCache, max_num_seqs: int):
+        self.prefix_cache, self.pool, self.max_num_seqs = prefix_cache, prefix_cache.pool, max_num_seqs
+        self.waiting: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []
+        self._to_release: list[PromptState] = []
         self._to_copy: list[int] = []  # kept pages, held until they are copied
-        self._read: list[Prompt] = []  # of which all samples run, and
-        self._finished: list[Sample] = []  # what has finished: their pages are still theirs
+        self._read: list[PromptState] = []  # of which all samples run, and
+        self._finished: list[SequenceState] = []  # what has finished: their pages are still theirs
 
-    def add(self, samples: list[Sample]) -> None:
+    def add(self, samples: list[SequenceState]) -> None:
         self.waiting.extend(samples)
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def admit(self, most: int | None = None) -> list[Admission]:
+    def schedule(self, most: int | None = None) -> list[ScheduledSequence]:
         """Samples that fit now, in order, at most `most`."""
-        admitted: list[Admission] = []
-        while self.waiting and len(self.running) < self.slots and (most is None or len(admitted) < most):
+        admitted: list[ScheduledSequence] = []
+        while self.waiting and len(self.running) < self.max_num_seqs and (most is None or len(admitted) < most):
             admission = self._admit_one(self.waiting[0])
             if admission is None:
                 break
@@ -159,29 +161,29 @@ class Scheduler:
             )
         return admitted
 
-    def _admit_one(self, sample: Sample) -> Admission | None:
+    def _admit_one(self, sample: SequenceState) -> ScheduledSequence | None:
         prompt = sample.prompt
         if prompt.pages:
             return self._admit(sample)
-        found = self.kept.find(prompt.ids)
-        admission = self._admit_with(sample, found)
-        if admission is None and found.tail is not None:
+        hit = self.prefix_cache.lookup(prompt.ids)
+        admission = self._admit_with(sample, hit)
+        if admission is None and hit.tail is not None:
             # Without the page to copy there may be room.
-            admission = self._admit_with(sample, self.kept.find(prompt.ids).without_tail(self.pool.size))
+            admission = self._admit_with(sample, self.prefix_cache.lookup(prompt.ids).without_tail(self.pool.size))
         return admission
 
-    def _admit_with(self, sample: Sample, found: Found) -> Admission | None:
+    def _admit_with(self, sample: SequenceState, hit: PrefixHit) -> ScheduledSequence | None:
         """Admit the first sample of a prompt of which so much is kept."""
-        prompt, tail = sample.prompt, [found.tail] if found.tail is not None else []
-        self.pool.share(found.pages + tail)
-        fresh = self._take(self.pool.needed(len(prompt.ids)) - len(found.pages), keep=prompt)
+        prompt, tail = sample.prompt, [hit.tail] if hit.tail is not None else []
+        self.pool.share(hit.pages + tail)
+        fresh = self._take(self.pool.needed(len(prompt.ids)) - len(hit.pages), keep=prompt)
         if fresh is None:
-            self.pool.give_back(found.pages + tail)
+            self.pool.free(hit.pages + tail)
             return None
-        prompt.pages, prompt.kept = found.pages + fresh, found.tokens
+        prompt.pages, prompt.cached = hit.pages + fresh, hit.tokens
         admission = self._admit(sample)
         if admission is None:
-            self.pool.give_back(prompt.pages + tail)  # nothing was read yet, so nothing is lost
+            self.pool.free(prompt.pages + tail)  # nothing was read yet, so nothing is lost
             prompt.pages = []
             return None
         self._to_copy += tail
@@ -189,7 +191,7 @@ class Scheduler:
         admission.prompt_copy = (tail[0], fresh[0]) if tail else None
         return admission
 
-    def _admit(self, sample: Sample) -> Admission | None:
+    def _admit(self, sample: SequenceState) -> ScheduledSequence | None:
         """Admit a sample whose prompt has its pages."""
         prompt = sample.prompt
         whole, rest = divmod(len(prompt.ids), self.pool.size)
@@ -201,16 +203,16 @@ class Scheduler:
         prompt.waiting -= 1
         if prompt.waiting == 0:
             self._to_release.append(prompt)
-        return Admission(sample, (prompt.pages[whole], own[0]) if rest else None)
+        return ScheduledSequence(sample, (prompt.pages[whole], own[0]) if rest else None)
 
-    def settled(self) -> None:
+    def prefill_done(self) -> None:
         """The admitted samples have been read and copied: prompts that nobody waits for need their pages no more."""
         self._read += self._to_release
         self._to_release.clear()
-        self.pool.give_back(self._to_copy)
+        self.pool.free(self._to_copy)
         self._to_copy.clear()
 
-    def make_room(self, short: list[tuple[Sample, int]]) -> list[Sample]:
+    def allocate(self, short: list[tuple[SequenceState, int]]) -> list[SequenceState]:
         """Pages for what is short of them; the samples that had to stop for it."""
         pages = self._take_kept(sum([missing for _, missing in short]))
         if pages is not None:  # in the order in which they would take them one by one
@@ -219,7 +221,7 @@ class Scheduler:
                 sample.pages += pages[first : first + count]
                 first += count
             return []
-        stopped: list[Sample] = []
+        stopped: list[SequenceState] = []
         for sample, missing in short:
             while sample not in stopped:
                 pages = self._take(missing, keep=None)
@@ -227,19 +229,19 @@ class Scheduler:
                     sample.pages += pages
                     break
                 last = self.running[-1]
-                self._stop(last)
+                self._preempt(last)
                 stopped.append(last)
         return stopped
 
-    def has_room(self, short: list[tuple[Sample, int]]) -> bool:
+    def can_allocate(self, short: list[tuple[SequenceState, int]]) -> bool:
         """Whether there are so many pages without anybody's stopping."""
         missing = sum([missing for _, missing in short])
-        if missing <= self.pool.free or missing <= self.pool.free + self.kept.alone:
+        if missing <= self.pool.num_free or missing <= self.pool.num_free + self.prefix_cache.num_evictable:
             return True
-        self.put_away()
-        return missing <= self.pool.free + self.kept.alone
+        self.free_finished()
+        return missing <= self.pool.num_free + self.prefix_cache.num_evictable
 
-    def short(self, steps: int) -> list[tuple[Sample, int]]:
+    def short(self, steps: int) -> list[tuple[SequenceState, int]]:
         """What runs and does not hold all pages for its next tokens yet, and how many are missing."""
         size, found = self.pool.size, []
         for sample in self.running:
@@ -249,48 +251,48 @@ class Scheduler:
                 found.append((sample, -(-tokens // size) - held))
         return found
 
-    def finish(self, samples: Sequence[Sample]) -> None:
-        self._run_without(samples)
+    def finish(self, samples: Sequence[SequenceState]) -> None:
+        self._remove_running(samples)
         self._finished += samples
 
-    def put_away(self) -> None:
+    def free_finished(self) -> None:
         """Pages that nobody needs now: kept where they may be read again, and given back. It is done before they are
         missed: when somebody new comes, or pages are short; and earlier where the host has time."""
         for prompt in self._read:
             if prompt.pages:
-                self.kept.keep(prompt.ids, prompt.pages)
-            self._give_back(prompt)
+                self.prefix_cache.insert(prompt.ids, prompt.pages)
+            self._free_pages(prompt)
         for sample in self._finished:
-            if self.kept.keeping:
-                self.kept.keep(sample.text[: sample.length], sample.pages)
-            self._give_back(sample)
+            if self.prefix_cache.enabled:
+                self.prefix_cache.insert(sample.text[: sample.length], sample.pages)
+            self._free_pages(sample)
         self._read.clear()
         self._finished.clear()
 
-    def _run_without(self, samples: Sequence[Sample]) -> None:
+    def _remove_running(self, samples: Sequence[SequenceState]) -> None:
         gone = set(samples)
         if gone:
             self.running = [sample for sample in self.running if sample not in gone]
 
-    def _give_back(self, holder: Prompt | Sample) -> None:
-        self.pool.give_back(holder.pages)
+    def _free_pages(self, holder: PromptState | SequenceState) -> None:
+        self.pool.free(holder.pages)
         holder.pages = []
 
     def close(self) -> None:
         """Whatever is still at work gives its pages back."""
-        self.put_away()
+        self.free_finished()
         prompts = [sample.prompt for sample in (*self.running, *self.waiting)]
         for prompt in dict.fromkeys(prompts + self._to_release):
-            self._give_back(prompt)
+            self._free_pages(prompt)
         for sample in self.running:
-            self._give_back(sample)
-        self.pool.give_back(self._to_copy)
+            self._free_pages(sample)
+        self.pool.free(self._to_copy)
         self.running.clear()
         self.waiting.clear()
         self._to_release.clear()
         self._to_copy.clear()
 
-    def abort(self, unwanted: Callable[[Sample], bool]) -> list[Sample]:
+    def abort(self, unwanted: Callable[[SequenceState], bool]) -> list[SequenceState]:
         """Take samples out for good, whether they run or wait."""
         running = [sample for sample in self.running if unwanted(sample)]
         waiting = [sample for sample in self.waiting if unwanted(sample)]
@@ -300,33 +302,33 @@ class Scheduler:
             sample.prompt.waiting -= 1
             if sample.prompt.waiting == 0:
                 self._to_release.append(sample.prompt)
-        self.settled()
+        self.prefill_done()
         return running + waiting
 
-    def _stop(self, sample: Sample) -> None:
-        self._run_without([sample])
-        self._give_back(sample)
+    def _preempt(self, sample: SequenceState) -> None:
+        self._remove_running([sample])
+        self._free_pages(sample)
         sample.prompt.waiting += 1
         self.waiting.appendleft(sample)
 
-    def _take(self, count: int, keep: Prompt | None) -> list[int] | None:
+    def _take(self, count: int, keep: PromptState | None) -> list[int] | None:
         pages = self._take_kept(count)
         if pages is None:
             self._release_prompts(keep)
-            pages = self.pool.take(count)
+            pages = self.pool.allocate(count)
         return pages
 
     def _take_kept(self, count: int) -> list[int] | None:
         """Of what is free, or kept, or has finished, in this order."""
-        self.kept.evict(count)
-        if count > self.pool.free:
-            self.put_away()
-            self.kept.evict(count)
-        return self.pool.take(count)
+        self.prefix_cache.evict(count)
+        if count > self.pool.num_free:
+            self.free_finished()
+            self.prefix_cache.evict(count)
+        return self.pool.allocate(count)
 
-    def _release_prompts(self, keep: Prompt | None) -> None:
+    def _release_prompts(self, keep: PromptState | None) -> None:
         """Prompts can be read again: those that only wait give their pages up first."""
         for sample in self.waiting:
             prompt = sample.prompt
             if prompt.pages and prompt is not keep and prompt not in self._to_release:
-                self._give_back(prompt)
+                self._free_pages(prompt)

@@ -14,9 +14,9 @@ from trimtab.distributed.watch import pulse
 from trimtab.errors import RunFailed, UserError
 from trimtab.models.handover import Handover
 from trimtab.models.hugging_face import from_pretrained
-from trimtab.rollout.engine import AnsweringEngine, OpenSession
+from trimtab.rollout.engine import BaseEngine, BaseSession
 from trimtab.rollout.episode import Task
-from trimtab.rollout.sampling import Sampling, check_setting, request_seed, stop_string_end
+from trimtab.rollout.sampling import SamplingParams, check_sampling_params, request_seed, stop_string_end
 from trimtab.rollout.trajectory import Alternatives, Draft, Finish, Rollout, drafts_of
 from trimtab.rollout.vllm.worker_extension import AdapterFolder, rank_that_fits
 
@@ -62,7 +62,7 @@ def load_vllm() -> Any:
 MOST_BIAS = 100.0  # beyond it vLLM clips without a word
 
 
-def check_sampling(sampling: Sampling) -> None:
+def check_sampling(sampling: SamplingParams) -> None:
     if sampling.plain_log_probs and sampling.temperature not in (0, 1):
         raise UserError(
             f"log-probs at temperature 1 beside those at {sampling.temperature:g}: vLLM gives one of them; sample at 1"
@@ -76,7 +76,7 @@ def check_sampling(sampling: Sampling) -> None:
 class Parameters:
     """One sampling setting, ready for requests."""
 
-    def __init__(self, sampling: Sampling, vocabulary: int):
+    def __init__(self, sampling: SamplingParams, vocabulary: int):
         from vllm.sampling_params import RequestOutputKind
 
         check_sampling(sampling)
@@ -111,7 +111,7 @@ class Parameters:
 # share a prompt is left to vLLM's prefix cache.
 
 
-TOKENS_BETWEEN_LOOKS = 8  # for stop strings, which are looked for in text
+STOP_CHECK_INTERVAL = 8  # for stop strings, which are looked for in text
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Sample:
     number: int
     prompt_ids: list[int]
     draft: Draft  # what it goes on from
-    sampling: Sampling
+    sampling: SamplingParams
     output: Any = None  # vLLM's own, of all that was drawn since
     looked: int = 0  # tokens in which there is no stop string
 
@@ -155,8 +155,8 @@ class Sample:
         )
 
 
-class VLLMSession(OpenSession):
-    def __init__(self, engine: "VLLMEngine", sampling: Sampling, ended: Callable[[], None]):
+class VLLMSession(BaseSession):
+    def __init__(self, engine: "VLLMEngine", sampling: SamplingParams, ended: Callable[[], None]):
         super().__init__()
         self.engine, self.sampling, self._ended = engine, sampling, ended
         self._parameters = Parameters(sampling, engine.vocabulary)  # of requests without a setting of their own
@@ -172,14 +172,14 @@ class VLLMSession(OpenSession):
         limit: int | None = None,
         drafts: Sequence[Draft] | None = None,
         task: Task | None = None,
-        sampling: Sampling | None = None,
+        sampling: SamplingParams | None = None,
     ) -> int:
         """vLLM draws by a seed and how many tokens it has drawn itself: with every draft, from another stream."""
         parameters = self._parameters
         if sampling is None:
             sampling = self.sampling
         else:
-            check_setting(sampling, self.engine.vocabulary, self.engine.tokenizer)
+            check_sampling_params(sampling, self.engine.vocabulary, self.engine.tokenizer)
             parameters = Parameters(sampling, self.engine.vocabulary)
         number, limit = self.requests, sampling.max_new_tokens if limit is None else limit
         self.engine.check_request(number, prompt_ids, limit)
@@ -256,7 +256,7 @@ class VLLMSession(OpenSession):
     def _stop_string(self, sample: Sample, ended: bool) -> int | None:
         """How many tokens the answer has up to a stop string; None: there is none, or it is too early to look."""
         ids, sampling = sample.ids, sample.sampling
-        if not ended and len(ids) - sample.looked < TOKENS_BETWEEN_LOOKS:
+        if not ended and len(ids) - sample.looked < STOP_CHECK_INTERVAL:
             return None
         decode = self.engine.tokenizer.decode
         end = stop_string_end(ids, sample.looked, sampling.min_new_tokens, sampling.stop_strings, decode)
@@ -307,7 +307,7 @@ VALUE_ERROR = "Value error, "  # how pydantic's lines begin
 class EngineSettings:
     bf16: bool = False
     longest: int | None = None  # tokens of a prompt and its answer; the model's context, where that is less or None
-    slots: int = 256  # samples that run at once
+    max_num_seqs: int = 256  # samples that run at once
     memory_share: float = 0.9  # of the device
     prefix_caching: bool = True
     eager: bool = False  # no captured graphs, nothing compiled
@@ -318,7 +318,7 @@ class EngineSettings:
     trust_remote_code: bool = False
 
 
-class VLLMEngine(AnsweringEngine):
+class VLLMEngine(BaseEngine):
     exact = False
 
     def __init__(self, folder: str, tokenizer: Any, settings: EngineSettings, weights: Handover | None = None):
@@ -359,7 +359,7 @@ class VLLMEngine(AnsweringEngine):
                     dtype="bfloat16" if settings.bf16 else "float32",
                     max_model_len=longest_that_fits(folder, settings.longest),
                     trust_remote_code=settings.trust_remote_code,
-                    max_num_seqs=settings.slots,
+                    max_num_seqs=settings.max_num_seqs,
                     gpu_memory_utilization=settings.memory_share,
                     enable_prefix_caching=settings.prefix_caching,
                     enforce_eager=settings.eager,
@@ -381,7 +381,7 @@ class VLLMEngine(AnsweringEngine):
 
     # ---- answers
 
-    def session(self, sampling: Sampling) -> VLLMSession:
+    def session(self, sampling: SamplingParams) -> VLLMSession:
         self._check_idle("take all its answers first, or close their stream")
         if sampling.stop_strings and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer; give the engine one")

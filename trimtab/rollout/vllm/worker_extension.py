@@ -59,7 +59,7 @@ class AdapterFolder:
 # head is tied to the embedding nothing packs it again.
 
 
-class WeightReceiver:
+class WorkerExtension:
     model_runner: Any
     vllm_config: Any
     device: Any

@@ -154,7 +154,7 @@ class MemoryModel:
         # The engine gives it back between rollouts if it is more than what is left.
         phases = PHASES if size <= free - size else ("rollout",)
         prompts = options.rollout_batch_size * self.work.rows.prompt
-        read = actor.scoring_pass(self.work.rows, min(self._engine.read_tokens, prompts))
+        read = actor.scoring_pass(self.work.rows, min(self._engine.max_num_batched_tokens, prompts))
         drawn = drawing(options, slots, actor.model.head.out_features)
         return [
             Part(f"keys and values of {size // self.kv_token_bytes:,} tokens", size, phases),

@@ -14,7 +14,7 @@ from trimtab.distributed.wire import CannotTravel
 from trimtab.errors import OutOfMemory, UserError
 from trimtab.rewards.requests import PromptBatch, request_of
 from trimtab.rewards.types import RewardFailed, RewardResult, RewardSum
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.pass_limit import NoRoom
 from trimtab.train.rl import rewarding, rollouts
 from trimtab.train.rl.answers import Answers, Failed, Replied
@@ -46,13 +46,13 @@ class Asking:
         self._columns = [] if reward_models is None else found[0]["columns"]
         self._texts = reward_models is not None and found[0]["texts"]
 
-    def __call__(self, requests: Sequence[Request], store: str, sampling: Sampling) -> Experience | None:
+    def __call__(self, requests: Sequence[Request], store: str, sampling: SamplingParams) -> Experience | None:
         """The answers to prompts of a store and their rewards, where nothing can fail. None: they were given up."""
         asked = self.ask(requests, store, sampling)
         assert asked is None or asked.experience is not None, "no environment is played"
         return None if asked is None else asked.experience
 
-    def ask(self, requests: Sequence[Request], store: str, sampling: Sampling) -> "Asked | None":
+    def ask(self, requests: Sequence[Request], store: str, sampling: SamplingParams) -> "Asked | None":
         """The same with what has failed."""
         with self.placed(store):
             replied = self._answers(self.stores[store], requests, sampling)
@@ -91,7 +91,7 @@ class Asking:
     def questions(self, requests: Sequence[Request], store: str) -> PromptBatch:
         return PromptBatch.of(self.stores[store], requests, rewarded=self._near)
 
-    def _answers(self, prompts: PromptStore, requests: Sequence[Request], sampling: Sampling) -> Replied | None:
+    def _answers(self, prompts: PromptStore, requests: Sequence[Request], sampling: SamplingParams) -> Replied | None:
         """Prompts dealt out to all processes in turn."""
         size = self.rollouts.size
         shares = [list(range(rank, len(requests), size)) for rank in range(size)]
@@ -119,7 +119,7 @@ class Asking:
         places = [place for _, share in replies for place in share if place not in failed.prompts]
         return Replied(_in_order(found, places), failed)
 
-    def _called(self, asked: list[PromptBatch], sampling: Sampling) -> list[Any]:
+    def _called(self, asked: list[PromptBatch], sampling: SamplingParams) -> list[Any]:
         while True:
             try:
                 return self.rollouts.call("sample", asked, sampling=sampling)

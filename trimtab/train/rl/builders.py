@@ -106,7 +106,7 @@ def rollouts_of(options: RLOptions, policy: Policy, rewards: Parts, tokenizer: A
         engine = build_engine(
             policy,
             tokenizer,
-            slots=options.rollout_slots,
+            max_num_seqs=options.rollout_slots,
             kv_tokens=options.rollout_kv_tokens,
             weight_only_int8=options.weight_only_int8,
             eager=options.enforce_eager,
@@ -122,7 +122,7 @@ def engine_settings(options: RLOptions, place: Place) -> dict[str, Any]:
     return {
         "bf16": options.bf16,
         "longest": options.longest_rollout,
-        "slots": options.rollout_slots,
+        "max_num_seqs": options.rollout_slots,
         "memory_share": options.vllm_gpu_memory_utilization,
         "prefix_caching": options.enable_prefix_caching,
         # Without an accelerator there are no graphs, and to compile takes a minute.

@@ -14,7 +14,7 @@ from trimtab.distributed.watch import pulse
 from trimtab.distributed.world import World
 from trimtab.models.load import policy_skeleton
 from trimtab.rewards.build import check_columns, in_words
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.launch import load_job_tokenizer, notes
 from trimtab.train.manifest import make_manifest, settings
 from trimtab.train.plan.passes import (
@@ -127,7 +127,7 @@ class Controller:
             self.world.say(line)
         if options.deepspeed_enable_sleep and actor["device"]["device_type"] == "cpu":
             self.world.say("--deepspeed_enable_sleep has no effect here: what learning needs is in main memory anyway")
-        sampling = Sampling(
+        sampling = SamplingParams(
             max_new_tokens=options.generate_max_len,
             n=options.n_samples_per_prompt,
             temperature=options.temperature,
@@ -151,7 +151,7 @@ class Controller:
             self.recording.sampler |= {"exact": asking.exact and not options.outlives_updates}
         return self.make_run(groups, asking, self.supply(sampling, asking), sampling, manifest, evaluation, text)
 
-    def supply(self, sampling: Sampling, asking: Asking) -> Supply:
+    def supply(self, sampling: SamplingParams, asking: Asking) -> Supply:
         if self.options.replay:
             assert self.recording is not None
             return Replayed(self.recording, asking)
@@ -163,7 +163,13 @@ class Controller:
         return supply if self.recording is None else Recorded(supply, self.recording)
 
     def make_run(
-        self, groups: dict[str, Group], asking: Asking, supply: Supply, sampling: Sampling, manifest: dict, *more: Any
+        self,
+        groups: dict[str, Group],
+        asking: Asking,
+        supply: Supply,
+        sampling: SamplingParams,
+        manifest: dict,
+        *more: Any,
     ) -> RLRun:
         files = RunFiles(self.options, manifest, self.tokenizer, self.iterations, self.stores)
         return RLRun(self.options, Roles(**groups), asking, supply, self.order, files, *more)

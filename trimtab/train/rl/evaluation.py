@@ -13,7 +13,7 @@ import numpy as np
 from trimtab.algos.groups import for_groups
 from trimtab.data.prompts import PromptStore
 from trimtab.evaluate.tail_risk import mean, rate
-from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.metrics import CLOCK_FIELDS
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.episode_figures import episode_figures
@@ -25,7 +25,7 @@ SEED = 0x5EED  # the same samples' streams in every evaluation, so that two diff
 
 
 class Evaluation:
-    def __init__(self, store: PromptStore, sampling: Sampling):
+    def __init__(self, store: PromptStore, sampling: SamplingParams):
         self.store, self.sampling = store, sampling
         self.shown: Experience | None = None  # of the last evaluation: the answers to its first prompts
 

@@ -14,7 +14,7 @@ from trimtab.models.sharded import mesh_of
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult
 from trimtab.rollout.episode import Episode, Said
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft
 from trimtab.sandbox.wait import RunStopped
 from trimtab.train.pass_limit import BeginAnew, NoRoom
@@ -29,7 +29,7 @@ from trimtab.train.rl.recording import as_recorded
 
 # What goes to the roles and comes back; nothing else may.
 RECORDS = (
-    *(AnswerSlice, TextSlice, Sampling, PromptBatch, Replied, Answers, Failed, Experience),
+    *(AnswerSlice, TextSlice, SamplingParams, PromptBatch, Replied, Answers, Failed, Experience),
     *(Draft, Episode, Said, UnderWay, Admission, Written, LeftOut, Collected, Wait),
     *(RewardRequest, RewardResult, RewardFailed, BadSample, NoRoom),
 )

@@ -17,7 +17,7 @@ from trimtab.config.jobs import RLOptions
 from trimtab.data.prompts import PromptStore
 from trimtab.distributed.roles import Group
 from trimtab.errors import RunFailed
-from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.rl.alarms import MUCH_GAP
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.passes import Passes
@@ -48,7 +48,7 @@ class Probe:
         count = -(-TOKENS // length)
         self.prompts = [[int(token) for token in prompts.ids(i % len(prompts))] for i in range(count)]
         self.seeds = [request_seed(options.seed, i) for i in range(count)]
-        self.sampling = Sampling(max_new_tokens=length, temperature=options.temperature)
+        self.sampling = SamplingParams(max_new_tokens=length, temperature=options.temperature)
         self.at_start: Gap | None = None
         self.last: Gap | None = None
 

@@ -18,7 +18,7 @@ from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.reward_queue import RewardQueue
 from trimtab.rewards.types import RewardFailed, RewardResult, described
 from trimtab.rollout.engine import Engine, ReceivingEngine
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Rollout
 from trimtab.sandbox.wait import RunStopped
 from trimtab.train.pass_limit import NoRoom, memory_guard
@@ -89,13 +89,13 @@ class Rollouts(Role):
         assert isinstance(self.engine, ReceivingEngine)
         self.engine.receive(version)
 
-    def probe(self, *, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> Experience:
+    def probe(self, *, prompts: list[list[int]], seeds: list[int], sampling: SamplingParams) -> Experience:
         """Answers to compare with the trainer's log-probs."""
         return Experience.of(range(len(prompts)), self.engine.generate(prompts, sampling, seeds=seeds))
 
     # ---- answers that outlive an update
 
-    def admit(self, admission: Admission, *, sampling: Sampling) -> None:
+    def admit(self, admission: Admission, *, sampling: SamplingParams) -> None:
         """Write these groups too, from the next `collect` on or, an engine of its own, unless it pauses."""
         self.writing.admit(admission, sampling)
 
@@ -136,7 +136,7 @@ class Rollouts(Role):
 
     # ---- answers
 
-    def sample(self, questions: PromptBatch, *, sampling: Sampling) -> Replied | RewardFailed | NoRoom | None:
+    def sample(self, questions: PromptBatch, *, sampling: SamplingParams) -> Replied | RewardFailed | NoRoom | None:
         """None: there were no prompts, or it was given up. A failed reward, or a lack of memory, is handed back, not
         raised: all processes can then still write a checkpoint."""
         try:
@@ -151,7 +151,7 @@ class Rollouts(Role):
         finally:
             self.engine.rest()
 
-    def _sample(self, questions: PromptBatch, sampling: Sampling) -> Replied | None:
+    def _sample(self, questions: PromptBatch, sampling: SamplingParams) -> Replied | None:
         found: list[Rollout] = []
         waiting: list[Rollout] = []
         failed: list[Rollout] = []
@@ -183,7 +183,7 @@ class Rollouts(Role):
         experience = Experience.of([questions.rows[r.prompt] for r in found], found)
         return Replied(Answers(experience, [result.take(order) for result in results]), lost)
 
-    def _stream(self, questions: PromptBatch, sampling: Sampling) -> Generator[Rollout]:
+    def _stream(self, questions: PromptBatch, sampling: SamplingParams) -> Generator[Rollout]:
         tasks = questions.tasks() if self.plays else None
         return self.player.stream(questions.ids, sampling, seeds=questions.seeds, tasks=tasks)
 

@@ -20,7 +20,7 @@ from trimtab.errors import UserError
 from trimtab.files import writing
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
-from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.rl.asking import Asked, Asking
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.failures import Failures
@@ -90,7 +90,7 @@ def prompts_at_once(options: RLOptions) -> int:
 class SampledNow(Supply):
     """Answers to the next prompts; with dynamic filtering, to more and more until enough groups are useful."""
 
-    def __init__(self, options: RLOptions, order: SampleOrder, sampling: Sampling, asking: Asking):
+    def __init__(self, options: RLOptions, order: SampleOrder, sampling: SamplingParams, asking: Asking):
         """`order`: the prompts one by one, over all episodes."""
         self.options, self.order, self.sampling, self.asking = options, order, sampling, asking
 

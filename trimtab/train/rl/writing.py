@@ -20,7 +20,7 @@ from trimtab.distributed.peers import Peers
 from trimtab.distributed.watch import pulse
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rollout.engine import Engine, Session
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft, Rollout
 from trimtab.train.rl.answers import Admission, Collected, Failed, LeftOut, UnderWay, Wait
 from trimtab.train.rl.judging import Judging
@@ -117,7 +117,7 @@ class Writing:
     ):
         """`plays`: the engine has an environment play its part."""
         self.engine, self.judging, self.stopped, self.tensor, self.plays = engine, judging, stopped, tensor, plays
-        self.sampling: Sampling | None = None
+        self.sampling: SamplingParams | None = None
         self._sheets: dict[int, Sheet] = {}  # by place
         self._next: deque[Sheet] = deque()  # not in the engine, the oldest first
         self._session: Session | None = None
@@ -130,7 +130,7 @@ class Writing:
 
     # ---- what the loop asks
 
-    def admit(self, admission: Admission, sampling: Sampling) -> None:
+    def admit(self, admission: Admission, sampling: SamplingParams) -> None:
         assert self.sampling in (None, sampling), "all groups of a run are drawn alike"
         self.sampling = sampling
         for index, group in enumerate(admission.groups):

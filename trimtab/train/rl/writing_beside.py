@@ -9,7 +9,7 @@ import time
 
 from trimtab.distributed.watch import pulse
 from trimtab.errors import OutOfMemory
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.pass_limit import memory_guard
 from trimtab.train.rl.answers import Admission, Collected, UnderWay, Wait
 from trimtab.train.rl.writing import LOOK_EVERY, Writing
@@ -32,7 +32,7 @@ class WritingBeside:
 
     # ---- what the loop asks
 
-    def admit(self, admission: Admission, sampling: Sampling) -> None:
+    def admit(self, admission: Admission, sampling: SamplingParams) -> None:
         with self._news:
             self._writing.admit(admission, sampling)
             if self._thread.ident is None:

@@ -11,7 +11,7 @@ from trimtab.errors import UserError
 from trimtab.evaluate.bad_words import check_countable
 from trimtab.models.load import policy_skeleton
 from trimtab.models.policy import Policy
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.controller import Controller
@@ -67,7 +67,13 @@ class TailController(Controller):
         return super().manifest(actor, reward) | {"run_name": run_name(self.options)}
 
     def make_run(
-        self, groups: dict[str, Group], asking: Asking, supply: Supply, sampling: Sampling, manifest: dict, *more: Any
+        self,
+        groups: dict[str, Group],
+        asking: Asking,
+        supply: Supply,
+        sampling: SamplingParams,
+        manifest: dict,
+        *more: Any,
     ) -> TailRun:
         files = TailFiles(self.options, manifest, self.tokenizer, self.iterations, self.stores)
         store = self.stores["train"]

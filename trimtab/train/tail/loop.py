@@ -16,7 +16,7 @@ from trimtab.config.rl_jobs import TailOptions
 from trimtab.config.tail import PUSHING
 from trimtab.distributed.roles import Group
 from trimtab.interrupts import StopRequest
-from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.iteration import Iteration, timed
@@ -71,7 +71,7 @@ class TailRun(RLRun):
     roles: TailRoles
     files: TailFiles
 
-    def __init__(self, *parts: Any, sampling: Sampling, measures: Measures):
+    def __init__(self, *parts: Any, sampling: SamplingParams, measures: Measures):
         super().__init__(*parts)
         self.sampling, self.measures = sampling, measures
         self.asking_proposal = self._asking_proposal()

@@ -11,7 +11,7 @@ from trimtab.config.jobs import GRPOOptions
 from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.rl.asynchronous.supply import Ahead
 from trimtab.train.rl.asynchronous.watchdog import Stalled
 from trimtab.train.rl.supply import order_of_prompts
@@ -38,7 +38,7 @@ class Run:
         self.group = Several(self.members)
         asking = FakeAsking(self.group)
         steps = -(-self.order.steps // self.options.rollout_batch_size)
-        self.supply = Ahead(self.options, self.order, Sampling(n=2), asking, steps)
+        self.supply = Ahead(self.options, self.order, SamplingParams(n=2), asking, steps)
         asking.mend = self.mend
 
     def mend(self, lost) -> None:

@@ -35,7 +35,7 @@ def _begin(
     tl.store(sin + row * ANGLES + column, tl.load(sines + position * ANGLES + column, kept, 0.0), kept)
 
 
-class Begun(NamedTuple):
+class DecodeInputs(NamedTuple):
     """The layers' input: the stream, the angles of its positions, where keys go, how many are looked at."""
 
     stream_BD: Tensor
@@ -44,9 +44,9 @@ class Begun(NamedTuple):
     lengths_B: Tensor
 
 
-def begun(
+def decode_inputs(
     table_BC: Tensor, first_page: int, page_size: int, embedding_VD: Tensor, angles: tuple[Tensor, Tensor]
-) -> Begun:
+) -> DecodeInputs:
     """`angles`: cosines and sines of every position that can be [P, W]. A row that has drawn what it may works on page
     0 alone."""
     rows, width, turned = len(table_BC), embedding_VD.shape[1], angles[0].shape[1]
@@ -59,7 +59,7 @@ def begun(
         FIRST_PAGE=first_page, SIZE=page_size, WIDTH=width, COLUMNS=triton.next_power_of_2(width),
         ANGLES=turned, ANGLES_ROUNDED=triton.next_power_of_2(turned), num_warps=4,
     )  # fmt: skip
-    return Begun(stream, (cos, sin), places, lengths)
+    return DecodeInputs(stream, (cos, sin), places, lengths)
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _move_on(
     tl.store(step, at + 1)
 
 
-def move_on(
+def finish_step(
     table_BC: Tensor, tokens_B: Tensor, log_probs_B: Tensor, plain_B: Tensor | None,
     kept_tokens_SB: Tensor, kept_log_probs_KSB: Tensor, stops: Tensor, step: Tensor,
 ) -> None:  # fmt: skip

@@ -27,7 +27,7 @@ from trimtab.rollout.builtin.kernels.lora_tiles import (
     stages_of_low,
     tiles_within,
 )
-from trimtab.rollout.builtin.linear import Adapted
+from trimtab.rollout.builtin.linear import LoraLinear
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -156,7 +156,7 @@ DTYPES = torch.bfloat16, torch.float16
 MOST_ROWS = 1024  # beyond, launches cost little beside the products
 
 
-def can_adapt(x_TI: Tensor, layers: list[Adapted]) -> bool:
+def lora_applies(x_TI: Tensor, layers: list[LoraLinear]) -> bool:
     """Not too many rows in half precision; layers alike in bias and rank, of widths that make whole tiles."""
     tensors = [t for layer in layers for t in (layer.weight_OI, layer.a_RI, layer.b_OR) if t is not None]
     return (
@@ -177,12 +177,12 @@ def can_adapt(x_TI: Tensor, layers: list[Adapted]) -> bool:
     )
 
 
-def is_wide(x_TI: Tensor, layers: list[Adapted]) -> bool:
+def is_wide(x_TI: Tensor, layers: list[LoraLinear]) -> bool:
     """Whether these kernels are faster than others for layers without adapters that share their input."""
     return len(layers) > 1 and x_TI.shape[1] >= WIDE and FEW < len(x_TI) <= MANY
 
 
-def adapted_product(x_TI: Tensor, layers: list[Adapted], *, parts: bool = False, tiles: Tiles | None = None) -> Tensor:
+def lora_product(x_TI: Tensor, layers: list[LoraLinear], *, parts: bool = False, tiles: Tiles | None = None) -> Tensor:
     """The outputs of one layer, or of three side by side [T, O]; with `parts` what adds up to them, in fp32
     [splits, T, O], where one sum would leave most of the device idle."""
     rows, inner = x_TI.shape
@@ -205,7 +205,7 @@ def adapted_product(x_TI: Tensor, layers: list[Adapted], *, parts: bool = False,
     return out if tiles.splits > 1 else out[0]
 
 
-def adapted_gated(x_TI: Tensor, gate: Adapted, up: Adapted, *, tiles: Tiles | None = None) -> Tensor:
+def lora_gated(x_TI: Tensor, gate: LoraLinear, up: LoraLinear, *, tiles: Tiles | None = None) -> Tensor:
     """silu(gate(x)) * up(x), of layers without bias."""
     rows, inner = x_TI.shape
     layers, outputs = [gate, up], len(gate.weight_OI)
@@ -220,7 +220,7 @@ def adapted_gated(x_TI: Tensor, gate: Adapted, up: Adapted, *, tiles: Tiles | No
     return out
 
 
-def _low_parts(x_TI: Tensor, layers: list[Adapted]) -> Tensor | None:
+def _low_parts(x_TI: Tensor, layers: list[LoraLinear]) -> Tensor | None:
     """Parts of A x of every layer [parts, layers, T, R]; None where it is made on the way."""
     rows, inner = x_TI.shape
     if not any(layer.rank for layer in layers) or rows <= FEW:
@@ -237,7 +237,7 @@ def _low_parts(x_TI: Tensor, layers: list[Adapted]) -> Tensor | None:
     return out
 
 
-def _operands(layers: list[Adapted], tiles: Tiles) -> list[TensorDescriptor | Tensor]:
+def _operands(layers: list[LoraLinear], tiles: Tiles) -> list[TensorDescriptor | Tensor]:
     """All weights, all A, all B. A layer without an adapter has its weights in their place, and a scale of nought."""
     height = _height(layers)
     weights = [_tiled(layer.weight_OI, tiles.outputs, tiles.inner) for layer in layers]
@@ -249,18 +249,18 @@ def _tiled(matrix: Tensor, height: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [height, width])
 
 
-def _height(layers: list[Adapted]) -> int:
+def _height(layers: list[LoraLinear]) -> int:
     return max(LEAST_RANK, triton.next_power_of_2(max(layer.rank for layer in layers)))
 
 
-def _sizes(layers: list[Adapted], low: Tensor | None, tiles: Tiles) -> dict[str, int]:
+def _sizes(layers: list[LoraLinear], low: Tensor | None, tiles: Tiles) -> dict[str, int]:
     return {
         "RANK": max(layer.rank for layer in layers), "R": _height(layers), "PARTS": 0 if low is None else len(low),
         "BM": tiles.rows, "BN": tiles.outputs, "BK": tiles.inner, "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
 
 
-def fitting(tiles: Tiles, weights: int, layers: list[Adapted], rows: int) -> Tiles | None:
+def fitting(tiles: Tiles, weights: int, layers: list[LoraLinear], rows: int) -> Tiles | None:
     """`weights`: of how many a program multiplies; by A of each too, where that is done on the way."""
     adapted = any(layer.rank for layer in layers)
     return tiles_within(shared_memory(), tiles, weights, _height(layers) if adapted else 0, on_the_way=rows <= FEW)

@@ -21,7 +21,7 @@ def rollout_parts(share: "ProcessShare", held: int) -> list[Part]:
     engine = actor.engine_memory(options.rollout_kv_tokens)
     free = max(0, share.hardware.memory - held - actor.weights)
     size = engine.keys_and_values(slots, rows.longest, free) if free else 0
-    read = actor.scoring_bytes(max(1, min(engine.read_tokens, prompts * rows.prompt)))
+    read = actor.scoring_bytes(max(1, min(engine.max_num_batched_tokens, prompts * rows.prompt)))
     vocabulary = actor.whole.model.config.get_text_config().vocab_size
     return [
         Part("actor: weights, gathered to answer", actor.weights, ROLLOUT),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.episode import Episode
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft
 from trimtab.train.rl.answers import Answers, UnderWay
 from trimtab.train.rl.experience import Experience
@@ -73,7 +73,7 @@ def drafts_from_disk(tensors: dict[str, Tensor], described: Iterable[dict[str, A
     return groups
 
 
-def fitting(group: UnderWay, sampling: Sampling) -> UnderWay:
+def fitting(group: UnderWay, sampling: SamplingParams) -> UnderWay:
     """For a run that was told on resume to draw fewer or shorter answers: none is more than that."""
     drafts = []
     for draft in group.drafts:

@@ -17,7 +17,7 @@ from trimtab.data.order import SampleOrder
 from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.sampling import Sampling, request_seed
+from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.rl.answers import Answers, UnderWay
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.asynchronous.groups import (
@@ -41,7 +41,9 @@ from trimtab.train.rl.supply import Supply, useful_groups
 class Ahead(Supply):
     exact = False  # older weights have drawn some of it
 
-    def __init__(self, options: RLOptions, order: SampleOrder, sampling: Sampling, asking: Asking, iterations: int):
+    def __init__(
+        self, options: RLOptions, order: SampleOrder, sampling: SamplingParams, asking: Asking, iterations: int
+    ):
         """`order`: the prompts one by one, over all episodes; `iterations`: of the run."""
         self.options, self.order, self.sampling, self.asking = options, order, sampling, asking
         assert options.async_staleness is not None, "settled"

@@ -12,7 +12,7 @@ from typing import Any
 from trimtab.distributed.roles import Group
 from trimtab.errors import OutOfMemory, RunFailed
 from trimtab.rewards.types import RewardFailed
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.pass_limit import NoRoom
 from trimtab.train.rl import rollouts
 from trimtab.train.rl.answers import Admission, Collected, LeftOut, UnderWay, Wait, Written
@@ -57,7 +57,7 @@ class Writers:
 
     apart = False  # they write while the trainer learns (writers_apart.py)
 
-    def __init__(self, asking: Asking, sampling: Sampling):
+    def __init__(self, asking: Asking, sampling: SamplingParams):
         self.asking, self.sampling = asking, sampling
         self.writing = False  # now, or as soon as they are asked what they have
         self.held: dict[int, UnderWay] = {}  # by place, as they were given out

@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.distributed.cluster.losses import EngineLost
 from trimtab.distributed.roles import Pending, Unanswered
-from trimtab.rollout.sampling import Sampling
+from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.rl.answers import UnderWay, Wait
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.asynchronous.watchdog import Watchdog
@@ -23,7 +23,7 @@ PATIENCE = 10.0  # seconds within which one who may hang says what it holds
 class WritersApart(Writers):
     apart = True
 
-    def __init__(self, asking: Asking, sampling: Sampling, watchdog: Watchdog):
+    def __init__(self, asking: Asking, sampling: SamplingParams, watchdog: Watchdog):
         super().__init__(asking, sampling)
         self.watchdog = watchdog
         self._pausing: Pending | None = None
