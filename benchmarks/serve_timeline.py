@@ -59,7 +59,7 @@ def note_all() -> None:
     noted(PrefillGraphs, "_capture", "record read")
     noted(DecodeGraphs, "run", "look", lambda _, __, rows, steps, *___: {"rows": len(rows), "steps": steps})
     noted(DecodeGraphs, "_capture", "record steps", lambda _, __, rows: {"rows": rows})
-    noted(HTTPWorkers, "_deliver", "letters", lambda fronts: {"answers": len(fronts.prefill_done)})
+    noted(HTTPWorkers, "_deliver", "letters", lambda fronts: {"answers": len(fronts.settled)})
 
 
 def show(path: str, since: float | None, most: int) -> None:

@@ -95,7 +95,7 @@ def watch_engine(clock: Clock) -> None:
     clock.watch(BuiltinSession, "_begin", "reads, prepared on the host")
     clock.watch(BuiltinSession, "_take", "samples")
     clock.watch(BuiltinSession, "_admit_new", "memory")
-    for method in ("admit", "settled", "finish", "make_room"):
+    for method in ("schedule", "prefill_done", "finish", "allocate"):
         clock.watch(Scheduler, method, "pages")
     clock.watch(
         PrefillGraph,

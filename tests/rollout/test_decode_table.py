@@ -21,8 +21,8 @@ class DoneAgain:
 def _recorded(monkeypatch):
     monkeypatch.setattr(captured, "has_graphs", lambda device: True)
     monkeypatch.setattr(graphs, "capture", DoneAgain)
-    monkeypatch.setattr(graphs.DecodeGraphs, "steps", 3)
-    monkeypatch.setattr(graphs.DecodeGraphs, "steps_at_ease", 7)
+    monkeypatch.setattr(graphs.DecodeGraphs, "chunk_size", 3)
+    monkeypatch.setattr(graphs.DecodeGraphs, "long_chunk_size", 7)
 
 
 @pytest.mark.parametrize(

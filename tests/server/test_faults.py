@@ -326,7 +326,7 @@ def test_those_that_were_answered_together_are_read_as_they_return_and_drawn_tog
 
 
 def test_where_every_place_is_taken_or_steps_are_short_more_is_drawn_between_two_looks(monkeypatch):
-    wait = "trimtab.rollout.engine.SECONDS_TO_WAIT"
+    wait = "trimtab.rollout.engine.MAX_CHUNK_SECONDS"
     monkeypatch.setattr(wait, 0)
     desk, own = RequestQueue(PolicyMetrics()), SamplingParams(max_new_tokens=100, min_new_tokens=100)
     with BuiltinEngine(engine().policy, tokenizer(), max_num_seqs=2).session(SamplingParams()) as session:
@@ -361,7 +361,7 @@ def test_what_has_finished_is_put_away_when_nobody_waits():
         desk.ask(QueuedRequest([5] * 40, 1, own))
         while desk.waiting:
             desk.work(session)
-        assert builtin.memory.kept.find([5] * 41).tokens == 40
+        assert builtin.memory.prefix_cache.lookup([5] * 41).tokens == 40
 
 
 def test_those_who_wait_for_a_place_make_it_full():

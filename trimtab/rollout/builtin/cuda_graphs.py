@@ -38,8 +38,8 @@ class CaptureFailed(Exception):
 
 
 class DecodeGraphs:
-    steps = 24  # between two looks, and
-    long_chunk_size = 64  # while nobody waits for a place
+    chunk_size = 24  # decode steps of a chunk, and
+    long_chunk_size = 64  # while no sequence waits
 
     def __init__(self, sampler: Sampler | RowSampler, cache: KVCache, max_num_seqs: int, longest: int):
         """For at most `max_num_seqs` samples at once, of at most `longest` tokens."""

@@ -235,7 +235,7 @@ class BuiltinSession(BaseSession):
 
     def _room(self, scheduler: Scheduler, graphs: DecodeGraphs | None, most: int | None) -> int:
         """Steps until the next look, at most `most`, with room for them."""
-        look = CHUNK_SIZE if graphs is None else graphs.steps
+        look = CHUNK_SIZE if graphs is None else graphs.chunk_size
         if graphs is not None and not scheduler.waiting and (most is None or most > look):
             short = scheduler.short(graphs.long_chunk_size)
             if scheduler.can_allocate(short):

@@ -299,7 +299,7 @@ class VLLMSession(BaseSession):
 # kernels and order of sums differ from the trainer's.
 
 
-RECEIVER = "trimtab.rollout.vllm.worker_extension.WeightReceiver"
+WORKER_EXTENSION = "trimtab.rollout.vllm.worker_extension.WorkerExtension"
 VALUE_ERROR = "Value error, "  # how pydantic's lines begin
 
 
@@ -370,7 +370,7 @@ class VLLMEngine(BaseEngine):
                     generation_config="vllm",  # what a run asks for, and nothing from the folder
                     disable_log_stats=True,
                     use_tqdm_on_load=False,
-                    worker_extension_cls=RECEIVER,
+                    worker_extension_cls=WORKER_EXTENSION,
                     **more,
                 )
             )
