@@ -24,13 +24,14 @@ from tests.golden.jobs import JOBS, Job
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
+PROGRAMS = HERE / "programs"
 
 
 class Package:
     """A warm process that runs jobs with one version of the package, each in a folder of this side."""
 
     def __init__(self, source: Path, side: Path):
-        self.side = side
+        self.source, self.side = source, side
         names = ("PATH", "HOME", "LANG", "TMPDIR")
         environment = {name: os.environ[name] for name in names if name in os.environ}
         environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -90,11 +91,12 @@ def _compare(commit: str, jobs: list[Job], cache: Path) -> int:
     with _locked(place / "package.lock"):
         if not source.exists():
             _export(commit, source)
-        if not (place / "data").exists():
-            making = {**os.environ, "PYTHONPATH": str(source)}
-            words = [sys.executable, "-P", "-m", "trimtab.embedded.tiny_recipes", "data.new"]
-            subprocess.run(words, cwd=place, env=making, check=True, capture_output=True)
-            (place / "data.new").rename(place / "data")
+        for folder, module in (("data", "tiny_recipes"), ("game", "guess_game")):
+            if not (place / folder).exists():
+                making = {**os.environ, "PYTHONPATH": str(source)}
+                words = [sys.executable, "-P", "-m", f"trimtab.embedded.{module}", f"{folder}.new"]
+                subprocess.run(words, cwd=place, env=making, check=True, capture_output=True)
+                (place / f"{folder}.new").rename(place / folder)
     # Both names have four letters, so absolute paths differ in nothing but the name, even inside pickled files.
     ours = place / hashlib.sha256(str(ROOT).encode()).hexdigest()[:4]
     base, tree = Package(source, place / "base"), Package(ROOT, ours)
@@ -141,9 +143,14 @@ def _export(commit: str, source: Path) -> None:
     unfinished.rename(source)
 
 
+def _programs(job: Job) -> list[str]:
+    return [*job.files, *([job.program] if job.program else [])]
+
+
 def _folder(job: Job) -> str:
     """Name of a job's folder: the job, and a hash of all that it consists of."""
     parts = repr(job).encode() + (HERE / "worker.py").read_bytes()
+    parts += b"".join((PROGRAMS / name).read_bytes() for name in _programs(job))
     return f"{job.folder}-{hashlib.sha256(parts).hexdigest()[:8]}"
 
 
@@ -155,8 +162,8 @@ def _fill(base: Package, job: Job, folder: Path) -> None:
     """An empty folder with the job's files."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for name, text in job.files:
-        (folder / name).write_text(text)
+    for name in _programs(job):
+        shutil.copy(PROGRAMS / name, folder)
     if (source := _source(job)) is not None:
         shutil.copytree(base.side / _folder(source) / "recorded", folder / "recorded")
 
@@ -176,7 +183,7 @@ def _prepare(base: Package, job: Job) -> str:
         if job.stop:
             _fill(base, job, begun)
             code = base.run(job, begun, stop=job.stop)
-            if code == 0 and not job.program:
+            if code == 0 and not job.stop.startswith("none"):
                 return f"BASE was to be interrupted ({job.stop}), and was not"
             if job.leaves and not any(begun.glob(job.leaves)):
                 return f"BASE's interrupted run has left no {job.leaves}"
@@ -204,7 +211,8 @@ def _check(base: Package, tree: Package, job: Job, ready: threading.Event, probl
     if job.by_ledger:
         problem = ledger_problem(ours / "out", bound=job.by_ledger)
         return [problem] if problem else []
-    return differences(theirs, ours, results_only=bool(job.stop))
+    names = {bytes(theirs): bytes(ours), bytes(base.source): bytes(tree.source)}
+    return differences(theirs, ours, names, results_only=bool(job.stop), episodes=job.plays)
 
 
 if __name__ == "__main__":

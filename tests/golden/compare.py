@@ -7,20 +7,29 @@ from pathlib import Path
 
 # Clock readings, memory, and what is computed from files that hold them: keys, at any depth.
 VOLATILE = re.compile("seconds|per_second|memory_gib|^checksum$|^sums$|^wandb_run_name")
+# In episodes which turns meet in a pass depends on who answers when, and with it the last bits of the log-probs that
+# the engine drew with. Nothing is computed from those but these figures.
+OF_DRAWING = re.compile("^(sampled_entropy|first_entropy|log_prob_gap|log_prob_ratio)$")
 # Logs for people, the files of other tools, pages drawn from what is compared anyway.
-IGNORED = ("log.txt", "calls", "*.html", "*events.out.tfevents*", "*.lock", "*/__pycache__/*")
+IGNORED = ("log.txt", "calls", "*.html", "*events.out.tfevents*", "*.lock", "*__pycache__/*")
 # Of a run that was interrupted: what is left in the end. Stopping leaves a checkpoint more.
 RESULTS = ("out/*.safetensors", "out/*.jsonl", "out.jsonl", "out/config.json")
 
 
-def differences(base: Path, tree: Path, *, results_only: bool = False) -> list[str]:
-    """One line for each file that differs; empty if the runs are equal."""
+def differences(
+    base: Path, tree: Path, names: dict[bytes, bytes], *, results_only: bool = False, episodes: bool = False
+) -> list[str]:
+    """One line for each file that differs; empty if the runs are equal. `names`: absolute paths of BASE, and what they
+    are in the working tree."""
+    left_out = re.compile(f"{VOLATILE.pattern}|{OF_DRAWING.pattern}") if episodes else VOLATILE
     found = {side: _files(folder, results_only) for side, folder in (("base", base), ("tree", tree))}
     lines = [f"{name} is missing" for name in sorted(found["base"] - found["tree"])]
     lines += [f"{name} is new" for name in sorted(found["tree"] - found["base"])]
     for name in sorted(found["base"] & found["tree"]):
         a, b = ((folder / name).read_bytes() for folder in (base, tree))
-        if difference := _difference(Path(name).suffix, a.replace(bytes(base), bytes(tree)), b):
+        for before, now in names.items():
+            a = a.replace(before, now)
+        if difference := _difference(Path(name).suffix, a, b, left_out):
             lines.append(f"{name}: {difference}")
     if not found["base"]:
         lines.append("BASE has left no file")
@@ -36,7 +45,7 @@ def _files(folder: Path, results_only: bool) -> set[str]:
     return names
 
 
-def _difference(suffix: str, a: bytes, b: bytes) -> str:
+def _difference(suffix: str, a: bytes, b: bytes, left_out: re.Pattern[str]) -> str:
     if a == b:
         return ""
     if suffix == ".jsonl":
@@ -44,30 +53,32 @@ def _difference(suffix: str, a: bytes, b: bytes) -> str:
         if len(rows[0]) != len(rows[1]):
             return f"{len(rows[0])} rows in BASE, {len(rows[1])} in the working tree"
         for number, pair in enumerate(zip(*rows), 1):
-            if where := _where(*pair):
+            if where := _where(*pair, left_out):
                 return f"row {number}{where}"
         return ""
     if suffix == ".json":
-        return _where(json.loads(a), json.loads(b)).lstrip()
+        return _where(json.loads(a), json.loads(b), left_out).lstrip()
     if suffix == ".safetensors":
         return _tensor(a, b)
-    lines = [[line for line in text.splitlines() if not VOLATILE.search(line)] for text in (a.decode(), b.decode())]
+    texts = (data.decode(errors="backslashreplace") for data in (a, b))
+    lines = [[line for line in text.splitlines() if not left_out.search(line)] for text in texts]
     return "" if lines[0] == lines[1] else "contents differ"
 
 
-def _where(a: object, b: object, path: str = "") -> str:
+def _where(a: object, b: object, left_out: re.Pattern[str], path: str = "") -> str:
     """Path of the first difference that is no clock reading, with both values."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in [*a, *(key for key in b if key not in a)]:
-            if VOLATILE.search(key):
+            if left_out.search(key):
                 continue
             if key not in a or key not in b:
                 return f"{path} {key}: only in {'BASE' if key in a else 'the working tree'}"
-            if where := _where(a[key], b[key], f"{path} {key}"):
+            if where := _where(a[key], b[key], left_out, f"{path} {key}"):
                 return where
         return ""
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return next((where for i, pair in enumerate(zip(a, b)) if (where := _where(*pair, f"{path}[{i}]"))), "")
+        found = (_where(*pair, left_out, f"{path}[{place}]") for place, pair in enumerate(zip(a, b)))
+        return next(filter(None, found), "")
     return "" if a == b else f"{path}: {str(a)[:60]} in BASE, {str(b)[:60]} in the working tree"
 
 

@@ -1,8 +1,9 @@
 """The jobs of the golden runs: tiny commands and programs that use nothing but flags, public Python names and files.
 
-Every job runs in a folder that holds its `files` only, such as `task.py` with the reward function below; `../../data`
-holds the models and rows of `trimtab.embedded.tiny_recipes`. BASE begins a job that has a `stop`, the signal ends it
-there, and the working tree resumes it; its result must equal BASE's uninterrupted run.
+Every job runs in a folder that holds its `files` only, such as `task.py` with a reward function; `../../data` holds the
+models and rows of `trimtab.embedded.tiny_recipes`, `../../game` those of `trimtab.embedded.guess_game`. BASE begins a
+job that has a `stop`, the signal ends it there, and the working tree resumes it; its result must equal BASE's
+uninterrupted run.
 """
 
 import re
@@ -10,30 +11,6 @@ from dataclasses import dataclass
 
 DATA = "../../data"
 OUT = "--save_path out --ckpt_path out/checkpoints"
-
-# User code that can end the run it belongs to: GOLDEN_STOP="SIGTERM call 3" sends that signal at its third call.
-TASK = """
-import os
-import signal
-
-
-def count_call():
-    name, kind, number = os.environ.get("GOLDEN_STOP", "none none 0").split()
-    if kind != "call":
-        return
-    with open("calls", "a") as calls:
-        calls.write(".")
-    if os.path.getsize("calls") == int(number):
-        os.kill(int(os.environ["GOLDEN_PID"]), getattr(signal, name))
-
-
-def reward(prompts, completions, **columns):
-    count_call()
-    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-    return [float(sum(map(ord, text)) % 5) / 4 for text in texts]
-
-
-"""
 
 SUPERVISED = f"--pretrain {DATA}/llama --max_len 64 --train_batch_size 8 --micro_train_batch_size 2 --max_samples 32"
 SUPERVISED += f" --learning_rate 1e-3 --save_steps 2 {OUT}"
@@ -48,45 +25,22 @@ ASYNC = f"grpo {RL} --init_kl_coef 0 --async_train --rollout_slots 6"
 GENERATE = f"generate --pretrain {DATA}/llama --dataset {DATA}/prompts.jsonl --input_key problem --max_samples 24"
 GENERATE += " --max_new_tokens 8 --temperature 1 --best_of_n 2 --micro_batch_size 4 --output_path out.jsonl"
 
-LEARNER = f'''
-import os
-
-import trimtab
-
-
-def learn(learner, steps):
-    for _ in range(steps):
-        samples = learner.sample(["sort 312>", "sort 4421>"], n=4, max_new_tokens=6)
-        rewards = [sum(map(ord, sample.text)) % 5 / 4 for sample in samples]
-        for sample, advantage in zip(samples, trimtab.advantages(rewards, group=4)):
-            sample.advantages = advantage
-        learner.forward_backward(samples, "ppo")
-        learner.optim_step()
-
-
-if os.path.exists("saved"):
-    learner = trimtab.Learner.load("saved")
-else:
-    learner = trimtab.Learner("{DATA}/llama", bf16=False, learning_rate=1e-3)
-    learn(learner, 2)
-    learner.save("saved")
-if not os.environ.get("GOLDEN_STOP"):
-    learn(learner, 2)
-    learner.export("out")
-'''
+PLAY = f"grpo --pretrain ../../game/model --prompt_data ../../game/prompts.jsonl --label_key label {SAMPLING} {UPDATES}"
+PLAY += f" --generate_max_len 3 --max_samples 12 --init_kl_coef 0 --env_workers 1 {OUT}"
 
 
 @dataclass(frozen=True)
 class Job:
     name: str
     commands: tuple[str, ...] = ()  # arguments of trimtab, run in this order
-    program: str = ""  # or a Python program
-    files: tuple[tuple[str, str], ...] = (("task.py", TASK),)  # name and text
+    program: str = ""  # or a Python program, of those in programs/
+    files: tuple[str, ...] = ("task.py",)  # of those in programs/, for the job's folder
     uses: str = ""  # name of a job, of whose run with BASE this one gets the folder `recorded`
-    stop: str = ""  # "SIGNAL call N" or "SIGNAL rows N": BASE is ended there, and the working tree resumes
+    stop: str = ""  # "SIGNAL call N", or rows N, or backward N: BASE is ended there, and the working tree resumes
     leaves: str = ""  # pattern of a file that the interrupted run must have left, else nothing is tested
     resume: str = " --load_checkpoint"
     by_ledger: int = 0  # staleness bound: batches depend on timing, so every group is trained once, and in time
+    plays: bool = False  # episodes: figures of the log-probs that the engine drew with are not compared
 
     @property
     def folder(self) -> str:
@@ -101,6 +55,13 @@ GRPO = f"grpo {RL} {OUT} {REWARD} --init_kl_coef 0.1"
 SFT = f"sft {SUPERVISED} {QUESTIONS}"
 STEPS = f"--dataset {DATA}/judged_steps.jsonl --label_key value --placeholder_token ки --reward_tokens + -"
 JUDGED = f"--dataset {DATA}/judged_answers.jsonl --input_key instruction --output_key response --label_key score"
+
+TAIL = "tail --method repulse --proposal_learning_rate 1e-3 --alpha 0.5 --target_dist_beta -1 --bad_threshold 0.5"
+TAILED = f"{TAIL} {RL} {OUT} {REWARD} --train_batch_size 16"
+GENERATE_EPISODES = "generate --pretrain ../../game/model --environment trimtab:guess --env_rows 8 --env_workers 1"
+GENERATE_EPISODES += " --max_new_tokens 3 --output_path out.jsonl"
+GAME = f"{PLAY} --agent_func_path game.py:Game"
+GAME_FILES = ("task.py", "game.py")
 
 JOBS = [
     command("sft, packed", f"{SFT} --packing_samples"),
@@ -119,11 +80,18 @@ JOBS = [
     command("dapo", f"dapo {RL} {OUT} --reward_verifier regex([0-4]):1.0"),
     command("reinforce", f"reinforce {RL} {OUT} {REWARD}"),
     command("rloo", f"rloo {RL} {OUT} {REWARD}"),
+    command("tail", TAILED),
+    command("grpo, environment from a file", GAME, files=GAME_FILES, plays=True),
+    command("grpo, agent at an endpoint", f"{PLAY} --agent_func_path agent.py:run", files=("agent.py",), plays=True),
+    Job("grpo, class given in Python", program="given.py", plays=True),
+    Job("grpo, tools given in Python", program="tools.py", plays=True),
     command("async, staleness 0", f"{ASYNC} {OUT} {REWARD} --async_staleness 0"),
     command("async, staleness 1", f"{ASYNC} {OUT} {REWARD} --async_staleness 1 --record recorded", by_ledger=1),
     command("replayed", f"grpo {RL} {OUT} --init_kl_coef 0 --replay recorded", uses="async, staleness 1"),
     command("generate", f"{GENERATE} {REWARD}"),
-    Job("Learner", program=LEARNER),
+    command("generate, environment", f"{GENERATE_EPISODES} --best_of_n 2"),
+    Job("Learner, episodes", program="player.py"),
+    Job("Learner", program="learner.py"),
     command("resumed sft", SFT, stop="SIGTERM rows 2"),
     command("resumed grpo, killed", GRPO, stop="SIGKILL call 3"),
     command(
@@ -133,5 +101,40 @@ JOBS = [
         leaves="out/checkpoints/*/ahead/*",
         by_ledger=2,
     ),
-    Job("resumed Learner", program=LEARNER, stop="none none 0", leaves="saved/*"),
+    command(
+        "resumed grpo, inside an iteration", GRPO, stop="SIGTERM backward 6", leaves="out/checkpoints/*/experience/*"
+    ),
+    command("resumed tail", TAILED, stop="SIGTERM backward 6", leaves="out/checkpoints/*/experience/*"),
+    command("resumed grpo, environment from a file", GAME, files=GAME_FILES, plays=True, stop="SIGTERM call 50"),
+    command(
+        "resumed async, unfinished episodes",
+        f"{GAME} --async_train --async_staleness 2",
+        files=GAME_FILES,
+        plays=True,
+        stop="SIGTERM call 50",
+        leaves="out/checkpoints/*/ahead/*",
+        by_ledger=2,
+    ),
+    Job(
+        "resumed grpo, class given in Python",
+        program="given.py",
+        plays=True,
+        stop="SIGTERM backward 6",
+        leaves="out/given/*.pkl",
+    ),
+    Job(
+        "resumed grpo, tools given in Python",
+        program="tools.py",
+        plays=True,
+        stop="SIGTERM backward 6",
+        leaves="out/given/*.pkl",
+    ),
+    command(
+        "resumed generate",
+        f"{GENERATE} {REWARD} --max_samples 64 --best_of_n 4",
+        stop="SIGKILL call 3",
+        leaves="out.jsonl.partial/*",
+        resume="",
+    ),
+    Job("resumed Learner", program="learner.py", stop="none none 0", leaves="saved/*"),
 ]

@@ -4,8 +4,10 @@ Reads a job a line from standard input, writes a line for each. Nothing but torc
 the fork, so this file needs nothing of the package's insides.
 """
 
+import itertools
 import json
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -28,19 +30,36 @@ def stop_after_rows(name: str, rows: int) -> None:
     os.kill(os.getpid(), getattr(signal, name))
 
 
+def stop_in_backward(name: str, number: int) -> None:
+    """End this process with a signal in its backward pass of this number: inside an update."""
+    plain, calls = torch.Tensor.backward, itertools.count(1)
+
+    def backward(tensor: torch.Tensor, *given, **more) -> None:
+        if next(calls) == number:
+            os.kill(os.getpid(), getattr(signal, name))
+        plain(tensor, *given, **more)
+
+    torch.Tensor.backward = backward  # type: ignore[method-assign]
+
+
 def child(job: dict) -> int:
     os.makedirs(job["folder"], exist_ok=True)
     os.chdir(job["folder"])
     log = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1), os.dup2(log, 2)
-    os.environ.update(job["environment"], GOLDEN_PID=str(os.getpid()))
+    os.environ.update(job["environment"], GOLDEN_PID=str(os.getpid()), GOLDEN_CALLS=os.path.abspath("calls"))
     signal.alarm(LIMIT)
     name, kind, number = job["environment"].get("GOLDEN_STOP", "none none 0").split()
     if kind == "rows":
         threading.Thread(target=stop_after_rows, args=(name, int(number)), daemon=True).start()
+    if kind == "backward":
+        stop_in_backward(name, int(number))
     torch.set_num_threads(1)
     if job["program"]:
-        exec(compile(job["program"], "program", "exec"), {"__name__": "__main__"})
+        import trimtab  # noqa: F401
+
+        sys.path.remove(os.environ["PYTHONPATH"])  # a run that is given a class keeps the path, and a digest of it
+        runpy.run_path(job["program"], run_name="__main__")
         return 0
     from trimtab.cli.main import main
 
