@@ -55,7 +55,7 @@ GRPO = f"grpo {RL} {OUT} {REWARD} --init_kl_coef 0.1"
 SFT = f"sft {SUPERVISED} {QUESTIONS}"
 STEPS = f"--dataset {DATA}/judged_steps.jsonl --label_key value --placeholder_token ки --reward_tokens + -"
 JUDGED = f"--dataset {DATA}/judged_answers.jsonl --input_key instruction --output_key response --label_key score"
-
+INSIDE = {"stop": "SIGTERM backward 8", "leaves": "out/checkpoints/*/experience/*"}
 TAIL = "tail --method repulse --proposal_learning_rate 1e-3 --alpha 0.5 --target_dist_beta -1 --bad_threshold 0.5"
 TAILED = f"{TAIL} {RL} {OUT} {REWARD} --train_batch_size 16"
 GENERATE_EPISODES = "generate --pretrain ../../game/model --environment trimtab:guess --env_rows 8 --env_workers 1"
@@ -80,6 +80,7 @@ JOBS = [
     command("dapo", f"dapo {RL} {OUT} --reward_verifier regex([0-4]):1.0"),
     command("reinforce", f"reinforce {RL} {OUT} {REWARD}"),
     command("rloo", f"rloo {RL} {OUT} {REWARD}"),
+    command("rl", f"rl {RL} {OUT} {REWARD} --advantage_estimator reinforce_baseline --init_kl_coef 0.1"),
     command("tail", TAILED),
     command("grpo, environment from a file", GAME, files=GAME_FILES, plays=True),
     command("grpo, agent at an endpoint", f"{PLAY} --agent_func_path agent.py:run", files=("agent.py",), plays=True),
@@ -101,10 +102,8 @@ JOBS = [
         leaves="out/checkpoints/*/ahead/*",
         by_ledger=2,
     ),
-    command(
-        "resumed grpo, inside an iteration", GRPO, stop="SIGTERM backward 6", leaves="out/checkpoints/*/experience/*"
-    ),
-    command("resumed tail", TAILED, stop="SIGTERM backward 6", leaves="out/checkpoints/*/experience/*"),
+    command("resumed grpo, inside an iteration", GRPO, **INSIDE),
+    command("resumed tail", TAILED, **INSIDE | {"stop": "SIGTERM backward 6"}),
     command("resumed grpo, environment from a file", GAME, files=GAME_FILES, plays=True, stop="SIGTERM call 50"),
     command(
         "resumed async, unfinished episodes",
@@ -115,20 +114,8 @@ JOBS = [
         leaves="out/checkpoints/*/ahead/*",
         by_ledger=2,
     ),
-    Job(
-        "resumed grpo, class given in Python",
-        program="given.py",
-        plays=True,
-        stop="SIGTERM backward 6",
-        leaves="out/given/*.pkl",
-    ),
-    Job(
-        "resumed grpo, tools given in Python",
-        program="tools.py",
-        plays=True,
-        stop="SIGTERM backward 6",
-        leaves="out/given/*.pkl",
-    ),
+    Job("resumed grpo, class given in Python", program="given.py", plays=True, **INSIDE),
+    Job("resumed grpo, tools given in Python", program="tools.py", plays=True, **INSIDE),
     command(
         "resumed generate",
         f"{GENERATE} {REWARD} --max_samples 64 --best_of_n 4",

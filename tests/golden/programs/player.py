@@ -25,6 +25,10 @@ with open("episodes.jsonl", "w") as file:
             said = [[turn.drawn, turn.text, turn.reward] for turn in episode.said]
             row = {"row": episode.task.row, "reward": episode.reward, "finish": episode.finish, "said": said}
             file.write(json.dumps({**row, "ids": list(sample.ids)}) + "\n")
-        learner.forward_backward([episode.samples[0] for episode in episodes], "ppo")
+        samples = [episode.samples[0] for episode in episodes]
+        # Which turns meet in a pass depends on who answers when, and with it the last bits of what was drawn with.
+        for sample, log_probs in zip(samples, learner.log_probs(samples)):
+            sample.log_probs = log_probs
+        learner.forward_backward(samples, "ppo")
         learner.optim_step()
 learner.export("out")
