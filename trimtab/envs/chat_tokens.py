@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -42,31 +42,21 @@ class AnswerPlace:
     ends: bool  # whether there is such a token
 
 
-class Appender(Protocol):
-    """Makes the tokens of a conversation turn by turn."""
-
-    def opening(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens before the first turn."""
-
-    def after(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        """The tokens between a turn and the next. `ended`: the turn has its end token; otherwise that comes first."""
-
-
 class TextAppender:
-    """For prompts without a chat template: messages are appended as plain text."""
+    """Tokens of a conversation without a chat template: the contents of messages, one after another."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        return encoded(self.tokenizer, texts_of(messages))
+        return encoded(self.tokenizer, contents(messages))
 
     def after(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        return encoded(self.tokenizer, texts_of(messages))
+        return encoded(self.tokenizer, contents(messages))
 
 
 class ChatAppender:
-    """By a chat template. `stops`: further tokens that end an answer; `settings`: further variables of the template."""
+    """Tokens of a conversation by a chat template, turn by turn."""
 
     def __init__(
         self,
@@ -75,6 +65,7 @@ class ChatAppender:
         stops: Sequence[int] = (),
         settings: dict[str, Any] | None = None,
     ):
+        """`stops`: further tokens that end an answer; `settings`: further variables of the template."""
         self.tokenizer, self.tools = tokenizer, list(tools) or None
         self.renderer = ChatRenderer(tokenizer, settings=settings)
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -86,15 +77,17 @@ class ChatAppender:
         self._check()
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens before the first turn."""
         if is_verbatim(messages):
-            return encoded(self.tokenizer, texts_of(messages))
+            return encoded(self.tokenizer, contents(messages))
         return self._cached(
             ("opening", messages), lambda: encoded(self.tokenizer, self._text(list(messages), prompt=True))
         )
 
     def after(self, messages: Sequence[Message], ended: bool) -> list[int]:
+        """The tokens between a turn and the next. `ended`: the turn has its end token; otherwise that comes first."""
         if is_verbatim(messages):
-            return encoded(self.tokenizer, texts_of(messages))
+            return encoded(self.tokenizer, contents(messages))
         return self._cached(
             ("after", ended, messages), lambda: self._after(_probe(messages, self.tools), list(messages), ended)
         )
@@ -121,12 +114,12 @@ class ChatAppender:
         """The whole text, and where the token that ends the last answer of `before` begins and ends in it."""
         answer = self._answer_place(before)
         text = self._text([*before, *messages], prompt=True)
-        place = -1
+        index = -1
         for _ in range(answer.count):
-            place = text.find(answer.marker, place + 1)
-        if place < 0:
+            index = text.find(answer.marker, index + 1)
+        if index < 0:
             raise self._refused("does not show what the assistant said before the last turn")
-        start = place + len(answer.marker) + len(answer.between)
+        start = index + len(answer.marker) + len(answer.between)
         if not text.startswith(answer.between, start - len(answer.between)):
             raise self._refused("writes an answer otherwise when others follow it")
         if not answer.ends:
@@ -194,7 +187,7 @@ class ChatAppender:
 
 
 def tokens_after(
-    appender: Appender, turn: Sequence[int], messages: Sequence[Message], stops: Collection[int]
+    appender: ChatAppender | TextAppender, turn: Sequence[int], messages: Sequence[Message], stops: Collection[int]
 ) -> list[int]:
     """The tokens after a generated turn, which may end with a stop token. If the template's next token is that very
     token, it is not repeated."""
@@ -207,7 +200,11 @@ def encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False, verbose=False)
 
 
-def texts_of(messages: Sequence[Message]) -> str:
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+
+
+def contents(messages: Sequence[Message]) -> str:
     return "".join(content for message in messages if isinstance(content := message.get("content"), str))
 
 
@@ -273,8 +270,7 @@ class MessageParser:
 
     def text(self, ids: Sequence[int], stops: Collection[int]) -> str:
         """The text without the stop token."""
-        words = ids[:-1] if len(ids) and ids[-1] in stops else ids
-        return self.tokenizer.decode(list(words), clean_up_tokenization_spaces=False)
+        return decoded(self.tokenizer, ids[:-1] if len(ids) and ids[-1] in stops else ids)
 
     def message(self, ids: Sequence[int], prefix: Sequence[int], stops: Collection[int]) -> Message:
         """`prefix`: the tokens before the turn, whose end may be the beginning of the message."""
@@ -303,6 +299,7 @@ class MessageParser:
         return whole.removeprefix(opening).partition(self.tokenizer.eos_token)[0]
 
     def hermes(self, text: str) -> Message:
+        """Parse reasoning and tool calls in Hermes' tags."""
         message: Message = {"role": "assistant"}
         thought, through, rest = text.partition(THINK_CLOSE)
         if through:
@@ -423,7 +420,7 @@ class ChatTokens:
             if self.appender is not None:
                 return tokens_after(self.appender, turn, new, self.stops)
             text = self._text([*before, *new])
-        written = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        written = decoded(self.tokenizer, ids)
         # Compared as text: the tokens may differ from the tokenizer's, and stay as they were generated.
         return encoded(self.tokenizer, text[len(written) :]) if text.startswith(written) else None
 
@@ -446,14 +443,11 @@ class ChatTokens:
         ]
 
     def _elided(self, ids: list[int], most: int) -> str:
-        mark = ELISION.format(f"{len(ids):,}")
-        keep = max(0, most - len(encoded(self.tokenizer, mark)))
+        longest = ELISION.format(f"{len(ids):,}")
+        keep = max(0, most - len(encoded(self.tokenizer, longest)))
         head, tail = ids[: keep - keep // 2], ids[len(ids) - keep // 2 :]
-        mark = ELISION.format(f"{len(ids) - keep:,}")
-        return self._words(head) + mark + self._words(tail)
-
-    def _words(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        elision = ELISION.format(f"{len(ids) - keep:,}")
+        return decoded(self.tokenizer, head) + elision + decoded(self.tokenizer, tail)
 
 
 @contextlib.contextmanager

@@ -33,8 +33,8 @@ class InstancePool(Protocol):
     def close(self) -> None: ...
 
 
-class EnvironmentPool(InstancePool, Protocol):
-    """Running environments."""
+class EnvironmentInstances(InstancePool, Protocol):
+    """Running environments, which are stepped turn by turn."""
 
     @property
     def about(self) -> EnvironmentInfo: ...
@@ -218,13 +218,13 @@ REPLY_TYPES: dict[str, type[Reply]] = {kind.__name__: kind for kind in (Opened, 
 class BroadcastPool:
     """All processes of the group make the same calls and generate the same tokens, so that one may ask for all."""
 
-    def __init__(self, open_pool: Callable[[], EnvironmentPool], peers: Peers):
+    def __init__(self, open_pool: Callable[[], EnvironmentInstances], peers: Peers):
         """`open_pool`: called in the first process only."""
-        self._pool: EnvironmentPool | None = None
+        self._pool: EnvironmentInstances | None = None
         self._peers = peers
         self.about = EnvironmentInfo(**self._broadcast(lambda: self._opened(open_pool)))
 
-    def _opened(self, open_pool: Callable[[], EnvironmentPool]) -> dict[str, Any]:
+    def _opened(self, open_pool: Callable[[], EnvironmentInstances]) -> dict[str, Any]:
         self._pool = open_pool()
         return asdict(self._pool.about)
 

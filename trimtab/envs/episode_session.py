@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.distributed.watch import pulse
 from trimtab.envs.chat_tokens import ChatTokens, ObservationError, refusing
-from trimtab.envs.episode_engine import EnvironmentPool, EpisodeEngine, EpisodeSession
+from trimtab.envs.episode_engine import EnvironmentInstances, EpisodeEngine, EpisodeSession
 from trimtab.envs.episode_state import EpisodePhase, EpisodeSnapshot, EpisodeState, Strand
 from trimtab.envs.pool import Broken, Ended, Opened, Reply, Stepped
 from trimtab.envs.types import EpisodeSettings, Message, Step, Task, Turn
@@ -35,7 +35,7 @@ class EnvironmentEngine(EpisodeEngine[EpisodeState]):
     def __init__(
         self,
         engine: Engine,
-        pool: EnvironmentPool,
+        pool: EnvironmentInstances,
         tokenizer: PreTrainedTokenizerBase,
         settings: EpisodeSettings | None = None,
     ):
@@ -145,7 +145,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         if isinstance(reply, Broken):
             self._failed(state, reply)
             return
-        state.figures["seconds_environment"] += reply.seconds
+        state.counters["seconds_environment"] += reply.seconds
         try:
             if isinstance(reply, Opened):
                 self._opened(state, reply)

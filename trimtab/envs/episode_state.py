@@ -12,7 +12,7 @@ from trimtab.envs.types import Message, Task
 from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.trajectory import Draft, Finish, Rollout
 
-FIGURES = ("tool_calls", "tool_failures", "unknown_tools", "seconds_environment")
+COUNTERS = ("tool_calls", "tool_failures", "unknown_tools", "seconds_environment")
 
 
 class EpisodePhase(Enum):
@@ -101,9 +101,9 @@ class EpisodeState:
     failures: int = 0
     last_reward: float = 0.0
     logs: dict[str, float] = field(default_factory=dict)  # the environment's own
-    figures: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FIGURES, 0.0))
+    counters: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0.0))
     last_tools: dict[str, float] = field(default_factory=dict)
-    """What the last turn adds to these figures, once its observation is in the record: until then the turn may be
+    """What the last turn adds to the counters, once its observation is in the record: until then the turn may be
     replayed in another instance."""
     since: float = field(default_factory=time.monotonic)  # when the engine began the current turn
 
@@ -124,8 +124,8 @@ class EpisodeState:
         if not record.said and not len(drafts[0].tokens):  # it has not begun
             return
         self.opening = record.opening
-        self.figures = {name: record.logs.get(name, 0.0) for name in FIGURES}
-        self.logs = {name: value for name, value in record.logs.items() if name not in FIGURES}
+        self.counters = {name: record.logs.get(name, 0.0) for name in COUNTERS}
+        self.logs = {name: value for name, value in record.logs.items() if name not in COUNTERS}
         strands = tuple(_strand(draft, self.prompt_ids) for draft in drafts)
         last = len(strands) - 1
         end = max((said.end for said in record.said if said.branch == last), default=0)
@@ -141,7 +141,7 @@ class EpisodeState:
         """Begin from nothing."""
         self.now, self.finish, self.next_sampling, self.opening = EpisodeSnapshot(), None, None, None
         self.phase, self.replayed, self.last_reward, self.logs = EpisodePhase.RESETTING, 0, 0.0, {}
-        self.figures, self.last_tools = dict.fromkeys(FIGURES, 0.0), {}
+        self.counters, self.last_tools = dict.fromkeys(COUNTERS, 0.0), {}
         self.begun += 1
 
     def add(self, said: Said, strands: tuple[Strand, ...]) -> None:
@@ -160,7 +160,7 @@ class EpisodeState:
 
     def count_tools(self) -> None:
         for name, more in self.last_tools.items():
-            self.figures[name] += more
+            self.counters[name] += more
         self.last_tools = {}
 
     # ---- what callers get
@@ -168,7 +168,7 @@ class EpisodeState:
     def record(self, problem: str | None = None, now: EpisodeSnapshot | None = None) -> Episode:
         now = now or self.now
         return Episode(
-            list(now.said), self.opening, self.last_reward, {**self.logs, **self.figures}, self.begun, problem
+            list(now.said), self.opening, self.last_reward, {**self.logs, **self.counters}, self.begun, problem
         )
 
     def drafts(self, part: Draft | None, now: EpisodeSnapshot | None = None) -> list[Draft]:

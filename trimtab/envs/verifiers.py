@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.envs.adapter import EnvironmentInfo, LoadedEnvironment, to_float, to_metrics
-from trimtab.envs.types import Message, Task
+from trimtab.envs.types import Task
 from trimtab.errors import UserError
 
 MAX_RETRIES = 5  # of requests that a busy server refuses
@@ -89,7 +89,9 @@ def _load_taskset(module: str, options: dict[str, Any], source: str) -> LoadedEn
     tasks = LazyTasks(environment.taskset)
 
     def rows(count: int, seed: int) -> list[dict[str, Any]]:
-        return [{"prompt": _prompt(tasks[index].data), "task": index} for index in range(tasks.count(count))]
+        found = [tasks[index].data for index in range(tasks.count(count))]
+        prompts = [verifiers_harness.first_messages(data.system_prompt, data.prompt) for data in found]
+        return [{"prompt": prompt, "task": index} for index, prompt in enumerate(prompts)]
 
     async def run(task: Task, *, base_url: str, api_key: str, model: str) -> tuple[float, dict[str, float]]:
         from verifiers.v1 import EvalClientConfig, ModelContext
@@ -131,13 +133,3 @@ class LazyTasks:
         if self.count(index + 1) <= index:
             raise IndexError(f"there is no task {index}: the taskset has {len(self._read)}")
         return self._read[index]
-
-
-def _prompt(data: Any) -> list[Message]:
-    """The first messages of an episode, as far as the task has them; the harness sends them."""
-    system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
-    if data.prompt is None:
-        return system
-    if isinstance(data.prompt, str):
-        return [*system, {"role": "user", "content": data.prompt}]
-    return [*system, *(message.model_dump(exclude_none=True) for message in data.prompt)]

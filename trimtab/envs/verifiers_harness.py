@@ -29,7 +29,7 @@ class ChatHarness(Harness[ChatHarnessConfig]):
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
     ) -> ProgramResult:
-        messages = _messages(*self.resolve_prompt(data))
+        messages = first_messages(*self.resolve_prompt(data))
         async with AsyncExitStack() as stack:
             client = AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=MAX_RETRIES, timeout=None)
             await stack.enter_async_context(client)
@@ -64,7 +64,8 @@ async def _tool_result(call: Any, known: dict[str, Any], servers: dict[str, Any]
         return json.dumps({"error": f"{type(error).__name__}: {error}"})
 
 
-def _messages(system: str | None, prompt: Any) -> list[dict[str, Any]]:
+def first_messages(system: str | None, prompt: Any) -> list[dict[str, Any]]:
+    """The messages that an episode begins with, as far as its task has them."""
     before: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     if prompt is None:
         return before
