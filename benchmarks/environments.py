@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trimtab.envs.load import load
+from trimtab.envs.loader import load
 from trimtab.envs.pool import Ended, EnvLimits, Opened, Pool, Stepped
 from trimtab.envs.types import Task, Turn
 

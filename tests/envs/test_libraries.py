@@ -8,7 +8,7 @@ import pytest
 
 from tests.envs.playing import now, task, turn, written
 from trimtab.envs.adapter import EnvironmentAdapter, LoadedEnvironment
-from trimtab.envs.load import load
+from trimtab.envs.loader import load
 from trimtab.envs.types import Step
 from trimtab.errors import UserError
 

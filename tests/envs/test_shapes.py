@@ -11,7 +11,7 @@ import pytest
 from tests.envs.playing import now, task, turn, written
 from trimtab.envs.adapter import EnvironmentAdapter
 from trimtab.envs.gymnasium import EpisodeRandom
-from trimtab.envs.load import load
+from trimtab.envs.loader import load
 from trimtab.envs.types import VERBATIM, Step
 from trimtab.errors import UserError
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.envs.playing import task
-from trimtab.envs.load import load
+from trimtab.envs.loader import load
 from trimtab.errors import UserError
 
 pytestmark = pytest.mark.long

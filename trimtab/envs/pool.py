@@ -18,7 +18,7 @@ from typing import Any
 
 from trimtab.envs.adapter import EnvironmentInfo
 from trimtab.envs.instance import AGENT_PATIENCE, Instance
-from trimtab.envs.load import load_object, with_tools
+from trimtab.envs.loader import load_object, with_tools
 from trimtab.envs.types import Message, Step, Task, Turn
 from trimtab.errors import UserError
 from trimtab.sandbox.calls import Caller, Lanes, Late, Stuck

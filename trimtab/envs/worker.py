@@ -20,7 +20,7 @@ from typing import Any
 
 from trimtab.envs.adapter import LoadedEnvironment, describe
 from trimtab.envs.instance import Instance
-from trimtab.envs.load import load, split
+from trimtab.envs.loader import load, split
 from trimtab.errors import UserError
 from trimtab.sandbox.calls import Caller, Lanes, Late, Stuck, line_of
 from trimtab.sandbox.worker import SECONDS_TO_END, begin_worker, plain, told

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.envs.playing import now, task, turn, written
-from trimtab.envs.load import load
+from trimtab.envs.loader import load
 from trimtab.envs.types import Step
 from trimtab.errors import UserError
 

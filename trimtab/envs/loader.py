@@ -15,9 +15,10 @@ from types import ModuleType
 from typing import Any, Literal
 from urllib.parse import parse_qsl
 
-from trimtab.envs import adapter, gymnasium, openrlhf, trl, verifiers
+from trimtab.envs import adapter, gymnasium, openrlhf, trl
 from trimtab.envs.adapter import EnvironmentAdapter, EnvironmentFactory, EnvironmentInfo, LoadedEnvironment
 from trimtab.envs.tools import tool_schemas
+from trimtab.envs.verifiers_adapter import load_verifiers
 from trimtab.errors import UserError
 from trimtab.sandbox.worker import module_of
 
@@ -34,7 +35,7 @@ class Library:
 LIBRARIES = {
     "gem": Library("gem", "gem-llm", gymnasium.load_gem),
     "rg": Library("reasoning_gym", "reasoning-gym", gymnasium.load_reasoning_gym),
-    "verifiers": Library("verifiers", "verifiers", verifiers.load_verifiers),
+    "verifiers": Library("verifiers", "verifiers", load_verifiers),
 }
 
 
