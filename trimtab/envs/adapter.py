@@ -2,7 +2,7 @@
 
 A worker process plays an `EnvironmentAdapter`. An adapter checks and converts what the author's methods return, so that
 no code after it has to. A method of the author's may be a coroutine function; the adapter's method then returns an
-awaitable. Adapters for other projects are in files of their own: openrlhf.py, gymnasium.py, trl.py, verifiers_adapter.py.
+awaitable. Adapters for other projects: openrlhf.py, gymnasium.py, trl.py, verifiers_adapter.py.
 """
 
 import inspect
