@@ -142,6 +142,20 @@ def test_episodes_outlive_updates_and_each_prompt_is_trained_or_named_as_failed_
 
 
 @pytest.mark.long
+def test_killed_twenty_times_it_is_the_run_that_was_not(folder, tmp_path):
+    game, more = write_game(tmp_path), "--num_episodes 9"
+    assert warm.run(arguments(folder, tmp_path / "straight", game, more)) == 0
+    words, moments = arguments(folder, tmp_path / "out", game, more), random.Random(4)
+    for iteration in range(20):
+        moment = (iteration, *moments.choice([("sample", 0), ("score", 0), ("update", 0), ("update", 1)]))
+        going_on = ["--load_checkpoint"] if iteration else []
+        code = warm.run([*words, *going_on], prepare=partial(at, moment, signal.SIGKILL), log=tmp_path / "log")
+        assert code == -signal.SIGKILL, (tmp_path / "log").read_text()
+    assert warm.run([*words, "--load_checkpoint"], log=tmp_path / "log") == 0, (tmp_path / "log").read_text()
+    same(result(tmp_path / "out"), result(tmp_path / "straight"))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("forgetful", [False, True])
 def test_ten_kills_inside_episodes_lose_nothing(folder, tmp_path, forgetful):
     """One whose instances answer otherwise begins anew, and that is counted."""
