@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from trimtab.data.batches import Span, TokenBatch
-from trimtab.distributed.wire import Wire
+from trimtab.distributed.serialization import Serializer
 from trimtab.distributed.world import deal
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.trajectory import Rollout
@@ -83,15 +83,15 @@ class Clock:
 
 
 def sliced(experience: Experience, count: int, budget: int | None, processes: int) -> tuple[Seconds, list[TokenBatch]]:
-    wire, clock = Wire(AnswerSlice), Clock()
+    serializer, clock = Serializer(AnswerSlice), Clock()
     cut = micro_batches(experience, range(len(experience)), count=count, budget=budget)
     shares = deal(cut, processes, lambda part: cost(experience, part), halves)
     clock.stage("cut")
     parts = [experience.slice(share, *COLUMNS) for share in shares]
     clock.stage("slice")
-    messages = [wire.pack(part) for part in parts[1:]]
+    messages = [serializer.pack(part) for part in parts[1:]]
     clock.stage("pack")
-    parts = [parts[0], *(wire.unpack(message) for message in messages)]
+    parts = [parts[0], *(serializer.unpack(message) for message in messages)]
     clock.stage("unpack")
     batches = [batch for part in parts for batch in part.batches()]
     clock.stage("batches")
@@ -144,14 +144,14 @@ def listed(
     lists: Lists, experience: Experience, count: int, budget: int | None, processes: int
 ) -> tuple[Seconds, list[TokenBatch]]:
     cut = micro_batches(experience, range(len(experience)), count=count, budget=budget)
-    wire, clock = Wire(AnswerBatch, Span), Clock()
+    serializer, clock = Serializer(AnswerBatch, Span), Clock()
     shares = deal(cut, processes, lists.cost, halves)
     clock.stage("deal")
     parts = [[lists.batch(samples, experience) for samples in share if samples] for share in shares]
     clock.stage("batches")
-    messages = [wire.pack(part) for part in parts[1:]]
+    messages = [serializer.pack(part) for part in parts[1:]]
     clock.stage("pack")
-    parts = [parts[0], *(wire.unpack(message) for message in messages)]
+    parts = [parts[0], *(serializer.unpack(message) for message in messages)]
     clock.stage("unpack")
     return clock.seconds, [batch for part in parts for batch in part]
 

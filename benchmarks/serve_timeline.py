@@ -50,16 +50,16 @@ def note_all() -> None:
         return {"tokens": one.tokens.shape[1], "sequences": one.sequences.shape[1], "keys": keys, "how": how}
 
     noted(RequestQueue, "wait", "idle")
-    noted(RequestQueue, "gather", "gather", lambda desk, _: {"waiting": len(desk._new)})
-    noted(RequestQueue, "work", "work", lambda desk, *_: {"at_work": len(desk._at_work), "waiting": len(desk._new)})
-    noted(RequestQueue, "take", "hand over", lambda _, rollouts, **__: {"answers": len(rollouts)})
+    noted(RequestQueue, "gather", "gather", lambda queue, _: {"waiting": len(queue._new)})
+    noted(RequestQueue, "step", "work", lambda queue, *_: {"at_work": len(queue._running), "waiting": len(queue._new)})
+    noted(RequestQueue, "finish", "hand over", lambda _, rollouts, **__: {"answers": len(rollouts)})
     noted(BuiltinSession, "_begin", "begin", lambda *given: {"rows": len(given[2])})
     noted(BuiltinSession, "prepare", "prepare")
     noted(PrefillGraph, "run", "read", of_pass)
     noted(PrefillGraphs, "_capture", "record read")
     noted(DecodeGraphs, "run", "look", lambda _, __, rows, steps, *___: {"rows": len(rows), "steps": steps})
     noted(DecodeGraphs, "_capture", "record steps", lambda _, __, rows: {"rows": rows})
-    noted(HTTPWorkers, "_deliver", "letters", lambda fronts: {"answers": len(fronts.settled)})
+    noted(HTTPWorkers, "_deliver", "letters", lambda workers: {"answers": len(workers.settled)})
 
 
 def show(path: str, since: float | None, most: int) -> None:

@@ -5,11 +5,12 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.cluster.machines import wait_until
 from trimtab.distributed.roles import Unanswered
-from trimtab.distributed.wire import Wire
+from trimtab.distributed.serialization import Serializer
 from trimtab.interrupts import StopRequest
 
 
@@ -23,13 +24,11 @@ class Engine:
         return os.getpid()
 
     def perform(self, own, shared):
-        import torch
-
-        wire = Wire()
-        *_, (path,) = wire.unpack(torch.from_numpy(own.copy()))
+        wire = Serializer()
+        *_, (path,) = wire.unpack(own.copy())
         while not Path(path).exists():
             time.sleep(0.02)
-        return "done", wire.pack(path).numpy()
+        return "done", np.frombuffer(wire.pack(path), dtype=np.uint8)
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def engines(cluster):
     crew.members = members
     for member in members:
         member.process = crew.one(member, member.handle.process.remote(), 60)
-    yield EngineGroup(crew, Wire(), "rollouts", members, stand_in=lambda lost: None)
+    yield EngineGroup(crew, Serializer(), "rollouts", members, stand_in=lambda lost: None)
     for handle in handles:
         ray.kill(handle)
 

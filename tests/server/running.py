@@ -144,10 +144,10 @@ class Running:
     def __init__(self, engine, pinned: SamplingParams | None = None, template: str | None = TEMPLATE, **how):
         words = tokenizer()
         words.chat_template = template
-        house = ServerDefaults((words.eos_token_id,), len(words), pinned)
-        self.policy = ServedPolicy("tiny", words, house, CONTEXT)
+        defaults = ServerDefaults((words.eos_token_id,), len(words), pinned)
+        self.policy = ServedPolicy("tiny", words, defaults, CONTEXT)
         self.server = PolicyServer(self.policy, version=lambda: engine.version, **how)
-        self.server.drive(engine)
+        self.server.start_engine(engine)
         self.url = self.server.start()
         self.client = httpx.Client(base_url=self.url, timeout=60)
 

@@ -15,7 +15,7 @@ from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft
 from trimtab.server.agents import AgentServerEngine
-from trimtab.server.environment_engine import playing_engine
+from trimtab.server.environment_engine import make_environment_engine
 
 CLIENT = httpx.Client(timeout=60)
 SAMPLING = SamplingParams(max_new_tokens=10, n=2, temperature=0.9, seed=1)
@@ -243,7 +243,7 @@ def test_an_agent_of_a_file_plays_in_a_process_of_its_own(tmp_path):
     (tmp_path / "agent.py").write_text(FILE)
     words = tokenizer()
     words.chat_template = TEMPLATE
-    played = playing_engine(engine(3), Pool(str(tmp_path / "agent.py"), EnvLimits(workers=1)), words)
+    played = make_environment_engine(engine(3), Pool(str(tmp_path / "agent.py"), EnvLimits(workers=1)), words)
     given = [Task(row, 0, 7, "what is", label=row / 2, columns={"number": row}) for row in range(4)]
     try:
         rollouts = played.generate([[5]] * 4, sampling(), tasks=given)
@@ -264,7 +264,7 @@ def test_nobody_else_is_answered():
         assert CLIENT.post(f"{url}/v1/chat/completions", json=body).status_code == 401
         for path in ("/v1/chat/completions", "/s/nobody/v1/chat/completions"):
             assert CLIENT.post(url + path, json=body, headers=right).status_code == 404
-        assert len(agents.server.records) == 0
+        assert len(agents.server.sessions) == 0
 
 
 @pytest.mark.parametrize("raises", [False, True])

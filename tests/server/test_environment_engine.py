@@ -30,8 +30,8 @@ def rows_of(monkeypatch):
         pool = Five(fixed)
         monkeypatch.setattr(environment_engine, "open_pool", lambda options: pool)
         try:
-            found = environment_engine.rows_of_environment(
-                OPTIONS, count, 7, to_measure=to_measure, instead="--prompt_data"
+            found = environment_engine.environment_rows(
+                OPTIONS, count, 7, eval_count=to_measure, instead="--prompt_data"
             )
         finally:
             assert pool.closed

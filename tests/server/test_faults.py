@@ -110,7 +110,7 @@ def test_a_wrong_field_is_named(server, path, body, param):
     error = reply.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
     assert error["param"] == param and len(error["message"]) > 10
-    assert server.server.desk.waiting == 0
+    assert server.server.queue.waiting == 0
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def posted(server, count):
     threads = [threading.Thread(target=lambda: replies.append(server.post(CHAT, messages=HELLO))) for _ in range(count)]
     for thread in threads:
         thread.start()
-    until(lambda: server.server.desk.waiting >= count)
+    until(lambda: server.server.queue.waiting >= count)
     return replies, threads
 
 
@@ -268,7 +268,7 @@ def test_of_a_request_that_is_sent_away_nothing_is_drawn():
         _, threads = posted(server, 2)
         late = server.post(COMPLETE, prompt=["a", "b"])
         assert late.status_code == 503
-        until(lambda: server.server.desk.waiting == 2)
+        until(lambda: server.server.queue.waiting == 2)
         many = server.post(COMPLETE, prompt=["a", "b"], n=2)
         assert many.status_code == 400 and "at most 3 answers" in many.json()["error"]["message"]
         holding.leave.set()
@@ -277,70 +277,70 @@ def test_of_a_request_that_is_sent_away_nothing_is_drawn():
 
 
 def test_what_was_set_down_is_drawn_whole_where_others_than_the_drawn_are_wanted():
-    desk, own = RequestQueue(PolicyMetrics()), SamplingParams(max_new_tokens=12, top_log_probs=2)
+    queue, own = RequestQueue(PolicyMetrics()), SamplingParams(max_new_tokens=12, top_log_probs=2)
     asks = [QueuedRequest([5, 6], 1, own), QueuedRequest([5, 6], 1, own)]
     with engine(2).session(SamplingParams()) as whole:
-        desk.ask(asks[0])
-        while not asks[0].answer.done():
-            desk.work(whole)
+        queue.put(asks[0])
+        while not asks[0].result.done():
+            queue.step(whole)
     with engine(2).session(SamplingParams()) as first:
-        desk.ask(asks[1])
-        desk.work(first, 4)
-        desk.set_down(first)
-    assert asks[1].draft is not None
+        queue.put(asks[1])
+        queue.step(first, 4)
+        queue.suspend(first)
+    assert asks[1].partial is not None
     with engine(2).session(SamplingParams()) as second:
-        while not asks[1].answer.done():
-            desk.work(second)
-    expected, found = (ask.answer.result() for ask in asks)
+        while not asks[1].result.done():
+            queue.step(second)
+    expected, found = (ask.result.result() for ask in asks)
     assert found.ids == expected.ids and found.alternatives.tokens.shape == (12, 2)
 
 
 def test_those_that_were_answered_together_are_read_as_they_return_and_drawn_together(monkeypatch):
     for name in ("SECONDS_OF_QUIET", "MOST_SECONDS_OF_QUIET"):
         monkeypatch.setattr(f"trimtab.server.request_queue.{name}", 60)
-    desk, own = RequestQueue(PolicyMetrics()), SamplingParams(max_new_tokens=3)
+    queue, own = RequestQueue(PolicyMetrics()), SamplingParams(max_new_tokens=3)
     with engine(8).session(SamplingParams()) as session:
-        desk.ask(QueuedRequest([5], 1, own))
-        desk.gather(session)  # nobody was answered yet
-        desk.ask(QueuedRequest([6], 1, own), QueuedRequest([7], 1, own))
-        while desk.waiting:
-            desk.work(session)
-        desk.ask(QueuedRequest([5], 1, own))
-        coming = threading.Thread(target=lambda: [desk.ask(QueuedRequest([6], 1, own)) for _ in range(2)])
+        queue.put(QueuedRequest([5], 1, own))
+        queue.gather(session)  # nobody was answered yet
+        queue.put(QueuedRequest([6], 1, own), QueuedRequest([7], 1, own))
+        while queue.waiting:
+            queue.step(session)
+        queue.put(QueuedRequest([5], 1, own))
+        coming = threading.Thread(target=lambda: [queue.put(QueuedRequest([6], 1, own)) for _ in range(2)])
         threading.Timer(0.05, coming.start).start()
-        desk.gather(session)
-        assert desk.waiting == 3 and set(session.at_work().values()) == {1}  # first tokens alone
+        queue.gather(session)
+        assert queue.waiting == 3 and set(session.at_work().values()) == {1}  # first tokens alone
         coming.join()
-        desk.work(session, 1)
-        desk.gather(session)  # they are at work
-        assert desk.waiting == 3
+        queue.step(session, 1)
+        queue.gather(session)  # they are at work
+        assert queue.waiting == 3
         monkeypatch.setattr("trimtab.server.request_queue.MOST_SECONDS_OF_QUIET", 0.01)
-        while desk.waiting:
-            desk.work(session)
-        desk.ask(QueuedRequest([5], 1, own))
-        desk.ask(QueuedRequest([6], 1, own))
-        desk.gather(session)  # the third has gone elsewhere
-        assert desk.waiting == 2
-        desk.close(EngineFailed("the end"))
-        desk.gather(session)
+        while queue.waiting:
+            queue.step(session)
+        queue.put(QueuedRequest([5], 1, own))
+        queue.put(QueuedRequest([6], 1, own))
+        queue.gather(session)  # the third has gone elsewhere
+        assert queue.waiting == 2
+        queue.close(EngineFailed("the end"))
+        queue.gather(session)
 
 
 def test_where_every_place_is_taken_or_steps_are_short_more_is_drawn_between_two_looks(monkeypatch):
     wait = "trimtab.rollout.engine.MAX_CHUNK_SECONDS"
     monkeypatch.setattr(wait, 0)
-    desk, own = RequestQueue(PolicyMetrics()), SamplingParams(max_new_tokens=100, min_new_tokens=100)
+    queue, own = RequestQueue(PolicyMetrics()), SamplingParams(max_new_tokens=100, min_new_tokens=100)
     with BuiltinEngine(engine().policy, tokenizer(), max_num_seqs=2).session(SamplingParams()) as session:
         asked, advance = [], session.advance
         session.advance = lambda steps: asked.append(steps) or advance(steps)
-        desk.ask(QueuedRequest([5], 1, own))
-        desk.work(session, 1)  # it begins
+        queue.put(QueuedRequest([5], 1, own))
+        queue.step(session, 1)  # it begins
         for seconds in (0, 0, 60):
             monkeypatch.setattr(wait, seconds)
-            desk.work(session)
+            queue.step(session)
         monkeypatch.setattr(wait, 0)
-        desk.ask(QueuedRequest([5], 1, own))
-        desk.work(session, 1)
-        desk.work(session)
+        queue.put(QueuedRequest([5], 1, own))
+        queue.step(session, 1)
+        queue.step(session)
     assert (
         asked == [1, MIN_CHUNK_SIZE, MIN_CHUNK_SIZE, MAX_CHUNK_SIZE, 1, MAX_CHUNK_SIZE]
         and MIN_CHUNK_SIZE < MAX_CHUNK_SIZE
@@ -355,12 +355,12 @@ def test_the_shorter_a_step_the_more_of_them_within_what_somebody_may_wait():
 
 
 def test_what_has_finished_is_put_away_when_nobody_waits():
-    desk, own = RequestQueue(PolicyMetrics()), SamplingParams(max_new_tokens=3)
+    queue, own = RequestQueue(PolicyMetrics()), SamplingParams(max_new_tokens=3)
     builtin = BuiltinEngine(engine().policy, tokenizer(), max_num_seqs=2)
     with builtin.session(SamplingParams()) as session:
-        desk.ask(QueuedRequest([5] * 40, 1, own))
-        while desk.waiting:
-            desk.work(session)
+        queue.put(QueuedRequest([5] * 40, 1, own))
+        while queue.waiting:
+            queue.step(session)
         assert builtin.memory.prefix_cache.lookup([5] * 41).tokens == 40
 
 
@@ -407,10 +407,10 @@ def test_nothing_is_drawn_for_a_client_that_has_gone():
         with socket.create_connection(place) as connection:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
-            until(lambda: server.server.desk.waiting)
-        until(lambda: not server.server.desk.waiting)
+            until(lambda: server.server.queue.waiting)
+        until(lambda: not server.server.queue.waiting)
         until(lambda: server.server.metrics.requests[COMPLETE, 499])
-        assert server.server.metrics.drawn < 500
+        assert server.server.metrics.sampled_tokens < 500
 
 
 class Breaking(Scripted):
@@ -454,7 +454,7 @@ def test_an_engine_that_cannot_begin_ends_the_server():
             raise RuntimeError("no memory")
 
     with running(Broken(None)) as server:
-        until(lambda: server.server.desk.closed)
+        until(lambda: server.server.queue.closed)
         assert server.client.get("/health").status_code == 503
         assert server.post(CHAT, messages=HELLO).status_code == 500
 
@@ -467,20 +467,22 @@ def test_sessions_that_were_quiet_for_the_longest_are_forgotten_first():
     records = SessionStore(most_tokens=1000)
     for number in range(50):
         session = f"s{number}"
-        turn = records.of(session).add(rollout([7] * 50), None, {"role": "assistant", "content": ""}, ended=True)
+        turn = records.get_or_create(session).add(
+            rollout([7] * 50), None, {"role": "assistant", "content": ""}, ended=True
+        )
         records.grown(session, turn)
-        records.of("s0")  # is asked for again and again
+        records.get_or_create("s0")  # is asked for again and again
     assert 1 < len(records) < 10 and records.find("s0") is not None and records.find("s49") is not None
     assert records.held <= 1000
-    kept = records.of("s0")
-    records.forget("s0")
+    kept = records.get_or_create("s0")
+    records.drop("s0")
     records.grown("s0", kept.turns[0])
     assert records.held == sum(record.held for record in records._records.values())
 
 
 def test_a_record_that_is_larger_than_all_may_be_is_forgotten():
     records = SessionStore(most_tokens=100)
-    turn = records.of("a").add(rollout([7] * 200), None, {"role": "assistant", "content": ""}, ended=True)
+    turn = records.get_or_create("a").add(rollout([7] * 200), None, {"role": "assistant", "content": ""}, ended=True)
     records.grown("a", turn)
     assert len(records) == 0 and records.held == 0
-    assert SessionRecord().said_before([b"a", b"b"]) is None
+    assert SessionRecord().turn_before_messages([b"a", b"b"]) is None

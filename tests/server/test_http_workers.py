@@ -20,7 +20,7 @@ from tests.server.running import Scripted, engine, plain_model, running, tokeniz
 from tests.server.test_faults import CHAT, COMPLETE, HELLO, Holding, posted, until
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.server import ipc
-from trimtab.server.http_workers import served_policy, work
+from trimtab.server.http_workers import run_worker, worker_policy
 from trimtab.server.request_queue import CompletionRequest
 
 GENERATE = "/inference/v1/generate"
@@ -36,8 +36,8 @@ class InThreads:
         about = json.loads(json.dumps(about))
         pairs = [socket.socketpair() for _ in range(self.count)]
         for _, end in pairs:
-            own = end, listening.dup(), served_policy(about, tokenizer()), about
-            self.threads.append(threading.Thread(target=work, args=own))
+            own = end, listening.dup(), worker_policy(about, tokenizer()), about
+            self.threads.append(threading.Thread(target=run_worker, args=own))
             self.threads[-1].start()
         return [end for end, _ in pairs]
 
@@ -166,9 +166,9 @@ def test_for_a_client_that_has_gone_nothing_is_drawn_by_the_engines_process(sess
         with pytest.raises(httpx.ReadTimeout):
             body = {"prompt": [5], "max_tokens": 500, "ignore_eos": True, "session_id": session}
             server.client.post(COMPLETE, json=body, timeout=0.1)
-        until(lambda: not server.server.desk.waiting)
+        until(lambda: not server.server.queue.waiting)
         until(lambda: server.server.metrics.requests[COMPLETE, 499] == 1)
-        assert server.server.metrics.drawn < 500
+        assert server.server.metrics.sampled_tokens < 500
 
 
 def test_an_engine_that_fails_is_told_in_the_same_words():
@@ -177,7 +177,7 @@ def test_an_engine_that_fails_is_told_in_the_same_words():
             raise RuntimeError("no memory")
 
     with running(Broken(None), processes=InThreads(1)) as server:
-        until(lambda: server.server.desk.closed)
+        until(lambda: server.server.queue.closed)
         reply = server.post(CHAT, messages=HELLO)
         assert reply.status_code == 500 and "no memory" in reply.json()["error"]["message"]
         assert server.client.get("/health").status_code == 503
@@ -191,16 +191,16 @@ def test_a_setting_is_read_as_it_was_written():
     )
     for sampling in (own, SamplingParams(), SamplingParams(logit_bias={token: 1.0 for token in range(200)})):
         turn = CompletionRequest([1, 2, 3], sampling, 2, None, -(2**63), 5)
-        kind, number, content = _read(ipc.turn_letter(9, turn))
-        assert (kind, number, ipc.read_turn(content)) == (ipc.ASKED, 9, turn)
+        kind, number, content = _received(ipc.encode_request(9, turn))
+        assert (kind, number, ipc.decode_request(content)) == (ipc.COMPLETE, 9, turn)
 
 
-def _read(letter):
+def _received(message):
     found = []
-    post = ipc.Post()
-    post.read = found.extend
-    for place in range(len(letter)):  # however it comes
-        post.data_received(letter[place : place + 1])
+    protocol = ipc.MessageProtocol()
+    protocol.received = lambda *parts: found.append(parts)
+    for place in range(len(message)):  # in any pieces
+        protocol.data_received(message[place : place + 1])
     assert len(found) == 1
     return found[0]
 

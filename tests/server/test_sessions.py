@@ -103,7 +103,7 @@ def test_the_session_is_named_by_path_header_body_or_key():
         server.chat("a", headers={"Authorization": "Bearer key"}, session_id="body")
         server.chat("a", headers={"Authorization": "Bearer key"})
         server.chat("a")
-        assert len(server.server.records) == 4
+        assert len(server.server.sessions) == 4
         for name in ("path", "header", "body", "key"):
             assert len(server.client.get(f"/s/{name}/trace").json()["turns"]) == 1
         assert server.client.get("/s/nobody/trace").status_code == 404
@@ -112,7 +112,7 @@ def test_the_session_is_named_by_path_header_body_or_key():
 def test_the_token_of_the_server_is_no_session():
     with running(Scripted(lambda prompt: "x<|im_end|>"), token="secret") as server:
         server.chat("a", headers={"Authorization": "Bearer secret"})
-        assert len(server.server.records) == 0
+        assert len(server.server.sessions) == 0
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -137,7 +137,7 @@ def test_private_sessions_are_gone_on_with_and_traced_by_their_secret_names_alon
             assert reply.status_code == 404 and "POST /sessions" in reply.json()["error"]["message"]
         server.chat("hm", "/v1/chat/completions", headers)  # without a session, as ever
         assert server.client.get("/trace", headers=headers).status_code == 404
-        assert len(server.server.records) == 3
+        assert len(server.server.sessions) == 3
         if token is not None:
             assert server.post("/sessions").status_code == 401
 
@@ -147,7 +147,7 @@ def test_sessions_that_are_asked_for_and_never_used_take_no_more_than_their_shar
     names = [records.issue() for _ in range(50)]
     assert len(records) == 10 and records.find(names[-1]) is not None and records.held == 10 * TURN
     with pytest.raises(InvalidRequest):
-        records.of(names[0])
+        records.get_or_create(names[0])
 
 
 def test_sessions_are_issued_only_where_they_are_private():

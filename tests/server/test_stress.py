@@ -110,7 +110,7 @@ def test_no_answer_is_wrong_lost_or_swapped_among_ten_thousand_of_32_clients(cou
     processes = HTTPWorkerProcesses(count, str(tmp_path)) if count else None
     with running(engine(5), max_bytes=1_000_000, processes=processes) as server:
         counts, memory = asyncio.run(load(server, asked))
-        assert server.server.desk.waiting == 0
+        assert server.server.queue.waiting == 0
         assert server.client.get("/health").status_code == 200
     assert counts["wrong"] == 0 and counts["answers"] > 0.8 * REQUESTS and counts["edges"] <= 5, counts
     assert memory[1] - memory[0] < 40 * 2**20, memory

@@ -23,7 +23,7 @@ from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Rollout
-from trimtab.server.environment_engine import open_pool, playing_engine, settings_of
+from trimtab.server.environment_engine import episode_settings, make_environment_engine, open_pool
 
 SEEDS = 2**31  # a task's, as in training: below this
 LIMITS = [
@@ -57,7 +57,7 @@ def play(
         found = _tasks(world, tasks, stream)
         asked = [_prompt(prompts, task, plain) for task in found]
         seeds = [request_seed(stream, place) for place in range(len(found))]
-        player = playing_engine(engine, world, tokenizer, settings_of(options, plain=plain))
+        player = make_environment_engine(engine, world, tokenizer, episode_settings(options, plain=plain))
         with closing(player):
             rollouts = player.generate(asked, sampling, seeds=seeds, tasks=found)
     told = sorted(rollouts, key=lambda r: (r.prompt, r.sample, r.branch))

@@ -40,28 +40,28 @@ def serving(
         raise UserError(f"a policy server needs the package {error.name}: pip install 'trimtab[serve]'") from error
     if engine.context is None:
         raise UserError(f"{name}: its config names no context, which a server must know; set max_position_embeddings")
-    house = ServerDefaults(stops, policy.head.out_features)
-    served = ServedPolicy(name, tokenizer, house, engine.context)
+    defaults = ServerDefaults(stops, policy.head.out_features)
+    served = ServedPolicy(name, tokenizer, defaults, engine.context)
     server = PolicyServer(served, token=token, seed=seed, version=lambda: engine.version)
 
-    def work(desk: RequestQueue) -> None:
+    def work(queue: RequestQueue) -> None:
         try:
-            while not desk.closed:
-                if desk.wait(LOOK_EVERY):
+            while not queue.closed:
+                if queue.wait(LOOK_EVERY):
                     with turns.serve(), engine.session(SamplingParams(stop_token_ids=stops)) as session:
                         try:
-                            while desk.waiting and not desk.closed and not turns.wanted:
-                                with desk.metrics.working():
-                                    desk.work(session)
-                            desk.set_down(session)
+                            while queue.waiting and not queue.closed and not turns.wanted:
+                                with queue.metrics.working():
+                                    queue.step(session)
+                            queue.suspend(session)
                         except Exception as error:
                             log.error("the engine failed", exc_info=error)
-                            desk.failed(error)
+                            queue.engine_failed(error)
         finally:
-            desk.close(EngineFailed("the engine has ended"))
+            queue.close(EngineFailed("the engine has ended"))
 
     address = server.start(port)
-    drawing = threading.Thread(target=work, args=(server.desk,), name="engine", daemon=True)
+    drawing = threading.Thread(target=work, args=(server.queue,), name="engine", daemon=True)
     drawing.start()
     try:
         yield f"{address}/v1"

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trimtab.distributed.device import widest
+from trimtab.distributed.serialization import Serializer
 from trimtab.distributed.watch import pulse
-from trimtab.distributed.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class Peers:
         """The plain values of all of them, in rank order, known to all."""
         if self.size == 1:
             return [value]
-        wire = Wire()
-        message = wire.pack(value)
+        serializer = Serializer()
+        message = torch.frombuffer(serializer.pack(value), dtype=torch.uint8)
         longest = self.maximum(len(message))
         messages = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         with pulse.waiting():
             dist.all_gather(messages, torch.nn.functional.pad(message, (0, longest - len(message))), group=self.group)
-        return [wire.unpack(message) for message in messages]
+        return [serializer.unpack(message.numpy()) for message in messages]
 
     def wait(self) -> None:
         if self.size > 1:

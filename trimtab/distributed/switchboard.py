@@ -4,8 +4,8 @@ The first process calls, the others serve; it is itself one of those that work, 
 here. Calls may be under way in several groups at once: every process answers in the order in which it was asked. A
 process that fails says why in the store that all share before it ends; the caller raises that.
 
-Calls and results travel as JSON and raw numbers (wire.py): neither the store nor the sockets between processes ask who
-is writing, so nothing that comes from them is unpickled.
+Calls and results travel as JSON and raw numbers (serialization.py): neither the store nor the sockets between
+processes ask who is writing, so nothing that comes from them is unpickled.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ import torch.distributed as dist
 from trimtab.distributed.calling_off import meet_again, reason_to_call_off
 from trimtab.distributed.connections import opening
 from trimtab.distributed.roles import Group, Processes
+from trimtab.distributed.serialization import Serializer
 from trimtab.distributed.watch import pulse
-from trimtab.distributed.wire import Wire
 from trimtab.distributed.world import PATIENCE, World
 from trimtab.errors import OutOfMemory, RunFailed, UserError
 
@@ -35,7 +35,7 @@ class Switchboard:
         """`roles`: those of this process, now or later; `records`: the dataclasses and exceptions that go to the roles
         or come back."""
         self.world, self.roles = world, roles
-        self._wire = Wire(*records)
+        self._serializer = Serializer(*records)
         self._connect()
 
     def _connect(self) -> None:
@@ -138,12 +138,12 @@ class Switchboard:
     def _post(self, value: Any, rank: int) -> list[tuple[Any, torch.Tensor]]:
         """On its way: who receives may still be busy, and have a result to tell first. What comes back must be kept
         until it has arrived."""
-        message = self._wire.pack(value)
+        message = torch.frombuffer(self._serializer.pack(value), dtype=torch.uint8)
         parts = torch.tensor([len(message)]), message
         return [(dist.isend(part, rank, group=self._channel), part) for part in parts]
 
     def _send(self, value: Any, rank: int) -> None:
-        message = self._wire.pack(value)
+        message = torch.frombuffer(self._serializer.pack(value), dtype=torch.uint8)
         with pulse.waiting():
             dist.send(torch.tensor([len(message)]), rank, group=self._channel)
             dist.send(message, rank, group=self._channel)
@@ -159,7 +159,7 @@ class Switchboard:
                 self._wait(coming, seconds, late)
             message = torch.empty(int(size), dtype=torch.uint8)
             dist.recv(message, rank, group=self._channel)
-        return self._wire.unpack(message)
+        return self._serializer.unpack(message.numpy())
 
     def _wait(self, coming: Any, seconds: float, late: str) -> None:
         try:

@@ -16,13 +16,13 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from trimtab.distributed.serialization import MessageSocket, MessageTooLarge
 from trimtab.envs.adapter import EnvironmentInfo
 from trimtab.envs.instance import AGENT_PATIENCE, Instance
 from trimtab.envs.loader import load_object, with_tools
 from trimtab.envs.types import Message, Step, Task, Turn
 from trimtab.errors import UserError
 from trimtab.sandbox.calls import Caller, Lanes, Late, Stuck
-from trimtab.sandbox.channel import Channel, TooLarge
 from trimtab.sandbox.process import WorkerProcess
 from trimtab.sandbox.wait import LOOK_EVERY, PATIENCE, RunStopped, Waiting, spoken
 from trimtab.sandbox.worker import SECONDS_TO_END, plain, told
@@ -166,7 +166,7 @@ class Worker:
     """`careful`: what is asked there is asked one after another, so that who ends the process is known."""
 
     child: WorkerProcess
-    channel: Channel
+    channel: MessageSocket
     careful: bool
     began: float = field(default_factory=time.monotonic)
     is_new: bool = True  # nobody listens to it yet
@@ -184,7 +184,7 @@ class Worker:
         memory = int(limits.memory_gib * 2**30)
         words = [str(limits.seconds), str(memory), str(limits.threads), source]
         child = WorkerProcess("trimtab.envs.worker", words, captured=True)
-        return cls(child, Channel(child.socket), careful)
+        return cls(child, MessageSocket(child.socket), careful)
 
     def ask(self, kind: str, key: int, *words: Any) -> None:
         message = pickle.dumps((kind, key, *words))
@@ -209,7 +209,7 @@ class Worker:
             self.channel.send(message)
 
     def heard(self) -> list[dict[str, Any]]:
-        """What it has said. EOFError, TooLarge: see Channel."""
+        """What it has said. EOFError, MessageTooLarge: see MessageSocket."""
         found = [json.loads(message) for message in self.channel.receive()]
         if found:
             self._silent_since = None
@@ -452,7 +452,7 @@ class Pool:
                 for found in heard:
                     ending = self._hear(worker, found["kind"], found["key"], found) or ending
                 self._state.notify_all()
-        except TooLarge:
+        except MessageTooLarge:
             ending = Ending("said more at once than a run can hold")
         except EOFError:
             ending = Ending()

@@ -65,11 +65,11 @@ def rehearse_generation(options: GenerateOptions) -> list[str]:
     prompts = len(rows)
     tried = try_reward(options, find_device(), tokenizer, store) if is_scored(options) else []
     if options.plays:
-        from trimtab.server.environment_engine import try_environment
+        from trimtab.server.environment_engine import check_environment
 
         first = PromptBatch.of(store, [(rows[0], request_seed(options.seed, rows[0]))], rewarded=True)
         plain = not options.apply_chat_template
-        tried += try_environment(options, first.tasks()[0], first.ids[0], tokenizer, plain=plain)
+        tried += check_environment(options, first.tasks()[0], first.ids[0], tokenizer, plain=plain)
     return [*report.lines(), f"{prompts:,} prompts, {prompts * options.best_of_n:,} answers", *tried]
 
 
@@ -212,11 +212,11 @@ class Generation:
         """An engine of episodes around this one, if there is an environment."""
         if not self.options.plays:
             return None
-        from trimtab.server.environment_engine import open_pool, playing_engine, settings_of
+        from trimtab.server.environment_engine import episode_settings, make_environment_engine, open_pool
 
         pool = open_pool(self.options, self.stop.requested)
-        settings = settings_of(self.options, plain=not self.options.apply_chat_template)
-        return playing_engine(self.engine, pool, self.tokenizer, settings)
+        settings = episode_settings(self.options, plain=not self.options.apply_chat_template)
+        return make_environment_engine(self.engine, pool, self.tokenizer, settings)
 
     def _room(self, tokens: int) -> int:
         """New tokens that may follow a prompt of this many."""
@@ -291,11 +291,13 @@ def load_job_tokenizer(options: GenerateOptions | ChatOptions | PlayOptions) -> 
 
 def load_prompts(options: GenerateOptions, tokenizer: Any) -> tuple[PromptStore, PromptReport]:
     if options.dataset is None:
-        from trimtab.server.environment_engine import columns_of, rows_of_environment
+        from trimtab.server.environment_engine import environment_columns, environment_rows
 
         count = min(options.env_rows, options.max_samples)
-        own = rows_of_environment(options, count, options.seed, instead="--dataset")["train"]
-        return build_prompt_store(own, tokenizer, dataclasses.replace(options, **columns_of(own)), what="prompt")
+        own = environment_rows(options, count, options.seed, instead="--dataset")["train"]
+        return build_prompt_store(
+            own, tokenizer, dataclasses.replace(options, **environment_columns(own)), what="prompt"
+        )
     rows = load_rows(
         options.dataset,
         probabilities=options.dataset_probs,

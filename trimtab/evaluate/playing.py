@@ -21,7 +21,7 @@ from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.factory import build_engine
 from trimtab.rollout.sampling import request_seed, stop_tokens
 from trimtab.rollout.trajectory import Finish, Rollout
-from trimtab.server.environment_engine import LABEL, PROMPT, open_pool, playing_engine, settings_of
+from trimtab.server.environment_engine import LABEL, PROMPT, episode_settings, make_environment_engine, open_pool
 
 SEEDS = 2**31  # a row's, as training gives them: below this
 
@@ -71,7 +71,9 @@ class Playing:
             self.tokenizer: Any = load_job_tokenizer(options) if options.pretrain else tokenizer_of_a_person()
             inner, self.stops = self._engine(ask)
             self.plain = self.tokenizer.chat_template is None
-            self.engine = playing_engine(inner, self.pool, self.tokenizer, settings_of(options, plain=self.plain))
+            self.engine = make_environment_engine(
+                inner, self.pool, self.tokenizer, episode_settings(options, plain=self.plain)
+            )
         except BaseException:
             self.pool.close()
             raise

@@ -1,4 +1,10 @@
-"""An agent's episode: a program that asks a server for turns, and the record of what it was given."""
+"""Agents: programs that call this run's own policy server for their turns, and whose episodes become trajectories.
+
+`AgentServerEngine` is an engine around an engine, like envs/episode_engine.py: it starts an agent with the address of
+an endpoint, runs the requests that agents put in the server's queue in the inner engine's open session, and takes what
+the server has recorded as the episode. The server listens on 127.0.0.1 and answers its own agents alone. An agent that
+is paused waits for the answer to its next request.
+"""
 
 import secrets
 from dataclasses import dataclass, field
@@ -18,12 +24,17 @@ from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft, Finish, Rollout
 from trimtab.server.policy_server import PolicyServer
 from trimtab.server.request_params import ServerDefaults
-from trimtab.server.sessions import RecordedTurn, ServedPolicy, SessionRecord, ends_of
+from trimtab.server.sessions import RecordedTurn, ServedPolicy, SessionRecord, branch_ends
+
+POLL_SECONDS = 0.005  # where only agents are waited for
+NAME = "policy"  # of the model
+NO_LIMIT = 2**20  # tokens, where the engine's context is unknown
+SECONDS_TO_END = 2.0
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """One branch: tokens behind a prompt. A turn that several branches have is drawn in the first of them alone."""
+    """One branch: tokens behind a prompt. A turn that several branches share is trained in the first of them alone."""
 
     prompt_ids: list[int]
     tokens: np.ndarray
@@ -35,6 +46,8 @@ class Sequence:
 
 @dataclass
 class AgentEpisode:
+    """The episode of one running agent, and the record of what it was given."""
+
     number: int  # of the agent's instance
     request: int
     seed: int  # of this sample
@@ -87,16 +100,16 @@ class AgentEpisode:
 
 
 def _said(turns: list[RecordedTurn]) -> list[Said]:
-    """Every turn once, as they were drawn, each in the branch that has it as drawn, with what was read before."""
+    """Every turn once, in the order of sampling, each in the branch that trains it, with the messages before it."""
     found: list[tuple[int, Said]] = []
     known: set[int] = set()
-    for branch, end in enumerate(ends_of(turns)):
+    for branch, end in enumerate(branch_ends(turns)):
         place = 0
         for number, turn in enumerate(end.path):
             start = place + (len(turn.read) if number else 0)
             if turn.number not in known:
                 if number and len(turn.read):
-                    read = Said(turn.said, place, start, False, _words(turn.said), branch=branch)
+                    read = Said(turn.new_messages, place, start, False, _words(turn.new_messages), branch=branch)
                     found.append((turn.number, read))
                 stop = start + len(turn.rollout.tokens)
                 text = turn.message.get("content") or ""
@@ -109,11 +122,11 @@ def _said(turns: list[RecordedTurn]) -> list[Said]:
 
 def _sequences(turns: list[RecordedTurn]) -> list[Sequence]:
     known: set[int] = set()
-    return [_sequence(end.path, known) for end in ends_of(turns)]
+    return [_sequence(end.path, known) for end in branch_ends(turns)]
 
 
 def _sequence(path: list[RecordedTurn], known: set[int]) -> Sequence:
-    """`known`: turns that earlier branches have drawn; those of this one are added."""
+    """`known`: turns that earlier branches train; those of this branch are added."""
     tokens: list[np.ndarray] = []
     drawn: list[np.ndarray] = []
     fresh: list[Rollout] = []
@@ -126,7 +139,7 @@ def _sequence(path: list[RecordedTurn], known: set[int]) -> Sequence:
         drawn += [np.zeros(len(read), dtype=bool), np.full(len(turn.rollout.tokens), own)]
     plain = [rollout.plain_log_probs for rollout in fresh if rollout.plain_log_probs is not None]
     versions = [rollout.versions for rollout in fresh if rollout.versions is not None]
-    assert len(versions) == len(fresh), "every engine says which weights drew"
+    assert len(versions) == len(fresh), "every engine says which weights sampled"
     return Sequence(
         path[0].read.tolist(),
         np.concatenate(tokens),
@@ -146,10 +159,7 @@ def _words(messages: list[dict]) -> str:
     return "\n".join(message.get("content") or "" for message in messages)
 
 
-# ---- Agents at work: programs that ask this run's own server for turns, which the engine's open se
-
-
-LOOK_EVERY = 0.005  # seconds, where only agents are waited for
+# ---- session and engine
 
 
 class AgentServerSession(EpisodeSession[AgentEpisode]):
@@ -157,13 +167,11 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         super().__init__(engine, sampling)
         self.engine = engine
 
-    # ---- what callers do
-
     def begin(
         self, request: int, seed: int, task: Task, prompt_ids: list[int], limit: int, drafts: list[Draft]
     ) -> None:
-        """A draft is gone on from only by the agent that it is of, while that waits; of any other, the agent begins
-        anew, for what it was thinking nobody knows. It says itself how long its turns may be."""
+        """A partial episode is resumed only if its own agent is still paused. Otherwise the agent starts again, because
+        its program's state is lost. An agent limits the length of its turns itself."""
         episode = drafts[0].episode
         if (parked := self.engine.unpark(episode)) is not None:
             parked.request = request
@@ -174,16 +182,16 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
     def advance(self, steps: int | None = None) -> list[Rollout]:
         pulse.move()
         self._take_aborted()
-        desk = self.engine.server.desk
+        queue = self.engine.server.queue
         if self._finished or not self.under_way:
             return self.take_finished()
         with pulse.waiting():  # an agent has a limit of its own
-            asked = desk.wait(LOOK_EVERY)
+            asked = queue.wait(POLL_SECONDS)
         if asked:
-            desk.work(self.inner, steps)
+            queue.step(self.inner, steps)
         for reply in self.engine.replies(0.0):
-            if (visit := self.under_way.get(reply.episode)) is not None:
-                self._take(visit, reply)
+            if (agent := self.under_way.get(reply.episode)) is not None:
+                self._take(agent, reply)
         return self.take_finished()
 
     def drawn(self, request: int) -> list[int]:
@@ -192,66 +200,65 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         return [] if sequence is None else sequence.tokens.tolist()
 
     def at_work(self) -> dict[tuple[int, int], int]:
-        return {(visit.request, visit.sample): visit.tokens() for visit in list(self.under_way.values())}
+        return {(agent.request, agent.sample): agent.tokens() for agent in list(self.under_way.values())}
 
     def drafts(self) -> dict[int, list[Draft]]:
         found: dict[int, list[Draft]] = {}
-        for visit in list(self.under_way.values()):
-            found.setdefault(visit.request, []).extend(visit.drafts())
+        for agent in list(self.under_way.values()):
+            found.setdefault(agent.request, []).extend(agent.drafts())
         return found
 
     def close(self) -> None:
-        for visit in list(self.under_way.values()):
-            self._leave(visit)
+        for agent in list(self.under_way.values()):
+            self._leave(agent)
         self.engine.give_up(self.to_resume)
-        self.engine.server.desk.set_down(self.inner)
+        self.engine.server.queue.suspend(self.inner)
         self.inner.close()
         self.engine.ended()
 
-    # ---- one episode
+    # ---- an episode
 
     def _start(self, request: int, seed: int, task: Task, prompt_ids: list[int], begun: int, failures: int) -> None:
-        number, session = next(self.engine.numbers), self.engine.new_session()
+        number, session = next(self.engine.numbers), secrets.token_hex(8)
         record = SessionRecord(seed, self.engine.settings.max_turns, self.sampling)
-        self.engine.server.records.open(session, record)
-        visit = AgentEpisode(number, request, seed, task, prompt_ids, session, record, begun, failures)
-        self.under_way[number] = visit
-        self.engine.run(visit)
+        self.engine.server.sessions.open(session, record)
+        agent = AgentEpisode(number, request, seed, task, prompt_ids, session, record, begun, failures)
+        self.under_way[number] = agent
+        self.engine.run(agent)
 
-    def _take(self, visit: AgentEpisode, reply: Reply) -> None:
-        refused = visit.record.refused
+    def _take(self, agent: AgentEpisode, reply: Reply) -> None:
+        refused = agent.record.refused
         if isinstance(reply, Ended):
-            visit.reward, visit.logs, visit.seconds = reply.reward, reply.logs, visit.seconds + reply.seconds
-            if visit.record.turns:
-                self._hand_over(visit, refused or "stop")
+            agent.reward, agent.logs, agent.seconds = reply.reward, reply.logs, agent.seconds + reply.seconds
+            if agent.record.turns:
+                self._hand_over(agent, refused or "stop")
             else:
-                self._failed(visit, "the agent has ended without asking for a turn")
+                self._failed(agent, "the agent has ended without asking for a turn")
         else:
             assert isinstance(reply, Broken), "an agent runs, and nothing else"
-            if refused is not None and visit.record.turns:
-                # Agents that are told that there is no room often give up like this; what they had earned, they say
-                # to nobody.
-                self._hand_over(visit, refused)
+            if refused is not None and agent.record.turns:
+                # Agents often end with an error when the context is full, and then report no reward.
+                self._hand_over(agent, refused)
             elif reply.innocent:
-                self._again(visit, visit.failures)
+                self._again(agent, agent.failures)
             else:
-                self._failed(visit, reply.words)
+                self._failed(agent, reply.words)
 
-    def _failed(self, visit: AgentEpisode, words: str) -> None:
-        if visit.failures < self.engine.settings.retries:
-            self._again(visit, visit.failures + 1)
+    def _failed(self, agent: AgentEpisode, words: str) -> None:
+        if agent.failures < self.engine.settings.retries:
+            self._again(agent, agent.failures + 1)
             return
-        self._hand_over(visit, "failed", words)
-        for other in [other for other in self.under_way.values() if other.request == visit.request]:
+        self._hand_over(agent, "failed", words)
+        for other in [other for other in self.under_way.values() if other.request == agent.request]:
             self._hand_over(other, "failed")
 
-    def _again(self, visit: AgentEpisode, failures: int) -> None:
-        self._leave(visit)
-        self._start(visit.request, visit.seed, visit.task, visit.prompt_ids, visit.begun + 1, failures)
+    def _again(self, agent: AgentEpisode, failures: int) -> None:
+        self._leave(agent)
+        self._start(agent.request, agent.seed, agent.task, agent.prompt_ids, agent.begun + 1, failures)
 
-    def _hand_over(self, visit: AgentEpisode, finish: Finish, problem: str | None = None) -> None:
-        self._leave(visit)
-        rollouts = visit.rollouts(finish, problem)
+    def _hand_over(self, agent: AgentEpisode, finish: Finish, problem: str | None = None) -> None:
+        self._leave(agent)
+        rollouts = agent.rollouts(finish, problem)
         if finish != "failed":
             last = rollouts[-1]
             assert last.episode is not None, "they have one"
@@ -259,31 +266,23 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
             last.episode.logs |= {"turns": turns, "episode_length": length, "branches": float(len(rollouts))}
         self._finished += rollouts
 
-    def _leave(self, visit: AgentEpisode) -> None:
-        self.under_way.pop(visit.number, None)
-        self.engine.drop(visit)
+    def _leave(self, agent: AgentEpisode) -> None:
+        self.under_way.pop(agent.number, None)
+        self.engine.drop(agent)
 
     def _take_aborted(self) -> None:
-        gone = [visit for visit in self.under_way.values() if visit.request in self._aborted]
+        gone = [agent for agent in self.under_way.values() if agent.request in self._aborted]
         self._aborted.clear()
-        for visit in gone:
-            del self.under_way[visit.number]
-            rollouts = visit.rollouts("abort")
+        for agent in gone:
+            del self.under_way[agent.number]
+            rollouts = agent.rollouts("abort")
             assert rollouts[0].episode is not None, "they have one"
-            self.engine.park(visit, rollouts[0].episode)
+            self.engine.park(agent, rollouts[0].episode)
             self._finished += rollouts
 
 
-# ---- AgentPool around an engine: prompts become episodes of programs that ask this run's own serve
-
-
-NAME = "policy"  # of the model
-NO_LIMIT = 2**20  # tokens, where nobody knows the engine's context
-SECONDS_TO_END = 2.0
-
-
 class AgentPool(InstancePool, Protocol):
-    """Programs."""
+    """The processes in which agents run."""
 
     def run(self, episode: int, task: Task, *, base_url: str, api_key: str, model: str) -> None: ...
 
@@ -299,8 +298,8 @@ class AgentServerEngine(EpisodeEngine[AgentEpisode]):
         super().__init__(engine, pool, settings)
         self.pool = pool
         most = [limit for limit in (self.settings.episode_max_len, engine.context) if limit is not None]
-        self.house = ServerDefaults((), len(tokenizer))
-        policy = ServedPolicy(NAME, tokenizer, self.house, min(most, default=NO_LIMIT))
+        self.defaults = ServerDefaults((), len(tokenizer))
+        policy = ServedPolicy(NAME, tokenizer, self.defaults, min(most, default=NO_LIMIT))
         self._token = secrets.token_urlsafe(24)
         self.server = PolicyServer(
             policy,
@@ -313,39 +312,36 @@ class AgentServerEngine(EpisodeEngine[AgentEpisode]):
         self._url: str | None = None
 
     def open_session(self, sampling: SamplingParams) -> AgentServerSession:
-        self.house.stops, self.house.pinned = sampling.stop_token_ids, sampling
+        self.defaults.stops, self.defaults.pinned = sampling.stop_token_ids, sampling
         if self._url is None:
             self._url = self.server.start()
         return AgentServerSession(self, sampling)
 
-    # ---- what sessions ask
+    # ---- for sessions
 
-    def new_session(self) -> str:
-        return secrets.token_hex(8)
+    def run(self, agent: AgentEpisode) -> None:
+        base_url = f"{self._url}/s/{agent.session}/v1"
+        self.pool.run(agent.number, agent.task, base_url=base_url, api_key=self._token, model=NAME)
 
-    def run(self, visit: AgentEpisode) -> None:
-        base_url = f"{self._url}/s/{visit.session}/v1"
-        self.pool.run(visit.number, visit.task, base_url=base_url, api_key=self._token, model=NAME)
+    def drop(self, agent: AgentEpisode) -> None:
+        """The server refuses the agent's further requests."""
+        super().drop(agent)
+        self.server.queue.release(agent.session)
+        self.server.sessions.drop(agent.session)
+        self.server.queue.cancel([agent.session])
 
-    def drop(self, visit: AgentEpisode) -> None:
-        """Its program, where it still runs, has nobody to ask any more."""
-        super().drop(visit)
-        self.server.desk.let_go(visit.session)
-        self.server.records.forget(visit.session)
-        self.server.desk.give_up([visit.session])
-
-    def park(self, visit: AgentEpisode, episode: Episode) -> None:
-        """It may be asking for its next turn, which is not others' to draw."""
-        self.server.desk.hold(visit.session)
-        super().park(visit, episode)
+    def park(self, agent: AgentEpisode, episode: Episode) -> None:
+        """The agent may be waiting for its next turn, which the engine must not sample meanwhile."""
+        self.server.queue.hold(agent.session)
+        super().park(agent, episode)
 
     def unpark(self, episode: Episode | None) -> AgentEpisode | None:
-        if (visit := super().unpark(episode)) is not None:
-            self.server.desk.let_go(visit.session)
-        return visit
+        if (agent := super().unpark(episode)) is not None:
+            self.server.queue.release(agent.session)
+        return agent
 
     def close(self) -> None:
-        """The agents and their server; the engine inside is its owner's to close."""
+        """Close the agents and their server, not the inner engine."""
         super().close()
         if self._url is not None:
             self.server.stop()

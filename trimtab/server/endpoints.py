@@ -1,8 +1,12 @@
-"""What each endpoint does with a request: read it, have it drawn, keep a record, answer."""
+"""The policy server's endpoints: OpenAI's chat and completions, vLLM's tokens-in-tokens-out, and their app.
+
+Each endpoint parses its request (request_params.py), gets completions (request_queue.py), records them if a session is
+named (sessions.py), and writes a response (responses.py). Every path exists a second time behind /s/{session}, whose
+turns are kept together. A client's mistake is a 4xx with one sentence, in OpenAI's error format.
+"""
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -16,15 +20,14 @@ from starlette.routing import Route
 from trimtab.envs.types import Message
 from trimtab.errors import UserError
 from trimtab.rollout.trajectory import Rollout
-from trimtab.server import request_params
 from trimtab.server.http import (
-    HTTPError,
+    Overloaded,
     RequestGate,
     ServerClosing,
+    answer_json,
     authenticate,
     bearer_token,
-    json_object,
-    read_body,
+    describe_error,
 )
 from trimtab.server.request_params import (
     Fields,
@@ -33,11 +36,14 @@ from trimtab.server.request_params import (
     ServerDefaults,
     are_ids,
     calls_are_read,
+    chat_params,
+    completion_params,
+    generate_params,
     is_text,
     read_messages,
     read_tools,
 )
-from trimtab.server.request_queue import CompletionBackend, CompletionRequest, EngineFailed, Overloaded, PolicyMetrics
+from trimtab.server.request_queue import CompletionBackend, CompletionRequest, EngineFailed, PolicyMetrics
 from trimtab.server.responses import Completion, ResponseBuilder, without_stop
 from trimtab.server.sessions import (
     ChatFormat,
@@ -49,190 +55,142 @@ from trimtab.server.sessions import (
     stream_seed,
 )
 
-LARGE = 2**17  # bytes, beyond which others should not wait for their being tokenised
+MOST_BYTES = 2**25  # of a request
+LARGE = 2**17  # bytes: other requests should not wait while more is tokenized
 MOST_PROMPTS = 256
+LONGEST_NAME = 512  # of a session
 
-# Of chat templates, what is not a client's to say.
+# Arguments of chat templates that clients may not set.
 RESERVED = {"chat_template", "tools", "tokenize", "add_generation_prompt", "continue_final_message", "documents"}
 RESERVED |= {"messages", "conversation", "padding", "truncation", "max_length", "return_tensors", "return_dict"}
 RESERVED |= {"return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now"}
 
+NOT_OFFERED = {
+    "/v1/embeddings": "this server answers prompts, and has no embeddings",
+    "/v1/responses": "this server has /v1/chat/completions in its place",
+    "/v1/load_lora_adapter": "adapters are not loaded by name; serve the model with its adapter merged",
+    "/v1/unload_lora_adapter": "adapters are not loaded by name",
+    "/update_weights": "weights are not taken over HTTP; in training the server has the trained ones",
+    "/init_weight_transfer_engine": "weights are not taken over HTTP; in training the server has the trained ones",
+    "/pause": "the server is not paused from outside; during an update of the weights requests wait",
+    "/resume": "the server is not paused from outside",
+}
+ERROR_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    500: "server_error",
+    503: "overloaded_error",
+}
+
 Made = TypeVar("Made")
+Endpoint = Callable[[Fields, str | None], Awaitable[Response]]
+Forward = Callable[[Request, bytes], Awaitable[Response]]
 
 
 class CompletionEndpoints:
-    def __init__(self, policy: ServedPolicy, drawing: CompletionBackend, records: SessionStore):
-        self.policy, self.drawing, self.records = policy, drawing, records
-        self.replies = ResponseBuilder(policy)
+    """The endpoints that read prompts: each takes the request's fields and the name of its session."""
 
-    # ---- endpoints
+    def __init__(self, policy: ServedPolicy, backend: CompletionBackend, sessions: SessionStore):
+        self.policy, self.backend, self.sessions = policy, backend, sessions
+        self.responses = ResponseBuilder(policy)
 
-    async def chat(self, fields: Fields, session: str | None, request: Request) -> Response:
-        wanted, stage, record = self._of_chat(fields, session)
+    async def chat(self, fields: Fields, session: str | None) -> Response:
+        params, chat_format, record = self._read_chat(fields, session)
         messages = read_messages(fields)
-        conversation = await _aside(fields, lambda: self.policy.conversation(messages, stage, record))
-        return await self._chat(fields, session, wanted, conversation)
+        prompt = await _in_thread_if_large(fields, lambda: self.policy.chat_prompt(messages, chat_format, record))
+        return await self._complete_chat(fields, session, params, prompt)
 
-    async def chat_with_tokens(self, fields: Fields, session: str | None, request: Request) -> Response:
-        """The same behind tokens that the client has put together itself."""
-        wanted, stage, record = self._of_chat(fields, session)
+    async def chat_with_tokens(self, fields: Fields, session: str | None) -> Response:
+        """The same for a prompt that the client has tokenized itself."""
+        params, chat_format, record = self._read_chat(fields, session)
         messages, ids = read_messages(fields), fields.ids("tokens")
         if ids:
             self.policy.check_ids(ids, "tokens")
-        before = None if record is None else record.read_before(ids)
-        return await self._chat(fields, session, wanted, ChatPrompt(ids, before, messages, messages, stage))
+        before = None if record is None else record.turn_before_ids(ids)
+        return await self._complete_chat(
+            fields, session, params, ChatPrompt(ids, before, messages, messages, chat_format)
+        )
 
-    async def complete(self, fields: Fields, session: str | None, request: Request) -> Response:
-        wanted = request_params.of_completion(fields, self._house(session))
-        prompts = await _aside(fields, lambda: self._prompts(fields))
-        for ids in prompts:  # before any is drawn
+    async def completions(self, fields: Fields, session: str | None) -> Response:
+        params = completion_params(fields, self._defaults(session))
+        prompts = await _in_thread_if_large(fields, lambda: self._prompts(fields))
+        for ids in prompts:  # all of them, before anything is sampled
             self.policy.room(ids, "prompt")
-        if len(prompts) * wanted.answers > self.drawing.most_waiting:
-            most = (
-                f"{len(prompts)} prompts with n {wanted.answers}: at most {self.drawing.most_waiting} answers at once"
+        if len(prompts) * params.answers > self.backend.most_waiting:
+            asked = f"{len(prompts)} prompts with n {params.answers}"
+            raise InvalidRequest(
+                f"{asked}: at most {self.backend.most_waiting} answers at once are drawn here; send fewer", "prompt"
             )
-            raise InvalidRequest(f"{most} are drawn here; send fewer", "prompt")
-        drawn = [self._drawn(ids, wanted, session, "prompt", number) for number, ids in enumerate(prompts)]
-        answers = [Completion(ids, rollouts, []) for ids, rollouts in zip(prompts, await _all(drawn))]
-        for answered in answers:
-            self._recorded_by_tokens(session, answered, wanted)
-        return self.replies.completions(answers, wanted)
+        working = [self._complete(ids, params, session, "prompt", number) for number, ids in enumerate(prompts)]
+        found = [Completion(ids, rollouts, []) for ids, rollouts in zip(prompts, await _all(working))]
+        for completion in found:
+            self._record_tokens(session, completion, params)
+        return self.responses.completions(found, params)
 
-    async def generate(self, fields: Fields, session: str | None, request: Request) -> Response:
-        wanted, ids = request_params.of_generation(fields, self._house(session)), fields.ids("token_ids")
-        if wanted.stream:
+    async def generate(self, fields: Fields, session: str | None) -> Response:
+        params, ids = generate_params(fields, self._defaults(session)), fields.ids("token_ids")
+        if params.stream:
             raise InvalidRequest("stream is not offered here; leave it out", "stream")
         for name in ("features", "kv_transfer_params"):
             if fields.body.get(name):
                 raise InvalidRequest(f"{name} is not offered; leave it out", name)
-        answered = Completion(ids, await self._drawn(ids, wanted, session, "token_ids"), [])
-        self._recorded_by_tokens(session, answered, wanted)
-        return self.replies.generation(answered, wanted, fields.text("request_id") or session or "")
+        completion = Completion(ids, await self._complete(ids, params, session, "token_ids"), [])
+        self._record_tokens(session, completion, params)
+        return self.responses.generation(completion, params, fields.text("request_id") or session or "")
 
-    async def tokenize(self, fields: Fields, session: str | None, request: Request) -> Response:
+    async def tokenize(self, fields: Fields, session: str | None) -> Response:
         if "messages" in fields:
-            messages, ahead = read_messages(fields), fields.flag("add_generation_prompt", True)
-            stage = self._stage(fields)
-            if ahead:
-                record = None if session is None else self.records.find(session)
-                ids = (await _aside(fields, lambda: self.policy.conversation(messages, stage, record))).ids
+            messages, with_turn = read_messages(fields), fields.flag("add_generation_prompt", True)
+            chat_format = self._chat_format(fields)
+            if with_turn:
+                record = None if session is None else self.sessions.find(session)
+                make = lambda: self.policy.chat_prompt(messages, chat_format, record)  # noqa: E731
+                ids = (await _in_thread_if_large(fields, make)).ids
             else:
-                text = stage.renderer.render_text(messages, stage.tools, "messages")
+                text = chat_format.renderer.render_text(messages, chat_format.tools, "messages")
                 ids = self.policy.encode(text, "messages")
         else:
             text = fields.text("prompt") or ""
             special = fields.flag("add_special_tokens", True)
-            ids = await _aside(fields, lambda: self.policy.encode(text, "prompt", special=special))
+            ids = await _in_thread_if_large(fields, lambda: self.policy.encode(text, "prompt", special=special))
         strings = self.policy.tokenizer.convert_ids_to_tokens(ids) if fields.flag("return_token_strs") else None
         about = {"count": len(ids), "max_model_len": self.policy.most_tokens, "token_strs": strings}
         return JSONResponse({"tokens": ids, **about})
 
-    async def detokenize(self, fields: Fields, session: str | None, request: Request) -> Response:
+    async def detokenize(self, fields: Fields, session: str | None) -> Response:
         ids = fields.ids("tokens")
         if ids:
             self.policy.check_ids(ids, "tokens")
         return JSONResponse({"prompt": self.policy.text(ids, special=True)})
 
-    # ---- chat
+    async def open_session(self, fields: Fields, session: str | None) -> Response:
+        name = self.sessions.issue()
+        return JSONResponse({"session": name, "base_url": f"/s/{name}/v1"})
 
-    def _of_chat(self, fields: Fields, session: str | None) -> tuple[RequestParams, ChatFormat, SessionRecord | None]:
+    # ---- reading requests
+
+    def _read_chat(self, fields: Fields, session: str | None) -> tuple[RequestParams, ChatFormat, SessionRecord | None]:
         kind = fields.part("response_format").text("type")
         if kind not in (None, "text"):
             raise InvalidRequest("response_format: only text is offered", "response_format")
         if not fields.flag("add_generation_prompt", True) or fields.flag("continue_final_message"):
             raise InvalidRequest("the model speaks next; a turn is not continued", "add_generation_prompt")
-        wanted = request_params.of_chat(fields, self._house(session))
-        return wanted, self._stage(fields), self.records.of(session)
+        params = chat_params(fields, self._defaults(session))
+        return params, self._chat_format(fields), self.sessions.get_or_create(session)
 
-    def _stage(self, fields: Fields) -> ChatFormat:
+    def _chat_format(self, fields: Fields) -> ChatFormat:
         settings = fields.part("chat_template_kwargs").body
         if wrong := [name for name in settings if name in RESERVED or not name.isidentifier()]:
             raise InvalidRequest(
                 f"chat_template_kwargs: {wrong[0][:50]!r} is the server's to say", "chat_template_kwargs"
             )
-        return self.policy.stage(read_tools(fields), settings)
+        return self.policy.chat_format(read_tools(fields), settings)
 
-    async def _chat(
-        self, fields: Fields, session: str | None, wanted: RequestParams, conversation: ChatPrompt
-    ) -> Response:
-        rollouts = await self._drawn(conversation.ids, wanted, session, "messages")
-        stage, messages = conversation.stage, []
-        for rollout in rollouts:
-            messages.append(self._message(rollout, conversation, wanted, calls=calls_are_read(fields)))
-        answered = Completion(conversation.ids, rollouts, messages)
-        if session is not None:
-            for rollout, message in zip(rollouts, messages):
-                key = stage.keys([*conversation.messages, message])[-1]
-                self._record(session, rollout, conversation.before, message, conversation.said, key)
-        return self.replies.chat(answered, wanted)
-
-    def _message(self, rollout: Rollout, conversation: ChatPrompt, wanted: RequestParams, *, calls: bool) -> Message:
-        parsing, stops = conversation.stage.parsing, wanted.sampling.stop_token_ids
-        message = parsing.message(rollout.ids, conversation.ids, stops)
-        if "tool_calls" in message and not calls:
-            message = {"role": "assistant", "content": parsing.text(rollout.ids, stops)}
-        return message | {"content": without_stop(message["content"], rollout, wanted)}
-
-    # ---- drawing and records
-
-    def _house(self, session: str | None) -> ServerDefaults:
-        """As it is for this session."""
-        record = None if session is None else self.records.find(session)
-        house = self.policy.house
-        return house if record is None or record.pinned is None else replace(house, pinned=record.pinned)
-
-    async def _drawn(
-        self, ids: list[int], wanted: RequestParams, session: str | None, param: str, number: int = 0
-    ) -> list[Rollout]:
-        """`number`: of the prompt in its request."""
-        record = self.records.of(session)
-        try:
-            sampling = wanted.within(self.policy.room(ids, param))
-        except InvalidRequest:
-            if record is not None:
-                record.refused = "context"
-            raise
-        if record is not None and record.most_turns is not None and len(record.turns) >= record.most_turns:
-            record.refused = "turns"
-            # Clients know the beginning of this line as a conversation's end, and judge what there is of it.
-            words = f"This model's maximum context length is reached: the episode has had its {record.most_turns} turns"
-            raise InvalidRequest(words, code="max_turns")
-        if record is not None:
-            record.refused = None
-        seed = self._seed(record, wanted, session, len(ids))
-        return await self.drawing.draw(CompletionRequest(ids, sampling, wanted.answers, session, seed, number))
-
-    def _seed(
-        self, record: SessionRecord | None, wanted: RequestParams, session: str | None, length: int
-    ) -> int | None:
-        """Of the answers to one prompt; None: nobody has said one."""
-        own = None if record is None else record.next_seed(length)
-        if own is not None or wanted.seed is None:
-            return own
-        return stream_seed(wanted.seed, session, length)
-
-    def _recorded_by_tokens(self, session: str | None, answered: Completion, wanted: RequestParams) -> None:
-        record = self.records.of(session)
-        if session is None or record is None:
-            return
-        before = record.read_before(answered.prompt_ids)
-        for rollout in answered.rollouts:
-            message = {"role": "assistant", "content": self.replies.text(rollout, wanted)}
-            self._record(session, rollout, before, message, [], None)
-
-    def _record(
-        self,
-        session: str,
-        rollout: Rollout,
-        before: RecordedTurn | None,
-        message: Message,
-        said: list[Message],
-        key: bytes | None,
-    ) -> None:
-        ended, record = self.policy.ended(rollout), self.records.of(session)
-        assert record is not None, "a session has one"
-        turn = record.add(rollout, before, message, ended=ended, said=said, key=key)
-        self.records.grown(session, turn)
+    def _defaults(self, session: str | None) -> ServerDefaults:
+        """The server's defaults, with the sampling that this session pins."""
+        record = None if session is None else self.sessions.find(session)
+        defaults = self.policy.defaults
+        return defaults if record is None or record.pinned is None else replace(defaults, pinned=record.pinned)
 
     def _prompts(self, fields: Fields) -> list[list[int]]:
         """One text or list of ids, or a list of such."""
@@ -245,10 +203,78 @@ class CompletionEndpoints:
             self.policy.encode(prompt, "prompt", special=True) if is_text(prompt) else list(prompt) for prompt in listed
         ]
 
+    # ---- completions and their records
+
+    async def _complete(
+        self, ids: list[int], params: RequestParams, session: str | None, param: str, number: int = 0
+    ) -> list[Rollout]:
+        """`param`: the field that holds the prompt; `number`: of the prompt in its request."""
+        record = self.sessions.get_or_create(session)
+        try:
+            sampling = params.sampling_within(self.policy.room(ids, param))
+        except InvalidRequest:
+            if record is not None:
+                record.refused = "context"
+            raise
+        seed = None
+        if record is not None:
+            if record.most_turns is not None and len(record.turns) >= record.most_turns:
+                record.refused = "turns"
+                # Clients know the beginning of this line as a conversation's end, and score what there is of it.
+                words = f"This model's maximum context length is reached: the episode has had its {record.most_turns} "
+                raise InvalidRequest(words + "turns", code="max_turns")
+            record.refused = None
+            seed = record.next_seed(len(ids))
+        if seed is None and params.seed is not None:
+            seed = stream_seed(params.seed, session, len(ids))
+        return await self.backend.complete(CompletionRequest(ids, sampling, params.answers, session, seed, number))
+
+    async def _complete_chat(
+        self, fields: Fields, session: str | None, params: RequestParams, prompt: ChatPrompt
+    ) -> Response:
+        rollouts = await self._complete(prompt.ids, params, session, "messages")
+        messages = [self._message(rollout, prompt, params, calls=calls_are_read(fields)) for rollout in rollouts]
+        if session is not None:
+            for rollout, message in zip(rollouts, messages):
+                key = prompt.format.history_keys([*prompt.messages, message])[-1]
+                self._record(session, rollout, prompt.before, message, prompt.new_messages, key)
+        return self.responses.chat(Completion(prompt.ids, rollouts, messages), params)
+
+    def _message(self, rollout: Rollout, prompt: ChatPrompt, params: RequestParams, *, calls: bool) -> Message:
+        parsing, stops = prompt.format.parsing, params.sampling.stop_token_ids
+        message = parsing.message(rollout.ids, prompt.ids, stops)
+        if "tool_calls" in message and not calls:
+            message = {"role": "assistant", "content": parsing.text(rollout.ids, stops)}
+        return message | {"content": without_stop(message["content"], rollout, params)}
+
+    def _record_tokens(self, session: str | None, completion: Completion, params: RequestParams) -> None:
+        """Record a completion whose client speaks in tokens."""
+        record = self.sessions.get_or_create(session)
+        if session is None or record is None:
+            return
+        before = record.turn_before_ids(completion.prompt_ids)
+        for rollout in completion.rollouts:
+            message = {"role": "assistant", "content": self.responses.text(rollout, params)}
+            self._record(session, rollout, before, message, [], None)
+
+    def _record(
+        self,
+        session: str,
+        rollout: Rollout,
+        before: RecordedTurn | None,
+        message: Message,
+        new_messages: list[Message],
+        key: bytes | None,
+    ) -> None:
+        ended, record = self.policy.ended(rollout), self.sessions.get_or_create(session)
+        assert record is not None, "a session has one"
+        turn = record.add(rollout, before, message, ended=ended, new_messages=new_messages, key=key)
+        self.sessions.grown(session, turn)
+
 
 async def _all(working: Sequence[Coroutine[Any, Any, Made]]) -> list[Made]:
-    """What each of them makes; if one fails, nobody wants the others'."""
-    if len(working) == 1:  # which most requests are
+    """The results of all coroutines; if one fails, the others are cancelled."""
+    if len(working) == 1:  # as in most requests
         return [await working[0]]
     tasks = [asyncio.ensure_future(one) for one in working]
     try:
@@ -258,108 +284,74 @@ async def _all(working: Sequence[Coroutine[Any, Any, Made]]) -> list[Made]:
             task.cancel()
 
 
-async def _aside(fields: Fields, make: Callable[[], Made]) -> Made:
-    """In a thread, where the request is large."""
+async def _in_thread_if_large(fields: Fields, make: Callable[[], Made]) -> Made:
     return make() if fields.size < LARGE else await asyncio.to_thread(make)
 
 
-# ---- The HTTP side of a policy server: what other projects' clients ask for, at the places where t
-
-
-log = logging.getLogger(__name__)
-
-MOST_BYTES = 2**25
-LONGEST_NAME = 512  # of a session
-
-NOT_OFFERED = {
-    "/v1/embeddings": "this server answers prompts, and has no embeddings",
-    "/v1/responses": "this server has /v1/chat/completions in its place",
-    "/v1/load_lora_adapter": "adapters are not loaded by name; serve the model with its adapter merged",
-    "/v1/unload_lora_adapter": "adapters are not loaded by name",
-    "/update_weights": "weights are not taken over HTTP; in training the server has the trained ones",
-    "/init_weight_transfer_engine": "weights are not taken over HTTP; in training the server has the trained ones",
-    "/pause": "the server is not paused from outside; during an update of the weights requests wait",
-    "/resume": "the server is not paused from outside",
-}
-
-TYPES: Mapping[int, str] = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
-LATER = {"Retry-After": "1"}
-
-Answer = Callable[[Fields, str | None, Request], Awaitable[Response]]
-Elsewhere = Callable[[Request, bytes], Awaitable[Response]]
+# ---- the app
 
 
 def make_policy_app(
     policy: ServedPolicy,
-    drawing: CompletionBackend,
-    records: SessionStore,
+    backend: CompletionBackend,
+    sessions: SessionStore,
     metrics: PolicyMetrics,
     *,
     token: str | None = None,
     max_bytes: int = MOST_BYTES,
     version: Callable[[], int] = lambda: 0,
-    elsewhere: Elsewhere | None = None,
+    forward: Forward | None = None,
 ) -> Starlette:
-    """`token`: what requests must bring; `version`: of the weights; `elsewhere`: who answers in another process what
-    belongs to a session, or asks for what all processes know together. `state.gate` of what is returned lets requests
-    in."""
-    gate = RequestGate(give_up=lambda: drawing.close(ServerClosing()))
-    asking = CompletionEndpoints(policy, drawing, records)
+    """`token`: what requests must bring; `version`: of the weights; `forward`: in an HTTP worker, how the engine's
+    process answers requests of sessions, and those that need what all workers know. `state.gate` of the app admits
+    requests."""
+    gate = RequestGate(give_up=lambda: backend.close(ServerClosing()))
+    endpoints = CompletionEndpoints(policy, backend, sessions)
 
     def session_of(request: Request, fields: Fields | None) -> str | None:
         named = request.path_params.get("session") or request.headers.get("x-session-id")
         if named is None and fields is not None:
             named = fields.text("session_id")
-        if named is None and token is None and not records.private:
+        if named is None and token is None and not sessions.private:
             named = bearer_token(request) or None
         if named is not None and len(named) > LONGEST_NAME:
             raise InvalidRequest(f"the session's name has more than {LONGEST_NAME} characters", "session_id")
         return named
 
-    def posted(path: str, answer: Answer, *, in_one_place: bool = False) -> list[Route]:
-        """`in_one_place`: where the sessions are, whether one is named or not."""
+    def post(path: str, endpoint: Endpoint, *, forwarded: bool = False) -> list[Route]:
+        """`forwarded`: always, whether a session is named or not."""
 
         async def handle(request: Request) -> Response:
-            response: Response
-            counted = False
-            try:
-                with gate.entered():
-                    authenticate(request, token)
-                    content = await read_body(request, max_bytes, "send less at once")
-                    fields = Fields(json_object(content), size=len(content))
-                    _check_model(fields, policy.name)
-                    session = session_of(request, fields)
-                    if elsewhere is not None and (in_one_place or session is not None):
-                        counted, answering = True, elsewhere(request, content)
-                    else:
-                        answering = answer(fields, session, request)
-                    response = await _unless_gone(request, answering)
-            except ClientDisconnect:
-                response = Response(status_code=499)  # which nobody reads
-            except Exception as error:
-                response = error_response(error)
-            if not counted:
+            counted_elsewhere = False
+
+            async def answer(body: dict[str, Any], content: bytes) -> Response:
+                nonlocal counted_elsewhere
+                fields = Fields(body, size=len(content))
+                _check_model(fields, policy.name)
+                session = session_of(request, fields)
+                if forward is not None and (forwarded or session is not None):
+                    counted_elsewhere = True
+                    return await _until_disconnect(request, forward(request, content))
+                return await _until_disconnect(request, endpoint(fields, session))
+
+            how: dict[str, Any] = {"token": token, "max_bytes": max_bytes, "advice": "send less at once"}
+            response = await answer_json(request, gate, answer, error_response, **how)
+            if not counted_elsewhere:
                 metrics.count(path, response.status_code)
             return response
 
         return [Route(prefix + path, handle, methods=["POST"]) for prefix in ("", "/s/{session}")]
 
-    def got(
-        path: str,
-        answer: Callable[[Request], Response],
-        *,
-        for_all: bool = False,
-        by_all: Callable[[], bool] = lambda: False,
+    def get(
+        path: str, answer: Callable[[Request], Response], *, public: bool = False, local: Callable[[], bool]
     ) -> list[Route]:
-        """`for_all`: without a token; `by_all`: whether every process can say it."""
+        """`public`: without a token; `local`: whether an HTTP worker answers by itself."""
 
         async def handle(request: Request) -> Response:
             try:
-                if not for_all:
+                if not public:
                     authenticate(request, token)
-                if elsewhere is None or by_all():
-                    return answer(request)
-                return await elsewhere(request, b"")
+                return answer(request) if forward is None or local() else await forward(request, b"")
             except Exception as error:
                 return error_response(error)
 
@@ -370,52 +362,47 @@ def make_policy_app(
         return JSONResponse({"object": "list", "data": [about | {"parent": None, "max_model_len": policy.most_tokens}]})
 
     def health(request: Request) -> Response:
-        closing = gate.closed or drawing.closed
+        closing = gate.closed or backend.closed
         status = {"status": "closing" if closing else "ok", "model": policy.name, "version": version()}
         return JSONResponse(status, 503 if closing else 200)
 
-    def page(request: Request) -> Response:
-        return PlainTextResponse(metrics.page(waiting=drawing.waiting, sessions=len(records)))
+    def metrics_page(request: Request) -> Response:
+        return PlainTextResponse(metrics.page(waiting=backend.waiting, sessions=len(sessions)))
 
     def trace(request: Request) -> Response:
         session = session_of(request, None)
-        record = None if session is None else records.find(session)
+        record = None if session is None else sessions.find(session)
         if session is None or record is None:
             raise InvalidRequest("nothing was drawn in this session, or it is long ago", "session", status=404)
         return JSONResponse({"session": session, "model": policy.name, **record.trace()})
 
-    async def open_session(fields: Fields, session: str | None, request: Request) -> Response:
-        name = records.issue()
-        return JSONResponse({"session": name, "base_url": f"/s/{name}/v1"})
-
-    async def refused(request: Request, error: Exception) -> Response:
+    async def unknown_path(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         words = NOT_OFFERED.get(request.url.path)
         if words is not None:
-            return error_body(501, words, code="not_offered")
-        return error_body(
-            error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}", code="not_found"
-        )
+            return error_json(501, words, code="not_offered")
+        words = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        return error_json(error.status_code, words, code="not_found")
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        drawing.close(ServerClosing())
+        backend.close(ServerClosing())
 
     routes = [
-        *posted("/v1/chat/completions", asking.chat),
-        *posted("/v1/chat/completions/tokens", asking.chat_with_tokens),
-        *posted("/v1/completions", asking.complete),
-        *posted("/inference/v1/generate", asking.generate),
-        *posted("/tokenize", asking.tokenize),
-        *posted("/detokenize", asking.detokenize),
-        *(posted("/sessions", open_session, in_one_place=True) if records.private else []),
-        *got("/v1/models", models, by_all=lambda: True),
-        *got("/health", health, for_all=True, by_all=lambda: gate.closed),
-        *got("/metrics", page),
-        *got("/trace", trace),
+        *post("/v1/chat/completions", endpoints.chat),
+        *post("/v1/chat/completions/tokens", endpoints.chat_with_tokens),
+        *post("/v1/completions", endpoints.completions),
+        *post("/inference/v1/generate", endpoints.generate),
+        *post("/tokenize", endpoints.tokenize),
+        *post("/detokenize", endpoints.detokenize),
+        *(post("/sessions", endpoints.open_session, forwarded=True) if sessions.private else []),
+        *get("/v1/models", models, local=lambda: True),
+        *get("/health", health, public=True, local=lambda: gate.closed),
+        *get("/metrics", metrics_page, local=lambda: False),
+        *get("/trace", trace, local=lambda: False),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: refused, 405: refused})
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: unknown_path, 405: unknown_path})
     app.state.gate = gate
     return app
 
@@ -427,10 +414,14 @@ def _check_model(fields: Fields, name: str) -> None:
         raise InvalidRequest(words, "model", "model_not_found", status=404)
 
 
-async def _unless_gone(request: Request, answer: Awaitable[Response]) -> Response:
-    """The answer; what is being drawn for a client that has gone is given up."""
-    answering = asyncio.ensure_future(answer)
-    leaving: asyncio.Task[Any] = asyncio.create_task(_left(request))
+async def _until_disconnect(request: Request, answer: Awaitable[Response]) -> Response:
+    """The answer, which is cancelled when its client disconnects."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    answering, leaving = asyncio.ensure_future(answer), asyncio.create_task(disconnected())
     try:
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():
@@ -441,35 +432,24 @@ async def _unless_gone(request: Request, answer: Awaitable[Response]) -> Respons
         leaving.cancel()
 
 
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def error_response(error: Exception) -> JSONResponse:
+def error_response(error: Exception) -> Response:
+    """A failed request's response, in OpenAI's error format."""
     match error:
+        case ClientDisconnect():
+            return Response(status_code=499)  # which is sent to no client
         case InvalidRequest():
-            return error_body(error.status, str(error), param=error.param, code=error.code)
-        case HTTPError():
-            # What is still being sent would be read as the next request.
-            headers = {"Connection": "close"} if error.status in (408, 413) else {}
-            # Clients of this protocol know 400 where others say 422.
-            return error_body(400 if error.status == 422 else error.status, str(error), headers=headers)
+            return error_json(error.status, str(error), param=error.param, code=error.code)
         case UserError():
-            return error_body(400, str(error))
-        case Overloaded():
-            return error_body(503, "too many requests wait; try again", code="overloaded", headers=LATER)
-        case ServerClosing():
-            words = "the server is about to end; ask another one, or try again"
-            return error_body(503, words, code="closing", headers={**LATER, "Connection": "close"})
+            return error_json(400, str(error))
         case EngineFailed():
-            return error_body(500, f"the engine cannot answer this: {error}")
-        case _:
-            log.error("a request failed", exc_info=error)
-            return error_body(500, "the server failed; its log says why")
+            return error_json(500, f"the engine cannot answer this: {error}")
+    status, message, headers = describe_error(error)
+    code = "overloaded" if isinstance(error, Overloaded) else "closing" if isinstance(error, ServerClosing) else None
+    # OpenAI's clients know 400 where others say 422.
+    return error_json(400 if status == 422 else status, message, code=code, headers=headers)
 
 
-def error_body(
+def error_json(
     status: int,
     message: str,
     *,
@@ -477,6 +457,6 @@ def error_body(
     code: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
-    kind = TYPES.get(status, "overloaded_error" if status == 503 else "invalid_request_error")
+    kind = ERROR_TYPES.get(status, "invalid_request_error")
     error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
     return JSONResponse({"error": error}, status, dict(headers or {}))

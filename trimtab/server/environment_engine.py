@@ -1,4 +1,8 @@
-"""The one place that chooses what is around an engine: environments that it answers, or agents that ask it."""
+"""The engine around an engine for the environment that options name: episodes of an environment, or of agents.
+
+Training, evaluation and the API open environments here. An environment answers the engine's turns; an agent calls the
+run's own policy server (agents.py), which is imported only then, because it needs the packages of a server.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -8,40 +12,33 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.config.agents import EnvironmentOptions
 from trimtab.data.sources import own_rows
-from trimtab.envs.episode_session import EnvironmentEngine
-from trimtab.envs.types import EpisodeSettings
+from trimtab.envs.chat_tokens import ChatTokens, ObservationError
+from trimtab.envs.episode_session import EnvironmentEngine, first_tokens
+from trimtab.envs.pool import Broken, EnvLimits, Opened, Pool, Reply
+from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine
 
 if TYPE_CHECKING:
-    from trimtab.envs.pool import EnvironmentsHere, Pool
-    from trimtab.server.agents import AgentServerEngine
-from trimtab.envs.chat_tokens import ChatTokens, ObservationError
-from trimtab.envs.episode_session import first_tokens
-from trimtab.envs.pool import Broken, Opened, Reply
-from trimtab.envs.types import Task
+    from trimtab.envs.pool import EnvironmentsHere
 
-PROMPT, LABEL = "prompt", "label"
-"""Columns of an environment's own rows."""
-EVALUATION = 1_000_003
-"""What is added to the seed of rows to measure with."""
+PROMPT, LABEL = "prompt", "label"  # columns of an environment's own rows
+EVALUATION = 1_000_003  # added to the seed of evaluation rows
 
 
 def never() -> bool:
     return False
 
 
-def open_pool(options: EnvironmentOptions, stopped: Callable[[], bool] = never) -> "Pool":
-    """The environment that options name."""
-    from trimtab.envs.pool import EnvLimits, Pool
-
+def open_pool(options: EnvironmentOptions, stopped: Callable[[], bool] = never) -> Pool:
+    """Start the environment that options name."""
     assert options.environment_source is not None, "there is one"
     limits = EnvLimits(options.env_timeout, options.env_workers, options.env_threads, options.env_memory)
     return Pool(options.environment_source, limits, stopped)
 
 
-def settings_of(options: EnvironmentOptions, *, plain: bool) -> EpisodeSettings:
-    """`plain`: prompts are in no chat template."""
+def episode_settings(options: EnvironmentOptions, *, plain: bool) -> EpisodeSettings:
+    """`plain`: prompts have no chat template."""
     return EpisodeSettings(
         max_turns=options.max_turns,
         episode_max_len=options.episode_max_len,
@@ -52,55 +49,45 @@ def settings_of(options: EnvironmentOptions, *, plain: bool) -> EpisodeSettings:
     )
 
 
-def playing_engine(
+def make_environment_engine(
     engine: Engine,
     pool: "Pool | EnvironmentsHere",
     tokenizer: PreTrainedTokenizerBase,
     settings: EpisodeSettings | None = None,
 ) -> Engine:
-    """The pool is closed with what comes back, and at once where nothing does."""
+    """Closes the pool when the engine is closed, and at once on an error."""
     try:
         if pool.about.kind != "agent":
             return EnvironmentEngine(engine, pool, tokenizer, settings)
-        return _served(engine, pool, tokenizer, settings)
+        try:
+            from trimtab.server.agents import AgentServerEngine
+        except ImportError as error:
+            raise UserError(
+                f"an agent needs a server, and that the package {error.name}: pip install 'trimtab[serve]'"
+            ) from error
+        return AgentServerEngine(engine, pool, tokenizer, settings)
     except BaseException:
         pool.close()
         raise
 
 
-def _served(
-    engine: Engine,
-    pool: "Pool | EnvironmentsHere",
-    tokenizer: PreTrainedTokenizerBase,
-    settings: EpisodeSettings | None,
-) -> "AgentServerEngine":
-    try:
-        from trimtab.server.agents import AgentServerEngine
-    except ImportError as error:
-        raise UserError(
-            f"an agent needs a server, and that the package {error.name}: pip install 'trimtab[serve]'"
-        ) from error
-    return AgentServerEngine(engine, pool, tokenizer, settings)
+# ---- an environment's own rows
 
 
-# ---- rows that an environment brings
-
-
-def rows_of_environment(
-    options: EnvironmentOptions, count: int, seed: int, *, to_measure: int = 0, instead: str
+def environment_rows(
+    options: EnvironmentOptions, count: int, seed: int, *, eval_count: int = 0, instead: str
 ) -> dict[str, Dataset]:
-    """So many to work with ("train") and, where some are wanted, others to measure with ("evaluation"). `instead`: the
-    option that names prompts."""
+    """`count` rows ("train"), and `eval_count` others ("evaluation"). `instead`: the option that names prompts."""
     pool = open_pool(options)
     try:
         if not pool.about.offers_rows:
             raise UserError(f"{options.environment_flag} has no prompts of its own: give {instead}")
-        if to_measure and pool.about.fixed:
-            found = _held_out(pool.rows(count + to_measure, seed), to_measure, options)
+        if eval_count and pool.about.fixed:
+            found = _held_out(pool.rows(count + eval_count, seed), eval_count, options)
         else:
             found = {"train": pool.rows(count, seed)}
-            if to_measure:
-                found["evaluation"] = pool.rows(to_measure, seed + EVALUATION)
+            if eval_count:
+                found["evaluation"] = pool.rows(eval_count, seed + EVALUATION)
     finally:
         pool.close()
     source, flag = str(options.environment_source), options.environment_flag
@@ -108,36 +95,37 @@ def rows_of_environment(
 
 
 def _held_out(
-    rows: list[dict[str, Any]], to_measure: int, options: EnvironmentOptions
+    rows: list[dict[str, Any]], eval_count: int, options: EnvironmentOptions
 ) -> dict[str, list[dict[str, Any]]]:
-    """The last ones: another seed would give rows that are learnt from."""
-    if len(rows) <= to_measure:
+    """The last rows are held out: another seed would give rows that are trained on."""
+    if len(rows) <= eval_count:
         raise UserError(
-            f"--env_eval_rows {to_measure}: {options.environment_flag} has {len(rows)} rows, and none would be left to "
+            f"--env_eval_rows {eval_count}: {options.environment_flag} has {len(rows)} rows, and none would be left to "
             "learn from; lower it"
         )
-    return {"train": rows[:-to_measure], "evaluation": rows[-to_measure:]}
+    return {"train": rows[:-eval_count], "evaluation": rows[-eval_count:]}
 
 
-def columns_of(rows: Dataset) -> dict[str, str | None]:
-    """The options that say what is what in an environment's own rows."""
+def environment_columns(rows: Dataset) -> dict[str, str | None]:
+    """The options that name the columns of an environment's own rows."""
     return {"input_key": PROMPT, "label_key": LABEL if LABEL in rows.column_names else None}
 
 
-# ---- Before a run: does the environment open an episode, and can the policy read what it says?
+# ---- preflight check
 
 
-def try_environment(
+def check_environment(
     options: EnvironmentOptions, task: Task, prompt_ids: list[int], tokenizer: PreTrainedTokenizerBase, *, plain: bool
 ) -> list[str]:
-    """What is told of it. `prompt_ids`: of the task's row; `plain`: prompts are in no chat template."""
-    settings = settings_of(options, plain=plain)
+    """Open one episode and tokenize its first observation; returns lines for the user. `prompt_ids`: of the task's
+    row; `plain`: prompts have no chat template."""
+    settings = episode_settings(options, plain=plain)
     pool = open_pool(options)
     try:
         about = pool.about
-        told = f"{about.kind}: {about.name}, {about.shape}"
+        line = f"{about.kind}: {about.name}, {about.shape}"
         if about.kind == "agent":
-            return [told]
+            return [line]
         ChatTokens(tokenizer, about.tools, (), settings)
         pool.reset(0, task)
         replies: list[Reply] = []
@@ -154,11 +142,11 @@ def try_environment(
     except ObservationError as error:
         raise UserError(f"{options.environment_flag} was tried and failed: {error}") from error
     tools = ", ".join(tool["function"]["name"] for tool in reply.tools)
-    return [f"{told}; it opens with {_words(reply)}{f'; tools: {tools}' if tools else ''}"]
+    return [f"{line}; it opens with {_first_observation(reply)}{f'; tools: {tools}' if tools else ''}"]
 
 
-def _words(reply: Opened) -> str:
+def _first_observation(reply: Opened) -> str:
     if reply.messages is None:
         return "the prompt"
-    said = str(reply.messages[-1].get("content"))
-    return said.replace("\\", "\\\\").replace("\n", "\\n")
+    content = str(reply.messages[-1].get("content"))
+    return content.replace("\\", "\\\\").replace("\n", "\\n")

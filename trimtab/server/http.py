@@ -1,5 +1,9 @@
-"""What every server does with a request before it reads what is asked: the right token, a whole body that is not too
-large, JSON."""
+"""The HTTP core of the policy server, the reward server and the live page: bind, protect, authenticate, drain.
+
+A server binds a socket, limits its connections and how long a client may take to send a request, authenticates
+requests, limits their bodies, turns errors into responses, writes metrics for Prometheus, and on SIGTERM or SIGINT
+answers accepted requests within a limit. uvicorn and Starlette do the rest.
+"""
 
 import asyncio
 import contextlib
@@ -11,7 +15,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, Protocol
@@ -19,22 +23,66 @@ from typing import Any, Literal, Protocol
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
+from starlette.responses import Response
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from trimtab.errors import UserError
 
-BODY_SECONDS = 120.0  # in which the whole of a request must have come
-# Most clients read no answer before they have sent everything, and a connection that is closed meanwhile is an error to
-# them that says nothing. So what is too large is read on, without being kept, up to here.
+log = logging.getLogger(__name__)
+
+HEADER_SECONDS = 10.0  # from a connection's first moment, or a request's first byte, to the end of its headers
+BODY_SECONDS = 120.0  # until the whole of a request has arrived
+# Longer than clients keep an unused connection (httpx: 5 s). A server that closes first may do so while a request is on
+# its way.
+IDLE_SECONDS = 75
+DRAIN_SECONDS = 30.0
+SECONDS_TO_SEND = 2  # responses, once all are there
+# Most clients read no response before they have sent everything, and a connection that is closed meanwhile is an error
+# to them that says nothing. So the rest of a body that is too large is read and discarded, up to here.
 MOST_DISCARDED = 2**30
+MOST_CONNECTIONS = 1024
+OTHER_DESCRIPTORS = 64  # what the process has open besides connections
+BACKLOG = 2048
+ACCEPTED_AT_ONCE = 64
+LOG_SECONDS, LOG_LINES = 10.0, 20
+
+
+# ---- errors
 
 
 class HTTPError(Exception):
-    """A request that is not answered, with the status and the words that say why."""
+    """A request that is refused, with the status and the message of its response."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
         self.status = status
+
+
+class Overloaded(Exception):
+    """Too much waits already; the client may try again."""
+
+
+class ServerClosing(Exception):
+    """The server is draining; another one may answer."""
+
+
+def describe_error(error: Exception) -> tuple[int, str, dict[str, str]]:
+    """Status, message and headers of the response to a request that failed. Unexpected errors are logged."""
+    match error:
+        case HTTPError():
+            # The unread rest of a body would be read as the next request.
+            return error.status, str(error), {"Connection": "close"} if error.status in (408, 413) else {}
+        case Overloaded():
+            return 503, str(error), {"Retry-After": "1"}
+        case ServerClosing():
+            words = "the server is about to end; ask another one, or try again"
+            return 503, words, {"Retry-After": "1", "Connection": "close"}
+        case _:
+            log.error("a request failed", exc_info=error)
+            return 500, "the server failed; its log says why", {}
+
+
+# ---- authentication and bodies
 
 
 def bearer_token(request: Request) -> str:
@@ -42,8 +90,8 @@ def bearer_token(request: Request) -> str:
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether a Host header, of any port, since tunnels have their own, names the loopback address. A site whose name
-    was made to lead to this machine (DNS rebinding) sends another name."""
+    """Whether a Host header names the loopback address, with any port, because tunnels have their own. A site whose
+    name was made to lead to this machine (DNS rebinding) sends another name."""
     name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
     return name.lower() == "localhost" or is_loopback(name)
 
@@ -56,7 +104,7 @@ def is_loopback(address: str) -> bool:
 
 
 def authenticate(request: Request, token: str | None) -> None:
-    """`token`: what requests must bring; None: nothing, but they must call a loopback address by such a name."""
+    """`token`: what requests must bring; None: nothing, but a loopback address must be called by a loopback name."""
     if token is None:
         here, _ = request.scope.get("server") or ("", None)
         if is_loopback(here) and not is_loopback_host(request.headers.get("host", "")):
@@ -71,7 +119,7 @@ async def read_body(request: Request, max_bytes: int, advice: str) -> bytes:
     too_large = HTTPError(413, f"the request has more than {max_bytes} bytes; {advice}")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > max_bytes and "expect" in request.headers:
-        raise too_large  # a client that waits for leave to send its body hears at once
+        raise too_large  # at once: the client waits for permission to send its body
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for piece in request.stream():
@@ -97,81 +145,17 @@ def json_object(content: bytes) -> dict[str, Any]:
     return body
 
 
-# ---- What a server asks of strangers: requests that arrive in time, and not too many connections;
-
-
-HEADER_SECONDS = 10.0  # from a connection's first moment, or a request's first byte, to the end of its headers
-MOST_CONNECTIONS = 1024
-OTHER_DESCRIPTORS = 64  # what the process has open besides
-LOG_SECONDS, LOG_LINES = 10.0, 20
-
-
-def connection_limit(wanted: int | None = None) -> int:
-    """As many as wanted, or usual, if the system lets us have so many descriptors."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_CONNECTIONS if wanted is None else wanted
-    descriptors = wanted + OTHER_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < descriptors:
-        soft = descriptors if hard == resource.RLIM_INFINITY else min(descriptors, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - OTHER_DESCRIPTORS)
-
-
-def protocol_with_limits(connections: int) -> type[asyncio.Protocol]:
-    """uvicorn's own protocol, which ends connections beyond `connections` and those whose headers take too long."""
-
-    class LimitedHTTPProtocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]  # whichever uvicorn found
-        _deadline: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            if len(self.connections) > connections:
-                self._end(b"503 Service Unavailable", b"too many connections; try again")
-                return
-            self._watch()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._watch()
-
-        def connection_lost(self, reason: Exception | None) -> None:
-            self._stop_watching()
-            super().connection_lost(reason)
-
-        def _watch(self) -> None:
-            """The clock runs while nothing, or half a request's headers, has come; more bytes do not set it back."""
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._stop_watching()
-            elif self._deadline is None:
-                self._deadline = self.loop.call_later(HEADER_SECONDS, self._too_slow)
-
-        def _stop_watching(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-        def _too_slow(self) -> None:
-            if self.cycle is None or self.cycle.response_complete:
-                self._end(b"408 Request Timeout", b"the request did not arrive in time")
-
-        def _end(self, status: bytes, words: bytes) -> None:
-            if not self.transport.is_closing():
-                length = str(len(words)).encode()
-                head = b"HTTP/1.1 " + status + b"\r\nConnection: close\r\nContent-Length: " + length + b"\r\n\r\n"
-                self.transport.write(head + words)
-                self.transport.close()
-
-    return LimitedHTTPProtocol
+# ---- admission of requests
 
 
 @dataclass
 class RequestGate:
-    """Where requests come in: how many are inside, and whether it is closed because the server is about to end."""
+    """Counts requests that are being answered, and admits no more once the server drains."""
 
     closed: bool = False
     inside: int = 0
     give_up: Callable[[], None] = lambda: None
-    """Ends what those inside still wait for."""
+    """Fails all requests that are still being answered."""
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -184,12 +168,104 @@ class RequestGate:
             self.inside -= 1
 
 
-class ServerClosing(Exception):
-    """The server is about to end; another one may answer."""
+async def answer_json(
+    request: Request,
+    gate: RequestGate,
+    answer: Callable[[dict[str, Any], bytes], Awaitable[Response]],
+    error_response: Callable[[Exception], Response],
+    *,
+    token: str | None,
+    max_bytes: int,
+    advice: str,
+) -> Response:
+    """Admit a POST request, authenticate it, read its JSON, and answer it; any error becomes a response. `answer` gets
+    the JSON object and its text."""
+    try:
+        with gate.entered():
+            authenticate(request, token)
+            content = await read_body(request, max_bytes, advice)
+            return await answer(json_object(content), content)
+    except Exception as error:
+        return error_response(error)
+
+
+# ---- metrics
+
+
+def prometheus_text(
+    prefix: str, requests: Iterable[tuple[str, int]], values: Iterable[tuple[str, Literal["counter", "gauge"], Any]]
+) -> str:
+    """A page in Prometheus' text format. `requests`: labels and counts; `values`: name, type and value."""
+    lines = [f"# TYPE {prefix}_requests_total counter"]
+    lines += [f"{prefix}_requests_total{{{labels}}} {count}" for labels, count in requests]
+    for name, kind, value in values:
+        lines += [f"# TYPE {prefix}_{name} {kind}", f"{prefix}_{name} {value}"]
+    return "\n".join(lines) + "\n"
+
+
+# ---- limits on connections, slow clients and logs
+
+
+def connection_limit(wanted: int | None = None) -> int:
+    """The wanted or default number of connections, as far as the system grants descriptors for them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS if wanted is None else wanted
+    descriptors = wanted + OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < descriptors:
+        soft = descriptors if hard == resource.RLIM_INFINITY else min(descriptors, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, soft - OTHER_DESCRIPTORS)
+
+
+def protocol_with_limits(connections: int) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, which closes connections beyond `connections` and those whose headers take too long."""
+
+    class LimitedHTTPProtocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]  # whichever uvicorn found
+        _deadline: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > connections:
+                self._close_with(b"503 Service Unavailable", b"too many connections; try again")
+                return
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, reason: Exception | None) -> None:
+            self._stop_watching()
+            super().connection_lost(reason)
+
+        def _watch(self) -> None:
+            """The clock runs while nothing, or half a request's headers, has arrived; more bytes do not reset it."""
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop_watching()
+            elif self._deadline is None:
+                self._deadline = self.loop.call_later(HEADER_SECONDS, self._too_slow)
+
+        def _stop_watching(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _too_slow(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                self._close_with(b"408 Request Timeout", b"the request did not arrive in time")
+
+        def _close_with(self, status: bytes, words: bytes) -> None:
+            if not self.transport.is_closing():
+                length = str(len(words)).encode()
+                head = b"HTTP/1.1 " + status + b"\r\nConnection: close\r\nContent-Length: " + length + b"\r\n\r\n"
+                self.transport.write(head + words)
+                self.transport.close()
+
+    return LimitedHTTPProtocol
 
 
 class LogRateLimit(logging.Filter):
-    """Lets so many lines of a logger pass in a stretch of time, and counts the rest."""
+    """Passes LOG_LINES lines of a logger in LOG_SECONDS, and counts the rest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,32 +289,38 @@ def rate_limit_logs(*names: str) -> None:
             logger.addFilter(LogRateLimit())
 
 
-# ---- Bind, serve until SIGINT or SIGTERM, answer what has been accepted within a limit, end.
+# ---- binding, serving, draining
 
 
-DRAIN_SECONDS = 30.0
-SECONDS_TO_SEND = 2  # of replies, once all are there
-# Longer than clients keep a connection that they do not use (httpx: 5 s). A server that hangs up first may do so while
-# a request is on its way.
-IDLE_SECONDS = 75
-BACKLOG = 2048
-ACCEPTED_AT_ONCE = 64
+def bind(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if _is_ipv6(host) else socket.AF_INET
+        # Only where the protocol is named does asyncio send small responses at once (TCP_NODELAY): 40 ms less.
+        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"--host {host} --port {port}: cannot listen there ({reason}); choose another") from error
+    return listening
 
 
-class Runs(Protocol):
-    def run(self, sockets: list[socket.socket]) -> None: ...
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
 
 
-def run_until_signal(server: Runs, listening: socket.socket) -> None:
-    """In the main thread, until SIGINT or SIGTERM."""
-    # uvicorn hands the signal on once it has finished; by then there is nothing left to stop.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    server.run(sockets=[listening])
+def address(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class DrainingServer(uvicorn.Server):
-    """Told to end, it answers those inside, within a limit, and turns others away; told again, it ends at once."""
+    """The first signal drains: admitted requests are answered, within a limit, and others turned away. The second ends
+    the server at once."""
 
     def __init__(self, config: uvicorn.Config, gate: RequestGate, drain_seconds: float):
         super().__init__(config)
@@ -277,9 +359,8 @@ def make_server(
     accepted_at_once: int = ACCEPTED_AT_ONCE,
     loop: Literal["auto", "asyncio"] = "auto",
 ) -> DrainingServer:
-    """`app.state.gate` is where its requests come in; `logs`: loggers that are to be kept short; `connections`: at
-    once, if the system lets us have so many; `accepted_at_once`: of those that come together; `loop`: whose
-    events it runs by."""
+    """`app.state.gate` admits its requests; `logs`: loggers to rate-limit; `connections`: at once, if the system grants
+    that many; `accepted_at_once`: of connections that arrive together; `loop`: the event loop."""
     config = uvicorn.Config(
         app,
         http=protocol_with_limits(connection_limit(connections)),
@@ -291,31 +372,17 @@ def make_server(
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=SECONDS_TO_SEND,
     )
-    rate_limit_logs("uvicorn.error", "asyncio", *logs)
+    rate_limit_logs("uvicorn.error", "asyncio", __name__, *logs)
     return DrainingServer(config, app.state.gate, drain_seconds)
 
 
-def bind(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if _is_ipv6(host) else socket.AF_INET
-        # Only where the protocol is named does asyncio send small replies at once (TCP_NODELAY): 40 ms less.
-        listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-        listening.listen(BACKLOG)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"--host {host} --port {port}: cannot listen there ({reason}); choose another") from error
-    return listening
+class RunsOnSockets(Protocol):
+    def run(self, sockets: list[socket.socket]) -> None: ...
 
 
-def address(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def _is_ipv6(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).version == 6
-    except ValueError:
-        return False
+def run_until_signal(server: RunsOnSockets, listening: socket.socket) -> None:
+    """In the main thread, until SIGINT or SIGTERM."""
+    # uvicorn raises the signal again once it has finished; by then there is nothing left to stop.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    server.run(sockets=[listening])

@@ -1,7 +1,11 @@
-"""A server whose HTTP side is processes of its own (front.py), as the engine's process sees them.
+"""HTTP workers: processes that parse requests and write responses, while one other process runs the engine.
 
-They ask for turns, which are drawn at the desk, and pass on what belongs to sessions, which the app answers here. So
-this interpreter has little to do but the engine's work.
+    python -m trimtab.server.http_workers HANDLE
+
+The engine's process starts `HTTPWorkerProcesses` and connects to them with `HTTPWorkers`, in place of a uvicorn server.
+The first worker loads the tokenizer and forks into the others; all accept from one listening socket. A worker asks the
+engine's process for completions (ipc.py), and forwards every request of a session as it came, because sessions are kept
+there. So the engine's interpreter has little to do besides the engine's work. Workers end with the engine's process.
 """
 
 import asyncio
@@ -18,7 +22,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -30,79 +34,85 @@ from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.data.tokenizer import load_tokenizer
+from trimtab.distributed.serialization import frame
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import quiet_transformers
 from trimtab.rollout.trajectory import Rollout
-from trimtab.sandbox.channel import Channel
 from trimtab.sandbox.process import WorkerProcess
 from trimtab.sandbox.worker import begin_worker
 from trimtab.server import ipc
 from trimtab.server.endpoints import make_policy_app
 from trimtab.server.http import DrainingServer, make_server, rate_limit_logs
-from trimtab.server.ipc import Post
+from trimtab.server.ipc import MessageProtocol
 from trimtab.server.request_params import ServerDefaults
 from trimtab.server.request_queue import CompletionRequest, LocalBackend, PolicyMetrics, QueuedRequest
 from trimtab.server.sessions import ServedPolicy, SessionStore
 
 log = logging.getLogger(__name__)
 
-SENT_AT_ONCE = 32  # answers: where many end together, the processes begin with the first ones
-SECONDS_TO_END = 5.0  # beyond the limit of what was accepted
+MOST_WORKERS = 64
+RESULTS_AT_ONCE = 32  # where many sequences finish together, workers begin with the first results
+SECONDS_TO_END = 5.0  # after the drain limit
+
+Headers = list[tuple[bytes, bytes]]
+
+
+# ---- the engine's process
 
 
 class HTTPWorkerProcesses:
-    """As many as wanted. They need a while to start, before it is known what they serve."""
+    """The worker processes. They start before it is known what they serve, because starting takes a while."""
 
-    def __init__(self, count: int, tokenizer: str, **how: Any):
-        """`tokenizer`, `how`: what load_tokenizer is given."""
-        self.count, self._tokenizer = count, {"tokenizer": tokenizer, "how": how}
-        self._child, self._opened = WorkerProcess("trimtab.server.http_workers", []), False
+    def __init__(self, count: int, tokenizer: str, **settings: Any):
+        """`tokenizer`, `settings`: the arguments of load_tokenizer."""
+        self.count, self._tokenizer = count, {"tokenizer": tokenizer, "how": settings}
+        self._process, self._opened = WorkerProcess("trimtab.server.http_workers", []), False
 
-    def open(self, listening: socket.socket, about: dict[str, Any]) -> list[socket.socket]:
-        """They begin to accept; our ends of the connections to them."""
+    def open(self, listening: socket.socket, settings: dict[str, Any]) -> list[socket.socket]:
+        """Have them accept connections; returns one socket to each worker."""
         self._opened = True
         pairs = [socket.socketpair() for _ in range(self.count)]
         with contextlib.ExitStack() as theirs:
             ends = [theirs.enter_context(end) for _, end in pairs]
             try:
-                socket.send_fds(self._child.socket, [b"."], [end.fileno() for end in (listening, *ends)])
-                Channel(self._child.socket).send(json.dumps({**self._tokenizer, **about}).encode())
+                socket.send_fds(self._process.socket, [b"."], [end.fileno() for end in (listening, *ends)])
+                self._process.socket.sendall(frame(json.dumps({**self._tokenizer, **settings}).encode()))
             except OSError:
-                raise UserError(f"--http_processes: {self._child.how_it_died()}") from None
+                raise UserError(f"--http_processes: {self._process.how_it_died()}") from None
         return [end for end, _ in pairs]
 
     def close(self) -> None:
         if self._opened:
-            self._child.leave()
-        else:  # they have nothing to tidy up
-            self._child.kill()
+            self._process.leave()
+        else:  # nothing to finish
+            self._process.kill()
 
 
 class HTTPWorkers:
-    """In the place of a web server; what it needs of one (server/http.py)."""
+    """Serves through worker processes; stands in for `http.DrainingServer`."""
 
     def __init__(
         self,
         processes: HTTPWorkerProcesses,
         app: Starlette,
-        drawing: LocalBackend,
+        backend: LocalBackend,
         metrics: PolicyMetrics,
-        about: dict[str, Any],
+        settings: dict[str, Any],
         drain_seconds: float,
     ):
-        """`about`: what the processes must know."""
-        self.app, self.drawing, self.metrics = app, drawing, metrics
-        self.settled: deque[tuple[WorkerConnection, int]] = deque()  # whose answers may be there
-        self._processes, self._about, self._drain_seconds = processes, about, drain_seconds
-        self._fronts: list[WorkerConnection] = []
+        """`settings`: what the workers must know (see `run_worker`)."""
+        self.app, self.backend, self.metrics = app, backend, metrics
+        self.settled: deque[tuple[WorkerConnection, int]] = deque()  # requests whose results may be complete
+        self._processes, self._settings, self._drain_seconds = processes, settings, drain_seconds
+        self._connections: list[WorkerConnection] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._woken = self._told = False
-        # What a process has let in before it hears of the end is answered here, too: the app's own gate stays open.
+        self._delivering = self._signaled = False
+        # The app's own gate stays open: a request that a worker accepted before it heard of the drain is answered.
         self._closing = False
-        rate_limit_logs("asyncio", __name__, *about["logs"])
+        rate_limit_logs("asyncio", __name__, *settings["logs"])
 
     def run(self, sockets: Sequence[socket.socket]) -> None:
-        with self._signals():
+        with self._signal_handlers():
             try:
                 asyncio.run(self._run(sockets[0]))
             finally:
@@ -111,11 +121,9 @@ class HTTPWorkers:
     async def _run(self, listening: socket.socket) -> None:
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         with listening:
-            ends = self._processes.open(listening, self._about)
-            for end in ends:
-                self._fronts.append(
-                    (await self._loop.create_unix_connection(lambda: WorkerConnection(self), sock=end))[1]
-                )
+            for end in self._processes.open(listening, self._settings):
+                _, connection = await self._loop.create_unix_connection(lambda: WorkerConnection(self), sock=end)
+                self._connections.append(connection)
             if self._closing:
                 self.drain()
             await self._ended.wait()
@@ -123,7 +131,7 @@ class HTTPWorkers:
             raise UserError("the processes of the server's HTTP side have ended; what they said is above")
 
     @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _signal_handlers(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -135,198 +143,200 @@ class HTTPWorkers:
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Told once, what was accepted is answered; told again, nothing more."""
-        self._told, again = True, self._told
-        self._from_anywhere(lambda: self._tell(ipc.END)) if again else self.drain()
+        """The first signal drains; the second ends at once."""
+        self._signaled, again = True, self._signaled
+        self._call_in_loop(partial(self._broadcast, ipc.STOP)) if again else self.drain()
 
     def drain(self) -> None:
+        """Answer accepted requests, then end. From any thread."""
         self._closing = True
-        self._from_anywhere(self._drain)
+        self._call_in_loop(self._drain)
 
     def _drain(self) -> None:
-        self._tell(ipc.DRAIN)
+        self._broadcast(ipc.DRAIN)
         assert self._loop is not None
         self._loop.call_later(self._drain_seconds + SECONDS_TO_END, self._ended.set)
 
-    def _tell(self, kind: int) -> None:
-        for front in self._fronts:
-            front.send(ipc.letter(kind, 0))
+    def _broadcast(self, kind: int) -> None:
+        for connection in self._connections:
+            connection.send(ipc.encode(kind, 0))
 
-    def _from_anywhere(self, work: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # it has ended
+    def _call_in_loop(self, work: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(work)
 
-    # ---- what fronts say
+    # ---- called by connections
 
-    def lost(self, front: "WorkerConnection") -> None:
-        self._fronts = [other for other in self._fronts if other is not front]
+    def lost(self, connection: "WorkerConnection") -> None:
+        self._connections = [other for other in self._connections if other is not connection]
         if not self._closing:
-            log.error("a process of the server's HTTP side has ended; %d are left", len(self._fronts))
-        if not self._fronts:
+            log.error("a process of the server's HTTP side has ended; %d are left", len(self._connections))
+        if not self._connections:
             self._ended.set()
 
-    def settle(self, front: "WorkerConnection", number: int) -> None:
-        """From any thread: an answer is there, or will not be."""
-        self.settled.append((front, number))
-        if not self._woken:
-            self._woken = True
-            self._from_anywhere(self._deliver)
+    def settle(self, connection: "WorkerConnection", number: int) -> None:
+        """A future of this request is done. From any thread; the loop is woken once for many of them."""
+        self.settled.append((connection, number))
+        if not self._delivering:
+            self._delivering = True
+            self._call_in_loop(self._deliver)
 
     def _deliver(self) -> None:
-        self._woken = False
+        self._delivering = False
         while self.settled:
             outgoing: dict[WorkerConnection, list[bytes]] = {}
-            for _ in range(min(len(self.settled), SENT_AT_ONCE)):
-                front, number = self.settled.popleft()
-                if (letter := front.outcome(number)) is not None:
-                    outgoing.setdefault(front, []).append(letter)
-            for front, found in outgoing.items():
-                front.send(*found)
+            for _ in range(min(len(self.settled), RESULTS_AT_ONCE)):
+                connection, number = self.settled.popleft()
+                if (message := connection.result(number)) is not None:
+                    outgoing.setdefault(connection, []).append(message)
+            for connection, messages in outgoing.items():
+                connection.send(*messages)
 
 
 @dataclass
 class ForwardedRequest:
-    """A request that is answered here as a whole."""
+    """An HTTP request that the engine's process answers for a worker."""
 
     task: asyncio.Task[None]
-    left: asyncio.Event  # its client has
+    disconnected: asyncio.Event
 
 
-class WorkerConnection(Post):
-    """One of them."""
+class WorkerConnection(MessageProtocol):
+    """The engine's end of the connection to one worker."""
 
-    def __init__(self, office: HTTPWorkers):
+    def __init__(self, workers: HTTPWorkers):
         super().__init__()
-        self.office = office
-        self._asks: dict[int, list[QueuedRequest]] = {}
-        self._passed: dict[int, ForwardedRequest] = {}
+        self.workers = workers
+        self._requests: dict[int, list[QueuedRequest]] = {}
+        self._forwarded: dict[int, ForwardedRequest] = {}
 
-    def read(self, come: Iterable[tuple[int, int, bytes]]) -> None:
-        for kind, number, content in come:
-            if kind == ipc.ASKED:
-                self._ask(number, content)
-            elif kind == ipc.GONE:
-                self._gone(number)
-            elif kind == ipc.PASSED_ON:
-                left = asyncio.Event()
-                task = asyncio.get_running_loop().create_task(self._answer(number, content, left))
-                self._passed[number] = ForwardedRequest(task, left)
-            elif kind == ipc.COUNTED:
-                self.office.metrics.count(*json.loads(content))
+    def received(self, kind: int, number: int, content: memoryview) -> None:
+        if kind == ipc.COMPLETE:
+            self._complete(number, content)
+        elif kind == ipc.CANCEL:
+            self._cancel(number)
+        elif kind == ipc.FORWARD:
+            disconnected = asyncio.Event()
+            task = asyncio.get_running_loop().create_task(self._respond(number, content, disconnected))
+            self._forwarded[number] = ForwardedRequest(task, disconnected)
+        elif kind == ipc.COUNT:
+            self.workers.metrics.count(*json.loads(content.tobytes()))
 
     def connection_lost(self, error: Exception | None) -> None:
-        for number in [*self._asks, *self._passed]:
-            self._gone(number)
-        self.office.lost(self)
+        for number in [*self._requests, *self._forwarded]:
+            self._cancel(number)
+        self.workers.lost(self)
 
-    def _gone(self, number: int) -> None:
-        for ask in self._asks.pop(number, ()):
-            ask.answer.cancel()
-        if number in self._passed:
-            self._passed[number].left.set()
+    def _cancel(self, number: int) -> None:
+        for request in self._requests.pop(number, ()):
+            request.result.cancel()
+        if number in self._forwarded:
+            self._forwarded[number].disconnected.set()
 
-    # ---- turns
+    # ---- completions
 
-    def _ask(self, number: int, content: bytes) -> None:
-        drawing = self.office.drawing
+    def _complete(self, number: int, content: memoryview) -> None:
+        backend = self.workers.backend
         try:
-            asks = drawing.asks(ipc.read_turn(content))
-            drawing.desk.ask(*asks)
+            requests = backend.queued(ipc.decode_request(content))
+            backend.queue.put(*requests)
         except Exception as error:
-            self.send(ipc.failed_letter(number, error))
+            self.send(ipc.encode_error(number, error))
             return
-        self._asks[number] = asks
-        for ask in asks:
-            ask.answer.add_done_callback(partial(self._settled, number))
+        self._requests[number] = requests
+        for request in requests:
+            request.result.add_done_callback(partial(self._settled, number))
 
-    def _settled(self, number: int, answer: Any) -> None:
-        self.office.settle(self, number)
+    def _settled(self, number: int, result: Any) -> None:
+        self.workers.settle(self, number)
 
-    def outcome(self, number: int) -> bytes | None:
-        """Of a request, if it has one: all its answers, or the first thing that went wrong."""
-        asks = self._asks.get(number, [])
-        done = [ask.answer for ask in asks if ask.answer.done()]
-        error = next((e for answer in done if (e := _error(answer)) is not None), None)
-        if not asks or (error is None and len(done) < len(asks)):
+    def result(self, number: int) -> bytes | None:
+        """The message with all results of a request, or its first error; None: some are still missing."""
+        requests = self._requests.get(number, [])
+        done = [request.result for request in requests if request.result.done()]
+        error = next((e for result in done if (e := _error_of(result)) is not None), None)
+        if not requests or (error is None and len(done) < len(requests)):
             return None
-        del self._asks[number]
+        del self._requests[number]
         if error is None:
-            return ipc.drawn_letter(number, [answer.result() for answer in done])
-        for ask in asks:
-            ask.answer.cancel()
-        return ipc.failed_letter(number, error)
+            return ipc.encode_rollouts(number, [result.result() for result in done])
+        for request in requests:
+            request.result.cancel()
+        return ipc.encode_error(number, error)
 
-    # ---- requests that are answered here
+    # ---- forwarded HTTP requests
 
-    async def _answer(self, number: int, content: bytes, left: asyncio.Event) -> None:
-        about, body = ipc.read_whole(content)
-        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in about["headers"]]
+    async def _respond(self, number: int, content: memoryview, disconnected: asyncio.Event) -> None:
+        """Run the app on the request, as an ASGI server would."""
+        head, body = ipc.decode_http(content)
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "scheme": "http",
-            "method": about["method"],
-            "path": about["path"],
-            "raw_path": about["path"].encode(),
+            "method": head["method"],
+            "path": head["path"],
+            "raw_path": head["path"].encode(),
             "root_path": "",
-            "query_string": about["query"].encode("latin-1"),
-            "headers": headers,
+            "query_string": head["query"].encode("latin-1"),
+            "headers": _headers_from_json(head["headers"]),
             "client": None,
             "server": None,
         }
         begun = False
-        sent: dict[str, Any] = {"status": 500, "headers": []}
-        said = bytearray()
+        response: dict[str, Any] = {"status": 500, "headers": []}
+        sent = bytearray()
 
         async def receive() -> dict[str, Any]:
             nonlocal begun
             if begun:
-                await left.wait()
+                await disconnected.wait()
                 return {"type": "http.disconnect"}
             begun = True
             return {"type": "http.request", "body": body, "more_body": False}
 
         async def send(message: Any) -> None:
             if message["type"] == "http.response.start":
-                sent["status"] = message["status"]
-                sent["headers"] = [[n.decode("latin-1"), v.decode("latin-1")] for n, v in message["headers"]]
+                response.update(status=message["status"], headers=_headers_to_json(message["headers"]))
             else:
-                said.extend(message.get("body", b""))
+                sent.extend(message.get("body", b""))
 
         try:
-            await self.office.app(scope, receive, send)
-            self.send(ipc.whole_letter(ipc.ANSWERED, number, sent, bytes(said)))
+            await self.workers.app(scope, receive, send)
+            self.send(ipc.encode_http(ipc.RESPONSE, number, response, bytes(sent)))
         except Exception as error:
             log.error("a request failed", exc_info=error)
-            self.send(ipc.failed_letter(number, error))
+            self.send(ipc.encode_error(number, error))
         finally:
-            del self._passed[number]
+            del self._forwarded[number]
 
 
-def _error(answer: Any) -> BaseException | None:
-    return RuntimeError("given up") if answer.cancelled() else answer.exception()
+def _error_of(result: Any) -> BaseException | None:
+    return RuntimeError("given up") if result.cancelled() else result.exception()
 
 
-# ---- A process of a server's HTTP side: it reads requests and writes replies, and has turns drawn
+def _headers_to_json(headers: Headers) -> list[list[str]]:
+    return [[name.decode("latin-1"), value.decode("latin-1")] for name, value in headers]
 
 
-MOST_PROCESSES = 64
+def _headers_from_json(headers: list[list[str]]) -> Headers:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
 
 
-class EngineConnection(Post):
-    """Asks the engine's process, and is told by it when to end."""
+# ---- a worker's process
+
+
+class EngineConnection(MessageProtocol):
+    """A worker's end of the connection to the engine's process; the `CompletionBackend` of its endpoints."""
 
     def __init__(self, most_waiting: int):
         super().__init__()
         self.most_waiting = most_waiting
         self.server: DrainingServer | None = None
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, asyncio.Future[memoryview]] = {}
         self._closed: Exception | None = None
-
-    # ---- what the endpoints ask
 
     @property
     def waiting(self) -> int:
@@ -336,133 +346,129 @@ class EngineConnection(Post):
     def closed(self) -> bool:
         return self._closed is not None
 
-    async def draw(self, turn: CompletionRequest) -> list[Rollout]:
+    async def complete(self, request: CompletionRequest) -> list[Rollout]:
         number = next(self._numbers)
-        content = await self._asked(number, ipc.turn_letter(number, turn))
-        return ipc.read_rollouts(content, turn.prompt_ids)
+        content = await self._reply(number, ipc.encode_request(number, request))
+        return ipc.decode_rollouts(content, request.prompt_ids)
 
-    async def pass_on(self, request: Request, content: bytes) -> Response:
+    async def forward(self, request: Request, body: bytes) -> Response:
+        """The response of the engine's process to a whole HTTP request."""
         number, scope = next(self._numbers), request.scope
-        about = {
+        head = {
             "method": scope["method"],
             "path": scope["path"],
             "query": scope["query_string"].decode("latin-1"),
-            "headers": [[name.decode("latin-1"), value.decode("latin-1")] for name, value in scope["headers"]],
+            "headers": _headers_to_json(scope["headers"]),
         }
-        asked = ipc.whole_letter(ipc.PASSED_ON, number, about, content)
-        head, body = ipc.read_whole(await self._asked(number, asked))
-        response = Response(body, head["status"])
-        response.raw_headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in head["headers"]]
+        message = ipc.encode_http(ipc.FORWARD, number, head, body)
+        about, content = ipc.decode_http(await self._reply(number, message))
+        response = Response(content, about["status"])
+        response.raw_headers = _headers_from_json(about["headers"])
         return response
 
-    async def _asked(self, number: int, letter: bytes) -> bytes:
+    async def _reply(self, number: int, message: bytes) -> memoryview:
         if self._closed is not None:
             raise self._closed
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        reply = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            self.send(letter)
-            return await answer
+            self.send(message)
+            return await reply
         except asyncio.CancelledError:
-            self.send(ipc.letter(ipc.GONE, number))
+            self.send(ipc.encode(ipc.CANCEL, number))
             raise
         finally:
             self._waiting.pop(number, None)
 
     def close(self, error: Exception) -> None:
         self._closed = self._closed or error
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(error)
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(error)
 
-    # ---- what the engine's process says
-
-    def read(self, come: Iterable[tuple[int, int, bytes]]) -> None:
-        for kind, number, content in come:
-            answer = self._waiting.get(number)
-            if kind == ipc.DRAIN and self.server is not None:
-                self.server.drain()
-            elif kind == ipc.END and self.server is not None:
-                self.server.handle_exit(signal.SIGTERM, None)
-            elif answer is None or answer.done():
-                continue  # its client has gone
-            elif kind == ipc.FAILED:
-                answer.set_exception(ipc.read_error(content))
-            else:
-                answer.set_result(content)
+    def received(self, kind: int, number: int, content: memoryview) -> None:
+        reply = self._waiting.get(number)
+        if kind == ipc.DRAIN and self.server is not None:
+            self.server.drain()
+        elif kind == ipc.STOP and self.server is not None:
+            self.server.handle_exit(signal.SIGTERM, None)
+        elif reply is None or reply.done():
+            return  # the client has disconnected
+        elif kind == ipc.FAILED:
+            reply.set_exception(ipc.decode_error(content))
+        else:
+            reply.set_result(content)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Without the engine's process there is nothing to say to anybody."""
+        """A worker can answer nothing without the engine's process."""
         if not (self.server is not None and self.server.should_exit):
             os._exit(0)
 
 
 class RemoteMetrics(PolicyMetrics):
-    def __init__(self, front: EngineConnection):
+    """Counts requests in the engine's process."""
+
+    def __init__(self, engine: EngineConnection):
         super().__init__()
-        self.front = front
+        self.engine = engine
 
     def count(self, path: str, status: int) -> None:
-        self.front.send(ipc.letter(ipc.COUNTED, 0, json.dumps([path, status]).encode()))
+        self.engine.send(ipc.encode(ipc.COUNT, 0, json.dumps([path, status]).encode()))
 
 
-def work(post: socket.socket, listening: socket.socket, policy: ServedPolicy, about: dict[str, Any]) -> None:
-    """Until told to end."""
-    front = EngineConnection(about["max_waiting"])
+def run_worker(end: socket.socket, listening: socket.socket, policy: ServedPolicy, settings: dict[str, Any]) -> None:
+    """Serve until the engine's process says to stop. `end`: the worker's socket to it."""
+    engine = EngineConnection(settings["max_waiting"])
     app = make_policy_app(
-        *(policy, front, SessionStore(private=about["private"]), RemoteMetrics(front)),
-        token=about["token"],
-        max_bytes=about["max_bytes"],
-        elsewhere=front.pass_on,
+        *(policy, engine, SessionStore(private=settings["private"]), RemoteMetrics(engine)),
+        token=settings["token"],
+        max_bytes=settings["max_bytes"],
+        forward=engine.forward,
     )
-    _connected(app, front, post)
-    # One connection at a time, so that those that come together are shared out; uvloop would take all that are there.
-    server = front.server = make_server(
-        app, about["drain_seconds"], logs=about["logs"], accepted_at_once=1, loop="asyncio"
-    )
-    server.run(sockets=[listening])
-
-
-def _connected(app: Starlette, front: EngineConnection, post: socket.socket) -> None:
-    """The app with a connection to the engine's process for as long as it runs."""
     inner = app.router.lifespan_context
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: front, sock=post)
+        transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: engine, sock=end)
         async with inner(app):
             yield
         transport.close()
 
     app.router.lifespan_context = lifespan
+    # Accept one connection at a time, so that connections that arrive together are spread over the workers; uvloop
+    # would accept all of them.
+    server = engine.server = make_server(
+        app, settings["drain_seconds"], logs=settings["logs"], accepted_at_once=1, loop="asyncio"
+    )
+    server.run(sockets=[listening])
 
 
-def served_policy(about: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> ServedPolicy:
-    house = ServerDefaults(tuple(about["stops"]), about["vocabulary"])
-    return ServedPolicy(about["name"], tokenizer, house, about["most_tokens"])
+def worker_policy(settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> ServedPolicy:
+    defaults = ServerDefaults(tuple(settings["stops"]), settings["vocabulary"])
+    return ServedPolicy(settings["name"], tokenizer, defaults, settings["most_tokens"])
 
 
 def main(handle: str) -> None:
     connection = begin_worker(handle, resource.getrlimit(resource.RLIMIT_DATA)[1])
     with socket.socket(fileno=os.dup(connection.fileno())) as engine:
-        descriptors = socket.recv_fds(engine, 1, 1 + MOST_PROCESSES)[1]
-    if not descriptors:  # the engine's process has ended before it could say anything
+        descriptors = socket.recv_fds(engine, 1, 1 + MOST_WORKERS)[1]
+    if not descriptors:  # the engine's process has ended before it sent anything
         return
-    about = json.loads(connection.recv_bytes())
-    listening, *posts = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    settings = json.loads(connection.recv_bytes())
+    listening, *ends = [socket.socket(fileno=descriptor) for descriptor in descriptors]
     quiet_transformers()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would not be there in the forks
-    policy = served_policy(about, load_tokenizer(about["tokenizer"], **about["how"]))
-    policy.name_all()  # once for all
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would be missing in the forks
+    policy = worker_policy(settings, load_tokenizer(settings["tokenizer"], **settings["how"]))
+    policy.name_all()  # once for all forks
     gc.collect()
-    gc.freeze()  # what is there now stays, and stays shared
+    gc.freeze()  # the forks share these objects' pages
     forks = []
-    for number, post in enumerate(posts):
+    for number, end in enumerate(ends):
         if (fork := os.fork()) == 0:
-            for other in posts[:number] + posts[number + 1 :]:
+            for other in ends[:number] + ends[number + 1 :]:
                 other.close()
             code = 1
             try:
-                work(post, listening, policy, about)
+                run_worker(end, listening, policy, settings)
                 code = 0
             except Exception:
                 traceback.print_exc()
@@ -470,7 +476,7 @@ def main(handle: str) -> None:
                 sys.stderr.flush()
                 os._exit(code)
         forks.append(fork)
-        post.close()
+        end.close()
     listening.close()
     for fork in forks:
         os.waitpid(fork, 0)

@@ -1,185 +1,170 @@
-"""What the process of an engine and those of its HTTP side write to each other: small heads, raw numbers behind them.
+"""IPC messages between the engine's process and the HTTP workers: binary heads with raw token ids and log-probs.
 
-length (4 bytes) | kind (1) | number of the request (8) | what the kind says
+    frame: length | kind (1 byte) | number of the request (8 bytes) | content
+
+This is the server's hot path: one message a completion each way, and no JSON but the few sampling settings that differ
+from the defaults.
 """
 
 import asyncio
 import dataclasses
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast, get_args
 
 import numpy as np
 
+from trimtab.distributed.serialization import FrameDecoder, frame
 from trimtab.errors import UserError
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Alternatives, Finish, Rollout
-from trimtab.server.http import ServerClosing
-from trimtab.server.request_queue import CompletionRequest, EngineFailed, Overloaded
+from trimtab.server.http import Overloaded, ServerClosing
+from trimtab.server.request_queue import CompletionRequest, EngineFailed
 
-HEAD = struct.Struct("<IBQ")
-ASK = struct.Struct("<?qIII")  # has a seed, seed, number, answers, bytes of the setting
-ROLLOUT = struct.Struct("<BII")  # finish, tokens, likeliest others at each place
+HEAD = struct.Struct("<BQ")
+COMPLETION_REQUEST = struct.Struct("<?qIII")  # has a seed, seed, number, answers, bytes of the sampling settings
+ROLLOUT = struct.Struct("<BII")  # finish reason, tokens, alternatives at each token
 SIZE = struct.Struct("<I")
 
-# To the engine's process.
-ASKED, GONE, PASSED_ON, COUNTED = 0, 1, 2, 3
-# From it.
-DRAWN, FAILED, ANSWERED, DRAIN, END = 4, 5, 6, 7, 8
+# To the engine's process: sample a completion; its client has disconnected; answer this HTTP request; count it.
+COMPLETE, CANCEL, FORWARD, COUNT = 0, 1, 2, 3
+# To an HTTP worker: what was sampled; why nothing was; the HTTP response; drain; stop at once.
+COMPLETED, FAILED, RESPONSE, DRAIN, STOP = 4, 5, 6, 7, 8
 
-FINISHES = get_args(Finish)
+FINISH_REASONS = get_args(Finish)
 ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (EngineFailed, Overloaded, ServerClosing, UserError)
 }
-USUAL = SamplingParams()
-LONGEST_KNOWN = 2**10  # bytes of a setting that is remembered; a bias may name every token
-FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
+DEFAULT_SAMPLING = SamplingParams()
+SAMPLING_FIELDS = [field.name for field in dataclasses.fields(SamplingParams)]
+LONGEST_CACHED = 2**10  # bytes of sampling settings; a logit bias may name every token
+LARGEST_MESSAGE = 2**31 - 1
 
 
-def letter(kind: int, number: int, *parts: bytes) -> bytes:
-    content = b"".join(parts)
-    return HEAD.pack(HEAD.size - SIZE.size + len(content), kind, number) + content
+def encode(kind: int, number: int, *parts: bytes) -> bytes:
+    """A message with its frame."""
+    return frame(HEAD.pack(kind, number), *parts)
 
 
-class Post(asyncio.Protocol):
-    """One end of a connection; what comes is `read`."""
+class MessageProtocol(asyncio.Protocol):
+    """One end of a connection that carries IPC messages."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
-        self._come = bytearray()
+        self._decoder = FrameDecoder(LARGEST_MESSAGE)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # other loops have transports of their own
+        self.transport = cast(asyncio.Transport, transport)  # uvloop has transport classes of its own
 
     def data_received(self, data: bytes) -> None:
-        come = self._come
-        come += data
-        place, letters = 0, []
-        while len(come) - place >= HEAD.size:
-            length, kind, number = HEAD.unpack_from(come, place)
-            end = place + SIZE.size + length
-            if len(come) < end:
-                break
-            letters.append((kind, number, bytes(come[place + HEAD.size : end])))
-            place = end
-        del come[:place]
-        if letters:
-            self.read(letters)
+        for message in self._decoder.feed(data):
+            kind, number = HEAD.unpack_from(message)
+            self.received(kind, number, memoryview(message)[HEAD.size :])
 
-    def read(self, come: Iterable[tuple[int, int, bytes]]) -> None:
-        """Kinds, numbers, contents."""
+    def received(self, kind: int, number: int, content: memoryview) -> None:
         raise NotImplementedError
 
-    def send(self, *letters: bytes) -> None:
-        """Nobody reads it any more where the connection is lost."""
+    def send(self, *messages: bytes) -> None:
+        """Send encoded messages; they are dropped once the connection is lost."""
         if self.transport is not None and not self.transport.is_closing():
-            self.transport.write(b"".join(letters))
+            self.transport.write(b"".join(messages))
 
 
-# ---- what is asked for
+# ---- completion requests
 
 
-def turn_letter(number: int, turn: CompletionRequest) -> bytes:
-    setting = _written(turn.sampling)
-    seed = 0 if turn.seed is None else turn.seed
-    head = ASK.pack(turn.seed is not None, seed, turn.number, turn.answers, len(setting))
-    return letter(ASKED, number, head, setting, np.array(turn.prompt_ids, dtype=np.int32).tobytes())
+def encode_request(number: int, request: CompletionRequest) -> bytes:
+    settings = _sampling_json(request.sampling)
+    seed = 0 if request.seed is None else request.seed
+    head = COMPLETION_REQUEST.pack(request.seed is not None, seed, request.number, request.answers, len(settings))
+    return encode(COMPLETE, number, head, settings, np.array(request.prompt_ids, dtype=np.int32).tobytes())
 
 
-def read_turn(content: bytes) -> CompletionRequest:
-    has_seed, seed, number, answers, size = ASK.unpack_from(content)
-    place = ASK.size + size
+def decode_request(content: memoryview) -> CompletionRequest:
+    has_seed, seed, number, answers, size = COMPLETION_REQUEST.unpack_from(content)
+    place = COMPLETION_REQUEST.size + size
     ids = np.frombuffer(content, dtype=np.int32, offset=place).tolist()
-    return CompletionRequest(
-        ids, _read_setting(content[ASK.size : place]), answers, None, seed if has_seed else None, number
-    )
+    settings = content[COMPLETION_REQUEST.size : place].tobytes()
+    sampling = _cached_sampling(settings) if size <= LONGEST_CACHED else _sampling(settings)
+    return CompletionRequest(ids, sampling, answers, None, seed if has_seed else None, number)
 
 
-def _written(sampling: SamplingParams) -> bytes:
-    values = [(name, getattr(sampling, name)) for name in FIELDS]
-    return json.dumps({name: value for name, value in values if value != getattr(USUAL, name)}).encode()
+def _sampling_json(sampling: SamplingParams) -> bytes:
+    """Only the fields that differ from the defaults."""
+    values = [(name, getattr(sampling, name)) for name in SAMPLING_FIELDS]
+    return json.dumps({name: value for name, value in values if value != getattr(DEFAULT_SAMPLING, name)}).encode()
 
 
-def _read_setting(written: bytes) -> SamplingParams:
-    return _known_setting(written) if len(written) <= LONGEST_KNOWN else _setting(written)
-
-
-@lru_cache(1024)  # most requests have the same few
-def _known_setting(written: bytes) -> SamplingParams:
-    return _setting(written)
-
-
-def _setting(written: bytes) -> SamplingParams:
-    found: dict[str, Any] = json.loads(written)
+def _sampling(settings: bytes) -> SamplingParams:
+    found: dict[str, Any] = json.loads(settings)
     for name, value in found.items():
         if isinstance(value, list):
             found[name] = tuple(value)
-        elif isinstance(value, dict):  # whose names are tokens
+        elif isinstance(value, dict):  # a logit bias, by token ids
             found[name] = {int(token): bias for token, bias in value.items()}
     return SamplingParams(**found)
 
 
-# ---- what has become of it
+_cached_sampling = lru_cache(1024)(_sampling)  # most requests have the same few settings
 
 
-def drawn_letter(number: int, rollouts: Sequence[Rollout]) -> bytes:
+# ---- what was sampled, or why nothing was
+
+
+def encode_rollouts(number: int, rollouts: Sequence[Rollout]) -> bytes:
     parts: list[bytes] = []
     for rollout in rollouts:
         likely = rollout.alternatives
-        others = 0 if likely is None else likely.tokens.shape[1]
-        parts.append(ROLLOUT.pack(FINISHES.index(rollout.finish), len(rollout.tokens), others))
+        width = 0 if likely is None else likely.tokens.shape[1]
+        parts.append(ROLLOUT.pack(FINISH_REASONS.index(rollout.finish), len(rollout.tokens), width))
         parts += [rollout.tokens.tobytes(), np.asarray(rollout.log_probs, np.float32).tobytes()]
         if likely is not None:
             parts += [np.asarray(likely.tokens, np.int32).tobytes(), np.asarray(likely.log_probs, np.float32).tobytes()]
-    return letter(DRAWN, number, *parts)
+    return encode(COMPLETED, number, *parts)
 
 
-def read_rollouts(content: bytes, prompt_ids: list[int]) -> list[Rollout]:
+def decode_rollouts(content: memoryview, prompt_ids: list[int]) -> list[Rollout]:
     rollouts: list[Rollout] = []
     place = 0
 
-    def numbers(kind: type, count: int) -> np.ndarray:
+    def numbers(kind: type, *shape: int) -> np.ndarray:
         nonlocal place
-        found = np.frombuffer(content, dtype=kind, count=count, offset=place)
+        found = np.frombuffer(content, dtype=kind, count=int(np.prod(shape)), offset=place).reshape(shape)
         place += found.nbytes
         return found
 
     while place < len(content):
-        finish, count, others = ROLLOUT.unpack_from(content, place)
+        finish, count, width = ROLLOUT.unpack_from(content, place)
         place += ROLLOUT.size
         tokens, log_probs = numbers(np.int32, count), numbers(np.float32, count)
-        rollout = Rollout(0, len(rollouts), prompt_ids, tokens, log_probs, FINISHES[finish])
-        if others:
-            shape = count, others
-            likely = (
-                numbers(np.int32, count * others).reshape(shape),
-                numbers(np.float32, count * others).reshape(shape),
-            )
-            rollout.alternatives = Alternatives(*likely)
+        rollout = Rollout(0, len(rollouts), prompt_ids, tokens, log_probs, FINISH_REASONS[finish])
+        if width:
+            rollout.alternatives = Alternatives(numbers(np.int32, count, width), numbers(np.float32, count, width))
         rollouts.append(rollout)
     return rollouts
 
 
-def failed_letter(number: int, error: BaseException) -> bytes:
-    return letter(FAILED, number, json.dumps([type(error).__name__, str(error)]).encode())
+def encode_error(number: int, error: BaseException) -> bytes:
+    return encode(FAILED, number, json.dumps([type(error).__name__, str(error)]).encode())
 
 
-def read_error(content: bytes) -> Exception:
-    name, words = json.loads(content)
-    return ERRORS.get(name, RuntimeError)(words)
+def decode_error(content: memoryview) -> Exception:
+    name, message = json.loads(content.tobytes())
+    return ERRORS.get(name, RuntimeError)(message)
 
 
-# ---- requests that are answered as a whole in the engine's process, and their replies
+# ---- HTTP requests that the engine's process answers as a whole, and its responses
 
 
-def whole_letter(kind: int, number: int, about: dict[str, Any], content: bytes) -> bytes:
-    head = json.dumps(about).encode()
-    return letter(kind, number, SIZE.pack(len(head)), head, content)
+def encode_http(kind: int, number: int, head: dict[str, Any], body: bytes) -> bytes:
+    """`head`: method, path, query and headers of a request, or status and headers of a response."""
+    written = json.dumps(head).encode()
+    return encode(kind, number, SIZE.pack(len(written)), written, body)
 
 
-def read_whole(content: bytes) -> tuple[dict[str, Any], bytes]:
+def decode_http(content: memoryview) -> tuple[dict[str, Any], bytes]:
     (size,) = SIZE.unpack_from(content)
     place = SIZE.size + size
-    return json.loads(content[SIZE.size : place]), content[place:]
+    return json.loads(content[SIZE.size : place].tobytes()), content[place:].tobytes()

@@ -1,4 +1,7 @@
-"""The parts of a policy server, put together: in a process of its own, or in a thread of one that does other things."""
+"""The policy server: its parts put together, and `trimtab serve`, which serves a model until SIGTERM.
+
+`PolicyServer` runs in a process of its own, or in a thread of a process that trains (agents.py, api/served.py).
+"""
 
 import contextlib
 import gc
@@ -45,10 +48,11 @@ try:
 except ImportError as error:
     raise UserError(f"a policy server needs the package {error.name}: pip install 'trimtab[serve]'") from error
 
-INVITED_CONNECTIONS = 2**16  # all episodes of an iteration are under way at once, each with one of its own
-# The engine's thread comes to its next step this soon while replies are written. Python's own 5 ms are several steps.
+INVITED_CONNECTIONS = 2**16  # all episodes of an iteration run at once, each with its own connection
+# The engine's thread gets the interpreter back this soon while responses are written. Python's 5 ms are several steps.
 SWITCH_SECONDS = 0.0002
 LOGS = ["trimtab.server.endpoints", "trimtab.server.request_queue"]
+MOST_HTTP_WORKERS = 8
 
 
 class PolicyServer:
@@ -67,20 +71,14 @@ class PolicyServer:
         processes: HTTPWorkerProcesses | None = None,
     ):
         """`token`: what requests must bring; `seed`: of requests that bring none; `version`: of the weights; `invited`:
-        only sessions that were opened in this process are answered; `private`: the server names sessions itself;
-        `processes`: that have the HTTP side, and are ended with the server."""
-        self.policy, self.metrics, self.records = (
-            policy,
-            PolicyMetrics(),
-            SessionStore(invited=invited, private=private),
-        )
-        self.desk = RequestQueue(self.metrics, max_waiting)
-        drawing = LocalBackend(self.desk, seed)
+        only sessions that this process opened are answered; `private`: the server names sessions itself; `processes`:
+        HTTP workers, which end with the server."""
+        self.policy, self.metrics = policy, PolicyMetrics()
+        self.sessions = SessionStore(invited=invited, private=private)
+        self.queue = RequestQueue(self.metrics, max_waiting)
+        backend = LocalBackend(self.queue, seed)
         app = make_policy_app(
-            *(policy, drawing, self.records, self.metrics),
-            token=token,
-            version=version,
-            max_bytes=max_bytes,
+            *(policy, backend, self.sessions, self.metrics), token=token, version=version, max_bytes=max_bytes
         )
         self.gate = app.state.gate
         self._server: DrainingServer | HTTPWorkers
@@ -88,10 +86,10 @@ class PolicyServer:
             connections = INVITED_CONNECTIONS if invited else None
             self._server = make_server(app, drain_seconds, logs=LOGS, connections=connections)
         else:
-            about = {
+            settings = {
                 "name": policy.name,
-                "stops": list(policy.house.stops),
-                "vocabulary": policy.house.vocabulary,
+                "stops": list(policy.defaults.stops),
+                "vocabulary": policy.defaults.vocabulary,
                 "most_tokens": policy.most_tokens,
                 "token": token,
                 "private": private,
@@ -100,26 +98,26 @@ class PolicyServer:
                 "drain_seconds": drain_seconds,
                 "logs": LOGS,
             }
-            self._server = HTTPWorkers(processes, app, drawing, self.metrics, about, drain_seconds)
-        self._driver: EngineThread | None = None
+            self._server = HTTPWorkers(processes, app, backend, self.metrics, settings, drain_seconds)
+        self._engine_thread: EngineThread | None = None
         self._thread: threading.Thread | None = None
         sys.setswitchinterval(SWITCH_SECONDS)
 
-    def drive(self, engine: Engine) -> None:
-        """Have this engine answer, in a thread of its own. Without it, whoever has a session works at the desk."""
-        usual = SamplingParams(stop_token_ids=self.policy.house.stops)
-        self._driver = EngineThread(engine, self.desk, usual, self.policy.most_tokens)
+    def start_engine(self, engine: Engine) -> None:
+        """Have this engine answer, in a thread. Without it, a caller with an open session runs the queue."""
+        usual = SamplingParams(stop_token_ids=self.policy.defaults.stops)
+        self._engine_thread = EngineThread(engine, self.queue, usual, self.policy.most_tokens)
 
     def run(self, listening: socket.socket) -> bool:
-        """In the main thread until SIGINT or SIGTERM; whether nothing is being drawn any more."""
+        """In the main thread until SIGINT or SIGTERM; returns whether the engine has stopped."""
         try:
             run_until_signal(self._server, listening)
         finally:
-            ended = self._end()
-        return ended
+            stopped = self._end()
+        return stopped
 
     def start(self, port: int = 0) -> str:
-        """In a thread, at this port, or a free one, of this machine's own address, which is returned."""
+        """In a thread, on the loopback address, at this port or a free one; returns the URL."""
         listening = bind("127.0.0.1", port)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listening]}, name="policy server", daemon=True
@@ -128,7 +126,7 @@ class PolicyServer:
         return address(listening)
 
     def stop(self) -> None:
-        """Answer those inside, then end; whoever comes later is sent away."""
+        """Answer admitted requests, refuse others, then end."""
         self._server.drain()
 
     def join(self) -> None:
@@ -137,24 +135,21 @@ class PolicyServer:
         self._end()
 
     def _end(self) -> bool:
-        self.desk.close(EngineFailed("the server has ended"))
-        if self._driver is None:
+        self.queue.close(EngineFailed("the server has ended"))
+        if self._engine_thread is None:
             return True
-        self._driver.thread.join(SECONDS_TO_SEND)
-        return not self._driver.thread.is_alive()
+        self._engine_thread.thread.join(SECONDS_TO_SEND)
+        return not self._engine_thread.thread.is_alive()
 
 
-# ---- A model behind HTTP: `trimtab serve`, until it is told to stop.
-
-
-MOST_HTTP_WORKERS = 8
+# ---- trimtab serve
 
 
 def run_policy_server(
     options: ServeOptions, token: str | None, say: Callable[[str], None], note: Callable[[str], None]
 ) -> bool:
-    """Runs until it is told to stop. `say` gets the line that says where it listens, once it does, and `note` what
-    there is to know besides. Whether nothing is being drawn any more."""
+    """Serve until SIGINT or SIGTERM; returns whether the engine has stopped. `say` gets the line with the URL, once the
+    server listens, and `note` further lines for the user."""
     quiet_transformers()
     check_model_folder(options.pretrain)
     with contextlib.ExitStack() as opened:
@@ -173,8 +168,8 @@ def run_policy_server(
         given = [length for length in (options.max_model_len, engine.context) if length is not None]
         if not given:
             raise UserError(f"--pretrain {options.pretrain}: its config names no context; give --max_model_len")
-        house = ServerDefaults(stop_tokens(model, tokenizer), model.head.out_features)
-        policy = ServedPolicy(options.served_model_name or options.pretrain, tokenizer, house, min(given))
+        defaults = ServerDefaults(stop_tokens(model, tokenizer), model.head.out_features)
+        policy = ServedPolicy(options.served_model_name or options.pretrain, tokenizer, defaults, min(given))
         policy.name_all()
         server = PolicyServer(
             policy,
@@ -187,18 +182,17 @@ def run_policy_server(
             private=options.private_sessions,
             processes=processes,
         )
-        server.drive(engine)
-        opened.enter_context(_short_collections())
-        for line in about(policy):
+        server.start_engine(engine)
+        opened.enter_context(_gc_frozen())
+        for line in chat_notes(policy):
             note(line)
         say(f"serving {policy.name} at {address(listening)}")
         return server.run(listening)
 
 
 @contextlib.contextmanager
-def _short_collections() -> Iterator[None]:
-    """What is there now, all of torch among it, is not looked through for garbage again: that took 0.2 s each time, in
-    the middle of requests."""
+def _gc_frozen() -> Iterator[None]:
+    """Exclude present objects, all of torch among them, from garbage collection: each took 0.2 s, amid requests."""
     gc.freeze()
     try:
         yield
@@ -207,18 +201,18 @@ def _short_collections() -> Iterator[None]:
 
 
 def http_worker_count(wanted: int | None, device: Device) -> int:
-    """How many have the HTTP side; 0: this one."""
+    """0: the engine's process serves HTTP itself."""
     if wanted is not None:
         return wanted
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return 0 if not device.is_accelerator else min(MOST_HTTP_WORKERS, cores // 2)
 
 
-def about(policy: ServedPolicy) -> list[str]:
-    """What a user should know of the model's conversations."""
+def chat_notes(policy: ServedPolicy) -> list[str]:
+    """What a user should know of chats with this model."""
     if not policy.tokenizer.chat_template:
         return ["the tokenizer has no chat template: /v1/chat/completions is refused, /v1/completions is not"]
-    stage = policy.stage([], {})
-    if stage.appending is not None:
+    chat_format = policy.chat_format([], {})
+    if chat_format.appending is not None:
         return []
-    return [f"later turns are rendered anew, each a branch of its own ({stage.why_not})"]
+    return [f"later turns are rendered anew, each a branch of its own ({chat_format.why_not})"]

@@ -1,11 +1,14 @@
-"""What a request gets that is not answered, in the form that clients of this protocol read."""
+"""Request bodies of the policy server: fields of the right type, sampling parameters, messages and tools.
+
+`Fields` checks a JSON object field by field; `chat_params`, `completion_params` and `generate_params` turn it into
+`RequestParams`, the same for every protocol; `read_messages` and `read_tools` read conversations. A field that is wrong
+is an `InvalidRequest` that names it.
+"""
 
 import dataclasses
-import hashlib
 import json
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +16,18 @@ from trimtab.envs.types import Message
 from trimtab.rollout.sampling import MOST_ALTERNATIVES, SamplingParams
 from trimtab.server.http import HTTPError
 
+log = logging.getLogger(__name__)
+
+LARGEST = 2**63
+MOST_ANSWERS = 128
+COLDEST = 0.01  # below it, and above 0, probabilities overflow
+SET_BY_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "min_tokens")
+PENALTIES_NOT_OFFERED = ("presence_penalty", "frequency_penalty")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
 
 class InvalidRequest(HTTPError):
-    """`param`: the field that is wrong; `code`: a word that clients look for."""
+    """A client's mistake. `param`: the field that is wrong; `code`: what clients look for."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400):
         super().__init__(status, message)
@@ -28,17 +40,14 @@ def no_room(most: int, found: int, param: str) -> InvalidRequest:
     return InvalidRequest(words, param, "context_length_exceeded")
 
 
-# ---- The fields of a request's body, each of the right type and within its bounds, or a refusal th
-
-
-LARGEST = 2**63
+# ---- fields
 
 
 class Fields:
-    """Of a JSON object. A field that is null is one that is not there."""
+    """The fields of a JSON object; null is the same as absent."""
 
     def __init__(self, body: dict[str, Any], within: str = "", size: int = 0):
-        """`within`: what a field's name is put behind in a refusal; `size`: of all that came, in bytes."""
+        """`within`: prefix of field names in errors; `size`: of the whole request, in bytes."""
         self.body, self.within, self.size = body, within, size
 
     def __contains__(self, name: str) -> bool:
@@ -104,7 +113,7 @@ class Fields:
 
 
 def is_text(value: Any) -> bool:
-    """JSON may hold halves of characters, which no tokenizer reads."""
+    """Without halves of surrogate pairs: JSON may hold them, and no tokenizer reads them."""
     return isinstance(value, str) and (value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value))
 
 
@@ -112,21 +121,15 @@ def are_ids(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
-# ---- How a request wants its turn drawn and shown: the same fields in every protocol.
-
-
-log = logging.getLogger(__name__)
-
-MOST_ANSWERS = 128
-COLDEST = 0.01  # below, and above 0, probabilities leave the range of numbers
-OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "min_tokens")
-NOT_OFFERED = ("presence_penalty", "frequency_penalty")
+# ---- parameters
 
 
 @dataclass(frozen=True)
 class RequestParams:
-    sampling: SamplingParams  # but for the number of tokens
-    limit: int | None  # new tokens; None: as many as there is room for
+    """What a client may set: sampling, and what the response shows."""
+
+    sampling: SamplingParams  # without the number of tokens
+    limit: int | None  # new tokens; None: up to the context's end
     seed: int | None
     answers: int = 1
     log_probs: bool = False
@@ -137,63 +140,63 @@ class RequestParams:
     stream: bool = False
     stream_usage: bool = False
 
-    def within(self, room: int) -> SamplingParams:
-        """For a prompt behind which so many tokens have room."""
+    def sampling_within(self, room: int) -> SamplingParams:
+        """`room`: tokens that an answer may have behind its prompt."""
         limit = room if self.limit is None else min(self.limit, room)
         return dataclasses.replace(self.sampling, max_new_tokens=limit)
 
 
 @dataclass
 class ServerDefaults:
-    """What a server knows of drawing, whoever asks."""
+    """What holds for all requests of a server."""
 
-    stops: tuple[int, ...]  # tokens that end a turn
+    stops: tuple[int, ...]  # stop tokens
     vocabulary: int
     pinned: SamplingParams | None = None
-    """In training: how the run draws. Of requests only lengths and stops count."""
-    told: set[str] = dataclasses.field(default_factory=set)  # of the rest, what somebody was told does not
+    """In training: the run's sampling. Requests set only lengths and stops."""
+    warned: set[str] = dataclasses.field(default_factory=set)  # fields that requests set in vain, as the log says
 
 
-def of_chat(fields: Fields, house: ServerDefaults) -> RequestParams:
+def chat_params(fields: Fields, defaults: ServerDefaults) -> RequestParams:
     alternatives = fields.whole("top_logprobs", 0, 0, MOST_ALTERNATIVES)
     shown = fields.flag("logprobs") or alternatives > 0
-    return _wanted(fields, house, alternatives, shown)
+    return _request_params(fields, defaults, alternatives, shown)
 
 
-def of_completion(fields: Fields, house: ServerDefaults) -> RequestParams:
+def completion_params(fields: Fields, defaults: ServerDefaults) -> RequestParams:
     for name in ("echo", "use_beam_search"):
         if fields.flag(name):
             raise InvalidRequest(f"{name} is not offered; leave it out", name)
     if fields.text("suffix"):
         raise InvalidRequest("suffix is not offered; leave it out", "suffix")
-    return _wanted(fields, house, fields.whole("logprobs", 0, 0, MOST_ALTERNATIVES), "logprobs" in fields)
+    return _request_params(fields, defaults, fields.whole("logprobs", 0, 0, MOST_ALTERNATIVES), "logprobs" in fields)
 
 
-def of_generation(fields: Fields, house: ServerDefaults) -> RequestParams:
-    """Of the protocol that speaks in tokens alone."""
+def generate_params(fields: Fields, defaults: ServerDefaults) -> RequestParams:
+    """Of vLLM's protocol of token ids."""
     asked = fields.part("sampling_params")
     count = asked.whole("logprobs", 1, 0, MOST_ALTERNATIVES)
-    # One is how clients ask for the log-prob of the token that was drawn, which is there anyway.
-    wanted = _wanted(asked, house, count if count > 1 else 0, True)
-    return dataclasses.replace(wanted, names_as_ids=True, token_ids=True, stream=fields.flag("stream"))
+    # 1 asks for the log-prob of the sampled token, which is there anyway.
+    params = _request_params(asked, defaults, count if count > 1 else 0, True)
+    return dataclasses.replace(params, names_as_ids=True, token_ids=True, stream=fields.flag("stream"))
 
 
-def _wanted(fields: Fields, house: ServerDefaults, alternatives: int, log_probs: bool) -> RequestParams:
-    for name in NOT_OFFERED:
-        if fields.number(name, 0.0, -100, 100) and house.pinned is None:
+def _request_params(fields: Fields, defaults: ServerDefaults, alternatives: int, log_probs: bool) -> RequestParams:
+    for name in PENALTIES_NOT_OFFERED:
+        if fields.number(name, 0.0, -100, 100) and defaults.pinned is None:
             raise InvalidRequest(f"{name} is not offered; leave it out, or give repetition_penalty", name)
     longest = fields.optional_whole("max_tokens", 1)
     longest = fields.optional_whole("max_completion_tokens", 1) or longest
-    if house.pinned is not None:
-        most = house.pinned.max_new_tokens
+    if defaults.pinned is not None:
+        most = defaults.pinned.max_new_tokens
         longest = most if longest is None else min(longest, most)
     return RequestParams(
-        sampling=_sampling(fields, house, alternatives),
+        sampling=_sampling(fields, defaults, alternatives),
         limit=longest,
         seed=fields.optional_whole("seed", -(2**63)),
         answers=fields.whole("n", 1, 1, MOST_ANSWERS),
         log_probs=log_probs,
-        # Who wants ids takes texts in their place for a sign that log-probs are not those of the temperature.
+        # A client that asks for ids takes token texts as a sign that log-probs are not those of the temperature.
         names_as_ids=fields.flag("return_tokens_as_token_ids", fields.flag("return_token_ids")),
         token_ids=fields.flag("return_token_ids"),
         special_tokens=not fields.flag("skip_special_tokens", True),
@@ -203,22 +206,22 @@ def _wanted(fields: Fields, house: ServerDefaults, alternatives: int, log_probs:
     )
 
 
-def _sampling(fields: Fields, house: ServerDefaults, alternatives: int) -> SamplingParams:
+def _sampling(fields: Fields, defaults: ServerDefaults, alternatives: int) -> SamplingParams:
     own_stops = fields.ids("stop_token_ids") if "stop_token_ids" in fields else []
-    if any(not 0 <= token < house.vocabulary for token in own_stops):
-        raise fields.wrong("stop_token_ids", f"a list of token ids below {house.vocabulary}")
-    stops = (() if fields.flag("ignore_eos") else house.stops) + tuple(own_stops)
+    if any(not 0 <= token < defaults.vocabulary for token in own_stops):
+        raise fields.wrong("stop_token_ids", f"a list of token ids below {defaults.vocabulary}")
+    stops = (() if fields.flag("ignore_eos") else defaults.stops) + tuple(own_stops)
     ends: dict[str, Any] = {
         "stop_token_ids": tuple(dict.fromkeys(stops)),
         "stop_strings": fields.texts("stop"),
         "top_log_probs": alternatives,
     }
-    if house.pinned is not None:
-        ignored = [name for name in OF_THE_RUN if name in fields]
-        if ignored and not house.told:
-            house.told.update(ignored)
+    if defaults.pinned is not None:
+        ignored = [name for name in SET_BY_THE_RUN if name in fields]
+        if ignored and not defaults.warned:
+            defaults.warned.update(ignored)
             log.warning("%s: requests do not say that in training, the run's options do", ", ".join(ignored))
-        return dataclasses.replace(house.pinned, n=1, **ends)
+        return dataclasses.replace(defaults.pinned, n=1, **ends)
     temperature = fields.number("temperature", 1.0, 0, 100)
     return SamplingParams(
         temperature=max(temperature, COLDEST) if temperature else 0.0,
@@ -227,7 +230,7 @@ def _sampling(fields: Fields, house: ServerDefaults, alternatives: int) -> Sampl
         min_p=fields.number("min_p", 0.0, 0, 1),
         repetition_penalty=fields.number("repetition_penalty", 1.0, 0.01, 100),
         min_new_tokens=fields.whole("min_tokens", 0, 0),
-        logit_bias=_bias(fields, house.vocabulary),
+        logit_bias=_bias(fields, defaults.vocabulary),
         **ends,
     )
 
@@ -244,10 +247,7 @@ def _bias(fields: Fields, vocabulary: int) -> dict[int, float]:
     return bias
 
 
-# ---- Conversations as clients write them, and as chat templates and records read them.
-
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
+# ---- messages and tools
 
 
 def read_messages(fields: Fields) -> list[Message]:
@@ -321,39 +321,3 @@ def _call(found: Any, where: str) -> dict[str, Any]:
             raise InvalidRequest(f"{where}.tool_calls has arguments that are not JSON", "messages") from None
     call = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {"id": str(found["id"]), **call} if found.get("id") is not None else call
-
-
-def sent(message: Message) -> Message:
-    """A message of the model's as clients read it: arguments are a text of JSON there."""
-    shown: Message = {"role": "assistant", "content": message["content"]}
-    if thought := message.get("reasoning_content"):
-        shown |= {"reasoning": thought, "reasoning_content": thought}
-    if calls := message.get("tool_calls"):
-        shown["content"] = message["content"] or None
-        shown["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-            for call in calls
-        ]
-    return shown
-
-
-# ---- histories
-
-
-def history_keys(messages: Sequence[Message], about: Any) -> list[bytes]:
-    """Of each beginning of a conversation, a name: alike where who said what is, and `about` (tools, settings of the
-    template). The names of calls, thoughts and spaces at the ends are not looked at, for clients change those."""
-    key = hashlib.blake2b(_plain(about), digest_size=16)
-    keys = [key.digest()]
-    for message in messages:
-        calls = [call["function"] for call in message.get("tool_calls", ())]
-        own = [message["role"], (message.get("content") or "").strip(), calls]
-        if message["role"] != "assistant":
-            own.append(message.get("name"))
-        key.update(_plain(own))
-        keys.append(key.digest())
-    return keys
-
-
-def _plain(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, default=str).encode() + b"\n"

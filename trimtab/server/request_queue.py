@@ -1,4 +1,8 @@
-"""What a policy server counts, as a page that Prometheus reads."""
+"""The request queue between endpoints and the engine: any thread puts requests in, one thread runs the engine.
+
+Requests that arrive while others are decoded join the running batch. The engine runs in a thread of the server
+(`EngineThread`), or in a loop that has an open session anyway (agents in training, a Learner).
+"""
 
 import asyncio
 import contextlib
@@ -17,14 +21,32 @@ from trimtab.errors import UserError
 from trimtab.rollout.engine import MIN_CHUNK_SIZE, Engine, Session, decode_chunk_size
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Draft, Rollout
+from trimtab.server.http import Overloaded, prometheus_text
 from trimtab.server.sessions import stream_seed
+
+log = logging.getLogger(__name__)
+
+MOST_WAITING = 1024
+# Clients that were answered together often send their next requests together: the engine waits for them while they keep
+# arriving. The next one is due after about as long as writing the responses takes, which is more for many.
+SECONDS_OF_QUIET, MORE_FOR_EACH, MOST_SECONDS_OF_QUIET, POLL_SECONDS = 0.001, 0.0001, 0.02, 0.0005
+QUIETS_TO_GATHER = 3  # altogether
+STEPS_TO_BEGIN = 2  # where most requests have just arrived
+SHARE_TO_WAIT_FOR = 1 / 16  # of the running requests; fewer are not waited for
+LONGEST_PREPARED = 4096  # tokens of a prompt with its answer; longer ones allocate memory when they come
+
+
+class EngineFailed(Exception):
+    """The engine cannot answer a request, through no fault of its client."""
 
 
 class PolicyMetrics:
+    """Counters of a policy server."""
+
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()  # by path and HTTP status
-        self.read = self.drawn = 0  # tokens of prompts and of answers
-        self.seconds = 0.0  # in which the engine worked
+        self.prompt_tokens = self.sampled_tokens = 0
+        self.seconds = 0.0  # of the engine's work
 
     def count(self, path: str, status: int) -> None:
         self.requests[path, status] += 1
@@ -38,117 +60,116 @@ class PolicyMetrics:
             self.seconds += time.monotonic() - began
 
     def page(self, *, waiting: int, sessions: int) -> str:
-        lines = ["# TYPE trimtab_policy_requests_total counter"]
-        for (path, status), count in sorted(self.requests.items()):
-            lines.append(f'trimtab_policy_requests_total{{path="{path}",status="{status}"}} {count}')
-        for name, kind, value in (
-            ("prompt_tokens_total", "counter", self.read),
-            ("drawn_tokens_total", "counter", self.drawn),
-            ("engine_seconds_total", "counter", f"{self.seconds:.6f}"),
-            ("waiting_requests", "gauge", waiting),
-            ("sessions", "gauge", sessions),
-        ):
-            lines += [f"# TYPE trimtab_policy_{name} {kind}", f"trimtab_policy_{name} {value}"]
-        return "\n".join(lines) + "\n"
-
-
-# ---- Where requests wait for an engine: asked for from any thread, drawn by the one that works. Re
-
-
-log = logging.getLogger(__name__)
-
-MOST_WAITING = 1024
-# Those that were answered together often ask again together: their next requests are waited for while they keep coming.
-# The next one is due after about as long as it takes to write the replies, which is more where they are many.
-SECONDS_OF_QUIET, MORE_FOR_EACH, MOST_SECONDS_OF_QUIET, LOOK_EVERY = 0.001, 0.0001, 0.02, 0.0005
-QUIETS_TO_GATHER = 3  # altogether
-STEPS_TO_BEGIN = 2  # where most have just come
-SHARE_TO_WAIT_FOR = 1 / 16  # of those at work; for fewer nobody waits
-LONGEST_PREPARED = 4096  # tokens of a prompt with its answer; what is longer finds memory when it comes
-
-
-class Overloaded(Exception):
-    """More requests wait than should; the client may try again."""
-
-
-class EngineFailed(Exception):
-    """A request that the engine cannot answer, through no fault of its client."""
+        return prometheus_text(
+            "trimtab_policy",
+            [(f'path="{path}",status="{status}"', count) for (path, status), count in sorted(self.requests.items())],
+            [
+                ("prompt_tokens_total", "counter", self.prompt_tokens),
+                ("drawn_tokens_total", "counter", self.sampled_tokens),
+                ("engine_seconds_total", "counter", f"{self.seconds:.6f}"),
+                ("waiting_requests", "gauge", waiting),
+                ("sessions", "gauge", sessions),
+            ],
+        )
 
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """A turn that is to be drawn."""
+    """One answer that the engine is to sample."""
 
     prompt_ids: list[int]
     seed: int
     sampling: SamplingParams
     session: str | None = None
-    draft: Draft | None = None  # what was drawn of it before it was set down
-    answer: "Future[Rollout]" = field(default_factory=Future)
+    partial: Draft | None = None  # what was sampled before the engine's session was closed
+    result: "Future[Rollout]" = field(default_factory=Future)
 
 
 class RequestQueue:
     def __init__(self, metrics: PolicyMetrics, most_waiting: int = MOST_WAITING):
-        """`most_waiting`: requests at once; whoever asks beyond them is turned away."""
+        """`most_waiting`: unanswered requests at once; more are refused."""
         self.metrics, self.most_waiting = metrics, most_waiting
         self._arrived = threading.Condition()
         self._new: deque[QueuedRequest] = deque()
-        self._suspects: deque[QueuedRequest] = deque()  # at work when the engine failed: they are drawn one by one
-        self._at_work: dict[int, QueuedRequest] = {}
+        self._retries: deque[QueuedRequest] = deque()  # running when the engine failed: tried again one by one
+        self._running: dict[int, QueuedRequest] = {}
         self._held: set[str] = set()  # sessions whose requests wait
-        self._away = 0  # of those that were answered of late, who have not asked again;
-        self._returned: set[int] = set()  # what has been admitted since then, and
-        self._away_until = self._quiet_until = 0.0  # how long they are waited for: altogether, and for the next one,
-        self._quiet = 0.0  # seconds
-        self._step_seconds = math.inf  # of late, with all that was done beside it
+        # Of the clients that were answered lately: how many have not returned; the requests that came since; until when
+        # the queue waits for all of them, and for the next one; and how long it waits for each.
+        self._away = 0
+        self._returned: set[int] = set()
+        self._away_until = self._quiet_until = 0.0
+        self._quiet = 0.0
+        self._step_seconds = math.inf  # of a decode step lately, with all that was done beside it
         self._closed: Exception | None = None
 
-    def ask(self, *asks: QueuedRequest) -> None:
+    # ---- for endpoints, in any thread
+
+    def put(self, *requests: QueuedRequest) -> None:
         """All of them, or none."""
         with self._arrived:
             if self._closed is not None:
                 raise self._closed
-            if self.waiting + len(asks) > self.most_waiting:
-                raise Overloaded
-            self._new.extend(asks)
+            if self.waiting + len(requests) > self.most_waiting:
+                raise Overloaded("too many requests wait; try again")
+            self._new.extend(requests)
             if self._away:
-                self._away = max(0, self._away - len(asks))
+                self._away = max(0, self._away - len(requests))
                 self._quiet_until = time.monotonic() + self._quiet
             self._arrived.notify()
 
     @property
     def waiting(self) -> int:
-        """Requests that have no answer yet."""
-        return len(self._new) + len(self._suspects) + len(self._at_work)
+        """Requests that are not answered yet, running ones among them."""
+        return len(self._new) + len(self._retries) + len(self._running)
+
+    def hold(self, session: str) -> None:
+        """Run no request of this session until `release`."""
+        with self._arrived:
+            self._held.add(session)
+
+    def release(self, session: str) -> None:
+        with self._arrived:
+            self._held.discard(session)
+            self._arrived.notify()
+
+    def cancel(self, sessions: Collection[str]) -> None:
+        """Cancel all requests of these sessions."""
+        for request in [*self._new, *self._running.values()]:
+            if request.session in sessions:
+                request.result.cancel()
+
+    def close(self, error: Exception) -> None:
+        """Fail every unanswered request with this error, and all that come later."""
+        with self._arrived:
+            self._closed = self._closed or error
+            requests = [*self._new, *self._retries, *self._running.values()]
+            self._new.clear()
+            self._retries.clear()
+            self._arrived.notify_all()
+        for request in requests:
+            _settle(request, error)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed is not None
+
+    # ---- for the thread that runs the engine
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Until there is something to do, or the desk is closed; whether there is."""
+        """Wait until there is something to run, or the queue is closed; returns whether there is."""
         with self._arrived:
             self._arrived.wait_for(lambda: self._ready or self.closed, seconds)
             return self._ready and not self.closed
 
     @property
     def _ready(self) -> bool:
-        return bool(self._suspects or self._at_work) or any(ask.session not in self._held for ask in self._new)
+        return bool(self._retries or self._running) or any(new.session not in self._held for new in self._new)
 
-    def hold(self, session: str) -> None:
-        """What is asked in it is not drawn until it is let go."""
-        with self._arrived:
-            self._held.add(session)
-
-    def let_go(self, session: str) -> None:
-        with self._arrived:
-            self._held.discard(session)
-            self._arrived.notify()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed is not None
-
-    def work(self, session: Session, steps: int | None = None) -> None:
-        """Let new requests in, draw for a moment or at most so many tokens, and hand over what has finished."""
-        before = len(self._at_work)
-        if self._let_in(session) and len(self._at_work) > 2 * before:  # more may be on their way
+    def step(self, session: Session, steps: int | None = None) -> None:
+        """Admit new requests, decode a chunk of at most `steps` tokens, and settle what has finished."""
+        before = len(self._running)
+        if self._admit_new(session) and len(self._running) > 2 * before:  # more may be on their way
             steps = STEPS_TO_BEGIN if steps is None else min(steps, STEPS_TO_BEGIN)
         if not session.busy:
             return
@@ -157,230 +178,210 @@ class RequestQueue:
         finished = session.advance(steps)
         if steps >= MIN_CHUNK_SIZE:
             self._step_seconds = (time.monotonic() - began) / steps
-        self.take(finished)
+        self.finish(finished)
         if not session.busy:
-            session.advance(0)  # it tidies up: nobody waits for that now
+            session.advance(0)  # its cleanup, while no client waits for it
 
     def gather(self, session: Session) -> None:
-        """While those that were answered together come back: read what they ask, and draw when they are there. What
+        """While clients that were answered together return: prefill their requests, and decode when all are there. What
         begins together ends together, in fewer steps than what begins bit by bit."""
         while self._gathers:
-            if self._let_in(session):
-                self.take(session.advance(0), together=False)
+            if self._admit_new(session):
+                self.finish(session.advance(0), together=False)
             else:
-                time.sleep(LOOK_EVERY)
+                time.sleep(POLL_SECONDS)
 
     @property
     def _gathers(self) -> bool:
-        """Whether many are away, and what would be drawn meanwhile has only just begun."""
-        begun_before = len(self._at_work) - len(self._returned)
-        worth_while = self._away > max(1, len(self._at_work) * SHARE_TO_WAIT_FOR)
-        if self._suspects or self.closed or not worth_while or begun_before > self._away * SHARE_TO_WAIT_FOR:
+        """Whether many clients are away, and the running requests have only just begun."""
+        begun_before = len(self._running) - len(self._returned)
+        worth_while = self._away > max(1, len(self._running) * SHARE_TO_WAIT_FOR)
+        if self._retries or self.closed or not worth_while or begun_before > self._away * SHARE_TO_WAIT_FOR:
             return False
         if time.monotonic() < min(self._away_until, self._quiet_until):
             return True
-        self._away = 0  # they have gone elsewhere
+        self._away = 0  # they do not return
         return False
 
-    def _let_in(self, session: Session) -> bool:
-        """Whether there was anybody."""
-        asks = self._next()
-        for ask in asks:
-            self._admit(session, ask)
-        gone = [number for number, ask in self._at_work.items() if ask.answer.cancelled()]
+    def _admit_new(self, session: Session) -> bool:
+        """Add new requests to the engine's session, and abort cancelled ones; returns whether there were new ones."""
+        if self._retries:
+            requests = [] if self._running else [self._retries.popleft()]
+        else:
+            with self._arrived:
+                requests = [new for new in self._new if new.session not in self._held]
+                self._new = deque(new for new in self._new if new.session in self._held)
+        for request in requests:
+            self._admit(session, request)
+        gone = [number for number, request in self._running.items() if request.result.cancelled()]
         if gone:
             session.abort(gone)
-        return bool(asks)
+        return bool(requests)
 
-    def take(self, rollouts: list[Rollout], *, together: bool = True) -> None:
-        """Answers to those of a session's requests that are the desk's; `together`: they may ask again together."""
-        answered = [(ask, rollout) for rollout in rollouts if (ask := self._at_work.pop(rollout.prompt, None))]
-        self._returned &= self._at_work.keys()
-        if answered and together:
-            self._missed(len(answered))
-        for ask, rollout in answered:
-            self.metrics.drawn += len(rollout.tokens)
-            self.metrics.read += len(rollout.prompt_ids)
-            _settle(ask, rollout)
+    def _admit(self, session: Session, request: QueuedRequest) -> None:
+        if request.result.cancelled():
+            return
+        try:
+            # A partial answer does not have the alternatives at its tokens, nor their plain log-probs.
+            whole = request.sampling.plain_log_probs or request.sampling.top_log_probs
+            drafts = None if request.partial is None or whole else [request.partial]
+            number = session.add(request.prompt_ids, seed=request.seed, sampling=request.sampling, drafts=drafts)
+        except UserError as error:
+            _settle(request, error)
+        else:
+            self._running[number] = request
+            self._returned.add(number)
 
-    def _missed(self, answered: int) -> None:
-        """So many are about to be answered, and may ask again."""
+    def finish(self, rollouts: list[Rollout], *, together: bool = True) -> None:
+        """Settle those requests of the session that are the queue's. `together`: their clients may return together."""
+        finished = [(request, rollout) for rollout in rollouts if (request := self._running.pop(rollout.prompt, None))]
+        self._returned &= self._running.keys()
+        if finished and together:
+            self._expect_return(len(finished))
+        for request, rollout in finished:
+            self.metrics.sampled_tokens += len(rollout.tokens)
+            self.metrics.prompt_tokens += len(rollout.prompt_ids)
+            _settle(request, rollout)
+
+    def _expect_return(self, clients: int) -> None:
         with self._arrived:
             now = time.monotonic()
             if now >= self._away_until:
                 self._away = 0
                 self._returned.clear()
-            self._away += answered
+            self._away += clients
             self._quiet = min(SECONDS_OF_QUIET + MORE_FOR_EACH * self._away, MOST_SECONDS_OF_QUIET)
             self._away_until, self._quiet_until = now + QUIETS_TO_GATHER * self._quiet, now + self._quiet
 
-    def set_down(self, session: Session) -> None:
-        """The session is about to be closed. What it has drawn is where the next one goes on."""
+    def suspend(self, session: Session) -> None:
+        """The session is about to be closed: the next one resumes its requests from their partial answers."""
         drafts = session.drafts()
-        for number, ask in self._at_work.items():
+        for number, request in self._running.items():
             found = drafts.get(number, [])
-            ask.draft = found[0] if found and len(found[0].tokens) else None
+            request.partial = found[0] if found and len(found[0].tokens) else None
         with self._arrived:
-            self._new.extendleft(reversed(self._at_work.values()))
-        self._at_work.clear()
+            self._new.extendleft(reversed(self._running.values()))
+        self._running.clear()
         self._returned.clear()
 
-    def give_up(self, sessions: Collection[str]) -> None:
-        """Those that wait in these sessions are asked for by nobody any more."""
-        for ask in [*self._new, *self._at_work.values()]:
-            if ask.session in sessions:
-                ask.answer.cancel()
-
-    def failed(self, error: Exception) -> None:
-        """The session is no more. Whoever was alone in it has its answer; several are tried again one by one."""
-        asks = list(self._at_work.values())
-        self._at_work.clear()
+    def engine_failed(self, error: Exception) -> None:
+        """The session is lost. A request that ran alone fails; several are tried again one by one."""
+        requests = list(self._running.values())
+        self._running.clear()
         self._returned.clear()
-        if len(asks) == 1:
-            _settle(asks[0], EngineFailed(str(error)))
+        if len(requests) == 1:
+            _settle(requests[0], EngineFailed(str(error)))
         else:
-            self._suspects.extend(asks)
+            self._retries.extend(requests)
 
-    def close(self, error: Exception) -> None:
-        """Whoever still waits gets this, and whoever comes later."""
-        with self._arrived:
-            self._closed = self._closed or error
-            asks = [*self._new, *self._suspects, *self._at_work.values()]
-            self._new.clear()
-            self._suspects.clear()
-            self._arrived.notify_all()
-        for ask in asks:
-            _settle(ask, error)
 
-    def _next(self) -> list[QueuedRequest]:
-        if self._suspects:
-            return [] if self._at_work else [self._suspects.popleft()]
-        with self._arrived:
-            asks = [ask for ask in self._new if ask.session not in self._held]
-            self._new = deque(ask for ask in self._new if ask.session in self._held)
-        return asks
-
-    def _admit(self, session: Session, ask: QueuedRequest) -> None:
-        if ask.answer.cancelled():
-            return
-        try:
-            # Of a draft nobody knows what else could have been said at its places.
-            whole = ask.sampling.plain_log_probs or ask.sampling.top_log_probs
-            drafts = None if ask.draft is None or whole else [ask.draft]
-            number = session.add(ask.prompt_ids, seed=ask.seed, sampling=ask.sampling, drafts=drafts)
-        except UserError as error:
-            _settle(ask, error)
+def _settle(request: QueuedRequest, outcome: Rollout | Exception) -> None:
+    with contextlib.suppress(InvalidStateError):  # its client has disconnected
+        if isinstance(outcome, Exception):
+            request.result.set_exception(outcome)
         else:
-            self._at_work[number] = ask
-            self._returned.add(number)
+            request.result.set_result(outcome)
 
 
 class EngineThread:
-    """A thread in which an engine works for a desk."""
+    """A thread in which an engine runs the requests of a queue."""
 
-    def __init__(self, engine: Engine, desk: RequestQueue, usual: SamplingParams, longest: int):
-        """`usual`: how most requests are drawn; `longest`: tokens of a prompt with its answer."""
-        self.engine, self.desk, self.usual = engine, desk, usual
+    def __init__(self, engine: Engine, queue: RequestQueue, usual: SamplingParams, longest: int):
+        """`usual`: the sampling of most requests; `longest`: tokens of a prompt with its answer."""
+        self.engine, self.queue, self.usual = engine, queue, usual
         self.longest = min(longest, LONGEST_PREPARED)
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         try:
-            while not self.desk.closed:
-                # Who cannot begin will not be able to later.
+            while not self.queue.closed:
+                # An engine that cannot open a session now will not be able to later.
                 with self.engine.session(self.usual) as session:
                     session.prepare(self.longest)
                     try:
-                        while self.desk.wait():
-                            with self.desk.metrics.working():
-                                self.desk.gather(session)
-                                self.desk.work(session)
+                        while self.queue.wait():
+                            with self.queue.metrics.working():
+                                self.queue.gather(session)
+                                self.queue.step(session)
                     except Exception as error:
                         log.error("the engine failed", exc_info=error)
-                        self.desk.failed(error)
+                        self.queue.engine_failed(error)
         except Exception as error:
             log.error("the engine cannot go on", exc_info=error)
-            self.desk.close(EngineFailed(str(error)))
+            self.queue.close(EngineFailed(str(error)))
         finally:
-            self.desk.close(EngineFailed("the engine has ended"))
+            self.queue.close(EngineFailed("the engine has ended"))
 
 
-def _settle(ask: QueuedRequest, outcome: Rollout | Exception) -> None:
-    with contextlib.suppress(InvalidStateError):  # its client has gone
-        if isinstance(outcome, Exception):
-            ask.answer.set_exception(outcome)
-        else:
-            ask.answer.set_result(outcome)
-
-
-# ---- How endpoints have turns drawn: at a desk of this process, or of another one (front.py).
+# ---- how endpoints get completions
 
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """What is wanted behind one prompt."""
+    """The answers that a client wants to one prompt."""
 
     prompt_ids: list[int]
     sampling: SamplingParams
     answers: int = 1
     session: str | None = None
-    seed: int | None = None  # None: one that nobody else draws from
-    number: int = 0  # of the prompt in its request
+    seed: int | None = None  # None: the server draws one
+    number: int = 0  # of the prompt in its HTTP request
 
 
 class CompletionBackend(Protocol):
+    """Where completions come from: a queue of this process, or the engine's process (http_workers.py)."""
+
     @property
     def most_waiting(self) -> int:
-        """Answers at once; whoever asks beyond them is turned away."""
+        """Answers at once; more are refused."""
 
     @property
     def waiting(self) -> int:
-        """Answers that were asked for and are not there yet."""
+        """Answers that are not there yet."""
 
     @property
-    def closed(self) -> bool:
-        """Whether nothing is drawn any more."""
+    def closed(self) -> bool: ...
 
-    async def draw(self, turn: CompletionRequest) -> list[Rollout]: ...
+    async def complete(self, request: CompletionRequest) -> list[Rollout]: ...
 
     def close(self, error: Exception) -> None:
-        """Whoever still waits gets this, and whoever comes later."""
+        """Fail every unanswered request with this error, and all that come later."""
 
 
 class LocalBackend:
-    """At a desk of this process."""
+    """Completions from a request queue of this process."""
 
-    def __init__(self, desk: RequestQueue, seed: int):
-        """`seed`: from which turns draw that have none."""
-        self.desk, self.seed = desk, seed
-        self.most_waiting = desk.most_waiting
+    def __init__(self, queue: RequestQueue, seed: int):
+        """`seed`: of requests that bring none."""
+        self.queue, self.seed = queue, seed
+        self.most_waiting = queue.most_waiting
         self._numbers = itertools.count()
 
     @property
     def waiting(self) -> int:
-        return self.desk.waiting
+        return self.queue.waiting
 
     @property
     def closed(self) -> bool:
-        return self.desk.closed
+        return self.queue.closed
 
     def close(self, error: Exception) -> None:
-        self.desk.close(error)
+        self.queue.close(error)
 
-    def asks(self, turn: CompletionRequest) -> list[QueuedRequest]:
-        """One for each answer."""
-        if (seed := turn.seed) is None:
-            seed = stream_seed(self.seed, turn.session, next(self._numbers))
-        seed = request_seed(seed, turn.number) if turn.number else seed
-        seeds = [seed, *(request_seed(seed, answer) for answer in range(1, turn.answers))]
-        return [QueuedRequest(turn.prompt_ids, own, turn.sampling, turn.session) for own in seeds]
+    def queued(self, request: CompletionRequest) -> list[QueuedRequest]:
+        """One for each answer, with a seed of its own."""
+        if (seed := request.seed) is None:
+            seed = stream_seed(self.seed, request.session, next(self._numbers))
+        seed = request_seed(seed, request.number) if request.number else seed
+        seeds = [seed, *(request_seed(seed, answer) for answer in range(1, request.answers))]
+        return [QueuedRequest(request.prompt_ids, own, request.sampling, request.session) for own in seeds]
 
-    async def draw(self, turn: CompletionRequest) -> list[Rollout]:
-        asks = self.asks(turn)
+    async def complete(self, request: CompletionRequest) -> list[Rollout]:
+        requests = self.queued(request)
         try:
-            self.desk.ask(*asks)
-            return list(await asyncio.gather(*(asyncio.wrap_future(ask.answer) for ask in asks)))
+            self.queue.put(*requests)
+            return list(await asyncio.gather(*(asyncio.wrap_future(one.result) for one in requests)))
         finally:
-            for ask in asks:
-                ask.answer.cancel()
+            for one in requests:
+                one.result.cancel()

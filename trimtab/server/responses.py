@@ -1,4 +1,7 @@
-"""Answers in the form that clients of each protocol insist on."""
+"""Responses of the policy server: completions as OpenAI's and vLLM's clients expect them, whole or streamed.
+
+Log-probs of many tokens are most of a response, so they are written as JSON text by hand (`RawJSON`).
+"""
 
 import json
 import secrets
@@ -14,117 +17,116 @@ from starlette.responses import Response
 
 from trimtab.envs.types import Message
 from trimtab.rollout.trajectory import Rollout
-from trimtab.server.request_params import RequestParams, sent
+from trimtab.server.request_params import RequestParams
 from trimtab.server.sessions import ServedPolicy
 
-LEAST = -9999.0  # log-prob of a token
+LEAST = -9999.0  # a log-prob that JSON knows, in place of -inf
+PLACEHOLDER = secrets.token_hex(16)  # stands in JSON where a RawJSON goes
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What was drawn behind one prompt."""
+    """What was sampled for one prompt."""
 
     prompt_ids: list[int]
     rollouts: list[Rollout]
-    messages: list[Message]  # of each, where it is a turn of a conversation
+    messages: list[Message]  # one for each rollout of a chat
 
 
 class ResponseBuilder:
-    """Of one server."""
+    """Writes the responses of one server."""
 
     def __init__(self, policy: ServedPolicy):
         self.policy = policy
 
-    # ---- protocols
-
-    def chat(self, answered: Completion, wanted: RequestParams) -> Response:
+    def chat(self, completion: Completion, params: RequestParams) -> Response:
         choices = []
-        for index, (rollout, message) in enumerate(zip(answered.rollouts, answered.messages)):
+        for index, (rollout, message) in enumerate(zip(completion.rollouts, completion.messages)):
             called = "tool_calls" in message
             choices.append(
                 {
                     "index": index,
-                    "message": sent(message),
+                    "message": _shown_message(message),
                     "finish_reason": "tool_calls" if called and rollout.finish == "stop" else rollout.finish,
-                    "stop_reason": self._stop_reason(rollout, wanted),
-                    "logprobs": {"content": self._content(rollout, wanted)} if wanted.log_probs else None,
-                    **({"token_ids": rollout.ids} if wanted.token_ids else {}),
+                    "stop_reason": self._stop_reason(rollout, params),
+                    "logprobs": {"content": self._content(rollout, params)} if params.log_probs else None,
+                    **({"token_ids": rollout.ids} if params.token_ids else {}),
                 }
             )
-        body = self._head("chatcmpl", "chat.completion") | {"choices": choices, "usage": _usage([answered])}
-        if wanted.token_ids:
-            body["prompt_token_ids"] = answered.prompt_ids
-        return _streamed(body, wanted, _chat_pieces) if wanted.stream else _json(body)
+        body = self._head("chatcmpl", "chat.completion") | {"choices": choices, "usage": _usage([completion])}
+        if params.token_ids:
+            body["prompt_token_ids"] = completion.prompt_ids
+        return _streamed(body, params, _chat_pieces) if params.stream else _json(body)
 
-    def completions(self, answers: list[Completion], wanted: RequestParams) -> Response:
+    def completions(self, answers: list[Completion], params: RequestParams) -> Response:
         choices: list[dict[str, Any]] = []
-        for answered in answers:
-            for rollout in answered.rollouts:
-                ids = {"token_ids": rollout.ids, "prompt_token_ids": answered.prompt_ids} if wanted.token_ids else {}
+        for completion in answers:
+            for rollout in completion.rollouts:
+                ids = {"token_ids": rollout.ids, "prompt_token_ids": completion.prompt_ids} if params.token_ids else {}
                 choices.append(
                     {
                         "index": len(choices),
-                        "text": self.text(rollout, wanted),
+                        "text": self.text(rollout, params),
                         "finish_reason": rollout.finish,
-                        "stop_reason": self._stop_reason(rollout, wanted),
-                        "logprobs": self._columns(rollout, wanted) if wanted.log_probs else None,
+                        "stop_reason": self._stop_reason(rollout, params),
+                        "logprobs": self._columns(rollout, params) if params.log_probs else None,
                         **ids,
                     }
                 )
         body = self._head("cmpl", "text_completion") | {"choices": choices, "usage": _usage(answers)}
-        return _streamed(body, wanted, _completion_pieces) if wanted.stream else _json(body)
+        return _streamed(body, params, _completion_pieces) if params.stream else _json(body)
 
-    def generation(self, answered: Completion, wanted: RequestParams, name: str) -> Response:
+    def generation(self, completion: Completion, params: RequestParams, name: str) -> Response:
         choices = [
             {
                 "index": index,
                 "token_ids": rollout.ids,
                 "finish_reason": rollout.finish,
-                "logprobs": {"content": self._content(rollout, wanted)},
+                "logprobs": {"content": self._content(rollout, params)},
             }
-            for index, rollout in enumerate(answered.rollouts)
+            for index, rollout in enumerate(completion.rollouts)
         ]
-        return _json({"request_id": name, "choices": choices, "usage": _usage([answered])})
+        return _json({"request_id": name, "choices": choices, "usage": _usage([completion])})
 
-    # ---- parts of them
+    # ---- parts
 
-    def text(self, rollout: Rollout, wanted: RequestParams) -> str:
-        """Without the token or the text that ended it, where that was asked to."""
+    def text(self, rollout: Rollout, params: RequestParams) -> str:
+        """Without the stop token or stop string that ended it."""
         ids = rollout.ids
-        if rollout.finish == "stop" and ids and ids[-1] in wanted.sampling.stop_token_ids:
-            return self.policy.text(ids[:-1], special=wanted.special_tokens)
-        return without_stop(self.policy.text(ids, special=wanted.special_tokens), rollout, wanted)
+        if rollout.finish == "stop" and ids and ids[-1] in params.sampling.stop_token_ids:
+            return self.policy.text(ids[:-1], special=params.special_tokens)
+        return without_stop(self.policy.text(ids, special=params.special_tokens), rollout, params)
 
     def _head(self, kind: str, called: str) -> dict[str, Any]:
         name = f"{kind}-{uuid.uuid4().hex}"
         return {"id": name, "object": called, "created": int(time.time()), "model": self.policy.name}
 
-    def _name(self, token: int, wanted: RequestParams) -> tuple[str, str]:
-        """As it is, and in JSON."""
-        return (f"token_id:{token}", f'"token_id:{token}"') if wanted.names_as_ids else self.policy.names[token]
+    def _name(self, token: int, params: RequestParams) -> tuple[str, str]:
+        """As text and as JSON."""
+        return (f"token_id:{token}", f'"token_id:{token}"') if params.names_as_ids else self.policy.names[token]
 
-    def _content(self, rollout: Rollout, wanted: RequestParams) -> "RawJSON":
-        """The log-prob of every token, and of the likeliest others where they were asked for."""
-        entries = self._entries(rollout.ids, rollout.log_probs, wanted)
+    def _content(self, rollout: Rollout, params: RequestParams) -> "RawJSON":
+        """The log-prob of every token, with the alternatives that were asked for."""
+        entries = self._entries(rollout.ids, rollout.log_probs, params)
         if rollout.alternatives is None:
             others = ["[]"] * len(entries)
         else:
             tokens, log_probs = rollout.alternatives.tokens, rollout.alternatives.log_probs
             rows = zip(tokens.tolist(), log_probs)
-            others = [_listed(map("".join, zip(self._entries(*row, wanted), repeat("}")))) for row in rows]
+            others = [_listed(map("".join, zip(self._entries(*row, params), repeat("}")))) for row in rows]
         return RawJSON(_listed(f'{entry},"top_logprobs":{likely}}}' for entry, likely in zip(entries, others)))
 
-    def _entries(self, tokens: list[int], log_probs: np.ndarray, wanted: RequestParams) -> list[str]:
-        """Objects in JSON that are not closed yet."""
+    def _entries(self, tokens: list[int], log_probs: np.ndarray, params: RequestParams) -> list[str]:
+        """JSON objects without their closing brace."""
         found = []
         for token, log_prob in zip(tokens, _numbers(log_probs)):
-            name, written = self._name(token, wanted)
-            spelling = "null" if wanted.names_as_ids else str([*name.encode()])
+            name, written = self._name(token, params)
+            spelling = "null" if params.names_as_ids else str([*name.encode()])
             found.append(f'{{"token":{written},"logprob":{log_prob},"bytes":{spelling}')
         return found
 
-    def _columns(self, rollout: Rollout, wanted: RequestParams) -> dict[str, Any]:
-        if wanted.names_as_ids:
+    def _columns(self, rollout: Rollout, params: RequestParams) -> dict[str, Any]:
+        if params.names_as_ids:
             names = [f"token_id:{token}" for token in rollout.ids]
             written = [f'"{name}"' for name in names]
         else:
@@ -133,7 +135,7 @@ class ResponseBuilder:
         others = None
         if rollout.alternatives is not None:
             rows = zip(rollout.alternatives.tokens.tolist(), _in_range(rollout.alternatives.log_probs).tolist())
-            others = [{self._name(token, wanted)[0]: value for token, value in zip(*row)} for row in rows]
+            others = [{self._name(token, params)[0]: value for token, value in zip(*row)} for row in rows]
         return {
             "tokens": RawJSON(_listed(written)),
             "token_logprobs": RawJSON(_listed(_numbers(rollout.log_probs))),
@@ -141,24 +143,24 @@ class ResponseBuilder:
             "text_offset": RawJSON(str([0, *accumulate(map(len, names[:-1]))] if names else [])),
         }
 
-    def _stop_reason(self, rollout: Rollout, wanted: RequestParams) -> int | str | None:
-        """The token that ended it, unless it is the model's own way to end, or the text."""
-        if rollout.finish != "stop" or not rollout.ids or rollout.ids[-1] in self.policy.house.stops:
+    def _stop_reason(self, rollout: Rollout, params: RequestParams) -> int | str | None:
+        """The stop token that ended it, unless it is one of the model's own; or the stop string."""
+        if rollout.finish != "stop" or not rollout.ids or rollout.ids[-1] in self.policy.defaults.stops:
             return None
-        if rollout.ids[-1] in wanted.sampling.stop_token_ids:
+        if rollout.ids[-1] in params.sampling.stop_token_ids:
             return rollout.ids[-1]
         text = self.policy.text(rollout.ids, special=True)
-        return next((stop for stop in wanted.sampling.stop_strings if stop in text), None)
+        return next((stop for stop in params.sampling.stop_strings if stop in text), None)
 
 
 def _in_range(log_probs: np.ndarray) -> np.ndarray:
-    """Of a token that is all but certain it may be a last bit above 0, which clients do not believe. Of one that must
-    not be drawn it is an infinity, which JSON does not know."""
+    """Rounding may put the log-prob of a certain token a bit above 0, which clients reject; a token that must not be
+    sampled has -inf, which JSON does not know."""
     return np.clip(log_probs, LEAST, 0.0)
 
 
 def _numbers(log_probs: np.ndarray) -> list[str]:
-    """In as many digits as fp32 is known again by: all those of a double take three times as long to find."""
+    """With the digits that identify an fp32 number: those of a double take three times as long to write."""
     return ("%.9g " * len(log_probs) % tuple(_in_range(log_probs).tolist())).split()
 
 
@@ -166,18 +168,32 @@ def _listed(written: Iterable[str]) -> str:
     return f"[{','.join(written)}]"
 
 
-def without_stop(text: str, rollout: Rollout, wanted: RequestParams) -> str:
+def without_stop(text: str, rollout: Rollout, params: RequestParams) -> str:
     """Up to the stop string that ended it."""
-    if rollout.finish != "stop" or wanted.stop_strings_shown:
+    if rollout.finish != "stop" or params.stop_strings_shown:
         return text
-    places = [place for stop in wanted.sampling.stop_strings if (place := text.rfind(stop)) >= 0]
+    places = [place for stop in params.sampling.stop_strings if (place := text.rfind(stop)) >= 0]
     return text[: min(places)] if places else text
 
 
 def _usage(answers: list[Completion]) -> dict[str, int]:
-    read = sum(len(answered.prompt_ids) for answered in answers)
-    drawn = sum(len(rollout.tokens) for answered in answers for rollout in answered.rollouts)
+    read = sum(len(completion.prompt_ids) for completion in answers)
+    drawn = sum(len(rollout.tokens) for completion in answers for rollout in completion.rollouts)
     return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+
+
+def _shown_message(message: Message) -> Message:
+    """The model's message as clients read it: arguments of calls are JSON in a string."""
+    shown: Message = {"role": "assistant", "content": message["content"]}
+    if thought := message.get("reasoning_content"):
+        shown |= {"reasoning": thought, "reasoning_content": thought}
+    if calls := message.get("tool_calls"):
+        shown["content"] = message["content"] or None
+        shown["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return shown
 
 
 # ---- JSON
@@ -185,22 +201,19 @@ def _usage(answers: list[Completion]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class RawJSON:
-    """A part of a reply that is JSON already."""
+    """A part of a response that is JSON text already."""
 
     text: str
-
-
-PLACE = secrets.token_hex(16)  # which stands in JSON where a part goes that is written already
 
 
 def _dumped(body: dict[str, Any]) -> str:
     parts: list[str] = []
 
-    def put_off(part: RawJSON) -> str:
+    def placeholder(part: RawJSON) -> str:
         parts.append(part.text)
-        return PLACE
+        return PLACEHOLDER
 
-    pieces = json.dumps(body, separators=(",", ":"), default=put_off).split(f'"{PLACE}"')
+    pieces = json.dumps(body, separators=(",", ":"), default=placeholder).split(f'"{PLACEHOLDER}"')
     return "".join(chain.from_iterable(zip_longest(pieces, parts, fillvalue="")))
 
 
@@ -208,18 +221,18 @@ def _json(body: dict[str, Any]) -> Response:
     return Response(_dumped(body), media_type="application/json")
 
 
-# ---- server-sent events: whole turns, since they are all there
+# ---- server-sent events: each answer is sent whole, once it is finished
 
 
 def _streamed(
-    body: dict[str, Any], wanted: RequestParams, pieces: Callable[[dict[str, Any]], list[dict[str, Any]]]
+    body: dict[str, Any], params: RequestParams, pieces: Callable[[dict[str, Any]], list[dict[str, Any]]]
 ) -> Response:
     head = {name: value for name, value in body.items() if name not in ("choices", "usage", "prompt_token_ids")}
     head["object"] = {"chat.completion": "chat.completion.chunk"}.get(head["object"], head["object"])
     chunks = [head | {"choices": [piece]} for choice in body["choices"] for piece in pieces(choice)]
     if "prompt_token_ids" in body:
         chunks[0]["prompt_token_ids"] = body["prompt_token_ids"]
-    if wanted.stream_usage:
+    if params.stream_usage:
         chunks.append(head | {"choices": [], "usage": body["usage"]})
     lines = [*map(_dumped, chunks), "[DONE]"]
     return Response("".join(f"data: {line}\n\n" for line in lines), media_type="text/event-stream")

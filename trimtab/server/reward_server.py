@@ -1,4 +1,11 @@
-"""What a reward server counts, as a page that Prometheus reads."""
+"""The reward server: `trimtab serve-rm` scores answers for other processes, with dynamic batching.
+
+    POST / or /get_reward in either protocol (rewards/protocols), GET /health and /metrics
+
+While one batch is scored, the samples of later requests gather and are the next batch; no request waits for a batch to
+fill up. A batch that fails is scored again request by request, so that no request fails for another's samples. A
+client's mistake is a 4xx with one sentence, in its protocol's form of errors.
+"""
 
 import asyncio
 import contextlib
@@ -26,21 +33,31 @@ try:
     from trimtab.server.http import (
         SECONDS_TO_SEND,
         HTTPError,
+        Overloaded,
         RequestGate,
         ServerClosing,
         address,
+        answer_json,
         authenticate,
         bind,
-        json_object,
+        describe_error,
         make_server,
-        read_body,
+        prometheus_text,
         run_until_signal,
     )
 except ImportError as error:
     raise UserError(f"a reward server needs the package {error.name}: pip install 'trimtab[serve]'") from error
 
+log = logging.getLogger(__name__)
+
+MOST_WAITING_SAMPLES = 65_536
+
+Scored = asyncio.Future[RewardResult]
+
 
 class RewardMetrics:
+    """Counters of a reward server."""
+
     def __init__(self) -> None:
         self.requests: Counter[int] = Counter()  # by HTTP status
         self.samples = self.batches = self.waiting = 0
@@ -58,40 +75,28 @@ class RewardMetrics:
             self.seconds += time.monotonic() - began
 
     def page(self) -> str:
-        by_status = sorted(self.requests.items())
-        lines = [
-            "# TYPE trimtab_reward_requests_total counter",
-            *(f'trimtab_reward_requests_total{{status="{status}"}} {count}' for status, count in by_status),
-            "# TYPE trimtab_reward_samples_total counter",
-            f"trimtab_reward_samples_total {self.samples}",
-            "# TYPE trimtab_reward_batches_total counter",
-            f"trimtab_reward_batches_total {self.batches}",
-            "# TYPE trimtab_reward_scoring_seconds_total counter",
-            f"trimtab_reward_scoring_seconds_total {self.seconds:.6f}",
-            "# TYPE trimtab_reward_waiting_samples gauge",
-            f"trimtab_reward_waiting_samples {self.waiting}",
-        ]
-        return "\n".join(lines) + "\n"
-
-
-# ---- Dynamic batching: while one batch is being scored the samples of later requests gather, and a
-
-
-MOST_WAITING_SAMPLES = 65_536
-
-
-class Overloaded(Exception):
-    """More samples wait than should; the client may try again."""
+        return prometheus_text(
+            "trimtab_reward",
+            [(f'status="{status}"', count) for status, count in sorted(self.requests.items())],
+            [
+                ("samples_total", "counter", self.samples),
+                ("batches_total", "counter", self.batches),
+                ("scoring_seconds_total", "counter", f"{self.seconds:.6f}"),
+                ("waiting_samples", "gauge", self.waiting),
+            ],
+        )
 
 
 class Batcher:
+    """Scores the samples of requests in batches, in a thread."""
+
     def __init__(self, reward: Reward, metrics: RewardMetrics, *, max_samples: int | None = None):
         """`max_samples`: of a batch; a larger request is a batch by itself."""
         self.reward, self.metrics, self.max_samples = reward, metrics, max_samples
-        self._waiting: deque[tuple[RewardRequest, asyncio.Future[RewardResult]]] = deque()
+        self._waiting: deque[tuple[RewardRequest, Scored]] = deque()
         self._arrived = asyncio.Event()
-        self._unanswered: set[asyncio.Future[RewardResult]] = set()
-        self._work: queue.SimpleQueue[tuple[RewardRequest, asyncio.Future[RewardResult]] | None] = queue.SimpleQueue()
+        self._unanswered: set[Scored] = set()
+        self._work: queue.SimpleQueue[tuple[RewardRequest, Scored] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._score_in_thread, name="reward", daemon=True)
         self.thread.start()
 
@@ -99,7 +104,7 @@ class Batcher:
         if not len(request):
             return RewardResult([])
         if self.metrics.waiting + len(request) > MOST_WAITING_SAMPLES and self.metrics.waiting:
-            raise Overloaded
+            raise Overloaded("too many samples wait; try again")
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
         self.metrics.waiting += len(request)
@@ -119,7 +124,7 @@ class Batcher:
                 self._arrived.clear()
             for (request, future), outcome in zip(batch, await self._score_all([request for request, _ in batch])):
                 self.metrics.waiting -= len(request)
-                if future.done():  # its client has gone
+                if future.done():  # its client has disconnected
                     continue
                 if isinstance(outcome, BaseException):
                     future.set_exception(outcome)
@@ -127,7 +132,7 @@ class Batcher:
                     future.set_result(outcome)
 
     def give_up(self) -> None:
-        """Whoever still waits is told that the server is about to end."""
+        """Fail every unanswered request, because the server is about to end."""
         for future in self._unanswered:
             if not future.done():
                 future.set_exception(ServerClosing())
@@ -139,17 +144,17 @@ class Batcher:
         while (work := self._work.get()) is not None:
             request, future = work
             try:
-                self._tell(future, future.set_result, self.reward(request))
+                self._settle(future, future.set_result, self.reward(request))
             except BaseException as error:
-                self._tell(future, future.set_exception, error)
+                self._settle(future, future.set_exception, error)
 
     @staticmethod
-    def _tell(future: asyncio.Future[RewardResult], settle: Callable[[Any], None], outcome: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the server did not wait for it
+    def _settle(future: Scored, settle: Callable[[Any], None], outcome: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
             future.get_loop().call_soon_threadsafe(lambda: None if future.done() else settle(outcome))
 
-    def _next_batch(self) -> list[tuple[RewardRequest, asyncio.Future[RewardResult]]]:
-        batch: list[tuple[RewardRequest, asyncio.Future[RewardResult]]] = []
+    def _next_batch(self) -> list[tuple[RewardRequest, Scored]]:
+        batch: list[tuple[RewardRequest, Scored]] = []
         samples = 0
         while self._waiting:
             size = len(self._waiting[0][0])
@@ -169,32 +174,20 @@ class Batcher:
             if len(requests) == 1:
                 return [error]
             return [outcome for request in requests for outcome in await self._score_all([request])]
-        return [_part(whole, rows) for rows in _rows(requests)]
+        edges = itertools.accumulate(map(len, requests), initial=0)
+        return [_part(whole, slice(first, last)) for first, last in itertools.pairwise(edges)]
 
 
-def _rows(requests: list[RewardRequest]) -> list[range]:
-    """Which rows of the whole belong to each request."""
-    edges = itertools.accumulate(map(len, requests), initial=0)
-    return [range(first, last) for first, last in itertools.pairwise(edges)]
-
-
-def _part(result: RewardResult, rows: range) -> RewardResult:
-    cut = slice(rows.start, rows.stop)
-    logs = {name: values[cut] for name, values in result.logs.items()}
-    return RewardResult(result.rewards[cut], result.scores[cut], logs)
-
-
-# ---- The HTTP side of a reward server: POST in either protocol to / or /get_reward, GET /health an
-
-
-log = logging.getLogger(__name__)
+def _part(result: RewardResult, rows: slice) -> RewardResult:
+    logs = {name: values[rows] for name, values in result.logs.items()}
+    return RewardResult(result.rewards[rows], result.scores[rows], logs)
 
 
 def make_reward_app(
     reward: Reward, *, token: str | None = None, max_bytes: int = 2**26, max_samples: int | None = None
 ) -> Starlette:
-    """`token`: what requests must bring; `max_bytes`: of a request; `max_samples`: of a batch. `state.gate` of what is
-    returned lets requests in, and `state.batcher` answers them."""
+    """`token`: what requests must bring; `max_bytes`: of a request; `max_samples`: of a batch. `state.gate` of the app
+    admits requests, and `state.batcher` scores them."""
     metrics, gate = RewardMetrics(), RequestGate()
     batcher: Batcher | None = None
 
@@ -209,20 +202,17 @@ def make_reward_app(
         batcher.close()
 
     async def score(request: Request) -> Response:
-        assert batcher is not None
-        response: Response
         protocol = next(known for known in PROTOCOLS.values() if known.path == request.url.path)
-        try:
-            with gate.entered():
-                authenticate(request, token)
-                body = json_object(await read_body(request, max_bytes, "send fewer samples at once"))
-                protocol = protocol_of(body)
-                result = await batcher.score(protocol.read_request(body))
-                response = JSONResponse(protocol.reply_body(result))
-        except ClientDisconnect:
-            response = Response(status_code=400)  # which nobody reads
-        except Exception as error:
-            response = _refusal(error, protocol)
+
+        async def answer(body: dict[str, Any], content: bytes) -> Response:
+            nonlocal protocol
+            assert batcher is not None
+            protocol = protocol_of(body)
+            result = await batcher.score(protocol.read_request(body))
+            return JSONResponse(protocol.reply_body(result))
+
+        how: dict[str, Any] = {"token": token, "max_bytes": max_bytes, "advice": "send fewer samples at once"}
+        response = await answer_json(request, gate, answer, lambda error: _error_response(error, protocol), **how)
         metrics.requests[response.status_code] += 1
         return response
 
@@ -231,46 +221,39 @@ def make_reward_app(
         about = {"reward": reward.name, "protocols": list(PROTOCOLS)}
         return JSONResponse(status | about, 503 if gate.closed else 200)
 
-    async def page(request: Request) -> Response:
+    async def metrics_page(request: Request) -> Response:
         try:
             authenticate(request, token)
-        except HTTPError as refusal:
-            return PlainTextResponse(f"{refusal}\n", refusal.status)
+        except HTTPError as error:
+            return PlainTextResponse(f"{error}\n", error.status)
         return PlainTextResponse(metrics.page())
 
     scoring = [Route(protocol.path, score, methods=["POST"]) for protocol in PROTOCOLS.values()]
-    others = [Route("/health", health), Route("/metrics", page)]
+    others = [Route("/health", health), Route("/metrics", metrics_page)]
     app = Starlette(routes=[*scoring, *others], lifespan=lifespan)
     app.state.gate = gate
     return app
 
 
-def _refusal(error: Exception, protocol: Protocol) -> Response:
-    headers = {}
+def _error_response(error: Exception, protocol: Protocol) -> Response:
     match error:
-        case HTTPError():
-            status, message = error.status, str(error)
-            headers = {"Connection": "close"} if status in (408, 413) else {}
+        case ClientDisconnect():
+            return Response(status_code=400)  # which is sent to no client
         case NotUnderstood() | BadSample():
-            status, message = 422, str(error)
-        case Overloaded():
-            status, message, headers = 503, "too many samples wait; try again", {"Retry-After": "1"}
-        case ServerClosing():
-            headers = {"Retry-After": "1", "Connection": "close"}
-            status, message = 503, "the server is about to end; ask another one, or try again"
+            status, message, headers = 422, str(error), {}
         case RewardFailed():
             log.error("%s", error)
-            status, message = 500, str(error)
+            status, message, headers = 500, str(error), {}
         case _:
-            log.error("a request failed", exc_info=error)
-            status, message = 500, "the server failed; its log says why"
+            status, message, headers = describe_error(error)
     return JSONResponse(protocol.error_body(status, message), status, headers)
 
 
-# ---- The reward that a server's options name: reward models, a process reward model, or verifiers.
+# ---- trimtab serve-rm
 
 
 def served_reward(options: ServeRMOptions) -> Reward:
+    """The reward that options name: reward models, a process reward model, or verifiers."""
     if options.reward_verifier:
         return make_verifier(options.reward_verifier)
     # Verifiers are served without torch.
@@ -289,9 +272,6 @@ def served_reward(options: ServeRMOptions) -> Reward:
     return models[0] if len(models) == 1 else WeightedReward([(model, 1.0) for model in models])
 
 
-# ---- A reward behind HTTP, until the process is told to stop.
-
-
 def run_reward_server(
     reward: Reward,
     *,
@@ -303,8 +283,8 @@ def run_reward_server(
     drain_seconds: float,
     say: Callable[[str], None],
 ) -> bool:
-    """Runs until it is told to stop. `say` gets the line that says where it listens, once it does. Whether nothing is
-    being computed any more."""
+    """Serve until SIGINT or SIGTERM; returns whether scoring has stopped. `say` gets the line with the URL, once it
+    listens."""
     listening = bind(host, port)
     app = make_reward_app(reward, token=token, max_bytes=max_bytes, max_samples=max_samples)
     say(f"serving {reward.name} at {address(listening)}")

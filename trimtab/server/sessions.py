@@ -1,5 +1,10 @@
-"""From which stream a request draws. Clients send one seed for all conversations and turns, so it is made of where the
-turn stands as well: asked again, it is the same answer."""
+"""Sessions: the exact tokens of each conversation, and the served policy, which turns messages into prompts.
+
+A client that speaks in messages sends the whole conversation again at every turn. Where a session is named, the prompt
+of its next turn is the exact tokens of the turn before with the new messages appended, so that nothing that was sampled
+is ever tokenized again. A recorded turn points to the turn that it continues and keeps only its own tokens; turns that
+no other continues are the ends of branches.
+"""
 
 import hashlib
 import json
@@ -20,35 +25,36 @@ from trimtab.envs.types import Message
 from trimtab.errors import UserError
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Finish, Rollout
-from trimtab.server.request_params import InvalidRequest, ServerDefaults, history_keys, no_room
+from trimtab.server.request_params import InvalidRequest, ServerDefaults, no_room
+
+MOST_TOKENS = 2**24  # of all sessions; each takes twelve bytes
+TURN = 128  # tokens that take as much memory as the rest of a turn
+MOST_CHAT_FORMATS = 64  # cached
 
 
 def stream_seed(seed: int, session: str | None, length: int) -> int:
-    """`length`: tokens that stand before the turn. As int64 holds it."""
+    """The seed of a turn behind `length` tokens, as int64. Clients send one seed for all conversations and turns, so
+    the turn's place is part of it: the same request has the same answer."""
     name = f"{seed}/{'' if session is None else session}/{length}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little", signed=True)
 
 
-# ---- What was drawn in each session: exact tokens, for clients that speak in messages, and a trace
-
-
-MOST_TOKENS = 2**24  # of all sessions; each takes twelve bytes
-TURN = 128  # tokens that have the size of what a turn has besides
+# ---- records
 
 
 @dataclass(eq=False)
 class RecordedTurn:
     number: int
-    before: "RecordedTurn | None"
-    read: np.ndarray  # int32: between the turn before, or the beginning, and what it drew
+    before: "RecordedTurn | None"  # the turn that it continues
+    read: np.ndarray  # int32: prompt tokens since the turn before, or since the beginning
     rollout: Rollout
-    ended: bool  # its last token is one that ends turns
+    ended: bool  # its last token is a stop token
     message: Message
-    said: list[Message] = field(default_factory=list)  # what was read, where the client spoke in messages
+    new_messages: list[Message] = field(default_factory=list)  # what `read` is, where the client speaks in messages
 
     @property
     def ids(self) -> list[int]:
-        """Everything up to its end."""
+        """All tokens up to its end."""
         parts: list[np.ndarray] = []
         turn: RecordedTurn | None = self
         while turn is not None:
@@ -58,13 +64,13 @@ class RecordedTurn:
 
     @cached_property
     def length(self) -> int:
-        """Of everything up to its end."""
+        """Of all tokens up to its end."""
         before = 0 if self.before is None else self.before.length
         return before + len(self.read) + len(self.rollout.tokens)
 
     @cached_property
     def digest(self) -> "hashlib.blake2b":
-        """The same, so that it is known again without a look at every token."""
+        """Of all tokens up to its end, so that a prompt is compared without a look at every token."""
         found = _digest() if self.before is None else self.before.digest.copy()
         found.update(self.read.tobytes())
         found.update(self.rollout.tokens.tobytes())
@@ -72,6 +78,7 @@ class RecordedTurn:
 
     @property
     def held(self) -> int:
+        """Its memory, in tokens."""
         return len(self.read) + len(self.rollout.tokens) + TURN
 
     @property
@@ -99,37 +106,37 @@ class RecordedTurn:
 
 
 class SessionRecord:
-    """Of one session."""
+    """The turns of one session."""
 
     def __init__(
         self, seed: int | None = None, most_turns: int | None = None, pinned: SamplingParams | None = None
     ) -> None:
-        """`seed`: from which its turns draw, whatever requests say; `most_turns`: whoever asks for more is refused;
-        `pinned`: how all its turns are drawn, while others may be drawn otherwise."""
+        """`seed`: of its turns, whatever requests say; `most_turns`: more are refused; `pinned`: the sampling of all
+        its turns."""
         self.seed, self.most_turns, self.pinned = seed, most_turns, pinned
-        self.refused: Finish | None = None  # why the last turn that was asked for was, if it was
-        self._asked: Counter[int] = Counter()  # turns, by what stood before them
+        self.refused: Finish | None = None  # why the last request was refused, if it was
+        self._requests: Counter[int] = Counter()  # turns that were asked for, by the length of their prompts
         self.turns: list[RecordedTurn] = []
-        self.held = 0  # tokens, and as many as a turn takes besides
+        self.held = 0  # memory of all turns, in tokens
         self._by_history: dict[bytes, RecordedTurn] = {}
-        self._by_tokens: dict[int, dict[bytes, RecordedTurn]] = {}  # by their number first
+        self._by_tokens: dict[int, dict[bytes, RecordedTurn]] = {}  # by length, then by digest
 
     def next_seed(self, length: int) -> int | None:
-        """Of a turn before which so many tokens stand: by its place alone, and another one if it is asked for again."""
+        """The seed of a turn behind `length` tokens: by its place alone, and another one each time it is asked for."""
         if self.seed is None:
             return None
-        self._asked[length] += 1
-        return request_seed(stream_seed(self.seed, None, length), self._asked[length] - 1)
+        self._requests[length] += 1
+        return request_seed(stream_seed(self.seed, None, length), self._requests[length] - 1)
 
-    def said_before(self, keys: Sequence[bytes]) -> tuple[int, RecordedTurn] | None:
-        """The latest turn that a conversation of these beginnings has had here, and how many messages end with it."""
+    def turn_before_messages(self, keys: Sequence[bytes]) -> tuple[int, RecordedTurn] | None:
+        """The latest turn in a conversation with these history keys, and how many messages it ends."""
         for count in range(len(keys) - 1, 0, -1):
             if (turn := self._by_history.get(keys[count])) is not None:
                 return count, turn
         return None
 
-    def read_before(self, prompt_ids: list[int]) -> RecordedTurn | None:
-        """The longest turn whose tokens these go on from."""
+    def turn_before_ids(self, prompt_ids: list[int]) -> RecordedTurn | None:
+        """The longest turn whose tokens the prompt begins with."""
         ids, best, digest, read = np.array(prompt_ids, dtype=np.int32), None, _digest(), 0
         for length in sorted(length for length in self._by_tokens if length <= len(ids)):
             digest.update(ids[read:length].tobytes())
@@ -144,14 +151,14 @@ class SessionRecord:
         message: Message,
         *,
         ended: bool,
-        said: list[Message] | None = None,
+        new_messages: list[Message] | None = None,
         key: bytes | None = None,
     ) -> RecordedTurn:
-        """`key`: of the history with this turn at its end."""
+        """`key`: of the history that ends with this turn."""
         known = 0 if before is None else before.length
         read = np.array(rollout.prompt_ids[known:], dtype=np.int32)
-        kept = replace(rollout, prompt_ids=[], alternatives=None)  # what came before is in the record already
-        turn = RecordedTurn(len(self.turns), before, read, kept, ended, message, said or [])
+        kept = replace(rollout, prompt_ids=[], alternatives=None)  # the record has the earlier tokens already
+        turn = RecordedTurn(len(self.turns), before, read, kept, ended, message, new_messages or [])
         self.turns.append(turn)
         self._by_tokens.setdefault(turn.length, {}).setdefault(turn.digest.digest(), turn)
         self.held += turn.held
@@ -159,19 +166,15 @@ class SessionRecord:
             self._by_history[key] = turn
         return turn
 
-    @property
-    def ends(self) -> list[RecordedTurn]:
-        return ends_of(self.turns)
-
     def trace(self) -> dict[str, Any]:
-        branches = [[turn.number for turn in end.path] for end in self.ends]
+        branches = [[turn.number for turn in end.path] for end in branch_ends(self.turns)]
         return {"turns": [turn.trace() for turn in self.turns], "branches": branches}
 
 
-def ends_of(turns: Sequence[RecordedTurn]) -> list[RecordedTurn]:
-    """The last turns of their branches, in the order in which they were drawn."""
-    gone_on = {id(turn.before) for turn in turns}
-    return [turn for turn in turns if id(turn) not in gone_on]
+def branch_ends(turns: Sequence[RecordedTurn]) -> list[RecordedTurn]:
+    """The last turns of all branches, in the order in which they were sampled."""
+    continued = {id(turn.before) for turn in turns}
+    return [turn for turn in turns if id(turn) not in continued]
 
 
 def _digest() -> "hashlib.blake2b":
@@ -179,11 +182,11 @@ def _digest() -> "hashlib.blake2b":
 
 
 class SessionStore:
-    """Of all sessions. When they hold too much, those are forgotten that were quiet for the longest."""
+    """The records of all sessions, by name. When they hold too much, the least recently used are dropped."""
 
     def __init__(self, most_tokens: int = MOST_TOKENS, *, invited: bool = False, private: bool = False):
-        """`invited`: only sessions that were opened here may be named, and every request names one; `private`: only
-        names that `issue` gave."""
+        """`invited`: every request must name a session that this process opened; `private`: only names that `issue`
+        gave."""
         self.most_tokens, self.held, self.invited, self.private = most_tokens, 0, invited, private
         self._records: OrderedDict[str, SessionRecord] = OrderedDict()
 
@@ -193,8 +196,8 @@ class SessionStore:
     def find(self, session: str) -> SessionRecord | None:
         return self._records.get(session)
 
-    def of(self, session: str | None) -> SessionRecord | None:
-        """A new one for a session that nobody knows; None: nobody keeps one."""
+    def get_or_create(self, session: str | None) -> SessionRecord | None:
+        """A session's record; None without a session."""
         if self.invited and (session is None or session not in self._records):
             raise InvalidRequest("there is no such episode, or it is over", "session", status=404)
         if session is None:
@@ -210,36 +213,36 @@ class SessionStore:
         self._records[session] = record
 
     def issue(self) -> str:
-        """Open a session under a name that nobody can guess."""
+        """Open a session under a name that cannot be guessed."""
         name, record = secrets.token_urlsafe(24), SessionRecord()
-        record.held = TURN  # so that there is a limit to sessions without turns, too
+        record.held = TURN  # so that sessions without turns are limited, too
         self.open(name, record)
         self.held += record.held
-        self._make_room()
+        self._evict()
         return name
 
-    def forget(self, session: str) -> None:
+    def drop(self, session: str) -> None:
         if (record := self._records.pop(session, None)) is not None:
             self.held -= record.held
 
     def grown(self, session: str, turn: RecordedTurn) -> None:
-        """A turn was added to this session's record, which may have been forgotten meanwhile."""
+        """A turn was added to this session's record, which may have been dropped meanwhile."""
         record = self._records.get(session)
         if record is None or turn.number >= len(record.turns) or record.turns[turn.number] is not turn:
             return
         self.held += turn.held
-        self._make_room()
+        self._evict()
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         while self.held > self.most_tokens and not self.invited:
-            self.forget(next(iter(self._records)))
+            self.drop(next(iter(self._records)))
 
 
-# ---- What each token is called in replies, as text and as JSON: every log-prob that a client asks
+# ---- the served policy
 
 
 class TokenNames(dict[int, tuple[str, str]]):
-    """By tokens: the name, and the same in JSON. One that is not known yet is asked for when it is needed."""
+    """The text of each token in responses, and the same as JSON; unknown ones are decoded when they are needed."""
 
     def __init__(self, name: Callable[[int], str]):
         super().__init__()
@@ -250,30 +253,9 @@ class TokenNames(dict[int, tuple[str, str]]):
         found = self[token] = name, json.dumps(name)
         return found
 
-    def learn(self, names: Sequence[str]) -> None:
-        """Of the first so many."""
-        self.update(enumerate(zip(names, map(json.dumps, names))))
-
-
-# ---- The model that is served, as requests see it: its name, its room, its words.
-
-
-MOST_STAGES = 64  # kinds of conversations that are remembered
-
-
-@dataclass(frozen=True)
-class ChatPrompt:
-    """A prompt that was made of messages."""
-
-    ids: list[int]
-    before: RecordedTurn | None  # what it goes on from, token by token
-    said: list[Message]  # since then
-    messages: list[Message]
-    stage: "ChatFormat"
-
 
 class ChatFormat:
-    """Conversations with the same tools and the same settings of the template."""
+    """How conversations with the same tools and template settings become tokens, and answers become messages."""
 
     def __init__(
         self,
@@ -282,7 +264,7 @@ class ChatFormat:
         settings: dict[str, Any],
         stops: Sequence[int],
     ):
-        self.about = [tools, settings]
+        self._about = [tools, settings]
         self.tools = tools or None
         self.parsing = MessageParser(tokenizer, tools)
         self.renderer = ChatRenderer(tokenizer, settings=settings)
@@ -292,65 +274,93 @@ class ChatFormat:
         except UserError as error:
             self.appending, self.why_not = None, str(error)
 
-    def keys(self, messages: Sequence[Message]) -> list[bytes]:
-        return history_keys(messages, self.about)
+    def history_keys(self, messages: Sequence[Message]) -> list[bytes]:
+        """A key of each beginning of a conversation: the same where roles, contents, tools and settings are. Ids of
+        calls, reasoning and surrounding white space are left out, because clients change them."""
+        key = hashlib.blake2b(_canonical(self._about), digest_size=16)
+        keys = [key.digest()]
+        for message in messages:
+            calls = [call["function"] for call in message.get("tool_calls", ())]
+            own = [message["role"], (message.get("content") or "").strip(), calls]
+            if message["role"] != "assistant":
+                own.append(message.get("name"))
+            key.update(_canonical(own))
+            keys.append(key.digest())
+        return keys
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, default=str).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A prompt that was made of messages."""
+
+    ids: list[int]
+    before: RecordedTurn | None  # the turn that it continues, token by token
+    new_messages: list[Message]  # since then
+    messages: list[Message]
+    format: ChatFormat
 
 
 class ServedPolicy:
-    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, house: ServerDefaults, most_tokens: int):
+    """The model that is served, as requests see it: its name, tokenizer, context, and chat formats."""
+
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, defaults: ServerDefaults, most_tokens: int):
         """`most_tokens`: of a prompt with its answer."""
-        self.name, self.tokenizer, self.house, self.most_tokens = name, tokenizer, house, most_tokens
-        self._stages: OrderedDict[str, ChatFormat] = OrderedDict()
+        self.name, self.tokenizer, self.defaults, self.most_tokens = name, tokenizer, defaults, most_tokens
+        self._chat_formats: OrderedDict[str, ChatFormat] = OrderedDict()
         self.names = TokenNames(lambda token: self.text([token], special=True))
-        # A text with more characters than this has more tokens than there is room for, without a look at it.
+        # A text with more characters has more tokens than the context, and is refused without tokenizing it.
         self.most_characters = most_tokens * max(map(len, tokenizer.get_vocab()), default=1)
 
-    def stage(self, tools: list[dict[str, Any]], settings: dict[str, Any]) -> ChatFormat:
+    def chat_format(self, tools: list[dict[str, Any]], settings: dict[str, Any]) -> ChatFormat:
         if not self.tokenizer.chat_template:
             raise InvalidRequest("the model has no chat template; ask /v1/completions", "messages")
         key = json.dumps([tools, settings], sort_keys=True)
-        if key not in self._stages:
-            self._stages[key] = ChatFormat(self.tokenizer, tools, settings, self.house.stops)
-            if len(self._stages) > MOST_STAGES:
-                self._stages.popitem(last=False)
-        self._stages.move_to_end(key)
-        return self._stages[key]
+        if key not in self._chat_formats:
+            self._chat_formats[key] = ChatFormat(self.tokenizer, tools, settings, self.defaults.stops)
+            if len(self._chat_formats) > MOST_CHAT_FORMATS:
+                self._chat_formats.popitem(last=False)
+        self._chat_formats.move_to_end(key)
+        return self._chat_formats[key]
 
     def encode(self, text: str, param: str, *, special: bool = False) -> list[int]:
-        """`special`: with what the tokenizer puts around every text."""
+        """`special`: with the special tokens that the tokenizer adds to every text."""
         if len(text) > self.most_characters:
             raise no_room(self.most_tokens, len(text), param)
         return self.tokenizer.encode(text, add_special_tokens=special, verbose=False)
 
-    def conversation(self, messages: list[Message], stage: ChatFormat, record: SessionRecord | None) -> ChatPrompt:
-        """The tokens that these messages are. What the model said of them in this session stands there as it was
-        drawn, and what others have said since is put behind it."""
+    def chat_prompt(self, messages: list[Message], chat_format: ChatFormat, record: SessionRecord | None) -> ChatPrompt:
+        """The tokens of a conversation. Turns that the record has are in it as they were sampled, with the later
+        messages appended."""
         if sum(len(message["content"]) for message in messages) > self.most_characters:
             raise no_room(self.most_tokens, self.most_characters, "messages")
-        if record is not None and stage.appending is not None:
-            found = record.said_before(stage.keys(messages))
+        if record is not None and chat_format.appending is not None:
+            found = record.turn_before_messages(chat_format.history_keys(messages))
             if found is not None:
                 count, before = found
-                said = messages[count:]
-                if said and all(message["role"] in ("user", "tool") for message in said):
+                new = messages[count:]
+                if new and all(message["role"] in ("user", "tool") for message in new):
                     try:
-                        tail = stage.appending.after(said, before.ended)
+                        tail = chat_format.appending.after(new, before.ended)
                     except UserError:
-                        pass  # as a whole it may be rendered, or the reason be clearer
+                        pass  # the whole conversation may be rendered, or the error be clearer
                     else:
-                        return ChatPrompt(before.ids + tail, before, said, messages, stage)
+                        return ChatPrompt(before.ids + tail, before, new, messages, chat_format)
         try:
-            text = stage.renderer.render_prompt(messages, tools=stage.tools, where="messages")
+            text = chat_format.renderer.render_prompt(messages, tools=chat_format.tools, where="messages")
         except UserError as error:
             raise InvalidRequest(str(error), "messages") from None
-        return ChatPrompt(encoded(self.tokenizer, text), None, messages, messages, stage)
+        return ChatPrompt(encoded(self.tokenizer, text), None, messages, messages, chat_format)
 
     def check_ids(self, ids: list[int], param: str) -> None:
-        if min(ids) < 0 or max(ids) >= self.house.vocabulary:
-            raise InvalidRequest(f"{param} has a token id that is not below {self.house.vocabulary}", param)
+        if min(ids) < 0 or max(ids) >= self.defaults.vocabulary:
+            raise InvalidRequest(f"{param} has a token id that is not below {self.defaults.vocabulary}", param)
 
     def room(self, prompt_ids: list[int], param: str) -> int:
-        """For the tokens of an answer."""
+        """How many tokens an answer may have behind this prompt."""
         if not prompt_ids:
             raise InvalidRequest(f"{param} has no token; at least one is needed", param)
         self.check_ids(prompt_ids, param)
@@ -360,8 +370,8 @@ class ServedPolicy:
         return room
 
     def ended(self, rollout: Rollout) -> bool:
-        """Whether its last token is one that ends turns."""
-        return bool(rollout.ids) and rollout.ids[-1] in self.house.stops
+        """Whether its last token is a stop token."""
+        return bool(rollout.ids) and rollout.ids[-1] in self.defaults.stops
 
     def text(self, ids: Sequence[int], *, special: bool = False) -> str:
         """`special`: with the names of special tokens."""
@@ -370,9 +380,10 @@ class ServedPolicy:
         return texts_of(self.tokenizer, [list(ids)])[0]
 
     def name_all(self) -> None:
-        """Every token has its name ready, and texts their table. Other tokenizers than fast ones take long, and may
-        refuse the places of a head that are no tokens: they are asked for what is drawn."""
+        """Decode every token once, ahead of requests. Slow tokenizers take long, and may refuse ids beyond their
+        vocabulary: they decode what is sampled."""
         self.text([0])
         if decodes_fast(self.tokenizer):
-            alone = [[token] for token in range(self.house.vocabulary)]
-            self.names.learn(self.tokenizer.backend_tokenizer.decode_batch(alone, skip_special_tokens=False))
+            alone = [[token] for token in range(self.defaults.vocabulary)]
+            names = self.tokenizer.backend_tokenizer.decode_batch(alone, skip_special_tokens=False)
+            self.names.update(enumerate(zip(names, map(json.dumps, names))))

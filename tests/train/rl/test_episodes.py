@@ -7,7 +7,7 @@ import torch
 
 from tests.train.rl.played import Played, experience_of
 from tests.train.rl.test_experience import assert_equal
-from trimtab.distributed.wire import Wire
+from trimtab.distributed.serialization import Serializer
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft
@@ -76,7 +76,7 @@ def test_records_and_branches_survive_taking_joining_tensors_and_the_wire():
     read = Experience.from_tensors(experience.tensors())
     assert_equal(read, experience)
     assert read.episodes == experience.episodes and read.episodes[4] is read.episodes[6]
-    wire = Wire(*RECORDS)
+    wire = Serializer(*RECORDS)
     sent = wire.unpack(wire.pack(experience))
     assert_equal(sent, experience)
     assert sent.episodes == experience.episodes

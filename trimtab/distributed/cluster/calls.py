@@ -1,4 +1,4 @@
-"""Groups of roles on Ray. What travels is packed as between any processes (wire.py), and handed over by Ray."""
+"""Groups of roles on Ray. Messages are serialized as between any processes, and Ray transports them."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
 
 from trimtab.distributed.cluster.crew import Crew
 from trimtab.distributed.cluster.losses import EngineLost
 from trimtab.distributed.cluster.member import Member
 from trimtab.distributed.cluster.worker import DONE, MISTAKE, NO_ROOM
 from trimtab.distributed.roles import Group, Processes, Unanswered
-from trimtab.distributed.wire import Wire
+from trimtab.distributed.serialization import Serializer
 from trimtab.errors import OutOfMemory, RunFailed, UserError
 
 ENGINE_DIED = "EngineDead"  # how vLLM calls it when a process of its own has gone
@@ -22,13 +21,18 @@ LARGE = 2**16  # bytes; what all are told alike is put into Ray's memory once
 
 class RayGroup(Group):
     def __init__(
-        self, crew: Crew, wire: Wire, name: str, members: Sequence[Member], processes: Processes | None = None
+        self,
+        crew: Crew,
+        serializer: Serializer,
+        name: str,
+        members: Sequence[Member],
+        processes: Processes | None = None,
     ):
         """`processes`: which part of a call each member gets, if not one of its own."""
         self.name, self.members = name, members
         self.processes = processes or Processes.apart([member.rank for member in members])
         self.size = self.processes.size
-        self._crew, self._wire = crew, wire
+        self._crew, self._serializer = crew, serializer
 
     def start(self, method: str, parts: Sequence[Any] | None = None, **shared: Any) -> "RayCall":
         if parts is None:
@@ -44,14 +48,14 @@ class RayGroup(Group):
         self, method: str, values: Sequence[tuple | None], told: Sequence[int], shared: dict[str, Any]
     ) -> "RayCall":
         """`told`: whose results are handed out."""
-        settings: Any = self._wire.pack(shared).numpy()
+        settings: Any = np.frombuffer(self._serializer.pack(shared), dtype=np.uint8)
         if settings.nbytes > LARGE and len(self.members) > 1:
             settings = ray.put(settings)
         asked = []
         for member, value in zip(self.members, values, strict=True):
-            own = self._wire.pack([self.name, method, value]).numpy()
+            own = np.frombuffer(self._serializer.pack([self.name, method, value]), dtype=np.uint8)
             asked.append((member, member.handle.perform.remote(own, settings)))
-        return RayCall(self._crew, self._wire, f"{self.name}.{method}", asked, told)
+        return RayCall(self._crew, self._serializer, f"{self.name}.{method}", asked, told)
 
     def meet_again(self) -> bool:
         """All processes of the world do, also those of other groups."""
@@ -73,9 +77,11 @@ class EngineGroup(RayGroup):
 
 
 class RayCall:
-    def __init__(self, crew: Crew, wire: Wire, name: str, asked: list[tuple[Member, Any]], told: Sequence[int]):
+    def __init__(
+        self, crew: Crew, serializer: Serializer, name: str, asked: list[tuple[Member, Any]], told: Sequence[int]
+    ):
         self.name = name
-        self._crew, self._wire, self._asked, self._told = crew, wire, asked, told
+        self._crew, self._serializer, self._asked, self._told = crew, serializer, asked, told
         self._results: dict[int, Any] = {}
         self._shortage: str | None = None
 
@@ -103,7 +109,7 @@ class RayCall:
         kind, content = answer
         self._results[member.rank] = None
         if kind == DONE:
-            self._results[member.rank] = self._wire.unpack(torch.from_numpy(np.array(content)))
+            self._results[member.rank] = self._serializer.unpack(np.array(content))
         elif kind == NO_ROOM:
             self._shortage = content
         elif kind == MISTAKE:

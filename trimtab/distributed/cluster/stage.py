@@ -25,8 +25,8 @@ from trimtab.distributed.cluster.worker import Job, Seating, Worker
 from trimtab.distributed.device import Device, showing
 from trimtab.distributed.devices import Kind, of_resource
 from trimtab.distributed.roles import Group, Processes
+from trimtab.distributed.serialization import Serializer
 from trimtab.distributed.staging import HOST, SeededOptions, Stage, Unit
-from trimtab.distributed.wire import Wire
 from trimtab.distributed.world import World
 from trimtab.errors import UserError
 from trimtab.interrupts import StopRequest
@@ -53,7 +53,7 @@ class RayStage(Stage):
         self.units = list(job.units(job.options, layout.size))
         self.device = Device(torch.device("cpu"), "CPU")  # of this process, on which no model is
         self.world = World(0, layout.size)  # of the roles; this process only speaks for it
-        self._wire = Wire(*job.records, Processes)
+        self._serializer = Serializer(*job.records, Processes)
         self._crew = Crew(hang_timeout, stop, layout.size)
         self.found: list[dict[str, Any]] = []  # what each process says of where it is
         self.devices: list[dict[str, Any]] = []  # and of its device
@@ -215,7 +215,8 @@ class RayStage(Stage):
         if apart is None or self._engines:
             return None
         self._engines = {
-            role: EngineGroup(self._crew, self._wire, role, engines, stand_in=self.stand_in) for role in apart.roles
+            role: EngineGroup(self._crew, self._serializer, role, engines, stand_in=self.stand_in)
+            for role in apart.roles
         }
         return self._group(HOST, engines).start("build", unit=apart.name)
 
@@ -224,7 +225,7 @@ class RayStage(Stage):
         return self.groups(self.job.options)
 
     def _group(self, role: str, members: Sequence[Member], processes: Processes | None = None) -> RayGroup:
-        return RayGroup(self._crew, self._wire, role, members, processes)
+        return RayGroup(self._crew, self._serializer, role, members, processes)
 
     def described(self) -> dict[str, Any]:
         threads = [device["threads"] for device in self.devices]

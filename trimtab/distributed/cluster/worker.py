@@ -19,9 +19,9 @@ from trimtab.distributed.interfaces import speak_at
 from trimtab.distributed.link import NODE_ADDRESS
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.roles import Processes
+from trimtab.distributed.serialization import Serializer
 from trimtab.distributed.staging import Host, SeededOptions, Unit
 from trimtab.distributed.watch import in_collective, pulse
-from trimtab.distributed.wire import Wire
 from trimtab.distributed.world import World, join
 from trimtab.errors import OutOfMemory, RunFailed, UserError
 from trimtab.interrupts import StopRequest
@@ -110,22 +110,22 @@ class Worker:
             world = World(seating.rank, seating.size, device.torch)
         job.prepare(job.options)
         units = job.units(job.options, seating.size)
-        self._wire = Wire(*job.records, Processes)
+        self._serializer = Serializer(*job.records, Processes)
         self.host = Host(job.options, units, job.make_mesh, device, world, self.stop)
         return device.described()
 
     def perform(self, own: np.ndarray, shared: np.ndarray) -> tuple[str, Any]:
         """One call of a role. What goes wrong is told, not raised: so the controller reads it as it was meant."""
         try:
-            role, method, part = self._wire.unpack(torch.from_numpy(own.copy()))
-            settings = self._wire.unpack(torch.from_numpy(shared.copy()))  # Ray's memory is not to be written to
+            role, method, part = self._serializer.unpack(own.copy())
+            settings = self._serializer.unpack(shared.copy())  # Ray's memory is not to be written to
             assert not method.startswith("_"), "a role's own business"
             pulse.thread = threading.get_ident()
             pulse.move(f"{role}.{method}")
             result = getattr(self.host.roles[role], method)(*(part or ()), **settings)
             if (why := reason_to_call_off()) is not None:
                 return NO_ROOM, why
-            return DONE, self._wire.pack(result).numpy()
+            return DONE, np.frombuffer(self._serializer.pack(result), dtype=np.uint8)
         except OutOfMemory as error:
             return NO_ROOM, str(error)
         except UserError as error:

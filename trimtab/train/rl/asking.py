@@ -10,7 +10,7 @@ from trimtab.data.prompts import PromptStore
 from trimtab.data.tokenizer import texts_of
 from trimtab.distributed.cluster.losses import EngineLost
 from trimtab.distributed.roles import Group
-from trimtab.distributed.wire import CannotTravel
+from trimtab.distributed.serialization import NotSerializable
 from trimtab.errors import OutOfMemory, UserError
 from trimtab.rewards.requests import PromptBatch, request_of
 from trimtab.rewards.types import RewardFailed, RewardResult, RewardSum
@@ -178,7 +178,7 @@ def travelling() -> Iterator[None]:
     """Inside, prompts go to other processes with the columns of their rows."""
     try:
         yield
-    except CannotTravel as error:
+    except NotSerializable as error:
         raise UserError(
             f"a column of the prompt data cannot be sent to another process ({error}); drop it, or train in one"
         ) from error

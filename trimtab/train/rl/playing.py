@@ -34,12 +34,12 @@ def player_of(
         return None
     from trimtab.envs.episode_engine import BroadcastPool
     from trimtab.envs.episode_session import EnvironmentEngine
-    from trimtab.server.environment_engine import never, open_pool, playing_engine, settings_of
+    from trimtab.server.environment_engine import episode_settings, make_environment_engine, never, open_pool
 
-    settings = settings_of(options, plain=not options.apply_chat_template)
+    settings = episode_settings(options, plain=not options.apply_chat_template)
     if tensor is None or tensor.size == 1:
         pool = open_pool(options, never if options.outlives_updates else stopped)
-        return playing_engine(engine, pool, tokenizer, settings)
+        return make_environment_engine(engine, pool, tokenizer, settings)
     shared = BroadcastPool(lambda: open_pool(options), tensor)
     try:
         if shared.about.kind == "agent":
@@ -80,11 +80,11 @@ def load_stores(
     """The prompts of training and, if there are any, of evaluation: from data, or the environment's own rows."""
     if options.prompt_data is not None:
         return load_prompt_stores(options, tokenizer)
-    from trimtab.server.environment_engine import columns_of, rows_of_environment
+    from trimtab.server.environment_engine import environment_columns, environment_rows
 
     count, held_out = min(options.env_rows, options.max_samples), options.env_eval_rows
-    rows = rows_of_environment(options, count, options.seed, to_measure=held_out, instead="--prompt_data")
-    return build_prompt_stores(rows, tokenizer, dataclasses.replace(options, **columns_of(rows["train"])))
+    rows = environment_rows(options, count, options.seed, eval_count=held_out, instead="--prompt_data")
+    return build_prompt_stores(rows, tokenizer, dataclasses.replace(options, **environment_columns(rows["train"])))
 
 
 def contents_of_environment(options: RLOptions) -> dict[str, str]:

@@ -65,11 +65,11 @@ def rehearse_rl(
     rewarded = try_reward(options, device, tokenizer, stores["train"])
     played: list[str] = []
     if options.plays:
-        from trimtab.server.environment_engine import try_environment
+        from trimtab.server.environment_engine import check_environment
 
         first = PromptBatch.of(stores["train"], [(0, request_seed(options.seed, 0))], rewarded=True)
         plain = not options.apply_chat_template
-        played = try_environment(options, first.tasks()[0], first.ids[0], tokenizer, plain=plain)
+        played = check_environment(options, first.tasks()[0], first.ids[0], tokenizer, plain=plain)
     order = order_of_prompts(len(stores["train"]), options, episodes or options.num_episodes)
     replayed = None
     if options.replay and (recording := Recording.of(options)):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trimtab.data.batches import Span, TokenBatch
-from trimtab.distributed.wire import CannotTravel, Wire
+from trimtab.distributed.serialization import NotSerializable, Serializer
 from trimtab.rewards.types import BadSample
 from trimtab.rollout.sampling import SamplingParams
 
@@ -24,7 +24,7 @@ class Record:
 
 
 def there_and_back(value, *records):
-    return Wire(*records).unpack(Wire(*records).pack(value))
+    return Serializer(*records).unpack(Serializer(*records).pack(value))
 
 
 PLAIN = [
@@ -59,8 +59,8 @@ def test_tensors_and_arrays_arrive_bit_for_bit(dtype, shape):
 
 def test_a_view_arrives_without_what_it_is_a_view_of():
     large = torch.arange(1_000_000).reshape(1000, 1000)
-    message = Wire().pack(large[:, 7])
-    assert len(message) < 9000 and torch.equal(Wire().unpack(message), large[:, 7])
+    message = Serializer().pack(large[:, 7])
+    assert len(message) < 9000 and torch.equal(Serializer().unpack(message), large[:, 7])
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -91,14 +91,14 @@ def test_an_exception_arrives_with_what_it_knows():
 
 
 def test_only_the_records_of_a_wire_travel():
-    with pytest.raises(CannotTravel, match="Record is not among what may travel"):
-        Wire(SamplingParams).pack(Record([], torch.zeros(1)))
+    with pytest.raises(NotSerializable, match="Record is not among the types"):
+        Serializer(SamplingParams).pack(Record([], torch.zeros(1)))
     with pytest.raises(KeyError):
-        Wire(SamplingParams).unpack(Wire(Record).pack(Record([], torch.zeros(1))))
+        Serializer(SamplingParams).unpack(Serializer(Record).pack(Record([], torch.zeros(1))))
 
 
 def test_a_message_that_lies_about_its_length_is_refused():
     header = json.dumps({"tensor": ["float32", [1000], 0]}).encode()
     message = len(header).to_bytes(8, "little") + header + bytes(64)
     with pytest.raises(AssertionError, match="ends early"):
-        Wire().unpack(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+        Serializer().unpack(message)

@@ -1,0 +1,343 @@
+"""Messages between processes: values as JSON with raw numbers behind it, and frames with a length in front.
+
+`Serializer` turns values into bytes. Nothing that arrives can run code:
+
+    length of the JSON (8 bytes) | the JSON | the numbers of tensors, arrays and long lists, each where the JSON says
+
+Plain values, lists, tuples, dicts, paths, bytes, dates, tensors and arrays are serialized as they are; dataclasses and
+exceptions if the serializer was made for them. A list of one kind of dataclass is serialized as columns.
+
+A stream of bytes carries frames: a length and a message. `FrameDecoder` cuts any stream into messages, and
+`MessageSocket` is a non-blocking socket of them. The length is written as `multiprocessing.connection.Connection`
+writes it, so that one can be at the other end.
+
+This module imports neither torch nor numpy before one of their values comes: sandbox workers start without them.
+"""
+
+import itertools
+import json
+import socket
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from datetime import date, datetime, time
+from decimal import Decimal
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    Buffer = bytes | bytearray | memoryview | np.ndarray
+
+RAW_NUMBERS = 8  # a list of at least this many numbers is cheaper as raw ones
+NUMBERS = {int: ("q", "int64"), float: ("d", "float64")}
+TIMES: dict[str, Any] = {kind.__name__: kind for kind in (datetime, date, time)}
+ALIGNMENT = 16
+LENGTH_BYTES = 8
+
+
+class NotSerializable(TypeError):
+    """A value of a type that is not sent to other processes."""
+
+
+class Serializer:
+    """Packs values into bytes and unpacks them; `records` are the dataclasses and exceptions that it knows."""
+
+    def __init__(self, *records: type):
+        self._records = {record.__name__: record for record in records}
+        self._readers: dict[str, Callable[[Any, memoryview], Any]] = {
+            "tuple": lambda content, raw: tuple(self._read(content, raw)),
+            "map": lambda content, raw: {name: self._read(value, raw) for name, value in content.items()},
+            "pairs": lambda content, raw: {self._read(k, raw): self._read(v, raw) for k, v in content},
+            "path": lambda content, raw: Path(content),
+            "bytes": lambda content, raw: _slice(raw, *content).tobytes(),
+            "when": lambda content, raw: TIMES[content[0]].fromisoformat(content[1]),
+            "decimal": lambda content, raw: Decimal(content),
+            "tensor": lambda content, raw: _read_tensor(*content, raw),
+            "array": lambda content, raw: _read_array(*content, raw),
+            "numbers": lambda content, raw: _read_numbers(*content, raw),
+            "ragged": self._read_ragged,
+            "rows": self._read_rows,
+            "record": self._read_record,
+            "error": self._read_error,
+        }
+
+    def pack(self, value: Any) -> bytearray:
+        raw = _RawParts()
+        header = json.dumps(self._plain(value, raw), separators=(",", ":")).encode()
+        start = _aligned(LENGTH_BYTES + len(header))
+        message = bytearray(start + raw.size)
+        message[:LENGTH_BYTES] = len(header).to_bytes(LENGTH_BYTES, "little")
+        message[LENGTH_BYTES : LENGTH_BYTES + len(header)] = header
+        with memoryview(message) as view:  # which copies raw numbers once
+            for place, part in raw.parts:
+                view[start + place : start + place + len(part)] = part
+        return message
+
+    def unpack(self, message: "Buffer") -> Any:
+        """The value. Its tensors and arrays are views of the message."""
+        view = memoryview(message)
+        end = LENGTH_BYTES + int.from_bytes(view[:LENGTH_BYTES], "little")
+        return self._read(json.loads(view[LENGTH_BYTES:end].tobytes()), view[_aligned(end) :])
+
+    # ---- writing
+
+    def _plain(self, value: Any, raw: "_RawParts") -> Any:
+        kind = type(value)
+        if value is None or kind in (str, int, float, bool):
+            return value
+        if kind is list:
+            return self._plain_list(value, raw)
+        if kind is tuple:
+            return {"tuple": self._plain_items(value, raw)}
+        if kind is dict:
+            if all(type(name) is str for name in value):
+                return {"map": {name: self._plain(item, raw) for name, item in value.items()}}
+            return {"pairs": [[self._plain(k, raw), self._plain(v, raw)] for k, v in value.items()]}
+        if isinstance(value, _class_if_imported("torch", "Tensor")):
+            return {"tensor": _tensor_parts(value, raw)}
+        if isinstance(value, _class_if_imported("numpy", "ndarray")):
+            if value.dtype.kind not in "biufc":
+                raise NotSerializable(f"an array of {value.dtype} is not serialized")
+            return {"array": [value.dtype.name, list(value.shape), raw.add(value.tobytes())]}
+        if isinstance(value, Path):
+            return {"path": str(value)}
+        if kind is bytes:
+            return {"bytes": [raw.add(value), len(value)]}
+        if kind in TIMES.values():
+            return {"when": [kind.__name__, value.isoformat()]}
+        if kind is Decimal:
+            return {"decimal": str(value)}
+        if self._records.get(kind.__name__) is not kind:
+            raise NotSerializable(f"{kind.__name__} is not among the types that this serializer knows")
+        if isinstance(value, Exception):
+            return {"error": [kind.__name__, self._plain(value.args, raw), self._plain(vars(value), raw)]}
+        return {"record": [kind.__name__, {f.name: self._plain(getattr(value, f.name), raw) for f in fields(value)}]}
+
+    def _plain_list(self, values: list, raw: "_RawParts") -> Any:
+        kinds = set(map(type, values))
+        if len(kinds) != 1 or len(values) == 1:
+            return self._plain_items(values, raw)
+        (kind,) = kinds
+        if kind in NUMBERS:
+            return values if (numbers := _raw_numbers(values, raw)) is None else {"numbers": numbers}
+        if kind is list:  # lists of token ids, most of all
+            numbers = _raw_numbers([*itertools.chain.from_iterable(values)], raw)
+            if numbers is not None:
+                return {"ragged": [numbers, self._plain_list([len(value) for value in values], raw)]}
+        elif self._records.get(kind.__name__) is kind and not issubclass(kind, Exception):
+            names = [f.name for f in fields(cast(Any, kind))]
+            columns = {name: self._plain_list([getattr(v, name) for v in values], raw) for name in names}
+            return {"rows": [kind.__name__, columns]}
+        return self._plain_items(values, raw)
+
+    def _plain_items(self, values: Sequence, raw: "_RawParts") -> list:
+        return [self._plain(value, raw) for value in values]
+
+    # ---- reading
+
+    def _read(self, content: Any, raw: memoryview) -> Any:
+        if type(content) is list:
+            return [self._read(item, raw) for item in content]
+        if type(content) is not dict:
+            return content
+        ((kind, content),) = content.items()
+        return self._readers[kind](content, raw)
+
+    def _read_record(self, content: Any, raw: memoryview) -> Any:
+        name, values = content
+        return self._records[name](**{field: self._read(value, raw) for field, value in values.items()})
+
+    def _read_rows(self, content: Any, raw: memoryview) -> list:
+        name, columns = content
+        read = [self._read(column, raw) for column in columns.values()]
+        return [self._records[name](**dict(zip(columns, row))) for row in zip(*read, strict=True)]
+
+    def _read_ragged(self, content: Any, raw: memoryview) -> list[list]:
+        numbers = _read_numbers(*content[0], raw)
+        ends = [0, *itertools.accumulate(self._read(content[1], raw))]
+        return [numbers[start:end] for start, end in itertools.pairwise(ends)]
+
+    def _read_error(self, content: Any, raw: memoryview) -> Exception:
+        name, arguments, more = content
+        error = self._records[name](*self._read(arguments, raw))
+        vars(error).update(self._read(more, raw))
+        return error
+
+
+# ---- raw numbers of tensors, arrays and long lists
+
+
+class _RawParts:
+    """The raw numbers of a message, one part after another, each aligned."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.parts: list[tuple[int, bytes | memoryview]] = []
+
+    def add(self, part: bytes | memoryview) -> int:
+        """Where the part will be."""
+        place = self.size
+        self.parts.append((place, part))
+        self.size = _aligned(place + len(part))
+        return place
+
+
+def _class_if_imported(module: str, name: str) -> Any:
+    """A value of the class exists only if its module was imported; () is a class that has no instances."""
+    found = sys.modules.get(module)
+    return () if found is None else getattr(found, name)
+
+
+def _tensor_parts(tensor: "Tensor", raw: _RawParts) -> list:
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    part = memoryview(flat.view(torch.uint8).numpy()) if len(flat) else b""
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), raw.add(part)]
+
+
+def _raw_numbers(values: list, raw: _RawParts) -> list | None:
+    """A long list of nothing but integers of 64 bits, or nothing but floats; None: another list."""
+    kinds = set(map(type, values))
+    if len(values) < RAW_NUMBERS or len(kinds) != 1 or (kind := NUMBERS.get(kinds.pop())) is None:
+        return None
+    code, _ = kind
+    try:
+        return [code, len(values), raw.add(memoryview(array(code, values)).cast("B"))]
+    except OverflowError:
+        return None
+
+
+def _read_tensor(name: str, shape: list[int], place: int, raw: memoryview) -> "Tensor":
+    import torch
+
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), f"{name} is no dtype"
+    part = _slice(raw, place, prod(shape) * dtype.itemsize)
+    return torch.frombuffer(part, dtype=dtype).reshape(shape) if len(part) else torch.empty(shape, dtype=dtype)
+
+
+def _read_array(name: str, shape: list[int], place: int, raw: memoryview) -> "np.ndarray":
+    import numpy as np
+
+    dtype = np.dtype(name)
+    part = _slice(raw, place, prod(shape) * dtype.itemsize)
+    return np.frombuffer(part, dtype=dtype).reshape(shape) if len(part) else np.empty(shape, dtype=dtype)
+
+
+def _read_numbers(code: str, count: int, place: int, raw: memoryview) -> list:
+    return _slice(raw, place, count * 8).cast(code).tolist()
+
+
+def _slice(raw: memoryview, place: int, size: int) -> memoryview:
+    assert place >= 0 and size >= 0 and place + size <= len(raw), "a message that ends early"
+    return raw[place : place + size]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+# ---- frames: messages in a stream of bytes
+
+LARGEST_MESSAGE = 2**28
+READ_BYTES = 2**20
+LENGTH = struct.Struct("!i")
+
+
+class MessageTooLarge(Exception):
+    """A frame announces a message that is larger than any sensible one."""
+
+
+def frame(*parts: bytes) -> bytes:
+    """The parts as one message with its length in front."""
+    return b"".join((LENGTH.pack(sum(map(len, parts))), *parts))
+
+
+class FrameDecoder:
+    """Cuts a stream of bytes, in whatever pieces it comes, into messages."""
+
+    def __init__(self, largest: int = LARGEST_MESSAGE):
+        self.largest = largest
+        self._incoming = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The messages that are complete now."""
+        incoming = self._incoming
+        incoming += data
+        messages, start = [], 0
+        with memoryview(incoming) as view:
+            while len(incoming) >= start + LENGTH.size:
+                (length,) = LENGTH.unpack_from(view, start)
+                if not 0 <= length <= self.largest:
+                    raise MessageTooLarge
+                start += LENGTH.size
+                if len(incoming) < start + length:
+                    start -= LENGTH.size
+                    break
+                messages.append(view[start : start + length].tobytes())
+                start += length
+        del incoming[:start]
+        return messages
+
+
+class MessageSocket:
+    """A non-blocking socket that sends and receives whole messages: neither end waits for the other."""
+
+    def __init__(self, end: socket.socket):
+        end.setblocking(False)
+        self._end = end
+        self._decoder, self._outgoing = FrameDecoder(), bytearray()
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether messages wait to be sent."""
+        return bool(self._outgoing)
+
+    def send(self, message: bytes) -> None:
+        """Send now, or when `flush` is called and the socket has room."""
+        assert len(message) <= LARGEST_MESSAGE, f"a message of {len(message)} bytes"
+        whole = frame(message)
+        if not self._outgoing and len(whole) <= READ_BYTES:  # nearly always: nothing is copied to the buffer
+            try:
+                whole = whole[self._end.send(whole) :]
+            except BlockingIOError:
+                pass
+            except OSError:  # as below
+                return
+        if whole:
+            self._outgoing += whole
+            self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._outgoing:
+                del self._outgoing[: self._end.send(memoryview(self._outgoing)[:READ_BYTES].tobytes())]
+        except BlockingIOError:
+            return
+        except OSError:  # `receive` reports that the other end is gone
+            self._outgoing.clear()
+
+    def receive(self) -> list[bytes]:
+        """All messages that have arrived. EOFError: no more will come; MessageTooLarge: from the decoder."""
+        ended, messages = False, []
+        try:
+            while len(chunk := self._end.recv(READ_BYTES)):
+                messages += self._decoder.feed(chunk)
+            ended = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            ended = True
+        if ended and not messages:
+            raise EOFError
+        return messages
