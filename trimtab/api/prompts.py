@@ -5,7 +5,7 @@ from typing import Any
 
 from trimtab.data.chat import ChatRenderer, render_pair
 from trimtab.data.tokenising import tokenise
-from trimtab.envs.chat_tokens import encoded
+from trimtab.data.tokenizer import encode_text
 from trimtab.envs.types import Message
 from trimtab.errors import UserError
 
@@ -32,9 +32,9 @@ class Prompts:
 
     def ids(self, prompt: Any, where: str) -> list[int]:
         if isinstance(prompt, str):
-            return encoded(self._needed(where), prompt)
+            return encode_text(self._needed(where), prompt)
         if _is_conversation(prompt):
-            return encoded(self._needed(where), self.renderer(where).render_prompt(list(prompt), where=where))
+            return encode_text(self._needed(where), self.renderer(where).render_prompt(list(prompt), where=where))
         try:
             found = [int(one) for one in prompt]
         except (TypeError, ValueError):

@@ -50,6 +50,16 @@ def load_tokenizer(
     return tokenizer
 
 
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a text that has its special tokens written out, such as a rendered conversation."""
+    return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+
+def decode_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of all tokens, special ones included."""
+    return tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+
+
 DECODING = ("decode", "batch_decode", "_decode")  # a tokenizer may have its own ways
 
 

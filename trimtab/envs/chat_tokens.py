@@ -18,6 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.data.chat import ChatRenderer
+from trimtab.data.tokenizer import decode_text, encode_text
 from trimtab.envs.types import VERBATIM, EpisodeSettings, Message
 from trimtab.errors import UserError
 
@@ -49,10 +50,10 @@ class TextAppender:
         self.tokenizer = tokenizer
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        return encoded(self.tokenizer, contents(messages))
+        return encode_text(self.tokenizer, contents(messages))
 
     def after(self, messages: Sequence[Message], ended: bool) -> list[int]:
-        return encoded(self.tokenizer, contents(messages))
+        return encode_text(self.tokenizer, contents(messages))
 
 
 class ChatAppender:
@@ -79,15 +80,15 @@ class ChatAppender:
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """The tokens before the first turn."""
         if is_verbatim(messages):
-            return encoded(self.tokenizer, contents(messages))
+            return encode_text(self.tokenizer, contents(messages))
         return self._cached(
-            ("opening", messages), lambda: encoded(self.tokenizer, self._text(list(messages), prompt=True))
+            ("opening", messages), lambda: encode_text(self.tokenizer, self._text(list(messages), prompt=True))
         )
 
     def after(self, messages: Sequence[Message], ended: bool) -> list[int]:
         """The tokens between a turn and the next. `ended`: the turn has its end token; otherwise that comes first."""
         if is_verbatim(messages):
-            return encoded(self.tokenizer, contents(messages))
+            return encode_text(self.tokenizer, contents(messages))
         return self._cached(
             ("after", ended, messages), lambda: self._after(_probe(messages, self.tools), list(messages), ended)
         )
@@ -107,7 +108,7 @@ class ChatAppender:
         """The tokens after the last answer of `before`."""
         text, answered, end = self._locate(before, messages)
         # Encoded from its end token on: text before a special token does not change the tokens after it.
-        ids = encoded(self.tokenizer, text[answered:])
+        ids = encode_text(self.tokenizer, text[answered:])
         return ids[1:] if ended and end > answered else ids
 
     def _locate(self, before: list[Message], messages: list[Message]) -> tuple[str, int, int]:
@@ -178,7 +179,7 @@ class ChatAppender:
         said = text[end:]  # compared as text: a small tokenizer may not have these words
         if PROBE not in said or ANSWER in said or ARGUMENT in said:
             raise self._refused("does not write it there")
-        whole, mark = encoded(self.tokenizer, text), encoded(self.tokenizer, text[answered:end])
+        whole, mark = encode_text(self.tokenizer, text), encode_text(self.tokenizer, text[answered:end])
         if end > answered and (len(mark) != 1 or whole[-len(found[0]) :] != found[0]):
             raise self._refused("leaves no border between tokens there")
 
@@ -194,14 +195,6 @@ def tokens_after(
     ended = bool(turn) and turn[-1] in stops
     ids = appender.after(messages, ended)
     return ids[1:] if ended and ids and ids[0] == turn[-1] else ids
-
-
-def encoded(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False, verbose=False)
-
-
-def decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    return tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
 
 
 def contents(messages: Sequence[Message]) -> str:
@@ -270,7 +263,7 @@ class MessageParser:
 
     def text(self, ids: Sequence[int], stops: Collection[int]) -> str:
         """The text without the stop token."""
-        return decoded(self.tokenizer, ids[:-1] if len(ids) and ids[-1] in stops else ids)
+        return decode_text(self.tokenizer, ids[:-1] if len(ids) and ids[-1] in stops else ids)
 
     def message(self, ids: Sequence[int], prefix: Sequence[int], stops: Collection[int]) -> Message:
         """`prefix`: the tokens before the turn, whose end may be the beginning of the message."""
@@ -409,7 +402,7 @@ class ChatTokens:
         with refusing():
             if self.appender is not None:
                 return self.appender.opening(messages)
-            return encoded(self.tokenizer, self._text(messages))
+            return encode_text(self.tokenizer, self._text(messages))
 
     def after(
         self, ids: list[int], turn: list[int], before: Sequence[Message], new: Sequence[Message]
@@ -420,9 +413,9 @@ class ChatTokens:
             if self.appender is not None:
                 return tokens_after(self.appender, turn, new, self.stops)
             text = self._text([*before, *new])
-        written = decoded(self.tokenizer, ids)
+        written = decode_text(self.tokenizer, ids)
         # Compared as text: the tokens may differ from the tokenizer's, and stay as they were generated.
-        return encoded(self.tokenizer, text[len(written) :]) if text.startswith(written) else None
+        return encode_text(self.tokenizer, text[len(written) :]) if text.startswith(written) else None
 
     def _text(self, messages: Sequence[Message]) -> str:
         assert self.renderer is not None, "history is rendered by the template"
@@ -433,7 +426,7 @@ class ChatTokens:
         if self.max_len is None:
             return list(messages)
         texts = {place: content for place, m in enumerate(messages) if isinstance(content := m.get("content"), str)}
-        ids = {place: encoded(self.tokenizer, text) for place, text in texts.items()}
+        ids = {place: encode_text(self.tokenizer, text) for place, text in texts.items()}
         if sum(map(len, ids.values())) <= self.max_len:
             return list(messages)
         limit = _common_limit([len(own) for own in ids.values()], self.max_len)
@@ -444,10 +437,10 @@ class ChatTokens:
 
     def _elided(self, ids: list[int], most: int) -> str:
         longest = ELISION.format(f"{len(ids):,}")
-        keep = max(0, most - len(encoded(self.tokenizer, longest)))
+        keep = max(0, most - len(encode_text(self.tokenizer, longest)))
         head, tail = ids[: keep - keep // 2], ids[len(ids) - keep // 2 :]
         elision = ELISION.format(f"{len(ids) - keep:,}")
-        return decoded(self.tokenizer, head) + elision + decoded(self.tokenizer, tail)
+        return decode_text(self.tokenizer, head) + elision + decode_text(self.tokenizer, tail)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What an environment is: it opens an episode, and answers the policy turn by turn. Every method may be async."""
+"""The interface of an environment: `reset` begins an episode, `step` answers the policy's turns. Methods may be async."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,25 +11,25 @@ from trimtab.rollout.episode import Task as Task
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy did."""
+    """A turn of the policy: the action that an environment is given."""
 
-    text: str  # without the token that ended it
-    message: Message  # the same as a message, with its tool calls
+    text: str  # without its stop token
+    message: Message  # with its tool calls
     ids: list[int]
     finish: Literal["stop", "length"]
     number: int  # 0 is the episode's first
-    room: int  # tokens that are left in the episode
+    room: int  # tokens left in the episode
 
 
 @dataclass
 class Step:
-    """What the environment says to it."""
+    """An environment's answer to a turn: the observation, the reward, and whether the episode is over."""
 
-    messages: str | list[Message] = field(default_factory=list)  # read next; a str is one user message
+    messages: str | list[Message] = field(default_factory=list)  # the observation; a str is one user message
     reward: float = 0.0  # of this turn
-    done: bool = False  # over, in the task's own terms
-    truncated: bool = False  # cut off from outside
-    ids: list[int] | None = None  # exact tokens in place of messages
+    done: bool = False  # terminated, in Gymnasium's words
+    truncated: bool = False  # ended by a limit
+    ids: list[int] | None = None  # exact tokens of the observation, instead of messages
     sampling: dict[str, Any] | None = None  # of the next turn: max_new_tokens, stop_strings
     logs: dict[str, float] = field(default_factory=dict)
 
@@ -40,7 +40,7 @@ class Environment(Protocol):
     tools: Sequence[Callable[..., Any]] = ()  # their schemas come from signatures and docstrings
 
     def reset(self, task: Task) -> str | list[Message] | None:
-        """What the policy reads first; None: the row's own prompt."""
+        """Begin an episode. Returns the first observation; None: the row's prompt."""
 
     def step(self, turn: Turn) -> Step: ...
 

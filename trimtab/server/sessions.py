@@ -19,8 +19,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.data.chat import ChatRenderer
-from trimtab.data.tokenizer import decodes_fast, texts_of
-from trimtab.envs.chat_tokens import ChatAppender, MessageParser, encoded
+from trimtab.data.tokenizer import decodes_fast, encode_text, texts_of
+from trimtab.envs.chat_tokens import ChatAppender, MessageParser
 from trimtab.envs.types import Message
 from trimtab.errors import UserError
 from trimtab.rollout.sampling import SamplingParams, request_seed
@@ -353,7 +353,7 @@ class ServedPolicy:
             text = chat_format.renderer.render_prompt(messages, tools=chat_format.tools, where="messages")
         except UserError as error:
             raise InvalidRequest(str(error), "messages") from None
-        return ChatPrompt(encoded(self.tokenizer, text), None, messages, messages, chat_format)
+        return ChatPrompt(encode_text(self.tokenizer, text), None, messages, messages, chat_format)
 
     def check_ids(self, ids: list[int], param: str) -> None:
         if min(ids) < 0 or max(ids) >= self.defaults.vocabulary:
