@@ -1,4 +1,4 @@
-"""The interface of an environment: `reset` begins an episode, `step` answers the policy's turns. Methods may be async."""
+"""The interface of an environment: `reset` begins an episode, `step` answers the policy's turns. Both may be async."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
