@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.envs.loader import load
-from trimtab.envs.pool import Ended, EnvLimits, Opened, Pool, Stepped
+from trimtab.envs.pool import Ended, EnvironmentPool, Opened, SandboxLimits, Stepped
 from trimtab.envs.types import Task, Turn
 
 TURNS = 4
@@ -82,7 +82,7 @@ async def plain(source: str, episodes: int) -> dict[int, float]:
     return rewards
 
 
-def pooled(pool: Pool, episodes: int) -> dict[int, float]:
+def pooled(pool: EnvironmentPool, episodes: int) -> dict[int, float]:
     rewards: dict[int, float] = {}
     turns = dict.fromkeys(range(episodes), 0)
     begun = 0
@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
             alone = few / (time.monotonic() - began)
             print(f"{name:9s} plain calls  {alone:7.0f} episodes/s", flush=True)
             for workers in sorted({1, options.workers}):
-                pool = Pool(f"{file}:{name}", EnvLimits(workers=workers))
+                pool = EnvironmentPool(f"{file}:{name}", SandboxLimits(workers=workers))
                 pooled(pool, 8 * workers)  # all processes are there
                 began, own = time.monotonic(), time.process_time()
                 found = pooled(pool, options.episodes)

@@ -28,7 +28,7 @@ from host_cost import Captured, MadeUpGraphs, NothingRead, make_engine, no_logit
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trimtab.envs.episode_session import EnvironmentEngine
-from trimtab.envs.pool import EnvLimits, Pool
+from trimtab.envs.pool import EnvironmentPool, SandboxLimits
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.evaluate.person import tokenizer_of_a_person
 from trimtab.rollout.builtin import engine as builtin_engine
@@ -89,11 +89,11 @@ def nothing_computed(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
         yield
 
 
-def spent_by(pool: Pool) -> float:
+def spent_by(pool: EnvironmentPool) -> float:
     """CPU seconds of its processes."""
     ticks = 0
-    for worker in pool._workers:
-        with open(f"/proc/{worker.child._process.pid}/stat") as stat:
+    for worker in pool._pool._workers:
+        with open(f"/proc/{worker.process.pid}/stat") as stat:
             ticks += sum(int(field) for field in stat.read().rpartition(")")[2].split()[11:13])
     return ticks / os.sysconf("SC_CLK_TCK")
 
@@ -101,7 +101,7 @@ def spent_by(pool: Pool) -> float:
 def play(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
     os.environ["TOLD_GAME_TURNS"] = str(options.turns)
     source = options.environment or f"{GAME}:Game"
-    pool = Pool(source, EnvLimits(workers=options.workers))
+    pool = EnvironmentPool(source, SandboxLimits(workers=options.workers))
     groups = options.episodes // options.group
     rows: list[dict[str, Any]] = pool.rows(groups, 0) if pool.about.offers_rows else [{}] * groups
     tasks = [Task(row, 0, row + 1, columns=columns) for row, columns in enumerate(rows)]

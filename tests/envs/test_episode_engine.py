@@ -9,7 +9,7 @@ from tests.data.templates import CHATML, QWEN3
 from tests.envs.chat_templates import tokenizer_of
 from tests.envs.scripted_engine import ScriptedEngine
 from trimtab.envs.episode_session import EnvironmentEngine
-from trimtab.envs.pool import EnvLimits, Pool
+from trimtab.envs.pool import EnvironmentPool, SandboxLimits
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.sampling import SamplingParams
 
@@ -73,7 +73,7 @@ def test_a_tool_that_raises_is_unknown_or_gets_bad_arguments_is_the_models_busin
         return wanted[text.count("<|im_start|>assistant") - 1]
 
     tokenizer = tokenizer_of(QWEN3)
-    pool = Pool(f"{file}:Tools", EnvLimits(workers=1))
+    pool = EnvironmentPool(f"{file}:Tools", SandboxLimits(workers=1))
     engine = EnvironmentEngine(ScriptedEngine(tokenizer, say), pool, tokenizer, EpisodeSettings())
     try:
         task = Task(0, 0, 1, prompt="What is four by two?")
@@ -106,7 +106,7 @@ FAULTS = {
 
 def play_faults(file, tmp_path, what, times, retries):
     tokenizer = tokenizer_of(CHATML)
-    pool = Pool(f"{file}:Faults", EnvLimits(seconds=1.0, workers=1, threads=8))
+    pool = EnvironmentPool(f"{file}:Faults", SandboxLimits(seconds=1.0, workers=1, threads=8))
     inner = ScriptedEngine(tokenizer, lambda text: "Yes.")
     engine = EnvironmentEngine(inner, pool, tokenizer, EpisodeSettings(retries=retries))
     columns = {"notes": str(tmp_path / "notes"), "times": times}

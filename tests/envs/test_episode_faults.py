@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from tests.envs.episodes import make_policy, plain, play, player
-from trimtab.envs.pool import EnvLimits, Pool
+from trimtab.envs.pool import EnvironmentPool, SandboxLimits
 
 CODE = """
     import os, pathlib, signal, sys, time
@@ -52,7 +52,9 @@ ROWS = 7
 def test_whatever_an_environment_does_others_and_the_next_try_are_what_they_are_without(tmp_path):
     (tmp_path / "world.py").write_text(textwrap.dedent(CODE))
     policy = make_policy()
-    engine = player(policy, Pool(str(tmp_path / "world.py"), EnvLimits(seconds=1.0, workers=2, memory_gib=2.0)))
+    engine = player(
+        policy, EnvironmentPool(str(tmp_path / "world.py"), SandboxLimits(seconds=1.0, workers=2, memory_gib=2.0))
+    )
     disturbed = play(engine, rows=ROWS, n=2)
     assert {"segfault", "exit", "hang", "memory"} <= {file.name for file in tmp_path.iterdir()}
     calm = play(engine, rows=ROWS, n=2)  # each goes wrong once

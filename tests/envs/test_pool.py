@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from trimtab.envs import pool as workers
-from trimtab.envs.pool import Broken, Ended, EnvironmentsHere, EnvLimits, Opened, Pool, Stepped
+from trimtab.envs.pool import Broken, Ended, EnvironmentPool, LocalEnvironments, Opened, SandboxLimits, Stepped
 from trimtab.envs.types import Step, Task, Turn
 from trimtab.errors import UserError
-from trimtab.sandbox.wait import RunStopped
+from trimtab.sandbox.process import RunStopped
 
 CODE = """
     import asyncio, json, os, pathlib, signal, subprocess, sys, threading, time
@@ -140,8 +140,8 @@ def pool_of(tmp_path):
 
     def make(code=CODE, seconds=20.0, workers=1, threads=4, memory_gib=2.0, **others):
         (tmp_path / "world.py").write_text(textwrap.dedent(code))
-        limits = EnvLimits(seconds, workers, threads, memory_gib)
-        made.append(Pool(str(tmp_path / "world.py"), limits, **others))
+        limits = SandboxLimits(seconds, workers, threads, memory_gib)
+        made.append(EnvironmentPool(str(tmp_path / "world.py"), limits, **others))
         return made[-1]
 
     yield make
@@ -154,7 +154,7 @@ def pool(tmp_path_factory):
     """For tests that end no process."""
     file = tmp_path_factory.mktemp("pool") / "world.py"
     file.write_text(textwrap.dedent(CODE))
-    made = Pool(str(file), EnvLimits(20.0, 1, 4, 2.0))
+    made = EnvironmentPool(str(file), SandboxLimits(20.0, 1, 4, 2.0))
     yield made
     made.close()
 
@@ -261,7 +261,7 @@ def test_a_call_that_takes_long_is_reported_once_while_it_is_waited_for(pool_of,
                 time.sleep(float(turn.text.removeprefix("wait ")))
                 return Step("awake")
 
-        pool = EnvironmentsHere(World, EnvLimits(1.5, 1, 4))
+        pool = LocalEnvironments(World, SandboxLimits(1.5, 1, 4))
     else:
         pool = pool_of(seconds=1.5)
     for episode, sample in ((1, 0), (2, 3), (3, 4)):
@@ -446,7 +446,7 @@ def test_a_run_that_is_killed_takes_them_along(tmp_path):
     run = os.fork()
     if run == 0:
         try:
-            pool = Pool(str(tmp_path / "world.py"), EnvLimits(workers=1))
+            pool = EnvironmentPool(str(tmp_path / "world.py"), SandboxLimits(workers=1))
             opened(pool, 1)
             os.write(write, str(process_of(pool, 1)).encode())
             pool.step(1, said(CHILD.format(place=str(tmp_path / "pid"), then="pass", apart=True)))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.envs.pool import Broken, Ended, EnvLimits, Opened, Pool, Stepped
+from trimtab.envs.pool import Broken, Ended, EnvironmentPool, Opened, SandboxLimits, Stepped
 from trimtab.envs.types import Task, Turn
 
 CODE = """
@@ -109,17 +109,18 @@ def resident(pid):
 def test_thousands_of_episodes_are_answered_rightly_and_nothing_is_left(tmp_path, name):
     (tmp_path / "world.py").write_text(textwrap.dedent(CODE))
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    pool = Pool(f"{tmp_path / 'world.py'}:{name}", EnvLimits(seconds=3.0, workers=2))
+    pool = EnvironmentPool(f"{tmp_path / 'world.py'}:{name}", SandboxLimits(seconds=3.0, workers=2))
     player = Player(pool, faulty=0.01)
     player.play(0, EPISODES)
     assert player.failed > 30 and player.innocent > 30 and player.dropped > 30
     player.faulty = 0.0
     player.play(10_000, EPISODES // 3)
-    processes = [worker.child._process.pid for worker in pool._workers]
+    processes = [worker.process.pid for worker in pool._pool._workers]
     held = [resident(pid) for pid in [os.getpid(), *processes]]
     player.play(20_000, EPISODES)
     grown = [resident(pid) - then for pid, then in zip([os.getpid(), *processes], held)]
     assert max(grown) < 5.0, f"MiB of the run and of its workers: {grown}"
-    assert not pool._homes and not pool._episodes and not any(worker.keys for worker in pool._workers)
+    assert not pool._sessions and not pool._pool._sessions
+    assert not any(worker.sessions for worker in pool._pool._workers)
     pool.close()
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before

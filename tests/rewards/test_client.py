@@ -13,8 +13,8 @@ from tests.rewards.samples import request_of
 from trimtab.errors import UserError
 from trimtab.rewards.client import HttpReward
 from trimtab.rewards.types import RewardFailed
-from trimtab.sandbox import wait as waiting
-from trimtab.sandbox.wait import RunStopped, Waiting
+from trimtab.sandbox import process as waiting
+from trimtab.sandbox.process import RunStopped, Waiter
 
 RESPONSES = [str(number) for number in range(10)]
 EXPECTED = [float(number) for number in range(10)]
@@ -180,7 +180,7 @@ def test_a_figure_that_is_too_large_stops_nobody(serve, ask):
 @pytest.mark.parametrize("fault", ["slow", *DRIPPING])
 def test_a_run_that_is_told_to_stop_waits_no_longer(serve, fault):
     server, stop = serve(itertools.repeat(fault)), threading.Event()
-    client = HttpReward([server.url], waiting=Waiting(stop.is_set))
+    client = HttpReward([server.url], waiter=Waiter(stop.is_set))
     threading.Timer(0.2, stop.set).start()
     began = time.monotonic()
     with pytest.raises(RunStopped):

@@ -20,7 +20,7 @@ from trimtab.errors import UserError
 from trimtab.rewards.functions import FunctionReward
 from trimtab.rewards.types import RewardFailed, RewardRequest
 from trimtab.sandbox import worker as within
-from trimtab.sandbox.wait import RunStopped, Waiting
+from trimtab.sandbox.process import RunStopped, Waiter
 from trimtab.sandbox.worker import MOST_PRINTED, PRINTED_A_SECOND
 
 
@@ -298,7 +298,7 @@ def test_an_empty_request_calls_nobody(reward_of):
 
 
 def test_a_worker_imports_neither_torch_nor_numpy():
-    script = "import sys, trimtab.rewards.worker; print(*sys.modules)"
+    script = "import sys, trimtab.sandbox.worker, trimtab.rewards.signatures; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert not {"torch", "numpy", "transformers"} & set(done.stdout.split())
 
@@ -331,7 +331,7 @@ def test_a_file_that_breaks_during_the_run_is_a_failed_reward_and_not_a_mistake_
 @pytest.mark.parametrize("code", [BATCHED, SINGLE], ids=["batched", "single"])
 def test_a_run_that_is_told_to_stop_waits_no_longer(reward_of, code):
     stop = threading.Event()
-    reward = reward_of(code.format("__import__('time').sleep(100)"), waiting=Waiting(stop.is_set), workers=2)
+    reward = reward_of(code.format("__import__('time').sleep(100)"), waiter=Waiter(stop.is_set), workers=2)
     threading.Timer(0.3, stop.set).start()
     began = time.monotonic()
     with pytest.raises(RunStopped):

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from trimtab.errors import UserError
-from trimtab.rewards.functions import GivenReward, giving
+from trimtab.rewards.functions import GivenReward, offer_functions
 from trimtab.rewards.types import RewardFailed, RewardRequest
 
 
@@ -14,7 +14,7 @@ def request_of(*responses):
 
 
 def reward_of(function):
-    with giving({"f": function}):
+    with offer_functions({"f": function}):
         return GivenReward("given:f")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.server.agents import Agents
 from tests.server.running import TEMPLATE, engine, plain_model, tokenizer
-from trimtab.envs.pool import EnvLimits, Pool
+from trimtab.envs.pool import EnvironmentPool, SandboxLimits
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft
@@ -243,7 +243,9 @@ def test_an_agent_of_a_file_plays_in_a_process_of_its_own(tmp_path):
     (tmp_path / "agent.py").write_text(FILE)
     words = tokenizer()
     words.chat_template = TEMPLATE
-    played = make_environment_engine(engine(3), Pool(str(tmp_path / "agent.py"), EnvLimits(workers=1)), words)
+    played = make_environment_engine(
+        engine(3), EnvironmentPool(str(tmp_path / "agent.py"), SandboxLimits(workers=1)), words
+    )
     given = [Task(row, 0, 7, "what is", label=row / 2, columns={"number": row}) for row in range(4)]
     try:
         rollouts = played.generate([[5]] * 4, sampling(), tasks=given)

@@ -17,7 +17,7 @@ from trimtab.config.catalogue import options_of
 from trimtab.config.checks import check
 from trimtab.config.parse import value_of
 from trimtab.data.tokenizer import texts_of
-from trimtab.envs.pool import EnvironmentsHere, EnvLimits, Pool
+from trimtab.envs.pool import EnvironmentPool, LocalEnvironments, SandboxLimits
 from trimtab.envs.types import Message, Task
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine
@@ -78,20 +78,20 @@ def _options(environment: Environment, limits: Mapping[str, Any]) -> Environment
 
 
 @contextmanager
-def _world(environment: Environment, options: EnvironmentOptions) -> Iterator[Pool | EnvironmentsHere]:
+def _world(environment: Environment, options: EnvironmentOptions) -> Iterator[EnvironmentPool | LocalEnvironments]:
     """The environments, which end with the call: a file may be edited before the next."""
-    world: Pool | EnvironmentsHere
+    world: EnvironmentPool | LocalEnvironments
     if isinstance(environment, str):
         world = open_pool(options)
     else:
-        world = EnvironmentsHere(environment, EnvLimits(options.env_timeout, 1, options.env_threads))
+        world = LocalEnvironments(environment, SandboxLimits(options.env_timeout, 1, options.env_threads))
     try:
         yield world
     finally:
         world.close()
 
 
-def _tasks(world: Pool | EnvironmentsHere, tasks: int | Sequence[Asked], stream: int) -> list[Task]:
+def _tasks(world: EnvironmentPool | LocalEnvironments, tasks: int | Sequence[Asked], stream: int) -> list[Task]:
     tasks = int(tasks) if isinstance(tasks, np.integer) else tasks
     if isinstance(tasks, bool) or (isinstance(tasks, int) and tasks < 1):
         raise UserError(f"tasks is {tasks}; give a number above 0, or a list")

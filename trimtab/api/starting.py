@@ -33,7 +33,7 @@ Job = TypeVar("Job", bound=CallOptions)
 
 def train(verb: str, arguments: Arguments, *, on_iteration: "Listener | None" = None) -> Path:
     """Run the job, and return its folder."""
-    from trimtab.rewards.functions import giving
+    from trimtab.rewards.functions import offer_functions
     from trimtab.train.listening import heard_by
 
     if on_iteration is not None and not callable(on_iteration):
@@ -47,7 +47,12 @@ def train(verb: str, arguments: Arguments, *, on_iteration: "Listener | None" = 
                 f"--nproc {options.nproc}: on_iteration would be called in another process; leave it out, and read "
                 "metrics.jsonl"
             )
-        with without_keys(options), trusting_code(options), giving(arguments.functions), heard_by(on_iteration):
+        with (
+            without_keys(options),
+            trusting_code(options),
+            offer_functions(arguments.functions),
+            heard_by(on_iteration),
+        ):
             if options.dry_run:
                 _rehearse(options, arguments.given)
             else:
@@ -160,9 +165,11 @@ class in_one_class:
 
 
 def _raised_by_the_caller(error: BaseException) -> BaseException | None:
-    from trimtab.rewards.functions import Fault
+    from trimtab.sandbox.calls import UserCodeError
 
-    return next((link.__cause__ for link in error_chain(error, contexts=False) if isinstance(link, Fault)), None)
+    return next(
+        (link.__cause__ for link in error_chain(error, contexts=False) if isinstance(link, UserCodeError)), None
+    )
 
 
 def check_can_be_asked(options: CallOptions, arguments: Arguments) -> None:

@@ -1,43 +1,49 @@
-"""One instance of an environment in a worker: opened, played turn by turn, ended."""
+"""One instance of an environment or agent in a worker process: opened, played turn by turn, ended."""
 
+import asyncio
 import functools
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from trimtab.envs.adapter import EnvironmentAdapter, LoadedEnvironment, describe
+from trimtab.envs.loader import load
 from trimtab.envs.tools import BadArguments, UnknownTool, call_tool, tool_schemas
 from trimtab.envs.types import Message, Step, Task, Turn
-from trimtab.sandbox.calls import Caller, Late, Stuck
+from trimtab.sandbox.calls import Caller, CallStuck, CallTimeout, InstanceService
+from trimtab.sandbox.worker import split_place
 
 AGENT_PATIENCE = 64
-"""So many times as long as a call may take, an agent may: it plays all turns of an episode, and waits for the policy in
-each of them."""
+"""An agent may take so many times as long as a call: it plays all turns of an episode, and waits for the policy in each
+of them."""
 LONGEST_TEXT = 1_000_000
 """Characters of a message. More would take long to become tokens, and no context holds it: the middle is cut out."""
 
 
-class Instance:
+def load_service(source: str) -> InstanceService:
+    """For worker processes: instances of the environment that `source` names."""
+    loaded = load(source)
+    return InstanceService(
+        asdict(loaded.about), str(split_place(source)[0]), functools.partial(EnvironmentInstance, loaded)
+    )
+
+
+class EnvironmentInstance:
     def __init__(self, loaded: LoadedEnvironment, caller: Caller, seconds: float):
         """`seconds`: that a call may take."""
         self.loaded, self.caller, self.seconds = loaded, caller, seconds
-        self.busy = self.dropped = False
         self._environment: EnvironmentAdapter | None = None
-        self._told = 0.0  # of the caller's seconds
+        self._reported = 0.0  # of the caller's seconds
 
     @property
     def environment(self) -> EnvironmentAdapter:
         assert self._environment is not None, "it has been opened"
         return self._environment
 
-    async def answer(self, kind: str, words: list[Any]) -> dict[str, Any]:
-        """What is asked of it, by name."""
-        if kind == "reset":
-            return await self.reset(*words)
-        if kind == "step":
-            return await self.step(*words)
-        if kind == "run":
-            return await self.run(*words)
-        return await self.end()
+    async def answer(self, method: str, arguments: Sequence[Any]) -> Any:
+        methods = {"reset": self.reset, "step": self.step, "end": self.end, "run": self.run, "rows": self.rows}
+        return await methods[method](*arguments)
 
     async def reset(self, task: Task) -> dict[str, Any]:
         assert self.loaded.make is not None, "an agent is not opened"
@@ -68,30 +74,34 @@ class Instance:
         reward, logs = await self.caller.call(AGENT_PATIENCE * self.seconds, play)
         return {"reward": reward, "logs": logs, "seconds": self._spent()}
 
+    async def rows(self, count: int, seed: int) -> list[dict[str, Any]]:
+        """Prompts that the environment offers; may take as long as loading it."""
+        assert self.loaded.rows is not None, "asked where they are offered"
+        found = await asyncio.to_thread(self.loaded.rows, count, seed)
+        wrong = [found] if not isinstance(found, list) else [row for row in found if not isinstance(row, dict)]
+        if wrong:
+            raise TypeError(f"rows({count}, {seed}) gave {describe(wrong[0])}: a list of dicts is needed")
+        return found
+
     async def close(self) -> dict[str, float]:
-        """What its author's code makes of it spoils nothing that is there already; the figure says that it raised."""
+        """Logs of closing it. An error spoils nothing that the episode has; the log says that there was one."""
         environment, self._environment = self._environment, None
         if environment is None:
             return {}
         try:
             await self._call(environment.close)
-        except Stuck:
+        except CallStuck:
             raise
         except BaseException:
             return {"close_failures": 1.0}
         return {}
-
-    def drop(self) -> None:
-        """Nobody wants an answer any more."""
-        self.dropped = True
-        self.caller.cancel()
 
     async def _tool(self, found: Message, counts: dict[str, int]) -> Message:
         function = found.get("function") or {}
         name = str(function.get("name"))
         try:
             text = await self._call(call_tool, self.environment.tools, name, function.get("arguments"))
-        except (Late, Stuck):
+        except CallTimeout:
             raise
         except UnknownTool as error:
             counts["unknown_tools"] += 1
@@ -109,8 +119,8 @@ class Instance:
         return await self.caller.call(self.seconds, function, *arguments)
 
     def _spent(self) -> float:
-        """Since the last answer."""
-        spent, self._told = self.caller.seconds - self._told, self.caller.seconds
+        """Seconds of user code since the last answer."""
+        spent, self._reported = self.caller.seconds - self._reported, self.caller.seconds
         return spent
 
 
@@ -119,12 +129,12 @@ def _error(words: str) -> str:
 
 
 def _cut(messages: str | list[Message]) -> list[Message]:
-    assert not isinstance(messages, str), "shapes make messages of it"
+    assert not isinstance(messages, str), "adapters make messages of it"
     return [message | {"content": _readable(message.get("content"))} for message in messages]
 
 
 def _readable(content: object) -> object:
-    """As tokenizers can read it: a text, or parts some of which are texts."""
+    """Content that tokenizers can read: a text, or parts some of which are texts."""
     if isinstance(content, str):
         return shortened(content)
     if isinstance(content, list | tuple):
@@ -140,7 +150,8 @@ def _readable(content: object) -> object:
 
 
 def shortened(text: str) -> str:
-    """Halves of surrogate pairs, which come from file names and the like, are no characters."""
+    """The text without its middle, where it is too long, and without halves of surrogate pairs, which come from file
+    names and the like and are no characters."""
     if len(text) > LONGEST_TEXT:
         half = LONGEST_TEXT // 2
         text = f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"

@@ -20,7 +20,7 @@ from trimtab.envs.adapter import EnvironmentAdapter, EnvironmentFactory, Environ
 from trimtab.envs.tools import tool_schemas
 from trimtab.envs.verifiers_adapter import load_verifiers
 from trimtab.errors import UserError
-from trimtab.sandbox.worker import module_of
+from trimtab.sandbox.worker import load_module, split_place
 
 EMBEDDED = Path(__file__).parents[1] / "embedded" / "environments"
 
@@ -49,17 +49,10 @@ def load(source: str) -> LoadedEnvironment:
         if name not in known:
             raise adapter.unknown_name(source, name, known)
         return with_tools(load_file(EMBEDDED / f"{name}.py", None))
-    file, attribute = split(source)
+    file, attribute = split_place(source)
     if not file.is_file():
         raise UserError(f"environment {file}: no such file")
     return with_tools(load_file(file, attribute))
-
-
-def split(source: str) -> tuple[Path, str | None]:
-    """`FILE.py[:NAME]` as path and name."""
-    file, colon, name = source.rpartition(":")
-    path, attribute = (file, name) if colon and file.endswith(".py") else (source, None)
-    return Path(path).expanduser().resolve(), attribute
 
 
 def with_tools(loaded: LoadedEnvironment) -> LoadedEnvironment:
@@ -132,7 +125,7 @@ def load_file(file: Path, name: str | None) -> LoadedEnvironment:
     """The class or function `name` of a Python file, or the only candidate in it. A function `rows(count, seed)` in the
     same file offers prompts."""
     openrlhf.install_stub()
-    module = module_of(file, "environment_file")
+    module = load_module(file, "environment_file")
     openrlhf.refuse_executors(module, str(file))
     rows = getattr(module, "rows", None)
     if name is None:

@@ -10,7 +10,7 @@ from trimtab.errors import Interrupted
 from trimtab.evaluate.journal import Journal
 from trimtab.interrupts import StopRequest
 from trimtab.progress import RunProgress
-from trimtab.sandbox.wait import RunStopped
+from trimtab.sandbox.process import RunStopped
 
 Results = Iterable[tuple[int, Any]]
 

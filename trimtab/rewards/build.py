@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -20,13 +19,14 @@ from trimtab.errors import UserError
 from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.sharded import frozen_is_split, share_rows
 from trimtab.rewards.client import HttpReward
-from trimtab.rewards.functions import CALLS_AT_ONCE, FunctionReward, GivenReward, given_function, split_place
+from trimtab.rewards.functions import CALLS_AT_ONCE, FunctionReward, GivenReward, given_function
 from trimtab.rewards.models import ModelReward, ProcessReward, load_judge
 from trimtab.rewards.requests import request_of
 from trimtab.rewards.signatures import Signature, read_signature, recognise
 from trimtab.rewards.types import BadSample, EnvironmentReward, Reward, RewardFailed, RewardRequest, WeightedReward
 from trimtab.rewards.verifiers import make_verifier, verifiers_with_labels
-from trimtab.sandbox.wait import Waiting
+from trimtab.sandbox.process import Waiter
+from trimtab.sandbox.worker import split_place
 
 Parts = list[tuple[Reward, float]]  # rewards and their weights
 
@@ -59,25 +59,25 @@ def reward_models(
 
 def other_rewards(options: RLOptions | GenerateOptions, stopped: Callable[[], bool]) -> Parts:
     """What is best near the answers: functions, servers and verifiers."""
-    waiting = Waiting(stopped)
+    waiter = Waiter(stopped)
     files, addresses = _places(options)
     by_groups = isinstance(options, RLOptions) and options.outlives_updates
     limits: dict[str, Any] = {} if options.reward_timeout is None else {"seconds": options.reward_timeout}
     limits |= {"calls_at_once": CALLS_AT_ONCE} if by_groups else {}
     places = [*listed(options.reward_func), *files]
     rewards: list[Reward] = [
-        GivenReward(place) if place.startswith(GIVEN) else FunctionReward(place, waiting=waiting, **limits)
+        GivenReward(place) if place.startswith(GIVEN) else FunctionReward(place, waiter=waiter, **limits)
         for place in places
     ]
     if addresses:
         limits = {} if options.reward_timeout is None else {"timeout": options.reward_timeout}
         limits |= {"concurrency": CALLS_AT_ONCE * len(addresses)} if by_groups else {}
-        rewards.append(HttpReward(addresses, waiting=waiting, **limits))
+        rewards.append(HttpReward(addresses, waiter=waiter, **limits))
     models = len(listed(options.reward_pretrain))
     weights = options.reward_weights[models:] if options.reward_weights else (1.0,) * len(rewards)
     parts: Parts = list(zip(rewards, weights, strict=True))
     if options.reward_verifier:
-        parts += make_verifier(options.reward_verifier, waiting).parts
+        parts += make_verifier(options.reward_verifier, waiter).parts
     if isinstance(options, EnvironmentOptions) and (source := options.environment_source):
         parts.append((EnvironmentReward(source), 1.0))
     return parts
@@ -196,7 +196,7 @@ def _signatures(options: RLOptions | GenerateOptions) -> Iterator[tuple[str, Sig
             continue
         else:
             file, function = split_place(place)
-            name, found = place, read_signature(Path(file).expanduser(), function)
+            name, found = place, read_signature(file, function)
         if found is not None:
             yield name, found
 

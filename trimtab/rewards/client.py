@@ -20,8 +20,8 @@ import httpx
 from trimtab.config.credentials import without_credentials
 from trimtab.config.serving import TOKEN_VARIABLE
 from trimtab.errors import UserError, error_chain
-from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked, figure, named
-from trimtab.sandbox.wait import Waiting, spoken
+from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked, finite_or_infinite, rows_text
+from trimtab.sandbox.process import Waiter, duration
 
 
 class NotUnderstood(Exception):
@@ -116,7 +116,7 @@ def _readable_figures(logs: Any, count: int) -> Iterator[tuple[str, list[float]]
     for name, values in logs.items() if isinstance(logs, dict) else ():
         values = values if isinstance(values, list) else [values] * count
         if len(values) == count and all(isinstance(value, int | float) for value in values):
-            yield name, [figure(value) for value in values]
+            yield name, [finite_or_infinite(value) for value in values]
 
 
 def _list(body: dict[str, Any], field: str, like: list[str] | None = None) -> list[Any]:
@@ -194,7 +194,7 @@ class HttpReward:
         pause: float = 1.0,
         batch_size: int | None = None,
         concurrency: int = 8,
-        waiting: Waiting | None = None,
+        waiter: Waiter | None = None,
     ):
         """`protocol`: openrlhf or paddlenlp; unset: found out with the first samples. `token`: sent as bearer token;
         unset: what TRIMTAB_BEARER_TOKEN holds.
@@ -215,7 +215,7 @@ class HttpReward:
         direct = {f"all://{host}": here for host in ("localhost", "127.0.0.1", "[::1]")}
         # httpx's own limits are on each read: a reply that drips in would never meet them.
         self._client = httpx.AsyncClient(headers=headers, timeout=None, verify=certificates, mounts=direct)
-        self._waiting = waiting or Waiting()
+        self._waiter = waiter or Waiter()
         self._concurrency, self._turns = concurrency, asyncio.Semaphore(concurrency)
         # A loop in a thread of its own: a request in it can be ended at any moment, whatever it waits for.
         self._loop = asyncio.new_event_loop()
@@ -235,8 +235,8 @@ class HttpReward:
             for number, rows in enumerate(parts)
         ]
         longest = self._longest() * math.ceil(len(parts) / self._concurrency)
-        told = f"{self} for {len(request)} samples; given up after {spoken(longest)} at the latest"
-        return RewardResult.joined(self._waiting.results(asked, told))
+        told = f"{self} for {len(request)} samples; given up after {duration(longest)} at the latest"
+        return RewardResult.joined(self._waiter.results(asked, told))
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -278,7 +278,7 @@ class HttpReward:
                     failures.append(f"{address.shown}: {_reason(error)}")
                     if isinstance(error, NotUnderstood) and len(self.addresses) == 1:
                         break
-        raise RewardFailed(f"no reward for {named(rows)} after {len(failures)} attempts; the last: {failures[-1]}")
+        raise RewardFailed(f"no reward for {rows_text(rows)} after {len(failures)} attempts; the last: {failures[-1]}")
 
     async def _ask(self, address: Address, part: RewardRequest) -> RewardResult:
         """The address's answer, in its protocol or, as long as that is not known, in any."""

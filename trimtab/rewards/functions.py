@@ -1,142 +1,58 @@
-"""A process that runs a reward function (worker.py), seen from the run: requests out, answers in, limits kept."""
+"""Rewards from users' Python functions: of a file, in worker processes with limits (FunctionReward), or of the calling
+program, in this process (GivenReward). signatures.py knows the kinds of functions.
+
+An error names the row. Where a function takes a whole batch, the row is found by calling it again on halves of the
+batch; after that the run stops. A batch that takes too long is not called again: the message names the whole batch.
+"""
 
 import asyncio
 import contextlib
 import contextvars
 import inspect
-import json
 import math
-import os
 import pickle
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from trimtab.config.rewards import GIVEN
 from trimtab.errors import UserError
 from trimtab.rewards.signatures import EXPECTED, recognise
-from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked, figure, named
-from trimtab.sandbox.process import WorkerProcess
-from trimtab.sandbox.wait import Waiting, spoken
-from trimtab.sandbox.worker import plain, told
+from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked, finite_or_infinite, rows_text
+from trimtab.sandbox.calls import CallTimeout, LoadFailed, SandboxError, UserCodeError, blame, jsonable
+from trimtab.sandbox.pool import SandboxLimits, WorkerPool
+from trimtab.sandbox.process import Waiter, duration
+from trimtab.sandbox.worker import split_place
 
-LOADING_SECONDS = 300.0  # a file may import a library, and that a slow disk
-
-
-class Stuck(Exception):
-    """A call that had to be ended: it took too long, or its process died."""
+PARTS_A_WORKER = 4
+CALLS_AT_ONCE = 16  # where groups are scored as they finish: most functions that are slow wait for others
 
 
-class Late(Stuck):
-    """It took too long."""
-
-
-class Fault(Exception):
-    """The function raised; its own words."""
-
-
-class Worker:
-    """One process that runs the function, and what it says about it (`about`)."""
-
-    def __init__(self, file: Path, function: str | None, seconds: float, memory: int, waiting: Waiting):
-        self.seconds, self.memory = seconds, memory
-        self._waiting = waiting
-        words = [str(seconds), str(memory), str(file), *([function] if function else [])]
-        self._child = WorkerProcess("trimtab.rewards.worker", words)
-        self._connection = Connection(self._child.socket.detach())
-        self.about: dict[str, Any] = {}
-        try:
-            told = f"{file} to be loaded; given up after {spoken(LOADING_SECONDS)} at the latest"
-            self.about = self._receive(LOADING_SECONDS, told=told)
-            if "error" in self.about:
-                raise Stuck(self.about["error"])
-        except Stuck as error:
-            raise UserError(f"reward function {file}: {error}") from error
-        finally:
-            if "name" not in self.about:
-                self.kill()
-
-    @property
-    def is_alive(self) -> bool:
-        return not self._connection.closed
-
-    def answers(self, request: RewardRequest, count: int) -> Iterator[Any]:
-        """What the function returned: `count` values, each within the limit. Ends early with a Fault or Stuck."""
-        received = 0
-        try:
-            # Two million numbers take longer than their text, on either side.
-            self._send(request if self.about["reads_ids"] else replace(request, prompt_ids=[], response_ids=[]))
-            while received < count:
-                # An async function counts its own time; waiting longer is for a process that no longer does.
-                message = self._receive(self.seconds, grace=1.0 if self.about["is_async"] else 0.0)
-                received += 1
-                if "answer" not in message:
-                    raise self._told(message)
-                yield message["answer"]
-        finally:
-            if received < count:
-                self.kill()  # what it may still say belongs to nobody
-
-    def close(self) -> None:
-        self._connection.close()  # which ends an idle worker
-        self._child.leave()
-
-    def kill(self) -> None:
-        """End it, and everything that it started."""
-        self._connection.close()
-        self._child.kill()
-
-    def _send(self, request: RewardRequest) -> None:
-        try:
-            self._connection.send_bytes(pickle.dumps(request))
-        except OSError:
-            raise Stuck(self._child.how_it_died()) from None
-
-    def _receive(self, seconds: float, *, grace: float = 0.0, told: str | None = None) -> dict[str, Any]:
-        try:
-            if not self._waiting.until(self._connection.poll, seconds + grace, told):
-                raise Late(f"took longer than {seconds:g} s")
-            return json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            raise Stuck(self._child.how_it_died()) from None
-
-    def _told(self, message: dict[str, Any]) -> Fault | Stuck:
-        if "late" in message:
-            return Late(f"took longer than {self.seconds:g} s")
-        if message["error"].startswith("MemoryError"):
-            return Stuck(f"needed more than {self.memory / 2**30:g} GiB of memory")
-        return Fault(message["error"])
-
-
-# ---- calls, in any process
-
-
-class Calls:
-    """Calls of one function."""
+class UserFunction:
+    """A reward function and its results, in whatever process it runs."""
 
     file: Path
     name: str
+    batched: bool
     seconds: float
     """The most that a call may take."""
     _stuck_reward: float | None = None
 
-    def _batch(self, request: RewardRequest, rows: range) -> RewardResult:
+    def _score_batch(self, request: RewardRequest, rows: range) -> RewardResult:
         began = time.monotonic()
         try:
             (answer,) = self._answers(request, 1)
             return _batch_result(answer, len(request), f"{self.file}: {self.name}: reward")
-        except Late as error:
+        except CallTimeout as error:
             raise RewardFailed(
                 f"{self.file}: {self.name} was ended after {time.monotonic() - began:.1f} s on a batch of "
-                f"{len(request)} samples ({named(rows)}): a call may take {self.seconds:g} s (--reward_timeout)"
+                f"{len(request)} samples ({rows_text(rows)}): a call may take {self.seconds:g} s (--reward_timeout)"
             ) from error
-        except (Fault, Stuck) as error:
+        except SandboxError as error:
             raise self._located(request, error) from error
 
     def _located(self, request: RewardRequest, error: Exception) -> RewardFailed:
@@ -146,29 +62,26 @@ class Calls:
             for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
                 try:
                     list(self._answers(request.take(half), 1))
-                except (Fault, Stuck) as again:
+                except SandboxError as again:
                     rows, error = half, again
                     break
             else:
-                return RewardFailed(
-                    f"{self.file}: {self.name} failed on {named(rows)} together, but on neither half of them: {error}"
-                )
+                together = f"{rows_text(rows)} together, but on neither half of them"
+                return RewardFailed(f"{self.file}: {self.name} failed on {together}: {error}")
         return self._failed(request, rows[0], error)
 
-    def _part(self, request: RewardRequest, rows: range) -> RewardResult:
+    def _score_samples(self, request: RewardRequest, rows: range) -> RewardResult:
         results: list[RewardResult] = []
         while len(results) < len(rows):
             left = rows[len(results) :]
             try:
                 for answer in self._answers(request.take(left), len(left)):
-                    result = _single_result(answer, rows[len(results)], f"{self.file}: {self.name}: reward")
+                    result = _sample_result(answer, rows[len(results)], f"{self.file}: {self.name}: reward")
                     if self._stuck_reward is not None:
                         result.logs["stuck"] = [0.0]
                     results.append(result)
-            except Fault as error:
-                raise self._failed(request, rows[len(results)], error) from error
-            except Stuck as error:
-                if self._stuck_reward is None:
+            except SandboxError as error:
+                if self._stuck_reward is None or isinstance(error, UserCodeError):
                     raise self._failed(request, rows[len(results)], error) from error
                 results.append(RewardResult([self._stuck_reward], logs={"stuck": [1.0]}))
         return RewardResult.joined(results)
@@ -179,70 +92,12 @@ class Calls:
         return RewardFailed(f"{self.file}: {self.name} failed on row {row} (prompt {shown!r}): {error}", row)
 
     def _answers(self, request: RewardRequest, count: int) -> Iterator[Any]:
-        """`count` answers of the function; a Fault or Stuck is told with the row."""
+        """`count` values that the function returned; ends early with a SandboxError."""
         raise NotImplementedError
 
 
-def _batch_result(answer: Any, count: int, what: str) -> RewardResult:
-    """A list of rewards, or OpenRLHF's dict of rewards, scores and extra_logs."""
-    if not isinstance(answer, dict):
-        return RewardResult(_rewards(answer, count, what))
-    if "rewards" not in answer:
-        raise RewardFailed(f"{what}: the dict has {', '.join(answer) or 'nothing'}, but no rewards")
-    scores = answer.get("scores")
-    logs = {name: _figures(values, count, f"{what}: extra_logs {name}") for name, values in _logs(answer, what)}
-    return RewardResult(
-        _rewards(answer["rewards"], count, what),
-        [] if scores is None else checked(scores, count, f"{what}: score"),
-        logs,
-    )
-
-
-def _single_result(answer: Any, row: int, what: str) -> RewardResult:
-    """A number, or verl's dict of a score and other figures."""
-    figures: dict[str, list[float]] = {}
-    if isinstance(answer, dict):
-        numbers = {name: value for name, value in answer.items() if isinstance(value, int | float)}
-        figures = {name: [figure(value)] for name, value in numbers.items() if name != "score"}
-        answer = answer.get("score")
-    try:
-        return RewardResult(checked([answer], 1, what), logs=figures)
-    except RewardFailed as error:
-        raise RewardFailed(str(error).replace("row 0", f"row {row}"), row) from error
-
-
-def _rewards(values: Any, count: int, what: str) -> list[float]:
-    """Checked, except that None is NaN: TRL's way to say that a reward does not apply to a sample (see RewardSum)."""
-    if not isinstance(values, list) or None not in values or len(values) != count:
-        return checked(values, count, what)
-    numbers = checked([0 if value is None else value for value in values], count, what)
-    return [math.nan if value is None else number for value, number in zip(values, numbers)]
-
-
-def _logs(answer: dict[str, Any], what: str) -> list[tuple[str, Any]]:
-    logs = answer.get("extra_logs") or {}
-    if not isinstance(logs, dict):
-        raise RewardFailed(f"{what}: extra_logs is {type(logs).__name__}, not a dict")
-    return list(logs.items())
-
-
-def _figures(values: Any, count: int, what: str) -> list[float]:
-    """Figures to be logged may be infinite; a single one is that of every sample."""
-    values = values if isinstance(values, list) else [values] * count
-    if len(values) != count or not all(isinstance(value, int | float) for value in values):
-        raise RewardFailed(f"{what}: a number, or one for each of {count} samples, is needed")
-    return [figure(value) for value in values]
-
-
-# ---- Rewards from a user's Python file, run in processes of their own with a time and a memory limit.
-
-
-PARTS_A_WORKER = 4
-CALLS_AT_ONCE = 16  # where groups are judged as they finish: most functions that are slow wait for somebody else
-
-
-class FunctionReward(Calls):
-    """The function of `place`, which is FILE.py or FILE.py:FUNCTION; see signatures.py for those that are known."""
+class FunctionReward(UserFunction):
+    """The function of `place`, which is FILE.py or FILE.py:FUNCTION, in worker processes."""
 
     concurrent = True
 
@@ -255,34 +110,38 @@ class FunctionReward(Calls):
         workers: int | None = None,
         calls_at_once: int = 1,
         stuck_reward: float | None = None,
-        waiting: Waiting | None = None,
+        waiter: Waiter | None = None,
     ):
         """`seconds`: the most a call may take; of a function of single samples, the most a sample may.
 
-        `workers`: processes that share the samples of such a function; unset: one per core, at most 8. A function of
-        batches sees the whole batch, in one process. `calls_at_once`: how many batches there may be, each from a thread
-        of its own; there are at least so many processes then, of which those that are needed are started.
-        `stuck_reward`: what a single sample gets that exceeds a limit; unset: the run stops.
+        `workers`: processes that share the samples of such a function; unset: one a core, at most 8. A function of
+        batches gets the whole batch, in one process. `calls_at_once`: the number of batches at once, each from its own
+        thread; up to as many processes are then started when they are needed. `stuck_reward`: the reward of a single
+        sample that exceeds a limit; unset: the run stops.
         """
-        file, self.function = split_place(place)
-        self.file = Path(file).expanduser().resolve()
+        self.file, _ = split_place(place)
         if not self.file.is_file():
-            raise UserError(f"reward function {file}: no such file")
-        self.seconds, self.memory = seconds, int(memory_gib * 2**30)
-        self._stuck_reward = stuck_reward
-        self._closing, outer = False, waiting or Waiting()
-        self._waiting = Waiting(lambda: self._closing or outer.stopped())
-        first = self._start()
-        self.name, self.batched, self.is_async = (first.about[name] for name in ("name", "batched", "is_async"))
-        # An async function serves all of its samples at once by itself.
-        count = 1 if self.batched or self.is_async else workers or min(8, os.cpu_count() or 1)
-        count = max(count, calls_at_once)
-        # The last one that had work is the next to get some: so no more are started than are needed.
-        self._idle: queue.LifoQueue[Worker | None] = queue.LifoQueue()
-        for worker in [None] * (count - 1) + [first]:
-            self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="reward")
-        self._count, self._lazy = count, calls_at_once > 1
+            raise UserError(f"reward function {self.file}: no such file")
+        self.seconds, self._stuck_reward = seconds, stuck_reward
+        self._closing, outer = False, waiter or Waiter()
+        self._waiter = Waiter(lambda: self._closing or outer.stopped())
+        limits, how = SandboxLimits(seconds, workers, 1, memory_gib), {"shared": False, "title": str(self.file)}
+        try:
+            self._pool = WorkerPool(
+                "trimtab.rewards.signatures", place, limits, self._waiter.stopped, output="limited", **how
+            )
+        except LoadFailed as error:
+            raise UserError(f"reward function {self.file}: {error}") from error
+        about = self._pool.about
+        self.name, self.batched, self.is_async, self._reads_ids = (
+            about[name] for name in ("name", "batched", "is_async", "reads_ids")
+        )
+        # An async function serves all of its samples at once by itself, and measures their time.
+        count = 1 if self.batched or self.is_async else limits.worker_count
+        self._pool.count = self._count = max(count, calls_at_once)
+        self._pool.grace = 1.0 if self.is_async else 0.0
+        self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="reward")
+        self._lazy = calls_at_once > 1
 
     def __str__(self) -> str:
         kind = "batches" if self.batched else "single samples"
@@ -290,51 +149,85 @@ class FunctionReward(Calls):
         return f"{self.name} ({kind}, {processes}), which runs the code of {self.file}"
 
     def __call__(self, request: RewardRequest) -> RewardResult:
-        if not len(request):
+        size = len(request)
+        if not size:
             return RewardResult([])
-        turns = 1 if self.batched or self.is_async else math.ceil(len(request) / self._count)
-        told = f"{self.name} of {self.file} for {len(request)} samples; given up after {spoken(turns * self.seconds)}"
-        parts = [range(len(request))] if self.batched or self.is_async else self._shares(len(request))
-        work = self._batch if self.batched else self._part
-        asked = [self._threads.submit(work, request, rows) for rows in parts]
-        return RewardResult.joined(self._waiting.results(asked, f"{told} at the latest"))
+        if self.batched or self.is_async:
+            turns, share = 1, size
+        else:
+            turns = math.ceil(size / self._count)
+            share = math.ceil(size / (self._count * (PARTS_A_WORKER if self._count > 1 else 1)))
+        parts = [range(first, min(first + share, size)) for first in range(0, size, share)]
+        score = self._score_batch if self.batched else self._score_samples
+        futures = [self._threads.submit(score, request, rows) for rows in parts]
+        report = f"{self.name} of {self.file} for {size} samples; given up after {duration(turns * self.seconds)}"
+        return RewardResult.joined(self._waiter.results(futures, f"{report} at the latest"))
 
     def close(self) -> None:
-        self._closing = True  # which ends the calls that are under way
+        self._closing = True  # which ends running calls
         self._threads.shutdown(cancel_futures=True)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                worker = self._idle.get_nowait()
-                if worker is not None:
-                    worker.close()
-
-    def _shares(self, count: int) -> list[range]:
-        size = math.ceil(count / (self._count * (PARTS_A_WORKER if self._count > 1 else 1)))
-        return [range(first, min(first + size, count)) for first in range(0, count, size)]
+        self._pool.close()
 
     def _answers(self, request: RewardRequest, count: int) -> Iterator[Any]:
-        """`count` answers of the next free worker; one that had to be ended is replaced when it is needed again."""
-        worker = self._idle.get()
+        if not self._reads_ids:  # two million numbers take longer than their text, on either side
+            request = replace(request, prompt_ids=[], response_ids=[])
+        session = self._pool.open("score", request, final=True, replies=count)
         try:
-            worker = worker or self._start()
-            yield from worker.answers(request, count)
-        except UserError as error:  # the file has changed since the run began
-            raise RewardFailed(str(error)) from error
+            for _ in range(count):
+                yield self._pool.result(session)
+        except LoadFailed as error:  # the file has changed since the run began
+            raise RewardFailed(f"reward function {self.file}: {error}") from error
         finally:
-            self._idle.put(worker if worker and worker.is_alive else None)
-
-    def _start(self) -> Worker:
-        return Worker(self.file, self.function, self.seconds, self.memory, self._waiting)
+            self._pool.drop(session)
 
 
-def split_place(place: str) -> tuple[str, str | None]:
-    """The file of FILE.py or FILE.py:FUNCTION, and the function, if it is named."""
-    file, colon, function = place.rpartition(":")
-    return (file, function) if colon and file.endswith(".py") else (place, None)
+# ---- what functions return
+
+
+def _batch_result(answer: Any, count: int, what: str) -> RewardResult:
+    """A list of rewards, or OpenRLHF's dict of rewards, scores and extra_logs."""
+    if not isinstance(answer, dict):
+        return RewardResult(_rewards(answer, count, what))
+    if "rewards" not in answer:
+        raise RewardFailed(f"{what}: the dict has {', '.join(answer) or 'nothing'}, but no rewards")
+    scores, logs = answer.get("scores"), answer.get("extra_logs") or {}
+    if not isinstance(logs, dict):
+        raise RewardFailed(f"{what}: extra_logs is {type(logs).__name__}, not a dict")
+    logged = {name: _log_column(values, count, f"{what}: extra_logs {name}") for name, values in logs.items()}
+    rewards = _rewards(answer["rewards"], count, what)
+    return RewardResult(rewards, [] if scores is None else checked(scores, count, f"{what}: score"), logged)
+
+
+def _sample_result(answer: Any, row: int, what: str) -> RewardResult:
+    """A number, or verl's dict of a score and other numbers."""
+    logs: dict[str, list[float]] = {}
+    if isinstance(answer, dict):
+        numbers = {name: value for name, value in answer.items() if isinstance(value, int | float)}
+        logs = {name: [finite_or_infinite(value)] for name, value in numbers.items() if name != "score"}
+        answer = answer.get("score")
+    try:
+        return RewardResult(checked([answer], 1, what), logs=logs)
+    except RewardFailed as error:
+        raise RewardFailed(str(error).replace("row 0", f"row {row}"), row) from error
+
+
+def _rewards(values: Any, count: int, what: str) -> list[float]:
+    """Checked, except that None is NaN: TRL's way to say that a reward does not apply to a sample (see RewardSum)."""
+    if not isinstance(values, list) or None not in values or len(values) != count:
+        return checked(values, count, what)
+    numbers = checked([0 if value is None else value for value in values], count, what)
+    return [math.nan if value is None else number for value, number in zip(values, numbers)]
+
+
+def _log_column(values: Any, count: int, what: str) -> list[float]:
+    """Numbers to be logged may be infinite; a single one is that of every sample."""
+    values = values if isinstance(values, list) else [values] * count
+    if len(values) != count or not all(isinstance(value, int | float) for value in values):
+        raise RewardFailed(f"{what}: a number, or one for each of {count} samples, is needed")
+    return [finite_or_infinite(value) for value in values]
 
 
 # ---- functions of this process
-
 
 Function = Callable[..., Any]
 
@@ -342,8 +235,9 @@ _functions: contextvars.ContextVar[Mapping[str, Function] | None] = contextvars.
 
 
 @contextlib.contextmanager
-def giving(functions: Mapping[str, Function]) -> Iterator[None]:
-    """Inside, options may name these functions."""
+def offer_functions(functions: Mapping[str, Function]) -> Iterator[None]:
+    """Inside, options may name these functions (`--reward_func given:NAME`), so that a run with one is described, saved
+    and resumed like any other."""
     before = _functions.set(functions)
     try:
         yield
@@ -362,8 +256,12 @@ def given_function(place: str) -> Function:
     return function
 
 
-class GivenReward(Calls):
-    """The function of this name; see signatures.py for those that are known."""
+class GivenReward(UserFunction):
+    """A function of the calling program, without limits or worker processes.
+
+    It is called one at a time and in the thread that trains, so that it may keep state, use the device or be stopped by
+    a debugger.
+    """
 
     concurrent = False
 
@@ -373,7 +271,10 @@ class GivenReward(Calls):
         if signature is None:
             raise UserError(f"the parameters of the reward {name} are none of {EXPECTED}")
         self.name, self._signature, self.batched = name, signature, signature.batched
-        self.file, self.seconds = Path(_file(function)), float("inf")
+        code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
+        # Its file, or what stands for a notebook's cell in tracebacks.
+        self.file = Path(code.co_filename if code is not None else type(function).__module__)
+        self.seconds = math.inf
         self._one_at_a_time = threading.Lock()
 
     def __str__(self) -> str:
@@ -384,7 +285,7 @@ class GivenReward(Calls):
         if not len(request):
             return RewardResult([])
         with self._one_at_a_time:
-            return (self._batch if self.batched else self._part)(request, range(len(request)))
+            return (self._score_batch if self.batched else self._score_samples)(request, range(len(request)))
 
     def close(self) -> None:
         pass
@@ -397,21 +298,14 @@ class GivenReward(Calls):
             return None
 
     def _answers(self, request: RewardRequest, count: int) -> Iterator[Any]:
-        # A copy: what a function does to its lists is its own business, as it is in a process of its own.
-        own = pickle.loads(pickle.dumps(request))
-        for part in [own] if self.batched else [own.take([row]) for row in range(len(own))]:
+        # A copy: a function may change its lists, as it may in a worker process.
+        for part in self._signature.split(pickle.loads(pickle.dumps(request))):
             try:
                 answer = self._signature.call(part)
-                found = plain(_awaited(answer) if inspect.isawaitable(answer) else answer)
+                found = jsonable(_awaited(answer) if inspect.isawaitable(answer) else answer)
             except Exception as error:
-                raise Fault(told(error, str(self.file))) from error
+                raise UserCodeError(blame(error, str(self.file))) from error
             yield found
-
-
-def _file(function: Function) -> str:
-    """Where it was defined: a file, or what stands for a notebook's cell in tracebacks."""
-    code = getattr(inspect.unwrap(function), "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    return code.co_filename if code is not None else type(function).__module__
 
 
 def _awaited(answer: Any) -> Any:
@@ -422,5 +316,5 @@ def _awaited(answer: Any) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(finished())
-    with ThreadPoolExecutor(1) as thread:  # a notebook has a loop of its own in this one
+    with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in this thread
         return thread.submit(asyncio.run, finished()).result()

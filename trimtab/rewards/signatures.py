@@ -6,8 +6,8 @@
 | TRL      | f(prompts, completions, **columns)                                  | a batch     |
 | verl     | compute_score(data_source, solution_str, ground_truth, extra_info)  | one sample  |
 
-Runs in the worker processes of functions.py and imports nothing heavy. `read_signature` reads a signature from a file's
-text, without running the file.
+Worker processes load functions from here (`load_service`), so it imports nothing heavy. `read_signature` reads a
+signature from a file's text, without running the file.
 """
 
 import ast
@@ -19,6 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from trimtab.rewards.types import RewardRequest
+from trimtab.sandbox.calls import FunctionService
+from trimtab.sandbox.worker import load_module, split_place
 
 PREFERRED = ("reward_func", "compute_score")
 MARKS = {"OpenRLHF": {"queries"}, "TRL": {"completions"}, "verl": {"solution_str"}}
@@ -92,6 +94,10 @@ class Signature:
     def is_async(self) -> bool:
         return inspect.iscoroutinefunction(self.function)
 
+    def split(self, request: RewardRequest) -> list[RewardRequest]:
+        """The requests for each of which the function is called."""
+        return [request] if self.batched else [request.take([row]) for row in range(len(request))]
+
     def call(self, request: RewardRequest) -> Any:
         """What the function returns for these samples (verl's: for the one there is), or its coroutine."""
         offered = getattr(self, f"_{self.project.lower()}")(request)
@@ -124,6 +130,19 @@ class Signature:
             "ground_truth": request.truth(0),
             "extra_info": row.get("extra_info"),
         }
+
+
+def load_service(source: str) -> FunctionService:
+    """For worker processes: the function of FILE.py or FILE.py:FUNCTION."""
+    file, name = split_place(source)
+    found = find_signature(load_module(file, "reward_file"), name)
+    about = {
+        "name": found.function.__name__,
+        "batched": found.batched,
+        "is_async": found.is_async,
+        "reads_ids": found.reads_ids,
+    }
+    return FunctionService(about, str(file), found.split, found.call, found.is_async)
 
 
 def find_signature(module: ModuleType, name: str | None = None) -> Signature:

@@ -179,7 +179,7 @@ def checked(numbers: Any, count: int, what: str) -> list[float]:
     return values
 
 
-def figure(number: int | float) -> float:
+def finite_or_infinite(number: int | float) -> float:
     """A number to be logged, which may be infinite: no run stops for one."""
     try:
         return float(number)
@@ -187,7 +187,7 @@ def figure(number: int | float) -> float:
         return math.inf if number > 0 else -math.inf
 
 
-def named(rows: Sequence[int]) -> str:
+def rows_text(rows: Sequence[int]) -> str:
     """Consecutive rows in words."""
     return f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} to {rows[-1]}"
 

@@ -19,7 +19,7 @@ import regex
 from trimtab.errors import UserError
 from trimtab.rewards.functions import FunctionReward
 from trimtab.rewards.types import BadSample, Reward, RewardRequest, RewardResult, WeightedReward
-from trimtab.sandbox.wait import Waiting
+from trimtab.sandbox.process import Waiter
 
 # ---- tags <think> and <answer>, found without regular expressions: linear in any text
 
@@ -264,19 +264,19 @@ def _reads_label(name: str, argument: str | None) -> bool:
     return VERIFIERS[name].needs_label and argument is None
 
 
-def make_verifier(text: str, waiting: Waiting | None = None) -> WeightedReward:
+def make_verifier(text: str, waiter: Waiter | None = None) -> WeightedReward:
     """The weighted sum that `text` spells."""
-    return WeightedReward([(_make(name, argument, waiting), weight) for name, argument, weight in read_spelling(text)])
+    return WeightedReward([(_make(name, argument, waiter), weight) for name, argument, weight in read_spelling(text)])
 
 
-def _make(name: str, argument: str | None, waiting: Waiting | None) -> Reward:
+def _make(name: str, argument: str | None, waiter: Waiter | None) -> Reward:
     if name != "math":
         return VerifierReward(name, argument)
     if find_spec("math_verify") is None:
         raise UserError("the verifier math needs the package math-verify: pip install 'trimtab[math]'")
     file = Path(__file__).with_name("math_verifier.py")
     limits: dict[str, float] = {"seconds": MATH_SECONDS, "memory_gib": MATH_MEMORY_GIB}
-    reward = FunctionReward(str(file), **limits, stuck_reward=0.0, waiting=waiting)
+    reward = FunctionReward(str(file), **limits, stuck_reward=0.0, waiter=waiter)
     reward.name = name
     return reward
 

@@ -1,7 +1,9 @@
-"""How a worker calls an author's code: in a thread, on the loop what is awaitable, and within its time.
+"""Calls of user code inside a worker process: each within its time, in a thread or, if awaitable, on the event loop.
 
-An instance has all of its plain calls in one thread, as things like database connections want it; up to so many
-threads serve all instances, and what is awaited waits for nobody else.
+User code is a service of one of two kinds. A function (`FunctionService`) has no state: it runs in the main thread, one
+request after another. Instances (`InstanceService`), such as environments, keep state between calls and live side by
+side: an instance has all of its plain calls in one thread, as things like database connections need it; a limited
+number of threads serves all instances, and coroutines of all instances run at once.
 """
 
 import asyncio
@@ -12,24 +14,110 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 SECONDS_TO_CANCEL = 1.0
+SECONDS_TO_END = 1.0  # for user code to clean up at the end
 
 
-class Late(Exception):
-    """A call took too long, and was given up."""
+class SandboxError(Exception):
+    """A call of user code did not give a result. The message is one line for the user."""
 
 
-class Stuck(Exception):
-    """A call took too long, and nothing but the end of its process ends it."""
+class UserCodeError(SandboxError):
+    """User code raised; the message names the error and the line of the user's file."""
+
+
+class CallTimeout(SandboxError):
+    """A call took too long and was cancelled."""
+
+
+class CallStuck(CallTimeout):
+    """A call took too long, and only the end of its process ends it."""
+
+
+class WorkerDied(SandboxError):
+    """The worker process died, or had to be ended."""
+
+
+class LoadFailed(SandboxError):
+    """The user's code could not be loaded."""
+
+
+# ---- services
+
+
+class Instance(Protocol):
+    """An object with state in a worker process, made for one session."""
+
+    async def answer(self, method: str, arguments: Sequence[Any]) -> Any:
+        """The result of a call, JSON or nearly so (`jsonable`)."""
+        ...
+
+    async def close(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class FunctionService:
+    """A stateless function. A request is split into parts, each of which is called and has one result."""
+
+    about: dict[str, Any]
+    file: str
+    """Whose lines error messages name."""
+    split: Callable[[Any], list[Any]]
+    call: Callable[[Any], Any]
+    is_async: bool = False
+
+
+@dataclass(frozen=True)
+class InstanceService:
+    about: dict[str, Any]
+    file: str
+    make: Callable[["Caller", float], Instance]
+    """Of the caller for its calls, and the seconds that a call may take."""
+
+
+# ---- one line of blame
+
+
+def jsonable(value: Any) -> Any:
+    """The value as JSON knows it: tensors and arrays as lists, anything strange by its type's name."""
+    if hasattr(value, "tolist"):
+        return jsonable(value.tolist())
+    if isinstance(value, dict):
+        return {str(name): jsonable(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(one) for one in value]
+    return value if value is None or isinstance(value, int | float | str) else f"<{type(value).__name__}>"
+
+
+def blame(error: BaseException, file: str) -> str:
+    """The error in one line, with the last line of the user's file that it passed through."""
+    text = " ".join(str(error).split())
+    words = (f"{type(error).__name__}: {text}" if text else type(error).__name__)[:500]
+    return words + line_of(traceback.extract_tb(error.__traceback__), file)
+
+
+def line_of(stack: traceback.StackSummary, file: str) -> str:
+    lines = [frame.lineno for frame in stack if frame.filename == file]
+    return f" (line {lines[-1]})" if lines else ""
+
+
+def thread_line(thread: int, file: str) -> str:
+    """The line of the file at which a thread is now."""
+    frame = sys._current_frames().get(thread)
+    return "" if frame is None else line_of(traceback.extract_stack(frame), file)
+
+
+# ---- calls with a timeout
 
 
 class OneThread(Executor):
-    """Calls in one thread, made with the first of them. Unlike a ThreadPoolExecutor's, one that never ends does not
-    hold up the end of its process."""
+    """Calls in one thread, started with the first of them. Unlike a ThreadPoolExecutor's, a call that never ends does
+    not delay the end of its process."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Future, Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
@@ -37,14 +125,14 @@ class OneThread(Executor):
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future:  # type: ignore[override]
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="environment", daemon=True)
+            self._thread = threading.Thread(target=self._work, name="sandbox", daemon=True)
             self._thread.start()
         future: Future = Future()
         self._calls.put((future, function, arguments))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """The thread ends after its calls; nobody waits for it."""
+        """The thread ends after its calls; this does not wait for it."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -57,63 +145,44 @@ class OneThread(Executor):
                     future.set_exception(error)
 
 
-class Lane:
-    """A thread, and a place in front of it: whoever has it is called at once, so that waiting is nobody's time."""
+class CallThread:
+    """A thread for plain calls, and a lock before it: a call's time begins when the thread is free for it."""
 
     def __init__(self) -> None:
         self.instances = 0
         self.free = asyncio.Lock()
         self.executor = OneThread()
-        self.thread = 0
+        self.ident = 0
 
     def attempt(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
-        self.thread = threading.get_ident()
+        self.ident = threading.get_ident()
         try:
             return function(*arguments), None
-        except BaseException as error:  # sys.exit in an environment is a fault like any other
+        except BaseException as error:  # sys.exit in user code is an error like any other
             return None, error
-
-
-class Lanes:
-    def __init__(self, count: int):
-        self._count = count
-        self._lanes: list[Lane] = []
-
-    def taken(self) -> Lane:
-        """For an instance, which gives it back."""
-        if len(self._lanes) < self._count and all(lane.instances for lane in self._lanes):
-            self._lanes.append(Lane())
-        lane = min(self._lanes, key=lambda lane: lane.instances)
-        lane.instances += 1
-        return lane
-
-    def close(self) -> None:
-        """Threads end when they are free."""
-        for lane in self._lanes:
-            lane.executor.shutdown()
 
 
 class Caller:
     """The calls of one instance, one after another."""
 
-    def __init__(self, lane: Lane, file: str):
-        """`file`: whose lines are named."""
-        self.lane, self.file = lane, file
+    def __init__(self, thread: CallThread, file: str):
+        """`file`: whose lines messages name."""
+        self.thread, self.file = thread, file
         self.seconds = 0.0  # that its calls took so far
         self._awaiting: asyncio.Task[tuple[Any, BaseException | None]] | None = None
 
     async def call(self, limit: float, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What the function returns, or comes to when it is awaited; what it raises."""
+        """What the function returns, awaited if it is awaitable. Raises what it raises, CallTimeout or CallStuck."""
         loop = asyncio.get_running_loop()
         async with contextlib.AsyncExitStack() as held:
-            await held.enter_async_context(self.lane.free)
+            await held.enter_async_context(self.thread.free)
             began = time.monotonic()
             try:
-                asked = loop.run_in_executor(self.lane.executor, self.lane.attempt, function, arguments)
-                if not (await asyncio.wait({asked}, timeout=limit))[0]:
-                    held.pop_all()  # nobody else is to be called behind it
-                    raise Stuck(f"took longer than {limit:g} s{self._place()}")
-                found, error = asked.result()
+                called = loop.run_in_executor(self.thread.executor, self.thread.attempt, function, arguments)
+                if not (await asyncio.wait({called}, timeout=limit))[0]:
+                    held.pop_all()  # no other call may queue behind it
+                    raise CallStuck(f"took longer than {limit:g} s{thread_line(self.thread.ident, self.file)}")
+                found, error = called.result()
                 await held.aclose()
                 if inspect.isawaitable(found):
                     found, error = await self._awaited(found, limit, began)
@@ -126,7 +195,7 @@ class Caller:
         return found
 
     def cancel(self) -> None:
-        """Give up what is being awaited; a plain call goes on to its end."""
+        """Cancel what is being awaited; a plain call goes on to its end."""
         if self._awaiting is not None:
             self._awaiting.cancel()
 
@@ -138,15 +207,11 @@ class Caller:
             if not (await asyncio.wait({self._awaiting}, timeout=left))[0]:
                 self._awaiting.cancel()
                 if not (await asyncio.wait({self._awaiting}, timeout=SECONDS_TO_CANCEL))[0]:
-                    raise Stuck(f"took longer than {limit:g} s, and would not be cancelled")
-                raise Late(f"took longer than {limit:g} s")
+                    raise CallStuck(f"took longer than {limit:g} s, and would not be cancelled")
+                raise CallTimeout(f"took longer than {limit:g} s")
             return self._awaiting.result()
         finally:
             self._awaiting = None
-
-    def _place(self) -> str:
-        frame = sys._current_frames().get(self.lane.thread)
-        return "" if frame is None else line_of(traceback.extract_stack(frame), self.file)
 
 
 async def _attempt(found: Awaitable[Any]) -> tuple[Any, BaseException | None]:
@@ -156,6 +221,111 @@ async def _attempt(found: Awaitable[Any]) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def line_of(stack: traceback.StackSummary, file: str) -> str:
-    lines = [frame.lineno for frame in stack if frame.filename == file]
-    return f" (line {lines[-1]})" if lines else ""
+# ---- instances side by side
+
+
+@dataclass(eq=False)
+class _Live:
+    instance: Instance
+    caller: Caller
+    busy: bool = False
+    dropped: bool = False  # no more answers are wanted
+
+
+class InstanceServer:
+    """The instances of a service, on an event loop: of a worker process, or of a thread of the run (LocalPool)."""
+
+    def __init__(
+        self,
+        service: InstanceService,
+        seconds: float,
+        threads: int,
+        send: Callable[[str, int | None, Any], None],
+        memory: int | None = None,
+    ):
+        """`send`: called with each reply, which is (kind, key of the session, values). Kinds are `result`, `error` and
+        `late` (the session is over), and `stuck` (its process must be ended). `memory`: bytes that the process may
+        have; unset: there is no process to end."""
+        self._service, self._seconds, self._memory, self.send = service, seconds, memory, send
+        self._count = threads
+        self._threads: list[CallThread] = []
+        self._live: dict[int, _Live] = {}  # by key
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def receive(self, kind: str, key: int, *call: Any) -> None:
+        """On the loop: `open` makes the session's instance and, as `call`, calls a method of it; `drop` ends it."""
+        if kind == "drop":
+            if key in self._live:
+                self._drop(key, self._live[key])
+            return
+        if kind == "open":
+            caller = Caller(self._thread(), self._service.file)
+            self._live[key] = _Live(self._service.make(caller, self._seconds), caller)
+        method, final, *arguments = call
+        self._live[key].busy = True
+        self._follow(key, self._answer(key, self._live[key], method, final, arguments))
+
+    async def close(self) -> None:
+        """Close all instances; they have a moment for it."""
+        for key, live in list(self._live.items()):
+            self._drop(key, live)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=0.8 * SECONDS_TO_END)
+        for thread in self._threads:
+            thread.executor.shutdown()
+
+    def _thread(self) -> CallThread:
+        if len(self._threads) < self._count and all(thread.instances for thread in self._threads):
+            self._threads.append(CallThread())
+        thread = min(self._threads, key=lambda thread: thread.instances)
+        thread.instances += 1
+        return thread
+
+    def _follow(self, key: int, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=str(key))
+        self._tasks.add(task)  # the loop itself holds them weakly
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, key: int, live: _Live, method: str, final: bool, arguments: list[Any]) -> None:
+        try:
+            values = await live.instance.answer(method, arguments)
+            if not live.dropped:
+                self.send("result", key, values)
+            live.dropped = live.dropped or final
+        except CallStuck as error:  # its thread is never free again
+            self._live.pop(key, None)
+            self.send("stuck", key, str(error))
+            return
+        except BaseException as error:
+            if isinstance(error, MemoryError) and self._memory is not None:
+                self.send("stuck", key, out_of_memory(self._memory))
+                return
+            if not live.dropped:
+                late = isinstance(error, CallTimeout)
+                words = str(error) if late else blame(error, self._service.file)
+                self.send("late" if late else "error", key, words)
+            live.dropped = True
+        live.busy = False
+        if live.dropped:
+            await self._let_go(key, live)
+
+    def _drop(self, key: int, live: _Live) -> None:
+        live.dropped = True
+        live.caller.cancel()
+        if not live.busy:
+            self._follow(key, self._let_go(key, live))
+
+    async def _let_go(self, key: int, live: _Live) -> None:
+        if self._live.pop(key, None) is None:
+            return
+        try:
+            await live.instance.close()
+        except CallStuck as error:
+            self.send("stuck", key, str(error))
+            if self._memory is None:
+                return  # in this process the thread is lost for others
+        live.caller.thread.instances -= 1
+
+
+def out_of_memory(limit: int) -> str:
+    return f"needed more than {limit / 2**30:g} GiB of memory"

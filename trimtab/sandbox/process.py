@@ -1,6 +1,7 @@
-"""A process that runs somebody's code for us, seen from the run: it is started, and ended with all that it started."""
+"""A worker process, as the run sees it: started, sent messages, waited for, and ended with everything it started."""
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -9,40 +10,53 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from pathlib import Path
+from typing import Literal, TypeVar
 
 import trimtab
-from trimtab.sandbox.worker import LAST_WORDS, VARIABLE, end_strays
+from trimtab.sandbox.worker import LAST_OUTPUT, MARK, end_marked
 
 SECONDS_TO_LEAVE = 2.0
-SECONDS_TO_WRITE = 0.05  # in which its last words are brought here
+SECONDS_TO_WRITE = 0.05  # until the keeper has written what the process printed last
+
+Output = Literal["inherit", "limited", "tail"]
 
 
 class WorkerProcess:
-    """`python -m MODULE HANDLE WORDS...`, which begins with within.begin; `socket` is the run's end of theirs."""
+    """`python -m MODULE HANDLE ARGUMENTS...`, which calls `begin_worker`. `socket` is the run's end of the connection.
 
-    def __init__(self, module: str, words: Sequence[str], *, captured: bool = False):
-        """`captured`: what it prints is kept from the run's own output, and the end of it can be asked for."""
+    It leads a process group, which ends as a whole, also when the run is killed.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], *, output: Output = "inherit"):
+        """`output`: what it prints goes to the run's output, or to its standard error up to a limit, or it is kept
+        from the run and its end can be read (`last_output`)."""
         self.socket, theirs = socket.socketpair()
         life, ours = os.pipe()
-        self._life: int | None = ours  # which is held open for as long as the run lives
-        self._printed = tempfile.TemporaryFile() if captured else None  # noqa: SIM115
-        self._gone, self._words = False, ""
+        self._life: int | None = ours  # open for as long as the run lives
+        self._printed = tempfile.TemporaryFile() if output == "tail" else None  # noqa: SIM115
+        self._ended, self._last_output = False, ""
         self._mark = uuid.uuid4().hex
         source = str(Path(trimtab.__file__).parents[1])
         path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, f"{theirs.fileno()}:{life}", *words],
+                [sys.executable, "-m", module, f"{theirs.fileno()}:{life}:{output}", *arguments],
                 pass_fds=[theirs.fileno(), life],
                 stdin=subprocess.DEVNULL,
                 stdout=self._printed,
                 stderr=self._printed,
-                env=os.environ | {"PYTHONPATH": path, VARIABLE: self._mark},
-                start_new_session=True,  # which is ended as a whole
+                env=os.environ | {"PYTHONPATH": path, MARK: self._mark},
+                start_new_session=True,
             )
         os.close(life)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def has_died(self) -> bool:
@@ -52,46 +66,103 @@ class WorkerProcess:
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
     def how_it_died(self) -> str:
-        """In words, when it has or is about to; what it left running is ended."""
-        deadline = time.monotonic() + SECONDS_TO_LEAVE  # of one that has closed its end and lives
+        """How a process that has died, or is about to, did so; what it left running is ended."""
+        deadline = time.monotonic() + SECONDS_TO_LEAVE  # for one that has closed its connection and lives
         while not self.has_died and time.monotonic() < deadline:
             time.sleep(0.001)
-        if self._printed is not None and not self._gone:
+        if self._printed is not None and not self._ended:
             time.sleep(SECONDS_TO_WRITE)
         code = self.kill()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"its process died ({how})"
 
-    def last_words(self) -> str:
-        """The end of what it printed, where that is captured."""
-        if self._gone or self._printed is None:
-            return self._words
-        return os.pread(self._printed.fileno(), LAST_WORDS, 0).decode(errors="replace")
+    def last_output(self) -> str:
+        """The end of what it printed, where that is kept."""
+        if self._ended or self._printed is None:
+            return self._last_output
+        return os.pread(self._printed.fileno(), LAST_OUTPUT, 0).decode(errors="replace")
 
     def dismiss(self) -> None:
-        """It has a moment to tidy up, and then ends."""
+        """Close the connection: the process has a moment to clean up, and then ends."""
         self.socket.close()
         if self._life is not None:
             os.close(self._life)
             self._life = None
 
     def leave(self) -> None:
-        """As `dismiss`, and wait until it has."""
+        """As `dismiss`, and wait until it has ended."""
         self.dismiss()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=SECONDS_TO_LEAVE)
         self.kill()
 
     def kill(self) -> int:
-        """End it, and everything that it started; its exit code, or the signal as a negative number."""
+        """End it and everything it started; returns its exit code, or its signal as a negative number."""
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: macOS, of one that has ended
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter: macOS, where it has ended
                 os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
-        if not self._gone:
-            self._words, self._gone = self.last_words(), True
+        if not self._ended:
+            self._last_output, self._ended = self.last_output(), True
             self.dismiss()
-            end_strays(self._mark)
+            end_marked(self._mark)
             if self._printed is not None:
                 self._printed.close()
         return code
+
+
+# ---- waiting
+
+Value = TypeVar("Value")
+
+PATIENCE = 10.0  # seconds until a wait is reported
+LOOK_EVERY = 0.05  # seconds after which a signal is noticed
+
+
+class RunStopped(Exception):
+    """The run was told to stop while it waited for user code or a server."""
+
+
+class Waiter:
+    """Waits for results of another process or machine: reports long waits, and ends them when the run is stopped."""
+
+    def __init__(self, stopped: Callable[[], bool] = lambda: False):
+        """`stopped`: whether the run has been told to stop."""
+        self.stopped = stopped
+        self._report_after = PATIENCE
+
+    def until(self, ready: Callable[[float], bool], seconds: float, report: str | None = None) -> bool:
+        """Whether it was ready in time. `ready` waits for at most the seconds it is given; `report`: what is waited
+        for, for the user."""
+        began = time.monotonic()
+        while not ready(min(LOOK_EVERY, max(0.0, began + seconds - time.monotonic()))):
+            self.look(time.monotonic() - began, report)
+            if time.monotonic() - began >= seconds:
+                return False
+        return True
+
+    def results(self, futures: Sequence[Future[Value]], report: str) -> list[Value]:
+        """The results in order; the first failure is raised in its place."""
+        began = time.monotonic()
+        try:
+            for future in futures:
+                while wait_for([future], LOOK_EVERY).not_done:
+                    self.look(time.monotonic() - began, report)
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def look(self, passed: float, report: str | None) -> None:
+        """After so many seconds of waiting: raise RunStopped if the run was stopped, report a long wait."""
+        if self.stopped():
+            raise RunStopped
+        if report is not None and passed >= self._report_after:
+            # Twice as long before the next report: a reward that is always slow is not news.
+            self._report_after = 2 * passed
+            print(f"waiting for {passed:.0f} s now: {report}", file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """A length of time, rounded up."""
+    return f"{math.ceil(seconds)} s" if seconds < 120 else f"{math.ceil(seconds / 60)} min"

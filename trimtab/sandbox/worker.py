@@ -1,23 +1,63 @@
-"""A user's Python file as a module."""
+"""A worker process, inside: `python -m trimtab.sandbox.worker HANDLE MEMORY SECONDS THREADS MODULE SOURCE`.
 
+It loads user code (MODULE.load_service(SOURCE)) and answers the pool's calls in JSON, so that the run unpickles nothing
+that user code returns. It imports neither torch nor anything else of weight unless the user's code does.
+
+`begin_worker` sets limits and starts a keeper: a small process in the same group, which user code cannot block. The
+keeper ends the group with the run, however that ends. It also reads what the group prints, and keeps the end of it or
+passes it on up to a limit.
+"""
+
+import asyncio
 import atexit
 import contextlib
+import functools
+import importlib
 import importlib.util
 import io
+import json
 import os
+import pickle
+import queue
 import resource
 import select
 import signal
 import sys
+import threading
 import time
-import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from trimtab.errors import UserError
+from trimtab.sandbox.calls import (
+    SECONDS_TO_END,
+    FunctionService,
+    InstanceServer,
+    InstanceService,
+    blame,
+    jsonable,
+    out_of_memory,
+    thread_line,
+)
 
-def module_of(file: Path, name: str) -> ModuleType:
+MARK = "TRIMTAB_PROCESS"  # a variable that all processes started by a worker inherit
+LAST_OUTPUT = 8192  # bytes of what a process printed last
+# Output that is passed on: at most so many bytes at once, and later so many a second.
+MOST_PRINTED, PRINTED_A_SECOND = 2**16, 2**8
+
+
+def split_place(place: str) -> tuple[Path, str | None]:
+    """The file of FILE.py or FILE.py:NAME, and the name, if there is one."""
+    file, colon, name = place.rpartition(":")
+    file, wanted = (file, name) if colon and file.endswith(".py") else (place, None)
+    return Path(file).expanduser().resolve(), wanted
+
+
+def load_module(file: Path, name: str) -> ModuleType:
+    """A user's Python file as a module."""
     sys.path.insert(0, str(file.parent))  # the file may import its neighbours
     specification = importlib.util.spec_from_file_location(name, file)
     assert specification is not None and specification.loader is not None, "the caller has seen that it is Python"
@@ -27,85 +67,136 @@ def module_of(file: Path, name: str) -> ModuleType:
     return module
 
 
-# ---- What a process that runs somebody's code says of it, so that it can be written as JSON and read by a person.
+# ---- answering calls
 
 
-def plain(value: Any) -> Any:
-    """Tensors and arrays as lists, anything strange by its name."""
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    if isinstance(value, dict):
-        return {str(name): plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    return value if value is None or isinstance(value, int | float | str) else f"<{type(value).__name__}>"
-
-
-def told(error: BaseException, file: str) -> str:
-    """The error in one line, with the line of the file where it was met."""
-    text = " ".join(str(error).split())
-    words = (f"{type(error).__name__}: {text}" if text else type(error).__name__)[:500]
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f"{words} (line {lines[-1]})" if lines else words
-
-
-# ---- processes that user code started
-
-
-VARIABLE = "TRIMTAB_PROCESS"
-
-
-def end_strays(mark: str) -> None:
-    """End everything that carries the mark, but ourselves."""
-    if not hasattr(os, "pidfd_open") or not hasattr(signal, "pidfd_send_signal"):
-        return
-    wanted = f"{VARIABLE}={mark}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        number = int(folder.name)
-        # Others' processes, and those that have ended meanwhile.
-        with contextlib.suppress(OSError):
-            if number != os.getpid() and wanted in (folder / "environ").read_bytes().split(b"\0"):
-                _end(number, wanted)
-
-
-def _end(number: int, wanted: bytes) -> None:
-    handle = os.pidfd_open(number)  # of this process and no other, so that it is looked at again
+def main(handle: str, memory: str, seconds: str, threads: str, module: str, source: str) -> None:
+    connection = begin_worker(handle, int(memory))
     try:
-        if wanted in Path(f"/proc/{number}/environ").read_bytes().split(b"\0"):
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-    finally:
-        os.close(handle)
+        service: FunctionService | InstanceService = importlib.import_module(module).load_service(source)
+    except BaseException as error:
+        words = str(error) if isinstance(error, UserError) else blame(error, str(split_place(source)[0]))
+        connection.send_bytes(_encoded("unloadable", None, words))
+        return
+    connection.send_bytes(_encoded("loaded", None, service.about))
+    if isinstance(service, FunctionService):
+        with contextlib.suppress(EOFError, OSError):  # the run has closed the connection, or is gone
+            while True:
+                _, key, _, _, request = pickle.loads(connection.recv_bytes())
+                for reply in _results(service, key, service.split(request), float(seconds), int(memory)):
+                    connection.send_bytes(reply)
+    else:
+        asyncio.run(_Conversation(connection, service, float(seconds), int(memory), int(threads)).serve())
 
 
-# ---- limits and the keeper process
+def _results(service: FunctionService, key: int, parts: list[Any], seconds: float, memory: int) -> Iterator[bytes]:
+    def failed(error: BaseException) -> bytes:
+        if isinstance(error, MemoryError):
+            return _encoded("stuck", key, out_of_memory(memory))
+        return _encoded("error", key, blame(error, service.file))
+
+    async def awaited(part: Any) -> bytes:
+        try:
+            return _encoded("result", key, await asyncio.wait_for(service.call(part), seconds))
+        except TimeoutError:
+            return _encoded("late", key, f"took longer than {seconds:g} s")
+        except BaseException as error:
+            return failed(error)
+
+    async def gathered() -> list[bytes]:
+        return await asyncio.gather(*map(awaited, parts))
+
+    if service.is_async:  # all at once: such a function mostly waits for others
+        yield from asyncio.run(gathered())
+        return
+    for part in parts:
+        try:
+            reply = _encoded("result", key, service.call(part))
+        except BaseException as error:  # sys.exit in user code is an error like any other
+            reply = failed(error)
+        yield reply
 
 
-LAST_WORDS = 8192  # bytes of what it printed
-# What is passed on of it: as many bytes at once, and later as many a second.
-MOST_PRINTED, PRINTED_A_SECOND = 2**16, 2**8
-SECONDS_TO_END = 1.0  # for code that is at rest, and what it has to tidy up
+class _Conversation:
+    """The connection of instances to the run. Threads read and write, so that neither side blocks the other."""
+
+    def __init__(self, connection: Connection, service: InstanceService, seconds: float, memory: int, threads: int):
+        self._connection, self._file, self._seconds = connection, service.file, seconds
+        self._server = InstanceServer(service, seconds, threads, self._send, memory)
+        self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._loop_asked: float | None = None  # since when the loop owes a sign of life
+        self._over = asyncio.Event()
+
+    async def serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        threading.Thread(target=self._write, daemon=True).start()
+        threading.Thread(target=self._read, daemon=True).start()
+        await self._over.wait()
+        await self._server.close()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self._connection.send_bytes(self._outgoing.get())
+
+    def _read(self) -> None:
+        try:
+            while True:
+                kind, key, *call = pickle.loads(self._connection.recv_bytes())
+                if kind == "ping":
+                    self._send("pong", None, None)
+                    self._check_loop()
+                else:
+                    self._loop.call_soon_threadsafe(functools.partial(self._server.receive, kind, key, *call))
+        except (EOFError, OSError):  # the run has closed the connection, or is gone
+            self._loop.call_soon_threadsafe(self._over.set)
+
+    def _check_loop(self) -> None:
+        """Report a coroutine that blocks all others."""
+        now = time.monotonic()
+        if self._loop_asked is None:
+            self._loop_asked = now
+            self._loop.call_soon_threadsafe(self._loop_answers)
+        elif now - self._loop_asked > self._seconds:
+            task = asyncio.current_task(self._loop)
+            name = task.get_name() if task is not None else ""
+            place = thread_line(threading.main_thread().ident or 0, self._file)
+            words = f"a coroutine held up all others for longer than {self._seconds:g} s{place}"
+            self._send("stuck", int(name) if name.isdigit() else None, words)
+
+    def _loop_answers(self) -> None:
+        self._loop_asked = None
+
+    def _send(self, kind: str, key: int | None, values: Any) -> None:
+        self._outgoing.put(_encoded(kind, key, values))
 
 
-def begin_worker(handle: str, memory: int, *, captured: bool = False, limited: bool = False) -> Connection:
-    """The connection to the run. `memory`: bytes that the process may have; `captured`: see WorkerProcess; `limited`:
-    what is printed goes to the run's standard error, and too much of it is left out."""
-    socket, life = map(int, handle.split(":"))
-    show = _Limited() if limited else _LastWords() if captured else None
-    ending = _start_keeper(socket, life, show)
-    connection = Connection(socket)
-    os.set_inheritable(socket, False)
+def _encoded(kind: str, key: int | None, values: Any) -> bytes:
+    return json.dumps({"kind": kind, "key": key, "values": jsonable(values)}).encode()
+
+
+# ---- limits, and the keeper
+
+
+def begin_worker(handle: str, memory: int) -> Connection:
+    """The connection to the run, for a process that `WorkerProcess` started. `memory`: bytes that it may have."""
+    socket, life, output = handle.split(":")
+    show = {"limited": _Limited, "tail": _Tail}[output]() if output != "inherit" else None
+    ending = _start_keeper(int(socket), int(life), show)
+    connection = Connection(int(socket))
+    os.set_inheritable(int(socket), False)
     atexit.register(_end_group, os.getpid(), ending)  # the first to be registered is the last to be called
     if show is not None and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # what was printed is to be seen when the process dies
-    # A fork of the author's code must not hold our end open when we are gone.
+        sys.stdout.reconfigure(line_buffering=True)  # what was printed must be seen when the process dies
+    # A fork of user code must not keep the connection open after this process.
     os.register_at_fork(after_in_child=connection.close)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     return connection
 
 
 def _end_group(leader: int, ending: int) -> None:
-    if os.getpid() == leader:  # a fork of it may leave alone
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # the author's code may have closed it
+    if os.getpid() == leader:  # a fork of it may exit alone
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # user code may have closed it
             sys.stdout.flush()
         with contextlib.suppress(OSError):  # the keeper has gone
             os.write(ending, b".")
@@ -113,17 +204,17 @@ def _end_group(leader: int, ending: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def _start_keeper(socket: int, life: int, show: "_LastWords | _Limited | None") -> int:
+def _start_keeper(socket: int, life: int, show: "_Tail | _Limited | None") -> int:
     """The descriptor to write to when this process ends."""
-    run = _handle(os.getppid())
+    run = _pidfd(os.getppid())
     ended, ending = os.pipe()
     output, printing = (None, None) if show is None else os.pipe()
     child = os.fork()
     if child == 0:
-        # Not our child, so that whoever waits for theirs does not wait for this one.
+        # A grandchild, so that user code that waits for its children does not wait for the keeper.
         if os.fork() == 0:
             try:
-                os.close(socket)  # the run sees by it that we have ended
+                os.close(socket)  # the run sees by it that the worker has ended
                 os.close(ending)
                 _keep(life, run, ended, output, show)
             finally:
@@ -142,19 +233,19 @@ def _start_keeper(socket: int, life: int, show: "_LastWords | _Limited | None") 
     return ending
 
 
-def _handle(process: int) -> int | None:
-    """Which can be read when the process has ended; None where the system has no such thing."""
+def _pidfd(process: int) -> int | None:
+    """A descriptor that is readable when the process has ended; None where the system has no such thing."""
     try:
         return os.pidfd_open(process)
     except (AttributeError, OSError):
         return None
 
 
-def _keep(life: int, run: int | None, ended: int, output: int | None, show: "_LastWords | _Limited | None") -> None:
-    """Show what is printed until the run has ended, or the process beside; then end the group."""
+def _keep(life: int, run: int | None, ended: int, output: int | None, show: "_Tail | _Limited | None") -> None:
+    """Show what is printed until the run or the worker has ended; then end the group."""
     events = select.poll()
-    events.register(life, 0)  # which reports the other end's closing, and nothing else
-    if run is not None:  # whose end a fork of it may hold open
+    events.register(life, 0)  # which reports that the other end was closed, and nothing else
+    if run is not None:  # a fork of the run may hold the other end open
         events.register(run, select.POLLIN)
     events.register(ended, select.POLLIN)
     if output is not None:
@@ -166,15 +257,15 @@ def _keep(life: int, run: int | None, ended: int, output: int | None, show: "_La
             _show_printed(output, show)
         if {life, run} & ready:
             time.sleep(SECONDS_TO_END)
-            end_strays(os.environ[VARIABLE])
+            end_marked(os.environ[MARK])
             break
         if ended in ready:
             break
     os.killpg(0, signal.SIGKILL)
 
 
-def _show_printed(output: int, show: "_LastWords | _Limited") -> None:
-    """All that is there, but for output that comes faster than it is read."""
+def _show_printed(output: int, show: "_Tail | _Limited") -> None:
+    """Show all that is there, unless it comes faster than it is read."""
     for _ in range(64):
         try:
             printed = os.read(output, 2**16)
@@ -182,25 +273,24 @@ def _show_printed(output: int, show: "_LastWords | _Limited") -> None:
             return
         if not printed:
             return
-        with contextlib.suppress(OSError):  # a full disk, or nobody reads
+        with contextlib.suppress(OSError):  # a full disk, or a closed pipe
             show(printed)
 
 
-class _LastWords:
-    """Writes the end of what was printed where the run reads it: our output was that before the author's code got
-    another."""
+class _Tail:
+    """Writes the end of what was printed to the file that the run reads, which is the keeper's standard output."""
 
     def __init__(self) -> None:
         self.last = b""
 
     def __call__(self, printed: bytes) -> None:
-        self.last = (self.last + printed)[-LAST_WORDS:]
+        self.last = (self.last + printed)[-LAST_OUTPUT:]
         os.pwrite(1, self.last, 0)
 
 
 class _Limited:
-    """Writes what was printed to the run's standard error. After too much of it nothing is written until the allowance
-    is whole again, so that a line says what is missing and not every few bytes another."""
+    """Writes what was printed to the run's standard error. After too much of it nothing is written until the whole
+    allowance is there again, so that one line says what is missing."""
 
     def __init__(self) -> None:
         self.allowed, self.since = float(MOST_PRINTED), time.monotonic()
@@ -222,3 +312,30 @@ class _Limited:
         self.left_out = len(printed) - len(shown)
         if self.left_out:
             os.write(2, b"\n[a process of the run prints too much: the rest is left out for a while]\n")
+
+
+# ---- processes that user code started
+
+
+def end_marked(mark: str) -> None:
+    """End processes whose environment carries the mark, but not this one. They may have left the worker's group, as
+    browsers do. Where the system does not show environments, none is found."""
+    if not hasattr(os, "pidfd_open") or not hasattr(signal, "pidfd_send_signal"):
+        return
+    wanted = f"{MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        number = int(folder.name)
+        # Suppressed: other users' processes, and those that have ended meanwhile.
+        with contextlib.suppress(OSError):
+            if number == os.getpid() or wanted not in (folder / "environ").read_bytes().split(b"\0"):
+                continue
+            handle = os.pidfd_open(number)  # holds the number, so that a second look is at the same process
+            try:
+                if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+            finally:
+                os.close(handle)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

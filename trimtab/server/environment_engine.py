@@ -5,7 +5,7 @@ run's own policy server (agents.py), which is imported only then, because it nee
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -14,13 +14,10 @@ from trimtab.config.agents import EnvironmentOptions
 from trimtab.data.sources import own_rows
 from trimtab.envs.chat_tokens import ChatTokens, ObservationError
 from trimtab.envs.episode_session import EnvironmentEngine, first_tokens
-from trimtab.envs.pool import Broken, EnvLimits, Opened, Pool, Reply
+from trimtab.envs.pool import Broken, EnvironmentPool, LocalEnvironments, Opened, Reply, SandboxLimits
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine
-
-if TYPE_CHECKING:
-    from trimtab.envs.pool import EnvironmentsHere
 
 PROMPT, LABEL = "prompt", "label"  # columns of an environment's own rows
 EVALUATION = 1_000_003  # added to the seed of evaluation rows
@@ -30,11 +27,11 @@ def never() -> bool:
     return False
 
 
-def open_pool(options: EnvironmentOptions, stopped: Callable[[], bool] = never) -> Pool:
+def open_pool(options: EnvironmentOptions, stopped: Callable[[], bool] = never) -> EnvironmentPool:
     """Start the environment that options name."""
     assert options.environment_source is not None, "there is one"
-    limits = EnvLimits(options.env_timeout, options.env_workers, options.env_threads, options.env_memory)
-    return Pool(options.environment_source, limits, stopped)
+    limits = SandboxLimits(options.env_timeout, options.env_workers, options.env_threads, options.env_memory)
+    return EnvironmentPool(options.environment_source, limits, stopped)
 
 
 def episode_settings(options: EnvironmentOptions, *, plain: bool) -> EpisodeSettings:
@@ -51,7 +48,7 @@ def episode_settings(options: EnvironmentOptions, *, plain: bool) -> EpisodeSett
 
 def make_environment_engine(
     engine: Engine,
-    pool: "Pool | EnvironmentsHere",
+    pool: EnvironmentPool | LocalEnvironments,
     tokenizer: PreTrainedTokenizerBase,
     settings: EpisodeSettings | None = None,
 ) -> Engine:

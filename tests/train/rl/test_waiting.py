@@ -11,7 +11,7 @@ import pytest
 from tests import warm
 from tests.train.rl.rl_run import arguments, assert_identical, result, without, write_task
 from tests.train.rl.test_rewards import FailLater
-from trimtab.sandbox import wait as waiting
+from trimtab.sandbox import process as waiting
 
 SLEEPS = """
 import os, pathlib, time

@@ -13,7 +13,7 @@ from tests import warm
 from tests.train.rl.rl_run import assert_identical, result, rows, without, write_task
 from tests.train.rl.test_resume import at
 from tests.train.tail.tail_run import arguments, metric_files
-from trimtab.sandbox import wait as waiting
+from trimtab.sandbox import process as waiting
 from trimtab.train.tail.loop import TailRun
 
 

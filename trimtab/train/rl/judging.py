@@ -16,7 +16,7 @@ from trimtab.rewards.functions import CALLS_AT_ONCE
 from trimtab.rewards.requests import PromptBatch, request_of
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult
 from trimtab.rollout.trajectory import Rollout
-from trimtab.sandbox.wait import RunStopped
+from trimtab.sandbox.process import RunStopped
 from trimtab.train.rl.answers import Answers, Written
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.spans import JUDGING, Spans

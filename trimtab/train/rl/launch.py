@@ -16,7 +16,7 @@ from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, Reward
 from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Draft
-from trimtab.sandbox.wait import RunStopped
+from trimtab.sandbox.process import RunStopped
 from trimtab.train.pass_limit import BeginAnew, NoRoom
 from trimtab.train.plan.passes import saved_passes, with_default_tokens
 from trimtab.train.rl.answers import Admission, Answers, Collected, Failed, LeftOut, Replied, UnderWay, Wait, Written

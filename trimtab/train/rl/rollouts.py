@@ -20,7 +20,7 @@ from trimtab.rewards.types import RewardFailed, RewardResult, described
 from trimtab.rollout.engine import Engine, ReceivingEngine
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Rollout
-from trimtab.sandbox.wait import RunStopped
+from trimtab.sandbox.process import RunStopped
 from trimtab.train.pass_limit import NoRoom, memory_guard
 from trimtab.train.rl.answers import Admission, Answers, Collected, Failed, Replied, UnderWay, Wait
 from trimtab.train.rl.experience import Experience
