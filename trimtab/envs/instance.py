@@ -42,8 +42,9 @@ class EnvironmentInstance:
         return self._environment
 
     async def answer(self, method: str, arguments: Sequence[Any]) -> Any:
-        methods = {"reset": self.reset, "step": self.step, "end": self.end, "run": self.run, "rows": self.rows}
-        return await methods[method](*arguments)
+        if method not in ("reset", "step", "end", "run", "rows"):
+            raise ValueError(f"no method {method}")
+        return await getattr(self, method)(*arguments)
 
     async def reset(self, task: Task) -> dict[str, Any]:
         assert self.loaded.make is not None, "an agent is not opened"

@@ -125,11 +125,10 @@ class FunctionReward(UserFunction):
         self.seconds, self._stuck_reward = seconds, stuck_reward
         self._closing, outer = False, waiter or Waiter()
         self._waiter = Waiter(lambda: self._closing or outer.stopped())
-        limits, how = SandboxLimits(seconds, workers, 1, memory_gib), {"shared": False, "title": str(self.file)}
+        limits = SandboxLimits(seconds, workers, 1, memory_gib)
+        how: dict[str, Any] = {"shared": False, "output": "limited", "title": str(self.file)}
         try:
-            self._pool = WorkerPool(
-                "trimtab.rewards.signatures", place, limits, self._waiter.stopped, output="limited", **how
-            )
+            self._pool = WorkerPool("trimtab.rewards.signatures", place, limits, self._waiter.stopped, **how)
         except LoadFailed as error:
             raise UserError(f"reward function {self.file}: {error}") from error
         about = self._pool.about

@@ -275,8 +275,8 @@ def _make(name: str, argument: str | None, waiter: Waiter | None) -> Reward:
     if find_spec("math_verify") is None:
         raise UserError("the verifier math needs the package math-verify: pip install 'trimtab[math]'")
     file = Path(__file__).with_name("math_verifier.py")
-    limits: dict[str, float] = {"seconds": MATH_SECONDS, "memory_gib": MATH_MEMORY_GIB}
-    reward = FunctionReward(str(file), **limits, stuck_reward=0.0, waiter=waiter)
+    limits: dict[str, Any] = {"seconds": MATH_SECONDS, "memory_gib": MATH_MEMORY_GIB, "stuck_reward": 0.0}
+    reward = FunctionReward(str(file), **limits, waiter=waiter)
     reward.name = name
     return reward
 

@@ -507,7 +507,8 @@ class WorkerPool(SandboxPool):
                 self._look_at(worker, now)
 
     def _look_at(self, worker: SandboxWorker, now: float) -> None:
-        limits, error = self.limits, None
+        limits = self.limits
+        error: SandboxError | None = None
         with self.state:
             if worker not in self._workers:
                 return

@@ -181,7 +181,7 @@ def _encoded(kind: str, key: int | None, values: Any) -> bytes:
 def begin_worker(handle: str, memory: int) -> Connection:
     """The connection to the run, for a process that `WorkerProcess` started. `memory`: bytes that it may have."""
     socket, life, output = handle.split(":")
-    show = {"limited": _Limited, "tail": _Tail}[output]() if output != "inherit" else None
+    show = _Limited() if output == "limited" else _Tail() if output == "tail" else None
     ending = _start_keeper(int(socket), int(life), show)
     connection = Connection(int(socket))
     os.set_inheritable(int(socket), False)
