@@ -37,15 +37,15 @@ def build_reward(
     tokenizer: PreTrainedTokenizerBase,
     stopped: Callable[[], bool] = lambda: False,
 ) -> WeightedReward:
-    """All of it, in this process. `tokenizer`: the policy's; `stopped`: whether the run has been told to stop, which
-    ends every wait (RunStopped)."""
+    """The whole reward, in this process. `tokenizer`: the policy's; `stopped`: whether the run has been told to stop,
+    which ends every wait (RunStopped)."""
     return WeightedReward([*reward_models(options, device, tokenizer), *other_rewards(options, stopped)])
 
 
 def reward_models(
     options: RLOptions | GenerateOptions, device: Device, tokenizer: PreTrainedTokenizerBase, mesh: Mesh | None = None
 ) -> list[tuple[ModelReward | ProcessReward, float]]:
-    """What needs a device: the models of --reward_pretrain. `mesh`: the processes that have them together."""
+    """The models of --reward_pretrain, which need a device. `mesh`: the processes that share them."""
     kept: dict[str, Any] = {}
     if isinstance(options, RLOptions):
         offload = options.ref_reward_offload
@@ -58,7 +58,7 @@ def reward_models(
 
 
 def other_rewards(options: RLOptions | GenerateOptions, stopped: Callable[[], bool]) -> Parts:
-    """What is best near the answers: functions, servers and verifiers."""
+    """Functions, servers and verifiers, which are best close to the rollouts."""
     waiter = Waiter(stopped)
     files, addresses = _places(options)
     by_groups = isinstance(options, RLOptions) and options.outlives_updates
@@ -84,7 +84,7 @@ def other_rewards(options: RLOptions | GenerateOptions, stopped: Callable[[], bo
 
 
 def in_words(rewards: str, options: RLOptions) -> str:
-    """Everything that rewards the answers of an RL run; `rewards`: what there is besides recordings and teachers."""
+    """The rewards of an RL run, for the log; `rewards`: those besides recordings and teachers."""
     if options.replay:
         told = [f"as recorded in {options.replay}", *([f"evaluations by {rewards}"] if rewards else [])]
     else:
@@ -95,7 +95,7 @@ def in_words(rewards: str, options: RLOptions) -> str:
 
 
 def contents(reward: WeightedReward) -> list[str | None]:
-    """What each part's path leads to, which may change while the path does not; None: nothing that could be read."""
+    """A hash of each part's weights or code, which may change while its path does not; None: it has none."""
     return [_contents(part) for part, _ in reward.parts]
 
 
@@ -110,7 +110,7 @@ def _contents(reward: Reward) -> str | None:
 
 
 def _places(options: RLOptions | GenerateOptions) -> tuple[list[str], list[str]]:
-    """Files of functions, and addresses of servers, which share one batch."""
+    """Files of functions, and addresses of servers, which share a batch."""
     places = listed(options.remote_rm_url)
     files = [place for place in places if not place.startswith(("http://", "https://"))]
     return files, [place for place in places if place not in files]
@@ -149,8 +149,8 @@ def _model(
 
 
 def check_columns(stores: dict[str, PromptStore], options: RLOptions | GenerateOptions) -> None:
-    """`stores`: prompts by what they are called. A UserError: a verifier's label, or a column that a reward function
-    cannot do without, is not in the data."""
+    """Raise UserError if the data lack a verifier's label, or a column that a reward function needs. `stores`: prompts
+    by name."""
     if isinstance(options, RLOptions) and options.replay:
         stores = {what: store for what, store in stores.items() if what != "train"}  # its rewards were recorded
     for what, store in stores.items():
@@ -210,19 +210,19 @@ MADE_UP = "I do not know."
 def try_reward(
     options: RLOptions | GenerateOptions, device: Device, tokenizer: PreTrainedTokenizerBase, store: PromptStore
 ) -> list[str]:
-    """What the reward gives for the first prompt's label, or a made-up answer, and for another made-up one."""
+    """Call the reward on two made-up answers to the first prompt, one of which is its label, and report the rewards."""
     built = build_reward(options, device, tokenizer)
-    # An environment answers turns, not answers that are made up.
+    # An environment scores episodes, not made-up answers.
     reward = WeightedReward([part for part in built.parts if not isinstance(part[0], EnvironmentReward)])
     try:
         if not reward.parts:
             return []
         for part, _ in reward.parts:
             if isinstance(part, HttpReward):
-                part.attempts = 1  # in the run a server may be late; here somebody waits
+                part.attempts = 1  # a run waits for a server that is late; here the user waits
         request = _request(store, tokenizer)
         rewards = reward(request).rewards
-    except BadSample as error:  # the answers are made up, and perhaps not of the kind that is judged
+    except BadSample as error:  # made-up answers may not be of the kind that is scored
         return [f"reward, tried on the first prompt: {error}"]
     except RewardFailed as error:
         raise UserError(f"the reward was tried and failed: {error}") from error

@@ -1,9 +1,12 @@
-"""The two protocols of reward servers, as bodies of requests and replies, for both sides.
+"""Rewards from servers (`--remote_rm_url`), and the two protocols of reward servers, for both sides.
 
 OpenRLHF   POST {"query": [...], "prompts": [...], "labels": [...]}  ->  {"rewards": [...]}
 PaddleNLP  POST {"src": [...], "tgt": [...], "response": [...]}      ->  {"error_code": 0, ..., "score": [...]}
 
 A query is prompt and response together. OpenRLHF's reply may also have scores (for dynamic filtering) and extra_logs.
+
+Several addresses share the samples. The client retries a request that fails (a slow or closed connection, a 5xx, broken
+JSON, too few scores, NaN) at the next address, after a pause that doubles. When all attempts fail, the run stops.
 """
 
 import asyncio
@@ -41,7 +44,7 @@ class OpenRLHF:
         queries = _texts(body, "query")
         prompts = _texts(body, "prompts", queries) if body.get("prompts") is not None else [""] * len(queries)
         labels = _list(body, "labels", queries) if body.get("labels") is not None else [None] * len(queries)
-        # Whoever sends something else as prompts still sends the whole text as the query.
+        # A client that sends something else as prompts still sends the whole text as the query.
         starts = [len(prompt) if query.startswith(prompt) else 0 for query, prompt in zip(queries, prompts)]
         return RewardRequest(queries, prompts, [query[start:] for query, start in zip(queries, starts)], labels)
 
@@ -160,7 +163,7 @@ SECONDS_TO_CLOSE = 5.0
 
 
 class Address:
-    """A server, and the protocol it was found to speak."""
+    """A server, and its protocol once that is known."""
 
     def __init__(self, url: str, protocol: str | None):
         parsed = httpx.URL(url)
@@ -173,7 +176,7 @@ class Address:
         self.spoken = PROTOCOLS[protocol] if protocol else None
 
     def candidates(self) -> list[Protocol]:
-        """The protocol, or all of them, beginning with the one whose servers have such addresses."""
+        """The protocol, or all of them, first the one whose servers have such addresses."""
         if self.spoken is not None:
             return [self.spoken]
         return sorted(PROTOCOLS.values(), key=lambda protocol: protocol.name != self.first)
@@ -209,7 +212,7 @@ class HttpReward:
         self.timeout, self.attempts, self.pause, self.batch_size = timeout, attempts, pause, batch_size
         token = token or os.environ.get(TOKEN_VARIABLE)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        # A proxy that the environment names is for the world outside, not for a server on this machine.
+        # A proxy named by the environment is not for servers on this machine.
         certificates = httpx.create_ssl_context()
         here = httpx.AsyncHTTPTransport(verify=certificates)
         direct = {f"all://{host}": here for host in ("localhost", "127.0.0.1", "[::1]")}
@@ -217,7 +220,7 @@ class HttpReward:
         self._client = httpx.AsyncClient(headers=headers, timeout=None, verify=certificates, mounts=direct)
         self._waiter = waiter or Waiter()
         self._concurrency, self._turns = concurrency, asyncio.Semaphore(concurrency)
-        # A loop in a thread of its own: a request in it can be ended at any moment, whatever it waits for.
+        # An event loop in a thread: a request there can be cancelled at any moment, whatever it waits for.
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="remote-reward", daemon=True)
         self._thread.start()
@@ -241,7 +244,7 @@ class HttpReward:
     def close(self) -> None:
         if self._loop.is_closed():
             return
-        with contextlib.suppress(TimeoutError):  # a farewell that is not returned is not waited for
+        with contextlib.suppress(TimeoutError):  # a server that does not close its side is not waited for
             asyncio.run_coroutine_threadsafe(self._finish(), self._loop).result(SECONDS_TO_CLOSE)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -262,7 +265,7 @@ class HttpReward:
         return min(self.pause * 2 ** (attempt - 1), LONGEST_PAUSE)
 
     async def _part(self, request: RewardRequest, rows: range, number: int) -> RewardResult:
-        """The rewards of these rows, from the address whose turn it is or, where that fails, from the next."""
+        """The rewards of these rows, from one address or, where that fails, from the next."""
         part, failures = request.take(rows), []
         async with self._turns:
             for attempt in range(self.attempts):
@@ -281,13 +284,13 @@ class HttpReward:
         raise RewardFailed(f"no reward for {rows_text(rows)} after {len(failures)} attempts; the last: {failures[-1]}")
 
     async def _ask(self, address: Address, part: RewardRequest) -> RewardResult:
-        """The address's answer, in its protocol or, as long as that is not known, in any."""
+        """The reply of an address, in its protocol or, while that is not known, in any."""
         failure: Exception | None = None
         for protocol in address.candidates():
             try:
                 result = await self._exchange(address.url, protocol, part)
             except (NotUnderstood, RewardFailed) as error:
-                # A failure may pass, so it says more than that the other protocol is not understood.
+                # A failure of the server says more than that the other protocol is not understood.
                 failure = error if failure is None or isinstance(failure, NotUnderstood) else failure
                 continue
             address.spoken = protocol
@@ -322,7 +325,7 @@ class HttpReward:
 
 
 def _reason(error: Exception) -> str:
-    """httpx names some failures by their class alone, and keeps what the system said behind its own words."""
+    """The error in words: httpx names some failures by their class alone, and the system's message is in the chain."""
     told = str(error) or type(error).__name__
     codes = (link.errno for link in error_chain(error) if link is not error and isinstance(link, OSError))
     code = next(filter(None, codes), None)

@@ -1,8 +1,9 @@
-"""Rewards from a model in this process: one that `trimtab rm` made, or any sequence classifier with one score.
+"""Rewards from models in this process: reward models, process reward models and text classifiers.
 
-A reward model with the policy's tokenizer reads the policy's own tokens. One with another tokenizer reads text: the
-conversation through its own chat template where the rows are conversations, otherwise prompt and response as they are.
-Either way the sequence ends with the model's end token, as in training.
+A reward model (`trimtab rm`, or any sequence classifier with one score) that has the policy's tokenizer reads the
+policy's tokens. One with another tokenizer reads text: the conversation through its own chat template where the rows
+are conversations, otherwise prompt and response as they are. Either way the sequence ends with the model's end token,
+as in training.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, Reward
 MAX_TOKENS = 16_384
 PADDED_SAMPLES = 8  # of a pass of a model that takes padded rows, whose memory tokens do not bound
 IDLE: tuple[list[int], TokenBatch] = ([], TokenBatch.of([(np.zeros(2, dtype=np.int64), np.array([False, True]))]))
-"""A pass whose samples are nobody's."""
+"""A pass without samples."""
 
 
 class ModelReward:
@@ -70,7 +71,7 @@ class ModelReward:
         """
         self.name, self.pretrain = Path(pretrain).name, pretrain
         self.device = device
-        self.columns = [messages_key] if messages_key else []  # what it asks for of the data
+        self.columns = [messages_key] if messages_key else []  # that it reads of the data
         check_model_folder(pretrain, flag)
         self.tokenizer = load_tokenizer(pretrain, disable_fast=options.disable_fast_tokenizer, flag=flag)
         split: dict[str, Any] = {"mesh": mesh, "offload": offload}
@@ -98,7 +99,7 @@ class ModelReward:
         try:
             sequences = self.sequences(request) if len(request) else []
         except RewardFailed:
-            self.scores([])  # other processes may wait for the passes of this one
+            self.scores([])  # other processes may wait for this one's passes
             raise
         scores = checked(self.scores(sequences), len(request), f"reward model {self.name}: reward")
         return RewardResult([(score - self._mean) / self._deviation for score in scores])
@@ -107,14 +108,14 @@ class ModelReward:
         pass
 
     def sequences(self, request: RewardRequest) -> list[np.ndarray]:
-        """What the model reads of each sample."""
+        """The model's input for each sample."""
         if not (self.reads_ids and request.response_ids):
             return self._reader.sequences(request)
         pairs = zip(request.prompt_ids, request.response_ids)
         return [ended([*prompt, *response], self.tokenizer) for prompt, response in pairs]
 
     def scores(self, sequences: Sequence[np.ndarray]) -> list[float]:
-        """The model's own scores, not normalised."""
+        """The model's scores, not normalised."""
         scores = [0.0] * len(sequences)
         found: list[tuple[list[int], Tensor]] = []
         passes = list(self._passes.over(sequences))
@@ -128,7 +129,7 @@ class ModelReward:
 
 
 class Passes:
-    """How sequences are cut, and gathered into passes through a model."""
+    """Truncates sequences and packs them into forward passes."""
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class Passes:
         self.max_samples = max_samples if packed else max_samples or PADDED_SAMPLES
 
     def over(self, sequences: Sequence[np.ndarray], marks: Sequence[np.ndarray] | None = None):
-        """(rows, their batch) of every pass; `marks` are what the batch has as trained tokens."""
+        """(rows, their batch) of every pass; `marks`: the batch's trained tokens."""
         lengths = [len(ids) if self.max_len is None else min(len(ids), self.max_len) for ids in sequences]
         for packed in pack(lengths, self.max_tokens):
             for part in chunk([lengths[row] for row in packed], self.max_samples or len(packed)):
@@ -157,7 +158,7 @@ def _mark(marks: Sequence[np.ndarray] | None, row: int, length: int) -> np.ndarr
 
 
 class TextReader:
-    """Samples as a model reads them that does not share the policy's tokens."""
+    """Samples as token ids for a model that does not share the policy's tokenizer."""
 
     def __init__(
         self,
@@ -198,12 +199,12 @@ def without_end(text: str, *tokenizers: PreTrainedTokenizerBase) -> str:
 
 
 def same_tokenizer(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
-    """Whether the two give a text the same tokens, so that one's ids may be shown to the other's model."""
+    """Whether both give a text the same tokens, so that the other's model can read the ids."""
     return first.get_vocab() == second.get_vocab() and first.eos_token_id == second.eos_token_id
 
 
 def ended(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """The ids, ended by the end token: an answer that was cut is judged as it is."""
+    """The ids, ended by the end token; an answer that was truncated is scored as it is."""
     end = tokenizer.eos_token_id
     return np.array(ids if end is None or ids[-1:] == [end] else [*ids, end], dtype=np.int64)
 
@@ -226,6 +227,16 @@ StepLoadOptions = RLOptions | ServeRMOptions
 
 
 class ProcessReward:
+    """A process reward model (`trimtab prm`): every step of a response gets the probability that it is right.
+
+        steps   each score is a reward of its step's last token; the response as a whole gets none
+        min     the worst step's score is the reward of the response
+        last    the last step's
+
+    Steps end with the placeholder where the policy writes it itself, or else at a separator, such as an empty line,
+    before which the placeholder is then inserted. The text after the last of them is a step too.
+    """
+
     concurrent = False
     columns: tuple[str, ...] = ()  # what it asks for of the data
 
@@ -368,9 +379,9 @@ def split_steps(text: str, separator: str) -> list[tuple[int, int]]:
 # ---- classifiers
 
 
-QUESTION = "question"  # the column that holds what was asked, as its author wrote it
+QUESTION = "question"  # the column with the question as its author wrote it
 SAMPLES_A_PASS = 64
-UNLIMITED = 10**6  # what tokenizers say when they know of no limit is far above
+UNLIMITED = 10**6  # tokenizers without a limit have a far larger number
 
 # What the documents' classifiers read, which nothing in their files says.
 KNOWN = {
@@ -402,7 +413,7 @@ def load_judge(
 
 
 def reading_of(pretrain: str, asked: str | None) -> str:
-    """How a reward model reads samples: as asked, as it is known to, or by its kind."""
+    """How a reward model reads samples: as asked, as is known of it, or by its architecture."""
     if asked or pretrain in KNOWN:
         return asked or KNOWN[pretrain]
     check_model_folder(pretrain, "--reward_pretrain")
@@ -411,6 +422,15 @@ def reading_of(pretrain: str, asked: str | None) -> str:
 
 
 class ClassifierReward(ModelReward):
+    """A classifier that reads a question and an answer as text, with its own tokenizer.
+
+        pair    the classifier's two inputs: question, answer
+        text    one input: the question and, right after it, the answer
+        chat    the classifier's chat template (ModelReward)
+
+    An input that is too long loses the beginning of its question; the answer is cut only where it alone is too long.
+    """
+
     def __init__(
         self,
         pretrain: str,
@@ -425,7 +445,7 @@ class ClassifierReward(ModelReward):
         mesh: Mesh | None = None,
         **settings: Any,
     ):
-        """Small as such models are, each process has it whole (`mesh` is not asked)."""
+        """Such models are small: every process has the whole of it (`mesh` is ignored)."""
         super().__init__(pretrain, options, device, **settings)
         if not self.tokenizer.is_fast:
             raise UserError(f"--reward_pretrain {pretrain}: reading question and answer needs its fast tokenizer")

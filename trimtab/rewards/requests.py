@@ -1,4 +1,4 @@
-"""What a reward is asked of answers to prompts."""
+"""Prompts with the columns that rewards and environments read, and reward requests for their answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -12,7 +12,7 @@ SEED_BITS = 2**31 - 1  # of an environment's seed: numpy takes no negative one, 
 
 
 class Rows(Protocol):
-    """Prompts, and what their rows hold beside them."""
+    """Prompts and the other columns of their rows."""
 
     @property
     def input_key(self) -> str: ...
@@ -28,20 +28,20 @@ class Rows(Protocol):
 
 @dataclass
 class PromptBatch:
-    """Prompts that travel to where they are answered, with what rewards near there ask of their rows."""
+    """Prompts on their way to a rollout worker, with the columns that rewards and environments there read."""
 
     rows: list[int]  # of the store
     seeds: list[int]
     ids: list[list[int]]
     input_key: str
-    texts: list[str] = field(default_factory=list)  # the rest is empty where no reward asks for it
+    texts: list[str] = field(default_factory=list)  # the rest is empty where no reward reads it
     prompts: list[Any] = field(default_factory=list)
     labels: list[Any] = field(default_factory=list)
     others: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(cls, store: PromptStore, requests: Sequence[tuple[int, int]], *, rewarded: bool) -> "PromptBatch":
-        """`requests`: row and seed of each; `rewarded`: with what their rows hold."""
+        """`requests`: row and seed of each; `rewarded`: with their columns."""
         rows, seeds = [row for row, _ in requests], [seed for _, seed in requests]
         questions = cls(rows, seeds, [store.ids(row) for row in rows], store.input_key)
         if rewarded:
@@ -52,12 +52,12 @@ class PromptBatch:
         return questions
 
     def take(self, index: int) -> "PromptBatch":
-        """One of them alone."""
+        """A batch of one of them."""
         lists = {f.name: getattr(self, f.name)[index : index + 1] for f in fields(self) if f.name != "input_key"}
         return PromptBatch(input_key=self.input_key, **lists)
 
     def tasks(self) -> list[Task]:
-        """What an environment is to open for each of them."""
+        """The task of an environment for each of them."""
         return [
             Task(row, 0, seed & SEED_BITS, prompt, label, others, text)
             for row, seed, prompt, label, others, text in zip(
@@ -87,8 +87,8 @@ def request_of(
     episodes: Sequence[Episode] = (),
     openings: Sequence[str] = (),
 ) -> RewardRequest:
-    """One answer a row, with everything that the row has beside its prompt. `openings`: what was read in the place of
-    the prompts, where an environment was played."""
+    """The request for one answer a row, with all columns of the row. `openings`: the texts with which environments
+    opened in place of the prompts."""
     prompts, given = list(openings) or [store.text(row) for row in rows], [store.prompt(row) for row in rows]
     conversations = [prompt for prompt in given if isinstance(prompt, list) and not openings]
     columns = [store.columns(row) for row in rows]

@@ -1,8 +1,8 @@
-"""Rewards computed while other samples are still being generated.
+"""The queue of rewards that are computed while other samples are still being generated.
 
-Finished samples go to one thread, in parts; results come back in the order in which the samples were given. A reward
-that runs a model in this process must not compute beside another one (`concurrent` is false): it is called when its
-results are asked for.
+One thread scores finished samples, in parts; results come back in the order of submission. A reward that runs a model
+in this process must not compute at the same time as another model (`concurrent` is false): it is called when its
+results are taken.
 """
 
 from collections.abc import Iterator
@@ -44,17 +44,17 @@ class RewardQueue(Generic[Part, Result]):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Parts that have not begun are dropped; one that has is left to itself, for it may take long."""
+        """Parts that have not begun are dropped; the one that has is not waited for, as it may take long."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def submit(self, request: Part) -> None:
-        """Hand over finished samples. Raises what a part before them has failed with, so that nobody generates on."""
+        """Add finished samples. Raises the error of an earlier part, so that generation stops."""
         self.check()
         self.add(request)
 
     def add(self, request: Part) -> None:
-        """The same for one that must first tell others before it stops: it looks whether a part has `failed`."""
+        """As `submit`, without raising, for a caller that must tell other processes before it stops (`failed`)."""
         if self._thread is None:
             self._parts.append(request)
             return
@@ -67,7 +67,7 @@ class RewardQueue(Generic[Part, Result]):
         return self._failed is not None
 
     def check(self) -> None:
-        """Raises what a part has failed with, if one has."""
+        """Raise the error of a part that has failed."""
         if self._failed is not None:
             raise self._failed
 
@@ -77,7 +77,7 @@ class RewardQueue(Generic[Part, Result]):
             yield from map(self.reward, self._parts)
         else:
             for part in self._running:
-                with pulse.waiting():  # a reward has a limit of its own
+                with pulse.waiting():  # rewards have their own timeouts
                     result = part.result()
                 yield result
 

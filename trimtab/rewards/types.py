@@ -1,6 +1,7 @@
-"""What goes to a reward and what comes back, whatever computes it: a function, a verifier, a model or a server.
+"""Requests to rewards and their results, for every kind of reward: functions, verifiers, models, servers; and the
+weighted sum of several rewards.
 
-Imports nothing heavy: the worker processes of reward functions read these too.
+Imports nothing heavy: the worker processes of reward functions import it too.
 """
 
 import math
@@ -13,7 +14,7 @@ from trimtab.rollout.episode import Episode
 
 
 class RewardFailed(RunFailed):
-    """A reward could not be had. The run stops after a checkpoint; nothing is trained on an invented score."""
+    """A reward could not be computed. The run stops after a checkpoint; it never trains on an invented score."""
 
     def __init__(self, message: str, row: int | None = None):
         """`row`: which sample of the request, where that is known; the message names it too."""
@@ -22,7 +23,7 @@ class RewardFailed(RunFailed):
 
 
 class BadSample(RewardFailed):
-    """The sample itself, such as its label, is not of the kind that this reward judges."""
+    """The sample itself, such as its label, is not of the kind that this reward scores."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,16 @@ class RewardRequest:
     prompts: list[str]
     responses: list[str]
     labels: list[Any]
-    """What the data call right, such as an answer; None where they say nothing."""
+    """The truth according to the data, such as an answer; None where they have none."""
     columns: dict[str, list[Any]] = field(default_factory=dict)
     """All columns of the samples' rows, by their names."""
     prompt_ids: list[list[int]] = field(default_factory=list)
-    """Tokens, for models that read the policy's own and for rewards of steps; may be left out for the others."""
+    """Token ids, for models that read the policy's tokens and for rewards of steps; others work without them."""
     response_ids: Sequence[list[int]] = field(default_factory=list)
     conversations: list[list[dict[str, Any]]] = field(default_factory=list)
     """The prompts as messages, where the data have conversations."""
     episodes: list[Episode] = field(default_factory=list)
-    """Who said what, where an environment was played; the responses are then all that followed the prompts."""
+    """Records of episodes, where there is an environment; a response is then everything after the prompt."""
 
     def __len__(self) -> int:
         return len(self.queries)
@@ -54,7 +55,7 @@ class RewardRequest:
             assert len(name) == len(self.queries), "a request has one entry a sample in every list"
 
     def truth(self, row: int) -> Any:
-        """The label, or what verl's data have in its place."""
+        """The label, or its counterpart in verl's data."""
         known = self.columns.get("reward_model")
         if self.labels[row] is None and known and isinstance(known[row], dict):
             return known[row].get("ground_truth")
@@ -99,13 +100,13 @@ class RewardResult:
     """One entry a sample, in the order of the request."""
 
     rewards: list[float]
-    """What is trained on."""
+    """The rewards to train on."""
     scores: list[float] = field(default_factory=list)
-    """What dynamic filtering looks at; the rewards themselves unless something else is given."""
+    """Scores for dynamic filtering; the rewards themselves unless others are given."""
     logs: dict[str, list[float]] = field(default_factory=dict)
-    """Other figures of the samples, to be logged."""
+    """Other numbers of the samples, to be logged."""
     steps: list[list[tuple[int, float]]] | None = None
-    """Rewards within a response: (index of a response token, score). The reward of the whole comes on top."""
+    """Rewards of steps within a response: (index of a response token, score), in addition to the reward."""
 
     def __post_init__(self) -> None:
         self.scores = self.scores or list(self.rewards)
@@ -115,7 +116,7 @@ class RewardResult:
 
     @classmethod
     def joined(cls, results: Sequence["RewardResult"]) -> "RewardResult":
-        """Results of consecutive parts of a request as that of the whole. A figure that a part lacks is NaN there."""
+        """The result of a request from the results of its consecutive parts. A log that a part lacks is NaN there."""
         names = list(dict.fromkeys(name for result in results for name in result.logs))
         steps = None
         if any(result.steps is not None for result in results):
@@ -138,8 +139,8 @@ class RewardResult:
 
 
 class Reward(Protocol):
-    """Anything that scores samples; `str` of it is a line for the log. One that is `concurrent` is called from several
-    threads at a time, each with samples of its own."""
+    """Anything that scores samples; `str` of it is a line for the log. If it is `concurrent`, several threads may call
+    it at a time."""
 
     name: str
     concurrent: bool
@@ -148,7 +149,7 @@ class Reward(Protocol):
     def __call__(self, request: RewardRequest) -> RewardResult: ...
 
     def close(self) -> None:
-        """Let go of processes and connections."""
+        """End its processes and connections."""
         ...
 
 
@@ -180,7 +181,7 @@ def checked(numbers: Any, count: int, what: str) -> list[float]:
 
 
 def finite_or_infinite(number: int | float) -> float:
-    """A number to be logged, which may be infinite: no run stops for one."""
+    """A number to be logged as a float, infinite where it is too large: no run stops for one."""
     try:
         return float(number)
     except OverflowError:
@@ -188,7 +189,7 @@ def finite_or_infinite(number: int | float) -> float:
 
 
 def rows_text(rows: Sequence[int]) -> str:
-    """Consecutive rows in words."""
+    """Consecutive rows, for messages."""
     return f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} to {rows[-1]}"
 
 
@@ -200,8 +201,14 @@ def _shown(value: Any) -> str:
 
 
 class RewardSum:
+    """The weighted sum of several rewards' results.
+
+    A part that is NaN does not apply to the sample; a sample to which none applies has no reward. Without any parts, as
+    with a teacher alone, every reward is 0.
+    """
+
     def __init__(self, names: Sequence[str], weights: Sequence[float]):
-        """What each part is called, and what it counts."""
+        """The parts' names and weights."""
         self.name, self.weights = "+".join(names), list(weights)
         self._labels = [name if names.count(name) == 1 else f"{name}_{i + 1}" for i, name in enumerate(names)]
 
@@ -237,66 +244,68 @@ class RewardSum:
 
 
 class WeightedReward:
-    """The weighted sum of rewards that are all here."""
+    """The weighted sum of rewards that are all in this process."""
 
     def __init__(self, parts: Sequence[tuple[Reward, float]]):
         self.parts = list(parts)
-        self._weighing = RewardSum([reward.name for reward, _ in self.parts], [weight for _, weight in self.parts])
-        self.name = self._weighing.name
+        self._parts_sum = RewardSum([reward.name for reward, _ in self.parts], [weight for _, weight in self.parts])
+        self.name = self._parts_sum.name
         self.concurrent = all(reward.concurrent for reward, _ in self.parts)
 
     def __str__(self) -> str:
-        return in_words(self.parts)
+        return rewards_text(self.parts)
 
     def __call__(self, request: RewardRequest) -> RewardResult:
-        return self._weighing.combined([reward(request) for reward, _ in self.parts], len(request))
+        return self._parts_sum.combined([reward(request) for reward, _ in self.parts], len(request))
 
     def close(self) -> None:
         for reward, _ in self.parts:
             reward.close()
 
 
-def in_words(parts: Sequence[tuple[Reward, float]]) -> str:
+def rewards_text(parts: Sequence[tuple[Reward, float]]) -> str:
+    """Rewards and their weights, for the log."""
     return "; ".join(f"{weight:g} x {reward}" for reward, weight in parts)
 
 
-def described(parts: Sequence[tuple[Reward, float]]) -> dict[str, Any]:
-    """What is to be known of rewards to add up what they say elsewhere."""
+def rewards_info(parts: Sequence[tuple[Reward, float]]) -> dict[str, Any]:
+    """What another process must know to add up the results of these rewards (RewardSum)."""
     return {
         "rewards": [reward.name for reward, _ in parts],
         "weights": [weight for _, weight in parts],
-        "rewards_in_words": in_words(parts),
+        "rewards_in_words": rewards_text(parts),
     }
 
 
 # ---- environments
 
 
-NAME = "environment"
-OF_PLAYING = (
+EPISODE_LOGS = (
     *("tool_calls", "tool_failures", "unknown_tools", "seconds_environment"),
     *("turns", "episode_length", "branches"),
 )
-"""Figures that an episode has from whoever played it; all others are the environment's own."""
+"""Logs that every episode has; all others are the environment's own."""
 
 
 class EnvironmentReward:
-    name = NAME
+    """The reward that an environment gives an episode: the rewards of all turns, and that of the whole."""
+
+    name = "environment"
     concurrent = True
 
     def __init__(self, source: str):
-        """`source`: what it is called in the options."""
+        """`source`: the environment's name in the options."""
         self.source = source
 
     def __str__(self) -> str:
-        return f"{NAME} {self.source}"
+        return f"environment {self.source}"
 
     def __call__(self, request: RewardRequest) -> RewardResult:
         episodes = request.episodes
         assert len(episodes) == len(request), "an environment was played"
-        names = dict.fromkeys(name for episode in episodes for name in episode.logs if name not in OF_PLAYING)
+        names = dict.fromkeys(name for episode in episodes for name in episode.logs if name not in EPISODE_LOGS)
         logs = {name: [episode.logs.get(name, math.nan) for episode in episodes] for name in names}
         return RewardResult([episode.reward for episode in episodes], logs=logs)
 
     def close(self) -> None:
-        """Its processes belong to whoever plays."""
+        """Its processes belong to the episodes' engine."""

@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -115,51 +114,47 @@ def thread_line(thread: int, file: str) -> str:
 # ---- calls with a timeout
 
 
-class OneThread(Executor):
-    """Calls in one thread, started with the first of them. Unlike a ThreadPoolExecutor's, a call that never ends does
-    not delay the end of its process."""
+Outcome = tuple[Any, BaseException | None]  # of a call: what it returned, or what it raised
+
+
+class CallThread:
+    """A thread for plain calls, started with the first of them. A call that never ends does not delay the end of the
+    process."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Future, Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self.instances = 0
+        self.free = asyncio.Lock()  # a call's time begins when it has this
+        self.ident = 0
+        self._calls: queue.SimpleQueue[tuple[asyncio.Future[Outcome], Callable[..., Any], tuple[Any, ...]] | None]
+        self._calls = queue.SimpleQueue()
 
-    def submit(self, function: Callable[..., Any], /, *arguments: Any) -> Future:  # type: ignore[override]
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="sandbox", daemon=True)
-            self._thread.start()
-        future: Future = Future()
+    def submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> "asyncio.Future[Outcome]":
+        if not self.ident:
+            thread = threading.Thread(target=self._work, name="sandbox", daemon=True)
+            thread.start()
+            self.ident = thread.ident or 0
+        future = asyncio.get_running_loop().create_future()
         self._calls.put((future, function, arguments))
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+    def close(self) -> None:
         """The thread ends after its calls; this does not wait for it."""
         self._calls.put(None)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             future, function, arguments = call
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function(*arguments))
-                except BaseException as error:
-                    future.set_exception(error)
+            try:
+                outcome: Outcome = function(*arguments), None
+            except BaseException as error:  # sys.exit in user code is an error like any other
+                outcome = None, error
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                future.get_loop().call_soon_threadsafe(_settle, future, outcome)
 
 
-class CallThread:
-    """A thread for plain calls, and a lock before it: a call's time begins when the thread is free for it."""
-
-    def __init__(self) -> None:
-        self.instances = 0
-        self.free = asyncio.Lock()
-        self.executor = OneThread()
-        self.ident = 0
-
-    def attempt(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
-        self.ident = threading.get_ident()
-        try:
-            return function(*arguments), None
-        except BaseException as error:  # sys.exit in user code is an error like any other
-            return None, error
+def _settle(future: "asyncio.Future[Outcome]", outcome: Outcome) -> None:
+    if not future.done():
+        future.set_result(outcome)
 
 
 class Caller:
@@ -169,16 +164,15 @@ class Caller:
         """`file`: whose lines messages name."""
         self.thread, self.file = thread, file
         self.seconds = 0.0  # that its calls took so far
-        self._awaiting: asyncio.Task[tuple[Any, BaseException | None]] | None = None
+        self._awaiting: asyncio.Task[Outcome] | None = None
 
     async def call(self, limit: float, function: Callable[..., Any], *arguments: Any) -> Any:
         """What the function returns, awaited if it is awaitable. Raises what it raises, CallTimeout or CallStuck."""
-        loop = asyncio.get_running_loop()
         async with contextlib.AsyncExitStack() as held:
             await held.enter_async_context(self.thread.free)
             began = time.monotonic()
             try:
-                called = loop.run_in_executor(self.thread.executor, self.thread.attempt, function, arguments)
+                called = self.thread.submit(function, arguments)
                 if not (await asyncio.wait({called}, timeout=limit))[0]:
                     held.pop_all()  # no other call may queue behind it
                     raise CallStuck(f"took longer than {limit:g} s{thread_line(self.thread.ident, self.file)}")
@@ -199,7 +193,7 @@ class Caller:
         if self._awaiting is not None:
             self._awaiting.cancel()
 
-    async def _awaited(self, found: Awaitable[Any], limit: float, began: float) -> tuple[Any, BaseException | None]:
+    async def _awaited(self, found: Awaitable[Any], limit: float, began: float) -> Outcome:
         name = asyncio.current_task().get_name()  # type: ignore[union-attr]
         self._awaiting = asyncio.create_task(_attempt(found), name=name)
         try:
@@ -214,7 +208,7 @@ class Caller:
             self._awaiting = None
 
 
-async def _attempt(found: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+async def _attempt(found: Awaitable[Any]) -> Outcome:
     try:
         return await found, None
     except BaseException as error:
@@ -272,7 +266,7 @@ class InstanceServer:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=0.8 * SECONDS_TO_END)
         for thread in self._threads:
-            thread.executor.shutdown()
+            thread.close()
 
     def _thread(self) -> CallThread:
         if len(self._threads) < self._count and all(thread.instances for thread in self._threads):

@@ -62,10 +62,6 @@ class SandboxLimits:
     """Memory of each."""
 
     @property
-    def memory(self) -> int:
-        return int(self.memory_gib * 2**30)
-
-    @property
     def worker_count(self) -> int:
         return self.workers or min(8, os.cpu_count() or 1)
 
@@ -131,14 +127,16 @@ class SandboxPool:
         with self.state:
             self._sessions[session.key] = session
             self._place(session, careful=careful)
-            self._begin_call("open", session, method, final, replies, arguments)
+            session.method, session.final, session.expected = method, final, replies
+            self._send(session, "open", method, final, *arguments)
         return session
 
     def call(self, session: Session, method: str, *arguments: Any, final: bool = False) -> None:
         """The next call of a session. Where it has failed, the failure is in its inbox, or has been."""
         with self.state:
             if session.key in self._sessions:
-                self._begin_call("call", session, method, final, 1, arguments)
+                session.method, session.final, session.expected = method, final, 1
+                self._send(session, "call", method, final, *arguments)
 
     def drop(self, session: Session) -> None:
         """End a session, whatever it does; it has no further replies."""
@@ -166,14 +164,12 @@ class SandboxPool:
             raise reply.error
         return reply.values
 
+    def is_loading(self, session: Session) -> bool:
+        """Whether the process of a session has yet to load the user's code."""
+        return session.worker is not None and not session.worker.loaded
+
     def close(self) -> None:
         raise NotImplementedError
-
-    def _begin_call(
-        self, kind: str, session: Session, method: str, final: bool, replies: int, arguments: tuple[Any, ...]
-    ) -> None:
-        session.method, session.final, session.expected = method, final, replies
-        self._send(session, kind, method, final, *arguments)
 
     def _place(self, session: Session, *, careful: bool) -> None:
         raise NotImplementedError
@@ -187,10 +183,6 @@ class SandboxPool:
 
     def _finished(self, session: Session) -> None:
         """All replies of its current call are there."""
-
-    def is_loading(self, session: Session) -> bool:
-        """Whether the process of a session has yet to load the user's code."""
-        return False
 
     def _check(self) -> None:
         if self._stopped():
@@ -337,7 +329,6 @@ class _Ending:
 
     error: SandboxError | None = None  # None: it has died
     key: int | None = None  # of the session that is the cause, where that is known
-    sessions_failed: bool = False  # all who are to know do
 
 
 class WorkerPool(SandboxPool):
@@ -363,7 +354,8 @@ class WorkerPool(SandboxPool):
         super().__init__(stopped)
         self.limits, self.count = limits, limits.worker_count
         self.grace = 0.0  # seconds beyond a call's own, where time is measured here
-        self._arguments = [str(limits.memory), str(limits.seconds), str(limits.threads), module, source]
+        numbers = (int(limits.memory_gib * 2**30), limits.seconds, limits.threads)
+        self._arguments = [*map(str, numbers), module, source]
         self._shared, self._output = shared, output
         self._workers: list[SandboxWorker] = []
         self._unwanted: list[SandboxWorker] = []  # to be ended by the listener
@@ -451,9 +443,6 @@ class WorkerPool(SandboxPool):
         if session.key not in self._sessions:
             del session.worker.sessions[session.key]
 
-    def is_loading(self, session: Session) -> bool:
-        return session.worker is not None and not session.worker.loaded
-
     def _check(self) -> None:
         if self._failure is not None:
             raise RuntimeError("the thread that listens to worker processes has failed") from self._failure
@@ -499,15 +488,15 @@ class WorkerPool(SandboxPool):
         if self._woken in ready:
             os.read(self._woken, 2**16)
         for worker in workers:
-            with self.state:
-                wanted = worker in self._workers
-            if wanted and worker.channel.fileno() in ready:
+            is_ready = worker.channel.fileno() in ready
+            if is_ready:
                 self._exchange(worker)
-            elif wanted:
+            if self._shared or not is_ready:
                 self._look_at(worker, now)
 
     def _look_at(self, worker: SandboxWorker, now: float) -> None:
-        limits = self.limits
+        """End a process that takes too long."""
+        seconds = self.limits.seconds
         error: SandboxError | None = None
         with self.state:
             if worker not in self._workers:
@@ -517,9 +506,9 @@ class WorkerPool(SandboxPool):
                     error = LoadFailed(f"took longer than {LOADING_SECONDS:g} s to be loaded")
             elif not self._shared:
                 if now >= self._deadline(worker):
-                    error = CallTimeout(f"took longer than {limits.seconds:g} s")
-            elif worker.is_silent(now, limits.seconds + GRACE):
-                error = WorkerDied(f"nothing was heard of its process for longer than {limits.seconds + GRACE:g} s")
+                    error = CallTimeout(f"took longer than {seconds:g} s")
+            elif worker.is_silent(now, seconds + GRACE):
+                error = WorkerDied(f"nothing was heard of its process for longer than {seconds + GRACE:g} s")
         if error is not None:
             self._end(worker, _Ending(error))
 
@@ -527,6 +516,8 @@ class WorkerPool(SandboxPool):
         ending: _Ending | None = None
         try:
             with self.state:
+                if worker not in self._workers:
+                    return
                 worker.channel.flush()
             heard = worker.heard()  # without the lock: only this thread reads
             with self.state:
@@ -554,7 +545,7 @@ class WorkerPool(SandboxPool):
         elif key is not None:
             session = self._hear(kind, key, values)
             if session is not None and kind != "result" and session.expected and not self._shared:
-                return _Ending(sessions_failed=True)  # its further replies would be taken for others'
+                return _Ending(WorkerDied(""))  # its further replies would be taken for others'
         return None
 
     def _end(self, worker: SandboxWorker, ending: _Ending) -> None:
@@ -562,11 +553,11 @@ class WorkerPool(SandboxPool):
         with self.state:
             if worker in self._workers:
                 self._workers.remove(worker)
-        if ending.error is None and not ending.sessions_failed:
+        if ending.error is None:
             error: SandboxError = WorkerDied(worker.with_last_output(worker.process.how_it_died()))
         else:
             worker.process.kill()
-            error = ending.error or WorkerDied("")
+            error = ending.error
             if worker.loaded:
                 error = type(error)(worker.with_last_output(str(error)))
         with self.state:

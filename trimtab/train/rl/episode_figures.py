@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from trimtab.rewards.types import OF_PLAYING
+from trimtab.rewards.types import EPISODE_LOGS
 from trimtab.rollout.episode import Episode, Said
 from trimtab.train.rl.experience import FINISHES, Experience
 
@@ -17,7 +17,7 @@ def episode_figures(experience: Experience) -> dict[str, float]:
     if experience.episodes is None:
         return {}
     episodes = [experience.episodes[i] for i in experience.firsts_E]
-    figures = {name: _mean([episode.logs.get(name, 0.0) for episode in episodes]) for name in OF_PLAYING}
+    figures = {name: _mean([episode.logs.get(name, 0.0) for episode in episodes]) for name in EPISODE_LOGS}
     figures["turns"] = _mean([len(episode.turns) for episode in episodes])
     figures["episode_length"] = float(experience.sequence_lengths_S[experience.lasts_E].float().mean())
     figures["branches"] = len(experience) / len(episodes)

@@ -10,7 +10,7 @@ from trimtab.distributed.roles import Role
 from trimtab.errors import OutOfMemory
 from trimtab.models.compiled import later_problem, leave_plain
 from trimtab.rewards.models import ModelReward, ProcessReward
-from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, described
+from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, rewards_info
 from trimtab.train.compiling import agreed, settle_layers, told
 from trimtab.train.pass_limit import NoRoom, memory_guard
 
@@ -41,7 +41,7 @@ class RewardModels(Role):
     def describe(self) -> dict[str, Any]:
         columns = {name for model, _ in self.models for name in model.columns}
         texts = any(model.reads_texts for model, _ in self.models)
-        return described(self.models) | {"columns": sorted(columns), "texts": texts}
+        return rewards_info(self.models) | {"columns": sorted(columns), "texts": texts}
 
     def score(self, request: RewardRequest) -> list[RewardResult] | RewardFailed | NoRoom:
         """One result a model. What fails is handed back, as by Rollouts, and after all models have been asked: split

@@ -16,7 +16,7 @@ from trimtab.errors import OutOfMemory
 from trimtab.rewards.build import Parts
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.reward_queue import RewardQueue
-from trimtab.rewards.types import RewardFailed, RewardResult, described
+from trimtab.rewards.types import RewardFailed, RewardResult, rewards_info
 from trimtab.rollout.engine import Engine, ReceivingEngine
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Rollout
@@ -60,7 +60,7 @@ class Rollouts(Role):
         # Which turns meet in a pass depends on who answers when. So the last bits of what was drawn are not those of a
         # resumed run; the trainer's own are.
         exact = self.engine.exact
-        return {"engine_exact": exact, "exact": exact and not self.plays, **described(self.rewards)}
+        return {"engine_exact": exact, "exact": exact and not self.plays, **rewards_info(self.rewards)}
 
     def weights_changed(self, *, version: int) -> None:
         self.engine.weights_changed(version)
