@@ -7,12 +7,14 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 
-from trimtab.config.jobs import GenerateOptions, GRPOOptions
+from trimtab.config.jobs import GenerateOptions, GRPOOptions, PPOOptions
 from trimtab.data.prompts import build_prompt_store
+from trimtab.distributed.device import find_device
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
+from trimtab.rewards import build
 from trimtab.rewards.build import check_columns
-from trimtab.rewards.functions import giving
+from trimtab.rewards.functions import offer_functions
 from trimtab.rewards.signatures import read_signature
 
 TEXT = {"input_key": "input", "input_template": None, "apply_chat_template": False, "prompt_max_len": 40}
@@ -50,7 +52,7 @@ def test_a_function_in_python_that_needs_a_column_is_refused():
     def any_of_them(completions, **columns): ...
 
     functions = {function.__name__: function for function in (needs, labels, may, any_of_them)}
-    with giving(functions):
+    with offer_functions(functions):
         told = refusal(ROWS, "evaluation", reward_func="given:may,given:needs")
         check_columns(
             {"train": ROWS}, dataclasses.replace(GRPO, reward_func="given:labels,given:may,given:any_of_them")
@@ -104,3 +106,18 @@ def test_a_function_of_a_file_that_gets_no_columns_says_how_to_get_them(tmp_path
         "parameter a default, or take columns as f(prompts, completions, **columns)"
     )
     check_columns({"train": ROWS}, dataclasses.replace(GRPO, remote_rm_url=str(file), replay="recorded"))
+
+
+@pytest.mark.parametrize(
+    "changes, most",
+    [
+        ({"micro_rollout_batch_size": 5}, 5),
+        ({"micro_rollout_batch_size": 5, "micro_reward_batch_size": 3}, 3),
+        ({"micro_reward_batch_size": 3, "use_dynamic_batch": True}, None),
+    ],
+)
+def test_a_pass_of_a_reward_model_has_its_own_size(monkeypatch, changes, most):
+    made = []
+    monkeypatch.setattr(build, "ModelReward", lambda name, *_, **settings: made.append(settings["max_samples"]))
+    build._model("a/b", PPOOptions(**changes), find_device(), None)
+    assert made == [most]
