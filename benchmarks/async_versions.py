@@ -38,7 +38,7 @@ from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.engine import Engine, Session
 from trimtab.rollout.factory import build_engine, build_vllm_engine
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Draft, Rollout
+from trimtab.rollout.trajectory import Trajectory
 
 GROUPS, ANSWERS, BATCH = 24, 4, 6  # under way at once; to a prompt; groups an update trains on, at most
 UPDATES, TOKENS_BETWEEN, LONGEST = 40, 6, 48
@@ -52,11 +52,11 @@ class Group:
     prompt: list[int]
     seed: int
     limit: int
-    drafts: list[Draft]
+    trajectories: list[Trajectory]
 
     @property
-    def open(self) -> list[Draft]:
-        return [draft for draft in self.drafts if draft.finish is None]
+    def open(self) -> list[Trajectory]:
+        return [draft for draft in self.trajectories if draft.finish is None]
 
 
 def main() -> None:
@@ -95,11 +95,11 @@ def measure(kind: str, engine: Engine, policy: Policy) -> None:
         while len(under_way) < GROUPS:
             under_way.append(new_group(numbers))
         again += sum(len(draft.ids) for group in under_way for draft in group.open)
-        drawn -= sum(len(draft.ids) for group in under_way for draft in group.drafts)
+        drawn -= sum(len(draft.ids) for group in under_way for draft in group.trajectories)
         begin = time.perf_counter()
         with engine.session(sampling) as session:
             write(session, under_way)
-        drawn += sum(len(draft.ids) for group in under_way for draft in group.drafts)
+        drawn += sum(len(draft.ids) for group in under_way for draft in group.trajectories)
         finished += [group for group in under_way if not group.open]
         under_way = [group for group in under_way if group.open]
         writing = time.perf_counter() - begin
@@ -122,29 +122,32 @@ def as_it_is(policy: Policy) -> torch.nn.Module:
 def new_group(numbers: np.random.Generator) -> Group:
     prompt = numbers.integers(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + len(CHARACTERS), 8).tolist()
     limit = int(numbers.integers(8, LONGEST + 1))
-    return Group(prompt, int(numbers.integers(2**62)), limit, [Draft.empty(k) for k in range(ANSWERS)])
+    return Group(prompt, int(numbers.integers(2**62)), limit, [Trajectory.empty(k) for k in range(ANSWERS)])
 
 
 def write(session: Session, groups: list[Group]) -> None:
     """A few tokens for every answer; then all are set down as they are."""
-    asked = {session.add(g.prompt, seed=g.seed, limit=g.limit, drafts=g.open): g for g in groups}
-    found: list[Rollout] = []
+    asked = {session.add(g.prompt, seed=g.seed, limit=g.limit, partials=g.open): g for g in groups}
+    found: list[Trajectory] = []
     # All answers to a prompt are equally long: the first one is there while the others are.
-    while session.busy and max(len(session.drawn(n)) - len(g.drafts[0].ids) for n, g in asked.items()) < TOKENS_BETWEEN:
+    while (
+        session.busy
+        and max(len(session.drawn(n)) - len(g.trajectories[0].ids) for n, g in asked.items()) < TOKENS_BETWEEN
+    ):
         found += session.advance(TOKENS_BETWEEN)
     session.abort()
     found += list(session)
     for rollout in found:
-        asked[rollout.prompt].drafts[rollout.sample] = Draft.of(rollout)
+        asked[rollout.prompt].trajectories[rollout.sample] = rollout.stored()
 
 
 def learn(policy: Policy, optimiser: torch.optim.Optimizer, groups: list[Group]) -> float:
     """One step on these groups, weighed; their mean reward: the share of digits."""
     examples, advantages, drawn, means = [], [], [], []
     for group in groups:
-        rewards = np.array([np.isin(draft.ids, DIGITS).mean() for draft in group.drafts])
+        rewards = np.array([np.isin(draft.ids, DIGITS).mean() for draft in group.trajectories])
         means.append(rewards.mean())
-        for draft, advantage in zip(group.drafts, (rewards - rewards.mean()) / (rewards.std() + 1e-6)):
+        for draft, advantage in zip(group.trajectories, (rewards - rewards.mean()) / (rewards.std() + 1e-6)):
             ids = np.array(group.prompt + draft.ids)
             examples.append((ids, np.arange(len(ids)) >= len(group.prompt)))
             advantages += [advantage] * len(draft.ids)
@@ -169,7 +172,7 @@ def looked_at(groups: list[Group], weights: list[torch.nn.Module], now: int) -> 
     """A row of COLUMNS for every token of a batch."""
     rows = []
     for group in groups:
-        for draft in group.drafts:
+        for draft in group.trajectories:
             ids, first = torch.tensor([group.prompt + draft.ids]), len(group.prompt) - 1
             versions, places = torch.from_numpy(draft.versions), torch.arange(len(draft.ids))
             by_version = {v: shares(weights[v](ids).logits[0, first:-1]) for v in {*draft.versions.tolist(), now}}
@@ -233,7 +236,7 @@ def told(kind: str, rows: np.ndarray, arrivals: list, rewards: list[float], draw
           f"largest {kept.max():.3f}")  # fmt: skip
     seconds = np.array(arrivals)[2:].mean(0)
     print(f"a change of weights: {seconds[1] * 1e3:.0f} ms to arrive, beside {seconds[0] * 1e3:.0f} ms of writing; "
-          f"{again / drawn:.1f} tokens of drafts read again for each one drawn")  # fmt: skip
+          f"{again / drawn:.1f} tokens of partial rollouts read again for each one drawn")  # fmt: skip
 
 
 if __name__ == "__main__":

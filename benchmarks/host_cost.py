@@ -43,7 +43,7 @@ from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.model_runner import ModelRunner
 from trimtab.rollout.builtin.sampler import Sampler, SamplerOutput
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl import samples
 from trimtab.train.rl.batches import batches_of
 from trimtab.train.rl.cut import mini_batches
@@ -222,7 +222,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     return clock.seconds
 
 
-def one_by_one(rollouts: list[Rollout], questions: PromptBatch, size: int, tokenizer) -> None:
+def one_by_one(rollouts: list[Trajectory], questions: PromptBatch, size: int, tokenizer) -> None:
     judging, kept = Judging([], tokenizer, Spans()), []
     for place in range(len(questions.rows)):
         own = rollouts[place * size : (place + 1) * size]

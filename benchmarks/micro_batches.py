@@ -21,7 +21,7 @@ from trimtab.data.batches import Span, TokenBatch
 from trimtab.distributed.serialization import Serializer
 from trimtab.distributed.world import deal
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.batches import AnswerBatch, AnswerSlice
 from trimtab.train.rl.cut import cost, halves, micro_batches
 from trimtab.train.rl.experience import Experience
@@ -52,17 +52,17 @@ def main() -> None:
         print(f"  ratio: {sum(theirs[0].values()) / sum(ours[0].values()):.1f}", flush=True)
 
 
-def make_rollouts(options: argparse.Namespace) -> list[Rollout]:
+def make_rollouts(options: argparse.Namespace) -> list[Trajectory]:
     rng, found = np.random.default_rng(0), []
     for group in range(options.answers // options.group):
         prompt = rng.integers(0, 32000, options.prompt).tolist()
         for sample in range(options.group):
             ids, log_probs = rng.integers(0, 32000, options.tokens).tolist(), rng.random(options.tokens)
-            found.append(Rollout(group, sample, list(prompt), ids, log_probs.astype(np.float32), "length"))
+            found.append(Trajectory(group, sample, list(prompt), ids, log_probs.astype(np.float32), "length"))
     return found
 
 
-def experience_of(rollouts: list[Rollout]) -> Experience:
+def experience_of(rollouts: list[Trajectory]) -> Experience:
     experience = Experience.of([r.prompt for r in rollouts], rollouts, RewardResult([0.0] * len(rollouts)))
     experience.advantages_N, experience.old_N = experience.sampled_N - 1, experience.sampled_N + 1
     return experience

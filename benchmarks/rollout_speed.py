@@ -24,7 +24,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 
 SHAPES = {
     "360M": ({"hidden_size": 960, "num_hidden_layers": 32, "num_attention_heads": 15, "num_key_value_heads": 5,
@@ -73,7 +73,7 @@ def hugging_face(policy: Policy, ids: list[list[int]], samples: int, length: int
 
 
 @torch.no_grad()
-def against_trainer(policy: Policy, rollouts: list[Rollout]) -> str:
+def against_trainer(policy: Policy, rollouts: list[Trajectory]) -> str:
     """The sampled log-probs against the packed forward pass of training."""
     differences = []
     for begin in range(0, len(rollouts), 16):
@@ -89,7 +89,9 @@ def against_trainer(policy: Policy, rollouts: list[Rollout]) -> str:
     )
 
 
-def divergence(engine: BuiltinEngine, ids: list[list[int]], together: list[Rollout], sampling: SamplingParams) -> str:
+def divergence(
+    engine: BuiltinEngine, ids: list[list[int]], together: list[Trajectory], sampling: SamplingParams
+) -> str:
     """A prompt's samples asked for again, without the rest of the batch."""
     seeds = list(range(len(ids)))
     places = []

@@ -29,7 +29,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.factory import build_engine, build_vllm_engine
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 
 SHAPE = {"hidden_size": 960, "num_hidden_layers": 32, "num_attention_heads": 15, "num_key_value_heads": 5,
          "intermediate_size": 2560}  # fmt: skip
@@ -96,7 +96,7 @@ def used_gib() -> float:
 
 
 @torch.no_grad()
-def gap(policy: Policy, rollouts: list[Rollout]) -> str:
+def gap(policy: Policy, rollouts: list[Trajectory]) -> str:
     """The sampled log-probs against the trainer's packed forward pass."""
     differences = []
     for begin in range(0, len(rollouts), 16):
@@ -120,7 +120,7 @@ def move(policy: Policy) -> None:
         parameter.add_(torch.randn_like(parameter) * 0.2 * parameter.std())
 
 
-def speed(engine, ids: list[list[int]]) -> tuple[float, list[Rollout]]:
+def speed(engine, ids: list[list[int]]) -> tuple[float, list[Trajectory]]:
     sampling = SamplingParams(max_new_tokens=ANSWER, n=SAMPLES)
     engine.generate(ids, sampling, seeds=range(len(ids)))  # what is compiled and recorded on the way
     rollouts, seconds = timed(lambda: engine.generate(ids, sampling, seeds=range(len(ids))))

@@ -9,7 +9,7 @@ import torch
 import trimtab
 from trimtab.config.rl_jobs import AnyRLOptions
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.shaping import shape
 
@@ -25,7 +25,7 @@ def test_they_are_those_of_a_run(estimator, no_std, lengths):
     if no_std and not estimator.startswith("reinforce"):
         pytest.skip("it does not whiten")
     rollouts = [
-        Rollout(i // 3, i % 3, [1, 2], [3] * length, np.zeros(length, np.float32), "stop")
+        Trajectory(i // 3, i % 3, [1, 2], [3] * length, np.zeros(length, np.float32), "stop")
         for i, length in enumerate(lengths)
     ]
     experience = Experience.of([i // 3 for i in range(6)], rollouts, RewardResult(REWARDS, REWARDS))

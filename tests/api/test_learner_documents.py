@@ -11,7 +11,7 @@ from trimtab.algos.repulse import kappa, push_down
 from trimtab.config.rl_jobs import TailOptions
 from trimtab.embedded import bad_word_task
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience
 from trimtab.train.tail.shaping import shape_proposed
 
@@ -54,7 +54,7 @@ def test_repulse_has_forty_lines_and_its_numbers_are_those_of_the_tail_job(ran):
     own, proposed = ran["repulse_update"]()
     worth = ran["worth"]
     rewards = [worth(sample.text) for sample in proposed]
-    rollouts = [Rollout(s.prompt, s.answer, s.ids[:1], s.ids[1:], s.log_probs, s.finish) for s in proposed]
+    rollouts = [Trajectory(s.prompt, s.answer, s.ids[:1], s.ids[1:], s.log_probs, s.finish) for s in proposed]
     experience = Experience.of([s.prompt for s in proposed], rollouts, RewardResult(rewards, rewards))
     experience.old_N = experience.sampled_N
     experience.policy_N = torch.cat([by_hand(models["policy"], s).detach() for s in proposed])

@@ -17,7 +17,7 @@ from trimtab.models.load import load_policy
 from trimtab.rewards.build import other_rewards
 from trimtab.rollout.builtin.engine import BuiltinEngine, BuiltinSession
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.rl import builders
 from trimtab.train.rl.rollouts import Rollouts
@@ -36,7 +36,7 @@ class EngineApart(BuiltinEngine):
         session = super().session(sampling)
         plain = session.advance
 
-        def advance(steps: int | None = None) -> list[Rollout]:
+        def advance(steps: int | None = None) -> list[Trajectory]:
             time.sleep(self.seconds)
             while self.notes is not None and (self.notes / str(os.getpid())).read_text() == "hang":
                 time.sleep(0.05)

@@ -15,7 +15,7 @@ from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.episode import Episode
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Draft, Rollout
+from trimtab.rollout.trajectory import Trajectory
 
 VOCABULARY, CONTEXT = 400, 512
 
@@ -38,7 +38,7 @@ def player(policy, pool: Pool, template: str | None = CHATML, inner: dict | None
     return EnvironmentEngine(engine, pool, tokenizer, EpisodeSettings(**settings))
 
 
-def play(engine: EnvironmentEngine, rows: int | list[int] = 2, **sampling) -> list[Rollout]:
+def play(engine: EnvironmentEngine, rows: int | list[int] = 2, **sampling) -> list[Trajectory]:
     """These rows, or the first so many; what is given to each depends on its number alone."""
     rows = list(range(rows)) if isinstance(rows, int) else rows
     prompts, seeds = [[5, 6, 7 + row] for row in rows], [31 + row for row in rows]
@@ -46,21 +46,21 @@ def play(engine: EnvironmentEngine, rows: int | list[int] = 2, **sampling) -> li
     return engine.generate(prompts, sampling_of(engine.tokenizer, **sampling), seeds=seeds, tasks=tasks)
 
 
-def trained(policy: Policy, rollout: Rollout, temperature: float = 1.0) -> torch.Tensor:
+def trained(policy: Policy, rollout: Trajectory, temperature: float = 1.0) -> torch.Tensor:
     """The trainer's log-probs of what was drawn, all turns in one pass."""
     ids = np.array(rollout.prompt_ids + rollout.ids)
     drawn = np.append(np.zeros(len(rollout.prompt_ids), dtype=bool), rollout.drawn)
     return policy(TokenBatch.of([(ids, drawn)]), temperature=temperature).log_probs_N
 
 
-def check_exact(policy: Policy, rollouts: list[Rollout], temperature: float = 1.0) -> None:
+def check_exact(policy: Policy, rollouts: list[Trajectory], temperature: float = 1.0) -> None:
     for rollout in rollouts:
         assert len(rollout.log_probs) == len(rollout.versions) == rollout.drawn.sum()
         own = trained(policy, rollout, temperature)
         torch.testing.assert_close(torch.from_numpy(rollout.log_probs), own, atol=1e-5, rtol=0)
 
 
-def plain(rollout: Rollout) -> tuple:
+def plain(rollout: Trajectory) -> tuple:
     """What must be equal where nothing but the company differs."""
     said = [(s.messages, s.start, s.end, s.drawn, s.text, s.finish, s.reward, s.branch) for s in rollout.episode.said]
     return rollout.prompt_ids, rollout.ids, rollout.drawn.tolist(), rollout.finish, rollout.episode.reward, said
@@ -82,7 +82,7 @@ def go_on(engine, drafts, n=2):
     with engine.session(sampling_of(engine.tokenizer, n=n)) as session:
         rows = {}
         for row, own in drafts.items():
-            rows[session.add([5, 6, 7 + row], seed=31 + row, task=Task(row, 0, 100 + row, "Hello"), drafts=own)] = row
+            rows[session.add([5, 6, 7 + row], seed=31 + row, task=Task(row, 0, 100 + row, "Hello"), partials=own)] = row
         found = list(session)
     for rollout in found:
         rollout.prompt = rows[rollout.prompt]
@@ -92,4 +92,5 @@ def go_on(engine, drafts, n=2):
 def stored(draft):
     """As it comes from disk: nothing of it is the object that was."""
     episode = None if draft.episode is None else Episode.of_plain(draft.episode.plain())
-    return Draft(draft.sample, draft.tokens, draft.log_probs, draft.versions, None, draft.drawn, episode, draft.branch)
+    own = (0, draft.sample, [], draft.tokens, draft.log_probs)
+    return Trajectory(*own, versions=draft.versions, drawn=draft.drawn, episode=episode, branch=draft.branch)

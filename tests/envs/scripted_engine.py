@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from trimtab.rollout.trajectory import Draft, Rollout
+from trimtab.rollout.trajectory import Trajectory
 
 
 class ScriptedSession:
@@ -13,7 +13,7 @@ class ScriptedSession:
     def __init__(self, engine):
         self.engine, self.requests, self._asked = engine, 0, {}
 
-    def add(self, prompt_ids, *, seed=None, limit=None, drafts=None, task=None, sampling=None):
+    def add(self, prompt_ids, *, seed=None, limit=None, partials=None, task=None, sampling=None):
         self._asked[self.requests] = prompt_ids
         self.requests += 1
         return self.requests - 1
@@ -32,10 +32,10 @@ class ScriptedSession:
         tokenizer = self.engine.tokenizer
         ids = tokenizer.encode(self.engine.say(tokenizer.decode(prompt_ids)) + tokenizer.eos_token)
         versions = np.zeros(len(ids), dtype=np.int32)
-        return Rollout(number, 0, prompt_ids, ids, np.zeros(len(ids), np.float32), "stop", versions=versions)
+        return Trajectory(number, 0, prompt_ids, ids, np.zeros(len(ids), np.float32), "stop", versions=versions)
 
-    def drafts(self):
-        return {number: [Draft.empty(0)] for number in self._asked}
+    def partials(self):
+        return {number: [Trajectory.empty(0)] for number in self._asked}
 
     def at_work(self):
         return {(number, 0): 0 for number in self._asked}

@@ -9,7 +9,6 @@ from tests.envs.episodes import at_work, check_exact, go_on, make_policy, plain,
 from tests.envs.fake_pool import Counting, Pool
 from trimtab.envs.chat_tokens import ChatAppender
 from trimtab.errors import UserError
-from trimtab.rollout.trajectory import Draft
 
 # Of answers before the last user's words only the beginning stays.
 FORGETFUL = CHATML.replace(
@@ -84,7 +83,7 @@ def test_episodes_in_several_sequences_go_on_from_their_drafts(policy, way, adva
     drafts = {}
     while session.busy:
         for rollout in session.advance():
-            drafts.setdefault(rollout.prompt, []).append(Draft.of(rollout))
+            drafts.setdefault(rollout.prompt, []).append(rollout.stored())
     session.close()
     assert any(draft.branch for own in drafts.values() for draft in own)
     if way == "stored":

@@ -9,7 +9,6 @@ from trimtab.envs.pool import Broken
 from trimtab.envs.types import Step, Task
 from trimtab.rollout.builtin import cuda_graphs as captured
 from trimtab.rollout.builtin import cuda_graphs as graphs
-from trimtab.rollout.trajectory import Draft
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def test_episodes_go_on_from_drafts_as_if_nothing_had_been(policy, advances, way
     pool = Pool(slow=1)
     engine = player(policy, pool)
     session, finished = at_work(engine, advances)
-    drafts = session.drafts()
+    drafts = session.partials()
     if way == "beside":  # what another thread has seen, and the process is gone
         session.close()
         pool = Pool(slow=1)
@@ -78,7 +77,7 @@ def test_episodes_go_on_from_drafts_as_if_nothing_had_been(policy, advances, way
         told = {row: [(d.sample, d.ids) for d in own] for row, own in drafts.items()}
         drafts = {}
         for rollout in aborted:
-            drafts.setdefault(rollout.prompt, []).append(Draft.of(rollout))
+            drafts.setdefault(rollout.prompt, []).append(rollout.stored())
         assert {row: [(d.sample, d.ids) for d in own] for row, own in drafts.items()} == told
         if way == "stored":
             drafts = {row: [stored(draft) for draft in own] for row, own in drafts.items()}
@@ -106,7 +105,7 @@ def test_an_environment_that_answers_otherwise_is_begun_anew_and_counted(policy)
             return Step(messages=f"{step.messages} {self.own}", reward=1.0, done=step.done)
 
     session, _ = at_work(player(policy, Pool(Fickle)), 9)
-    drafts = {row: [stored(draft) for draft in own] for row, own in session.drafts().items()}
+    drafts = {row: [stored(draft) for draft in own] for row, own in session.partials().items()}
     session.close()
     answered = {(row, d.sample) for row, own in drafts.items() for d in own if d.episode and len(d.episode.said) > 1}
     rollouts = go_on(player(policy, Pool(Fickle)), drafts)
@@ -122,7 +121,7 @@ def test_an_evaluation_in_between_leaves_paused_episodes_their_instances(policy)
     session.abort()
     drafts = {}
     for rollout in session.advance():
-        drafts.setdefault(rollout.prompt, []).append(Draft.of(rollout))
+        drafts.setdefault(rollout.prompt, []).append(rollout.stored())
     session.close()
     paused = set(pool.instances)
     play(engine, rows=2)
@@ -142,7 +141,7 @@ def test_over_many_pauses_everybody_keeps_the_instance_that_he_had(policy):
         pauses += 1
         with engine.session(sampling_of(engine.tokenizer, n=4)) as session:
             asked = {
-                session.add([5, 6, 7], seed=31 + row, task=Task(row, 0, 100 + row, "Hello"), drafts=own): row
+                session.add([5, 6, 7], seed=31 + row, task=Task(row, 0, 100 + row, "Hello"), partials=own): row
                 for row, own in drafts.items()
             }
             drafts, found = {}, []
@@ -153,7 +152,7 @@ def test_over_many_pauses_everybody_keeps_the_instance_that_he_had(policy):
                 found += session.advance()
         for rollout in found:
             if rollout.finish == "abort":
-                drafts.setdefault(asked[rollout.prompt], []).append(Draft.of(rollout))
+                drafts.setdefault(asked[rollout.prompt], []).append(rollout.stored())
             finished += rollout.finish != "abort"
         del found, rollout
     assert finished == len(pool.made) == 24, "nothing was played again"

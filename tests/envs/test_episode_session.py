@@ -312,8 +312,8 @@ def test_lengths_at_work_count_what_was_drawn_and_is_being_written_and_not_what_
     engine = player(policy, Pool(slow=1))
     session, _ = at_work(engine, 8)
     lengths = session.at_work()
-    drafts = {(row, draft.sample): draft for row, own in session.drafts().items() for draft in own}
+    drafts = {(row, draft.sample): draft for row, own in session.partials().items() for draft in own}
     assert lengths == {place: int(draft.drawn.sum()) for place, draft in drafts.items()} and min(lengths.values()) > 0
     assert any(len(draft.tokens) > lengths[place] for place, draft in drafts.items())
-    assert session.drawn(0) == session.drafts()[0][0].ids
+    assert session.drawn(0) == session.partials()[0][0].ids
     session.close()

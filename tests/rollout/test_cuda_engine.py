@@ -10,7 +10,7 @@ import torch
 
 from tests.rollout.kernel_device import DEVICE
 from tests.rollout.test_builtin_engine import prompts
-from tests.rollout.test_drafts import assert_same, changed, check_under_new_weights, interrupted, trained
+from tests.rollout.test_partial_rollouts import assert_same, changed, check_under_new_weights, interrupted, trained
 from tests.tiny import tiny_model
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy

@@ -16,7 +16,7 @@ from trimtab.rollout.builtin.kv_cache import SHARE_OF_FREE, KVCache, KVCacheMana
 from trimtab.rollout.builtin.prefix_cache import BlockPool, PrefixCache
 from trimtab.rollout.builtin.scheduler import PromptState, Scheduler, SequenceState
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Draft
+from trimtab.rollout.trajectory import Trajectory
 
 CPU = torch.device("cpu")
 SHAPE = KVShape(layers=3, heads=2, key_width=10, value_width=6, dtype=torch.float32)
@@ -126,7 +126,7 @@ def test_to_ask_for_room_costs_nothing_of_what_is_kept():
     scheduler.add(
         [
             SequenceState.of(
-                PromptState(0, [*shared, 1], 1), Draft.empty(0), seed=0, limit=100, sampling=SamplingParams()
+                PromptState(0, [*shared, 1], 1), Trajectory.empty(0), seed=0, limit=100, sampling=SamplingParams()
             )
         ]
     )
@@ -150,7 +150,9 @@ def test_what_has_finished_is_kept_when_it_is_put_away_and_at_the_latest_when_pa
     scheduler, text = Scheduler(kept, max_num_seqs=1), [3] * 9
 
     def finish_one() -> None:
-        sample = SequenceState.of(PromptState(0, text, 1), Draft.empty(0), seed=0, limit=4, sampling=SamplingParams())
+        sample = SequenceState.of(
+            PromptState(0, text, 1), Trajectory.empty(0), seed=0, limit=4, sampling=SamplingParams()
+        )
         scheduler.add([sample])
         assert len(scheduler.schedule()) == 1  # which needs three pages, and copies one
         sample.ids.extend(np.array([8, 8, 8, 8]), 4)
@@ -176,7 +178,7 @@ def test_who_waits_already_need_not_wait_for_what_has_finished_to_be_put_away():
     scheduler = Scheduler(kept, max_num_seqs=1)
     one, other = (
         SequenceState.of(
-            PromptState(number, [number] * 5, 1), Draft.empty(0), seed=0, limit=4, sampling=SamplingParams()
+            PromptState(number, [number] * 5, 1), Trajectory.empty(0), seed=0, limit=4, sampling=SamplingParams()
         )
         for number in range(2)
     )

@@ -302,7 +302,7 @@ def test_what_answers_have_so_far_can_be_read_without_stopping_them(memory):
         for number, ids in enumerate(asked):
             session.add(ids, seed=number)
         while session.busy:
-            lengths, drafts = session.at_work(), session.drafts()
+            lengths, drafts = session.at_work(), session.partials()
             assert set(lengths) == open_ones == {(number, d.sample) for number in drafts for d in drafts[number]}
             for number in drafts:
                 for draft in drafts[number]:

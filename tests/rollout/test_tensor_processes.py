@@ -8,7 +8,7 @@ import torch
 from tests import warm
 from tests.models.splitting import load_split, options_of
 from tests.rollout.test_builtin_engine import prompts
-from tests.rollout.test_drafts import DRAWN, PROMPTS, SEEDS, assert_same, interrupted
+from tests.rollout.test_partial_rollouts import DRAWN, PROMPTS, SEEDS, assert_same, interrupted
 from tests.tiny import tiny_model
 from trimtab.distributed.device import find_device
 from trimtab.distributed.mesh import Mesh
@@ -22,14 +22,14 @@ from trimtab.rollout.builtin import engine as engines
 from trimtab.rollout.builtin import kv_cache as memory
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 
 LENGTHS = (5, 17, 33, 16, 1, 48, 7)
 PLAIN = SamplingParams(max_new_tokens=12, n=2, stop_token_ids=(2, 3))
 SHAPED = SamplingParams(max_new_tokens=9, top_p=0.8, repetition_penalty=1.2, plain_log_probs=True)
 
 
-def answers(policy: Policy, **settings) -> list[Rollout]:
+def answers(policy: Policy, **settings) -> list[Trajectory]:
     engine = BuiltinEngine(policy, max_num_seqs=4, page_size=4, **settings)
     found = []
     for sampling in (PLAIN, SHAPED, PLAIN):

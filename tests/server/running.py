@@ -15,7 +15,7 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.server.policy_server import PolicyServer
 from trimtab.server.request_params import ServerDefaults
 from trimtab.server.sessions import ServedPolicy
@@ -135,7 +135,7 @@ class ScriptedSession:
             stopped = bool(ids) and ids[-1] in sampling.stop_token_ids
             finish = "abort" if number in self.aborted else "stop" if stopped else "length"
             versions = np.full(len(ids), self.engine.version, np.int32)
-            finished.append(Rollout(number, 0, prompt_ids, ids, log_probs, finish, None, versions))
+            finished.append(Trajectory(number, 0, prompt_ids, ids, log_probs, finish, None, versions))
             del self.running[number]
         return finished
 

@@ -13,7 +13,6 @@ from tests.server.running import TEMPLATE, engine, plain_model, tokenizer
 from trimtab.envs.pool import EnvironmentPool, SandboxLimits
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Draft
 from trimtab.server.agents import AgentServerEngine
 from trimtab.server.environment_engine import make_environment_engine
 
@@ -174,7 +173,7 @@ def test_a_paused_agent_waits_and_goes_on_where_it_was():
         one = replace(sampling(), n=1)
         with agents.session(one) as session:
             session.add([5], seed=2, task=tasks(1)[0])
-            while not (drafts := [d for found in session.drafts().values() for d in found if len(d.tokens)]):
+            while not (drafts := [d for found in session.partials().values() for d in found if len(d.tokens)]):
                 session.advance()
             session.abort()
             handed = []
@@ -183,7 +182,7 @@ def test_a_paused_agent_waits_and_goes_on_where_it_was():
         assert [rollout.finish for rollout in handed] == ["abort"]
         agents.weights_changed(1)
         with agents.session(one) as session:
-            session.add([5], seed=2, drafts=[Draft.of(handed[0])], task=tasks(1)[0])
+            session.add([5], seed=2, partials=[handed[0].stored()], task=tasks(1)[0])
             (rollout,) = list(session)
         assert len(pool.threads) == 1, "the same program"
         (whole,) = agents.generate([[5]], one, seeds=[2], tasks=tasks(1))
@@ -196,7 +195,7 @@ def test_an_evaluation_in_between_draws_nothing_of_a_paused_agent():
         one = replace(sampling(), n=1)
         with agents.session(one) as session:
             session.add([5], seed=2, task=tasks(1)[0])
-            while not any(len(d.tokens) for found in session.drafts().values() for d in found):
+            while not any(len(d.tokens) for found in session.partials().values() for d in found):
                 session.advance()
             session.abort()
             handed = []
@@ -204,7 +203,7 @@ def test_an_evaluation_in_between_draws_nothing_of_a_paused_agent():
                 handed += session.advance()
         (measured,) = agents.generate([[5]], replace(one, temperature=0.0), seeds=[3], tasks=tasks(1))
         with agents.session(one) as session:
-            session.add([5], seed=2, drafts=[Draft.of(handed[0])], task=tasks(1)[0])
+            session.add([5], seed=2, partials=[handed[0].stored()], task=tasks(1)[0])
             assert session.at_work()[0, 0] == len(handed[0].log_probs), "it has waited"
             (rollout,) = list(session)
         assert len(pool.threads) == 2, "the same program, and that of the evaluation"
@@ -217,9 +216,9 @@ def test_from_a_record_that_nobody_waits_behind_it_begins_anew_and_says_so():
     with served(talkative(2)) as (agents, _):
         one = replace(sampling(), n=1)
         (rollout,) = agents.generate([[5]], one, seeds=[2], tasks=tasks(1))
-        draft = replace(Draft.of(rollout), finish=None)
+        draft = replace(rollout.stored(), finish=None)
         with agents.session(one) as session:
-            session.add([5], seed=2, drafts=[draft], task=tasks(1)[0])
+            session.add([5], seed=2, partials=[draft], task=tasks(1)[0])
             (again,) = list(session)
     assert again.ids == rollout.ids and again.episode.begun == 2
 

@@ -16,7 +16,7 @@ from tests.server.running import CONTEXT, Scripted, ScriptedSession, engine, run
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.engine import MAX_CHUNK_SECONDS, MAX_CHUNK_SIZE, MIN_CHUNK_SIZE, decode_chunk_size
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.server.request_queue import EngineFailed, PolicyMetrics, QueuedRequest, RequestQueue
 from trimtab.server.sessions import SessionRecord, SessionStore
 
@@ -460,7 +460,7 @@ def test_an_engine_that_cannot_begin_ends_the_server():
 
 
 def rollout(tokens):
-    return Rollout(0, 0, [5, 6], list(tokens), np.zeros(len(tokens), np.float32), "stop")
+    return Trajectory(0, 0, [5, 6], list(tokens), np.zeros(len(tokens), np.float32), "stop")
 
 
 def test_sessions_that_were_quiet_for_the_longest_are_forgotten_first():

@@ -11,7 +11,7 @@ import torch
 from tests.tiny import tiny_model
 from trimtab.models.handover import Handover
 from trimtab.models.policy import Policy
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 
 SIZES = {"hidden_size": 128, "spread": 0.1}  # heads as wide as vLLM's kernels for CPUs want them
 
@@ -37,7 +37,7 @@ def engine_of(folder: Path, policy: Policy | None, *, adapters: bool = False, to
     )
 
 
-def gap(rollouts: list[Rollout], policy: Policy, temperature: float = 1.0) -> float:
+def gap(rollouts: list[Trajectory], policy: Policy, temperature: float = 1.0) -> float:
     """The largest difference between the log-probs of answers and those of the model itself."""
     found = 0.0
     for rollout in rollouts:

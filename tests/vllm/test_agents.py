@@ -59,7 +59,7 @@ def test_episodes_go_on_from_drafts(made, way):
     pool = Pool(slow=1)
     engine = EnvironmentEngine(inner, pool, tokenizer)
     session, finished = at_work(engine, 25)
-    drafts = session.drafts()
+    drafts = session.partials()
     session.abort()
     while session.busy:
         session.advance()

@@ -34,13 +34,13 @@ def test_answers_of_a_thread_that_is_interrupted_again_and_again(drained, engine
     while len(found) < 3:
         found |= {written.place: written.answers.experience for written in role.collect(seconds=0.03).written}
         for group in role.unfinished():  # while the thread writes
-            for draft in group.drafts:
+            for draft in group.trajectories:
                 whole = expected[group.place, draft.sample]
                 assert draft.ids == whole.ids[: len(draft.ids)] and len(draft.ids) == len(draft.log_probs)
                 np.testing.assert_allclose(draft.log_probs, whole.log_probs[: len(draft.ids)], atol=1e-3)
                 seen += 0 < len(draft.ids) < len(whole.ids)
         assert role.pause(drained=drained)
-        cut += sum(draft.finish is None for group in role.unfinished() for draft in group.drafts if draft.ids)
+        cut += sum(draft.finish is None for group in role.unfinished() for draft in group.trajectories if draft.ids)
         role.go_on()
     role.writing.close()
     assert seen and (cut == 0) == drained

@@ -22,7 +22,7 @@ from trimtab.envs.types import Message, Task
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.sampling import SamplingParams, request_seed
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.server.environment_engine import episode_settings, make_environment_engine, open_pool
 
 SEEDS = 2**31  # a task's, as in training: below this
@@ -129,10 +129,10 @@ def _prompt(prompts: Prompts, task: Task, plain: bool) -> list[int]:
     return prompts.ids(asked, "a task's prompt")
 
 
-def _episode(task: Task, branches: list[Rollout], tokenizer: Any, temperature: float) -> Episode:
+def _episode(task: Task, branches: list[Trajectory], tokenizer: Any, temperature: float) -> Episode:
     last = branches[-1]
     assert last.episode is not None, "an environment was played"
-    failed = last.finish == "failed"
+    failed = last.finish_reason == "failed"
     reward = None if failed else last.episode.reward
     samples = []
     for rollout in branches:
@@ -141,4 +141,4 @@ def _episode(task: Task, branches: list[Rollout], tokenizer: Any, temperature: f
         sample.reward = reward
         samples.append(sample)
     record = last.episode
-    return Episode(task, samples, reward, last.finish, record.said, record.logs, record.problem)
+    return Episode(task, samples, reward, last.finish_reason, record.said, record.logs, record.problem)

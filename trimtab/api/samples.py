@@ -12,7 +12,7 @@ from torch import Tensor
 from trimtab.envs.types import Message, Task
 from trimtab.errors import UserError
 from trimtab.rollout.episode import Said
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.trajectories import Trajectories
 
 SHOWN = 40  # characters of a text
@@ -74,14 +74,14 @@ class Sample:
         return f"Sample({text!r}, {len(self.ids)} tokens, {drawn} trained, finish={self.finish!r}{reward})"
 
     @classmethod
-    def of(cls, rollout: Rollout, text: str, temperature: float) -> "Sample":
+    def of(cls, rollout: Trajectory, text: str, temperature: float) -> "Sample":
         """What an engine gave."""
         drawn = np.ones(len(rollout.tokens), dtype=bool) if rollout.drawn is None else rollout.drawn
         return cls(
             [*rollout.prompt_ids, *rollout.ids],
             np.concatenate([np.zeros(len(rollout.prompt_ids), dtype=bool), drawn]),
             np.asarray(rollout.log_probs, dtype=np.float32),
-            rollout.finish,
+            rollout.finish_reason,
             text=text,
             prompt=rollout.prompt,
             temperature=temperature,

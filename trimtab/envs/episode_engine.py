@@ -20,7 +20,7 @@ from trimtab.errors import RunFailed, UserError
 from trimtab.rollout.engine import AT_WORK, BaseEngine, BaseSession, Engine, Session
 from trimtab.rollout.episode import Episode
 from trimtab.rollout.sampling import SamplingParams, request_seed
-from trimtab.rollout.trajectory import Draft, Rollout
+from trimtab.rollout.trajectory import Trajectory
 
 
 class InstancePool(Protocol):
@@ -165,7 +165,7 @@ class EpisodeSession(BaseSession, Generic[EpisodeT]):
         self.sampling = sampling
         self.inner = engine.engine.session(replace(sampling, n=1))
         self.under_way: dict[int, EpisodeT] = {}  # by number
-        self._finished: list[Rollout] = []
+        self._finished: list[Trajectory] = []
         self.to_resume = engine.parked()
         """Records that are dropped at the end of the session unless they were resumed."""
 
@@ -175,7 +175,7 @@ class EpisodeSession(BaseSession, Generic[EpisodeT]):
         *,
         seed: int | None = None,
         limit: int | None = None,
-        drafts: Sequence[Draft] | None = None,
+        partials: Sequence[Trajectory] | None = None,
         task: Task | None = None,
         sampling: SamplingParams | None = None,
     ) -> int:
@@ -183,29 +183,31 @@ class EpisodeSession(BaseSession, Generic[EpisodeT]):
         number, self.requests = self.requests, self.requests + 1
         seed = request_seed(self.sampling.seed, number) if seed is None else seed
         task = Task(number, 0, seed & (2**31 - 1)) if task is None else task
-        given: dict[int, list[Draft]] = {}
-        for draft in [Draft.empty(sample) for sample in range(self.sampling.n)] if drafts is None else drafts:
-            assert draft.finish is None, "an episode that has not ended"
-            given.setdefault(draft.sample, []).append(draft)
+        given: dict[int, list[Trajectory]] = {}
+        if partials is None:
+            partials = [Trajectory.empty(sample) for sample in range(self.sampling.n)]
+        for partial in partials:
+            assert partial.finish is None, "an episode that has not ended"
+            given.setdefault(partial.sample, []).append(partial)
         limit = self.sampling.max_new_tokens if limit is None else limit
         for sample, own in given.items():
-            own.sort(key=lambda draft: draft.branch)
+            own.sort(key=lambda partial: partial.branch)
             at = replace(task, sample=sample)
             self.begin(number, request_seed(seed, sample), at, list(prompt_ids), limit, own)
         self.inner.expect(len(self.under_way))  # their turns begin one by one, as resets return
         return number
 
     def begin(
-        self, request: int, seed: int, task: Task, prompt_ids: list[int], limit: int, drafts: list[Draft]
+        self, request: int, seed: int, task: Task, prompt_ids: list[int], limit: int, partials: list[Trajectory]
     ) -> None:
-        """Begin an episode, or resume it from its drafts, one for each branch."""
+        """Begin an episode, or resume it from its partials, one for each branch."""
         raise NotImplementedError
 
     @property
     def busy(self) -> bool:
         return bool(self.under_way or self._finished)
 
-    def take_finished(self) -> list[Rollout]:
+    def take_finished(self) -> list[Trajectory]:
         finished, self._finished = self._finished, []
         return finished
 

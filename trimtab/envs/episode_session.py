@@ -18,13 +18,13 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.distributed.watch import pulse
 from trimtab.envs.chat_tokens import ChatTokens, ObservationError, refusing
 from trimtab.envs.episode_engine import EnvironmentInstances, EpisodeEngine, EpisodeSession
-from trimtab.envs.episode_state import EpisodePhase, EpisodeSnapshot, EpisodeState, Strand
+from trimtab.envs.episode_state import EpisodePhase, EpisodeSnapshot, EpisodeState
 from trimtab.envs.pool import Broken, Ended, Opened, Reply, Stepped
 from trimtab.envs.types import EpisodeSettings, Message, Step, Task, Turn
 from trimtab.rollout.engine import Engine, decode_chunk_size
 from trimtab.rollout.episode import Said
 from trimtab.rollout.sampling import SamplingParams, request_seed
-from trimtab.rollout.trajectory import Draft, Finish, Rollout
+from trimtab.rollout.trajectory import Finish, Trajectory
 
 POLL_SECONDS = 0.05  # of waiting for environments while the engine has nothing to generate
 NO_LIMIT = 2**31
@@ -70,19 +70,19 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
     # ---- the session as callers see it
 
     def begin(
-        self, request: int, seed: int, task: Task, prompt_ids: list[int], limit: int, drafts: list[Draft]
+        self, request: int, seed: int, task: Task, prompt_ids: list[int], limit: int, partials: list[Trajectory]
     ) -> None:
-        if (parked := self.engine.unpark(drafts[0].episode)) is not None:  # its environment is still there
+        if (parked := self.engine.unpark(partials[0].episode)) is not None:  # its environment is still there
             parked.request, parked.limit = request, limit
             self.under_way[parked.number] = parked
             if parked.phase is EpisodePhase.GENERATING:
                 self._generate(parked)
             return
         state = EpisodeState(next(self.engine.numbers), request, seed, task, prompt_ids, limit)
-        state.restore(drafts)
+        state.restore(partials)
         self._reset(state)
 
-    def advance(self, steps: int | None = None) -> list[Rollout]:
+    def advance(self, steps: int | None = None) -> list[Trajectory]:
         pulse.move()
         aborted, self._aborted = self._aborted, set()
         self._abort(aborted)
@@ -114,13 +114,13 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
             found[state.request, state.sample] = drawn + more
         return found
 
-    def drafts(self) -> dict[int, list[Draft]]:
-        inner = self.inner.drafts()
-        found: dict[int, list[Draft]] = {}
+    def partials(self) -> dict[int, list[Trajectory]]:
+        inner = self.inner.partials()
+        found: dict[int, list[Trajectory]] = {}
         for state in list(self.under_way.values()):
             now = state.now
             parts = [] if now.request is None else inner.get(now.request, [])
-            found.setdefault(state.request, []).extend(state.drafts(parts[0] if parts else None, now))
+            found.setdefault(state.request, []).extend(state.partials(parts[0] if parts else None, now))
         return found
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         known = self._prompts.setdefault(state.request, prompt)
         prompt = known if known == prompt else prompt
         if not state.now.strands:
-            state.opening, state.now = reply.messages, EpisodeSnapshot((Strand.of(prompt),))
+            state.opening, state.now = reply.messages, EpisodeSnapshot((Trajectory.empty(state.sample, prompt),))
             self._generate(state)
         elif reply.messages != state.opening:
             self._restart(state)
@@ -216,27 +216,27 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         stops = own.get("stop_strings")
         with refusing():
             request = self.inner.add(
-                strand.ids,
+                strand.whole_ids,
                 seed=request_seed(state.seed, state.now.turns),
                 limit=limit,
-                drafts=None if part is None else [replace(part, sample=0)],
+                partials=None if part is None else [replace(part, sample=0)],
                 sampling=replace(self.sampling, n=1, stop_strings=tuple(stops)) if stops else None,
             )
         state.phase, state.since = EpisodePhase.GENERATING, time.monotonic()
         state.now = EpisodeSnapshot(state.now.strands, state.now.said, request, part)
         self.generating[request] = state
 
-    def _generated(self, state: EpisodeState, rollout: Rollout) -> None:
+    def _generated(self, state: EpisodeState, rollout: Trajectory) -> None:
         assert state.chat is not None and rollout.finish in ("stop", "length")
         strand = state.strand
-        message, text = state.chat.parser.turn(rollout.ids, strand.ids, state.chat.stops)
+        message, text = state.chat.parser.turn(rollout.ids, strand.whole_ids, state.chat.stops)
         start, branch = len(strand.tokens), len(state.now.strands) - 1
         said = Said(
             *([message], start, start + len(rollout.ids), True, text, rollout.finish),
             seconds=time.monotonic() - state.since,
             branch=branch,
         )
-        wrote = strand.wrote(Draft.of(rollout), rollout.plain_log_probs)
+        wrote = strand.with_turn(rollout)
         state.add(said, strands=(*state.now.strands[:-1], wrote))
         self._step(state, len(state.now.said) - 1)
 
@@ -274,18 +274,18 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         ids = step.ids
         if ids is None:
             drawn = strand.tokens[turn.start : turn.end].tolist()
-            ids = state.chat.after(strand.ids, drawn, state.conversation(), messages)
+            ids = state.chat.after(strand.whole_ids, drawn, state.conversation(), messages)
         elif not all(0 <= token < state.chat.vocabulary for token in ids):
             raise ObservationError(
                 f"Step.ids has tokens that the tokenizer does not have: 0 to {state.chat.vocabulary - 1}"
             )
         if ids is not None:
-            strands, read = strands[:-1], strand.read(ids)
+            strands, read = strands[:-1], strand.with_observation(ids)
         else:  # the template has changed the history: the conversation goes on in a new branch
             whole = state.chat.opening([*state.conversation(), *messages])
             prompt = strands[0].prompt_ids
             kept = len(prompt) if whole[: len(prompt)] == prompt else 1
-            read = Strand.of(prompt if kept > 1 else whole[:1]).read(whole[kept:])
+            read = Trajectory.empty(state.sample, prompt if kept > 1 else whole[:1]).with_observation(whole[kept:])
         if read.length + 1 > self.max_length:
             self._end(state, "context")
             return
@@ -367,7 +367,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         by_request = {state.now.request: state for state in states if state.now.request is not None}
         if not by_request:
             return
-        parts = self.inner.drafts()
+        parts = self.inner.partials()
         self.inner.abort(list(by_request))
         for request, state in by_request.items():
             del self.generating[request]
@@ -395,8 +395,8 @@ def _observation(chat: ChatTokens, step: Step) -> list[Message]:
     return chat.shortened(messages)
 
 
-def _with_prompts(state: EpisodeState, prompt: list[int]) -> tuple[Strand, ...]:
-    """The sequences of an episode that was restored from drafts, which have no prompts: each begins with the
+def _with_prompts(state: EpisodeState, prompt: list[int]) -> tuple[Trajectory, ...]:
+    """The sequences of an episode that was restored from partials, which have no prompts: each begins with the
     conversation as it was rendered then."""
     assert state.chat is not None
     strands = [replace(state.now.strands[0], prompt_ids=prompt)]

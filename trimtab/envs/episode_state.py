@@ -5,12 +5,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
-import numpy as np
-
 from trimtab.envs.chat_tokens import ChatTokens
 from trimtab.envs.types import Message, Task
 from trimtab.rollout.episode import Episode, Said
-from trimtab.rollout.trajectory import Draft, Finish, Rollout
+from trimtab.rollout.trajectory import Finish, Trajectory
 
 COUNTERS = ("tool_calls", "tool_failures", "unknown_tools", "seconds_environment")
 
@@ -26,56 +24,13 @@ class EpisodePhase(Enum):
 
 
 @dataclass(frozen=True)
-class Strand:
-    """A sequence of tokens: a prompt, and what the model generated and read after it. Immutable."""
-
-    prompt_ids: list[int]
-    tokens: np.ndarray
-    drawn: np.ndarray
-    log_probs: np.ndarray
-    versions: np.ndarray
-    plain_log_probs: np.ndarray
-
-    @classmethod
-    def of(cls, prompt_ids: list[int]) -> "Strand":
-        ints, floats = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
-        return cls(prompt_ids, ints, ints.astype(bool), floats, ints, floats)
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt_ids) + len(self.tokens)
-
-    @property
-    def ids(self) -> list[int]:
-        return self.prompt_ids + self.tokens.tolist()
-
-    def read(self, ids: list[int]) -> "Strand":
-        """Append tokens of an observation."""
-        tokens = np.concatenate((self.tokens, np.array(ids, dtype=np.int32)))
-        drawn = np.concatenate((self.drawn, np.zeros(len(ids), dtype=bool)))
-        return Strand(self.prompt_ids, tokens, drawn, self.log_probs, self.versions, self.plain_log_probs)
-
-    def wrote(self, turn: Draft, plain_log_probs: np.ndarray | None = None) -> "Strand":
-        """Append a turn of the model, whole or partial."""
-        plain = self.plain_log_probs
-        return Strand(
-            self.prompt_ids,
-            np.concatenate((self.tokens, turn.tokens)),
-            np.concatenate((self.drawn, np.ones(len(turn.tokens), dtype=bool))),
-            np.concatenate((self.log_probs, turn.log_probs)),
-            np.concatenate((self.versions, turn.versions)),
-            plain if plain_log_probs is None else np.concatenate((plain, plain_log_probs)),
-        )
-
-
-@dataclass(frozen=True)
 class EpisodeSnapshot:
     """An episode's data at one moment. Replaced as a whole, because other threads read it."""
 
-    strands: tuple[Strand, ...] = ()
+    strands: tuple[Trajectory, ...] = ()
     said: tuple[Said, ...] = ()
     request: int | None = None  # of the engine's session, that generates the next turn
-    part: Draft | None = None  # of the next turn, from which the engine resumes
+    part: Trajectory | None = None  # of the next turn, from which the engine resumes
 
     @property
     def turns(self) -> int:
@@ -112,28 +67,31 @@ class EpisodeState:
         return self.task.sample
 
     @property
-    def strand(self) -> Strand:
+    def strand(self) -> Trajectory:
         return self.now.strands[-1]
 
-    def restore(self, drafts: list[Draft]) -> None:
-        """Restore the state from drafts, one for each of its sequences in order. The environment must be replayed."""
-        record = drafts[0].episode
+    def restore(self, partials: list[Trajectory]) -> None:
+        """Restore the state from partials, one for each of its sequences in order. The environment must be replayed."""
+        record = partials[0].episode
         if record is None:
             return
         self.begun = record.begun
-        if not record.said and not len(drafts[0].tokens):  # it has not begun
+        if not record.said and not len(partials[0].tokens):  # it has not begun
             return
         self.opening = record.opening
         self.counters = {name: record.logs.get(name, 0.0) for name in COUNTERS}
         self.logs = {name: value for name, value in record.logs.items() if name not in COUNTERS}
-        strands = tuple(_strand(draft, self.prompt_ids) for draft in drafts)
+        # Each has the row's prompt until the environment's reset gives its own.
+        strands = tuple(
+            replace(partial, prompt_ids=self.prompt_ids, drawn=partial.mask, episode=None) for partial in partials
+        )
         last = len(strands) - 1
         end = max((said.end for said in record.said if said.branch == last), default=0)
         strand, part = strands[-1], None
         if (more := len(strand.tokens) - end) > 0:
             log_probs, versions = strand.log_probs, strand.versions
-            part = Draft(0, strand.tokens[end:], log_probs[-more:], versions[-more:])
-            cut = replace(strand, tokens=strand.tokens[:end], drawn=strand.drawn[:end])
+            part = Trajectory(0, 0, [], strand.tokens[end:], log_probs[-more:], versions=versions[-more:])
+            cut = replace(strand, tokens=strand.tokens[:end], drawn=strand.mask[:end])
             strands = (*strands[:-1], replace(cut, log_probs=log_probs[:-more], versions=versions[:-more]))
         self.now = EpisodeSnapshot(strands, tuple(record.said), part=part)
 
@@ -144,7 +102,7 @@ class EpisodeState:
         self.counters, self.last_tools = dict.fromkeys(COUNTERS, 0.0), {}
         self.begun += 1
 
-    def add(self, said: Said, strands: tuple[Strand, ...]) -> None:
+    def add(self, said: Said, strands: tuple[Trajectory, ...]) -> None:
         self.now = EpisodeSnapshot(strands, (*self.now.said, said))
 
     def set_reward(self, reward: float) -> None:
@@ -171,40 +129,41 @@ class EpisodeState:
             list(now.said), self.opening, self.last_reward, {**self.logs, **self.counters}, self.begun, problem
         )
 
-    def drafts(self, part: Draft | None, now: EpisodeSnapshot | None = None) -> list[Draft]:
+    def partials(self, part: Trajectory | None, now: EpisodeSnapshot | None = None) -> list[Trajectory]:
         """The episode so far, with the part of the current turn that is generated."""
         now = now or self.now
         if not now.strands:
-            return [Draft.empty(self.sample)]
+            return [Trajectory.empty(self.sample)]
         episode, strands = self.record(now=now), now.strands
         part = now.part if part is None else part
         if part is not None:
-            strands = (*strands[:-1], strands[-1].wrote(part))
+            strands = (*strands[:-1], strands[-1].with_turn(part))
         return [
-            Draft(self.sample, s.tokens, s.log_probs, s.versions, None, s.drawn, episode, branch)
+            Trajectory(
+                *(0, self.sample, [], s.tokens, s.log_probs),
+                versions=s.versions,
+                drawn=s.mask,
+                episode=episode,
+                branch=branch,
+            )
             for branch, s in enumerate(strands)
         ]
 
-    def rollouts(self, finish: Finish, episode: Episode, plain: bool = False) -> list[Rollout]:
+    def rollouts(self, finish: Finish, episode: Episode, plain: bool = False) -> list[Trajectory]:
         """One rollout for each of its sequences."""
         strands = self.now.strands if finish != "failed" else ()
         if finish == "abort" and self.now.part is not None:
-            strands = (*strands[:-1], strands[-1].wrote(self.now.part))
+            strands = (*strands[:-1], strands[-1].with_turn(self.now.part))
         return [
-            Rollout(
-                *(self.request, self.sample, s.prompt_ids, s.tokens, s.log_probs, finish),
-                s.plain_log_probs if plain else None,
-                s.versions,
-                s.drawn,
-                episode,
-                branch,
+            replace(
+                s,
+                prompt=self.request,
+                sample=self.sample,
+                finish=finish,
+                plain_log_probs=s.plain_log_probs if plain else None,
+                drawn=s.mask,
+                episode=episode,
+                branch=branch,
             )
-            for branch, s in enumerate(strands or [Strand.of(self.prompt_ids)])
+            for branch, s in enumerate(strands or [Trajectory.empty(self.sample, self.prompt_ids)])
         ]
-
-
-def _strand(draft: Draft, prompt_ids: list[int]) -> Strand:
-    """A draft's sequence, with the row's prompt until the environment's reset gives its own."""
-    drawn = np.ones(len(draft.tokens), dtype=bool) if draft.drawn is None else draft.drawn
-    nothing = np.zeros(0, dtype=np.float32)
-    return Strand(prompt_ids, draft.tokens, drawn, draft.log_probs, draft.versions, nothing)

@@ -68,7 +68,7 @@ class Conversation:
                 while session.busy:
                     for rollout in session.advance(SHOWN_AT_ONCE):
                         answer.grow(rollout.ids, last=True)
-                        finish = rollout.finish
+                        finish = rollout.finish_reason
                     answer.grow(session.drawn(request))
         except KeyboardInterrupt:
             pass

@@ -35,14 +35,14 @@ from trimtab.rewards.types import RewardRequest, WeightedReward
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.factory import build_engine, build_vllm_engine
 from trimtab.rollout.sampling import SamplingParams, request_seed, stop_tokens
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 
 SCORED_AT_ONCE = 64  # answers; what is not scored yet is lost when the process dies
 
 REWARD_CONTENTS = "content of the reward"  # among the settings of the work
 
 OF_EPISODES = ["agent_func_path", "environment", "max_turns", "episode_max_len", "observation_max_len", "agent_history"]
-Group = list[Rollout]  # the answers to one prompt
+Group = list[Trajectory]  # the answers to one prompt
 
 
 def generate(options: GenerateOptions) -> None:
@@ -236,7 +236,7 @@ class Generation:
             return None
         return build_reward(self.options, device, self.tokenizer, self.stop.requested)
 
-    def _request(self, rollouts: list[tuple[int, Rollout]], texts: list[str]) -> RewardRequest:
+    def _request(self, rollouts: list[tuple[int, Trajectory]], texts: list[str]) -> RewardRequest:
         rows = [self.rows[item] for item, _ in rollouts]
         prompts, given = [self.store.text(row) for row in rows], [self.store.prompt(row) for row in rows]
         conversations = [prompt for prompt in given if isinstance(prompt, list)]
@@ -317,13 +317,13 @@ def in_template_of(tokenizer: Any, options: GenerateOptions) -> GenerateOptions:
     return dataclasses.replace(options, apply_chat_template=chat)
 
 
-def is_followed(rollout: Rollout) -> bool:
+def is_followed(rollout: Trajectory) -> bool:
     """Whether another sequence of the same episode comes, which goes on after it."""
     branches = 1 if rollout.episode is None else int(rollout.episode.logs.get("branches", 1))
     return rollout.branch < branches - 1
 
 
-def _played(rollout: Rollout) -> dict[str, Any]:
+def _played(rollout: Trajectory) -> dict[str, Any]:
     """Who said what, of an episode."""
     if rollout.episode is None:
         return {}

@@ -13,7 +13,7 @@ from trimtab.data.byte_tokenizer import END, byte_tokenizer
 from trimtab.envs.types import Task
 from trimtab.rollout.engine import BaseEngine, BaseSession
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Draft, Finish, Rollout
+from trimtab.rollout.trajectory import Finish, Trajectory
 
 TEMPLATE = (
     "{%- for tool in tools or [] -%}{{ tool.function.name }}: {{ tool.function.description }}\n{% endfor -%}"
@@ -70,11 +70,11 @@ class PersonSession(BaseSession):
         *,
         seed: int | None = None,
         limit: int | None = None,
-        drafts: Sequence[Draft] | None = None,
+        partials: Sequence[Trajectory] | None = None,
         task: Task | None = None,
         sampling: SamplingParams | None = None,
     ) -> int:
-        assert drafts is None, "nobody is asked to go on in the middle of a word"
+        assert partials is None, "nobody is asked to go on in the middle of a word"
         request, self.requests = self.requests, self.requests + 1
         self._new.append(request)
         self._waiting[request] = (prompt_ids, limit or (sampling or self.sampling).max_new_tokens)
@@ -84,12 +84,12 @@ class PersonSession(BaseSession):
     def busy(self) -> bool:
         return bool(self._waiting)
 
-    def advance(self, steps: int | None = None) -> list[Rollout]:
+    def advance(self, steps: int | None = None) -> list[Trajectory]:
         asked = [request for request in self._waiting if request not in self._new][:1]
         self._new.clear()
         return [self._answer(request) for request in asked]
 
-    def _answer(self, request: int) -> Rollout:
+    def _answer(self, request: int) -> Trajectory:
         said = self.person.ask()
         prompt, limit = self._waiting.pop(request)
         ids = self.person.tokenizer.encode(said, add_special_tokens=False)
@@ -97,7 +97,7 @@ class PersonSession(BaseSession):
         tokens = np.array((ids if end is None else [*ids, end])[:limit], dtype=np.int32)
         finish: Finish = "length" if len(ids) >= limit else "stop"
         versions = np.zeros(len(tokens), dtype=np.int32)
-        return Rollout(request, 0, prompt, tokens, versions.astype(np.float32), finish, versions=versions)
+        return Trajectory(request, 0, prompt, tokens, versions.astype(np.float32), finish, versions=versions)
 
     def drawn(self, request: int) -> list[int]:
         return []
@@ -105,8 +105,8 @@ class PersonSession(BaseSession):
     def at_work(self) -> dict[tuple[int, int], int]:
         return {(request, 0): 0 for request in self._waiting}
 
-    def drafts(self) -> dict[int, list[Draft]]:
-        return {request: [Draft.empty(0)] for request in self._waiting}
+    def partials(self) -> dict[int, list[Trajectory]]:
+        return {request: [Trajectory.empty(0)] for request in self._waiting}
 
     def abort(self, requests: Collection[int] | None = None) -> None:
         for request in list(self._waiting if requests is None else requests):

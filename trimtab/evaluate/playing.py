@@ -20,7 +20,7 @@ from trimtab.rollout.engine import Engine
 from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.factory import build_engine
 from trimtab.rollout.sampling import request_seed, stop_tokens
-from trimtab.rollout.trajectory import Finish, Rollout
+from trimtab.rollout.trajectory import Finish, Trajectory
 from trimtab.server.environment_engine import LABEL, PROMPT, episode_settings, make_environment_engine, open_pool
 
 SEEDS = 2**31  # a row's, as training gives them: below this
@@ -43,7 +43,7 @@ class Sequence:
     log_probs: list[float]
 
     @classmethod
-    def of(cls, rollout: Rollout) -> "Sequence":
+    def of(cls, rollout: Trajectory) -> "Sequence":
         assert rollout.drawn is not None, "an episode says it of every token"
         before = rollout.prompt_ids
         return cls([*before, *rollout.ids], [False] * len(before) + rollout.drawn.tolist(), rollout.log_probs.tolist())
@@ -143,7 +143,7 @@ class Playing:
             request = session.add(self._prompt(task), seed=request_seed(task.seed, 0), task=task)
             while session.busy:
                 found += session.advance()
-                branches = session.drafts().get(request, [])
+                branches = session.partials().get(request, [])
                 if not branches or (so_far := branches[-1].episode) is None:
                     continue
                 if not opened:
@@ -162,7 +162,7 @@ class Playing:
             yield self._opening(task, episode)
         for heard in episode.said[told:]:
             yield Heard(heard, found[heard.branch].ids[heard.start : heard.end])
-        yield Over(episode, found[-1].finish, [Sequence.of(rollout) for rollout in found])
+        yield Over(episode, found[-1].finish_reason, [Sequence.of(rollout) for rollout in found])
 
     def _opening(self, task: Task, episode: Episode) -> Heard:
         messages = task.asked if episode.opening is None else episode.opening

@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 from trimtab.errors import UserError
 from trimtab.rollout.episode import Task
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Draft, Rollout
+from trimtab.rollout.trajectory import Trajectory
 
 MIN_CHUNK_SIZE, MAX_CHUNK_SIZE = 8, 24
 MAX_CHUNK_SECONDS = 0.05
@@ -37,14 +37,14 @@ class Session(Protocol):
         *,
         seed: int | None = None,
         limit: int | None = None,
-        drafts: Sequence[Draft] | None = None,
+        partials: Sequence[Trajectory] | None = None,
         task: Task | None = None,
         sampling: SamplingParams | None = None,
     ) -> int:
         """The number of the new request, which its rollouts carry as their `prompt`.
 
-        `seed`: from which its samples draw; `limit`: its own max_new_tokens; `drafts`: these of its samples alone, each
-        going on from what it has. They come whole: what stood in the draft as it was drawn then, and what follows.
+        `seed`: of its random streams; `limit`: its own max_new_tokens; `partials`: resume only these samples of it. The
+        finished ones contain the partial ones unchanged.
         `task`: what an environment is to open; who answers prompts has no use for it. `sampling`: its own setting
         in place of the session's; what others are drawn by changes nothing.
         """
@@ -64,11 +64,11 @@ class Session(Protocol):
     def full(self) -> bool:
         """Whether there is somebody for every place: who is added now begins when another has finished."""
 
-    def advance(self, steps: int | None = None) -> list[Rollout]:
+    def advance(self, steps: int | None = None) -> list[Trajectory]:
         """Work on for a moment, or for at most so many tokens a sample, and hand over what has finished. 0: read what
         is new (and draw its first token), and no more, where that can be; with nothing new, tidy up."""
 
-    def __iter__(self) -> Iterator[Rollout]:
+    def __iter__(self) -> Iterator[Trajectory]:
         """Answers as they finish, until there is no request left. More may be added on the way, and later."""
 
     def drawn(self, request: int) -> list[int]:
@@ -77,7 +77,7 @@ class Session(Protocol):
     def at_work(self) -> dict[tuple[int, int], int]:
         """The tokens that were drawn of every unfinished sample so far, by request and sample."""
 
-    def drafts(self) -> dict[int, list[Draft]]:
+    def partials(self) -> dict[int, list[Trajectory]]:
         """What the unfinished samples of every request have so far. It may be asked from another thread, too, while
         the engine works, or hangs."""
 
@@ -114,7 +114,7 @@ class Engine(Protocol):
         seeds: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
         tasks: Sequence[Task] | None = None,
-    ) -> list[Rollout]:
+    ) -> list[Trajectory]:
         """All answers, in the order of the prompts and their samples.
 
         `seeds`: one for each prompt, from which its samples draw; `limits`: each prompt's own max_new_tokens;
@@ -129,7 +129,7 @@ class Engine(Protocol):
         seeds: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
         tasks: Sequence[Task] | None = None,
-    ) -> Generator[Rollout]:
+    ) -> Generator[Trajectory]:
         """The same answers as they finish; to close it ends them."""
 
     def session(self, sampling: SamplingParams) -> Session:
@@ -184,7 +184,7 @@ class BaseEngine:
         """For prompts that come all at once."""
         return self.session(sampling)
 
-    def generate(self, prompts: Sequence[list[int]], sampling: SamplingParams, **each: Any) -> list[Rollout]:
+    def generate(self, prompts: Sequence[list[int]], sampling: SamplingParams, **each: Any) -> list[Trajectory]:
         rollouts = list(self.stream(prompts, sampling, **each))
         return sorted(rollouts, key=lambda r: (r.prompt, r.sample, r.branch))
 
@@ -196,7 +196,7 @@ class BaseEngine:
         seeds: Sequence[int] | None = None,
         limits: Sequence[int] | None = None,
         tasks: Sequence[Task] | None = None,
-    ) -> Generator[Rollout]:
+    ) -> Generator[Trajectory]:
         for name, values in (("seeds", seeds), ("limits", limits), ("tasks", tasks)):
             if values is not None and len(values) != len(prompts):
                 raise UserError(f"{len(values)} {name} for {len(prompts)} prompts; one for each is needed")
@@ -228,7 +228,7 @@ class BaseSession(Session):
     def abort(self, requests: Collection[int] | None = None) -> None:
         self._aborted.update(range(self.requests) if requests is None else requests)
 
-    def __iter__(self) -> Iterator[Rollout]:
+    def __iter__(self) -> Iterator[Trajectory]:
         while self.busy:
             yield from self.advance()
 

@@ -1,105 +1,152 @@
-"""What goes into a rollout engine and what comes out of it, whichever engine it is."""
+"""One trajectory: a prompt, the tokens after it, which of them the model drew, with log-probs and weight versions.
+
+An answer is a trajectory, and so is an episode with an environment: turns of the model with observations between them.
+A partial rollout is a trajectory without a finish reason. Engines resume from it, with the same weights or later ones.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from trimtab.errors import UserError
 from trimtab.rollout.episode import Episode
 
-# Of episodes also: the context is full, --max_turns is reached, the environment has cut it off, or has failed.
+# Of episodes also: the context is full, --max_turns is reached, the environment truncated it, or failed.
 Finish = Literal["stop", "length", "abort", "context", "turns", "truncated", "failed"]
+
+
+def _no_versions() -> np.ndarray:
+    return np.zeros(0, dtype=np.int32)
 
 
 @dataclass
 class Alternatives:
-    """The most likely tokens at each place of an answer, the likeliest first."""
+    """The most likely tokens at each position of an answer, the likeliest first."""
 
-    tokens: np.ndarray  # int32 [tokens of the answer, so many]
+    tokens: np.ndarray  # int32 [tokens of the answer, top_log_probs]
     log_probs: np.ndarray  # fp32, like those of the tokens that were drawn
 
 
 @dataclass
-class Rollout:
-    """One answer, or turns of the model with what the world said between them. Log-probs are the model's own, of the
-    tokens that it drew, fp32, at the sampling temperature (at 1 when greedy)."""
+class Trajectory:
+    """Log-probs and versions are those of the drawn tokens only. Log-probs are the model's own, fp32, at the sampling
+    temperature (at 1 when greedy). Other threads may read it, so arrays are replaced and never written into."""
 
-    prompt: int  # which prompt of the call
-    sample: int  # which of its n samples
-    prompt_ids: list[int]
+    prompt: int  # index of its request in the call or session
+    sample: int  # index among the n samples of the request
+    prompt_ids: list[int]  # empty in a partial one: the request's
     tokens: np.ndarray  # int32; may be given as a list
     log_probs: np.ndarray
-    finish: Finish
-    plain_log_probs: np.ndarray | None = None  # at temperature 1, where asked for
-    versions: np.ndarray | None = None  # int32: of the weights that drew each token; every engine says it
-    drawn: np.ndarray | None = None  # which of the tokens the model drew itself; None: all
-    episode: Episode | None = None  # of an environment: who said what; all branches of it have the same
-    branch: int = 0  # which sequence of an episode whose history was rewritten on its way
-    alternatives: Alternatives | None = None  # where asked for, of an answer that has tokens
+    finish: Finish | None = None  # None: not finished
+    plain_log_probs: np.ndarray | None = None  # at temperature 1, if requested
+    versions: np.ndarray = field(default_factory=_no_versions)  # int32, of the weights; every engine gives them
+    drawn: np.ndarray | None = None  # mask of the tokens that the model drew; None: all
+    episode: Episode | None = None  # the environment's record, shared by all branches of an episode
+    branch: int = 0  # index of this sequence in an episode whose history was rewritten
+    alternatives: Alternatives | None = None  # if requested, and there are tokens
 
     def __post_init__(self) -> None:
         self.tokens = np.asarray(self.tokens, dtype=np.int32)
 
-    @cached_property
-    def ids(self) -> list[int]:
-        """The tokens as a list, which costs as much to make as everything else that is done with an answer."""
-        return self.tokens.tolist()
-
-
-@dataclass
-class Draft:
-    """A sample so far, to be written on by the same weights or later ones."""
-
-    sample: int  # which of its prompt's n samples
-    tokens: np.ndarray  # int32; may be given as a list
-    log_probs: np.ndarray  # fp32, as they were drawn
-    versions: np.ndarray  # int32: of the weights that drew each token
-    finish: Finish | None = None  # how it ended, if it has
-    drawn: np.ndarray | None = None  # which of the tokens the model drew itself; None: all
-    episode: Episode | None = None  # of an environment: what another instance is played to go on from here
-    branch: int = 0  # of an episode in several sequences; its sample then has a draft for each
-    prompt_ids: list[int] | None = None  # what an episode began with; None: the prompt that was asked for
-
-    def __post_init__(self) -> None:
-        self.tokens = np.asarray(self.tokens, dtype=np.int32)
+    @classmethod
+    def empty(cls, sample: int, prompt_ids: Sequence[int] = ()) -> "Trajectory":
+        tokens = np.zeros(0, dtype=np.int32)
+        return cls(0, sample, list(prompt_ids), tokens, tokens.astype(np.float32), versions=tokens)
 
     @cached_property
     def ids(self) -> list[int]:
-        """The tokens as a list."""
+        """The tokens as a list. Making it costs as much as everything else that is done with an answer."""
         return self.tokens.tolist()
 
-    @classmethod
-    def empty(cls, sample: int) -> "Draft":
-        nothing = np.zeros(0, dtype=np.int32)
-        return cls(sample, nothing, nothing.astype(np.float32), nothing)
+    @property
+    def finish_reason(self) -> Finish:
+        """Of a finished one."""
+        assert self.finish is not None, "a partial rollout has none"
+        return self.finish
 
-    @classmethod
-    def of(cls, rollout: Rollout) -> "Draft":
-        """What an engine has handed over. One that was aborted has not ended."""
-        assert rollout.versions is not None, "an answer as an engine gives it"
-        finish = None if rollout.finish == "abort" else rollout.finish
-        own = (rollout.sample, rollout.tokens, rollout.log_probs, rollout.versions)
-        prompt_ids = None if rollout.episode is None else rollout.prompt_ids
-        return cls(*own, finish, rollout.drawn, rollout.episode, rollout.branch, prompt_ids)
+    @property
+    def whole_ids(self) -> list[int]:
+        """Prompt and tokens."""
+        return self.prompt_ids + self.tokens.tolist()
 
-    def versions_of(self, count: int, version: int) -> np.ndarray:
-        """Of the first `count` tokens, where this one's are followed by some that these weights drew."""
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.tokens)
+
+    @property
+    def mask(self) -> np.ndarray:
+        """Which tokens the model drew."""
+        return np.ones(len(self.tokens), dtype=bool) if self.drawn is None else self.drawn
+
+    def with_observation(self, ids: Sequence[int] | np.ndarray) -> "Trajectory":
+        """Append tokens that the model did not draw."""
+        tokens = np.concatenate((self.tokens, np.asarray(ids, dtype=np.int32)))
+        return replace(self, tokens=tokens, drawn=np.concatenate((self.mask, np.zeros(len(ids), dtype=bool))))
+
+    def with_turn(self, turn: "Trajectory") -> "Trajectory":
+        """Append the tokens that the model drew in a turn, finished or partial."""
+        plain = [values for values in (self.plain_log_probs, turn.plain_log_probs) if values is not None]
+        return replace(
+            self,
+            tokens=np.concatenate((self.tokens, turn.tokens)),
+            log_probs=np.concatenate((self.log_probs, turn.log_probs)),
+            plain_log_probs=np.concatenate(plain) if plain else None,
+            versions=np.concatenate((self.versions, turn.versions)),
+            drawn=np.concatenate((self.mask, np.ones(len(turn.tokens), dtype=bool))),
+        )
+
+    def versions_with(self, count: int, version: int) -> np.ndarray:
+        """Versions of `count` tokens: this trajectory's, followed by new ones that these weights drew."""
         new = np.full(count - len(self.tokens), version, dtype=np.int32)
         return np.concatenate((self.versions, new)) if len(self.versions) else new
 
+    def stored(self) -> "Trajectory":
+        """As its group keeps it until it is trained: an aborted one is partial, and the request's prompt is not
+        repeated."""
+        finish = None if self.finish == "abort" else self.finish
+        prompt_ids = [] if self.episode is None else self.prompt_ids
+        own = replace(self, prompt=0, prompt_ids=prompt_ids, finish=finish)
+        own.plain_log_probs = own.alternatives = None
+        return own
 
-def drafts_of(given: Sequence[Draft] | None, samples: int, request: int, limit: int) -> Sequence[Draft]:
-    """The samples of a request: those that are given, to be written on, or all of them from the beginning."""
+
+def partials_to_run(given: Sequence[Trajectory] | None, samples: int, request: int, limit: int) -> Sequence[Trajectory]:
+    """The samples of a request: the given partial ones, to be resumed, or all of them from the beginning."""
     if given is None:
-        return [Draft.empty(sample) for sample in range(samples)]
-    for draft in given:
-        assert draft.finish is None and 0 <= draft.sample < samples, "a sample of this prompt that has not ended"
-        if len(draft.tokens) >= limit:
+        return [Trajectory.empty(sample) for sample in range(samples)]
+    for partial in given:
+        assert partial.finish is None and 0 <= partial.sample < samples, "an unfinished sample of this prompt"
+        if len(partial.tokens) >= limit:
             raise UserError(
-                f"sample {draft.sample} of prompt {request} has {len(draft.tokens)} tokens already, and its limit is "
-                f"{limit}; give at least {len(draft.tokens) + 1}"
+                f"sample {partial.sample} of prompt {request} has {len(partial.tokens)} tokens already, and its limit "
+                f"is {limit}; give at least {len(partial.tokens) + 1}"
             )
     return given
+
+
+class FlatTrajectories(NamedTuple):
+    """Many trajectories one after another, without padding."""
+
+    tokens_T: np.ndarray  # int32
+    drawn_T: np.ndarray  # bool
+    log_probs_N: np.ndarray  # fp32, of the drawn tokens
+    versions_N: np.ndarray | None  # int32, of the drawn tokens; None: not known of all
+
+
+def flatten(trajectories: Sequence[Trajectory], *, prompts: bool) -> FlatTrajectories:
+    """`prompts`: each trajectory's tokens follow those of its prompt."""
+    tokens, masks = [one.tokens for one in trajectories], [one.mask for one in trajectories]
+    if prompts:
+        lists = {id(one.prompt_ids): one.prompt_ids for one in trajectories}  # samples of one prompt share its list
+        arrays = {key: np.array(ids, dtype=np.int32) for key, ids in lists.items()}
+        before = [arrays[id(one.prompt_ids)] for one in trajectories]
+        tokens = [part for pair in zip(before, tokens) for part in pair]
+        masks = [part for ids, mask in zip(before, masks) for part in (np.zeros(len(ids), dtype=bool), mask)]
+    versions = None
+    if all(len(one.versions) or not len(one.log_probs) for one in trajectories):
+        versions = np.concatenate([one.versions for one in trajectories])
+    log_probs = np.concatenate([one.log_probs for one in trajectories])
+    return FlatTrajectories(np.concatenate(tokens), np.concatenate(masks), log_probs, versions)

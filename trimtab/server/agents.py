@@ -7,11 +7,10 @@ is paused waits for the answer to its next request.
 """
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Protocol
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.distributed.watch import pulse
@@ -21,7 +20,7 @@ from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Draft, Finish, Rollout
+from trimtab.rollout.trajectory import Finish, Trajectory
 from trimtab.server.policy_server import PolicyServer
 from trimtab.server.request_params import ServerDefaults
 from trimtab.server.sessions import RecordedTurn, ServedPolicy, SessionRecord, branch_ends
@@ -30,18 +29,6 @@ POLL_SECONDS = 0.005  # where only agents are waited for
 NAME = "policy"  # of the model
 NO_LIMIT = 2**20  # tokens, where the engine's context is unknown
 SECONDS_TO_END = 2.0
-
-
-@dataclass(frozen=True)
-class Sequence:
-    """One branch: tokens behind a prompt. A turn that several branches share is trained in the first of them alone."""
-
-    prompt_ids: list[int]
-    tokens: np.ndarray
-    drawn: np.ndarray
-    log_probs: np.ndarray
-    versions: np.ndarray
-    plain_log_probs: np.ndarray | None
 
 
 @dataclass
@@ -68,26 +55,31 @@ class AgentEpisode:
     def tokens(self) -> int:
         return sum(len(turn.rollout.tokens) for turn in list(self.record.turns))
 
-    def rollouts(self, finish: Finish, problem: str | None = None) -> list[Rollout]:
+    def rollouts(self, finish: Finish, problem: str | None = None) -> list[Trajectory]:
         """One for each branch, with the episode's record."""
         turns = list(self.record.turns)  # the server's thread may be about to add one
         episode = self._episode(turns, problem)
         sequences = [] if finish == "failed" else _sequences(turns)
         return [
-            Rollout(
-                *(self.request, self.sample, s.prompt_ids, s.tokens, s.log_probs, finish),
-                *(s.plain_log_probs, s.versions, s.drawn, episode, branch),
+            replace(
+                s,
+                prompt=self.request,
+                sample=self.sample,
+                finish=finish,
+                drawn=s.mask,
+                episode=episode,
+                branch=branch,
             )
-            for branch, s in enumerate(sequences or [_nothing(self.prompt_ids)])
+            for branch, s in enumerate(sequences or [Trajectory.empty(self.sample, self.prompt_ids)])
         ]
 
-    def drafts(self) -> list[Draft]:
+    def partials(self) -> list[Trajectory]:
         turns = list(self.record.turns)
         episode = self._episode(turns)
         return [
-            Draft(self.sample, s.tokens, s.log_probs, s.versions, None, s.drawn, episode, branch)
+            replace(s, sample=self.sample, prompt_ids=[], plain_log_probs=None, episode=episode, branch=branch)
             for branch, s in enumerate(_sequences(turns))
-        ] or [Draft.empty(self.sample)]
+        ] or [Trajectory.empty(self.sample)]
 
     def _episode(self, turns: list[RecordedTurn], problem: str | None = None) -> Episode:
         calls = sum(len(turn.message.get("tool_calls", ())) for turn in turns)
@@ -95,7 +87,7 @@ class AgentEpisode:
         logs = {**self.logs, **figures, "seconds_environment": self.seconds}
         return Episode(_said(turns), None, self.reward, logs, self.begun, problem)
 
-    def first_sequence(self) -> Sequence | None:
+    def first_sequence(self) -> Trajectory | None:
         return next(iter(_sequences(list(self.record.turns))), None)
 
 
@@ -113,46 +105,30 @@ def _said(turns: list[RecordedTurn]) -> list[Said]:
                     found.append((turn.number, read))
                 stop = start + len(turn.rollout.tokens)
                 text = turn.message.get("content") or ""
-                said = Said([turn.message], start, stop, True, text, turn.rollout.finish, branch=branch)
+                said = Said([turn.message], start, stop, True, text, turn.rollout.finish_reason, branch=branch)
                 found.append((turn.number, said))
                 known.add(turn.number)
             place = start + len(turn.rollout.tokens)
     return [said for _, said in sorted(found, key=itemgetter(0))]
 
 
-def _sequences(turns: list[RecordedTurn]) -> list[Sequence]:
+def _sequences(turns: list[RecordedTurn]) -> list[Trajectory]:
     known: set[int] = set()
     return [_sequence(end.path, known) for end in branch_ends(turns)]
 
 
-def _sequence(path: list[RecordedTurn], known: set[int]) -> Sequence:
-    """`known`: turns that earlier branches train; those of this branch are added."""
-    tokens: list[np.ndarray] = []
-    drawn: list[np.ndarray] = []
-    fresh: list[Rollout] = []
+def _sequence(path: list[RecordedTurn], known: set[int]) -> Trajectory:
+    """`known`: turns that earlier branches have drawn; those of this one are added."""
+    found = Trajectory.empty(0, path[0].read.tolist())
     for number, turn in enumerate(path):
-        read = turn.read if number else turn.read[:0]
-        own = turn.number not in known
-        known.add(turn.number)
-        fresh += [turn.rollout] if own else []
-        tokens += [read, turn.rollout.tokens]
-        drawn += [np.zeros(len(read), dtype=bool), np.full(len(turn.rollout.tokens), own)]
-    plain = [rollout.plain_log_probs for rollout in fresh if rollout.plain_log_probs is not None]
-    versions = [rollout.versions for rollout in fresh if rollout.versions is not None]
-    assert len(versions) == len(fresh), "every engine says which weights sampled"
-    return Sequence(
-        path[0].read.tolist(),
-        np.concatenate(tokens),
-        np.concatenate(drawn),
-        np.concatenate([rollout.log_probs for rollout in fresh]),
-        np.concatenate(versions),
-        np.concatenate(plain) if plain else None,
-    )
-
-
-def _nothing(prompt_ids: list[int]) -> Sequence:
-    ints = np.zeros(0, dtype=np.int32)
-    return Sequence(prompt_ids, ints, ints.astype(bool), ints.astype(np.float32), ints, None)
+        if number:
+            found = found.with_observation(turn.read)
+        if turn.number in known:
+            found = found.with_observation(turn.rollout.tokens)
+        else:
+            known.add(turn.number)
+            found = found.with_turn(turn.rollout)
+    return found
 
 
 def _words(messages: list[dict]) -> str:
@@ -168,18 +144,18 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         self.engine = engine
 
     def begin(
-        self, request: int, seed: int, task: Task, prompt_ids: list[int], limit: int, drafts: list[Draft]
+        self, request: int, seed: int, task: Task, prompt_ids: list[int], limit: int, partials: list[Trajectory]
     ) -> None:
         """A partial episode is resumed only if its own agent is still paused. Otherwise the agent starts again, because
         its program's state is lost. An agent limits the length of its turns itself."""
-        episode = drafts[0].episode
+        episode = partials[0].episode
         if (parked := self.engine.unpark(episode)) is not None:
             parked.request = request
             self.under_way[parked.number] = parked
             return
         self._start(request, seed, task, prompt_ids, 1 if episode is None else episode.begun + 1, 0)
 
-    def advance(self, steps: int | None = None) -> list[Rollout]:
+    def advance(self, steps: int | None = None) -> list[Trajectory]:
         pulse.move()
         self._take_aborted()
         queue = self.engine.server.queue
@@ -202,10 +178,10 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
     def at_work(self) -> dict[tuple[int, int], int]:
         return {(agent.request, agent.sample): agent.tokens() for agent in list(self.under_way.values())}
 
-    def drafts(self) -> dict[int, list[Draft]]:
-        found: dict[int, list[Draft]] = {}
+    def partials(self) -> dict[int, list[Trajectory]]:
+        found: dict[int, list[Trajectory]] = {}
         for agent in list(self.under_way.values()):
-            found.setdefault(agent.request, []).extend(agent.drafts())
+            found.setdefault(agent.request, []).extend(agent.partials())
         return found
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from trimtab.envs.types import Message
 from trimtab.errors import UserError
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.server.http import (
     Overloaded,
     RequestGate,
@@ -207,7 +207,7 @@ class CompletionEndpoints:
 
     async def _complete(
         self, ids: list[int], params: RequestParams, session: str | None, param: str, number: int = 0
-    ) -> list[Rollout]:
+    ) -> list[Trajectory]:
         """`param`: the field that holds the prompt; `number`: of the prompt in its request."""
         record = self.sessions.get_or_create(session)
         try:
@@ -240,7 +240,7 @@ class CompletionEndpoints:
                 self._record(session, rollout, prompt.before, message, prompt.new_messages, key)
         return self.responses.chat(Completion(prompt.ids, rollouts, messages), params)
 
-    def _message(self, rollout: Rollout, prompt: ChatPrompt, params: RequestParams, *, calls: bool) -> Message:
+    def _message(self, rollout: Trajectory, prompt: ChatPrompt, params: RequestParams, *, calls: bool) -> Message:
         parsing, stops = prompt.format.parsing, params.sampling.stop_token_ids
         message = parsing.message(rollout.ids, prompt.ids, stops)
         if "tool_calls" in message and not calls:
@@ -260,7 +260,7 @@ class CompletionEndpoints:
     def _record(
         self,
         session: str,
-        rollout: Rollout,
+        rollout: Trajectory,
         before: RecordedTurn | None,
         message: Message,
         new_messages: list[Message],

@@ -37,7 +37,7 @@ from trimtab.data.tokenizer import load_tokenizer
 from trimtab.distributed.serialization import frame
 from trimtab.errors import UserError
 from trimtab.models.hugging_face import quiet_transformers
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import WorkerProcess
 from trimtab.sandbox.worker import begin_worker
 from trimtab.server import ipc
@@ -346,7 +346,7 @@ class EngineConnection(MessageProtocol):
     def closed(self) -> bool:
         return self._closed is not None
 
-    async def complete(self, request: CompletionRequest) -> list[Rollout]:
+    async def complete(self, request: CompletionRequest) -> list[Trajectory]:
         number = next(self._numbers)
         content = await self._reply(number, ipc.encode_request(number, request))
         return ipc.decode_rollouts(content, request.prompt_ids)

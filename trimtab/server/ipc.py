@@ -19,7 +19,7 @@ import numpy as np
 from trimtab.distributed.serialization import FrameDecoder, frame
 from trimtab.errors import UserError
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Alternatives, Finish, Rollout
+from trimtab.rollout.trajectory import Alternatives, Finish, Trajectory
 from trimtab.server.http import Overloaded, ServerClosing
 from trimtab.server.request_queue import CompletionRequest, EngineFailed
 
@@ -113,7 +113,7 @@ _cached_sampling = lru_cache(1024)(_sampling)  # most requests have the same few
 # ---- what was sampled, or why nothing was
 
 
-def encode_rollouts(number: int, rollouts: Sequence[Rollout]) -> bytes:
+def encode_rollouts(number: int, rollouts: Sequence[Trajectory]) -> bytes:
     parts: list[bytes] = []
     for rollout in rollouts:
         likely = rollout.alternatives
@@ -125,8 +125,8 @@ def encode_rollouts(number: int, rollouts: Sequence[Rollout]) -> bytes:
     return encode(COMPLETED, number, *parts)
 
 
-def decode_rollouts(content: memoryview, prompt_ids: list[int]) -> list[Rollout]:
-    rollouts: list[Rollout] = []
+def decode_rollouts(content: memoryview, prompt_ids: list[int]) -> list[Trajectory]:
+    rollouts: list[Trajectory] = []
     place = 0
 
     def numbers(kind: type, *shape: int) -> np.ndarray:
@@ -139,7 +139,7 @@ def decode_rollouts(content: memoryview, prompt_ids: list[int]) -> list[Rollout]
         finish, count, width = ROLLOUT.unpack_from(content, place)
         place += ROLLOUT.size
         tokens, log_probs = numbers(np.int32, count), numbers(np.float32, count)
-        rollout = Rollout(0, len(rollouts), prompt_ids, tokens, log_probs, FINISH_REASONS[finish])
+        rollout = Trajectory(0, len(rollouts), prompt_ids, tokens, log_probs, FINISH_REASONS[finish])
         if width:
             rollout.alternatives = Alternatives(numbers(np.int32, count, width), numbers(np.float32, count, width))
         rollouts.append(rollout)

@@ -20,7 +20,7 @@ from typing import Protocol
 from trimtab.errors import UserError
 from trimtab.rollout.engine import MIN_CHUNK_SIZE, Engine, Session, decode_chunk_size
 from trimtab.rollout.sampling import SamplingParams, request_seed
-from trimtab.rollout.trajectory import Draft, Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.server.http import Overloaded, prometheus_text
 from trimtab.server.sessions import stream_seed
 
@@ -81,8 +81,8 @@ class QueuedRequest:
     seed: int
     sampling: SamplingParams
     session: str | None = None
-    partial: Draft | None = None  # what was sampled before the engine's session was closed
-    result: "Future[Rollout]" = field(default_factory=Future)
+    partial: Trajectory | None = None  # what was sampled before the engine's session was closed
+    result: "Future[Trajectory]" = field(default_factory=Future)
 
 
 class RequestQueue:
@@ -224,15 +224,15 @@ class RequestQueue:
         try:
             # A partial answer does not have the alternatives at its tokens, nor their plain log-probs.
             whole = request.sampling.plain_log_probs or request.sampling.top_log_probs
-            drafts = None if request.partial is None or whole else [request.partial]
-            number = session.add(request.prompt_ids, seed=request.seed, sampling=request.sampling, drafts=drafts)
+            partials = None if request.partial is None or whole else [request.partial]
+            number = session.add(request.prompt_ids, seed=request.seed, sampling=request.sampling, partials=partials)
         except UserError as error:
             _settle(request, error)
         else:
             self._running[number] = request
             self._returned.add(number)
 
-    def finish(self, rollouts: list[Rollout], *, together: bool = True) -> None:
+    def finish(self, rollouts: list[Trajectory], *, together: bool = True) -> None:
         """Settle those requests of the session that are the queue's. `together`: their clients may return together."""
         finished = [(request, rollout) for rollout in rollouts if (request := self._running.pop(rollout.prompt, None))]
         self._returned &= self._running.keys()
@@ -255,9 +255,9 @@ class RequestQueue:
 
     def suspend(self, session: Session) -> None:
         """The session is about to be closed: the next one resumes its requests from their partial answers."""
-        drafts = session.drafts()
+        partials = session.partials()
         for number, request in self._running.items():
-            found = drafts.get(number, [])
+            found = partials.get(number, [])
             request.partial = found[0] if found and len(found[0].tokens) else None
         with self._arrived:
             self._new.extendleft(reversed(self._running.values()))
@@ -275,7 +275,7 @@ class RequestQueue:
             self._retries.extend(requests)
 
 
-def _settle(request: QueuedRequest, outcome: Rollout | Exception) -> None:
+def _settle(request: QueuedRequest, outcome: Trajectory | Exception) -> None:
     with contextlib.suppress(InvalidStateError):  # its client has disconnected
         if isinstance(outcome, Exception):
             request.result.set_exception(outcome)
@@ -343,7 +343,7 @@ class CompletionBackend(Protocol):
     @property
     def closed(self) -> bool: ...
 
-    async def complete(self, request: CompletionRequest) -> list[Rollout]: ...
+    async def complete(self, request: CompletionRequest) -> list[Trajectory]: ...
 
     def close(self, error: Exception) -> None:
         """Fail every unanswered request with this error, and all that come later."""
@@ -377,7 +377,7 @@ class LocalBackend:
         seeds = [seed, *(request_seed(seed, answer) for answer in range(1, request.answers))]
         return [QueuedRequest(request.prompt_ids, own, request.sampling, request.session) for own in seeds]
 
-    async def complete(self, request: CompletionRequest) -> list[Rollout]:
+    async def complete(self, request: CompletionRequest) -> list[Trajectory]:
         requests = self.queued(request)
         try:
             self.queue.put(*requests)

@@ -16,7 +16,7 @@ import numpy as np
 from starlette.responses import Response
 
 from trimtab.envs.types import Message
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.server.request_params import RequestParams
 from trimtab.server.sessions import ServedPolicy
 
@@ -29,7 +29,7 @@ class Completion:
     """What was sampled for one prompt."""
 
     prompt_ids: list[int]
-    rollouts: list[Rollout]
+    rollouts: list[Trajectory]
     messages: list[Message]  # one for each rollout of a chat
 
 
@@ -90,7 +90,7 @@ class ResponseBuilder:
 
     # ---- parts
 
-    def text(self, rollout: Rollout, params: RequestParams) -> str:
+    def text(self, rollout: Trajectory, params: RequestParams) -> str:
         """Without the stop token or stop string that ended it."""
         ids = rollout.ids
         if rollout.finish == "stop" and ids and ids[-1] in params.sampling.stop_token_ids:
@@ -105,7 +105,7 @@ class ResponseBuilder:
         """As text and as JSON."""
         return (f"token_id:{token}", f'"token_id:{token}"') if params.names_as_ids else self.policy.names[token]
 
-    def _content(self, rollout: Rollout, params: RequestParams) -> "RawJSON":
+    def _content(self, rollout: Trajectory, params: RequestParams) -> "RawJSON":
         """The log-prob of every token, with the alternatives that were asked for."""
         entries = self._entries(rollout.ids, rollout.log_probs, params)
         if rollout.alternatives is None:
@@ -125,7 +125,7 @@ class ResponseBuilder:
             found.append(f'{{"token":{written},"logprob":{log_prob},"bytes":{spelling}')
         return found
 
-    def _columns(self, rollout: Rollout, params: RequestParams) -> dict[str, Any]:
+    def _columns(self, rollout: Trajectory, params: RequestParams) -> dict[str, Any]:
         if params.names_as_ids:
             names = [f"token_id:{token}" for token in rollout.ids]
             written = [f'"{name}"' for name in names]
@@ -143,7 +143,7 @@ class ResponseBuilder:
             "text_offset": RawJSON(str([0, *accumulate(map(len, names[:-1]))] if names else [])),
         }
 
-    def _stop_reason(self, rollout: Rollout, params: RequestParams) -> int | str | None:
+    def _stop_reason(self, rollout: Trajectory, params: RequestParams) -> int | str | None:
         """The stop token that ended it, unless it is one of the model's own; or the stop string."""
         if rollout.finish != "stop" or not rollout.ids or rollout.ids[-1] in self.policy.defaults.stops:
             return None
@@ -168,7 +168,7 @@ def _listed(written: Iterable[str]) -> str:
     return f"[{','.join(written)}]"
 
 
-def without_stop(text: str, rollout: Rollout, params: RequestParams) -> str:
+def without_stop(text: str, rollout: Trajectory, params: RequestParams) -> str:
     """Up to the stop string that ended it."""
     if rollout.finish != "stop" or params.stop_strings_shown:
         return text

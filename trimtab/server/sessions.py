@@ -24,7 +24,7 @@ from trimtab.envs.chat_tokens import ChatAppender, MessageParser
 from trimtab.envs.types import Message
 from trimtab.errors import UserError
 from trimtab.rollout.sampling import SamplingParams, request_seed
-from trimtab.rollout.trajectory import Finish, Rollout
+from trimtab.rollout.trajectory import Finish, Trajectory
 from trimtab.server.request_params import InvalidRequest, ServerDefaults, no_room
 
 MOST_TOKENS = 2**24  # of all sessions; each takes twelve bytes
@@ -47,7 +47,7 @@ class RecordedTurn:
     number: int
     before: "RecordedTurn | None"  # the turn that it continues
     read: np.ndarray  # int32: prompt tokens since the turn before, or since the beginning
-    rollout: Rollout
+    rollout: Trajectory
     ended: bool  # its last token is a stop token
     message: Message
     new_messages: list[Message] = field(default_factory=list)  # what `read` is, where the client speaks in messages
@@ -92,14 +92,13 @@ class RecordedTurn:
         return path[::-1]
 
     def trace(self) -> dict[str, Any]:
-        versions = self.rollout.versions
         return {
             "turn": self.number,
             "after": None if self.before is None else self.before.number,
             "read_token_ids": self.read.tolist(),
             "token_ids": self.rollout.tokens.tolist(),
             "logprobs": self.rollout.log_probs.tolist(),
-            "versions": [] if versions is None else versions.tolist(),
+            "versions": self.rollout.versions.tolist(),
             "finish_reason": self.rollout.finish,
             "message": self.message,
         }
@@ -146,7 +145,7 @@ class SessionRecord:
 
     def add(
         self,
-        rollout: Rollout,
+        rollout: Trajectory,
         before: RecordedTurn | None,
         message: Message,
         *,
@@ -369,7 +368,7 @@ class ServedPolicy:
             raise no_room(self.most_tokens, len(prompt_ids), param)
         return room
 
-    def ended(self, rollout: Rollout) -> bool:
+    def ended(self, rollout: Trajectory) -> bool:
         """Whether its last token is a stop token."""
         return bool(rollout.ids) and rollout.ids[-1] in self.defaults.stops
 

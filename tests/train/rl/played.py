@@ -6,7 +6,7 @@ import numpy as np
 
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.episode import Episode, Said
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience
 
 WORLD = [30, 31]  # what the world says between two turns
@@ -26,7 +26,7 @@ class Played:
     def reward(self) -> float:
         return sum(reward for _, reward in self.turns) + self.last_reward + self.other_reward
 
-    def rollouts(self, group: int, sample: int, prompt: list[int], log_prob: float = -1.0) -> list[Rollout]:
+    def rollouts(self, group: int, sample: int, prompt: list[int], log_prob: float = -1.0) -> list[Trajectory]:
         """A branch has everything before it, of which it drew nothing."""
         record = Episode(last_reward=self.last_reward, opening=[{"role": "user", "content": "?"}])
         found: list[tuple[list[int], list[bool]]] = [([], [])]
@@ -49,7 +49,7 @@ class Played:
             log_probs = np.full(sum(drawn), log_prob, dtype=np.float32)
             own = {"drawn": np.array(drawn, dtype=bool), "episode": record, "branch": branch}
             versions = np.zeros(sum(drawn), dtype=np.int32)
-            rollouts.append(Rollout(group, sample, prompt, ids, log_probs, self.finish, versions=versions, **own))
+            rollouts.append(Trajectory(group, sample, prompt, ids, log_probs, self.finish, versions=versions, **own))
         return rollouts
 
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Draft, Rollout
+from trimtab.rollout.trajectory import Trajectory
 
 
 def length_of(seed: int, sample: int, most: int) -> int:
@@ -50,9 +50,9 @@ class ScriptedSession:
         self.engine, self.sampling = engine, sampling
         self.requests, self.running, self.aborted = 0, [], set()
 
-    def add(self, prompt_ids, *, seed=None, limit=None, drafts=None, task=None):
-        fresh = [Draft.empty(sample) for sample in range(self.sampling.n)]
-        for draft in fresh if drafts is None else drafts:
+    def add(self, prompt_ids, *, seed=None, limit=None, partials=None, task=None):
+        fresh = [Trajectory.empty(sample) for sample in range(self.sampling.n)]
+        for draft in fresh if partials is None else partials:
             assert draft.finish is None
             length = length_of(seed, draft.sample, self.sampling.max_new_tokens)
             versions, log_probs = draft.versions.tolist(), draft.log_probs.tolist()
@@ -93,17 +93,17 @@ class ScriptedSession:
     def _rollout(self, one, finish):
         request, prompt_ids, sample, ids, log_probs, versions, _ = one
         log_probs, versions = np.array(log_probs, dtype=np.float32), np.array(versions, dtype=np.int32)
-        return Rollout(request, sample, prompt_ids, ids, log_probs, finish, versions=versions)
+        return Trajectory(request, sample, prompt_ids, ids, log_probs, finish, versions=versions)
 
     def at_work(self):
         return {(one[0], one[2]): len(one[3]) for one in list(self.running)}
 
-    def drafts(self):
+    def partials(self):
         found = {}
         for request, _, sample, ids, log_probs, versions, _ in list(self.running):
             count = len(versions)  # the last to grow
-            arrays = np.array(log_probs[:count], dtype=np.float32), np.array(versions[:count], dtype=np.int32)
-            found.setdefault(request, []).append(Draft(sample, ids[:count], *arrays))
+            drawn, by = np.array(log_probs[:count], dtype=np.float32), np.array(versions[:count], dtype=np.int32)
+            found.setdefault(request, []).append(Trajectory(0, sample, [], ids[:count], drawn, versions=by))
         return found
 
     def abort(self, requests=None):

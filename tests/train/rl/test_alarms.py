@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.alarms import alarms
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.iteration import Counters, Iteration, row_of
@@ -68,7 +68,7 @@ def test_answers_that_are_older_than_the_policy_may_be_off_if_few_tokens_are(cha
 
 
 def test_the_oldest_answers_are_told_of_the_third_time_they_are_as_old_as_may_be():
-    experience = Experience.of([0], [Rollout(0, 0, [1], [2], -np.ones(1), "stop", versions=np.zeros(1, np.int32))])
+    experience = Experience.of([0], [Trajectory(0, 0, [1], [2], -np.ones(1), "stop", versions=np.zeros(1, np.int32))])
     counters, told = Counters(0.0, first_entropy=1.0), []
     for oldest in (4, 4, 4, 4, 3, 4, 4, None, 4, 4, 4):
         figures = {k: v for k, v in FINE.items() if k != "sampled_entropy"}

@@ -7,7 +7,7 @@ import pytest
 
 from trimtab.config.jobs import GRPOOptions
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.cut import cost, mini_batches
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.passes import Passes
@@ -23,7 +23,7 @@ def long_and_short() -> Experience:
         asked, usual = [1] * int(rng.integers(150, 512)), rng.lognormal(6.5, 0.6)
         for answer in range(ANSWERS):
             length = int(np.clip(rng.lognormal(np.log(usual), 0.5), 32, 4096))
-            found.append(Rollout(prompt, answer, asked, [2] * length, np.zeros(length, np.float32), "stop"))
+            found.append(Trajectory(prompt, answer, asked, [2] * length, np.zeros(length, np.float32), "stop"))
     return Experience.of([r.prompt for r in found], found, RewardResult([0.0] * len(found)))
 
 

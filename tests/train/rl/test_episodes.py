@@ -10,12 +10,11 @@ from tests.train.rl.test_experience import assert_equal
 from trimtab.distributed.serialization import Serializer
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Draft
 from trimtab.train.rl.answers import Answers, UnderWay
 from trimtab.train.rl.asynchronous.groups import (
-    drafts_from_disk,
-    drafts_on_disk,
     fitting,
+    partials_from_disk,
+    partials_on_disk,
     whole_from_disk,
     whole_on_disk,
 )
@@ -114,16 +113,16 @@ def test_drafts_on_disk_keep_what_was_drawn_and_the_record(with_episodes):
         if not with_episodes:
             rollout.drawn, rollout.episode = None, None
             rollout.log_probs = rollout.versions = torch.arange(len(rollout.tokens)).numpy()
-    groups = [UnderWay(3, 1, 8, 42, [Draft.of(r) for r in rollouts[:2]]), UnderWay(4, 1, 9, 43), UnderWay(5, 2, 1, 4)]
-    groups[2].drafts = [Draft.of(r) for r in rollouts[2:]]
-    tensors, described = drafts_on_disk(groups)
-    read = drafts_from_disk(tensors, json.loads(json.dumps(described)))
+    groups = [UnderWay(3, 1, 8, 42, [r.stored() for r in rollouts[:2]]), UnderWay(4, 1, 9, 43), UnderWay(5, 2, 1, 4)]
+    groups[2].trajectories = [r.stored() for r in rollouts[2:]]
+    tensors, described = partials_on_disk(groups)
+    read = partials_from_disk(tensors, json.loads(json.dumps(described)))
     assert [(group.place, group.version, group.row, group.seed) for group in read] == [
         *((3, 1, 8, 42), (4, 1, 9, 43), (5, 2, 1, 4))
     ]
     for group, other in zip(groups, read):
-        assert len(group.drafts) == len(other.drafts)
-        for draft, found in zip(group.drafts, other.drafts):
+        assert len(group.trajectories) == len(other.trajectories)
+        for draft, found in zip(group.trajectories, other.trajectories):
             assert (found.sample, found.finish, found.ids) == (draft.sample, None, draft.ids)
             assert found.log_probs.tolist() == draft.log_probs.tolist()
             assert found.versions.tolist() == draft.versions.tolist()
@@ -133,5 +132,5 @@ def test_drafts_on_disk_keep_what_was_drawn_and_the_record(with_episodes):
             assert found.branch == (draft.branch if with_episodes else 0)
     # A turn's limit says nothing of an episode, but fewer samples are fewer.
     fit = fitting(read[0], SamplingParams(max_new_tokens=1, n=2))
-    assert [draft.finish for draft in fit.drafts] == [None if with_episodes else "length"] * 2
-    assert fitting(read[0], SamplingParams(max_new_tokens=1, n=1)).drafts == []
+    assert [draft.finish for draft in fit.trajectories] == [None if with_episodes else "length"] * 2
+    assert fitting(read[0], SamplingParams(max_new_tokens=1, n=1)).trajectories == []

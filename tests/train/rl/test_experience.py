@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.cut import cost, micro_batches, mini_batches
 from trimtab.train.rl.experience import Experience
 
@@ -18,7 +18,7 @@ def make(n=3, seed=0, steps=None):
             ids = rng.integers(1, 50, rng.integers(1, 7)).tolist()
             log_probs = -rng.random(len(ids)).astype(np.float32)
             finish, versions = "stop" if sample else "length", np.sort(rng.integers(0, 9, len(ids))).astype(np.int32)
-            rollouts.append(Rollout(index, sample, prompt, ids, log_probs, finish, versions=versions))
+            rollouts.append(Trajectory(index, sample, prompt, ids, log_probs, finish, versions=versions))
     rewards = rng.random(len(rollouts)).tolist()
     logs = {"format": rng.random(len(rollouts)).tolist()}
     return Experience.of([r.prompt + 10 for r in rollouts], rollouts, RewardResult(rewards, logs=logs, steps=steps))

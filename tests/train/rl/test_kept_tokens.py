@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.train.rl.rl_run import arguments, write_task
 from trimtab.cli.main import main
 from trimtab.data.byte_tokenizer import byte_tokenizer
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl import kept_tokens
 from trimtab.train.rl.experience import Experience
@@ -51,7 +51,7 @@ def one(tokens: list[int], drawn: list[bool] | None = None, advantages: list[flo
     mask = None if drawn is None else np.array(drawn)
     count = len(tokens) if drawn is None else sum(drawn)
     log_probs = -np.arange(count, dtype=np.float32)
-    experience = Experience.of([0], [Rollout(0, 0, [1, 2], tokens, log_probs, "stop", drawn=mask)])
+    experience = Experience.of([0], [Trajectory(0, 0, [1, 2], tokens, log_probs, "stop", drawn=mask)])
     if advantages is not None:
         experience.advantages_N = torch.tensor(advantages)
     return experience

@@ -10,7 +10,7 @@ from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import EnvironmentReward, RewardRequest, RewardResult
 from trimtab.rollout.episode import Episode
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.episode_figures import episode_figures, turns
 from trimtab.train.rl.rollouts import Rollouts
 
@@ -30,7 +30,7 @@ class Player:
                 else:
                     empty = np.zeros(0, np.float32)
                     record = Episode(problem=played)
-                    yield Rollout(prompt, sample, [90, prompt], [], empty, "failed", episode=record)
+                    yield Trajectory(prompt, sample, [90, prompt], [], empty, "failed", episode=record)
 
     def close(self): ...
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.train.rl.rl_run import arguments, rows, write_task
 from trimtab.cli.main import main
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.metrics import read_rows
 from trimtab.train.rl import samples
 from trimtab.train.rl.experience import Experience
@@ -20,7 +20,7 @@ def experience(rewards, answers=None, rows_=None) -> Experience:
     result = SimpleNamespace(rewards=list(rewards), scores=list(rewards), logs={}, steps=None)
     rows_ = rows_ or [0] * count
     found = [
-        Rollout(row, i, [1], ids, np.zeros(len(ids), np.float32), "stop")
+        Trajectory(row, i, [1], ids, np.zeros(len(ids), np.float32), "stop")
         for i, (row, ids) in enumerate(zip(rows_, answers))
     ]
     return Experience.of(rows_, found, result)

@@ -7,7 +7,7 @@ from trimtab.config.jobs import GRPOOptions
 from trimtab.interrupts import StopRequest
 from trimtab.rewards.types import RewardFailed, RewardResult
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.asking import Asked
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.failures import EnvironmentFailed
@@ -30,7 +30,7 @@ class Answered:
         rows = [row for row in rows if row not in self.broken]
         if not rows:
             return Asked(None, failed, len(failed))
-        drawn = [Rollout(p, k, [1], [2], np.zeros(1, np.float32), "stop") for p in range(len(rows)) for k in (0, 1)]
+        drawn = [Trajectory(p, k, [1], [2], np.zeros(1, np.float32), "stop") for p in range(len(rows)) for k in (0, 1)]
         scores = [score for row in rows for score in ((0.0, 1.0) if self.useful(row) else (0.5, 0.5))]
         return Asked(
             Experience.of([row for row in rows for _ in (0, 1)], drawn, RewardResult(scores)), failed, len(failed)
@@ -63,7 +63,7 @@ class OneEmpty(Answered):
         for place, row in enumerate(rows):
             for sample, score in enumerate((0.25, *((0.0, 1.0) if self.useful(row) else (0.5, 0.5)))):
                 drew = np.array([sample > 0 and row != 9])
-                drawn.append(Rollout(place, sample, [1], [2], np.zeros(drew.sum(), np.float32), "stop", drawn=drew))
+                drawn.append(Trajectory(place, sample, [1], [2], np.zeros(drew.sum(), np.float32), "stop", drawn=drew))
                 scores.append(score)
         return Asked(Experience.of([row for row in rows for _ in range(3)], drawn, RewardResult(scores)), [], 0)
 

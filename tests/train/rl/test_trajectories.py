@@ -18,7 +18,7 @@ from trimtab.config.jobs import PPOOptions
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.objective import policy_share
 from trimtab.train.rl.recording import Recording
@@ -41,12 +41,12 @@ REWARDS = [1.0, 0.0, 0.3, -0.7, 2.0, 0.5, 0.25]
 GROUPS = [REWARDS[:2], REWARDS[2:5], REWARDS[5:]]
 
 
-def rollout_of(sample: int, log_prob: float = -1.0) -> Rollout:
+def rollout_of(sample: int, log_prob: float = -1.0) -> Trajectory:
     group, prompt, turns = SAMPLES[sample]
     ids = [token for _, tokens in turns for token in tokens]
     drawn = np.array([mine for mine, tokens in turns for _ in tokens])
     log_probs = np.full(drawn.sum(), log_prob, dtype=np.float32)
-    return Rollout(group, sample, prompt, ids, log_probs, "stop", drawn=drawn)
+    return Trajectory(group, sample, prompt, ids, log_probs, "stop", drawn=drawn)
 
 
 def make(steps=None) -> Experience:

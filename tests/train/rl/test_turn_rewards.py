@@ -14,7 +14,7 @@ from tests.train.rl.played import Played, experience_of
 from trimtab.config.estimators import ESTIMATORS
 from trimtab.config.jobs import PPOOptions
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl import shaping
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.shaping import shape
@@ -203,9 +203,9 @@ def test_an_episode_whose_group_is_empty_besides_is_compared_with_nothing(estima
 
 
 def test_steps_that_a_process_reward_sees_in_an_empty_episode_are_no_ones():
-    def rollout(sample: int, drawn: list[bool]) -> Rollout:
+    def rollout(sample: int, drawn: list[bool]) -> Trajectory:
         drew = np.array(drawn)
-        return Rollout(0, sample, [5], [7] * len(drawn), np.zeros(drew.sum(), np.float32), "stop", drawn=drew)
+        return Trajectory(0, sample, [5], [7] * len(drawn), np.zeros(drew.sum(), np.float32), "stop", drawn=drew)
 
     def advantages(samples: list[tuple[list[bool], float]], estimator: str) -> list[float]:
         rollouts = [rollout(number, drawn) for number, (drawn, _) in enumerate(samples)]
@@ -294,7 +294,7 @@ def test_turns_of_played_episodes_are_found_where_they_were_drawn(unwhitened):
 
 
 def test_plain_answers_have_no_turns():
-    rollouts = [Rollout(0, sample, [1], [2, 3], torch.zeros(2).numpy(), "stop") for sample in range(2)]
+    rollouts = [Trajectory(0, sample, [1], [2, 3], torch.zeros(2).numpy(), "stop") for sample in range(2)]
     experience = Experience.of([0, 0], rollouts)
     experience.rewards_S = torch.tensor([1.0, 0.0])
     shape(experience, options_of("rloo"), kl_coefficient=0.0)

@@ -132,7 +132,7 @@ def test_pauses_under_the_same_weights_change_no_token_of_the_built_in_engine(ro
         for written in role.collect(seconds=0.01).written:
             found[written.place] = written.answers.experience
         role.pause()
-        cut += sum(0 < len(draft.ids) < 30 for group in role.unfinished() for draft in group.drafts)
+        cut += sum(0 < len(draft.ids) < 30 for group in role.unfinished() for draft in group.trajectories)
     assert cut > 5
     for rollout in expected:
         experience = found[rollout.prompt]
@@ -182,10 +182,10 @@ def test_a_failed_reward_is_handed_back_and_its_group_can_be_judged_again_withou
     assert isinstance(failure, RewardFailed) and failure.row == 10
     role.pause()
     (group,) = role.unfinished()
-    assert [draft.finish for draft in group.drafts] == ["stop"] * 3
+    assert [draft.finish for draft in group.trajectories] == ["stop"] * 3
     judge, engine = Judge(), ScriptedEngine()
     again = role_of(engine, judge)
-    again.admit(admission([1], drafts={1: group.drafts}), sampling=DRAWN)
+    again.admit(admission([1], drafts={1: group.trajectories}), sampling=DRAWN)
     done = again.collect()
     assert [written.place for written in done.written] == [1] == judge.calls and done.drawn == done.read_again == 0
 
@@ -201,7 +201,7 @@ def test_a_run_that_is_told_to_stop_gives_up_the_wait_and_loses_nothing(role_of)
     assert role.collect() is None
     role.pause()
     first, second = role.unfinished()
-    assert [draft.finish for draft in first.drafts] == ["stop"] * 3 and second.drafts == []
+    assert [draft.finish for draft in first.trajectories] == ["stop"] * 3 and second.trajectories == []
 
 
 def test_without_rewards_near_the_engine_groups_are_handed_over_as_they_end(role_of):

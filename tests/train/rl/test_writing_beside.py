@@ -66,7 +66,7 @@ def test_every_group_is_handed_over_once_and_whole_while_weights_come(beside, dr
             at_rest = role.unfinished()
             role.go_on()
             if drained:  # answers have ended, or have not begun
-                assert all(draft.finish or not draft.ids for group in at_rest for draft in group.drafts)
+                assert all(draft.finish or not draft.ids for group in at_rest for draft in group.trajectories)
     assert engine.version > 3
     several = 0
     for place, experience in found.items():
@@ -121,7 +121,7 @@ def test_drained_it_begins_nothing_new_and_ends_what_it_has_begun(beside):
     role.admit(admission(range(20)), sampling=SamplingParams(max_new_tokens=60, n=3))
     until(lambda: any(wait.tokens for wait in role.waits()))
     assert role.pause(drained=True)
-    begun = {group.place for group in role.unfinished() if not group.drafts}
+    begun = {group.place for group in role.unfinished() if not group.trajectories}
     assert begun and max(begun) == 19 and min(begun) <= 6  # those that were in the six places, and their neighbours
     role.go_on()
     found = set()
@@ -137,7 +137,7 @@ def test_a_drain_that_takes_too_long_is_reported_and_can_be_cut_short(beside):
     assert not role.pause(drained=True, seconds=0.05)
     assert role.pause() and engine.at_work is None
     (group,) = role.unfinished()
-    assert group.drafts and not any(draft.finish for draft in group.drafts)
+    assert group.trajectories and not any(draft.finish for draft in group.trajectories)
 
 
 def test_of_an_engine_that_hangs_it_is_known_what_every_answer_has_and_waits_for(beside):
@@ -155,9 +155,9 @@ def test_of_an_engine_that_hangs_it_is_known_what_every_answer_has_and_waits_for
     kinds = {(wait.place, wait.what) for wait in waits}
     assert {(0, "its reward"), (1, "its next token"), (3, "a place in the engine")} <= kinds
     groups = {group.place: group for group in role.unfinished()}
-    assert list(groups) == [0, 1, 2, 3] and not groups[3].drafts
+    assert list(groups) == [0, 1, 2, 3] and not groups[3].trajectories
     for wait in waits:
-        drafts = groups[wait.place].drafts
+        drafts = groups[wait.place].trajectories
         assert wait.tokens == (len(drafts[wait.sample].ids) if drafts else 0)
     assert role.collect(seconds=0.02).written == []
 
@@ -182,7 +182,7 @@ def test_a_lack_of_memory_is_handed_back_and_leaves_the_engine_free(beside):
     while not isinstance(done, NoRoom):
         done = role.collect()
     assert role.pause() and engine.at_work is None
-    assert any(draft.ids for group in role.unfinished() for draft in group.drafts)
+    assert any(draft.ids for group in role.unfinished() for draft in group.trajectories)
 
 
 def test_a_failed_reward_and_a_request_to_stop_are_told_at_once(beside):

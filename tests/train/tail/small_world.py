@@ -23,7 +23,7 @@ from trimtab.distributed.world import World
 from trimtab.interrupts import StopRequest
 from trimtab.models.sharded import mesh_of
 from trimtab.rewards.types import RewardRequest, RewardResult
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience
 from trimtab.train.tail import builders
 from trimtab.train.tail.launch import TailController
@@ -96,7 +96,7 @@ def experience_of(
     group = group or len(answers)
     log_probs = log_probs or [[0.0] * len(answer) for answer in answers]
     rollouts = [
-        Rollout(i // group, i % group, PROMPT, list(answer), np.array(values, dtype=np.float32), "stop")
+        Trajectory(i // group, i % group, PROMPT, list(answer), np.array(values, dtype=np.float32), "stop")
         for i, (answer, values) in enumerate(zip(answers, log_probs))
     ]
     return Experience.of([0] * len(answers), rollouts, RewardResult([reward_of(answer) for answer in answers]))

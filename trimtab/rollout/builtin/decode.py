@@ -7,7 +7,7 @@ from trimtab.errors import UserError
 from trimtab.rollout.builtin.sampler import SamplerOutput
 from trimtab.rollout.builtin.scheduler import SequenceState
 from trimtab.rollout.sampling import at_stop_tokens, stop_string_end
-from trimtab.rollout.trajectory import Alternatives, Finish, Rollout
+from trimtab.rollout.trajectory import Alternatives, Finish, Trajectory
 
 
 def append_tokens(
@@ -66,11 +66,11 @@ def _cut_at_stop_string(sample: SequenceState, before: int, tokenizer: PreTraine
     return True
 
 
-def rollout_of(sample: SequenceState, finish: Finish, version: int) -> Rollout:
-    """`version`: of the weights that drew what was no draft."""
+def rollout_of(sample: SequenceState, finish: Finish, version: int) -> Trajectory:
+    """`version`: of the weights that drew what was no partial."""
     prompt, ids, log_probs = sample.prompt, sample.ids.array, sample.log_probs.array
-    versions = sample.draft.versions_of(len(ids), version)
-    rollout = Rollout(prompt.index, sample.number, prompt.ids, ids, log_probs, finish, versions=versions)
+    versions = sample.partial.versions_with(len(ids), version)
+    rollout = Trajectory(prompt.index, sample.number, prompt.ids, ids, log_probs, finish, versions=versions)
     rollout.plain_log_probs = sample.plain_log_probs.array if sample.sampling.plain_log_probs else None
     rollout.alternatives = None if sample.likely is None else Alternatives(*(c.array for c in sample.likely))
     return rollout

@@ -25,7 +25,7 @@ from trimtab.rollout.builtin.scheduler import PromptState, ScheduledSequence, Sc
 from trimtab.rollout.engine import AT_WORK, BaseEngine, BaseSession
 from trimtab.rollout.episode import Task
 from trimtab.rollout.sampling import SamplingParams, check_sampling_params, request_seed
-from trimtab.rollout.trajectory import Draft, Rollout, drafts_of
+from trimtab.rollout.trajectory import Trajectory, partials_to_run
 
 
 def check_request(vocabulary: int, most: int | None, number: int, prompt_ids: list[int], limit: int) -> None:
@@ -75,7 +75,7 @@ class BuiltinSession(BaseSession):
         *,
         seed: int | None = None,
         limit: int | None = None,
-        drafts: Sequence[Draft] | None = None,
+        partials: Sequence[Trajectory] | None = None,
         task: Task | None = None,
         sampling: SamplingParams | None = None,
     ) -> int:
@@ -85,13 +85,13 @@ class BuiltinSession(BaseSession):
         number, limit = self.requests, sampling.max_new_tokens if limit is None else limit
         check_request(self._vocabulary, self.engine.context, number, prompt_ids, limit)
         seed = request_seed(sampling.seed, number) if seed is None else seed
-        assert not (drafts and sampling.plain_log_probs), "a draft has no log-probs at another temperature"
-        assert not (drafts and sampling.top_log_probs), "a draft has no alternatives"
-        drafts = drafts_of(drafts, sampling.n, number, limit)
-        prompt = PromptState(number, list(prompt_ids), len(drafts))
-        self._new += [
-            SequenceState.of(prompt, draft, request_seed(seed, draft.sample), limit, sampling) for draft in drafts
-        ]
+        assert not (partials and sampling.plain_log_probs), "a partial has no log-probs at another temperature"
+        assert not (partials and sampling.top_log_probs), "a partial has no alternatives"
+        partials = partials_to_run(partials, sampling.n, number, limit)
+        prompt = PromptState(number, list(prompt_ids), len(partials))
+        for partial in partials:
+            own = request_seed(seed, partial.sample)
+            self._new.append(SequenceState.of(prompt, partial, own, limit, sampling))
         self._longest = max(self._longest, len(prompt_ids) + limit)
         self.requests += 1
         return number
@@ -126,14 +126,14 @@ class BuiltinSession(BaseSession):
         return len(self._at_work()) + len(self._new) >= self.engine.max_num_seqs
 
     @torch.no_grad()
-    def advance(self, steps: int | None = None) -> list[Rollout]:
+    def advance(self, steps: int | None = None) -> list[Trajectory]:
         pulse.move()
         if self._new:
             self._admit_new()
         scheduler = self._scheduler
         if scheduler is None:
             return []
-        finished: list[Rollout] = []
+        finished: list[Trajectory] = []
         if self._aborted:
             gone = scheduler.abort(lambda sample: sample.prompt.index in self._aborted)
             finished += [rollout_of(sample, "abort", self.engine.version) for sample in gone]
@@ -153,14 +153,14 @@ class BuiltinSession(BaseSession):
     def at_work(self) -> dict[tuple[int, int], int]:
         return {(s.prompt.index, s.number): len(s.ids) for s in [*self._at_work(), *self._new]}
 
-    def drafts(self) -> dict[int, list[Draft]]:
-        found: dict[int, list[Draft]] = {}
+    def partials(self) -> dict[int, list[Trajectory]]:
+        found: dict[int, list[Trajectory]] = {}
         for sample in [*self._at_work(), *self._new]:
             count = min(len(sample.ids), len(sample.log_probs))
             ids, log_probs = sample.ids.array[:count], sample.log_probs.array[:count]
-            versions = sample.draft.versions_of(count, self.engine.version)
-            draft = Draft(sample.number, ids, log_probs, versions)
-            found.setdefault(sample.prompt.index, []).append(draft)
+            versions = sample.partial.versions_with(count, self.engine.version)
+            partial = Trajectory(0, sample.number, [], ids, log_probs, versions=versions)
+            found.setdefault(sample.prompt.index, []).append(partial)
         return found
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class BuiltinSession(BaseSession):
 
     # ---- reading and decoding
 
-    def _begin(self, scheduler: Scheduler, admissions: list[ScheduledSequence]) -> list[Rollout]:
+    def _begin(self, scheduler: Scheduler, admissions: list[ScheduledSequence]) -> list[Trajectory]:
         """Fill the pages of new samples and draw their first tokens."""
         reader = self._reader
         reader.read(admissions)
@@ -246,7 +246,7 @@ class BuiltinSession(BaseSession):
         scheduler.allocate(short)
         return steps
 
-    def _decode(self, scheduler: Scheduler, graphs: DecodeGraphs | None, look: int) -> list[Rollout]:
+    def _decode(self, scheduler: Scheduler, graphs: DecodeGraphs | None, look: int) -> list[Trajectory]:
         running = list(scheduler.running)
         steps = min(look, max([s.limit - s.ids.count for s in running]))
         drawn: SamplerOutput | None = None
@@ -295,7 +295,7 @@ class BuiltinSession(BaseSession):
         # One different bit would part them for good.
         return replace(found, tokens_B=self.engine.tensor.of_first(found.tokens_B))
 
-    def _take(self, scheduler: Scheduler, samples: list[SequenceState], drawn: SamplerOutput) -> list[Rollout]:
+    def _take(self, scheduler: Scheduler, samples: list[SequenceState], drawn: SamplerOutput) -> list[Trajectory]:
         ended = append_tokens(samples, drawn, self.engine.tokenizer)
         scheduler.finish([sample for sample, _ in ended])
         return [rollout_of(sample, finish, self.engine.version) for sample, finish in ended]

@@ -9,7 +9,7 @@ import numpy as np
 from trimtab.errors import UserError
 from trimtab.rollout.builtin.prefix_cache import PrefixCache, PrefixHit
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Draft
+from trimtab.rollout.trajectory import Trajectory
 
 
 class GrowingArray:
@@ -67,7 +67,7 @@ class SequenceState:
     number: int
     seed: int
     limit: int  # new tokens at most
-    draft: Draft  # what it goes on from
+    partial: Trajectory  # what it goes on from
     ids: GrowingArray
     log_probs: GrowingArray
     plain_log_probs: GrowingArray
@@ -82,10 +82,12 @@ class SequenceState:
         self.before = len(self.prompt.ids) - 1
 
     @classmethod
-    def of(cls, prompt: PromptState, draft: Draft, seed: int, limit: int, sampling: SamplingParams) -> "SequenceState":
+    def of(
+        cls, prompt: PromptState, partial: Trajectory, seed: int, limit: int, sampling: SamplingParams
+    ) -> "SequenceState":
         """Like one that had to make room: its tokens are read again, and its stream goes on."""
-        ids, log_probs = GrowingArray(np.int32, draft.tokens), GrowingArray(np.float32, draft.log_probs)
-        return cls(prompt, draft.sample, seed, limit, draft, ids, log_probs, GrowingArray(np.float32), sampling)
+        ids, log_probs = GrowingArray(np.int32, partial.tokens), GrowingArray(np.float32, partial.log_probs)
+        return cls(prompt, partial.sample, seed, limit, partial, ids, log_probs, GrowingArray(np.float32), sampling)
 
     def extend_likely(self, tokens: np.ndarray, log_probs: np.ndarray) -> None:
         """By at least one place; others may have asked for more tokens at each."""

@@ -17,7 +17,7 @@ from trimtab.models.hugging_face import from_pretrained
 from trimtab.rollout.engine import BaseEngine, BaseSession
 from trimtab.rollout.episode import Task
 from trimtab.rollout.sampling import SamplingParams, check_sampling_params, request_seed, stop_string_end
-from trimtab.rollout.trajectory import Alternatives, Draft, Finish, Rollout, drafts_of
+from trimtab.rollout.trajectory import Alternatives, Finish, Trajectory, partials_to_run
 from trimtab.rollout.vllm.worker_extension import AdapterFolder, rank_that_fits
 
 
@@ -119,28 +119,28 @@ class Sample:
     request: int
     number: int
     prompt_ids: list[int]
-    draft: Draft  # what it goes on from
+    partial: Trajectory  # what it goes on from
     sampling: SamplingParams
     output: Any = None  # vLLM's own, of all that was drawn since
     looked: int = 0  # tokens in which there is no stop string
 
     @property
     def ids(self) -> list[int]:
-        return self.draft.ids + ([] if self.output is None else list(self.output.token_ids))
+        return self.partial.ids + ([] if self.output is None else list(self.output.token_ids))
 
     @property
     def length(self) -> int:
         """Tokens that are there with their log-probs: vLLM adds to both while it works."""
         if self.output is None:
-            return len(self.draft.ids)
-        return len(self.draft.ids) + min(len(self.output.token_ids), len(self.output.logprobs.end_indices))
+            return len(self.partial.ids)
+        return len(self.partial.ids) + min(len(self.output.token_ids), len(self.output.logprobs.end_indices))
 
     def log_probs(self, count: int) -> np.ndarray:
         if self.output is None:
-            return self.draft.log_probs
-        flat, new = self.output.logprobs, count - len(self.draft.ids)
+            return self.partial.log_probs
+        flat, new = self.output.logprobs, count - len(self.partial.ids)
         drawn = np.array([flat.logprobs[start] for start in flat.start_indices[:new]], dtype=np.float32)
-        return np.concatenate([self.draft.log_probs, drawn])
+        return np.concatenate([self.partial.log_probs, drawn])
 
     def alternatives(self, count: int) -> Alternatives | None:
         """vLLM has the drawn token first at each place, and then the most likely ones."""
@@ -170,11 +170,11 @@ class VLLMSession(BaseSession):
         *,
         seed: int | None = None,
         limit: int | None = None,
-        drafts: Sequence[Draft] | None = None,
+        partials: Sequence[Trajectory] | None = None,
         task: Task | None = None,
         sampling: SamplingParams | None = None,
     ) -> int:
-        """vLLM draws by a seed and how many tokens it has drawn itself: with every draft, from another stream."""
+        """vLLM draws by a seed and how many tokens it has drawn itself: with every partial, from another stream."""
         parameters = self._parameters
         if sampling is None:
             sampling = self.sampling
@@ -183,17 +183,17 @@ class VLLMSession(BaseSession):
             parameters = Parameters(sampling, self.engine.vocabulary)
         number, limit = self.requests, sampling.max_new_tokens if limit is None else limit
         self.engine.check_request(number, prompt_ids, limit)
-        assert not (drafts and sampling.top_log_probs), "a draft has no alternatives"
+        assert not (partials and sampling.top_log_probs), "a partial has no alternatives"
         seed = request_seed(sampling.seed, number) if seed is None else seed
-        for draft in drafts_of(drafts, sampling.n, number, limit):
-            name, own, done = self.engine.name_request(), request_seed(seed, draft.sample), len(draft.ids)
+        for partial in partials_to_run(partials, sampling.n, number, limit):
+            name, own, done = self.engine.name_request(), request_seed(seed, partial.sample), len(partial.ids)
             self.engine.llm.add_request(
                 name,
-                {"prompt_token_ids": prompt_ids + draft.ids},
+                {"prompt_token_ids": prompt_ids + partial.ids},
                 parameters.of(request_seed(own, done) if done else own, limit, done),
                 lora_request=self.engine.adapter,
             )
-            self._running[name] = Sample(number, draft.sample, list(prompt_ids), draft, sampling, looked=done)
+            self._running[name] = Sample(number, partial.sample, list(prompt_ids), partial, sampling, looked=done)
         self.requests += 1
         return number
 
@@ -201,7 +201,7 @@ class VLLMSession(BaseSession):
     def busy(self) -> bool:
         return bool(self._running)
 
-    def advance(self, steps: int | None = None) -> list[Rollout]:
+    def advance(self, steps: int | None = None) -> list[Trajectory]:
         """One step of the engine: at most one token a sample."""
         pulse.move()
         finished = self._take_aborted()
@@ -220,12 +220,12 @@ class VLLMSession(BaseSession):
     def at_work(self) -> dict[tuple[int, int], int]:
         return {(s.request, s.number): s.length for s in list(self._running.values())}
 
-    def drafts(self) -> dict[int, list[Draft]]:
-        found: dict[int, list[Draft]] = {}
+    def partials(self) -> dict[int, list[Trajectory]]:
+        found: dict[int, list[Trajectory]] = {}
         for sample in list(self._running.values()):
             # Nobody has looked for stop strings in what comes after.
             count = sample.looked if sample.sampling.stop_strings else sample.length
-            found.setdefault(sample.request, []).append(Draft.of(self._rollout(sample, "abort", count)))
+            found.setdefault(sample.request, []).append(self._rollout(sample, "abort", count).stored())
         return found
 
     def close(self) -> None:
@@ -236,7 +236,7 @@ class VLLMSession(BaseSession):
 
     # ---- what was drawn
 
-    def _take(self, name: str, sample: Sample, output: Any) -> Rollout | None:
+    def _take(self, name: str, sample: Sample, output: Any) -> Trajectory | None:
         """Keep what there is; the rollout, if it has ended."""
         sample.output = output
         ended = output.finish_reason
@@ -263,7 +263,7 @@ class VLLMSession(BaseSession):
         sample.looked = len(ids)
         return end
 
-    def _take_aborted(self) -> list[Rollout]:
+    def _take_aborted(self) -> list[Trajectory]:
         """vLLM says nothing more of what it is told to abort: what it gave so far is what there is. Whoever goes on
         from it relies on there being no stop string that nobody has seen yet."""
         gone = {name: sample for name, sample in self._running.items() if sample.request in self._aborted}
@@ -278,7 +278,7 @@ class VLLMSession(BaseSession):
             finished.append(self._rollout(sample, "abort" if end is None else "stop", end))
         return finished
 
-    def _rollout(self, sample: Sample, finish: Finish, count: int | None = None) -> Rollout:
+    def _rollout(self, sample: Sample, finish: Finish, count: int | None = None) -> Trajectory:
         ids = sample.ids[:count]
         log_probs = sample.log_probs(len(ids))
         if not np.isfinite(log_probs).all():
@@ -286,9 +286,9 @@ class VLLMSession(BaseSession):
                 f"the model's logits are not finite for prompt {sample.request}, sample {sample.number}; its weights "
                 "are probably broken"
             )
-        rollout = Rollout(sample.request, sample.number, sample.prompt_ids, ids, log_probs, finish)
+        rollout = Trajectory(sample.request, sample.number, sample.prompt_ids, ids, log_probs, finish)
         rollout.plain_log_probs = log_probs.copy() if sample.sampling.plain_log_probs else None
-        rollout.versions = sample.draft.versions_of(len(ids), self.engine.version)
+        rollout.versions = sample.partial.versions_with(len(ids), self.engine.version)
         rollout.alternatives = sample.alternatives(len(ids))
         return rollout
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import RewardResult
-from trimtab.rollout.trajectory import Draft, Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.experience import Experience
 
 
@@ -18,7 +18,7 @@ class Failed:
     episodes: int = 0  # that failed
 
     @classmethod
-    def of(cls, rollouts: Iterable[Rollout]) -> "Failed":
+    def of(cls, rollouts: Iterable[Trajectory]) -> "Failed":
         found: dict[int, str] = {}
         episodes = 0
         for rollout in rollouts:
@@ -53,7 +53,7 @@ class UnderWay:
     version: int  # of the weights when it was admitted: the iterations done by then
     row: int  # of the prompt data
     seed: int
-    drafts: list[Draft] = field(default_factory=list)  # empty: nothing is written yet
+    trajectories: list[Trajectory] = field(default_factory=list)  # of its samples; empty: not begun
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Collected:
 
     written: list[Written]
     drawn: int  # tokens
-    read_again: int  # tokens of drafts that other weights had to read
+    read_again: int  # tokens of partial rollouts that other weights had to read
     seconds: float  # in which the engine was at work
     left_out: list[LeftOut] = field(default_factory=list)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.episode import Episode
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory, flatten
 from trimtab.train.rl.trajectories import Trajectories, joined, runs
 
 FINISHES = ("stop", "length", "abort", "context", "turns", "truncated", "failed")
@@ -60,33 +60,29 @@ class Experience(Trajectories):
     returns_N: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[int], rollouts: Sequence[Rollout], result: RewardResult | None = None) -> "Experience":
+    def of(
+        cls, rows: Sequence[int], rollouts: Sequence[Trajectory], result: RewardResult | None = None
+    ) -> "Experience":
         """Samples of one call of an engine; `result`: their rewards, if they are known. Where they are not in the order
         of their prompts, `take` puts them in it."""
-        drawn = [np.ones(len(r.tokens), dtype=bool) if r.drawn is None else r.drawn for r in rollouts]
-        # Answers to one prompt share its list.
-        lists = {id(r.prompt_ids): r.prompt_ids for r in rollouts}
-        prompts = {key: np.array(ids, dtype=np.int32) for key, ids in lists.items()}
-        whole = [part for r in rollouts for part in (prompts[id(r.prompt_ids)], r.tokens)]
-        masks = [mask for r, own in zip(rollouts, drawn) for mask in (np.zeros(len(r.prompt_ids), dtype=bool), own)]
+        flat = flatten(rollouts, prompts=True)
         prompt_lengths_S = torch.tensor([len(r.prompt_ids) for r in rollouts])
         experience = cls(
-            torch.from_numpy(np.concatenate(whole)),
-            torch.from_numpy(np.concatenate(masks)),
+            torch.from_numpy(flat.tokens_T),
+            torch.from_numpy(flat.drawn_T),
             prompt_lengths_S,
             prompt_lengths_S + torch.tensor([len(r.tokens) for r in rollouts]),
             torch.tensor(rows),
             torch.unique(torch.tensor([r.prompt for r in rollouts]), return_inverse=True)[1],
             torch.tensor([FINISHES.index(r.finish) for r in rollouts]),
-            torch.from_numpy(np.concatenate([r.log_probs for r in rollouts])),
+            torch.from_numpy(flat.log_probs_N),
             torch.zeros(len(rows)),
             torch.zeros(len(rows)),
         )
         drawn_tokens = int(np.count_nonzero(experience.drawn_T.numpy()))  # which torch counts in fifty times as long
         assert len(experience.sampled_N) == drawn_tokens, "a log-prob for every token that was drawn"
-        versions = [r.versions for r in rollouts if r.versions is not None]
-        if len(versions) == len(rollouts):
-            experience.versions_N = torch.from_numpy(np.concatenate(versions))
+        if flat.versions_N is not None:
+            experience.versions_N = torch.from_numpy(flat.versions_N)
             assert len(experience.versions_N) == len(experience.sampled_N), "a version for every token that was drawn"
         if any(r.branch for r in rollouts):
             pairs = itertools.pairwise((r.prompt, r.sample, r.branch) for r in rollouts)

@@ -15,7 +15,7 @@ from trimtab.rewards.build import Parts
 from trimtab.rewards.functions import CALLS_AT_ONCE
 from trimtab.rewards.requests import PromptBatch, request_of
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
 from trimtab.train.rl.answers import Answers, Written
 from trimtab.train.rl.experience import Experience
@@ -29,10 +29,10 @@ class Several:
         self.rewards, self.questions, self.tokenizer = rewards, questions, tokenizer
         self.concurrent = all(reward.concurrent for reward, _ in rewards)
 
-    def __call__(self, rollouts: Sequence[Rollout]) -> list[RewardResult]:
+    def __call__(self, rollouts: Sequence[Trajectory]) -> list[RewardResult]:
         return self.judge(self.request(rollouts), rollouts) if self.rewards else []
 
-    def judge(self, request: RewardRequest, rollouts: Sequence[Rollout]) -> list[RewardResult]:
+    def judge(self, request: RewardRequest, rollouts: Sequence[Trajectory]) -> list[RewardResult]:
         """`request`: that of these samples."""
         try:
             return [reward(request) for reward, _ in self.rewards]
@@ -41,7 +41,7 @@ class Several:
                 error.row = self.questions.rows[rollouts[error.row].prompt]
             raise
 
-    def request(self, rollouts: Sequence[Rollout]) -> RewardRequest:
+    def request(self, rollouts: Sequence[Trajectory]) -> RewardRequest:
         """Their text without the token that ended it."""
         responses = texts_of(self.tokenizer, [r.tokens for r in rollouts])
         ids = [r.prompt_ids for r in rollouts], Drawn(rollouts)
@@ -53,7 +53,7 @@ class Several:
 class Drawn(Sequence[list[int]]):
     """The tokens of answers, as lists that are made where somebody asks for them: most rewards do not."""
 
-    def __init__(self, rollouts: Sequence[Rollout]):
+    def __init__(self, rollouts: Sequence[Trajectory]):
         self.rollouts = rollouts
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class Drawn(Sequence[list[int]]):
     def __getitem__(self, place: slice) -> "Drawn": ...
     def __getitem__(self, place: int | slice) -> "list[int] | Drawn":
         found = self.rollouts[place]
-        return found.ids if isinstance(found, Rollout) else Drawn(found)
+        return found.ids if isinstance(found, Trajectory) else Drawn(found)
 
     def __reduce__(self) -> tuple:
         return list, (list(self),)
@@ -81,7 +81,7 @@ class Judging:
         self._judged: list[Judged] = []
         self._failure: BaseException | None = None
 
-    def submit(self, place: int, questions: PromptBatch, rollouts: Sequence[Rollout]) -> None:
+    def submit(self, place: int, questions: PromptBatch, rollouts: Sequence[Trajectory]) -> None:
         """All answers to the one question, in order."""
         if not self.rewards:
             return self._tell(Judged(place, questions, rollouts, []))
@@ -90,7 +90,7 @@ class Judging:
         # Text is made here: a tokenizer is not for many threads.
         self._threads.submit(self._judge, place, several, several.request(rollouts), rollouts)
 
-    def _judge(self, place: int, several: Several, request: RewardRequest, rollouts: Sequence[Rollout]) -> None:
+    def _judge(self, place: int, several: Several, request: RewardRequest, rollouts: Sequence[Trajectory]) -> None:
         try:
             with self.spans.during(JUDGING):
                 results = several.judge(request, rollouts)
@@ -130,7 +130,7 @@ class Judged:
 
     place: int
     questions: PromptBatch
-    rollouts: Sequence[Rollout]
+    rollouts: Sequence[Trajectory]
     results: list[RewardResult]
 
     def written(self) -> Written:

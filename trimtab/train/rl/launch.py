@@ -15,7 +15,7 @@ from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import BadSample, RewardFailed, RewardRequest, RewardResult
 from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Draft
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
 from trimtab.train.pass_limit import BeginAnew, NoRoom
 from trimtab.train.plan.passes import saved_passes, with_default_tokens
@@ -30,7 +30,7 @@ from trimtab.train.rl.recording import as_recorded
 # What goes to the roles and comes back; nothing else may.
 RECORDS = (
     *(AnswerSlice, TextSlice, SamplingParams, PromptBatch, Replied, Answers, Failed, Experience),
-    *(Draft, Episode, Said, UnderWay, Admission, Written, LeftOut, Collected, Wait),
+    *(Trajectory, Episode, Said, UnderWay, Admission, Written, LeftOut, Collected, Wait),
     *(RewardRequest, RewardResult, RewardFailed, BadSample, NoRoom),
 )
 

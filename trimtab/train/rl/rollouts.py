@@ -19,7 +19,7 @@ from trimtab.rewards.reward_queue import RewardQueue
 from trimtab.rewards.types import RewardFailed, RewardResult, rewards_info
 from trimtab.rollout.engine import Engine, ReceivingEngine
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
 from trimtab.train.pass_limit import NoRoom, memory_guard
 from trimtab.train.rl.answers import Admission, Answers, Collected, Failed, Replied, UnderWay, Wait
@@ -152,9 +152,9 @@ class Rollouts(Role):
             self.engine.rest()
 
     def _sample(self, questions: PromptBatch, sampling: SamplingParams) -> Replied | None:
-        found: list[Rollout] = []
-        waiting: list[Rollout] = []
-        failed: list[Rollout] = []
+        found: list[Trajectory] = []
+        waiting: list[Trajectory] = []
+        failed: list[Trajectory] = []
         rewards = Several(self.rewards, questions, self.tokenizer)
         stream = self._stream(questions, sampling)
         with RewardQueue(rewards) as scored, contextlib.closing(stream):
@@ -183,7 +183,7 @@ class Rollouts(Role):
         experience = Experience.of([questions.rows[r.prompt] for r in found], found)
         return Replied(Answers(experience, [result.take(order) for result in results]), lost)
 
-    def _stream(self, questions: PromptBatch, sampling: SamplingParams) -> Generator[Rollout]:
+    def _stream(self, questions: PromptBatch, sampling: SamplingParams) -> Generator[Trajectory]:
         tasks = questions.tasks() if self.plays else None
         return self.player.stream(questions.ids, sampling, seeds=questions.seeds, tasks=tasks)
 

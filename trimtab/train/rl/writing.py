@@ -1,7 +1,8 @@
 """Groups of answers that outlive an update, in one process that writes them.
 
-They are written for a while. To pause, those that have not ended are set down as drafts; later they are read again by
-the weights as they are then, and go on. A group whose answers have all ended is judged (judging.py) and handed over.
+They are written for a while. To pause, those that have not finished become partial rollouts; later an engine reads them
+again with the weights as they are then, and resumes. A group whose answers have all finished is scored (judging.py) and
+handed over.
 
 Of a policy that is split over processes, all of them write and pause together, if there is nothing to write for some.
 Those of a tensor group have the same groups, write the same answers and go on or stop together: the first of them
@@ -21,7 +22,7 @@ from trimtab.distributed.watch import pulse
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rollout.engine import Engine, Session
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Draft, Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.answers import Admission, Collected, Failed, LeftOut, UnderWay, Wait
 from trimtab.train.rl.judging import Judging
 from trimtab.train.rl.spans import WRITING
@@ -34,51 +35,46 @@ class Sheet:
 
     def __init__(self, group: UnderWay, question: PromptBatch, samples: int):
         self.group, self.question = group, question
-        found = by_sample(group.drafts)
-        # An episode in several sequences has a draft for each.
-        self.drafts = [found.get(sample) or [Draft.empty(sample)] for sample in range(samples)]
+        found = by_sample(group.trajectories)
+        # An episode in several sequences has a trajectory for each.
+        self.trajectories = [found.get(sample) or [Trajectory.empty(sample)] for sample in range(samples)]
         self.since = time.monotonic()  # when it was last handed on: to the engine, to the rewards
 
     @property
-    def open(self) -> list[Draft]:
+    def open(self) -> list[Trajectory]:
         """Those that have not ended."""
-        return [draft for own in self.drafts for draft in own if draft.finish is None]
+        return [trajectory for own in self.trajectories for trajectory in own if trajectory.finish is None]
 
     @property
     def fresh(self) -> bool:
         """Whether nothing is written."""
-        return all(draft.finish is None and not len(draft.tokens) for own in self.drafts for draft in own)
+        return all(
+            trajectory.finish is None and not len(trajectory.tokens) for own in self.trajectories for trajectory in own
+        )
 
-    def under_way(self, newer: list[Draft]) -> UnderWay:
-        """`newer`: what its open drafts have become."""
-        drafts = list(self.drafts)
+    def under_way(self, newer: list[Trajectory]) -> UnderWay:
+        """`newer`: what its open trajectories have become."""
+        trajectories = list(self.trajectories)
         for sample, own in by_sample(newer).items():
-            known = drafts[sample]
+            known = trajectories[sample]
             if known[0].finish is None and tokens_of(own) > tokens_of(known):
-                drafts[sample] = own
-        found = [draft for own in drafts for draft in own]
-        begun = any(draft.finish is not None or len(draft.tokens) for draft in found)
-        return replace(self.group, drafts=found if begun else [])
+                trajectories[sample] = own
+        found = [trajectory for own in trajectories for trajectory in own]
+        begun = any(trajectory.finish is not None or len(trajectory.tokens) for trajectory in found)
+        return replace(self.group, trajectories=found if begun else [])
 
-    def put(self, drafts: list[Draft]) -> int:
+    def put(self, trajectories: list[Trajectory]) -> int:
         """What one sample has become; the tokens that were drawn since."""
-        before, self.drafts[drafts[0].sample] = self.drafts[drafts[0].sample], drafts
-        return drawn_of(drafts) - drawn_of(before)
+        before, self.trajectories[trajectories[0].sample] = self.trajectories[trajectories[0].sample], trajectories
+        return drawn_of(trajectories) - drawn_of(before)
 
-    def rollouts(self) -> list[Rollout]:
+    def rollouts(self) -> list[Trajectory]:
         (prompt,) = self.question.ids
         return [
-            Rollout(
-                *(0, draft.sample, prompt if draft.prompt_ids is None else draft.prompt_ids),
-                *(draft.tokens, draft.log_probs, draft.finish),
-                versions=draft.versions,
-                drawn=draft.drawn,
-                episode=draft.episode,
-                branch=draft.branch,
-            )
-            for own in self.drafts
-            for draft in own
-            if draft.finish is not None
+            replace(trajectory, prompt_ids=trajectory.prompt_ids or prompt)
+            for own in self.trajectories
+            for trajectory in own
+            if trajectory.finish is not None
         ]
 
     def left_out(self) -> LeftOut | None:
@@ -87,22 +83,22 @@ class Sheet:
         return LeftOut(self.group.place, failed.words[0], failed.episodes) if failed.words else None
 
 
-def by_sample(drafts: Iterable[Draft]) -> dict[int, list[Draft]]:
+def by_sample(trajectories: Iterable[Trajectory]) -> dict[int, list[Trajectory]]:
     """Branches of an episode stay together, in their order."""
-    found: dict[int, list[Draft]] = {}
-    for draft in drafts:
-        found.setdefault(draft.sample, []).append(draft)
+    found: dict[int, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        found.setdefault(trajectory.sample, []).append(trajectory)
     return found
 
 
-def tokens_of(drafts: Iterable[Draft]) -> int:
+def tokens_of(trajectories: Iterable[Trajectory]) -> int:
     """What the world has said among them."""
-    return sum(len(draft.tokens) for draft in drafts)
+    return sum(len(trajectory.tokens) for trajectory in trajectories)
 
 
-def drawn_of(drafts: Iterable[Draft]) -> int:
+def drawn_of(trajectories: Iterable[Trajectory]) -> int:
     """Those of them that the model drew: they alone have log-probs."""
-    return sum(len(draft.log_probs) for draft in drafts)
+    return sum(len(trajectory.log_probs) for trajectory in trajectories)
 
 
 class Writing:
@@ -196,7 +192,7 @@ class Writing:
     def unfinished(self) -> list[UnderWay]:
         """Everything that was admitted and not handed over, as it is now."""
         session, asked = self._session, dict(self._asked)
-        newer = {} if session is None else session.drafts()
+        newer = {} if session is None else session.partials()
         so_far = {id(sheet): newer.get(number, []) for number, sheet in asked.items()}
         return [sheet.under_way(so_far.get(id(sheet), [])) for sheet in list(self._sheets.values())]
 
@@ -206,7 +202,7 @@ class Writing:
         lengths = {} if session is None else session.at_work()
         waits: list[Wait] = []
         for sheet in list(self._sheets.values()):
-            for own in [own for own in sheet.drafts if own[0].finish is None] or sheet.drafts:
+            for own in [own for own in sheet.trajectories if own[0].finish is None] or sheet.trajectories:
                 sample, known = own[0].sample, drawn_of(own)
                 tokens = lengths.get((asked.get(id(sheet), -1), sample), known)
                 if own[0].finish is not None:
@@ -262,8 +258,8 @@ class Writing:
         """After the engine has failed: what it has said so far is kept."""
         if (session := self._session) is None:
             return
-        for number, drafts in session.drafts().items():
-            for own in by_sample(drafts).values():
+        for number, trajectories in session.partials().items():
+            for own in by_sample(trajectories).values():
                 self._taken += self._asked[number].put(own)
         self._close(session)
 
@@ -289,18 +285,18 @@ class Writing:
             return self._judge(sheet)
         (ids,), (seed,) = sheet.question.ids, sheet.question.seeds
         task = sheet.question.tasks()[0] if self.plays else None
-        number = session.add(ids, seed=seed, drafts=None if sheet.fresh else sheet.open, task=task)
+        number = session.add(ids, seed=seed, partials=None if sheet.fresh else sheet.open, task=task)
         self._asked[number] = sheet
         self._read_again += tokens_of(sheet.open)
 
-    def _take(self, session: Session, rollouts: Sequence[Rollout]) -> None:
+    def _take(self, session: Session, rollouts: Sequence[Trajectory]) -> None:
         """Of an episode all sequences come together. Tokens are counted before a group can be collected by another
         thread, so that a group's own are never missing from the count."""
-        found: dict[tuple[int, int], list[Draft]] = {}
+        found: dict[tuple[int, int], list[Trajectory]] = {}
         for rollout in rollouts:
-            found.setdefault((rollout.prompt, rollout.sample), []).append(Draft.of(rollout))
-        for (number, _), drafts in found.items():
-            self._taken += self._asked[number].put(drafts)
+            found.setdefault((rollout.prompt, rollout.sample), []).append(rollout.stored())
+        for (number, _), trajectories in found.items():
+            self._taken += self._asked[number].put(trajectories)
         lengths = session.at_work()
         known = sum(drawn_of(self._asked[number].open) for number in {number for number, _ in lengths})
         self._drawn = self._taken + sum(lengths.values()) - known

@@ -113,13 +113,13 @@ def test_what_is_written_survives_a_checkpoint_token_by_token():
     run.iterate()
     before = {group.place: group for group in run.members[0].unfinished()}
     judged = dict(run.supply.judged)
-    assert before and any(len(group.drafts[0].ids) for group in before.values())
+    assert before and any(len(group.trajectories[0].ids) for group in before.values())
     run.killed(run.saved(), seed=9, processes=2)
     after = {group.place: group for member in run.members for group in member.unfinished()}
     assert after.keys() == before.keys() and run.supply.judged.keys() == judged.keys()
     for place, group in before.items():
         assert (group.row, group.seed, group.version) == (after[place].row, after[place].seed, after[place].version)
-        for old, new in zip(group.drafts, after[place].drafts, strict=True):
+        for old, new in zip(group.trajectories, after[place].trajectories, strict=True):
             assert old.ids == new.ids and (old.sample, old.finish) == (new.sample, new.finish)
             assert (old.versions == new.versions).all() and (old.log_probs == new.log_probs).all()
 

@@ -10,7 +10,7 @@ import numpy as np
 from trimtab.distributed.cluster.losses import EngineLost
 from trimtab.distributed.roles import Done, Group, Processes, Unanswered
 from trimtab.rewards.types import RewardFailed, RewardResult, RewardSum
-from trimtab.rollout.trajectory import Draft, Rollout
+from trimtab.rollout.trajectory import Trajectory
 from trimtab.train.rl.answers import Admission, Answers, Collected, UnderWay, Wait, Written
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.experience import Experience
@@ -33,8 +33,8 @@ class Process:
         assert [g.row for g in admission.groups] == admission.questions.rows
         for group in admission.groups:
             assert group.place not in self.groups, "given once"
-            drafts = group.drafts or [Draft.empty(sample) for sample in range(SAMPLES)]
-            self.groups[group.place] = replace(group, drafts=drafts)
+            drafts = group.trajectories or [Trajectory.empty(sample) for sample in range(SAMPLES)]
+            self.groups[group.place] = replace(group, trajectories=drafts)
             self.lengths[group.place] = max(self.random.randint(1, self.longest), len(drafts[0].ids))
 
     def collect(self, *, seconds: float, at_once: bool) -> Collected | RewardFailed | None:
@@ -42,8 +42,8 @@ class Process:
         drawn, written = 0, []
         for place in [] if self.stuck else list(self.groups):
             group = self.groups[place]
-            if len(group.drafts[0].ids) < self.lengths[place]:
-                group.drafts = [self._longer(draft) for draft in group.drafts]
+            if len(group.trajectories[0].ids) < self.lengths[place]:
+                group.trajectories = [self._longer(draft) for draft in group.trajectories]
                 drawn += SAMPLES
             elif place in self.failing:
                 return RewardFailed("the reward broke", group.row)
@@ -51,13 +51,15 @@ class Process:
                 written.append(self._written(self.groups.pop(place)))
         return Collected(written, drawn, 0, 0.0)
 
-    def _longer(self, draft: Draft) -> Draft:
+    def _longer(self, draft: Trajectory) -> Trajectory:
         versions = np.append(draft.versions, np.int32(self.version)).astype(np.int32)
         log_probs = np.append(draft.log_probs, np.float32(-1)).astype(np.float32)
         return replace(draft, tokens=[*draft.ids, 7], log_probs=log_probs, versions=versions)
 
     def _written(self, group: UnderWay) -> Written:
-        rollouts = [Rollout(0, d.sample, [1, 2], d.ids, d.log_probs, "stop", versions=d.versions) for d in group.drafts]
+        rollouts = [
+            Trajectory(0, d.sample, [1, 2], d.ids, d.log_probs, "stop", versions=d.versions) for d in group.trajectories
+        ]
         scores = [float(group.row % 3), 1.0]
         return Written(group.place, Answers(Experience.of([group.row] * SAMPLES, rollouts), [RewardResult(scores)]))
 

@@ -1,7 +1,8 @@
 """Groups that are not trained yet, as a checkpoint keeps them: a few flat tensors, and the rest as JSON has it.
 
-Those that are not whole are drafts, to be written on. Of those that are, the experience; where reward models have not
-judged it yet, also what other rewards have said.
+Those that are not whole are partial trajectories, to be resumed. Of those that are, the experience; where reward models
+have not scored it yet, also the results of other rewards. The keys are those of checkpoints, whatever the fields are
+called.
 """
 
 from collections.abc import Iterable
@@ -15,42 +16,45 @@ from torch import Tensor
 from trimtab.rewards.types import RewardResult
 from trimtab.rollout.episode import Episode
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Draft
+from trimtab.rollout.trajectory import Trajectory, flatten
 from trimtab.train.rl.answers import Answers, UnderWay
 from trimtab.train.rl.experience import Experience
 
 Kept = tuple[dict[str, Tensor], list[dict[str, Any]]]
 
 
-def drafts_on_disk(groups: Iterable[UnderWay]) -> Kept:
+def partials_on_disk(groups: Iterable[UnderWay]) -> Kept:
     described: list[dict[str, Any]] = []
-    drafts: list[Draft] = []
+    trajectories: list[Trajectory] = []
     for group in groups:
-        described.append({**vars(group), "drafts": [_described(draft) for draft in group.drafts]})
-        drafts += group.drafts
-    if not drafts:
+        head = {"place": group.place, "version": group.version, "row": group.row, "seed": group.seed}
+        described.append({**head, "drafts": [_described(trajectory) for trajectory in group.trajectories]})
+        trajectories += group.trajectories
+    if not trajectories:
         return {}, described
-    columns = {
-        "ids": np.concatenate([draft.tokens for draft in drafts]),
-        "log_probs": np.concatenate([draft.log_probs for draft in drafts]),
-        "versions": np.concatenate([draft.versions for draft in drafts]),
+    flat = flatten(trajectories, prompts=False)
+    assert flat.versions_N is not None, "every engine gives them"
+    columns = {"drafts/ids": flat.tokens_T, "drafts/log_probs": flat.log_probs_N, "drafts/versions": flat.versions_N}
+    if masked := [trajectory for trajectory in trajectories if trajectory.drawn is not None]:
+        columns["drafts/drawn"] = flatten(masked, prompts=False).drawn_T
+    return {name: torch.from_numpy(column) for name, column in columns.items()}, described
+
+
+def _described(trajectory: Trajectory) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "sample": trajectory.sample,
+        "tokens": len(trajectory.tokens),
+        "finish": trajectory.finish,
     }
-    masks = [draft.drawn for draft in drafts if draft.drawn is not None]
-    if masks:
-        columns["drawn"] = np.concatenate(masks)
-    return {f"drafts/{name}": torch.from_numpy(column) for name, column in columns.items()}, described
-
-
-def _described(draft: Draft) -> dict[str, Any]:
-    found: dict[str, Any] = {"sample": draft.sample, "tokens": len(draft.tokens), "finish": draft.finish}
-    if draft.drawn is not None:
-        found["drawn"] = len(draft.log_probs)
-    if draft.episode is not None:
-        found |= {"episode": draft.episode.plain(), "branch": draft.branch, "prompt": draft.prompt_ids}
+    if trajectory.drawn is not None:
+        found["drawn"] = len(trajectory.log_probs)
+    if trajectory.episode is not None:
+        prompt = trajectory.prompt_ids or None
+        found |= {"episode": trajectory.episode.plain(), "branch": trajectory.branch, "prompt": prompt}
     return found
 
 
-def drafts_from_disk(tensors: dict[str, Tensor], described: Iterable[dict[str, Any]]) -> list[UnderWay]:
+def partials_from_disk(tensors: dict[str, Tensor], described: Iterable[dict[str, Any]]) -> list[UnderWay]:
     columns = {name.removeprefix("drafts/"): column.numpy() for name, column in tensors.items()}
     taken = dict.fromkeys(columns, 0)
 
@@ -61,28 +65,32 @@ def drafts_from_disk(tensors: dict[str, Tensor], described: Iterable[dict[str, A
 
     groups = []
     for group in described:
-        drafts = []
-        for draft in group["drafts"]:
-            tokens, drawn = draft["tokens"], draft.get("drawn", draft["tokens"])
-            own = (next_of("ids", tokens), next_of("log_probs", drawn), next_of("versions", drawn))
-            mask = next_of("drawn", tokens) if "drawn" in draft else None
-            episode = Episode.of_plain(draft["episode"]) if "episode" in draft else None
-            more = {"branch": draft.get("branch", 0), "prompt_ids": draft.get("prompt")}
-            drafts.append(Draft(draft["sample"], *own, draft["finish"], mask, episode, **more))
-        groups.append(UnderWay(**{**group, "drafts": drafts}))
+        trajectories = []
+        for found in group["drafts"]:
+            tokens, drawn = found["tokens"], found.get("drawn", found["tokens"])
+            trajectory = Trajectory(
+                *(0, found["sample"], found.get("prompt") or []),
+                *(next_of("ids", tokens), next_of("log_probs", drawn), found["finish"]),
+                versions=next_of("versions", drawn),
+                drawn=next_of("drawn", tokens) if "drawn" in found else None,
+                episode=Episode.of_plain(found["episode"]) if "episode" in found else None,
+                branch=found.get("branch", 0),
+            )
+            trajectories.append(trajectory)
+        groups.append(UnderWay(group["place"], group["version"], group["row"], group["seed"], trajectories))
     return groups
 
 
 def fitting(group: UnderWay, sampling: SamplingParams) -> UnderWay:
     """For a run that was told on resume to draw fewer or shorter answers: none is more than that."""
-    drafts = []
-    for draft in group.drafts:
-        if draft.sample >= sampling.n:
+    found = []
+    for one in group.trajectories:
+        if one.sample >= sampling.n:
             continue
-        # In an episode the limit is one of a turn, and whoever plays it looks at that.
-        full = draft.finish is None and draft.episode is None and len(draft.tokens) >= sampling.max_new_tokens
-        drafts.append(replace(draft, finish="length") if full else draft)
-    return replace(group, drafts=drafts)
+        # In an episode the limit is one of a turn, and the environment's session applies it.
+        full = one.finish is None and one.episode is None and len(one.tokens) >= sampling.max_new_tokens
+        found.append(replace(one, finish="length") if full else one)
+    return replace(group, trajectories=found)
 
 
 def whole_on_disk(judged: dict[int, Experience], written: dict[int, Answers]) -> Kept:

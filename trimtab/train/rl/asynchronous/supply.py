@@ -21,9 +21,9 @@ from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.train.rl.answers import Answers, UnderWay
 from trimtab.train.rl.asking import Asking
 from trimtab.train.rl.asynchronous.groups import (
-    drafts_from_disk,
-    drafts_on_disk,
     fitting,
+    partials_from_disk,
+    partials_on_disk,
     whole_from_disk,
     whole_on_disk,
 )
@@ -195,7 +195,7 @@ class Ahead(Supply):
     def state(self, *, in_hand: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if self.handed_out and not in_hand:
             self._put_back()
-        drafts, under_way = drafts_on_disk(self.writers.unfinished())
+        drafts, under_way = partials_on_disk(self.writers.unfinished())
         columns, whole = whole_on_disk(self.judged, self.written)
         state = {"ledger": self.ledger.state(), "bound": self.ledger.bound, "last": self.last}
         state |= {"failed_episodes": self.failures.episodes} if self.options.plays else {}
@@ -213,7 +213,7 @@ class Ahead(Supply):
         drafts = {name: column for name, column in tensors.items() if name.startswith("drafts/")}
         columns = {name: column for name, column in tensors.items() if name not in drafts}
         self.judged, self.written = whole_from_disk(columns, state["whole"])
-        self.writers.admit([fitting(group, self.sampling) for group in drafts_from_disk(drafts, state["under_way"])])
+        self.writers.admit([fitting(group, self.sampling) for group in partials_from_disk(drafts, state["under_way"])])
 
 
 class Clock:

@@ -14,7 +14,7 @@ from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.kv_cache import KVCache
 from trimtab.rollout.builtin.model_runner import ModelRunner
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Draft
+from trimtab.rollout.trajectory import Trajectory
 
 PROMPTS, SEEDS = prompts((5, 17, 33, 1)), [11, 12, 13, 14]
 DRAWN = SamplingParams(max_new_tokens=21, n=2, temperature=0.9)
@@ -29,7 +29,7 @@ def interrupted(engine, sampling, steps, between=lambda: None, given=PROMPTS, se
     drafts = {prompt: None for prompt in range(len(given))}
     while drafts:
         with engine.session(sampling) as session:
-            asked = [(session.add(given[p], seed=seeds[p], drafts=kept), p) for p, kept in drafts.items()]
+            asked = [(session.add(given[p], seed=seeds[p], partials=kept), p) for p, kept in drafts.items()]
             of = dict(asked)
             found = []
             for _ in range(calls):
@@ -40,7 +40,7 @@ def interrupted(engine, sampling, steps, between=lambda: None, given=PROMPTS, se
         for rollout in found:
             prompt = of[rollout.prompt]
             if rollout.finish == "abort":
-                drafts.setdefault(prompt, []).append(Draft.of(rollout))
+                drafts.setdefault(prompt, []).append(rollout.stored())
             else:
                 finished[prompt, rollout.sample] = replace(rollout, prompt=prompt)
         rounds += 1
@@ -186,14 +186,17 @@ def test_drafts_are_those_samples_alone_and_count_towards_the_limit():
     engine = BuiltinEngine(policy)
     whole = engine.generate(PROMPTS[:1], replace(DRAWN, n=4), seeds=[3])
     last = whole[3]
-    drafts = [Draft(3, last.ids[:20], last.log_probs[:20], last.versions[:20]), Draft.empty(1)]
+    drafts = [
+        Trajectory(0, 3, [], last.ids[:20], last.log_probs[:20], versions=last.versions[:20]),
+        Trajectory.empty(1),
+    ]
     before = engine.tokens_read
     with engine.session(replace(DRAWN, n=4)) as session:
-        session.add(PROMPTS[0], seed=3, drafts=drafts)
+        session.add(PROMPTS[0], seed=3, partials=drafts)
         found = sorted(session, key=lambda r: r.sample)
         assert_same(found, [whole[1], whole[3]])
         assert engine.tokens_read - before == len(PROMPTS[0]) + 19
-        session.add(PROMPTS[0], seed=3, drafts=[])
+        session.add(PROMPTS[0], seed=3, partials=[])
         assert list(session) == []
         with pytest.raises(UserError, match="20 tokens already, and its limit is 20; give at least 21"):
-            session.add(PROMPTS[0], seed=3, limit=20, drafts=drafts)
+            session.add(PROMPTS[0], seed=3, limit=20, partials=drafts)

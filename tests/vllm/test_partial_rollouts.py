@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.rollout.test_drafts import assert_same, check_under_new_weights, interrupted, trained
+from tests.rollout.test_partial_rollouts import assert_same, check_under_new_weights, interrupted, trained
 from tests.vllm.conftest import engine_of, write_model
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.sampling import SamplingParams, request_seed
-from trimtab.rollout.trajectory import Draft
+from trimtab.rollout.trajectory import Trajectory
 
 PROMPTS, SEEDS = [[5, 6, 7, 8], [9, 10, 11], [12]], [1, 2, 3]
 GREEDY = SamplingParams(max_new_tokens=24, n=2, temperature=0)
@@ -90,7 +90,7 @@ def test_an_empty_draft_is_the_sample_from_the_beginning(made):
     drawn = SamplingParams(max_new_tokens=12, n=3)
     expected = engine.generate(PROMPTS[:1], drawn, seeds=[4])
     with engine.session(drawn) as session:
-        session.add(PROMPTS[0], seed=4, drafts=[Draft.empty(2), Draft.empty(0)])
+        session.add(PROMPTS[0], seed=4, partials=[Trajectory.empty(2), Trajectory.empty(0)])
         found = sorted(session, key=lambda r: r.sample)
     assert_same(found, [expected[0], expected[2]], LIMIT)
 
