@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 MAY_IMPORT = {
     "cli": {
         *("running", "config", "train", "rewards", "models", "distributed", "evaluate", "report", "embedded"),
-        *("data.hub", "data.knights", "envs", "watching", "errors", "files"),
+        *("data.hub", "data.knights", "envs", "rollout.trajectory", "watching", "errors", "files"),
         *("server", "sandbox", "output"),
     },
     # What command and function have in common.

@@ -76,10 +76,9 @@ class Sample:
     @classmethod
     def of(cls, rollout: Trajectory, text: str, temperature: float) -> "Sample":
         """What an engine gave."""
-        drawn = np.ones(len(rollout.tokens), dtype=bool) if rollout.drawn is None else rollout.drawn
         return cls(
-            [*rollout.prompt_ids, *rollout.ids],
-            np.concatenate([np.zeros(len(rollout.prompt_ids), dtype=bool), drawn]),
+            rollout.whole_ids,
+            np.concatenate([np.zeros(len(rollout.prompt_ids), dtype=bool), rollout.mask]),
             np.asarray(rollout.log_probs, dtype=np.float32),
             rollout.finish_reason,
             text=text,

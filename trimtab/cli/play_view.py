@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +11,7 @@ from rich.text import Text
 
 from trimtab.envs.types import Message, Task
 from trimtab.evaluate.playing import Heard, Over, Playing
-from trimtab.evaluate.playing import Sequence as Tokens
+from trimtab.rollout.trajectory import Trajectory
 
 ENDS = {
     "stop": "over",
@@ -66,7 +66,7 @@ class View:
     def close(self, over: Over) -> None:
         episode, sequences = over.episode, over.sequences
         beside = f" ({episode.last_reward:+g} for the whole)" if episode.last_reward else ""
-        whole, drawn = (sum(map(len, found)) for found in zip(*((s.ids, s.log_probs) for s in sequences)))
+        whole, drawn = (sum(map(len, found)) for found in zip(*((s.whole_ids, s.log_probs) for s in sequences)))
         facts = [_counted(len(episode.turns), "turn")]
         facts += [f"{_counted(whole, 'token')}, of which {drawn} carry loss"] if self.with_tokens else []
         facts += [_counted(len(sequences), "sequence")] if len(sequences) > 1 else []
@@ -82,19 +82,19 @@ class View:
             if self.every_token:
                 self.console.print(self.table(sequence))
 
-    def strip(self, sequence: Tokens) -> Text:
+    def strip(self, sequence: Trajectory) -> Text:
         """All that the model has before it; what it drew itself, which carries loss, in brackets and token by token."""
         found, decode = Text("  "), self.playing.tokenizer.decode
-        for drawn, run in itertools.groupby(zip(sequence.drawn, sequence.ids), key=lambda token: token[0]):
+        for drawn, run in itertools.groupby(_masked(sequence), key=lambda token: token[0]):
             ids = [token for _, token in run]
             shown = f"[{'|'.join(decode([token]) for token in ids)}]" if drawn else decode(ids)
             found.append(shown.replace("\n", "⏎"), DRAWN if drawn else READ)
         return found
 
-    def table(self, sequence: Tokens) -> Table:
+    def table(self, sequence: Trajectory) -> Table:
         table = Table("place", "id", "token", "drawn", "log-prob", box=None, padding=(0, 2, 0, 0), header_style="bold")
         log_probs = iter(sequence.log_probs)
-        for place, (drawn, token) in enumerate(zip(sequence.drawn, sequence.ids)):
+        for place, (drawn, token) in enumerate(_masked(sequence)):
             piece = self.playing.tokenizer.decode([token]).replace("\n", "⏎")
             cells = (str(place), str(token), piece, *(("yes", f"{next(log_probs):.4f}") if drawn else ("", "")))
             table.add_row(*(Text(cell, DRAWN if drawn else READ) for cell in cells))
@@ -106,6 +106,11 @@ class View:
 
 HIDDEN = {"turns", "episode_length", "branches", "seconds_environment"}
 """Figures that are said in other words, or are the machine's own."""
+
+
+def _masked(sequence: Trajectory) -> Iterator[tuple[bool, int]]:
+    """Every token, prompt and all, and whether the model drew it."""
+    return zip([False] * len(sequence.prompt_ids) + sequence.mask.tolist(), sequence.whole_ids)
 
 
 def _counted(number: int, noun: str) -> str:

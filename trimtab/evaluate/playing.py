@@ -35,25 +35,10 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Sequence:
-    """What the trainer reads, prompt and all. `drawn`: which of the tokens carry loss; log-probs are theirs."""
-
-    ids: list[int]
-    drawn: list[bool]
-    log_probs: list[float]
-
-    @classmethod
-    def of(cls, rollout: Trajectory) -> "Sequence":
-        assert rollout.drawn is not None, "an episode says it of every token"
-        before = rollout.prompt_ids
-        return cls([*before, *rollout.ids], [False] * len(before) + rollout.drawn.tolist(), rollout.log_probs.tolist())
-
-
-@dataclass(frozen=True)
 class Over:
     episode: Episode
     finish: Finish
-    sequences: list[Sequence]
+    sequences: list[Trajectory]  # one for each branch
 
 
 class Playing:
@@ -162,7 +147,7 @@ class Playing:
             yield self._opening(task, episode)
         for heard in episode.said[told:]:
             yield Heard(heard, found[heard.branch].ids[heard.start : heard.end])
-        yield Over(episode, found[-1].finish_reason, [Sequence.of(rollout) for rollout in found])
+        yield Over(episode, found[-1].finish_reason, found)
 
     def _opening(self, task: Task, episode: Episode) -> Heard:
         messages = task.asked if episode.opening is None else episode.opening
