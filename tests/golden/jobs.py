@@ -91,6 +91,7 @@ JOBS = [
     command("replayed", f"grpo {RL} {OUT} --init_kl_coef 0 --replay recorded", uses="async, staleness 1"),
     command("generate", f"{GENERATE} {REWARD}"),
     command("generate, environment", f"{GENERATE_EPISODES} --best_of_n 2"),
+    Job("servers", program="served.py"),
     Job("Learner, episodes", program="player.py"),
     Job("Learner", program="learner.py"),
     command("resumed sft", SFT, stop="SIGTERM rows 2"),
