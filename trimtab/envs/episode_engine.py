@@ -90,7 +90,7 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
 
     def replies(self, seconds: float) -> list[Reply]:
         """New replies, and earlier ones to episodes that were parked then. Replies to parked episodes are kept."""
-        parked = {under_way.number for _, under_way in self._parked.values()}
+        parked = {active.number for _, active in self._parked.values()}
         found = [self._inbox.pop(number) for number in list(self._inbox) if number not in parked]
         for reply in self._instances.finished(0.0 if found else seconds):
             if reply.episode in parked:
@@ -99,9 +99,9 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
                 found.append(reply)
         return found
 
-    def park(self, under_way: EpisodeT, episode: Episode) -> None:
+    def park(self, active: EpisodeT, episode: Episode) -> None:
         """Keep the instance for a session that resumes from this very record."""
-        self._parked[id(episode)] = (episode, under_way)
+        self._parked[id(episode)] = (episode, active)
 
     def unpark(self, episode: Episode | None) -> EpisodeT | None:
         if self._session is not None:
@@ -111,18 +111,18 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
     def parked(self) -> set[int]:
         return set(self._parked)
 
-    def give_up(self, records: Collection[int]) -> None:
+    def drop_parked(self, records: Collection[int]) -> None:
         """Drop parked episodes that were not resumed."""
         for record in records:
             if (found := self._parked.pop(record, None)) is not None:
                 self.drop(found[1])
 
-    def drop(self, under_way: EpisodeT) -> None:
+    def drop(self, active: EpisodeT) -> None:
         """End the instance of an episode."""
-        self._instances.drop(under_way.number)
-        self._inbox.pop(under_way.number, None)
+        self._instances.drop(active.number)
+        self._inbox.pop(active.number, None)
 
-    def ended(self) -> None:
+    def session_closed(self) -> None:
         self._session = None
 
     # ---- the engine inside
@@ -153,7 +153,7 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
 
     def close(self) -> None:
         """Close the pool, but not the inner engine, which belongs to the caller."""
-        self.give_up(list(self._parked))
+        self.drop_parked(list(self._parked))
         self._instances.close()
 
 
@@ -164,7 +164,7 @@ class EpisodeSession(BaseSession, Generic[EpisodeT]):
         super().__init__()
         self.sampling = sampling
         self.inner = engine.engine.session(replace(sampling, n=1))
-        self.under_way: dict[int, EpisodeT] = {}  # by number
+        self.active: dict[int, EpisodeT] = {}  # by number
         self._finished: list[Trajectory] = []
         self.to_resume = engine.parked()
         """Records that are dropped at the end of the session unless they were resumed."""
@@ -194,7 +194,7 @@ class EpisodeSession(BaseSession, Generic[EpisodeT]):
             own.sort(key=lambda partial: partial.branch)
             at = replace(task, sample=sample)
             self.begin(number, request_seed(seed, sample), at, list(prompt_ids), limit, own)
-        self.inner.expect(len(self.under_way))  # their turns begin one by one, as resets return
+        self.inner.expect(len(self.active))  # their turns begin one by one, as resets return
         return number
 
     def begin(
@@ -205,7 +205,16 @@ class EpisodeSession(BaseSession, Generic[EpisodeT]):
 
     @property
     def busy(self) -> bool:
-        return bool(self.under_way or self._finished)
+        return bool(self.active or self._finished)
+
+    def finish(self, trajectories: list[Trajectory]) -> None:
+        """Return an episode's trajectories, one for each branch, from the next `advance`."""
+        last, episode = trajectories[-1], trajectories[-1].episode
+        assert episode is not None, "they have its record"
+        if last.finish not in ("abort", "failed"):
+            turns, length = float(len(episode.turns)), float(last.length)
+            episode.logs |= {"turns": turns, "episode_length": length, "branches": float(len(trajectories))}
+        self._finished += trajectories
 
     def take_finished(self) -> list[Trajectory]:
         finished, self._finished = self._finished, []

@@ -74,7 +74,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
     ) -> None:
         if (parked := self.engine.unpark(partials[0].episode)) is not None:  # its environment is still there
             parked.request, parked.limit = request, limit
-            self.under_way[parked.number] = parked
+            self.active[parked.number] = parked
             if parked.phase is EpisodePhase.GENERATING:
                 self._generate(parked)
             return
@@ -87,28 +87,28 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         aborted, self._aborted = self._aborted, set()
         self._abort(aborted)
         if self.inner.busy and not self._finished:
-            if len(self.under_way) > len(self.generating):  # an environment may answer meanwhile
+            if len(self.active) > len(self.generating):  # an environment may answer meanwhile
                 steps = decode_chunk_size(steps, full=self.inner.full)
             for rollout in self.inner.advance(steps):
                 if (state := self.generating.pop(rollout.prompt, None)) is not None:
                     self._generated(state, rollout)
-        if self.under_way:
+        if self.active:
             self._poll(0.0 if self.inner.busy or self._finished else POLL_SECONDS)
         return self.take_finished()
 
     def drawn(self, request: int) -> list[int]:
-        state = next((s for s in self.under_way.values() if (s.request, s.sample) == (request, 0)), None)
-        if state is None or not state.now.strands:
+        state = next((s for s in self.active.values() if (s.request, s.sample) == (request, 0)), None)
+        if state is None or not state.now.trajectories:
             return []
         inner = [] if state.now.request is None else self.inner.drawn(state.now.request)
-        return state.strand.tokens.tolist() + inner
+        return state.trajectory.tokens.tolist() + inner
 
     def at_work(self) -> dict[tuple[int, int], int]:
         inner = self.inner.at_work()
         found = {}
-        for state in list(self.under_way.values()):
+        for state in list(self.active.values()):
             now = state.now
-            drawn = sum(len(strand.log_probs) for strand in now.strands)
+            drawn = sum(len(trajectory.log_probs) for trajectory in now.trajectories)
             part = 0 if now.part is None else len(now.part.tokens)
             more = part if now.request is None else inner.get((now.request, 0), part)
             found[state.request, state.sample] = drawn + more
@@ -117,7 +117,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
     def partials(self) -> dict[int, list[Trajectory]]:
         inner = self.inner.partials()
         found: dict[int, list[Trajectory]] = {}
-        for state in list(self.under_way.values()):
+        for state in list(self.active.values()):
             now = state.now
             parts = [] if now.request is None else inner.get(now.request, [])
             found.setdefault(state.request, []).extend(state.partials(parts[0] if parts else None, now))
@@ -125,11 +125,11 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
 
     def close(self) -> None:
         self.inner.close()
-        for number in self.under_way:
+        for number in self.active:
             self.engine.pool.drop(number)
-        self.under_way.clear()
-        self.engine.give_up(self.to_resume)
-        self.engine.ended()
+        self.active.clear()
+        self.engine.drop_parked(self.to_resume)
+        self.engine.session_closed()
 
     # ---- replies of environments
 
@@ -138,7 +138,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         with pulse.waiting():  # environments have their own time limits
             replies = self.engine.replies(seconds)
         for reply in replies:
-            if (state := self.under_way.get(reply.episode)) is not None:
+            if (state := self.active.get(reply.episode)) is not None:
                 self._handle(state, reply)
 
     def _handle(self, state: EpisodeState, reply: Reply) -> None:
@@ -162,7 +162,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
     # ---- the beginning and the end of an episode
 
     def _reset(self, state: EpisodeState) -> None:
-        self.under_way[state.number] = state
+        self.active[state.number] = state
         self.engine.pool.reset(state.number, state.task)
 
     def _opened(self, state: EpisodeState, reply: Opened) -> None:
@@ -170,13 +170,13 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         prompt = first_tokens(state.chat, reply, state.task, state.prompt_ids)
         known = self._prompts.setdefault(state.request, prompt)
         prompt = known if known == prompt else prompt
-        if not state.now.strands:
+        if not state.now.trajectories:
             state.opening, state.now = reply.messages, EpisodeSnapshot((Trajectory.empty(state.sample, prompt),))
             self._generate(state)
         elif reply.messages != state.opening:
             self._restart(state)
         else:
-            state.now = replace(state.now, strands=_with_prompts(state, prompt))
+            state.now = replace(state.now, trajectories=_with_prompts(state, prompt))
             self._replay(state)
 
     def _end(self, state: EpisodeState, finish: Finish) -> None:
@@ -191,63 +191,57 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         self._finish(state, state.finish)
 
     def _finish(self, state: EpisodeState, finish: Finish, problem: str | None = None) -> None:
-        del self.under_way[state.number]
+        del self.active[state.number]
         episode = state.record(problem)
-        if finish not in ("abort", "failed"):
-            episode.logs |= {
-                "turns": float(state.now.turns),
-                "episode_length": float(state.strand.length),
-                "branches": float(len(state.now.strands)),
-            }
-        elif finish == "abort" and state.phase not in (EpisodePhase.RESETTING, EpisodePhase.REPLAYING):
+        if finish == "abort" and state.phase not in (EpisodePhase.RESETTING, EpisodePhase.REPLAYING):
             self.engine.park(state, episode)
-        self._finished += state.rollouts(finish, episode, self.sampling.plain_log_probs)
+        self.finish(state.rollouts(finish, episode, self.sampling.plain_log_probs))
 
     # ---- turns
 
     def _generate(self, state: EpisodeState) -> None:
         """Have the engine generate the next turn, if there is room for it."""
         own = state.next_sampling or {}
-        strand, part = state.strand, state.now.part
-        limit = min(own.get("max_new_tokens") or state.limit, self.max_length - strand.length)
+        trajectory, part = state.trajectory, state.now.part
+        limit = min(own.get("max_new_tokens") or state.limit, self.max_length - trajectory.length)
         if limit < 1:
             self._end(state, "context")
             return
         stops = own.get("stop_strings")
         with refusing():
             request = self.inner.add(
-                strand.whole_ids,
+                trajectory.whole_ids,
                 seed=request_seed(state.seed, state.now.turns),
                 limit=limit,
                 partials=None if part is None else [replace(part, sample=0)],
                 sampling=replace(self.sampling, n=1, stop_strings=tuple(stops)) if stops else None,
             )
         state.phase, state.since = EpisodePhase.GENERATING, time.monotonic()
-        state.now = EpisodeSnapshot(state.now.strands, state.now.said, request, part)
+        state.now = EpisodeSnapshot(state.now.trajectories, state.now.said, request, part)
         self.generating[request] = state
 
     def _generated(self, state: EpisodeState, rollout: Trajectory) -> None:
         assert state.chat is not None and rollout.finish in ("stop", "length")
-        strand = state.strand
-        message, text = state.chat.parser.turn(rollout.ids, strand.whole_ids, state.chat.stops)
-        start, branch = len(strand.tokens), len(state.now.strands) - 1
+        trajectory = state.trajectory
+        message, text = state.chat.parser.turn(rollout.ids, trajectory.whole_ids, state.chat.stops)
+        start, branch = len(trajectory.tokens), len(state.now.trajectories) - 1
         said = Said(
             *([message], start, start + len(rollout.ids), True, text, rollout.finish),
             seconds=time.monotonic() - state.since,
             branch=branch,
         )
-        wrote = strand.with_turn(rollout)
-        state.add(said, strands=(*state.now.strands[:-1], wrote))
+        wrote = trajectory.with_turn(rollout)
+        state.add(said, trajectories=(*state.now.trajectories[:-1], wrote))
         self._step(state, len(state.now.said) - 1)
 
     def _step(self, state: EpisodeState, index: int) -> None:
         """Give the environment the model's turn at this index of the record."""
         said = state.now.said[index]
-        strand = state.now.strands[said.branch]
+        trajectory = state.now.trajectories[said.branch]
         number = sum([earlier.drawn for earlier in state.now.said[:index]])
-        room = max(0, self.max_length - len(strand.prompt_ids) - said.end)
+        room = max(0, self.max_length - len(trajectory.prompt_ids) - said.end)
         finish: Literal["stop", "length"] = "length" if said.finish == "length" else "stop"
-        ids = strand.tokens[said.start : said.end].tolist()
+        ids = trajectory.tokens[said.start : said.end].tolist()
         if index == len(state.now.said) - 1:
             state.phase = EpisodePhase.STEPPING
         self.engine.pool.step(state.number, Turn(said.text, said.messages[0], ids, finish, number, room))
@@ -269,30 +263,30 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
     def _observe(self, state: EpisodeState, step: Step, seconds: float) -> None:
         """Append the observation, if there is room for it and one more token."""
         assert state.chat is not None
-        messages, strand, strands = _observation(state.chat, step), state.strand, state.now.strands
+        messages, trajectory, trajectories = _observation(state.chat, step), state.trajectory, state.now.trajectories
         turn = state.now.said[-1]
         ids = step.ids
         if ids is None:
-            drawn = strand.tokens[turn.start : turn.end].tolist()
-            ids = state.chat.after(strand.whole_ids, drawn, state.conversation(), messages)
+            drawn = trajectory.tokens[turn.start : turn.end].tolist()
+            ids = state.chat.after(trajectory.whole_ids, drawn, state.conversation(), messages)
         elif not all(0 <= token < state.chat.vocabulary for token in ids):
             raise ObservationError(
                 f"Step.ids has tokens that the tokenizer does not have: 0 to {state.chat.vocabulary - 1}"
             )
         if ids is not None:
-            strands, read = strands[:-1], strand.with_observation(ids)
+            trajectories, read = trajectories[:-1], trajectory.with_observation(ids)
         else:  # the template has changed the history: the conversation goes on in a new branch
             whole = state.chat.opening([*state.conversation(), *messages])
-            prompt = strands[0].prompt_ids
+            prompt = trajectories[0].prompt_ids
             kept = len(prompt) if whole[: len(prompt)] == prompt else 1
             read = Trajectory.empty(state.sample, prompt if kept > 1 else whole[:1]).with_observation(whole[kept:])
         if read.length + 1 > self.max_length:
             self._end(state, "context")
             return
-        branch = len(strands)
-        start = len(strand.tokens) if branch == turn.branch else 0
+        branch = len(trajectories)
+        start = len(trajectory.tokens) if branch == turn.branch else 0
         said = Said(messages, start, len(read.tokens), False, seconds=seconds, branch=branch)
-        state.add(said, strands=(*strands, read))
+        state.add(said, trajectories=(*trajectories, read))
         state.count_tools()
         state.next_sampling = step.sampling
         self._generate(state)
@@ -317,7 +311,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         if step.done or step.truncated:
             same = False
         elif step.ids is not None:
-            same = step.ids == state.now.strands[answer.branch].tokens[answer.start : answer.end].tolist()
+            same = step.ids == state.now.trajectories[answer.branch].tokens[answer.start : answer.end].tolist()
         else:
             same = _observation(state.chat, step) == answer.messages
         if not same:
@@ -329,7 +323,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
     def _restart(self, state: EpisodeState) -> None:
         """Begin the episode anew, in another instance."""
         self.engine.pool.drop(state.number)
-        del self.under_way[state.number]
+        del self.active[state.number]
         state.number = next(self.engine.numbers)
         state.clear()
         self._reset(state)
@@ -349,13 +343,13 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
             self._reset(state)
             return
         self._finish(state, "failed", reply.words)
-        for other in [other for other in self.under_way.values() if other.request == state.request]:
+        for other in [other for other in self.active.values() if other.request == state.request]:
             self._leave_engine([other])
             self.engine.pool.drop(other.number)
             self._finish(other, "failed")
 
     def _abort(self, requests: Collection[int]) -> None:
-        aborted = [state for state in self.under_way.values() if state.request in requests]
+        aborted = [state for state in self.active.values() if state.request in requests]
         self._leave_engine(aborted)
         for state in aborted:
             if state.phase in (EpisodePhase.RESETTING, EpisodePhase.REPLAYING):
@@ -399,9 +393,9 @@ def _with_prompts(state: EpisodeState, prompt: list[int]) -> tuple[Trajectory, .
     """The sequences of an episode that was restored from partials, which have no prompts: each begins with the
     conversation as it was rendered then."""
     assert state.chat is not None
-    strands = [replace(state.now.strands[0], prompt_ids=prompt)]
-    for branch, strand in enumerate(state.now.strands[1:], start=1):
+    trajectories = [replace(state.now.trajectories[0], prompt_ids=prompt)]
+    for branch, trajectory in enumerate(state.now.trajectories[1:], start=1):
         index = next(index for index, said in enumerate(state.now.said) if said.branch == branch)
         ids = state.chat.opening(state.conversation(index + 1))
-        strands.append(replace(strand, prompt_ids=ids[: len(ids) - state.now.said[index].end]))
-    return tuple(strands)
+        trajectories.append(replace(trajectory, prompt_ids=ids[: len(ids) - state.now.said[index].end]))
+    return tuple(trajectories)

@@ -27,7 +27,7 @@ class EpisodePhase(Enum):
 class EpisodeSnapshot:
     """An episode's data at one moment. Replaced as a whole, because other threads read it."""
 
-    strands: tuple[Trajectory, ...] = ()
+    trajectories: tuple[Trajectory, ...] = ()
     said: tuple[Said, ...] = ()
     request: int | None = None  # of the engine's session, that generates the next turn
     part: Trajectory | None = None  # of the next turn, from which the engine resumes
@@ -67,8 +67,8 @@ class EpisodeState:
         return self.task.sample
 
     @property
-    def strand(self) -> Trajectory:
-        return self.now.strands[-1]
+    def trajectory(self) -> Trajectory:
+        return self.now.trajectories[-1]
 
     def restore(self, partials: list[Trajectory]) -> None:
         """Restore the state from partials, one for each of its sequences in order. The environment must be replayed."""
@@ -82,18 +82,18 @@ class EpisodeState:
         self.counters = {name: record.logs.get(name, 0.0) for name in COUNTERS}
         self.logs = {name: value for name, value in record.logs.items() if name not in COUNTERS}
         # Each has the row's prompt until the environment's reset gives its own.
-        strands = tuple(
+        trajectories = tuple(
             replace(partial, prompt_ids=self.prompt_ids, drawn=partial.mask, episode=None) for partial in partials
         )
-        last = len(strands) - 1
+        last = len(trajectories) - 1
         end = max((said.end for said in record.said if said.branch == last), default=0)
-        strand, part = strands[-1], None
-        if (more := len(strand.tokens) - end) > 0:
-            log_probs, versions = strand.log_probs, strand.versions
-            part = Trajectory(0, 0, [], strand.tokens[end:], log_probs[-more:], versions=versions[-more:])
-            cut = replace(strand, tokens=strand.tokens[:end], drawn=strand.mask[:end])
-            strands = (*strands[:-1], replace(cut, log_probs=log_probs[:-more], versions=versions[:-more]))
-        self.now = EpisodeSnapshot(strands, tuple(record.said), part=part)
+        trajectory, part = trajectories[-1], None
+        if (more := len(trajectory.tokens) - end) > 0:
+            log_probs, versions = trajectory.log_probs, trajectory.versions
+            part = Trajectory(0, 0, [], trajectory.tokens[end:], log_probs[-more:], versions=versions[-more:])
+            cut = replace(trajectory, tokens=trajectory.tokens[:end], drawn=trajectory.mask[:end])
+            trajectories = (*trajectories[:-1], replace(cut, log_probs=log_probs[:-more], versions=versions[:-more]))
+        self.now = EpisodeSnapshot(trajectories, tuple(record.said), part=part)
 
     def clear(self) -> None:
         """Begin from nothing."""
@@ -102,8 +102,8 @@ class EpisodeState:
         self.counters, self.last_tools = dict.fromkeys(COUNTERS, 0.0), {}
         self.begun += 1
 
-    def add(self, said: Said, strands: tuple[Trajectory, ...]) -> None:
-        self.now = EpisodeSnapshot(strands, (*self.now.said, said))
+    def add(self, said: Said, trajectories: tuple[Trajectory, ...]) -> None:
+        self.now = EpisodeSnapshot(trajectories, (*self.now.said, said))
 
     def set_reward(self, reward: float) -> None:
         """Set the reward of the last turn."""
@@ -132,12 +132,12 @@ class EpisodeState:
     def partials(self, part: Trajectory | None, now: EpisodeSnapshot | None = None) -> list[Trajectory]:
         """The episode so far, with the part of the current turn that is generated."""
         now = now or self.now
-        if not now.strands:
+        if not now.trajectories:
             return [Trajectory.empty(self.sample)]
-        episode, strands = self.record(now=now), now.strands
+        episode, trajectories = self.record(now=now), now.trajectories
         part = now.part if part is None else part
         if part is not None:
-            strands = (*strands[:-1], strands[-1].with_turn(part))
+            trajectories = (*trajectories[:-1], trajectories[-1].with_turn(part))
         return [
             Trajectory(
                 *(0, self.sample, [], s.tokens, s.log_probs),
@@ -146,14 +146,14 @@ class EpisodeState:
                 episode=episode,
                 branch=branch,
             )
-            for branch, s in enumerate(strands)
+            for branch, s in enumerate(trajectories)
         ]
 
     def rollouts(self, finish: Finish, episode: Episode, plain: bool = False) -> list[Trajectory]:
         """One rollout for each of its sequences."""
-        strands = self.now.strands if finish != "failed" else ()
+        trajectories = self.now.trajectories if finish != "failed" else ()
         if finish == "abort" and self.now.part is not None:
-            strands = (*strands[:-1], strands[-1].with_turn(self.now.part))
+            trajectories = (*trajectories[:-1], trajectories[-1].with_turn(self.now.part))
         return [
             replace(
                 s,
@@ -165,5 +165,5 @@ class EpisodeState:
                 episode=episode,
                 branch=branch,
             )
-            for branch, s in enumerate(strands or [Trajectory.empty(self.sample, self.prompt_ids)])
+            for branch, s in enumerate(trajectories or [Trajectory.empty(self.sample, self.prompt_ids)])
         ]

@@ -52,9 +52,12 @@ class Trajectory:
         self.tokens = np.asarray(self.tokens, dtype=np.int32)
 
     @classmethod
-    def empty(cls, sample: int, prompt_ids: Sequence[int] = ()) -> "Trajectory":
+    def empty(cls, sample: int, prompt_ids: list[int] | None = None) -> "Trajectory":
+        """A trajectory without tokens. Samples of one prompt share its list."""
         tokens = np.zeros(0, dtype=np.int32)
-        return cls(0, sample, list(prompt_ids), tokens, tokens.astype(np.float32), versions=tokens)
+        return cls(
+            0, sample, [] if prompt_ids is None else prompt_ids, tokens, tokens.astype(np.float32), versions=tokens
+        )
 
     @cached_property
     def ids(self) -> list[int]:

@@ -151,7 +151,7 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         episode = partials[0].episode
         if (parked := self.engine.unpark(episode)) is not None:
             parked.request = request
-            self.under_way[parked.number] = parked
+            self.active[parked.number] = parked
             return
         self._start(request, seed, task, prompt_ids, 1 if episode is None else episode.begun + 1, 0)
 
@@ -159,38 +159,38 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         pulse.move()
         self._take_aborted()
         queue = self.engine.server.queue
-        if self._finished or not self.under_way:
+        if self._finished or not self.active:
             return self.take_finished()
         with pulse.waiting():  # an agent has a limit of its own
             asked = queue.wait(POLL_SECONDS)
         if asked:
             queue.step(self.inner, steps)
         for reply in self.engine.replies(0.0):
-            if (agent := self.under_way.get(reply.episode)) is not None:
+            if (agent := self.active.get(reply.episode)) is not None:
                 self._take(agent, reply)
         return self.take_finished()
 
     def drawn(self, request: int) -> list[int]:
-        first = next((v for v in self.under_way.values() if (v.request, v.sample) == (request, 0)), None)
+        first = next((v for v in self.active.values() if (v.request, v.sample) == (request, 0)), None)
         sequence = None if first is None else first.first_sequence()
         return [] if sequence is None else sequence.tokens.tolist()
 
     def at_work(self) -> dict[tuple[int, int], int]:
-        return {(agent.request, agent.sample): agent.tokens() for agent in list(self.under_way.values())}
+        return {(agent.request, agent.sample): agent.tokens() for agent in list(self.active.values())}
 
     def partials(self) -> dict[int, list[Trajectory]]:
         found: dict[int, list[Trajectory]] = {}
-        for agent in list(self.under_way.values()):
+        for agent in list(self.active.values()):
             found.setdefault(agent.request, []).extend(agent.partials())
         return found
 
     def close(self) -> None:
-        for agent in list(self.under_way.values()):
+        for agent in list(self.active.values()):
             self._leave(agent)
-        self.engine.give_up(self.to_resume)
+        self.engine.drop_parked(self.to_resume)
         self.engine.server.queue.suspend(self.inner)
         self.inner.close()
-        self.engine.ended()
+        self.engine.session_closed()
 
     # ---- an episode
 
@@ -199,7 +199,7 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         record = SessionRecord(seed, self.engine.settings.max_turns, self.sampling)
         self.engine.server.sessions.open(session, record)
         agent = AgentEpisode(number, request, seed, task, prompt_ids, session, record, begun, failures)
-        self.under_way[number] = agent
+        self.active[number] = agent
         self.engine.run(agent)
 
     def _take(self, agent: AgentEpisode, reply: Reply) -> None:
@@ -207,14 +207,14 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         if isinstance(reply, Ended):
             agent.reward, agent.logs, agent.seconds = reply.reward, reply.logs, agent.seconds + reply.seconds
             if agent.record.turns:
-                self._hand_over(agent, refused or "stop")
+                self._finish(agent, refused or "stop")
             else:
                 self._failed(agent, "the agent has ended without asking for a turn")
         else:
             assert isinstance(reply, Broken), "an agent runs, and nothing else"
             if refused is not None and agent.record.turns:
                 # Agents often end with an error when the context is full, and then report no reward.
-                self._hand_over(agent, refused)
+                self._finish(agent, refused)
             elif reply.innocent:
                 self._again(agent, agent.failures)
             else:
@@ -224,33 +224,27 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         if agent.failures < self.engine.settings.retries:
             self._again(agent, agent.failures + 1)
             return
-        self._hand_over(agent, "failed", words)
-        for other in [other for other in self.under_way.values() if other.request == agent.request]:
-            self._hand_over(other, "failed")
+        self._finish(agent, "failed", words)
+        for other in [other for other in self.active.values() if other.request == agent.request]:
+            self._finish(other, "failed")
 
     def _again(self, agent: AgentEpisode, failures: int) -> None:
         self._leave(agent)
         self._start(agent.request, agent.seed, agent.task, agent.prompt_ids, agent.begun + 1, failures)
 
-    def _hand_over(self, agent: AgentEpisode, finish: Finish, problem: str | None = None) -> None:
+    def _finish(self, agent: AgentEpisode, finish: Finish, problem: str | None = None) -> None:
         self._leave(agent)
-        rollouts = agent.rollouts(finish, problem)
-        if finish != "failed":
-            last = rollouts[-1]
-            assert last.episode is not None, "they have one"
-            length, turns = float(len(last.prompt_ids) + len(last.tokens)), float(len(last.episode.turns))
-            last.episode.logs |= {"turns": turns, "episode_length": length, "branches": float(len(rollouts))}
-        self._finished += rollouts
+        self.finish(agent.rollouts(finish, problem))
 
     def _leave(self, agent: AgentEpisode) -> None:
-        self.under_way.pop(agent.number, None)
+        self.active.pop(agent.number, None)
         self.engine.drop(agent)
 
     def _take_aborted(self) -> None:
-        gone = [agent for agent in self.under_way.values() if agent.request in self._aborted]
+        gone = [agent for agent in self.active.values() if agent.request in self._aborted]
         self._aborted.clear()
         for agent in gone:
-            del self.under_way[agent.number]
+            del self.active[agent.number]
             rollouts = agent.rollouts("abort")
             assert rollouts[0].episode is not None, "they have one"
             self.engine.park(agent, rollouts[0].episode)
