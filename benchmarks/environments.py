@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from trimtab.envs.environment_pool import Ended, EnvironmentPool, Opened, SandboxLimits, Stepped
 from trimtab.envs.loader import load
-from trimtab.envs.pool import Ended, EnvironmentPool, Opened, SandboxLimits, Stepped
 from trimtab.envs.types import Task, Turn
 
 TURNS = 4

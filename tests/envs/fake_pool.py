@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trimtab.envs.adapter import EnvironmentInfo
-from trimtab.envs.pool import Broken, Ended, Opened, Stepped
+from trimtab.envs.environment_pool import Broken, Ended, Opened, Stepped
 from trimtab.envs.types import Step, Task, Turn
 
 

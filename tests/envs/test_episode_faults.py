@@ -5,7 +5,7 @@ import textwrap
 import pytest
 
 from tests.envs.episodes import make_policy, plain, play, player
-from trimtab.envs.pool import EnvironmentPool, SandboxLimits
+from trimtab.envs.environment_pool import EnvironmentPool, SandboxLimits
 
 CODE = """
     import os, pathlib, signal, sys, time

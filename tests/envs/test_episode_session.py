@@ -19,7 +19,7 @@ from tests.envs.episodes import (
 )
 from tests.envs.fake_pool import Counting, Fault, Pool
 from tests.envs.test_chat_tokens import REFUSED, templates
-from trimtab.envs.pool import Stepped
+from trimtab.envs.environment_pool import Stepped
 from trimtab.envs.types import Step
 from trimtab.rollout.engine import Engine, Session
 

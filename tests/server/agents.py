@@ -4,7 +4,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from trimtab.envs.pool import Broken, Ended
+from trimtab.envs.environment_pool import Broken, Ended
 
 
 class Agents:

@@ -10,7 +10,7 @@ import torch
 
 from tests.server.agents import Agents
 from tests.server.running import TEMPLATE, engine, plain_model, tokenizer
-from trimtab.envs.pool import EnvironmentPool, SandboxLimits
+from trimtab.envs.environment_pool import EnvironmentPool, SandboxLimits
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.server.agents import AgentServerEngine

@@ -17,7 +17,7 @@ from trimtab.config.catalogue import options_of
 from trimtab.config.checks import check
 from trimtab.config.parse import value_of
 from trimtab.data.tokenizer import texts_of
-from trimtab.envs.pool import EnvironmentPool, LocalEnvironments, SandboxLimits
+from trimtab.envs.environment_pool import EnvironmentPool, LocalEnvironments, SandboxLimits
 from trimtab.envs.types import Message, Task
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine

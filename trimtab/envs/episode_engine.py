@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from trimtab.distributed.peers import Peers
 from trimtab.envs.adapter import EnvironmentInfo
-from trimtab.envs.pool import Broken, Ended, Opened, Reply, Stepped
+from trimtab.envs.environment_pool import Broken, Ended, Opened, Reply, Stepped
 from trimtab.envs.types import EpisodeSettings, Step, Task, Turn
 from trimtab.errors import RunFailed, UserError
 from trimtab.rollout.engine import AT_WORK, BaseEngine, BaseSession, Engine, Session

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.config.agents import EnvironmentOptions
 from trimtab.data.sources import own_rows
 from trimtab.envs.chat_tokens import ChatTokens, ObservationError
+from trimtab.envs.environment_pool import Broken, EnvironmentPool, LocalEnvironments, Opened, Reply, SandboxLimits
 from trimtab.envs.episode_session import EnvironmentEngine, first_tokens
-from trimtab.envs.pool import Broken, EnvironmentPool, LocalEnvironments, Opened, Reply, SandboxLimits
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine

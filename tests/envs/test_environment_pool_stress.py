@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.envs.pool import Broken, Ended, EnvironmentPool, Opened, SandboxLimits, Stepped
+from trimtab.envs.environment_pool import Broken, Ended, EnvironmentPool, Opened, SandboxLimits, Stepped
 from trimtab.envs.types import Task, Turn
 
 CODE = """

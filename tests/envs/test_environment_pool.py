@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.envs import pool as workers
-from trimtab.envs.pool import Broken, Ended, EnvironmentPool, LocalEnvironments, Opened, SandboxLimits, Stepped
+from trimtab.envs import environment_pool
+from trimtab.envs.environment_pool import (
+    Broken,
+    Ended,
+    EnvironmentPool,
+    LocalEnvironments,
+    Opened,
+    SandboxLimits,
+    Stepped,
+)
 from trimtab.envs.types import Step, Task, Turn
 from trimtab.errors import UserError
 from trimtab.sandbox.process import RunStopped
@@ -251,7 +259,7 @@ def test_who_dies_or_hangs_is_named_and_others_there_are_innocent(pool_of, text,
 
 @pytest.mark.parametrize("where", ["in a process", "here"])
 def test_a_call_that_takes_long_is_reported_once_while_it_is_waited_for(pool_of, where, monkeypatch, capfd):
-    monkeypatch.setattr(workers, "PATIENCE", 0.3)
+    monkeypatch.setattr(environment_pool, "PATIENCE", 0.3)
     if where == "here":
 
         class World:
@@ -283,8 +291,8 @@ def test_a_call_that_takes_long_is_reported_once_while_it_is_waited_for(pool_of,
 
 
 def test_an_environment_that_is_always_slow_is_reported_once(monkeypatch, capsys):
-    monkeypatch.setattr(workers, "PATIENCE", 0.2)
-    calls = workers.PendingCalls("slow.py", 60.0)
+    monkeypatch.setattr(environment_pool, "PATIENCE", 0.2)
+    calls = environment_pool.PendingCalls("slow.py", 60.0)
     for expected in (1, 0):
         calls.begin(7, "reset", Task(7, 0, 0))
         time.sleep(0.25)
