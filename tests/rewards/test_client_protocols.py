@@ -3,7 +3,7 @@
 import pytest
 
 from tests.rewards.samples import request_of
-from trimtab.rewards.client import PROTOCOLS, NotUnderstood, encode, protocol_of
+from trimtab.rewards.client import PROTOCOLS, ProtocolError, encode, protocol_of
 from trimtab.rewards.types import RewardFailed, RewardResult
 
 OPENRLHF, PADDLENLP = PROTOCOLS["openrlhf"], PROTOCOLS["paddlenlp"]
@@ -40,9 +40,9 @@ def test_an_error_code_is_a_failure_and_a_strange_reply_is_not_understood():
     with pytest.raises(RewardFailed, match="error 3: no paper"):
         PADDLENLP.read_reply({"error_code": 3, "error_msg": "no paper", "score": [1.0]}, 1)
     for protocol in PROTOCOLS.values():
-        with pytest.raises(NotUnderstood, match="a reply with other in place of"):
+        with pytest.raises(ProtocolError, match="a reply with other in place of"):
             protocol.read_reply({"other": 1}, 1)
-    with pytest.raises(NotUnderstood, match="query or src"):
+    with pytest.raises(ProtocolError, match="query or src"):
         protocol_of({"text": []})
 
 

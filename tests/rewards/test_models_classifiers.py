@@ -14,7 +14,7 @@ from trimtab.config.jobs import AttackOptions, TailOptions
 from trimtab.distributed.device import find_device
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.rewards.build import build_reward
-from trimtab.rewards.models import ClassifierReward, ModelReward, keep, load_judge, reading_of
+from trimtab.rewards.models import ClassifierReward, ModelReward, input_format, kept_tokens, load_classifier_reward
 from trimtab.rewards.types import RewardRequest
 
 QUESTIONS = ["sort 4931>", "hello?", "a long question with many words, all of them here."]
@@ -47,7 +47,7 @@ def tokenizer_of(folder):
 
 
 def judge(folder, **changes):
-    return load_judge(folder, AttackOptions(**changes), find_device(), policy_tokenizer=make_tokenizer())
+    return load_classifier_reward(folder, AttackOptions(**changes), find_device(), policy_tokenizer=make_tokenizer())
 
 
 def test_a_pair_is_read_as_two_inputs_without_template_and_end(folder):
@@ -80,9 +80,9 @@ def test_the_limit_of_the_model_holds_where_the_option_is_larger(folder):
 
 def test_an_answer_that_alone_is_too_long_loses_its_end():
     owners = [None, 0, 0, None, 1, 1, 1, None]
-    assert keep(owners, 8) == [*range(8)]
-    assert keep(owners, 7) == [0, 2, 3, 4, 5, 6, 7]
-    assert keep(owners, 5) == [0, 3, 4, 5, 7]
+    assert kept_tokens(owners, 8) == [*range(8)]
+    assert kept_tokens(owners, 7) == [0, 2, 3, 4, 5, 6, 7]
+    assert kept_tokens(owners, 5) == [0, 3, 4, 5, 7]
 
 
 def test_passes_of_any_size_give_the_same_rewards(folder):
@@ -105,8 +105,8 @@ def test_a_decoder_reads_its_own_chat_template_and_known_names_keep_their_kind(f
     config.num_labels = 1
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    assert reading_of(str(tmp_path), None) == "chat" and reading_of(str(tmp_path), "text") == "text"
-    assert reading_of("nicholasKluge/ToxicityModel", None) == "text"
+    assert input_format(str(tmp_path), None) == "chat" and input_format(str(tmp_path), "text") == "text"
+    assert input_format("nicholasKluge/ToxicityModel", None) == "text"
     assert type(judge(str(tmp_path))) is ModelReward
 
 

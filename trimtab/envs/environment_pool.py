@@ -22,16 +22,14 @@ from trimtab.errors import UserError
 from trimtab.sandbox.calls import InstanceService, LoadFailed, SandboxError
 from trimtab.sandbox.pool import (
     LOADING_SECONDS,
-    PING_EVERY,
     Failure,
     LocalPool,
     Result,
     SandboxLimits,
     SandboxPool,
-    Session,
     WorkerPool,
 )
-from trimtab.sandbox.process import PATIENCE, duration
+from trimtab.sandbox.process import PATIENCE, PING_EVERY, Session, duration
 
 
 @dataclass(frozen=True)

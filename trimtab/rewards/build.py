@@ -20,9 +20,9 @@ from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.sharded import frozen_is_split, share_rows
 from trimtab.rewards.client import HttpReward
 from trimtab.rewards.functions import CALLS_AT_ONCE, FunctionReward, GivenReward, given_function
-from trimtab.rewards.models import ModelReward, ProcessReward, load_judge
+from trimtab.rewards.models import ModelReward, ProcessReward, load_classifier_reward
 from trimtab.rewards.requests import request_of
-from trimtab.rewards.signatures import Signature, read_signature, recognise
+from trimtab.rewards.signatures import Signature, read_signature, recognize
 from trimtab.rewards.types import BadSample, EnvironmentReward, Reward, RewardFailed, RewardRequest, WeightedReward
 from trimtab.rewards.verifiers import make_verifier, verifiers_with_labels
 from trimtab.sandbox.process import Waiter
@@ -86,12 +86,12 @@ def other_rewards(options: RLOptions | GenerateOptions, stopped: Callable[[], bo
 def in_words(rewards: str, options: RLOptions) -> str:
     """The rewards of an RL run, for the log; `rewards`: those besides recordings and teachers."""
     if options.replay:
-        told = [f"as recorded in {options.replay}", *([f"evaluations by {rewards}"] if rewards else [])]
+        parts = [f"as recorded in {options.replay}", *([f"evaluations by {rewards}"] if rewards else [])]
     else:
-        told = [rewards] if rewards else []
+        parts = [rewards] if rewards else []
     if options.teacher_model:
-        told.append(f"{options.teacher_coef:g} x log-probability by the teacher {options.teacher_model}")
-    return "; ".join(told)
+        parts.append(f"{options.teacher_coef:g} x log-probability by the teacher {options.teacher_model}")
+    return "; ".join(parts)
 
 
 def contents(reward: WeightedReward) -> list[str | None]:
@@ -141,7 +141,7 @@ def _model(
         }
     )
     if isinstance(options, TailOptions):
-        return load_judge(name, options, device, **settings)
+        return load_classifier_reward(name, options, device, **settings)
     return ModelReward(name, options, device, **settings)
 
 
@@ -156,7 +156,7 @@ def check_columns(stores: dict[str, PromptStore], options: RLOptions | GenerateO
     for what, store in stores.items():
         _check_labels(what, store, options)
         for name, signature in _signatures(options):
-            if missing := signature.lacking(store.column_names):
+            if missing := signature.missing_parameters(store.column_names):
                 raise UserError(_lacking(name, signature, missing, what, store))
 
 
@@ -191,7 +191,7 @@ def _signatures(options: RLOptions | GenerateOptions) -> Iterator[tuple[str, Sig
     """The reward functions whose parameters are known before they run."""
     for place in [*listed(options.reward_func), *listed(options.remote_rm_url)]:
         if place.startswith(GIVEN):
-            name, found = place.removeprefix(GIVEN), recognise(given_function(place))
+            name, found = place.removeprefix(GIVEN), recognize(given_function(place))
         elif place.startswith(("http://", "https://")):
             continue
         else:
@@ -228,8 +228,8 @@ def try_reward(
         raise UserError(f"the reward was tried and failed: {error}") from error
     finally:
         reward.close()
-    told = [f"{value:g} for {answer!r}" for value, answer in zip(rewards, request.responses)]
-    return [f"reward, tried on the first prompt: {', '.join(told)}"]
+    parts = [f"{value:g} for {answer!r}" for value, answer in zip(rewards, request.responses)]
+    return [f"reward, tried on the first prompt: {', '.join(parts)}"]
 
 
 def _request(store: PromptStore, tokenizer: PreTrainedTokenizerBase) -> RewardRequest:

@@ -27,7 +27,7 @@ from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, che
 from trimtab.sandbox.process import Waiter, duration
 
 
-class NotUnderstood(Exception):
+class ProtocolError(Exception):
     """A body that is not of this protocol, and why."""
 
 
@@ -35,7 +35,7 @@ class OpenRLHF:
     name = "openrlhf"
     path = "/get_reward"
     mark = "query"
-    """The field by which a request is told from the others'."""
+    """The field that distinguishes its requests."""
 
     def request_body(self, request: RewardRequest) -> dict[str, Any]:
         return {"query": request.queries, "prompts": request.prompts, "labels": request.labels}
@@ -55,7 +55,7 @@ class OpenRLHF:
 
     def read_reply(self, body: dict[str, Any], count: int) -> RewardResult:
         if "rewards" not in body:
-            raise NotUnderstood(f"a reply with {', '.join(body) or 'nothing'} in place of rewards")
+            raise ProtocolError(f"a reply with {', '.join(body) or 'nothing'} in place of rewards")
         return RewardResult(
             checked(body["rewards"], count, "reward"),
             checked(body["scores"], count, "score") if body.get("scores") is not None else [],
@@ -90,7 +90,7 @@ class PaddleNLP:
         if body.get("error_code", 0) != 0:
             raise RewardFailed(f"error {body['error_code']}: {body.get('error_msg', '')}")
         if "score" not in body:
-            raise NotUnderstood(f"a reply with {', '.join(body) or 'nothing'} in place of score")
+            raise ProtocolError(f"a reply with {', '.join(body) or 'nothing'} in place of score")
         return RewardResult(checked(body["score"], count, "score"))
 
     def error_body(self, status: int, message: str) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def protocol_of(body: dict[str, Any]) -> Protocol:
     for protocol in PROTOCOLS.values():
         if protocol.mark in body:
             return protocol
-    raise NotUnderstood(f"a request has a field {' or '.join(protocol.mark for protocol in PROTOCOLS.values())}")
+    raise ProtocolError(f"a request has a field {' or '.join(protocol.mark for protocol in PROTOCOLS.values())}")
 
 
 def encode(body: dict[str, Any]) -> bytes:
@@ -125,9 +125,9 @@ def _readable_figures(logs: Any, count: int) -> Iterator[tuple[str, list[float]]
 def _list(body: dict[str, Any], field: str, like: list[str] | None = None) -> list[Any]:
     values = body.get(field)
     if not isinstance(values, list):
-        raise NotUnderstood(f"{field} must be a list, not {type(values).__name__}")
+        raise ProtocolError(f"{field} must be a list, not {type(values).__name__}")
     if like is not None and len(values) != len(like):
-        raise NotUnderstood(f"{field} has {len(values)} entries for {len(like)} samples")
+        raise ProtocolError(f"{field} has {len(values)} entries for {len(like)} samples")
     return values
 
 
@@ -135,11 +135,11 @@ def _texts(body: dict[str, Any], field: str, like: list[str] | None = None) -> l
     values = _list(body, field, like)
     for row, value in enumerate(values):
         if not isinstance(value, str):
-            raise NotUnderstood(f"{field} of row {row} must be text, not {type(value).__name__}")
+            raise ProtocolError(f"{field} of row {row} must be text, not {type(value).__name__}")
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise NotUnderstood(f"{field} of row {row} has half a surrogate pair, which is no character") from None
+            raise ProtocolError(f"{field} of row {row} has half a surrogate pair, which is no character") from None
     return values
 
 
@@ -162,7 +162,7 @@ LONGEST_REPLY = 2**28
 SECONDS_TO_CLOSE = 5.0
 
 
-class Address:
+class RewardServer:
     """A server, and its protocol once that is known."""
 
     def __init__(self, url: str, protocol: str | None):
@@ -173,12 +173,12 @@ class Address:
             )
         self.url, self.shown = url, without_credentials(url)
         self.first = "paddlenlp" if parsed.path in ("", "/") else "openrlhf"
-        self.spoken = PROTOCOLS[protocol] if protocol else None
+        self.protocol = PROTOCOLS[protocol] if protocol else None
 
     def candidates(self) -> list[Protocol]:
         """The protocol, or all of them, first the one whose servers have such addresses."""
-        if self.spoken is not None:
-            return [self.spoken]
+        if self.protocol is not None:
+            return [self.protocol]
         return sorted(PROTOCOLS.values(), key=lambda protocol: protocol.name != self.first)
 
 
@@ -208,7 +208,7 @@ class HttpReward:
         """
         if protocol is not None and protocol not in PROTOCOLS:
             raise UserError(f"reward protocol {protocol}: it must be one of {', '.join(PROTOCOLS)}")
-        self.addresses = [Address(url, protocol) for url in urls]
+        self.addresses = [RewardServer(url, protocol) for url in urls]
         self.timeout, self.attempts, self.pause, self.batch_size = timeout, attempts, pause, batch_size
         token = token or os.environ.get(TOKEN_VARIABLE)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
@@ -238,8 +238,8 @@ class HttpReward:
             for number, rows in enumerate(parts)
         ]
         longest = self._longest() * math.ceil(len(parts) / self._concurrency)
-        told = f"{self} for {len(request)} samples; given up after {duration(longest)} at the latest"
-        return RewardResult.joined(self._waiter.results(asked, told))
+        report = f"{self} for {len(request)} samples; given up after {duration(longest)} at the latest"
+        return RewardResult.joined(self._waiter.results(asked, report))
 
     def close(self) -> None:
         if self._loop.is_closed():
@@ -277,23 +277,23 @@ class HttpReward:
                         return await self._ask(address, part)
                 except TimeoutError:
                     failures.append(f"{address.shown}: timed out, no whole reply in {self.timeout:g} s")
-                except (httpx.HTTPError, RewardFailed, NotUnderstood) as error:
+                except (httpx.HTTPError, RewardFailed, ProtocolError) as error:
                     failures.append(f"{address.shown}: {_reason(error)}")
-                    if isinstance(error, NotUnderstood) and len(self.addresses) == 1:
+                    if isinstance(error, ProtocolError) and len(self.addresses) == 1:
                         break
         raise RewardFailed(f"no reward for {rows_text(rows)} after {len(failures)} attempts; the last: {failures[-1]}")
 
-    async def _ask(self, address: Address, part: RewardRequest) -> RewardResult:
+    async def _ask(self, address: RewardServer, part: RewardRequest) -> RewardResult:
         """The reply of an address, in its protocol or, while that is not known, in any."""
         failure: Exception | None = None
         for protocol in address.candidates():
             try:
                 result = await self._exchange(address.url, protocol, part)
-            except (NotUnderstood, RewardFailed) as error:
+            except (ProtocolError, RewardFailed) as error:
                 # A failure of the server says more than that the other protocol is not understood.
-                failure = error if failure is None or isinstance(failure, NotUnderstood) else failure
+                failure = error if failure is None or isinstance(failure, ProtocolError) else failure
                 continue
-            address.spoken = protocol
+            address.protocol = protocol
             return result
         assert failure is not None, "an address has at least one protocol"
         raise failure
@@ -304,13 +304,13 @@ class HttpReward:
         if status >= 500 or status in WORTH_ANOTHER_TRY:
             raise RewardFailed(f"HTTP status {status} {shown}")
         if status != 200:
-            raise NotUnderstood(f"HTTP status {status} {shown}")
+            raise ProtocolError(f"HTTP status {status} {shown}")
         try:
             reply = json.loads(content)
         except (ValueError, RecursionError):  # the latter: lists in lists in lists
             raise RewardFailed(f"a reply that is not JSON, or not JSON of rewards: {shown}") from None
         if not isinstance(reply, dict):
-            raise NotUnderstood(f"a reply that is no JSON object: {shown}")
+            raise ProtocolError(f"a reply that is no JSON object: {shown}")
         return protocol.read_reply(reply, len(part))
 
     async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
@@ -326,7 +326,7 @@ class HttpReward:
 
 def _reason(error: Exception) -> str:
     """The error in words: httpx names some failures by their class alone, and the system's message is in the chain."""
-    told = str(error) or type(error).__name__
+    message = str(error) or type(error).__name__
     codes = (link.errno for link in error_chain(error) if link is not error and isinstance(link, OSError))
     code = next(filter(None, codes), None)
-    return told if code is None else f"{told} ({os.strerror(code)})"
+    return message if code is None else f"{message} ({os.strerror(code)})"

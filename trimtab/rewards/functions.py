@@ -21,7 +21,7 @@ from typing import Any
 
 from trimtab.config.rewards import GIVEN
 from trimtab.errors import UserError
-from trimtab.rewards.signatures import EXPECTED, recognise
+from trimtab.rewards.signatures import EXPECTED, recognize
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, checked, finite_or_infinite, rows_text
 from trimtab.sandbox.calls import CallTimeout, LoadFailed, SandboxError, UserCodeError, blame, jsonable
 from trimtab.sandbox.pool import SandboxLimits, WorkerPool
@@ -266,7 +266,7 @@ class GivenReward(UserFunction):
 
     def __init__(self, place: str):
         name, function = place.removeprefix(GIVEN), given_function(place)
-        signature = recognise(function)
+        signature = recognize(function)
         if signature is None:
             raise UserError(f"the parameters of the reward {name} are none of {EXPECTED}")
         self.name, self._signature, self.batched = name, signature, signature.batched

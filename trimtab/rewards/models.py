@@ -79,9 +79,9 @@ class ModelReward:
         self.keeping = Keeping(device, **split)
         self.keeping.settle(self.model)
         self.reads_ids = policy_tokenizer is not None and same_tokenizer(self.tokenizer, policy_tokenizer)
-        self._reader = TextReader(self.tokenizer, policy_tokenizer, messages_key, is_decoder=hasattr(self.inner, HEAD))
+        self._reader = TextEncoder(self.tokenizer, policy_tokenizer, messages_key, is_decoder=hasattr(self.inner, HEAD))
         self._mean, self._deviation = _normaliser(self.model, pretrain) if normalize else (0.0, 1.0)
-        self._passes = Passes(max_len, max_samples, max_tokens, packed=self.model.path == "packed")
+        self._micro_batches = MicroBatches(max_len, max_samples, max_tokens, packed=self.model.path == "packed")
 
     @property
     def inner(self) -> Any:
@@ -118,7 +118,7 @@ class ModelReward:
         """The model's scores, not normalised."""
         scores = [0.0] * len(sequences)
         found: list[tuple[list[int], Tensor]] = []
-        passes = list(self._passes.over(sequences))
+        passes = list(self._micro_batches.over(sequences))
         with self.keeping.at_work(self.model):
             for rows, batch in self.keeping.in_step(passes, IDLE):
                 found.append((rows, self.model(batch.to(self.device.torch)).scores_S))
@@ -128,8 +128,8 @@ class ModelReward:
         return scores
 
 
-class Passes:
-    """Truncates sequences and packs them into forward passes."""
+class MicroBatches:
+    """Truncates sequences and packs them into micro-batches."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Passes:
         self.max_samples = max_samples if packed else max_samples or PADDED_SAMPLES
 
     def over(self, sequences: Sequence[np.ndarray], marks: Sequence[np.ndarray] | None = None):
-        """(rows, their batch) of every pass; `marks`: the batch's trained tokens."""
+        """(rows, their batch) of every micro-batch; `marks`: the batch's trained tokens."""
         lengths = [len(ids) if self.max_len is None else min(len(ids), self.max_len) for ids in sequences]
         for packed in pack(lengths, self.max_tokens):
             for part in chunk([lengths[row] for row in packed], self.max_samples or len(packed)):
@@ -157,7 +157,7 @@ def _mark(marks: Sequence[np.ndarray] | None, row: int, length: int) -> np.ndarr
     return np.zeros(length, dtype=bool) if marks is None else marks[row][:length]
 
 
-class TextReader:
+class TextEncoder:
     """Samples as token ids for a model that does not share the policy's tokenizer."""
 
     def __init__(
@@ -281,7 +281,7 @@ class ProcessReward:
                 f"--reward_pretrain {pretrain}: cannot read step rewards off {type(self.model.inner).__name__}"
             )
         self._choices = torch.tensor(reward_token_ids(options.reward_tokens, self.tokenizer), device=device.torch)
-        self._passes = Passes(max_len, max_samples, max_tokens, packed=self.model.path == "packed")
+        self._micro_batches = MicroBatches(max_len, max_samples, max_tokens, packed=self.model.path == "packed")
 
     @property
     def reads_texts(self) -> bool:
@@ -298,7 +298,7 @@ class ProcessReward:
         for row, found in enumerate(scores):
             if not found:
                 raise BadSample(
-                    f"{self.name}: no step of row {row} is within the first {self._passes.max_len} tokens", row
+                    f"{self.name}: no step of row {row} is within the first {self._micro_batches.max_len} tokens", row
                 )
         worst, last = [min(found) for found in scores], [found[-1] for found in scores]
         logs = {"steps": [float(len(found)) for found in scores], "worst_step": worst, "last_step": last}
@@ -316,7 +316,7 @@ class ProcessReward:
         """The probability of the first reward token at the end of every step; steps beyond max_len have none."""
         tokenised = [self._tokens(*sample) for sample in zip(prompts, responses, spans)]
         scores: list[list[float]] = [[] for _ in responses]
-        passes = list(self._passes.over(*zip(*tokenised))) if tokenised else []
+        passes = list(self._micro_batches.over(*zip(*tokenised))) if tokenised else []
         with self.keeping.at_work(self.model):
             for rows, batch in self.keeping.in_step(passes, IDLE):
                 batch = batch.to(self.device.torch)
@@ -392,7 +392,7 @@ KNOWN = {
 Encoded = dict[str, list[int]]
 
 
-def load_judge(
+def load_classifier_reward(
     pretrain: str,
     options: TailOptions | AttackOptions,
     device: Device,
@@ -406,13 +406,13 @@ def load_judge(
     """
     exact = dataclasses.replace(options, bf16=False, load_in_4bit=False)
     settings["messages_key"] = messages_key
-    reads = reading_of(pretrain, options.reward_input)
+    reads = input_format(pretrain, options.reward_input)
     if reads == "chat":
         return ModelReward(pretrain, exact, device, **settings)
     return ClassifierReward(pretrain, exact, device, reads=reads, max_len=options.rm_max_len, **settings)
 
 
-def reading_of(pretrain: str, asked: str | None) -> str:
+def input_format(pretrain: str, asked: str | None) -> str:
     """How a reward model reads samples: as asked, as is known of it, or by its architecture."""
     if asked or pretrain in KNOWN:
         return asked or KNOWN[pretrain]
@@ -454,7 +454,7 @@ class ClassifierReward(ModelReward):
         self.tokenizers = (self.tokenizer, policy_tokenizer or self.tokenizer)
         self.samples_a_pass = max_samples or SAMPLES_A_PASS
         own = self.tokenizer.model_max_length if self.tokenizer.model_max_length < UNLIMITED else None
-        self.limit = min((n for n in (max_len, own, learned_places(self.inner)) if n), default=UNLIMITED)
+        self.limit = min((n for n in (max_len, own, max_positions(self.inner)) if n), default=UNLIMITED)
 
     def sequences(self, request: RewardRequest) -> list[Encoded]:
         questions = [self._question(request, row) for row in range(len(request))]
@@ -468,7 +468,7 @@ class ClassifierReward(ModelReward):
             if self.reads == "text":
                 end = len(questions[row])
                 owners = [None if owner is None else int(stop > end) for owner, (_, stop) in zip(owners, places)]
-            kept = keep(owners, self.limit)
+            kept = kept_tokens(owners, self.limit)
             found.append({name: [values[row][i] for i in kept] for name, values in encoded.items()})
         return found
 
@@ -491,7 +491,7 @@ class ClassifierReward(ModelReward):
         return asked if isinstance(asked, str) else "\n".join(str(turn["content"]) for turn in asked)
 
 
-def keep(owners: list[int | None], limit: int) -> list[int]:
+def kept_tokens(owners: list[int | None], limit: int) -> list[int]:
     """Which tokens stay when at most `limit` may: `owners` says of each whether it is the question's (0), the answer's
     (1) or a mark (None)."""
     excess = max(0, len(owners) - limit)
@@ -503,7 +503,7 @@ def keep(owners: list[int | None], limit: int) -> list[int]:
     return [i for i in range(len(owners)) if i not in dropped]
 
 
-def learned_places(model: nn.Module) -> int | None:
+def max_positions(model: nn.Module) -> int | None:
     """How many tokens an encoder can number, if it learns a vector for each place."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):

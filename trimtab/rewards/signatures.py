@@ -1,4 +1,4 @@
-"""Which project's reward function a function of a file is, and how it is called.
+"""Reward functions of other projects' kinds: how one is recognized, and how it is called.
 
 | project  | signature                                                           | called      |
 |----------|---------------------------------------------------------------------|-------------|
@@ -24,7 +24,7 @@ from trimtab.sandbox.worker import load_module, split_place
 
 PREFERRED = ("reward_func", "compute_score")
 MARKS = {"OpenRLHF": {"queries"}, "TRL": {"completions"}, "verl": {"solution_str"}}
-"""The parameters by which a signature is told from the others."""
+"""The parameters that distinguish a signature from the others."""
 EXPECTED = (
     "(queries, prompts, labels), (prompts, completions, **columns) or "
     "(data_source, solution_str, ground_truth, extra_info)"
@@ -39,12 +39,12 @@ OFFERED = {
 """The arguments that a function gets whatever the data are; TRL's gets their columns besides."""
 
 
-class NotFound(Exception):
-    """The file has no function, or too many, that could be meant."""
+class FunctionNotFound(Exception):
+    """The file has no reward function, or several."""
 
 
-class Figures:
-    """What a function of TRL's kind logs on the way. The run keeps numbers."""
+class LoggedValues:
+    """What a function of TRL's kind logs besides its rewards. The run keeps numbers."""
 
     def __init__(self) -> None:
         self.logged: dict[str, Any] = {}
@@ -57,7 +57,7 @@ class Figures:
         self.logged[name] = value
 
     def beside(self, answer: Any) -> Any:
-        """The function's answer, and these where there are any."""
+        """The function's answer, with what it logged."""
         return {"rewards": answer, "extra_logs": self.logged} if self.logged else answer
 
     async def awaited(self, answer: Awaitable[Any]) -> Any:
@@ -71,8 +71,8 @@ class Signature:
     parameters: frozenset[str] | None
     """Names it takes; None: any."""
 
-    def lacking(self, columns: Iterable[str]) -> list[str]:
-        """Parameters without a default that it would not get from data with these columns."""
+    def missing_parameters(self, columns: Iterable[str]) -> list[str]:
+        """Parameters without a default that data with these columns do not fill."""
         offered = OFFERED[self.project] | (set(columns) - NO_COLUMNS if self.project == "TRL" else set())
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return [
@@ -87,7 +87,7 @@ class Signature:
 
     @property
     def reads_ids(self) -> bool:
-        """Of responses, and not only their text."""
+        """Whether it reads token ids, and not only texts."""
         return self.project == "TRL" and (self.parameters is None or "completion_ids" in self.parameters)
 
     @property
@@ -101,13 +101,13 @@ class Signature:
     def call(self, request: RewardRequest) -> Any:
         """What the function returns for these samples (verl's: for the one there is), or its coroutine."""
         offered = getattr(self, f"_{self.project.lower()}")(request)
-        figures = Figures()
+        logged = LoggedValues()
         if self.project == "TRL":
-            offered |= {"trainer_state": None, "log_extra": figures.of_samples, "log_metric": figures.of_batch}
+            offered |= {"trainer_state": None, "log_extra": logged.of_samples, "log_metric": logged.of_batch}
         if self.parameters is not None:
             offered = {name: value for name, value in offered.items() if name in self.parameters}
         answer = self.function(**offered)
-        return figures.awaited(answer) if self.is_async else figures.beside(answer)
+        return logged.awaited(answer) if self.is_async else logged.beside(answer)
 
     def _openrlhf(self, request: RewardRequest) -> dict[str, Any]:
         return {"queries": request.queries, "prompts": request.prompts, "labels": request.labels}
@@ -146,27 +146,29 @@ def load_service(source: str) -> FunctionService:
 
 
 def find_signature(module: ModuleType, name: str | None = None) -> Signature:
-    """The reward function of a module: the one called `name`, or the only one that can be meant."""
+    """The reward function of a module: the one called `name`, or the only one there is."""
     if name is not None:
         if not callable(getattr(module, name, None)):
-            raise NotFound(f"there is no function {name} in it")
-        found = recognise(getattr(module, name))
+            raise FunctionNotFound(f"there is no function {name} in it")
+        found = recognize(getattr(module, name))
         if found is None:
-            raise NotFound(f"the parameters of {name} are none of {EXPECTED}")
+            raise FunctionNotFound(f"the parameters of {name} are none of {EXPECTED}")
         return found
     known = {
         name: signature
         for name, value in vars(module).items()
-        if callable(value) and not name.startswith("_") and (signature := recognise(value)) is not None
+        if callable(value) and not name.startswith("_") and (signature := recognize(value)) is not None
     }
     for preferred in PREFERRED:
         if preferred in known:
             return known[preferred]
     own = {name: found for name, found in known.items() if found.function.__module__ == module.__name__}
     if len(own) > 1:
-        raise NotFound(f"{', '.join(own)} could all be meant: name one after a colon, as in FILE.py:{next(iter(own))}")
+        raise FunctionNotFound(
+            f"{', '.join(own)} could all be meant: name one after a colon, as in FILE.py:{next(iter(own))}"
+        )
     if not own:
-        raise NotFound(f"there is no function in it whose parameters are {EXPECTED}")
+        raise FunctionNotFound(f"there is no function in it whose parameters are {EXPECTED}")
     return next(iter(own.values()))
 
 
@@ -191,12 +193,12 @@ def read_signature(file: Path, name: str | None = None) -> Signature | None:
         exec(compile(ast.Module([_without_code(function)], []), str(file), "exec"), vars(stub))
     try:
         return find_signature(stub, name)
-    except NotFound:
+    except FunctionNotFound:
         return None
 
 
 def _without_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.stmt:
-    """The function with its parameters alone: no body, no annotations, and None for every default."""
+    """The function with nothing but its parameters: no body, no annotations, and None for every default."""
     for node in ast.walk(function.args):
         if isinstance(node, ast.arg):
             node.annotation = None
@@ -219,7 +221,7 @@ def _names_bound(statement: ast.stmt) -> set[str]:
     return names
 
 
-def recognise(function: Callable[..., Any]) -> Signature | None:
+def recognize(function: Callable[..., Any]) -> Signature | None:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -78,17 +78,8 @@ class RewardRequest:
         def taken(values: Sequence) -> list:
             return [values[row] for row in rows] if values else []
 
-        return RewardRequest(
-            taken(self.queries),
-            taken(self.prompts),
-            taken(self.responses),
-            taken(self.labels),
-            {name: taken(values) for name, values in self.columns.items()},
-            taken(self.prompt_ids),
-            taken(self.response_ids),
-            taken(self.conversations),
-            taken(self.episodes),
-        )
+        lists = {field.name: taken(getattr(self, field.name)) for field in fields(self) if field.name != "columns"}
+        return RewardRequest(columns={name: taken(values) for name, values in self.columns.items()}, **lists)
 
     def with_columns(self, names: Sequence[str]) -> "RewardRequest":
         """The same with these columns alone, of those that there are."""

@@ -12,10 +12,8 @@ sessions for them are opened as `careful`, in a process that gets one call at a 
 import asyncio
 import contextlib
 import itertools
-import json
 import math
 import os
-import pickle
 import select
 import threading
 import time
@@ -38,14 +36,16 @@ from trimtab.sandbox.calls import (
 )
 from trimtab.sandbox.process import (
     LOOK_EVERY,
+    PING_EVERY,
     Output,
     RunStopped,
+    SandboxWorker,
+    Session,
     Waiter,
     WorkerProcess,
     duration,
 )
 
-PING_EVERY = 0.5  # seconds, where calls are waited for
 GRACE = 5.0  # seconds beyond a call's own, for a process that gives no sign of life
 LOADING_SECONDS = 300.0  # user code may import a library from a slow disk
 
@@ -64,18 +64,6 @@ class SandboxLimits:
     @property
     def worker_count(self) -> int:
         return self.workers or min(8, os.cpu_count() or 1)
-
-
-@dataclass(eq=False)
-class Session:
-    key: int
-    inbox: "deque[Result | Failure]"
-    tag: Any = None
-    """What the owner calls it."""
-    worker: "SandboxWorker | None" = None
-    method: str = ""  # of the current call
-    final: bool = False  # it is the last one
-    expected: int = 0  # replies that the current call still owes
 
 
 @dataclass(frozen=True)
@@ -253,74 +241,6 @@ class LocalPool(SandboxPool):
 
 
 # ---- in worker processes
-
-
-@dataclass(eq=False)
-class SandboxWorker:
-    """A worker process of a pool, with its sessions and calls."""
-
-    process: WorkerProcess
-    channel: MessageSocket
-    careful: bool
-    """It gets one call at a time, so that the call that ends the process is known."""
-    is_new: bool = True  # the listener does not know it yet
-    loaded: bool = False
-    since: float = field(default_factory=time.monotonic)
-    """When it was started, heard of last, or called while it was idle."""
-    sessions: dict[int, Session] = field(default_factory=dict)
-    asked: set[int] = field(default_factory=set)
-    """Keys of sessions whose call is not answered."""
-    _queue: deque[tuple[int, bytes]] = field(default_factory=deque)
-    _pinged: float = 0.0
-    _silent_since: float | None = None
-
-    def send(self, kind: str, key: int, *call: Any) -> None:
-        message = pickle.dumps((kind, key, *call))
-        if self.careful and self.asked:
-            self._queue.append((key, message))
-        else:
-            self._send(key, message)
-
-    def _send(self, key: int, message: bytes) -> None:
-        if not self.asked and self.loaded:
-            self.since = time.monotonic()
-        self.asked.add(key)
-        self.channel.send(message)
-
-    def forget(self, key: int) -> None:
-        """Drop a session that lives there."""
-        del self.sessions[key]
-        self._queue = deque(entry for entry in self._queue if entry[0] != key)
-        self.channel.send(pickle.dumps(("drop", key)))
-        self.answered(key)
-
-    def answered(self, key: int) -> None:
-        self.asked.discard(key)
-        if not self.asked and self._queue:
-            self._send(*self._queue.popleft())
-
-    def heard(self) -> list[dict[str, Any]]:
-        """Its messages. EOFError, MessageTooLarge: see MessageSocket."""
-        found = [json.loads(message) for message in self.channel.receive()]
-        if found:
-            self._silent_since = None
-        return found
-
-    def is_silent(self, now: float, seconds: float) -> bool:
-        """Whether it has given no sign of life for so long; it is asked for one."""
-        if self._silent_since is not None and now - self._silent_since > seconds:
-            return True
-        if self.asked and now - self._pinged > PING_EVERY:
-            self._pinged = now
-            self._silent_since = self._silent_since or now
-            self.channel.send(pickle.dumps(("ping", 0)))
-        return False
-
-    def with_last_output(self, words: str) -> str:
-        """And the end of what was printed there, which may say more."""
-        printed = [" ".join(line.split()) for line in self.process.last_output().splitlines()[-20:]]
-        last = " / ".join(line for line in printed if line)[-400:]
-        return f"{words}; printed last: {last}" if last else words
 
 
 @dataclass(frozen=True)

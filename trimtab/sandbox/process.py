@@ -1,8 +1,10 @@
-"""A worker process, as the run sees it: started, sent messages, waited for, and ended with everything it started."""
+"""A worker process, as the run sees it: started, called, waited for, and ended with everything it started."""
 
 import contextlib
+import json
 import math
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -10,13 +12,16 @@ import sys
 import tempfile
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import trimtab
+from trimtab.distributed.serialization import MessageSocket
 from trimtab.sandbox.worker import LAST_OUTPUT, MARK, end_marked
 
 SECONDS_TO_LEAVE = 2.0
@@ -109,6 +114,93 @@ class WorkerProcess:
             if self._printed is not None:
                 self._printed.close()
         return code
+
+
+# ---- sessions
+
+PING_EVERY = 0.5  # seconds, where calls are waited for
+
+
+@dataclass(eq=False)
+class Session:
+    """A series of calls in one worker: of an instance, or one call of a stateless function."""
+
+    key: int
+    inbox: deque[Any]
+    tag: Any = None
+    """What the owner calls it."""
+    worker: "SandboxWorker | None" = None
+    method: str = ""  # of the current call
+    final: bool = False  # it is the last one
+    expected: int = 0  # replies that the current call still owes
+
+
+@dataclass(eq=False)
+class SandboxWorker:
+    """A worker process of a pool, with its sessions and calls."""
+
+    process: WorkerProcess
+    channel: MessageSocket
+    careful: bool
+    """It gets one call at a time, so that the call that ends the process is known."""
+    is_new: bool = True  # the listener does not know it yet
+    loaded: bool = False
+    since: float = field(default_factory=time.monotonic)
+    """When it was started, heard of last, or called while it was idle."""
+    sessions: dict[int, Session] = field(default_factory=dict)
+    asked: set[int] = field(default_factory=set)
+    """Keys of sessions whose call is not answered."""
+    _queue: deque[tuple[int, bytes]] = field(default_factory=deque)
+    _pinged: float = 0.0
+    _silent_since: float | None = None
+
+    def send(self, kind: str, key: int, *call: Any) -> None:
+        message = pickle.dumps((kind, key, *call))
+        if self.careful and self.asked:
+            self._queue.append((key, message))
+        else:
+            self._send(key, message)
+
+    def _send(self, key: int, message: bytes) -> None:
+        if not self.asked and self.loaded:
+            self.since = time.monotonic()
+        self.asked.add(key)
+        self.channel.send(message)
+
+    def forget(self, key: int) -> None:
+        """Drop a session that lives there."""
+        del self.sessions[key]
+        self._queue = deque(entry for entry in self._queue if entry[0] != key)
+        self.channel.send(pickle.dumps(("drop", key)))
+        self.answered(key)
+
+    def answered(self, key: int) -> None:
+        self.asked.discard(key)
+        if not self.asked and self._queue:
+            self._send(*self._queue.popleft())
+
+    def heard(self) -> list[dict[str, Any]]:
+        """Its messages. EOFError, MessageTooLarge: see MessageSocket."""
+        found = [json.loads(message) for message in self.channel.receive()]
+        if found:
+            self._silent_since = None
+        return found
+
+    def is_silent(self, now: float, seconds: float) -> bool:
+        """Whether it has given no sign of life for so long; it is asked for one."""
+        if self._silent_since is not None and now - self._silent_since > seconds:
+            return True
+        if self.asked and now - self._pinged > PING_EVERY:
+            self._pinged = now
+            self._silent_since = self._silent_since or now
+            self.channel.send(pickle.dumps(("ping", 0)))
+        return False
+
+    def with_last_output(self, words: str) -> str:
+        """And the end of what was printed there, which may say more."""
+        printed = [" ".join(line.split()) for line in self.process.last_output().splitlines()[-20:]]
+        last = " / ".join(line for line in printed if line)[-400:]
+        return f"{words}; printed last: {last}" if last else words
 
 
 # ---- waiting

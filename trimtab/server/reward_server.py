@@ -20,7 +20,7 @@ from typing import Any
 
 from trimtab.config.jobs import ServeRMOptions
 from trimtab.errors import UserError
-from trimtab.rewards.client import PROTOCOLS, NotUnderstood, Protocol, protocol_of
+from trimtab.rewards.client import PROTOCOLS, Protocol, ProtocolError, protocol_of
 from trimtab.rewards.types import BadSample, Reward, RewardFailed, RewardRequest, RewardResult, WeightedReward
 from trimtab.rewards.verifiers import make_verifier
 
@@ -239,7 +239,7 @@ def _error_response(error: Exception, protocol: Protocol) -> Response:
     match error:
         case ClientDisconnect():
             return Response(status_code=400)  # which is sent to no client
-        case NotUnderstood() | BadSample():
+        case ProtocolError() | BadSample():
             status, message, headers = 422, str(error), {}
         case RewardFailed():
             log.error("%s", error)

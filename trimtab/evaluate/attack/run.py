@@ -28,7 +28,7 @@ from trimtab.files import write_json, write_text
 from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.policy import Policy
 from trimtab.progress import RunProgress
-from trimtab.rewards.models import QUESTION, load_judge
+from trimtab.rewards.models import QUESTION, load_classifier_reward
 from trimtab.rewards.types import Reward, RewardRequest
 from trimtab.rollout.factory import build_engine
 from trimtab.rollout.sampling import SamplingParams, request_seed, stop_tokens
@@ -46,7 +46,7 @@ def attack(options: AttackOptions, policy: Policy, device: Device) -> Path:
         print(f"{mended} rows of {options.file_path} have quotes escaped by a backslash, which is left out")
     judge = None
     if options.reward_pretrain:
-        judge = load_judge(
+        judge = load_classifier_reward(
             options.reward_pretrain, options, device, policy_tokenizer=tokenizer, normalize=options.normalize_reward
         )
     run = AttackRun(options, policy, tokenizer, judge)
