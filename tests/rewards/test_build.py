@@ -78,7 +78,7 @@ def test_a_function_in_python_that_needs_a_column_is_refused():
 )
 def test_the_parameters_of_a_function_are_read_without_running_its_file(tmp_path, code, missing):
     (tmp_path / "reward.py").write_text(f"raise SystemExit\n{code}")
-    assert read_signature(tmp_path / "reward.py").lacking(["input", "label", "prompt"]) == missing
+    assert read_signature(tmp_path / "reward.py").missing_parameters(["input", "label", "prompt"]) == missing
 
 
 @pytest.mark.parametrize(
