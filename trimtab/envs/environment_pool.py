@@ -1,5 +1,6 @@
-"""Environments at work for a run, many episodes at once: in worker processes (EnvironmentPool), or in this process
-(LocalEnvironments). Only `finished` and `rows` wait.
+"""Pools of environments that play many episodes at once: in worker processes (`EnvironmentPool`), in this process
+(`LocalEnvironments`), or in the first process of a tensor-parallel group (`BroadcastPool`). Only `finished` and `rows`
+wait.
 
 Every call of an episode (`reset`, `step`, `end`, `run`) is answered by one reply. After `Ended` or `Broken` the episode
 has no instance; its number may be used again.
@@ -12,13 +13,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+from trimtab.distributed.peers import Peers
 from trimtab.envs.adapter import EnvironmentInfo
 from trimtab.envs.instance import AGENT_PATIENCE, EnvironmentInstance
 from trimtab.envs.loader import load_object, with_tools
 from trimtab.envs.types import Message, Step, Task, Turn
-from trimtab.errors import UserError
+from trimtab.errors import RunFailed, UserError
 from trimtab.sandbox.calls import InstanceService, LoadFailed, SandboxError
 from trimtab.sandbox.pool import (
     LOADING_SECONDS,
@@ -150,6 +152,29 @@ class PendingCalls:
 # ---- pools
 
 
+class InstancePool(Protocol):
+    """Running environments or agents No method waits but `finished`."""
+
+    def drop(self, episode: int) -> None: ...
+
+    def finished(self, seconds: float) -> list[Reply]: ...
+
+    def close(self) -> None: ...
+
+
+class EnvironmentInstances(InstancePool, Protocol):
+    """Running environments, which are stepped turn by turn."""
+
+    @property
+    def about(self) -> EnvironmentInfo: ...
+
+    def reset(self, episode: int, task: Task) -> None: ...
+
+    def step(self, episode: int, turn: Turn) -> None: ...
+
+    def end(self, episode: int) -> None: ...
+
+
 class Environments:
     """The episodes of a pool, wherever their instances are."""
 
@@ -184,7 +209,7 @@ class Environments:
                 self._pool.drop(session)
 
     def finished(self, seconds: float) -> list[Reply]:
-        """All replies that are there, when there is one; none where none comes within so many seconds."""
+        """All replies that have come, waiting up to this time for the first."""
         deadline = time.monotonic() + seconds
         while not self._pool.wait(self._inbox, max(0.0, deadline - time.monotonic())):
             self._report()
@@ -274,3 +299,72 @@ class LocalEnvironments(Environments):
     def rows(self, count: int, seed: int) -> list[dict[str, Any]]:
         assert self.loaded.rows is not None, "asked where they are offered"
         return self.loaded.rows(count, seed)
+
+
+REPLY_TYPES: dict[str, type[Reply]] = {kind.__name__: kind for kind in (Opened, Stepped, Ended, Broken)}
+
+
+class BroadcastPool:
+    """The environments of a tensor-parallel group. All its processes make the same calls and generate the same tokens:
+    the first asks the environments, and the others get its replies."""
+
+    def __init__(self, open_pool: Callable[[], EnvironmentInstances], peers: Peers):
+        """`open_pool`: called in the first process only."""
+        self._pool: EnvironmentInstances | None = None
+        self._peers = peers
+        self.about = EnvironmentInfo(**self._broadcast(lambda: self._opened(open_pool)))
+
+    def _opened(self, open_pool: Callable[[], EnvironmentInstances]) -> dict[str, Any]:
+        self._pool = open_pool()
+        return asdict(self._pool.about)
+
+    def _broadcast(self, find: Callable[[], Any]) -> Any:
+        """The first process's result, in all processes. If it raises, all raise an error with its message."""
+        if not self._peers.leads:
+            found, words, mistaken = self._peers.gather(None)[0]
+            if words is not None:
+                raise UserError(words) if mistaken else RunFailed(words)
+            return found
+        try:
+            found = find()
+        except Exception as error:
+            self._peers.gather([None, str(error) or type(error).__name__, isinstance(error, UserError)])
+            raise
+        self._peers.gather([found, None, False])
+        return found
+
+    def reset(self, episode: int, task: Task) -> None:
+        if self._pool is not None:
+            self._pool.reset(episode, task)
+
+    def step(self, episode: int, turn: Turn) -> None:
+        if self._pool is not None:
+            self._pool.step(episode, turn)
+
+    def end(self, episode: int) -> None:
+        if self._pool is not None:
+            self._pool.end(episode)
+
+    def drop(self, episode: int) -> None:
+        if self._pool is not None:
+            self._pool.drop(episode)
+
+    def finished(self, seconds: float) -> list[Reply]:
+        return [_decoded_reply(*encoded) for encoded in self._broadcast(lambda: self._replies(seconds))]
+
+    def _replies(self, seconds: float) -> list[list[Any]]:
+        assert self._pool is not None, "the first has it"
+        return [_encoded_reply(reply) for reply in self._pool.finished(seconds)]
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _encoded_reply(reply: Reply) -> list[Any]:
+    return [type(reply).__name__, asdict(reply)]
+
+
+def _decoded_reply(kind: str, values: dict[str, Any]) -> Reply:
+    step = {"step": Step(**values["step"])} if kind == Stepped.__name__ else {}
+    return REPLY_TYPES[kind](**{**values, **step})

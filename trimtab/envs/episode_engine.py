@@ -3,47 +3,20 @@
 This is what environments (episode_session.py) and agents at an endpoint have in common: one session at a time, and
 episodes that wait between sessions. An aborted episode keeps its instance, parked under the record that the caller was
 given; a later session that resumes from this very record goes on with the instance.
-
-`BroadcastPool` is for a tensor-parallel group: its first process asks the environments, and the others get the replies.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, replace
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Generic, Protocol, TypeVar
 
-from trimtab.distributed.peers import Peers
-from trimtab.envs.adapter import EnvironmentInfo
-from trimtab.envs.environment_pool import Broken, Ended, Opened, Reply, Stepped
-from trimtab.envs.types import EpisodeSettings, Step, Task, Turn
-from trimtab.errors import RunFailed, UserError
+from trimtab.envs.environment_pool import InstancePool, Reply
+from trimtab.envs.types import EpisodeSettings, Task
+from trimtab.errors import UserError
 from trimtab.rollout.engine import AT_WORK, BaseEngine, BaseSession, Engine, Session
 from trimtab.rollout.episode import Episode
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Trajectory
-
-
-class InstancePool(Protocol):
-    """Running environments or agents (pool.py). No method waits but `finished`."""
-
-    def drop(self, episode: int) -> None: ...
-
-    def finished(self, seconds: float) -> list[Reply]: ...
-
-    def close(self) -> None: ...
-
-
-class EnvironmentInstances(InstancePool, Protocol):
-    """Running environments, which are stepped turn by turn."""
-
-    @property
-    def about(self) -> EnvironmentInfo: ...
-
-    def reset(self, episode: int, task: Task) -> None: ...
-
-    def step(self, episode: int, turn: Turn) -> None: ...
-
-    def end(self, episode: int) -> None: ...
 
 
 class ActiveEpisode(Protocol):
@@ -219,73 +192,3 @@ class EpisodeSession(BaseSession, Generic[EpisodeT]):
     def take_finished(self) -> list[Trajectory]:
         finished, self._finished = self._finished, []
         return finished
-
-
-# ---- environments of a tensor-parallel group
-
-REPLY_TYPES: dict[str, type[Reply]] = {kind.__name__: kind for kind in (Opened, Stepped, Ended, Broken)}
-
-
-class BroadcastPool:
-    """All processes of the group make the same calls and generate the same tokens, so that one may ask for all."""
-
-    def __init__(self, open_pool: Callable[[], EnvironmentInstances], peers: Peers):
-        """`open_pool`: called in the first process only."""
-        self._pool: EnvironmentInstances | None = None
-        self._peers = peers
-        self.about = EnvironmentInfo(**self._broadcast(lambda: self._opened(open_pool)))
-
-    def _opened(self, open_pool: Callable[[], EnvironmentInstances]) -> dict[str, Any]:
-        self._pool = open_pool()
-        return asdict(self._pool.about)
-
-    def _broadcast(self, find: Callable[[], Any]) -> Any:
-        """The first process's result, in all processes. If it raises, all raise an error with its message."""
-        if not self._peers.leads:
-            found, words, mistaken = self._peers.gather(None)[0]
-            if words is not None:
-                raise UserError(words) if mistaken else RunFailed(words)
-            return found
-        try:
-            found = find()
-        except Exception as error:
-            self._peers.gather([None, str(error) or type(error).__name__, isinstance(error, UserError)])
-            raise
-        self._peers.gather([found, None, False])
-        return found
-
-    def reset(self, episode: int, task: Task) -> None:
-        if self._pool is not None:
-            self._pool.reset(episode, task)
-
-    def step(self, episode: int, turn: Turn) -> None:
-        if self._pool is not None:
-            self._pool.step(episode, turn)
-
-    def end(self, episode: int) -> None:
-        if self._pool is not None:
-            self._pool.end(episode)
-
-    def drop(self, episode: int) -> None:
-        if self._pool is not None:
-            self._pool.drop(episode)
-
-    def finished(self, seconds: float) -> list[Reply]:
-        return [_decoded_reply(*told) for told in self._broadcast(lambda: self._heard(seconds))]
-
-    def _heard(self, seconds: float) -> list[list[Any]]:
-        assert self._pool is not None, "the first has it"
-        return [_encoded_reply(reply) for reply in self._pool.finished(seconds)]
-
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-
-
-def _encoded_reply(reply: Reply) -> list[Any]:
-    return [type(reply).__name__, asdict(reply)]
-
-
-def _decoded_reply(kind: str, values: dict[str, Any]) -> Reply:
-    step = {"step": Step(**values["step"])} if kind == Stepped.__name__ else {}
-    return REPLY_TYPES[kind](**{**values, **step})

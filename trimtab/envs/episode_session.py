@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from trimtab.distributed.watch import pulse
 from trimtab.envs.chat_tokens import ChatTokens, ObservationError, refusing
-from trimtab.envs.environment_pool import Broken, Ended, Opened, Reply, Stepped
-from trimtab.envs.episode_engine import EnvironmentInstances, EpisodeEngine, EpisodeSession
+from trimtab.envs.environment_pool import Broken, Ended, EnvironmentInstances, Opened, Reply, Stepped
+from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession
 from trimtab.envs.episode_state import EpisodePhase, EpisodeSnapshot, EpisodeState
 from trimtab.envs.types import EpisodeSettings, Message, Step, Task, Turn
 from trimtab.rollout.engine import Engine, decode_chunk_size

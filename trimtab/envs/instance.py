@@ -15,8 +15,8 @@ from trimtab.sandbox.calls import Caller, CallStuck, CallTimeout, InstanceServic
 from trimtab.sandbox.worker import split_place
 
 AGENT_PATIENCE = 64
-"""An agent may take so many times as long as a call: it plays all turns of an episode, and waits for the policy in each
-of them."""
+"""Factor from the time limit of a call to that of an agent: it plays all turns of an episode, and waits for the policy
+in each of them."""
 LONGEST_TEXT = 1_000_000
 """Characters of a message. More would take long to become tokens, and no context holds it: the middle is cut out."""
 

@@ -14,8 +14,8 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.distributed.watch import pulse
-from trimtab.envs.environment_pool import Broken, Ended, Reply
-from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession, InstancePool
+from trimtab.envs.environment_pool import Broken, Ended, InstancePool, Reply
+from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.episode import Episode, Said

@@ -32,7 +32,7 @@ def player_of(
     engines generate the same. `stopped`: ends waits of a single process, unless episodes outlive updates."""
     if not options.plays:
         return None
-    from trimtab.envs.episode_engine import BroadcastPool
+    from trimtab.envs.environment_pool import BroadcastPool
     from trimtab.envs.episode_session import EnvironmentEngine
     from trimtab.server.environment_engine import episode_settings, make_environment_engine, never, open_pool
 
