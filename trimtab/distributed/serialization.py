@@ -26,16 +26,15 @@ from datetime import date, datetime, time
 from decimal import Decimal
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    Buffer = bytes | bytearray | memoryview | np.ndarray
 
 RAW_NUMBERS = 8  # a list of at least this many numbers is cheaper as raw ones
-NUMBERS = {int: ("q", "int64"), float: ("d", "float64")}
+NUMBERS = {int: "q", float: "d"}  # by codes of the array module
 TIMES: dict[str, Any] = {kind.__name__: kind for kind in (datetime, date, time)}
 ALIGNMENT = 16
 LENGTH_BYTES = 8
@@ -58,9 +57,9 @@ class Serializer:
             "bytes": lambda content, raw: _slice(raw, *content).tobytes(),
             "when": lambda content, raw: TIMES[content[0]].fromisoformat(content[1]),
             "decimal": lambda content, raw: Decimal(content),
-            "tensor": lambda content, raw: _read_tensor(*content, raw),
-            "array": lambda content, raw: _read_array(*content, raw),
-            "numbers": lambda content, raw: _read_numbers(*content, raw),
+            "tensor": lambda content, raw: _read_tensor(raw, *content),
+            "array": lambda content, raw: _read_array(raw, *content),
+            "numbers": lambda content, raw: _read_numbers(raw, *content),
             "ragged": self._read_ragged,
             "rows": self._read_rows,
             "record": self._read_record,
@@ -79,7 +78,7 @@ class Serializer:
                 view[start + place : start + place + len(part)] = part
         return message
 
-    def unpack(self, message: "Buffer") -> Any:
+    def unpack(self, message: "bytes | bytearray | np.ndarray") -> Any:
         """The value. Its tensors and arrays are views of the message."""
         view = memoryview(message)
         end = LENGTH_BYTES + int.from_bytes(view[:LENGTH_BYTES], "little")
@@ -159,7 +158,7 @@ class Serializer:
         return [self._records[name](**dict(zip(columns, row))) for row in zip(*read, strict=True)]
 
     def _read_ragged(self, content: Any, raw: memoryview) -> list[list]:
-        numbers = _read_numbers(*content[0], raw)
+        numbers = _read_numbers(raw, *content[0])
         ends = [0, *itertools.accumulate(self._read(content[1], raw))]
         return [numbers[start:end] for start, end in itertools.pairwise(ends)]
 
@@ -205,16 +204,15 @@ def _tensor_parts(tensor: "Tensor", raw: _RawParts) -> list:
 def _raw_numbers(values: list, raw: _RawParts) -> list | None:
     """A long list of nothing but integers of 64 bits, or nothing but floats; None: another list."""
     kinds = set(map(type, values))
-    if len(values) < RAW_NUMBERS or len(kinds) != 1 or (kind := NUMBERS.get(kinds.pop())) is None:
+    if len(values) < RAW_NUMBERS or len(kinds) != 1 or (code := NUMBERS.get(kinds.pop())) is None:
         return None
-    code, _ = kind
     try:
         return [code, len(values), raw.add(memoryview(array(code, values)).cast("B"))]
     except OverflowError:
         return None
 
 
-def _read_tensor(name: str, shape: list[int], place: int, raw: memoryview) -> "Tensor":
+def _read_tensor(raw: memoryview, name: str, shape: list[int], place: int) -> "Tensor":
     import torch
 
     dtype = getattr(torch, name)
@@ -223,7 +221,7 @@ def _read_tensor(name: str, shape: list[int], place: int, raw: memoryview) -> "T
     return torch.frombuffer(part, dtype=dtype).reshape(shape) if len(part) else torch.empty(shape, dtype=dtype)
 
 
-def _read_array(name: str, shape: list[int], place: int, raw: memoryview) -> "np.ndarray":
+def _read_array(raw: memoryview, name: str, shape: list[int], place: int) -> "np.ndarray":
     import numpy as np
 
     dtype = np.dtype(name)
@@ -231,7 +229,7 @@ def _read_array(name: str, shape: list[int], place: int, raw: memoryview) -> "np
     return np.frombuffer(part, dtype=dtype).reshape(shape) if len(part) else np.empty(shape, dtype=dtype)
 
 
-def _read_numbers(code: str, count: int, place: int, raw: memoryview) -> list:
+def _read_numbers(raw: memoryview, code: Literal["q", "d"], count: int, place: int) -> list:
     return _slice(raw, place, count * 8).cast(code).tolist()
 
 

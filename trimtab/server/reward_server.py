@@ -236,14 +236,15 @@ def make_reward_app(
 
 
 def _error_response(error: Exception, protocol: Protocol) -> Response:
+    headers: dict[str, str] = {}
     match error:
         case ClientDisconnect():
             return Response(status_code=400)  # which is sent to no client
         case ProtocolError() | BadSample():
-            status, message, headers = 422, str(error), {}
+            status, message = 422, str(error)
         case RewardFailed():
             log.error("%s", error)
-            status, message, headers = 500, str(error), {}
+            status, message = 500, str(error)
         case _:
             status, message, headers = describe_error(error)
     return JSONResponse(protocol.error_body(status, message), status, headers)
