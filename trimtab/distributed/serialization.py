@@ -255,7 +255,8 @@ class MessageTooLarge(Exception):
 
 def frame(*parts: bytes) -> bytes:
     """The parts as one message with its length in front."""
-    return b"".join((LENGTH.pack(sum(map(len, parts))), *parts))
+    message = b"".join(parts)
+    return LENGTH.pack(len(message)) + message
 
 
 class FrameDecoder:
@@ -263,25 +264,28 @@ class FrameDecoder:
 
     def __init__(self, largest: int = LARGEST_MESSAGE):
         self.largest = largest
-        self._incoming = bytearray()
+        self._begun = bytearray()  # of a message that is not complete
 
     def feed(self, data: bytes) -> list[bytes]:
         """The messages that are complete now."""
-        incoming = self._incoming
-        incoming += data
-        messages, start = [], 0
-        with memoryview(incoming) as view:
-            while len(incoming) >= start + LENGTH.size:
-                (length,) = LENGTH.unpack_from(view, start)
-                if not 0 <= length <= self.largest:
-                    raise MessageTooLarge
-                start += LENGTH.size
-                if len(incoming) < start + length:
-                    start -= LENGTH.size
-                    break
-                messages.append(view[start : start + length].tobytes())
-                start += length
-        del incoming[:start]
+        stream: bytes | bytearray = data
+        if self._begun:
+            self._begun += data
+            stream = self._begun
+        messages, start, end = [], 0, len(stream)
+        while end - start >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(stream, start)
+            if not 0 <= length <= self.largest:
+                raise MessageTooLarge
+            stop = start + LENGTH.size + length
+            if stop > end:
+                break
+            messages.append(bytes(stream[start + LENGTH.size : stop]))
+            start = stop
+        if stream is self._begun:
+            del self._begun[:start]
+        elif start < end:
+            self._begun += data[start:]
         return messages
 
 

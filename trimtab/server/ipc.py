@@ -129,9 +129,9 @@ def decode_rollouts(content: memoryview, prompt_ids: list[int]) -> list[Trajecto
     rollouts: list[Trajectory] = []
     place = 0
 
-    def numbers(kind: type, *shape: int) -> np.ndarray:
+    def numbers(kind: type, count: int) -> np.ndarray:
         nonlocal place
-        found = np.frombuffer(content, dtype=kind, count=int(np.prod(shape)), offset=place).reshape(shape)
+        found = np.frombuffer(content, dtype=kind, count=count, offset=place)
         place += found.nbytes
         return found
 
@@ -141,7 +141,8 @@ def decode_rollouts(content: memoryview, prompt_ids: list[int]) -> list[Trajecto
         tokens, log_probs = numbers(np.int32, count), numbers(np.float32, count)
         rollout = Trajectory(0, len(rollouts), prompt_ids, tokens, log_probs, FINISH_REASONS[finish])
         if width:
-            rollout.alternatives = Alternatives(numbers(np.int32, count, width), numbers(np.float32, count, width))
+            likely = numbers(np.int32, count * width), numbers(np.float32, count * width)
+            rollout.alternatives = Alternatives(*(values.reshape(count, width) for values in likely))
         rollouts.append(rollout)
     return rollouts
 
