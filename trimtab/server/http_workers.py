@@ -45,7 +45,7 @@ from trimtab.server.endpoints import make_policy_app
 from trimtab.server.http import DrainingServer, make_server, rate_limit_logs
 from trimtab.server.ipc import MessageProtocol
 from trimtab.server.request_params import ServerDefaults
-from trimtab.server.request_queue import CompletionRequest, LocalBackend, PolicyMetrics, QueuedRequest
+from trimtab.server.request_queue import CompletionRequest, PolicyMetrics, QueuedRequest, RequestQueue
 from trimtab.server.sessions import ServedPolicy, SessionStore
 
 log = logging.getLogger(__name__)
@@ -95,13 +95,12 @@ class HTTPWorkers:
         self,
         processes: HTTPWorkerProcesses,
         app: Starlette,
-        backend: LocalBackend,
-        metrics: PolicyMetrics,
+        queue: RequestQueue,
         settings: dict[str, Any],
         drain_seconds: float,
     ):
         """`settings`: what the workers must know (see `run_worker`)."""
-        self.app, self.backend, self.metrics = app, backend, metrics
+        self.app, self.queue = app, queue
         self.settled: deque[tuple[WorkerConnection, int]] = deque()  # requests whose results may be complete
         self._processes, self._settings, self._drain_seconds = processes, settings, drain_seconds
         self._connections: list[WorkerConnection] = []
@@ -221,7 +220,7 @@ class WorkerConnection(MessageProtocol):
             task = asyncio.get_running_loop().create_task(self._respond(number, content, disconnected))
             self._forwarded[number] = ForwardedRequest(task, disconnected)
         elif kind == ipc.COUNT:
-            self.workers.metrics.count(*json.loads(content.tobytes()))
+            self.workers.queue.metrics.count(*json.loads(content.tobytes()))
 
     def connection_lost(self, error: Exception | None) -> None:
         for number in [*self._requests, *self._forwarded]:
@@ -237,10 +236,8 @@ class WorkerConnection(MessageProtocol):
     # ---- completions
 
     def _complete(self, number: int, content: memoryview) -> None:
-        backend = self.workers.backend
         try:
-            requests = backend.queued(ipc.decode_request(content))
-            backend.queue.put(*requests)
+            requests = self.workers.queue.put_all(ipc.decode_request(content))
         except Exception as error:
             self.send(ipc.encode_error(number, error))
             return

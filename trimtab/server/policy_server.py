@@ -40,7 +40,6 @@ try:
         MOST_WAITING,
         EngineFailed,
         EngineThread,
-        LocalBackend,
         PolicyMetrics,
         RequestQueue,
     )
@@ -75,10 +74,9 @@ class PolicyServer:
         HTTP workers, which end with the server."""
         self.policy, self.metrics = policy, PolicyMetrics()
         self.sessions = SessionStore(invited=invited, private=private)
-        self.queue = RequestQueue(self.metrics, max_waiting)
-        backend = LocalBackend(self.queue, seed)
+        self.queue = RequestQueue(self.metrics, max_waiting, seed)
         app = make_policy_app(
-            *(policy, backend, self.sessions, self.metrics), token=token, version=version, max_bytes=max_bytes
+            *(policy, self.queue, self.sessions, self.metrics), token=token, version=version, max_bytes=max_bytes
         )
         self.gate = app.state.gate
         self._server: DrainingServer | HTTPWorkers
@@ -98,7 +96,7 @@ class PolicyServer:
                 "drain_seconds": drain_seconds,
                 "logs": LOGS,
             }
-            self._server = HTTPWorkers(processes, app, backend, self.metrics, settings, drain_seconds)
+            self._server = HTTPWorkers(processes, app, self.queue, settings, drain_seconds)
         self._engine_thread: EngineThread | None = None
         self._thread: threading.Thread | None = None
         sys.setswitchinterval(SWITCH_SECONDS)

@@ -73,6 +73,38 @@ class PolicyMetrics:
         )
 
 
+@dataclass(frozen=True)
+class CompletionRequest:
+    """The answers that a client wants to one prompt."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    answers: int = 1
+    session: str | None = None
+    seed: int | None = None  # None: the server draws one
+    number: int = 0  # of the prompt in its HTTP request
+
+
+class CompletionBackend(Protocol):
+    """Where endpoints get completions: a queue of this process, or the engine's process (http_workers.py)."""
+
+    @property
+    def most_waiting(self) -> int:
+        """Answers at once; more are refused."""
+
+    @property
+    def waiting(self) -> int:
+        """Answers that are not there yet."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    async def complete(self, request: CompletionRequest) -> list[Trajectory]: ...
+
+    def close(self, error: Exception) -> None:
+        """Fail every unanswered request with this error, and all that come later."""
+
+
 @dataclass(eq=False)
 class QueuedRequest:
     """One answer that the engine is to sample."""
@@ -86,9 +118,12 @@ class QueuedRequest:
 
 
 class RequestQueue:
-    def __init__(self, metrics: PolicyMetrics, most_waiting: int = MOST_WAITING):
-        """`most_waiting`: unanswered requests at once; more are refused."""
-        self.metrics, self.most_waiting = metrics, most_waiting
+    """A `CompletionBackend` whose requests wait for an engine of this process."""
+
+    def __init__(self, metrics: PolicyMetrics, most_waiting: int = MOST_WAITING, seed: int = 0):
+        """`most_waiting`: unanswered requests at once; more are refused; `seed`: of requests that bring none."""
+        self.metrics, self.most_waiting, self.seed = metrics, most_waiting, seed
+        self._numbers = itertools.count()
         self._arrived = threading.Condition()
         self._new: deque[QueuedRequest] = deque()
         self._retries: deque[QueuedRequest] = deque()  # running when the engine failed: tried again one by one
@@ -104,6 +139,24 @@ class RequestQueue:
         self._closed: Exception | None = None
 
     # ---- for endpoints, in any thread
+
+    async def complete(self, request: CompletionRequest) -> list[Trajectory]:
+        requests = self.put_all(request)
+        try:
+            return list(await asyncio.gather(*(asyncio.wrap_future(one.result) for one in requests)))
+        finally:
+            for one in requests:
+                one.result.cancel()
+
+    def put_all(self, request: CompletionRequest) -> list[QueuedRequest]:
+        """One queued request for each answer, with a seed of its own."""
+        if (seed := request.seed) is None:
+            seed = stream_seed(self.seed, request.session, next(self._numbers))
+        seed = request_seed(seed, request.number) if request.number else seed
+        seeds = [seed, *(request_seed(seed, answer) for answer in range(1, request.answers))]
+        requests = [QueuedRequest(request.prompt_ids, own, request.sampling, request.session) for own in seeds]
+        self.put(*requests)
+        return requests
 
     def put(self, *requests: QueuedRequest) -> None:
         """All of them, or none."""
@@ -312,76 +365,3 @@ class EngineThread:
             self.queue.close(EngineFailed(str(error)))
         finally:
             self.queue.close(EngineFailed("the engine has ended"))
-
-
-# ---- how endpoints get completions
-
-
-@dataclass(frozen=True)
-class CompletionRequest:
-    """The answers that a client wants to one prompt."""
-
-    prompt_ids: list[int]
-    sampling: SamplingParams
-    answers: int = 1
-    session: str | None = None
-    seed: int | None = None  # None: the server draws one
-    number: int = 0  # of the prompt in its HTTP request
-
-
-class CompletionBackend(Protocol):
-    """Where completions come from: a queue of this process, or the engine's process (http_workers.py)."""
-
-    @property
-    def most_waiting(self) -> int:
-        """Answers at once; more are refused."""
-
-    @property
-    def waiting(self) -> int:
-        """Answers that are not there yet."""
-
-    @property
-    def closed(self) -> bool: ...
-
-    async def complete(self, request: CompletionRequest) -> list[Trajectory]: ...
-
-    def close(self, error: Exception) -> None:
-        """Fail every unanswered request with this error, and all that come later."""
-
-
-class LocalBackend:
-    """Completions from a request queue of this process."""
-
-    def __init__(self, queue: RequestQueue, seed: int):
-        """`seed`: of requests that bring none."""
-        self.queue, self.seed = queue, seed
-        self.most_waiting = queue.most_waiting
-        self._numbers = itertools.count()
-
-    @property
-    def waiting(self) -> int:
-        return self.queue.waiting
-
-    @property
-    def closed(self) -> bool:
-        return self.queue.closed
-
-    def close(self, error: Exception) -> None:
-        self.queue.close(error)
-
-    def queued(self, request: CompletionRequest) -> list[QueuedRequest]:
-        """One for each answer, with a seed of its own."""
-        if (seed := request.seed) is None:
-            seed = stream_seed(self.seed, request.session, next(self._numbers))
-        seed = request_seed(seed, request.number) if request.number else seed
-        seeds = [seed, *(request_seed(seed, answer) for answer in range(1, request.answers))]
-        return [QueuedRequest(request.prompt_ids, own, request.sampling, request.session) for own in seeds]
-
-    async def complete(self, request: CompletionRequest) -> list[Trajectory]:
-        requests = self.queued(request)
-        try:
-            self.queue.put(*requests)
-            return list(await asyncio.gather(*(asyncio.wrap_future(one.result) for one in requests)))
-        finally:
-            for one in requests:
-                one.result.cancel()
