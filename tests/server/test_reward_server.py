@@ -110,7 +110,7 @@ def test_our_own_client_and_server_agree_in_both_protocols_and_on_scores_and_log
             client = HttpReward([server.url + path])
             result = client(request)
             assert result.rewards == [3.0, 1.0, 0.0] and result.scores == scores
-            assert client.addresses[0].spoken.name == protocol
+            assert client.addresses[0].protocol.name == protocol
             client.close()
     with running(make_verifier("gsm8k:1.0,format:0.5")) as server:
         client = HttpReward([server.url + "/get_reward"])
