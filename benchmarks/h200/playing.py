@@ -118,7 +118,7 @@ def watch_engine(clock: Clock) -> None:
         whole=lambda _, sequences: sum(len(ids) for ids, _, _ in sequences),
     )
     clock.watch(DecodeGraphs, "run", "steps", rows=lambda *given: len(given[2]), steps=lambda *given: given[3])
-    clock.watch(BuiltinSession, "_step_by_step", "steps one by one", rows=lambda _, rows, __: len(rows))
+    clock.watch(BuiltinSession, "_decode_eager", "steps one by one", rows=lambda _, rows, __: len(rows))
     clock.watch(DecodeGraphs, "_capture", "recording steps", rows=lambda _, __, rows: rows)
     clock.watch(
         PrefillGraphs, "_capture", "recording reads",

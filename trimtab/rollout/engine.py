@@ -1,4 +1,4 @@
-"""What every rollout engine can do. Loops know this and `types`; which engine is behind it is the caller's choice."""
+"""The interface of rollout engines and sessions, and what all of them share. `factory` chooses an engine."""
 
 import math
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
@@ -15,9 +15,8 @@ MAX_CHUNK_SECONDS = 0.05
 
 
 def decode_chunk_size(most: int | None, *, full: bool = False, seconds: float = math.inf) -> int:
-    """How many steps to draw at a time, at most `most`, where somebody outside may ask for more meanwhile: nobody waits
-    long for a place, and a place is not empty for long. `full`: who comes must wait for one anyway; `seconds`: that a
-    step takes, where somebody knows: of short ones there are more."""
+    """Decode steps between two visits of the host, at most `most`, if new requests may arrive meanwhile: few enough that
+    these start soon. `full`: new ones must wait anyway; `seconds`: of one step, if known."""
     short = full or MAX_CHUNK_SIZE * seconds <= MAX_CHUNK_SECONDS
     usual = MAX_CHUNK_SIZE if short else max(MIN_CHUNK_SIZE, int(MAX_CHUNK_SECONDS / seconds))
     return usual if most is None else min(most, usual)
@@ -25,11 +24,10 @@ def decode_chunk_size(most: int | None, *, full: bool = False, seconds: float = 
 
 @runtime_checkable
 class Session(Protocol):
-    """Requests that are added while others run; to be closed, or used in a `with`."""
+    """Requests that may be added while others run. Close it, or use it in a `with`."""
 
     meanwhile: Callable[[], None] | None
-    """What the host may do inside `advance`, while a device draws what was asked of it before. Requests may be added
-    there; who has nothing to wait for never calls it."""
+    """Called inside `advance` while the device works, if the engine has time to wait. It may add requests."""
 
     def add(
         self,
@@ -41,51 +39,49 @@ class Session(Protocol):
         task: Task | None = None,
         sampling: SamplingParams | None = None,
     ) -> int:
-        """The number of the new request, which its rollouts carry as their `prompt`.
+        """Returns the number of the new request, which is the `prompt` of its trajectories.
 
         `seed`: of its random streams; `limit`: its own max_new_tokens; `partials`: resume only these samples of it. The
         finished ones contain the partial ones unchanged.
-        `task`: what an environment is to open; who answers prompts has no use for it. `sampling`: its own setting
-        in place of the session's; what others are drawn by changes nothing.
+        `task`: the environment's, if there is one. `sampling`: its own parameters instead of the session's.
         """
 
     def expect(self, samples: int) -> None:
-        """So many may be at work at once before long: whoever needs memory for each makes it in one go."""
+        """Announce how many sequences may soon run at once, so that memory is allocated once."""
 
     def prepare(self, longest: int) -> None:
-        """Requests will come that nobody knows yet, most of them of at most so many tokens with their answers. What
-        would take time in the middle of them is done now."""
+        """Do slow work (allocation, graph capture) now for unknown requests of mostly at most `longest` tokens."""
 
     @property
     def busy(self) -> bool:
-        """Whether requests are still unanswered."""
+        """Whether there are unfinished requests."""
 
     @property
     def full(self) -> bool:
-        """Whether there is somebody for every place: who is added now begins when another has finished."""
+        """Whether a new request must wait for another to finish."""
 
     def advance(self, steps: int | None = None) -> list[Trajectory]:
-        """Work on for a moment, or for at most so many tokens a sample, and hand over what has finished. 0: read what
-        is new (and draw its first token), and no more, where that can be; with nothing new, tidy up."""
+        """Run for a moment, or for at most `steps` tokens a sequence; returns what has finished. 0: only prefill new
+        requests and sample their first tokens, if the engine can; without new ones, clean up."""
 
     def __iter__(self) -> Iterator[Trajectory]:
-        """Answers as they finish, until there is no request left. More may be added on the way, and later."""
+        """Trajectories as they finish, until no request is left. More may be added meanwhile, and later."""
 
     def drawn(self, request: int) -> list[int]:
-        """The first sample's tokens so far, of a request at work."""
+        """Tokens so far of the first sample of a running request."""
 
     def at_work(self) -> dict[tuple[int, int], int]:
-        """The tokens that were drawn of every unfinished sample so far, by request and sample."""
+        """How many tokens every unfinished sample has drawn, by request and sample."""
 
     def partials(self) -> dict[int, list[Trajectory]]:
-        """What the unfinished samples of every request have so far. It may be asked from another thread, too, while
-        the engine works, or hangs."""
+        """Partial rollouts of the unfinished samples of every request. Other threads may call it while the engine
+        works, or hangs."""
 
     def abort(self, requests: Collection[int] | None = None) -> None:
-        """Stop the answers to these requests, or all: they come as they are, finished by "abort"."""
+        """Stop these requests, or all: they finish as they are, with the reason "abort"."""
 
     def close(self) -> None:
-        """Give up what is not answered."""
+        """Drop unfinished requests."""
 
     def __enter__(self) -> "Session": ...
 
@@ -96,15 +92,15 @@ class Session(Protocol):
 class Engine(Protocol):
     @property
     def exact(self) -> bool:
-        """Whether the log-probs of what it draws are the trainer's own, but for the last bits of fp32."""
+        """Whether its log-probs are the trainer's own, but for the last bits of fp32."""
 
     @property
     def version(self) -> int:
-        """Of the weights, as whoever changed them last has told; every token carries the one it was drawn from."""
+        """Version of the weights, as set by the last change; every token carries the one it was drawn with."""
 
     @property
     def context(self) -> int | None:
-        """Tokens of the longest prompt with its answer; None: no limit is known."""
+        """Context length: tokens of a prompt and its answer; None: no known limit."""
 
     def generate(
         self,
@@ -115,10 +111,9 @@ class Engine(Protocol):
         limits: Sequence[int] | None = None,
         tasks: Sequence[Task] | None = None,
     ) -> list[Trajectory]:
-        """All answers, in the order of the prompts and their samples.
+        """All trajectories, in the order of the prompts and their samples.
 
-        `seeds`: one for each prompt, from which its samples draw; `limits`: each prompt's own max_new_tokens;
-        `tasks`: each prompt's, where an environment is played.
+        For each prompt: `seeds` of its random streams, `limits` (its own max_new_tokens), `tasks` of an environment.
         """
 
     def stream(
@@ -130,58 +125,72 @@ class Engine(Protocol):
         limits: Sequence[int] | None = None,
         tasks: Sequence[Task] | None = None,
     ) -> Generator[Trajectory]:
-        """The same answers as they finish; to close it ends them."""
+        """The same as they finish. Closing the generator ends them."""
 
     def session(self, sampling: SamplingParams) -> Session:
-        """The same for requests that are not known beforehand. What an earlier request has read is not read twice."""
+        """For requests that are not known beforehand. Later requests use the prefixes of earlier ones."""
 
     def abort(self, prompts: Collection[int] | None = None) -> None:
-        """Stop answers to these prompts of the stream at work, or all: they come as they are, finished by "abort"."""
+        """Stop these prompts of the running stream, or all: they finish as they are, with the reason "abort"."""
 
     def weights_changed(self, version: int) -> None:
-        """Answers come from other weights from now on, called by this number."""
+        """New weights, of this version, are used from now on."""
 
     def sleep(self) -> None:
-        """Give memory back while the model trains."""
+        """Release memory while the model trains."""
 
     def rest(self) -> None:
-        """Between the calls of a training loop: give memory back if little else is free."""
+        """Between the calls of a training loop: release memory if little else is free."""
 
     def wake(self) -> None:
-        """Be ready for the next call."""
+        """Get ready for the next call."""
 
     def close(self) -> None:
-        """Let go of processes and folders of its own."""
+        """End its processes and delete its folders."""
 
 
 @runtime_checkable
 class ReceivingEngine(Engine, Protocol):
-    """One that is not where the policy is: its weights are sent to it (distributed/link.py)."""
+    """An engine away from the policy, which receives its weights over links (distributed/link.py)."""
 
     def seats(self) -> list[dict[str, Any]]:
-        """Where its processes are, each of which receives."""
+        """Where its processes are; each of them receives."""
 
     def join(self, plan: list[dict[str, Any]]) -> None:
         """Open the links of a plan; those of an earlier one are closed."""
 
     def receive(self, version: int) -> None:
-        """Take the weights that are being sent at this moment, called by this number."""
-
-
-# ---- What engines and sessions have in common: whoever has an open session can answer many prompts at once with it.
+        """Receive the weights that are being sent at this moment, of this version."""
 
 
 AT_WORK = "the engine is at work already; take all its answers first, or close their stream"
 
 
+def check_request(
+    vocabulary: int, most: int | None, owner: str, number: int, prompt_ids: list[int], limit: int
+) -> None:
+    """Refuse what an engine cannot answer. `most`: the context length of `owner`, the model or the engine."""
+    if not prompt_ids:
+        raise UserError(f"prompt {number} is empty; at least one token is needed")
+    if max(prompt_ids) >= vocabulary or min(prompt_ids) < 0:
+        raise UserError(f"prompt {number} has a token outside the model's vocabulary of {vocabulary}")
+    if limit < 1:
+        raise UserError(f"the limit of prompt {number} is {limit}; at least 1 new token is needed")
+    if most is not None and len(prompt_ids) + limit > most:
+        raise UserError(
+            f"prompt {number} has {len(prompt_ids)} tokens and {limit} may follow, but the {owner}'s "
+            f"context is {most}; shorten the prompt or lower max_new_tokens"
+        )
+
+
 class BaseEngine:
-    """Prompts that are known beforehand, from an engine that opens sessions."""
+    """Implements `generate` and `stream` with a session."""
 
     def session(self, sampling: SamplingParams) -> Session:
         raise NotImplementedError
 
     def batch_session(self, sampling: SamplingParams) -> Session:
-        """For prompts that come all at once."""
+        """The session of one `stream`."""
         return self.session(sampling)
 
     def generate(self, prompts: Sequence[list[int]], sampling: SamplingParams, **each: Any) -> list[Trajectory]:
@@ -208,18 +217,18 @@ class BaseEngine:
 
 
 class BaseSession(Session):
-    """A session is gone through until nothing is left in it, and closed at the end of a `with`."""
+    """Implements iteration, `with` and abort."""
 
     def __init__(self) -> None:
         self.meanwhile: Callable[[], None] | None = None
         self.requests = 0  # added so far
-        self._aborted: set[int] = set()  # requests that somebody has had enough of
+        self._aborted: set[int] = set()  # requests to abort at the next `advance`
 
     def expect(self, samples: int) -> None:
-        """Nothing to prepare."""
+        """Nothing to do."""
 
     def prepare(self, longest: int) -> None:
-        """Nothing to prepare."""
+        """Nothing to do."""
 
     @property
     def full(self) -> bool:

@@ -1,4 +1,4 @@
-"""The one place that chooses a rollout engine; everything else knows what every engine can do (engine.py)."""
+"""Builds rollout engines. The only file that knows the built-in and the vLLM engine; all others use engine.py."""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,7 @@ def build_engine(
 def build_vllm_engine(folder: str, tokenizer: Any, weights: Handover | None = None, **settings: Any) -> "VLLMEngine":
     """A vLLM engine with the model of a folder; `settings` are those of rollout/vllm/engine.EngineSettings.
 
-    `weights`: of a policy in this process, which it takes from there; else they come over links.
+    `weights`: of a policy in this process, which it copies; else they come over links.
     """
     from trimtab.rollout.vllm.engine import EngineSettings, VLLMEngine
 
@@ -55,17 +55,17 @@ def build_vllm_engine(folder: str, tokenizer: Any, weights: Handover | None = No
 
 
 def engine_environment() -> dict[str, str]:
-    """What the environment of a process must hold in which a vLLM engine will be built; what this one's says wins."""
+    """Environment variables of a process that will build a vLLM engine; values of this process win."""
     from trimtab.rollout.vllm.engine import environment
 
     return {name: os.environ.get(name, value) for name, value in environment().items()}
 
 
 class EngineMemory:
-    """What that engine will take of a device, known before it is built."""
+    """Memory that the built-in engine will need, known before it is built."""
 
     max_num_batched_tokens = MAX_NUM_BATCHED_TOKENS
-    """Prompt tokens in one pass."""
+    """Prompt tokens of one prefill pass."""
 
     def __init__(self, policy: Policy, kv_tokens: int | None):
         self._memory = KVCacheManager(ModelRunner.measure(policy)[0], PAGE_SIZE, kv_tokens)
@@ -76,5 +76,5 @@ class EngineMemory:
         return self._memory.shape.token_bytes
 
     def keys_and_values(self, samples: int, longest: int, free: int) -> int:
-        """Bytes for so many samples at once of at most `longest` tokens, where so many bytes are free."""
+        """Bytes of the KV cache for this many sequences of at most `longest` tokens, if `free` bytes are free."""
         return self._memory.pages(samples, longest, free) * self._memory.page_bytes

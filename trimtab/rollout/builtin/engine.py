@@ -1,4 +1,12 @@
-"""What a request must be for the engine to answer it."""
+"""The built-in rollout engine: it generates with the trainer's own weights, in place.
+
+A session admits waiting requests, prefills new prompts, and samples first tokens. Then it decodes a chunk of steps for
+all running sequences, finishes some, admits others, and repeats. On an accelerator, decode steps and prefills are
+captured as graphs (cuda_graphs.py) with fused kernels (kernels/). Elsewhere, and if capture fails, the same passes run
+eagerly.
+
+Between calls the engine keeps the KV cache, the prefix cache and captured graphs.
+"""
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
@@ -15,59 +23,38 @@ from trimtab.errors import UserError
 from trimtab.models.policy import Policy
 from trimtab.models.rotary import generated_context
 from trimtab.rollout.builtin.cuda_graphs import CaptureFailed, DecodeGraphs, GraphCache
-from trimtab.rollout.builtin.decode import append_tokens, rollout_of
 from trimtab.rollout.builtin.kv_cache import PAGE_SIZE, KVCacheManager
 from trimtab.rollout.builtin.linear import Int8Layers
-from trimtab.rollout.builtin.model_runner import ModelRunner, build_fused_layers, is_split, state_of
+from trimtab.rollout.builtin.model_runner import ModelRunner, build_fused_layers, is_sharded, weights_fingerprint
+from trimtab.rollout.builtin.output_processor import append_tokens, trajectory_of
 from trimtab.rollout.builtin.prefill import Prefill
 from trimtab.rollout.builtin.sampler import RowSampler, Sampler, SamplerCache, SamplerOutput, alike
 from trimtab.rollout.builtin.scheduler import PromptState, ScheduledSequence, Scheduler, SequenceState
-from trimtab.rollout.engine import AT_WORK, BaseEngine, BaseSession
+from trimtab.rollout.engine import AT_WORK, BaseEngine, BaseSession, check_request
 from trimtab.rollout.episode import Task
 from trimtab.rollout.sampling import SamplingParams, check_sampling_params, request_seed
 from trimtab.rollout.trajectory import Trajectory, partials_to_run
 
-
-def check_request(vocabulary: int, most: int | None, number: int, prompt_ids: list[int], limit: int) -> None:
-    """`most`: places that the model has for tokens."""
-    if not prompt_ids:
-        raise UserError(f"prompt {number} is empty; at least one token is needed")
-    if max(prompt_ids) >= vocabulary or min(prompt_ids) < 0:
-        raise UserError(f"prompt {number} has a token outside the model's vocabulary of {vocabulary}")
-    if limit < 1:
-        raise UserError(f"the limit of prompt {number} is {limit}; at least 1 new token is needed")
-    if most is not None and len(prompt_ids) + limit > most:
-        raise UserError(
-            f"prompt {number} has {len(prompt_ids)} tokens and {limit} may follow, but the model's "
-            f"context is {most}; shorten the prompt or lower max_new_tokens"
-        )
-
-
-# ---- Requests at work in the engine: their way through reading, decoding and finishing. admit what fits, read new
-# prompts once, draw first tokens; then decode a few steps for all that run, look at what was drawn, let finished
-# samples go, refill their places; repeat
-
-
-CHUNK_SIZE = 8
+CHUNK_SIZE = 8  # decode steps between two visits of the host, without captured graphs
 
 
 class BuiltinSession(BaseSession):
-    """Until it is closed, the policy is the engine's."""
+    """An open session. Until it is closed, nothing else may use the policy."""
 
-    def __init__(self, engine: "BuiltinEngine", sampling: SamplingParams, enabled: bool):
-        """`keeping`: what was read and drawn may be read again by later requests."""
+    def __init__(self, engine: "BuiltinEngine", sampling: SamplingParams, prefix_caching: bool):
+        """`prefix_caching`: later requests share the pages of earlier ones."""
         super().__init__()
-        self.engine, self.sampling, self.enabled = engine, sampling, enabled
+        self.engine, self.sampling, self.prefix_caching = engine, sampling, prefix_caching
         self.device = engine.policy.device
-        self._vocabulary = engine.policy.head.out_features  # models are slow to ask
+        self._vocabulary = engine.policy.head.out_features  # looked up once: modules are slow
         self._longest = self._expected = 0
         self._new: list[SequenceState] = []
         self._scheduler: Scheduler | None = None
         self._prepared = False
-        self._lies_at: tuple[int, int, int] | None = None  # the memory that recordings were looked through for
+        self._address: tuple[int, int, int] | None = None  # of the KV cache that the graphs were checked for
         self._open = contextlib.ExitStack()
 
-    # ---- what callers do
+    # ---- the session as callers see it
 
     def add(
         self,
@@ -83,10 +70,10 @@ class BuiltinSession(BaseSession):
             check_sampling_params(sampling, self._vocabulary, self.engine.tokenizer)
         sampling = self.sampling if sampling is None else sampling
         number, limit = self.requests, sampling.max_new_tokens if limit is None else limit
-        check_request(self._vocabulary, self.engine.context, number, prompt_ids, limit)
+        check_request(self._vocabulary, self.engine.context, "model", number, prompt_ids, limit)
         seed = request_seed(sampling.seed, number) if seed is None else seed
-        assert not (partials and sampling.plain_log_probs), "a partial has no log-probs at another temperature"
-        assert not (partials and sampling.top_log_probs), "a partial has no alternatives"
+        assert not (partials and sampling.plain_log_probs), "a partial rollout has no log-probs at another temperature"
+        assert not (partials and sampling.top_log_probs), "a partial rollout has no alternatives"
         partials = partials_to_run(partials, sampling.n, number, limit)
         prompt = PromptState(number, list(prompt_ids), len(partials))
         for partial in partials:
@@ -97,7 +84,7 @@ class BuiltinSession(BaseSession):
         return number
 
     def expect(self, samples: int) -> None:
-        """Memory that grew on the way would lie elsewhere, and what was recorded with it be recorded again."""
+        """A KV cache that grows later has another address, and its graphs must be captured again."""
         self._expected = max(self._expected, samples)
 
     @torch.no_grad()
@@ -136,14 +123,14 @@ class BuiltinSession(BaseSession):
         finished: list[Trajectory] = []
         if self._aborted:
             gone = scheduler.abort(lambda sample: sample.prompt.index in self._aborted)
-            finished += [rollout_of(sample, "abort", self.engine.version) for sample in gone]
+            finished += [trajectory_of(sample, "abort", self.engine.version) for sample in gone]
             self._aborted.clear()
         finished += self._begin(scheduler, scheduler.schedule())
         if not scheduler.running:
             scheduler.free_finished()
         elif not finished and steps != 0:
             graphs = self._graphs_for(scheduler.running)
-            finished += self._decode(scheduler, graphs, self._room(scheduler, graphs, steps))
+            finished += self._decode(scheduler, graphs, self._chunk_size(scheduler, graphs, steps))
         return finished
 
     def drawn(self, request: int) -> list[int]:
@@ -173,30 +160,30 @@ class BuiltinSession(BaseSession):
     # ---- memory
 
     def enter(self, context: contextlib.AbstractContextManager) -> None:
-        """Be inside a context until the session is closed."""
+        """Enter a context until the session is closed."""
         self._open.enter_context(context)
 
     def finally_do(self, work: Callable[[], None]) -> None:
-        """When everything else is closed."""
+        """Call this after everything else is closed."""
         self._open.callback(work)
 
     def _admit_new(self) -> None:
-        """Memory for the requests that have come, and what goes with its size."""
+        """Size the KV cache for new requests, and give them to the scheduler."""
         engine, memory = self.engine, self.engine.memory
         if self._scheduler is not None:
-            self._scheduler.free_finished()  # they may go on from what has finished
+            self._scheduler.free_finished()  # new requests may hit their prefixes
         samples = max(self._expected, len(self._at_work()) + len(self._new))
         cache = memory.cache(min(engine.max_num_seqs, samples), self._longest, self.device)
-        lies_at = cache.keys.data_ptr(), cache.values.data_ptr(), cache.pages
-        if self._lies_at != lies_at:  # of what recordings hold for, nothing else changes while it is open
+        address = cache.keys.data_ptr(), cache.values.data_ptr(), cache.pages
+        if self._address != address:  # nothing else that graphs depend on changes in an open session
             engine.captured.follow(cache, fused=engine.fused is not None)
-            self._lies_at = lies_at
+            self._address = address
         if self._scheduler is None:
-            memory.prefix_cache.enabled = self.enabled
+            memory.prefix_cache.enabled = self.prefix_caching
             self._scheduler = Scheduler(memory.prefix_cache, engine.max_num_seqs)
             self._runner = ModelRunner(engine.policy, cache, engine.fused)
             self.enter(self._runner)
-            self._reader = Prefill(self._runner, engine.captured, engine.max_num_batched_tokens)
+            self._prefill = Prefill(self._runner, engine.captured, engine.max_num_batched_tokens)
             self._samplers = SamplerCache(self._vocabulary, self.device)
         self._graphs = engine.captured.decoding(cache, self.sampling, self._longest)
         self._scheduler.add(self._new)
@@ -205,65 +192,65 @@ class BuiltinSession(BaseSession):
     def _at_work(self) -> list[SequenceState]:
         return [] if self._scheduler is None else [*self._scheduler.running, *self._scheduler.waiting]
 
-    # ---- reading and decoding
+    # ---- prefill and decode
 
     def _begin(self, scheduler: Scheduler, admissions: list[ScheduledSequence]) -> list[Trajectory]:
-        """Fill the pages of new samples and draw their first tokens."""
-        reader = self._reader
-        reader.read(admissions)
-        self.engine.tokens_read, reader.tokens = self.engine.tokens_read + reader.tokens, 0
+        """Prefill scheduled sequences, and sample the first token of new ones."""
+        prefill = self._prefill
+        prefill.run(admissions)
+        self.engine.tokens_read, prefill.tokens = self.engine.tokens_read + prefill.tokens, 0
         fresh, finished = [a.sample for a in admissions if not a.sample.ids], []
         if fresh:
-            hidden = torch.stack([reader.hidden[s.prompt] for s in fresh])
+            hidden = torch.stack([prefill.hidden[s.prompt] for s in fresh])
             samplers = self._samplers
             drawn = self._draw(hidden, samplers.of(fresh), self._seeds(fresh), None, samplers.seen(fresh))
             finished = self._take(scheduler, fresh, drawn)
         scheduler.prefill_done()
-        reader.forget()
+        prefill.forget()
         return finished
 
     def _graphs_for(self, running: list[SequenceState]) -> DecodeGraphs | None:
-        """Those that draw by the rule of everything that runs, or each row by its own."""
+        """Graphs with one sampling rule for all running sequences, or with one for each row."""
         captured = self.engine.captured
         if not captured.possible:
             return None
-        # What was prepared draws for anybody.
+        # Prepared graphs sample by row.
         if not self._prepared and alike(running) and running[0].sampling.rule == self.sampling.rule:
             return self._graphs
         settings = list({id(sample.sampling): sample.sampling for sample in running}.values())  # most are the same
         return captured.decode_graphs_by_row(self._runner.cache, settings, self._longest)
 
-    def _room(self, scheduler: Scheduler, graphs: DecodeGraphs | None, most: int | None) -> int:
-        """Steps until the next look, at most `most`, with room for them."""
-        look = CHUNK_SIZE if graphs is None else graphs.chunk_size
-        if graphs is not None and not scheduler.waiting and (most is None or most > look):
+    def _chunk_size(self, scheduler: Scheduler, graphs: DecodeGraphs | None, most: int | None) -> int:
+        """Steps of the next decode chunk, at most `most`, for which pages are allocated."""
+        chunk = CHUNK_SIZE if graphs is None else graphs.chunk_size
+        if graphs is not None and not scheduler.waiting and (most is None or most > chunk):
             short = scheduler.short(graphs.long_chunk_size)
             if scheduler.can_allocate(short):
-                look = graphs.long_chunk_size
-        steps = look if most is None else min(most, look)
+                chunk = graphs.long_chunk_size
+        steps = chunk if most is None else min(most, chunk)
         if graphs is None or steps < graphs.long_chunk_size:
             short = scheduler.short(steps)
         scheduler.allocate(short)
         return steps
 
-    def _decode(self, scheduler: Scheduler, graphs: DecodeGraphs | None, look: int) -> list[Trajectory]:
+    def _decode(self, scheduler: Scheduler, graphs: DecodeGraphs | None, chunk: int) -> list[Trajectory]:
         running = list(scheduler.running)
-        steps = min(look, max([s.limit - s.ids.count for s in running]))
+        steps = min(chunk, max([s.limit - s.ids.count for s in running]))
         drawn: SamplerOutput | None = None
         if graphs is not None:
             try:
-                running, drawn = graphs.run(self._runner, running, steps, self._while_it_draws)
+                running, drawn = graphs.run(self._runner, running, steps, self._during_decode)
             except CaptureFailed as error:
                 self.engine.captured.give_up(error)
-        return self._take(scheduler, running, self._step_by_step(running, steps) if drawn is None else drawn)
+        return self._take(scheduler, running, self._decode_eager(running, steps) if drawn is None else drawn)
 
-    def _while_it_draws(self) -> None:
+    def _during_decode(self) -> None:
         if self._scheduler is not None:
             self._scheduler.free_finished()
         if self.meanwhile is not None:
             self.meanwhile()
 
-    def _step_by_step(self, running: list[SequenceState], steps: int) -> SamplerOutput:
+    def _decode_eager(self, running: list[SequenceState], steps: int) -> SamplerOutput:
         runner = self._runner
         tables = np.zeros((len(running), max(len(s.pages) for s in running) + 1), dtype=np.int64)
         for row, sample in enumerate(running):
@@ -276,7 +263,7 @@ class BuiltinSession(BaseSession):
         results: list[SamplerOutput] = []
         sampler, seeds, seen = self._samplers.of(running), self._seeds(running), self._samplers.seen(running)
         for step in range(steps):
-            # A sample past its end writes to page 0, which nobody reads.
+            # A sequence past its end writes to page 0, which is never read.
             hidden = runner.decode(tokens, (positions + step).clamp(max=last), tables)
             results.append(self._draw(hidden, sampler, seeds, drawn + step, seen))
             tokens = results[-1].tokens_B
@@ -292,26 +279,20 @@ class BuiltinSession(BaseSession):
     ) -> SamplerOutput:
         drawn = torch.zeros_like(seeds) if drawn is None else drawn
         found = sampler.draw(self._runner.logits(hidden), seeds, drawn, seen)
-        # One different bit would part them for good.
+        # The processes of a tensor-parallel group must continue with the same token, down to the last bit.
         return replace(found, tokens_B=self.engine.tensor.of_first(found.tokens_B))
 
     def _take(self, scheduler: Scheduler, samples: list[SequenceState], drawn: SamplerOutput) -> list[Trajectory]:
         ended = append_tokens(samples, drawn, self.engine.tokenizer)
         scheduler.finish([sample for sample, _ in ended])
-        return [rollout_of(sample, finish, self.engine.version) for sample, finish in ended]
+        return [trajectory_of(sample, finish, self.engine.version) for sample, finish in ended]
 
 
-# ---- The built-in rollout engine: generates with the trainer's own weights, in place. What it keeps between calls is
-# memory, what lies in it of earlier texts, and captured graphs; how requests are answered is in session.py. On an
-# accelerator the steps between two looks are captured (graphs.py), and so is the reading of prompts (read_graphs.py),
-# with kernels of their own (kernels/). Where that cannot be, and on a CPU, the same passes run as they come.
-
-
-MAX_NUM_BATCHED_TOKENS = 8192  # prompt tokens in one pass
+MAX_NUM_BATCHED_TOKENS = 8192  # prompt tokens of one prefill pass
 
 
 def require_packed(policy: Policy) -> None:
-    """A UserError, in one line, for a model that this engine cannot run."""
+    """Refuse a model that this engine cannot run."""
     if policy.path != "packed":
         raise UserError(
             f"the built-in engine cannot run {type(policy.inner).__name__}: {policy.not_packed}. SFT, DPO and reward "
@@ -320,8 +301,8 @@ def require_packed(policy: Policy) -> None:
 
 
 class BuiltinEngine(BaseEngine):
-    """While it answers, and until a stream is taken to its end or closed, the policy is the engine's. Of a policy that
-    is split over processes, every process must ask, if for no prompts at all."""
+    """Until a stream is exhausted or closed, nothing else may use the policy. If the policy is sharded over processes,
+    every process must make every call, even without prompts."""
 
     def __init__(
         self,
@@ -350,38 +331,37 @@ class BuiltinEngine(BaseEngine):
         cut = self.tensor.size > 1
         with policy.at_work():
             shape, arguments = ModelRunner.measure(policy)
-            # Fused layers read whole weights. Of cut ones the modules know how to add up.
+            # Fused layers read whole weights; with tensor parallelism the modules reduce their partial sums.
             self.fused = None if cut else build_fused_layers(policy, shape, arguments, page_size)
         self.memory = KVCacheManager(shape, page_size, kv_tokens, self.tensor)
-        # Every layer of a cut model waits for other processes, which nobody has tried in a captured graph.
+        # With tensor parallelism every layer waits for other processes, which is not tried in a captured graph.
         self.captured = GraphCache(policy, max_num_seqs, possible=not eager and not cut)
         self.exact = shape.dtype == torch.float32 and not weight_only_int8
         self.version = 0
         self.context = generated_context(policy.config)
         self.tokens_read = 0
-        """Of all prompts so far, those that were not kept; and what was read back after making room for others."""
+        """Prefilled tokens so far: of prompts, as far as they were not cached, and of preempted sequences."""
         self._int8 = Int8Layers(policy) if weight_only_int8 else None
         self._session: BuiltinSession | None = None
-        self._read_with: tuple | None = None  # the weights that what is kept was read with
+        self._cached_weights: tuple | None = None  # fingerprint of the weights behind the prefix cache
 
     def session(self, sampling: SamplingParams) -> BuiltinSession:
-        """Requests one by one; see engine.py above this folder. Until it is closed, the policy is the engine's. Of a
-        policy that is split over processes, every process must open one, and close it."""
-        return self._begun(sampling, True)
+        """If the policy is sharded over processes, every process must open a session, and close it."""
+        return self._open_session(sampling, True)
 
     def batch_session(self, sampling: SamplingParams) -> BuiltinSession:
-        return self._begun(sampling, self.prefix_caching)
+        return self._open_session(sampling, self.prefix_caching)
 
-    def _begun(self, sampling: SamplingParams, enabled: bool) -> BuiltinSession:
+    def _open_session(self, sampling: SamplingParams, prefix_caching: bool) -> BuiltinSession:
         if self._session is not None:
             raise UserError(AT_WORK)
         if sampling.stop_strings and self.tokenizer is None:
             raise UserError("stop strings need a tokenizer; give the engine one")
-        session = self._session = BuiltinSession(self, sampling, enabled)
+        session = self._session = BuiltinSession(self, sampling, prefix_caching)
         try:
             session.finally_do(self._ended)
             session.enter(self.policy.at_work())
-            self._drop_what_is_stale()
+            self._reset_stale_cache()
             if self._int8 is not None:
                 session.enter(self._int8)
         except BaseException:
@@ -390,37 +370,36 @@ class BuiltinEngine(BaseEngine):
         return session
 
     @property
-    def _keeps(self) -> bool:
-        """Between calls. Weights that are gathered for a call are written past torch's counts of what was written."""
-        return self.prefix_caching and not is_split(self.policy)
+    def _cache_outlives_calls(self) -> bool:
+        """Not with sharded weights: gathering them for a call bypasses torch's version counters."""
+        return self.prefix_caching and not is_sharded(self.policy)
 
     def _ended(self) -> None:
         self._session = None
-        if not self._keeps:
+        if not self._cache_outlives_calls:
             self.memory.reset_prefix_cache()
 
-    def _drop_what_is_stale(self) -> None:
-        """Nobody need say that the weights have changed."""
-        if self._keeps:
-            weights = state_of(self.policy)
-            if weights != self._read_with:
+    def _reset_stale_cache(self) -> None:
+        """Also if weights changed without a call of `weights_changed`."""
+        if self._cache_outlives_calls:
+            weights = weights_fingerprint(self.policy)
+            if weights != self._cached_weights:
                 self.memory.reset_prefix_cache()
-            self._read_with = weights
+            self._cached_weights = weights
 
     def weights_changed(self, version: int) -> None:
-        """The weights are another version now: nothing of the last one's is read any more."""
+        """Set the version, and forget cached keys and values of the last one."""
         if self._session is not None:
             raise UserError("the engine is at work; its weights may change when all its answers are taken")
         self.version = version
         self.memory.reset_prefix_cache()
 
     def abort(self, prompts: Collection[int] | None = None) -> None:
-        """Stop the answers to these prompts, or all: the stream gives what they have so far, finished by "abort"."""
         if self._session is not None:
             self._session.abort(prompts)
 
     def sleep(self) -> None:
-        """Give the engine's memory back; the next call takes what it needs again."""
+        """Release memory; the next call allocates it again."""
         if self._session is not None:
             raise UserError("the engine is at work and cannot sleep; take all its answers first, or close their stream")
         self.captured.release()
@@ -429,12 +408,12 @@ class BuiltinEngine(BaseEngine):
             self._int8.release()
 
     def rest(self) -> None:
-        """Between the calls of a training loop: sleep if what is held is more than what is still free."""
+        """Sleep if the KV cache is larger than the memory that is still free."""
         if self.memory.held > free_memory(self.policy.device):
             self.sleep()
 
     def wake(self) -> None:
-        """Nothing to prepare: the next call takes the memory it needs."""
+        """Nothing to do: the next call allocates."""
 
     def close(self) -> None:
-        """Nothing is held but memory, which goes with the engine."""
+        """Nothing to do: memory goes with the engine."""

@@ -50,13 +50,13 @@ def switches(policy: Policy) -> tuple:
     return adapters, sum("forward" in vars(module) for module in policy.modules())
 
 
-def is_split(policy: Policy) -> bool:
+def is_sharded(policy: Policy) -> bool:
     """Over processes."""
     return any(hasattr(module, "unshard") for module in policy.modules())
 
 
 @torch.no_grad()
-def state_of(policy: Policy) -> tuple:
+def weights_fingerprint(policy: Policy) -> tuple:
     """Differs after every change: torch counts what is written in place, and to numbers that were written past its
     count, through `.data`, a few are looked at in every tensor."""
     tensors = [*policy.parameters(), *policy.buffers()]

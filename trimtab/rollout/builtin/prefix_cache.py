@@ -1,6 +1,13 @@
-"""Who holds which page of KV memory. Numbers only; the tensors are in cache.py.
+"""Block pool and prefix cache: which pages of the KV cache are in use, and which a later prompt can share.
 
-Page 0 belongs to nobody: what need not be kept is written there.
+Numbers only; the tensors are in kv_cache.py. Page 0 belongs to no sequence: keys and values that are not needed are
+written there.
+
+The prefix cache is a radix tree over the tokens of pages. A page is identified by its tokens and by the pages before
+it; the last page of a sequence may be partially filled. A new prompt shares the full pages of its prefix, and copies a
+partially filled one, because it will write into it. Eviction is least recently used first, and always the end of a
+sequence before its beginning. Most sequences share nothing with others, so a node holds a run of consecutive pages, and
+is split where a second sequence branches off.
 """
 
 from array import array
@@ -12,15 +19,17 @@ import numpy as np
 
 
 class BlockPool:
+    """Free pages, and reference counts of those in use."""
+
     def __init__(self, pages: int, size: int):
         """`pages` besides page 0, each of `size` tokens."""
         self.size = size
         self.total = pages
         self._free = list(range(pages, 0, -1))
-        self.shared: dict[int, int] = {}  # pages with several holders, and how many; all others that are out have one
+        self.shared: dict[int, int] = {}  # reference counts above 1; all other pages in use have 1
 
     def grow(self, pages: int) -> None:
-        """To so many."""
+        """To this many pages."""
         self._free = [*range(pages, self.total, -1), *self._free]
         self.total = pages
 
@@ -44,26 +53,26 @@ class BlockPool:
         return pages
 
     def holders(self, page: int) -> int:
-        """Of a page that somebody holds."""
+        """Reference count of a page in use."""
         return self.shared.get(page, 1)
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more holder of each, all of which somebody holds."""
+        """Increment the reference counts of pages in use."""
         shared = self.shared
         for page in pages:
             shared[page] = shared.get(page, 1) + 1
 
     def free(self, pages: Sequence[int]) -> None:
-        """One holder fewer of each; a page without holders is free."""
+        """Decrement the reference counts; pages that reach 0 are free."""
         shared = self.shared
         if shared:
-            # Most have one holder, and there are a hundred thousand in a step.
-            pages = [page for page in pages if page not in shared or self._let_go(page)]
+            # Most have a count of 1, and there are a hundred thousand in a step.
+            pages = [page for page in pages if page not in shared or self._decrement(page)]
         self._free += pages
-        assert len(self._free) <= self.total, "a page has been given back by more than have held it"
+        assert len(self._free) <= self.total, "a page was freed more often than it was allocated and shared"
 
-    def _let_go(self, page: int) -> bool:
-        """One holder fewer of a page that has several; whether nobody holds it, which cannot be."""
+    def _decrement(self, page: int) -> bool:
+        """Of a count above 1; returns whether the page is free now, which is never."""
         if self.shared[page] == 2:
             del self.shared[page]
         else:
@@ -71,33 +80,25 @@ class BlockPool:
         return False
 
 
-# ---- Pages of what was read and drawn before, kept while nobody needs their room. Numbers only, as in pages.py. A
-# page is known by its tokens and by the pages before it; the last one of a sequence may be filled in part. A new
-# prompt shares the whole pages that it begins with, and copies a last one that it would write into. What was used
-# longest ago makes room first, and always the end of a sequence before its beginning. Sequences are long, and most of
-# them meet no other: pages that always follow each other are one run. Where two sequences part, or a prompt goes
-# along with one for a while, the run is split.
-
-
 TOKEN = array("i").itemsize  # bytes
 
 
 @dataclass
 class PrefixHit:
-    """The beginning of a prompt, as far as it is kept."""
+    """The cached prefix of a prompt."""
 
     tokens: int = 0
-    pages: list[int] = field(default_factory=list)  # whole ones
-    tail: int | None = None  # the page to copy that holds what the whole ones do not
+    pages: list[int] = field(default_factory=list)  # full ones
+    tail: int | None = None  # a partially filled page, to be copied
 
     def without_tail(self, size: int) -> "PrefixHit":
-        """Only its whole pages, of `size` tokens."""
+        """Only its full pages, of `size` tokens."""
         return PrefixHit(len(self.pages) * size, self.pages)
 
 
 class Node:
-    """Pages one behind the other with their tokens, as bytes, and the runs that were filled behind them: each by what
-    is in its first page."""
+    """A node of the radix tree: consecutive pages with their tokens, as bytes. Children (`after`) are found by the
+    tokens of their first page."""
 
     __slots__ = ("after", "before", "pages", "tokens")
 
@@ -107,22 +108,24 @@ class Node:
 
 
 class PrefixCache:
+    """Pages of earlier prompts and answers, kept until they are evicted."""
+
     def __init__(self, pool: BlockPool, least: int):
-        """`least`: tokens that must be saved for it to be worth while, unless they are more than what is left."""
+        """`least`: a shorter hit is not used, unless it covers at least half of the prompt."""
         self.pool, self.least = pool, least
         self.enabled = False
         self._page = pool.size * TOKEN
-        self._first = Node(b"", [], None)  # before all sequences
-        self._order: OrderedDict[Node, None] = OrderedDict()  # the one used longest ago first
+        self._first = Node(b"", [], None)  # the root
+        self._order: OrderedDict[Node, None] = OrderedDict()  # least recently used first
         self._pages: set[int] = set()  # of all of them
 
     @property
     def num_evictable(self) -> int:
-        """Pages that nobody else holds: so many more would be free. Asked at every look, so not counted one by one."""
+        """Pages that only the cache references. Read before every decode chunk, so not counted one by one."""
         return len(self._pages) - len(self._pages.intersection(self.pool.shared))
 
     def lookup(self, ids: list[int]) -> PrefixHit:
-        """What is kept of this beginning, but for the last token: it must be read to go on from it."""
+        """The cached prefix of these tokens, without the last one: its hidden state is needed to sample."""
         if not self.enabled:
             return PrefixHit()
         text = array("i", ids).tobytes()
@@ -139,7 +142,7 @@ class PrefixCache:
         return PrefixHit(tokens, pages[:whole], pages[whole] if rest else None)
 
     def insert(self, ids: list[int], pages: list[int]) -> None:
-        """Hold these pages, filled with the keys and values of `ids`, besides their present holder."""
+        """Add a reference to these pages, filled with the keys and values of `ids`."""
         if not self.enabled:
             return
         text = array("i", ids[: len(pages) * self.pool.size]).tobytes()
@@ -153,7 +156,7 @@ class PrefixCache:
         self._touch(path)
 
     def evict(self, free: int) -> None:
-        """Let go until so many pages are free, or nothing is kept."""
+        """Evict until `free` pages are free, or the cache is empty."""
         missing, gone = free - self.pool.num_free, []
         while missing > 0 and self._order:
             oldest = next(iter(self._order))
@@ -169,15 +172,15 @@ class PrefixCache:
         self.pool.free(gone)
 
     def clear(self) -> None:
-        """Let all go."""
+        """Evict everything."""
         self.pool.free([page for run in self._order for page in run.pages])
         self._first.after.clear()
         self._order.clear()
         self._pages.clear()
 
     def _path(self, text: bytes, *, whole: bool = False) -> tuple[list[Node], int]:
-        """The runs that this text begins with, the last one split where they part, and how many bytes they hold. A page
-        that is filled in part ends it; `whole`: and is in it only where the text ends there too."""
+        """The nodes that this text begins with, the last one split where they differ, and their length in bytes. A
+        partially filled page ends the path; `whole`: and is part of it only if the text ends there too."""
         path: list[Node] = []
         last, start, page = self._first, 0, self._page
         while start % page == 0 and (run := last.after.get(text[start : start + page])) is not None:
@@ -191,7 +194,7 @@ class PrefixCache:
         return path, start
 
     def _same(self, tokens: bytes, others: bytes) -> int:
-        """Bytes of a run that a text has too, which begins with the same page: all of it, or whole pages."""
+        """Common prefix of a node and a text with the same first page, in bytes: the whole node, or full pages."""
         if tokens == others:
             return len(tokens)
         pages = min(len(tokens), len(others)) // self._page
@@ -200,13 +203,13 @@ class PrefixCache:
         return self._page * (int(differ.argmax()) if differ.any() else pages)
 
     def _part_of_a_page(self, path: list[Node], text: bytes) -> Node | None:
-        """A page that is filled in part with what comes next in the text."""
+        """A partially filled page with the next tokens of the text."""
         after = (path[-1] if path else self._first).after
         lengths = range(len(text) - TOKEN, 0, -TOKEN) if after else ()
         return next((after[text[:length]] for length in lengths if text[:length] in after), None)
 
     def _split(self, run: Node, at: int) -> Node:
-        """The beginning of a run, up to this byte, as a run of its own."""
+        """Split a node at this byte; returns the new node of its beginning."""
         assert run.before is not None
         count = at // self._page
         beginning = Node(run.tokens[:at], run.pages[:count], run.before)
@@ -221,5 +224,5 @@ class PrefixCache:
 
     def _touch(self, path: Sequence[Node]) -> None:
         use = self._order.move_to_end
-        for run in reversed(path):  # so that a beginning is always younger than its ends
+        for run in reversed(path):  # a prefix is always used more recently than what follows it
             use(run)

@@ -1,4 +1,9 @@
-"""Numbers that a sample draws a few at a time, as arrays: a list of two million of them takes 0.1 s to make."""
+"""The scheduler: which sequences run, which wait, and which are preempted. It knows pages and lengths, no tensors.
+
+A prompt's pages are filled once and shared by its samples: full pages as they are, a last partially filled one copied.
+When pages run out, cached prefixes are evicted first. Then the sequence that was admitted last is preempted: it frees
+its pages and waits for a new prefill. The tokens that it has sampled are kept.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,7 +18,8 @@ from trimtab.rollout.trajectory import Trajectory
 
 
 class GrowingArray:
-    """It grows at its end, by arrays that nobody writes into any more. So another thread may read what it has."""
+    """Numbers of a sequence's tokens, appended chunk by chunk as arrays: a list of two million takes 0.1 s to make.
+    Appended arrays are never written into, so other threads may read them."""
 
     __slots__ = ("_parts", "count")
 
@@ -33,50 +39,46 @@ class GrowingArray:
 
     @property
     def array(self) -> np.ndarray:
-        """All of them."""
+        """Everything so far."""
         return np.concatenate(self._parts)
 
     def extend(self, values: np.ndarray, count: int) -> None:
-        """By so many, at least one, of the same kind."""
+        """Append `count` values, at least one."""
         self._parts.append(values)
         self.count += count
 
     def cut(self, count: int) -> None:
-        """To the first so many, for good."""
+        """Truncate to the first `count` values."""
         self._parts, self.count = [self.array[:count]], count
-
-
-# ---- Which samples run, which wait, and which make room. Knows pages and lengths, no tensors and no model. A
-# prompt's pages are filled once and shared by its samples: whole pages as they are, a last half-filled one copied.
-# When pages run out, what is kept of earlier samples makes room first (kept.py); then the sample that was admitted
-# last gives up its own and waits to be read again; nothing it drew is lost.
 
 
 @dataclass(eq=False)
 class PromptState:
+    """The prompt of a request, shared by its samples."""
+
     index: int
     ids: list[int]
     waiting: int  # samples not yet admitted
-    pages: list[int] = field(default_factory=list)  # held while samples wait; empty: not read yet, or let go
-    cached: int = 0  # of its tokens, those whose keys and values came with the pages
+    pages: list[int] = field(default_factory=list)  # held while samples wait; empty: no prefill yet, or freed
+    cached: int = 0  # length of the prefix that was in the prefix cache
 
 
 @dataclass(eq=False)
 class SequenceState:
+    """A sequence at work: what it resumes from, what it has sampled since, and its pages."""
+
     prompt: PromptState
-    number: int
+    number: int  # index among the samples of its prompt
     seed: int
-    limit: int  # new tokens at most
-    partial: Trajectory  # what it goes on from
+    limit: int  # of new tokens
+    partial: Trajectory  # what it resumes from
     ids: GrowingArray
     log_probs: GrowingArray
     plain_log_probs: GrowingArray
     sampling: SamplingParams
-    likely: tuple[GrowingArray, GrowingArray] | None = (
-        None  # the most likely tokens and their log-probs, where asked for
-    )
+    likely: tuple[GrowingArray, GrowingArray] | None = None  # alternatives and their log-probs, if requested
     pages: list[int] = field(default_factory=list)
-    before: int = field(init=False)  # places in the cache that are not for what it draws: all of its prompt but one
+    before: int = field(init=False)  # KV positions before those of its new tokens: all of its prompt but one
 
     def __post_init__(self) -> None:
         self.before = len(self.prompt.ids) - 1
@@ -85,12 +87,12 @@ class SequenceState:
     def of(
         cls, prompt: PromptState, partial: Trajectory, seed: int, limit: int, sampling: SamplingParams
     ) -> "SequenceState":
-        """Like one that had to make room: its tokens are read again, and its stream goes on."""
+        """A partial one is like a preempted one: its tokens need a prefill, and its random stream continues."""
         ids, log_probs = GrowingArray(np.int32, partial.tokens), GrowingArray(np.float32, partial.log_probs)
         return cls(prompt, partial.sample, seed, limit, partial, ids, log_probs, GrowingArray(np.float32), sampling)
 
     def extend_likely(self, tokens: np.ndarray, log_probs: np.ndarray) -> None:
-        """By at least one place; others may have asked for more tokens at each."""
+        """By at least one token; other sequences of the batch may have requested more alternatives."""
         most = self.sampling.top_log_probs
         if self.likely is None:
             self.likely = GrowingArray(np.int32, tokens[:, :most]), GrowingArray(np.float32, log_probs[:, :most])
@@ -100,12 +102,12 @@ class SequenceState:
 
     @property
     def columns(self) -> tuple[GrowingArray, ...]:
-        """What it has of every token that it drew, or has drawn of late."""
+        """All arrays with an entry for each sampled token."""
         return self.ids, self.log_probs, self.plain_log_probs, *(self.likely or ())
 
     @property
     def length(self) -> int:
-        """Tokens whose keys and values are in the cache while it runs: all but the newest."""
+        """Tokens in the KV cache while it runs: all but the newest."""
         return len(self.prompt.ids) + max(0, self.ids.count - 1)
 
     @property
@@ -114,18 +116,18 @@ class SequenceState:
 
     @property
     def text(self) -> list[int]:
-        """Its prompt, and what it has drawn."""
+        """Tokens of its prompt and its answer."""
         return self.prompt.ids + self.ids.array.tolist()
 
 
 @dataclass
 class ScheduledSequence:
-    """A sample that may run now, and what must be done first."""
+    """A sequence that may run now, and what must be done first."""
 
     sample: SequenceState
     copy: tuple[int, int] | None  # (from page, to page)
-    read_prompt: bool = False  # its prompt's own pages must be filled first, and before that,
-    prompt_copy: tuple[int, int] | None = None
+    read_prompt: bool = False  # the prompt needs a prefill,
+    prompt_copy: tuple[int, int] | None = None  # after this copy
 
 
 class Scheduler:
@@ -133,10 +135,10 @@ class Scheduler:
         self.prefix_cache, self.pool, self.max_num_seqs = prefix_cache, prefix_cache.pool, max_num_seqs
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
-        self._to_release: list[PromptState] = []
-        self._to_copy: list[int] = []  # kept pages, held until they are copied
-        self._read: list[PromptState] = []  # of which all samples run, and
-        self._finished: list[SequenceState] = []  # what has finished: their pages are still theirs
+        self._to_release: list[PromptState] = []  # no sample waits any more, but some still need the prefill
+        self._to_copy: list[int] = []  # cached pages, referenced until they are copied
+        self._prefilled: list[PromptState] = []  # no sample waits any more; these and
+        self._finished: list[SequenceState] = []  # finished sequences still hold their pages
 
     def add(self, samples: list[SequenceState]) -> None:
         self.waiting.extend(samples)
@@ -146,7 +148,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def schedule(self, most: int | None = None) -> list[ScheduledSequence]:
-        """Samples that fit now, in order, at most `most`."""
+        """Move waiting sequences that fit to the running ones, in order, at most `most`."""
         admitted: list[ScheduledSequence] = []
         while self.waiting and len(self.running) < self.max_num_seqs and (most is None or len(admitted) < most):
             admission = self._admit_one(self.waiting[0])
@@ -170,12 +172,12 @@ class Scheduler:
         hit = self.prefix_cache.lookup(prompt.ids)
         admission = self._admit_with(sample, hit)
         if admission is None and hit.tail is not None:
-            # Without the page to copy there may be room.
+            # There may be enough pages without the one to copy.
             admission = self._admit_with(sample, self.prefix_cache.lookup(prompt.ids).without_tail(self.pool.size))
         return admission
 
     def _admit_with(self, sample: SequenceState, hit: PrefixHit) -> ScheduledSequence | None:
-        """Admit the first sample of a prompt of which so much is kept."""
+        """Admit the first sample of a prompt with this cached prefix."""
         prompt, tail = sample.prompt, [hit.tail] if hit.tail is not None else []
         self.pool.share(hit.pages + tail)
         fresh = self._take(self.pool.needed(len(prompt.ids)) - len(hit.pages), keep=prompt)
@@ -185,7 +187,7 @@ class Scheduler:
         prompt.pages, prompt.cached = hit.pages + fresh, hit.tokens
         admission = self._admit(sample)
         if admission is None:
-            self.pool.free(prompt.pages + tail)  # nothing was read yet, so nothing is lost
+            self.pool.free(prompt.pages + tail)  # not filled yet, so nothing is lost
             prompt.pages = []
             return None
         self._to_copy += tail
@@ -208,16 +210,16 @@ class Scheduler:
         return ScheduledSequence(sample, (prompt.pages[whole], own[0]) if rest else None)
 
     def prefill_done(self) -> None:
-        """The admitted samples have been read and copied: prompts that nobody waits for need their pages no more."""
-        self._read += self._to_release
+        """All scheduled sequences are in the KV cache: prompts without waiting samples need their pages no more."""
+        self._prefilled += self._to_release
         self._to_release.clear()
         self.pool.free(self._to_copy)
         self._to_copy.clear()
 
     def allocate(self, short: list[tuple[SequenceState, int]]) -> list[SequenceState]:
-        """Pages for what is short of them; the samples that had to stop for it."""
+        """Allocate missing pages (see `short`); returns the sequences that were preempted for it."""
         pages = self._take_kept(sum([missing for _, missing in short]))
-        if pages is not None:  # in the order in which they would take them one by one
+        if pages is not None:  # in the same order as one by one
             first = 0
             for sample, count in short:
                 sample.pages += pages[first : first + count]
@@ -236,7 +238,7 @@ class Scheduler:
         return stopped
 
     def can_allocate(self, short: list[tuple[SequenceState, int]]) -> bool:
-        """Whether there are so many pages without anybody's stopping."""
+        """Whether that needs no preemption."""
         missing = sum([missing for _, missing in short])
         if missing <= self.pool.num_free or missing <= self.pool.num_free + self.prefix_cache.num_evictable:
             return True
@@ -244,7 +246,7 @@ class Scheduler:
         return missing <= self.pool.num_free + self.prefix_cache.num_evictable
 
     def short(self, steps: int) -> list[tuple[SequenceState, int]]:
-        """What runs and does not hold all pages for its next tokens yet, and how many are missing."""
+        """Running sequences without all pages for their next `steps` tokens, and how many pages are missing."""
         size, found = self.pool.size, []
         for sample in self.running:
             wanted = sample.ids.count + steps
@@ -258,9 +260,9 @@ class Scheduler:
         self._finished += samples
 
     def free_finished(self) -> None:
-        """Pages that nobody needs now: kept where they may be read again, and given back. It is done before they are
-        missed: when somebody new comes, or pages are short; and earlier where the host has time."""
-        for prompt in self._read:
+        """Insert prompts and finished sequences into the prefix cache, and drop their own references. Called when new
+        requests come or pages are short, and earlier when the host has time."""
+        for prompt in self._prefilled:
             if prompt.pages:
                 self.prefix_cache.insert(prompt.ids, prompt.pages)
             self._free_pages(prompt)
@@ -268,7 +270,7 @@ class Scheduler:
             if self.prefix_cache.enabled:
                 self.prefix_cache.insert(sample.text[: sample.length], sample.pages)
             self._free_pages(sample)
-        self._read.clear()
+        self._prefilled.clear()
         self._finished.clear()
 
     def _remove_running(self, samples: Sequence[SequenceState]) -> None:
@@ -281,7 +283,7 @@ class Scheduler:
         holder.pages = []
 
     def close(self) -> None:
-        """Whatever is still at work gives its pages back."""
+        """Free the pages of all sequences."""
         self.free_finished()
         prompts = [sample.prompt for sample in (*self.running, *self.waiting)]
         for prompt in dict.fromkeys(prompts + self._to_release):
@@ -295,7 +297,7 @@ class Scheduler:
         self._to_copy.clear()
 
     def abort(self, unwanted: Callable[[SequenceState], bool]) -> list[SequenceState]:
-        """Take samples out for good, whether they run or wait."""
+        """Remove running and waiting sequences for good."""
         running = [sample for sample in self.running if unwanted(sample)]
         waiting = [sample for sample in self.waiting if unwanted(sample)]
         self.finish(running)
@@ -321,7 +323,7 @@ class Scheduler:
         return pages
 
     def _take_kept(self, count: int) -> list[int] | None:
-        """Of what is free, or kept, or has finished, in this order."""
+        """From free pages, then evicted ones, then those of finished sequences."""
         self.prefix_cache.evict(count)
         if count > self.pool.num_free:
             self.free_finished()
@@ -329,7 +331,7 @@ class Scheduler:
         return self.pool.allocate(count)
 
     def _release_prompts(self, keep: PromptState | None) -> None:
-        """Prompts can be read again: those that only wait give their pages up first."""
+        """Free the pages of prompts whose samples all wait: they can be prefilled again."""
         for sample in self.waiting:
             prompt = sample.prompt
             if prompt.pages and prompt is not keep and prompt not in self._to_release:

@@ -1,4 +1,4 @@
-"""What a look brought: given to the samples that drew it, up to where each of them ends."""
+"""The output processor: appends the tokens of a decode chunk to their sequences, and finds where they finish."""
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +13,7 @@ from trimtab.rollout.trajectory import Alternatives, Finish, Trajectory
 def append_tokens(
     samples: list[SequenceState], drawn: SamplerOutput, tokenizer: PreTrainedTokenizerBase | None
 ) -> list[tuple[SequenceState, Finish]]:
-    """Those that have ended now, and how."""
+    """The sequences that have finished, and their finish reasons."""
     tokens, log_probs, plain = drawn.on_host(len(samples))
     steps, number = tokens.shape[1], np.arange(tokens.shape[1])
     remaining = np.array([sample.limit - sample.ids.count for sample in samples])
@@ -29,7 +29,7 @@ def append_tokens(
             f"the model's logits are not finite for prompt {samples[row].prompt.index}, sample "
             f"{samples[row].number}, token {len(samples[row].ids) + step}; its weights are probably broken"
         )
-    # Copies of their own, sample by sample: where they were drawn the next steps write.
+    # Copies, because the next chunk overwrites the buffers.
     rows = list(np.array(tokens, np.int32, order="C")), list(np.array(log_probs, np.float32, order="C"))
     plain = None if plain is None else np.array(plain, np.float32, order="C")
     likely = drawn.likely_on_host(len(samples))
@@ -53,8 +53,8 @@ def append_tokens(
 
 
 def _cut_at_stop_string(sample: SequenceState, before: int, tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """Drop what follows a stop string that ends after the first `before` tokens; whether there is one."""
-    assert tokenizer is not None, "who stops at strings has one"
+    """Cut after a stop string that ends after the first `before` tokens; returns whether there is one."""
+    assert tokenizer is not None, "checked with the sampling parameters"
     end = stop_string_end(
         *(sample.ids.array, before, sample.sampling.min_new_tokens, sample.sampling.stop_strings),
         lambda ids: tokenizer.decode(ids.tolist()),
@@ -66,8 +66,8 @@ def _cut_at_stop_string(sample: SequenceState, before: int, tokenizer: PreTraine
     return True
 
 
-def rollout_of(sample: SequenceState, finish: Finish, version: int) -> Trajectory:
-    """`version`: of the weights that drew what was no partial."""
+def trajectory_of(sample: SequenceState, finish: Finish, version: int) -> Trajectory:
+    """`version`: of the weights that sampled the new tokens."""
     prompt, ids, log_probs = sample.prompt, sample.ids.array, sample.log_probs.array
     versions = sample.partial.versions_with(len(ids), version)
     rollout = Trajectory(prompt.index, sample.number, prompt.ids, ids, log_probs, finish, versions=versions)
