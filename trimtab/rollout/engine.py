@@ -15,7 +15,7 @@ MAX_CHUNK_SECONDS = 0.05
 
 
 def decode_chunk_size(most: int | None, *, full: bool = False, seconds: float = math.inf) -> int:
-    """Decode steps between two visits of the host, at most `most`, if new requests may arrive meanwhile: few enough that
+    """Decode steps between two visits of the host, at most `most`, if new requests may arrive meanwhile: so few that
     these start soon. `full`: new ones must wait anyway; `seconds`: of one step, if known."""
     short = full or MAX_CHUNK_SIZE * seconds <= MAX_CHUNK_SECONDS
     usual = MAX_CHUNK_SIZE if short else max(MIN_CHUNK_SIZE, int(MAX_CHUNK_SECONDS / seconds))

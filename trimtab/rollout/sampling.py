@@ -1,25 +1,27 @@
-"""How answers are sampled: parameters, random streams, and where an answer ends."""
+"""Sampling parameters, seeds of random streams, stop tokens and stop strings."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from trimtab.errors import UserError
-from trimtab.models.policy import Policy
+
+if TYPE_CHECKING:
+    from trimtab.models.policy import Policy
 
 MOST_ALTERNATIVES = 20  # as many as vLLM and the protocol of OpenAI give
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How answers are drawn: those of a call, or of a request that has a setting of its own."""
+    """How tokens are sampled: in a whole call, or in a request with parameters of its own."""
 
     max_new_tokens: int = 128
     n: int = 1
-    """Samples a prompt; the prompt is read once for all of them."""
+    """Samples of each prompt; its prefill is done once for all of them."""
     temperature: float = 1.0
     """0 takes the most likely token."""
     top_k: int = 0
@@ -39,7 +41,7 @@ class SamplingParams:
     plain_log_probs: bool = False
     """Also the log-probs at temperature 1."""
     top_log_probs: int = 0
-    """Also the so many most likely tokens at each place, with their log-probs."""
+    """How many most likely tokens to return at each position, with their log-probs."""
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -63,22 +65,21 @@ class SamplingParams:
 
     @cached_property
     def rule(self) -> tuple:
-        """Of the next token. Settings that differ in how many tokens and samples there are, or in what their text ends
-        with, have the same one."""
+        """What determines the distribution of the next token: not how many tokens and samples there are, nor stop
+        strings."""
         bias = tuple(sorted(self.logit_bias.items()))
         chosen_from = self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty, bias
         ended = self.forbidden_tokens, self.stop_token_ids, self.min_new_tokens
         return chosen_from, ended, self.plain_log_probs, self.top_log_probs
 
 
-# ---- Seeds of requests: from one seed, a stream of its own for every prompt and every sample, whoever draws from it.
-
+# ---- seeds: every prompt and every sample has its own random stream, in every engine
 
 _BITS = 2**64 - 1
 
 
 def request_seed(seed: int, request: int) -> int:
-    """The seed of one request among those that share a seed, from the request's number. As int64 holds it."""
+    """The seed of request number `request` among those that share a seed, as an int64."""
     mixed = _mix((seed + _mix((request + 1) & _BITS)) & _BITS)
     return mixed - 2**64 if mixed >= 2**63 else mixed
 
@@ -90,16 +91,15 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-# ---- Where an answer ends.
-
+# ---- where an answer stops
 
 Ids = TypeVar("Ids", list[int], np.ndarray)
 
 _UNREADABLE = "\ufffd"
-_UNSURE = 8  # characters at the beginning of a text decoded by itself
+_UNSURE = 8  # first characters of a decoded tail, which may differ from those of the whole text
 
 
-def stop_tokens(policy: Policy, tokenizer: Any) -> tuple[int, ...]:
+def stop_tokens(policy: "Policy", tokenizer: Any) -> tuple[int, ...]:
     """Tokens that end an answer: the tokenizer's end token, if there is one, and those the model's generation config
     names."""
     configured = getattr(policy.inner.generation_config, "eos_token_id", None)
@@ -109,7 +109,7 @@ def stop_tokens(policy: Policy, tokenizer: Any) -> tuple[int, ...]:
 
 
 def check_sampling_params(sampling: SamplingParams, vocabulary: int, tokenizer: Any) -> None:
-    """Of a request, which may be a stranger's: that it names tokens of the model alone, and can be followed."""
+    """Refuse parameters, possibly of an unknown client, that the model or the tokenizer cannot follow."""
     if sampling.stop_strings and tokenizer is None:
         raise UserError("stop strings need a tokenizer; give the engine one")
     for name, tokens in (
@@ -124,7 +124,7 @@ def check_sampling_params(sampling: SamplingParams, vocabulary: int, tokenizer: 
 
 
 def at_stop_tokens(tokens_BS: np.ndarray, stops: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """Where rows of tokens have one of their own stop tokens."""
+    """Mask of stop tokens; each row has its own."""
     if len(set(stops)) == 1:
         return np.isin(tokens_BS, stops[0])
     found = np.zeros(tokens_BS.shape, dtype=bool)
@@ -137,14 +137,14 @@ def at_stop_tokens(tokens_BS: np.ndarray, stops: Sequence[tuple[int, ...]]) -> n
 def stop_string_end(
     ids: Ids, looked: int, minimum: int, stops: Sequence[str], decode: Callable[[Ids], str]
 ) -> int | None:
-    """How many tokens an answer has when its text first holds a stop string, and at least `minimum`; None: never yet.
+    """How many tokens, at least `minimum`, an answer has when its text first contains a stop string; None: not yet.
 
-    The first `looked` tokens have been looked at before, with nothing found. Only the end of the text is decoded: what
-    is found there is looked for again in the whole, because a text's end may read otherwise by itself.
+    The first `looked` tokens were searched before, without a hit. Only the end of the text is decoded first. A hit
+    there is confirmed in the whole text, because a tail may decode differently by itself.
     """
     if len(ids) < minimum:
         return None
-    # What stood among the first tokens, of which none could be the last, was not looked for.
+    # The first `minimum` tokens were not searched, because the answer could not end there.
     start = _tail(ids, looked, max(map(len, stops)), decode) if looked >= minimum else 0
     tail = decode(ids[start:])
     if not any(stop in tail for stop in stops):
@@ -157,10 +157,10 @@ def stop_string_end(
 
 
 def _tail(ids: Ids, looked: int, characters: int, decode: Callable[[Ids], str]) -> int:
-    """A token from which to decode, so that stop strings of so many characters are whole that end after `looked`.
+    """A token to decode from, so that stop strings of this many characters that end after `looked` are complete.
 
-    The first characters of such a text may differ from the whole one's: a space may be missing before its first word.
-    Nor may it begin inside a character, whose other tokens would all be unreadable.
+    The first characters of a tail may differ from the whole text: a space may be missing before its first word. It must
+    not begin inside a character either, whose other tokens would all be unreadable.
     """
     reach = characters + _UNSURE
     while reach < looked:
@@ -169,5 +169,5 @@ def _tail(ids: Ids, looked: int, characters: int, decode: Callable[[Ids], str]) 
             start -= 1
         if len(decode(ids[start:looked])) >= characters + _UNSURE:
             return start
-        reach *= 2  # tokens without characters of their own
+        reach *= 2  # some tokens have no characters
     return 0

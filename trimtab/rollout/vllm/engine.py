@@ -1,4 +1,11 @@
-"""vLLM in this process: the environment it wants before it is imported, and what to do where it cannot be."""
+"""The vLLM engine: tokens in, tokens and their log-probs out.
+
+It holds its own weights, loaded from a folder first. After that they come from a policy in the same process
+(`weights`), or over links from trainers elsewhere (`join` and `receive`; worker_extension.py). It is not exact: kernels
+and the order of sums differ from the trainer's. Every sample is a vLLM request with its own seed; vLLM's prefix cache
+makes samples share their prompt. vLLM's log-probs are those of the distribution that a token was sampled from: with a
+temperature alone that is the trainer's, with --top_p, --top_k or a penalty it is the filtered one.
+"""
 
 import itertools
 import os
@@ -14,7 +21,7 @@ from trimtab.distributed.watch import pulse
 from trimtab.errors import RunFailed, UserError
 from trimtab.models.handover import Handover
 from trimtab.models.hugging_face import from_pretrained
-from trimtab.rollout.engine import BaseEngine, BaseSession
+from trimtab.rollout.engine import BaseEngine, BaseSession, check_request
 from trimtab.rollout.episode import Task
 from trimtab.rollout.sampling import SamplingParams, check_sampling_params, request_seed, stop_string_end
 from trimtab.rollout.trajectory import Alternatives, Finish, Trajectory, partials_to_run
@@ -22,23 +29,23 @@ from trimtab.rollout.vllm.worker_extension import AdapterFolder, rank_that_fits
 
 
 def environment(*, kv_gib: int = 1) -> dict[str, str]:
-    """What the environment of an engine's process must hold before vLLM is imported; what is set there already wins.
+    """Environment variables that must be set before vLLM is imported; existing values win.
 
-    `kv_gib`: memory of keys and values where there is no accelerator; without a number vLLM wants nearly all there is.
+    `kv_gib`: KV cache size without an accelerator; by default vLLM takes nearly all memory.
     """
     return {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, one way to die, and weights that need not travel
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, which shares its fate and needs no transfer of weights
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines beside each other, or beside a trainer
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it draws past the seeds of requests
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other engines or a trainer may run on the same cores
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it ignores the seeds of requests
     }
 
 
 def load_vllm() -> Any:
-    """The package, in the environment above."""
+    """Import vLLM with these environment variables."""
     for name, value in environment().items():
         os.environ.setdefault(name, value)
     if find_spec("vllm") is None:
@@ -48,21 +55,16 @@ def load_vllm() -> Any:
         )
     try:
         import vllm
-    except Exception as error:  # compiled parts that do not fit raise anything
+    except Exception as error:  # extension modules for other versions raise anything
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"--rollout_engine vllm: it cannot be imported here ({first}); see docs/install.md") from error
     return vllm
 
 
-# ---- Our sampling settings in vLLM's words; what it cannot do, or would do otherwise, is refused. Its log-probs are
-# those of the distribution that a token was drawn from. With a temperature alone that is what the trainer computes;
-# with --top_p, --top_k or a penalty it is the distribution that was left.
+MOST_BIAS = 100.0  # vLLM clips larger ones silently
 
 
-MOST_BIAS = 100.0  # beyond it vLLM clips without a word
-
-
-def check_sampling(sampling: SamplingParams) -> None:
+def check_vllm_sampling(sampling: SamplingParams) -> None:
     if sampling.plain_log_probs and sampling.temperature not in (0, 1):
         raise UserError(
             f"log-probs at temperature 1 beside those at {sampling.temperature:g}: vLLM gives one of them; sample at 1"
@@ -73,13 +75,13 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise UserError("sampling: vLLM penalises repetitions after logit_bias, not before; give one of them")
 
 
-class Parameters:
-    """One sampling setting, ready for requests."""
+class VLLMSampling:
+    """Our sampling parameters as vLLM's. What vLLM cannot do, or does differently, is refused."""
 
     def __init__(self, sampling: SamplingParams, vocabulary: int):
         from vllm.sampling_params import RequestOutputKind
 
-        check_sampling(sampling)
+        check_vllm_sampling(sampling)
         self._common: dict[str, Any] = {
             "temperature": sampling.temperature,
             "top_k": sampling.top_k,
@@ -89,7 +91,7 @@ class Parameters:
             "stop_token_ids": list(sampling.stop_token_ids),
             "min_tokens": sampling.min_new_tokens,
             "logit_bias": dict(sampling.logit_bias) or None,
-            "ignore_eos": True,  # what ends an answer is named
+            "ignore_eos": True,  # stop tokens are named explicitly
             "detokenize": False,
             "logprobs": sampling.top_log_probs,  # beside the drawn token's
             "flat_logprobs": True,
@@ -100,29 +102,27 @@ class Parameters:
             self._common["allowed_token_ids"] = [token for token in range(vocabulary) if token not in forbidden]
 
     def of(self, seed: int, limit: int, done: int = 0) -> Any:
-        """`limit`: of all tokens of an answer, of which `done` stand before what vLLM draws."""
+        """`limit`: of all tokens of an answer, of which `done` are part of the prompt for vLLM."""
         from vllm import SamplingParams
 
         limited = {"min_tokens": max(min(self._common["min_tokens"], limit) - done, 0), "max_tokens": limit - done}
         return SamplingParams(seed=seed, **self._common | limited)
 
 
-# ---- Requests at work in a vLLM engine. Every sample is a request of its own there, with its own seed; that they
-# share a prompt is left to vLLM's prefix cache.
-
-
-STOP_CHECK_INTERVAL = 8  # for stop strings, which are looked for in text
+STOP_CHECK_INTERVAL = 8  # tokens between two searches for stop strings
 
 
 @dataclass
-class Sample:
+class VLLMRequest:
+    """A running sample: what it resumes from, and vLLM's output since."""
+
     request: int
     number: int
     prompt_ids: list[int]
-    partial: Trajectory  # what it goes on from
+    partial: Trajectory  # what it resumes from
     sampling: SamplingParams
-    output: Any = None  # vLLM's own, of all that was drawn since
-    looked: int = 0  # tokens in which there is no stop string
+    output: Any = None  # vLLM's, of everything sampled since
+    looked: int = 0  # tokens that were searched for stop strings
 
     @property
     def ids(self) -> list[int]:
@@ -130,7 +130,7 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Tokens that are there with their log-probs: vLLM adds to both while it works."""
+        """Tokens with log-probs: vLLM appends to both lists while it works."""
         if self.output is None:
             return len(self.partial.ids)
         return len(self.partial.ids) + min(len(self.output.token_ids), len(self.output.logprobs.end_indices))
@@ -143,7 +143,7 @@ class Sample:
         return np.concatenate([self.partial.log_probs, drawn])
 
     def alternatives(self, count: int) -> Alternatives | None:
-        """vLLM has the drawn token first at each place, and then the most likely ones."""
+        """vLLM lists the sampled token first at each position, then the most likely ones."""
         most = self.sampling.top_log_probs
         if not most or self.output is None:
             return None
@@ -159,10 +159,10 @@ class VLLMSession(BaseSession):
     def __init__(self, engine: "VLLMEngine", sampling: SamplingParams, ended: Callable[[], None]):
         super().__init__()
         self.engine, self.sampling, self._ended = engine, sampling, ended
-        self._parameters = Parameters(sampling, engine.vocabulary)  # of requests without a setting of their own
-        self._running: dict[str, Sample] = {}
+        self._parameters = VLLMSampling(sampling, engine.vocabulary)  # of requests without their own parameters
+        self._running: dict[str, VLLMRequest] = {}
 
-    # ---- what callers do
+    # ---- the session as callers see it
 
     def add(
         self,
@@ -174,16 +174,16 @@ class VLLMSession(BaseSession):
         task: Task | None = None,
         sampling: SamplingParams | None = None,
     ) -> int:
-        """vLLM draws by a seed and how many tokens it has drawn itself: with every partial, from another stream."""
+        """vLLM's random stream counts only its own tokens, so every partial rollout gets another seed."""
         parameters = self._parameters
         if sampling is None:
             sampling = self.sampling
         else:
             check_sampling_params(sampling, self.engine.vocabulary, self.engine.tokenizer)
-            parameters = Parameters(sampling, self.engine.vocabulary)
+            parameters = VLLMSampling(sampling, self.engine.vocabulary)
         number, limit = self.requests, sampling.max_new_tokens if limit is None else limit
-        self.engine.check_request(number, prompt_ids, limit)
-        assert not (partials and sampling.top_log_probs), "a partial has no alternatives"
+        check_request(self.engine.vocabulary, self.engine.context, "engine", number, prompt_ids, limit)
+        assert not (partials and sampling.top_log_probs), "a partial rollout has no alternatives"
         seed = request_seed(sampling.seed, number) if seed is None else seed
         for partial in partials_to_run(partials, sampling.n, number, limit):
             name, own, done = self.engine.name_request(), request_seed(seed, partial.sample), len(partial.ids)
@@ -193,7 +193,7 @@ class VLLMSession(BaseSession):
                 parameters.of(request_seed(own, done) if done else own, limit, done),
                 lora_request=self.engine.adapter,
             )
-            self._running[name] = Sample(number, partial.sample, list(prompt_ids), partial, sampling, looked=done)
+            self._running[name] = VLLMRequest(number, partial.sample, list(prompt_ids), partial, sampling, looked=done)
         self.requests += 1
         return number
 
@@ -202,7 +202,7 @@ class VLLMSession(BaseSession):
         return bool(self._running)
 
     def advance(self, steps: int | None = None) -> list[Trajectory]:
-        """One step of the engine: at most one token a sample."""
+        """One step of the engine: at most one token for each sample."""
         pulse.move()
         finished = self._take_aborted()
         if not self._running or finished:
@@ -223,7 +223,7 @@ class VLLMSession(BaseSession):
     def partials(self) -> dict[int, list[Trajectory]]:
         found: dict[int, list[Trajectory]] = {}
         for sample in list(self._running.values()):
-            # Nobody has looked for stop strings in what comes after.
+            # Later tokens were not searched for stop strings yet.
             count = sample.looked if sample.sampling.stop_strings else sample.length
             found.setdefault(sample.request, []).append(self._rollout(sample, "abort", count).stored())
         return found
@@ -234,10 +234,10 @@ class VLLMSession(BaseSession):
             self._running.clear()
         self._ended()
 
-    # ---- what was drawn
+    # ---- outputs
 
-    def _take(self, name: str, sample: Sample, output: Any) -> Trajectory | None:
-        """Keep what there is; the rollout, if it has ended."""
+    def _take(self, name: str, sample: VLLMRequest, output: Any) -> Trajectory | None:
+        """Store an output of vLLM; returns the trajectory if it is finished."""
         sample.output = output
         ended = output.finish_reason
         if ended not in (None, "stop", "length"):
@@ -253,8 +253,8 @@ class VLLMSession(BaseSession):
         del self._running[name]
         return self._rollout(sample, ended)
 
-    def _stop_string(self, sample: Sample, ended: bool) -> int | None:
-        """How many tokens the answer has up to a stop string; None: there is none, or it is too early to look."""
+    def _stop_string(self, sample: VLLMRequest, ended: bool) -> int | None:
+        """Tokens up to a stop string; None: there is none, or it is too early to search."""
         ids, sampling = sample.ids, sample.sampling
         if not ended and len(ids) - sample.looked < STOP_CHECK_INTERVAL:
             return None
@@ -264,8 +264,8 @@ class VLLMSession(BaseSession):
         return end
 
     def _take_aborted(self) -> list[Trajectory]:
-        """vLLM says nothing more of what it is told to abort: what it gave so far is what there is. Whoever goes on
-        from it relies on there being no stop string that nobody has seen yet."""
+        """vLLM gives no more output for aborted requests, so the last one counts. It is searched for stop strings,
+        because an engine that resumes from it does not search it again."""
         gone = {name: sample for name, sample in self._running.items() if sample.request in self._aborted}
         self._aborted.clear()
         if gone:
@@ -278,7 +278,7 @@ class VLLMSession(BaseSession):
             finished.append(self._rollout(sample, "abort" if end is None else "stop", end))
         return finished
 
-    def _rollout(self, sample: Sample, finish: Finish, count: int | None = None) -> Trajectory:
+    def _rollout(self, sample: VLLMRequest, finish: Finish, count: int | None = None) -> Trajectory:
         ids = sample.ids[:count]
         log_probs = sample.log_probs(len(ids))
         if not np.isfinite(log_probs).all():
@@ -293,27 +293,23 @@ class VLLMSession(BaseSession):
         return rollout
 
 
-# ---- vLLM behind what every engine can do: tokens in, tokens and their log-probs out. It holds weights of its own,
-# loaded from a folder first. After that they come from a policy in the same process, which it asks for them
-# (`weights`), or over links from trainers elsewhere (`join` and `receive`; worker.py takes them in). It is not exact:
-# kernels and order of sums differ from the trainer's.
-
-
 WORKER_EXTENSION = "trimtab.rollout.vllm.worker_extension.WorkerExtension"
 VALUE_ERROR = "Value error, "  # how pydantic's lines begin
 
 
 @dataclass(frozen=True)
 class EngineSettings:
+    """Settings of a vLLM engine that options choose."""
+
     bf16: bool = False
     longest: int | None = None  # tokens of a prompt and its answer; the model's context, where that is less or None
-    max_num_seqs: int = 256  # samples that run at once
+    max_num_seqs: int = 256  # sequences that run at once
     memory_share: float = 0.9  # of the device
     prefix_caching: bool = True
-    eager: bool = False  # no captured graphs, nothing compiled
+    eager: bool = False  # no captured graphs, no compilation
     tensor_parallel: int = 1
-    sleeps: bool = False  # memory can be given back
-    adapter_rank: int = 0  # above 0: adapters come, and the model under them stays as it was loaded
+    sleeps: bool = False  # memory can be released
+    adapter_rank: int = 0  # above 0: only adapters are updated, and the base model stays as it was loaded
     seed: int = 0
     trust_remote_code: bool = False
 
@@ -350,7 +346,7 @@ class VLLMEngine(BaseEngine):
         if settings.tensor_parallel > 1:
             more |= {"distributed_executor_backend": "mp", "tensor_parallel_size": settings.tensor_parallel}
         if current_platform.is_cpu():
-            # It reads a prompt in pieces when a pass is full, and then cannot set a seeded stream back on a CPU.
+            # With chunked prefill, vLLM on a CPU cannot rewind the random streams of seeded requests.
             more |= {"enable_chunked_prefill": False}
         try:
             self.llm = LLMEngine.from_engine_args(
@@ -367,19 +363,19 @@ class VLLMEngine(BaseEngine):
                     seed=settings.seed,
                     logprobs_mode="processed_logprobs",
                     skip_tokenizer_init=True,
-                    generation_config="vllm",  # what a run asks for, and nothing from the folder
+                    generation_config="vllm",  # defaults of vLLM, none from the folder
                     disable_log_stats=True,
                     use_tqdm_on_load=False,
                     worker_extension_cls=WORKER_EXTENSION,
                     **more,
                 )
             )
-        except Exception as error:  # no memory, or a kind of model that it cannot take: it raises anything
+        except Exception as error:  # out of memory or an unsupported model: it raises anything
             raise UserError(f"--rollout_engine vllm: the engine cannot be started: {why_refused(error)}") from error
         self.vocabulary: int = self.llm.model_config.get_vocab_size()
         self.context: int = self.llm.model_config.max_model_len
 
-    # ---- answers
+    # ---- sessions
 
     def session(self, sampling: SamplingParams) -> VLLMSession:
         self._check_idle("take all its answers first, or close their stream")
@@ -399,23 +395,10 @@ class VLLMEngine(BaseEngine):
     def name_request(self) -> str:
         return next(self._names)
 
-    def check_request(self, number: int, prompt_ids: list[int], limit: int) -> None:
-        if not prompt_ids:
-            raise UserError(f"prompt {number} is empty; at least one token is needed")
-        if max(prompt_ids) >= self.vocabulary or min(prompt_ids) < 0:
-            raise UserError(f"prompt {number} has a token outside the model's vocabulary of {self.vocabulary}")
-        if limit < 1:
-            raise UserError(f"the limit of prompt {number} is {limit}; at least 1 new token is needed")
-        if len(prompt_ids) + limit > self.context:
-            raise UserError(
-                f"prompt {number} has {len(prompt_ids)} tokens and {limit} may follow, but the engine's context is "
-                f"{self.context}; shorten the prompt or lower max_new_tokens"
-            )
-
     # ---- weights
 
     def weights_changed(self, version: int) -> None:
-        """Take the policy's weights as they are now, where it is in this process."""
+        """Copy the policy's current weights, if it is in this process."""
         self._check_idle("its weights may change when all its answers are taken")
         self.wake()
         if self.weights is not None and self._adapters is not None:
@@ -426,7 +409,6 @@ class VLLMEngine(BaseEngine):
         self._changed(version)
 
     def seats(self) -> list[dict[str, Any]]:
-        """Where its processes are, each of which takes part in receiving weights."""
         return self.llm.collective_rpc("take_seat")
 
     def join(self, plan: list[dict[str, Any]]) -> None:
@@ -435,7 +417,6 @@ class VLLMEngine(BaseEngine):
         self._attempt("join_link", plan)
 
     def receive(self, version: int) -> None:
-        """Weights that are being sent at this moment."""
         self._check_idle("its weights may change when all its answers are taken")
         self.wake()
         if self._adapters is not None:
@@ -446,13 +427,13 @@ class VLLMEngine(BaseEngine):
         self._changed(version)
 
     def _attempt(self, method: str, *arguments: Any) -> None:
-        """In all its processes."""
-        told = self.llm.collective_rpc("attempt", args=(method, *arguments))
-        if failures := [failure for failure in told if failure is not None]:
+        """Call a method in all its processes."""
+        found = self.llm.collective_rpc("attempt", args=(method, *arguments))
+        if failures := [failure for failure in found if failure is not None]:
             raise RuntimeError(failures[0])
 
     def _take_adapter(self) -> None:
-        """The one in the folder, under a number of its own; the last one goes."""
+        """Load the adapter of the folder under a new number, in place of the last one."""
         assert self._adapters is not None
         if self.adapter is not None:
             self.llm.remove_lora(self.adapter.lora_int_id)
@@ -467,7 +448,7 @@ class VLLMEngine(BaseEngine):
     # ---- memory
 
     def sleep(self) -> None:
-        """Give memory back; the weights wait in main memory."""
+        """Release device memory; the weights move to main memory."""
         self._check_idle("it cannot sleep before all its answers are taken")
         if self.settings.sleeps and not self._asleep:
             self.llm.reset_prefix_cache()
@@ -483,7 +464,6 @@ class VLLMEngine(BaseEngine):
             self._asleep = False
 
     def close(self) -> None:
-        """Let go of its processes and its folder."""
         if self._adapters is not None:
             self._adapters.remove()
         self.llm.engine_core.shutdown()
@@ -494,7 +474,7 @@ class VLLMEngine(BaseEngine):
 
 
 def longest_that_fits(folder: str, asked: int | None) -> int | None:
-    """Prompts may be shorter than their limit: what is asked for may be more than the model's context."""
+    """The requested length, at most the model's context: prompts may be shorter than their limit."""
     from transformers import AutoConfig
 
     context = getattr(from_pretrained(AutoConfig, folder).get_text_config(), "max_position_embeddings", None)
@@ -502,7 +482,7 @@ def longest_that_fits(folder: str, asked: int | None) -> int | None:
 
 
 def why_refused(error: Exception) -> str:
-    """The line of an error that says it: those of pydantic begin with how many there are."""
+    """The line of an error with its cause: pydantic's errors begin with their number."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    said = next((line for line in lines if line.startswith(VALUE_ERROR)), lines[0])
-    return said.removeprefix(VALUE_ERROR).partition(" [type=")[0]
+    cause = next((line for line in lines if line.startswith(VALUE_ERROR)), lines[0])
+    return cause.removeprefix(VALUE_ERROR).partition(" [type=")[0]

@@ -1,4 +1,9 @@
-"""LoRA adapters for vLLM, which reads them from a folder as PEFT writes it. The folder lies in memory."""
+"""The worker extension of vLLM engines, which receives weights, and LoRA adapters as the folders that vLLM reads.
+
+vLLM mixes `WorkerExtension` into the worker of every process. Weights go through its layerwise reload, under the names
+of Hugging Face files. On a CPU the LM head multiplies by a packed copy, which that reload does not renew if the head is
+tied to the embedding, so it is packed again here.
+"""
 
 import json
 import tempfile
@@ -11,7 +16,7 @@ from torch import Tensor, nn
 from trimtab.distributed.link import Link, join_as_receiver, seat
 from trimtab.errors import UserError
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM has kernels for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has kernels for
 
 
 def rank_that_fits(rank: int) -> int:
@@ -31,6 +36,8 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], config: dict[str, An
 
 
 class AdapterFolder:
+    """A folder in memory with the current adapter, as PEFT writes it."""
+
     def __init__(self) -> None:
         in_memory = Path("/dev/shm")
         self._folder = tempfile.TemporaryDirectory(
@@ -43,7 +50,7 @@ class AdapterFolder:
         write_adapter(self.path, tensors, config)
 
     def request(self) -> Any:
-        """For vLLM: what lies there now, under a new number."""
+        """vLLM's request for the current adapter, under a new number."""
         from vllm.lora.request import LoRARequest
 
         self.version += 1
@@ -51,12 +58,6 @@ class AdapterFolder:
 
     def remove(self) -> None:
         self._folder.cleanup()
-
-
-# ---- What our side adds to every process of a vLLM engine: it takes weights in, from this process or over a link.
-# vLLM mixes the class into its worker. Weights go through its layerwise reload, which takes them under the names of
-# Hugging Face files. One thing that does not renew: on a CPU the LM head multiplies by a packed copy, and where the
-# head is tied to the embedding nothing packs it again.
 
 
 class WorkerExtension:
@@ -67,8 +68,8 @@ class WorkerExtension:
     _link: Link | None = None
 
     def attempt(self, method: str, *arguments: Any) -> str | None:
-        """Call a method that has to do with other processes; why it failed. That is not raised: vLLM would tell of the
-        first process that did, and take the answers of the others for those of the next call."""
+        """Call a method that involves other processes; returns why it failed. Nothing is raised: vLLM would report the
+        first failure, and take the results of other processes for those of the next call."""
         try:
             getattr(self, method)(*arguments)
         except (RuntimeError, OSError) as error:
@@ -94,11 +95,11 @@ class WorkerExtension:
 
     def receive_weights(self) -> None:
         assert self._link is not None, "no link was joined"
-        with self._link.receiving() as tensors:  # a reload that stopped half-way would spoil the next one
+        with self._link.receiving() as tensors:  # an interrupted reload would break the next one
             self.take_weights(tensors)
 
     def receive_adapter(self, folder: str) -> None:
-        """The first process writes for all."""
+        """The first process writes the folder for all."""
         assert self._link is not None, "no link was joined"
         with self._link.receiving() as tensors:
             received = dict(tensors)
