@@ -101,7 +101,7 @@ class Captured:
 
     def follow(self, cache: object, *, fused: bool) -> None: ...
 
-    def decoding(self, cache, sampling: SamplingParams, longest: int) -> DecodeGraphs:
+    def decode_graphs(self, cache, sampling: SamplingParams, longest: int) -> DecodeGraphs:
         if self.decodes is None:
             self.decodes = MadeUpGraphs(
                 Sampler(sampling, VOCABULARY, torch.device("cpu")), cache, self.max_num_seqs, longest

@@ -65,7 +65,7 @@ def nothing_computed(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     class Playing(Captured):
         reads = Read()
 
-        def decoding(self, cache, sampling: SamplingParams, longest: int) -> DecodeGraphs:
+        def decode_graphs(self, cache, sampling: SamplingParams, longest: int) -> DecodeGraphs:
             if self.decodes is None or not self.decodes.holds(longest):
                 self.decodes = None  # its memory first
                 sampler = Sampler(sampling, len(tokenizer), torch.device("cpu"))

@@ -4,7 +4,7 @@ import pytest
 
 from tests.envs.episodes import at_work, check_exact, go_on, make_policy, plain, play, player, sampling_of, stored
 from tests.envs.fake_pool import Counting, Pool
-from tests.rollout.test_decode_table import DoneAgain
+from tests.rollout.test_cuda_graphs import DoneAgain
 from trimtab.envs.environment_pool import Broken
 from trimtab.envs.types import Step, Task
 from trimtab.rollout.builtin import cuda_graphs as captured

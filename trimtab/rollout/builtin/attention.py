@@ -1,9 +1,9 @@
-"""Sequences of which some go on from what is in the cache: what their own tokens attend to, once these are stored too.
+"""Attention of the engine: new tokens against the KV cache, through Hugging Face's attention interface.
 
-Two ways to the same numbers:
-- in one row (`parts`): attention of sequences of any length, each with its own tokens as queries and all of its places
-  as keys; where a device has it;
-- block by block (`alike`): those of one length together.
+- prefill: packed rows of prompt tokens, whose keys and values are stored on the way. Sequences with a cached prefix
+  attend to it in the cache, by one of two ways with the same numbers: in one row by variable-length attention, if the
+  device has it (`parts`), or batched by length (`alike`).
+- decode: one token for each sequence, by the paged attention kernel, or without kernels on gathered pages.
 """
 
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ from trimtab.models.attention import PackedRow, attend_packed, carried, cumulati
 from trimtab.models.varlen import attend_varlen, varlen_applies
 from trimtab.rollout.builtin.kv_cache import KVCache
 
-MOST_TOGETHER = 2**16  # tokens whose keys and values are copied at a time, unless one sequence has more
+MOST_TOGETHER = 2**16  # tokens whose keys and values are copied at once, unless one sequence has more
 
 
 @dataclass
 class VarlenPart:
-    """Sequences that attend in one call (models/varlen.py): keys are the flattened cache's."""
+    """Sequences that attend in one call (models/varlen.py); keys are those of the flattened cache."""
 
     own: slice  # their tokens in the row
     query_starts: Tensor
@@ -38,7 +38,7 @@ class VarlenPart:
 
 @dataclass
 class SinglePart:
-    """All sequences of a read that may be recorded."""
+    """All sequences of a prefill that may be captured."""
 
     part: VarlenPart
 
@@ -48,12 +48,14 @@ class SinglePart:
 
     @property
     def alike(self) -> list[tuple[Tensor, Tensor]]:
-        raise AssertionError("only where there is attention of sequences of any length")
+        raise AssertionError("only with variable-length attention")
 
 
 class CachedPrefill:
+    """Index of a prefill in which some sequences have a cached prefix."""
+
     def __init__(self, spans: list[Span], places: list[np.ndarray], device: torch.device):
-        """All sequences of a row in its order: `spans` of their own tokens there, `places` of the whole ones in the
+        """All sequences of a row in order: `spans` of their new tokens in the row, `places` of all tokens in the
         cache."""
         self.spans, self.places, self.device = spans, places, device
 
@@ -83,7 +85,7 @@ class CachedPrefill:
 
     @cached_property
     def alike(self) -> list[tuple[Tensor, Tensor]]:
-        """Of those that go on: own tokens in the row [S, new], and places of the whole [S, whole]."""
+        """Of sequences with a prefix, by length: new tokens in the row [S, new], places of all tokens [S, whole]."""
         groups: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
         for span, places in zip(self.spans, self.places):
             if len(places) > span.length:
@@ -101,12 +103,12 @@ class CachedPrefill:
         return torch.from_numpy(values).to(self.device)
 
 
-# ---- Decoding without kernels of our own: the pages of the samples that run, gathered once for a few steps. To
-# gather them in every step would cost more than attention itself. While the same samples run, their keys and values
-# lie in one block besides, which each step's new tokens join.
-
-
 class GatheredKV:
+    """Decoding without kernels: the pages of running sequences, gathered once for a chunk of steps.
+
+    Gathering them in every step would cost more than attention itself, so each step's new tokens are added to a dense
+    copy while the batch stays the same."""
+
     def __init__(self, cache: KVCache, tables_BP: Tensor):
         self.cache, self.tables_BP = cache, tables_BP
         self.width = tables_BP.shape[1] * cache.size
@@ -114,7 +116,7 @@ class GatheredKV:
         self._layers: dict[int, list[Tensor]] = {}
 
     def keys_and_values(self, layer: int, new_BHD: tuple[Tensor, Tensor], positions_B: Tensor) -> list[Tensor]:
-        """[B, heads, width, D] each, the new tokens among them."""
+        """[B, heads, width, D] each, including the new tokens."""
         if layer in self._layers:
             places = self.first_B + positions_B
             for block, new in zip(self._layers[layer], new_BHD):
@@ -128,38 +130,33 @@ class GatheredKV:
         return [block.transpose(1, 2) for block in self._layers[layer]]
 
 
-# ---- Attention while generating: new tokens against what is in the cache, through Hugging Face's attention
-# interface. Two kinds of pass: - reading: packed rows of prompt tokens; their keys and values are stored on the way.
-# A sequence whose beginning is in the cache already attends to it there. - decoding: one token a sequence.
-
-
 NAME = "trimtab_rollout"
 Arguments = dict[str, Any]
-"""What a layer asks of its attention."""
+"""Keyword arguments of a layer's attention call."""
 
 
 @dataclass
 class PrefillMetadata:
     row: PackedRow
     places_T: Tensor
-    continued: CachedPrefill | SinglePart | None = None  # its sequences, where some go on from the cache
+    continued: CachedPrefill | SinglePart | None = None  # if some sequences have a cached prefix
 
 
 @dataclass
 class DecodeMetadata:
     places_B: Tensor
-    tables_BP: Tensor  # pages of every sequence, in order; 0 where there is none
-    lengths_B: Tensor  # tokens to look at, the new one included
+    tables_BP: Tensor  # block tables: pages of every sequence in order, padded by 0
+    lengths_B: Tensor  # of the sequences, the new token included
 
 
 class CachedAttention:
-    """The attention of one model's layers to one cache, in the pass that was begun last."""
+    """Attention of all layers to one KV cache, in the pass that was begun last."""
 
     def __init__(self, cache: KVCache):
         self.cache = cache
         self._pass: PrefillMetadata | DecodeMetadata | None = None
         self._calls = 0  # of this pass, so far
-        self._window: GatheredKV | None = None  # of the decoding passes that share a table
+        self._window: GatheredKV | None = None  # of decode passes with the same block table
 
     def begin(self, current: PrefillMetadata | DecodeMetadata) -> None:
         self._pass, self._calls = current, 0
@@ -171,8 +168,8 @@ class CachedAttention:
     def store_and_attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> Tensor:
         """Shapes as Hugging Face's: [B, heads, T, D] in, [B, T, heads, D] out.
 
-        Calls have their layer of the cache in the order in which they come, which is the same in every pass. A module's
-        number will not do: a model that runs its layers in several cycles has other keys and values in each."""
+        The n-th call of a pass uses the n-th layer of the cache. A module's index does not identify it: a model that
+        runs its layers several times has other keys and values in each cycle."""
         current, layer = self._pass, self._calls
         self._calls += 1
         if isinstance(current, DecodeMetadata):
@@ -184,7 +181,7 @@ class CachedAttention:
         return self._read(current, query, key, value, layer, arguments)
 
     def attend(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, arguments: Arguments) -> Tensor:
-        """The same for layers that store their keys and values themselves, and only where there are kernels."""
+        """The same for fused layers, which store their keys and values themselves."""
         current = self._pass
         if isinstance(current, DecodeMetadata):
             return self._decode_by_kernel(current, query_THD, layer, arguments)
@@ -217,7 +214,7 @@ class CachedAttention:
         seen = position < current.lengths_B[:, None]
         if arguments.get("sliding_window") is not None:
             seen &= position >= current.lengths_B[:, None] - arguments["sliding_window"]
-        # The query heads that share a key head read it together.
+        # Query heads that share a key head are computed together.
         together = query.view(len(query), keys.shape[1], -1, query.shape[-1])
         mixed = _attend(together, keys, values, seen[:, None, None], arguments)
         return mixed.reshape(len(query), 1, query.shape[1], -1)
@@ -239,7 +236,7 @@ class CachedAttention:
     def _continue_in_one_row(
         self, query_THD: Tensor, layer: int, continued: CachedPrefill | SinglePart, arguments: Arguments
     ) -> Tensor:
-        """Own tokens of all sequences against the whole of each."""
+        """New tokens of all sequences against all tokens of each."""
         keys, values = (t[layer].flatten(0, 1) for t in (self.cache.keys, self.cache.values))
         scale, window = arguments.get("scaling") or query_THD.shape[-1] ** -0.5, arguments.get("sliding_window")
         found = []
@@ -249,7 +246,8 @@ class CachedAttention:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _continue(self, query: Tensor, layer: int, places: Tensor, arguments: Arguments) -> Tensor:
-        """The last tokens of sequences against all of them. query [S, heads, new, D] -> [S, new, heads, D]."""
+        """New tokens of equally long sequences against all their tokens. query [S, heads, new, D] -> [S, new, heads,
+        D]."""
         stored = (self.cache.keys, self.cache.values)
         keys, values = (t[layer].flatten(0, 1)[places].transpose(1, 2) for t in stored)
         new, whole = query.shape[2], keys.shape[2]
@@ -262,11 +260,11 @@ class CachedAttention:
 
 
 class AttentionProbe:
-    """Stands for a model's attention, to learn of it."""
+    """Takes the place of a model's attention to record its shapes and arguments."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[tuple[int, int, int, torch.dtype], Arguments]] = []
-        """What each keeps of a token (heads, widths of key and value, type), and what it asks of its attention."""
+        """Of each call: what it keeps of a token (heads, key width, value width, dtype), and its arguments."""
 
     def store_and_attend(self, query: Tensor, key: Tensor, value: Tensor, arguments: Arguments) -> Tensor:
         self.calls.append(((key.shape[1], key.shape[-1], value.shape[-1], key.dtype), arguments))

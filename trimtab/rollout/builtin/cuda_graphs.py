@@ -1,9 +1,14 @@
-"""Decode steps captured once for each number of rows, and replayed: between two looks the host does nothing.
+"""CUDA graphs: decode steps and prefills that are captured once and replayed, and the cache of these graphs.
 
-A row of the table holds what the host says of a sample (newest token, position, tokens drawn, seed, limit, pages). A
-step reads it, draws the sample's next token and moves the row on; a row at its limit, or after a stop token, works on
-page 0 alone, and so do the rows that fill a bucket up. Weights may change in place between calls; captured.py knows
-when that is not enough.
+Decode steps are captured for each padded number of rows. A row of the table holds a sequence's newest token, position,
+number of drawn tokens, seed, limit and pages. A step reads it, samples the next token and advances the row. Within a
+chunk of steps the host does nothing. A row at its limit or after a stop token writes to page 0 only, and so do padding
+rows. Weights may change in place between calls; `GraphCache` finds out when graphs must be captured again.
+
+Prefills are captured for padded sizes, only with fused layers and torch's variable-length attention, which accepts
+sequences of length 0: padding is tokens of no sequence, whose keys go to page 0 and are never seen. Until a size has
+come often enough to be worth capturing, the same work runs eagerly on tensors of the same size: the same kernels, so
+the same numbers.
 """
 
 import logging
@@ -34,15 +39,17 @@ COLUMNS = 5  # before the pages
 
 
 class CaptureFailed(Exception):
-    """The model does something on the way that only the host can do."""
+    """The model does something in a step that only the host can do."""
 
 
 class DecodeGraphs:
+    """Captured decode steps with one sampler."""
+
     chunk_size = 24  # decode steps of a chunk, and
     long_chunk_size = 64  # while no sequence waits
 
     def __init__(self, sampler: Sampler | RowSampler, cache: KVCache, max_num_seqs: int, longest: int):
-        """For at most `max_num_seqs` samples at once, of at most `longest` tokens."""
+        """`longest`: tokens of a sequence."""
         self.sampler, self.size = sampler, cache.size
         self.pages = 1 << (-(-longest // cache.size) - 1).bit_length()
         device, shape = cache.keys.device, (padded_rows(max_num_seqs), COLUMNS + self.pages)
@@ -55,20 +62,20 @@ class DecodeGraphs:
         self.angles: tuple[Tensor, Tensor] | None = None
         self.graphs: dict[int, Graph] = {}
         self.rows: list[SequenceState] = []
-        self.arranged: list[SequenceState] = []  # the same, as they were given
-        self.followed: list[SequenceState] = []  # the same, of which the host's table says what the device's does
-        self.pages_of: list[list[int]] = []  # of each row: whose pages are in the table, and
-        self.written: list[int] = []  # how many
+        self.arranged: list[SequenceState] = []  # the same in the caller's order
+        self.followed: list[SequenceState] = []  # the same, if the host's table equals the device's
+        self.pages_of: list[list[int]] = []  # of each row: the page list in the table, and
+        self.written: list[int] = []  # how many of its pages are there
 
     def run(
         self, runner: ModelRunner, samples: list[SequenceState], steps: int, meanwhile: Callable[[], None] | None = None
     ) -> tuple[list[SequenceState], SamplerOutput]:
-        """The samples in the order of the result, and what they drew [samples, steps], on the host. `meanwhile`: what
-        else the host has to do while the device draws."""
+        """Returns the sequences in the order of the result, and what was sampled [sequences, steps], on the host.
+        `meanwhile` is called while the device works."""
         self._arrange(samples)
         count = len(self.rows)
         bucket = padded_rows(count)
-        self._record(runner, bucket)
+        self._ensure_captured(runner, bucket)
         self._fill(bucket)
         self.table[:bucket].copy_(self.host[:bucket], non_blocking=True)
         if isinstance(self.sampler, RowSampler):
@@ -84,11 +91,11 @@ class DecodeGraphs:
         return self.rows, SamplerOutput(tokens.t(), log_probs[0], log_probs[1] if len(log_probs) > 1 else None)
 
     def prepare(self, runner: ModelRunner) -> None:
-        """Record steps of every number of rows, the largest first: the others find memory in its pool."""
+        """Capture steps of every number of rows, the largest first: the others reuse memory of its pool."""
         for bucket in sorted({padded_rows(rows + 1) for rows in range(len(self.table))}, reverse=True):
-            self._record(runner, bucket)
+            self._ensure_captured(runner, bucket)
 
-    def _record(self, runner: ModelRunner, bucket: int) -> None:
+    def _ensure_captured(self, runner: ModelRunner, bucket: int) -> None:
         if bucket not in self.graphs:
             self.graphs[bucket] = self._capture(runner, bucket)
 
@@ -100,15 +107,15 @@ class DecodeGraphs:
             self.angles = runner.fused.all_angles(self.pages * self.size)
         if runner.fused is not None:
             precompile(runner.fused, runner.cache.shape, runner.cache.size, (rows,))
-        # The rehearsal before a capture must touch nobody's pages.
+        # The warm-up before a capture must write to page 0 only.
         self.table.zero_()
         self.step.zero_()
         pool = next(iter(self.graphs.values())).pool() if self.graphs else None
-        return captured_graph(lambda: self._advance(runner, rows), pool)
+        return captured_graph(lambda: self._step(runner, rows), pool)
 
-    def _advance(self, runner: ModelRunner, rows: int) -> None:
+    def _step(self, runner: ModelRunner, rows: int) -> None:
         if self.angles is None or runner.fused is None:
-            return self._advance_by_parts(runner, rows)
+            return self._step_by_parts(runner, rows)
         from trimtab.rollout.builtin.kernels.decode_step import decode_inputs, finish_step
 
         table = self.table[:rows]
@@ -118,7 +125,7 @@ class DecodeGraphs:
         kept, stops = (self.tokens, self.log_probs), self.sampler.stops_of(rows)
         finish_step(table, result.tokens_B, result.log_probs_B, result.plain_B, *kept, stops, self.step)
 
-    def _advance_by_parts(self, runner: ModelRunner, rows: int) -> None:
+    def _step_by_parts(self, runner: ModelRunner, rows: int) -> None:
         table = self.table[:rows]
         tokens, positions, drawn, seeds, limits = table[:, :COLUMNS].unbind(1)
         over = drawn >= limits
@@ -136,7 +143,7 @@ class DecodeGraphs:
         self.step += 1
 
     def _arrange(self, samples: list[SequenceState]) -> None:
-        """Samples keep their rows; new ones and those beyond the end move into rows that are free."""
+        """Sequences keep their rows; new ones and those beyond the end move into free rows."""
         if samples == self.arranged:
             return
         self.arranged = list(samples)
@@ -149,13 +156,13 @@ class DecodeGraphs:
         self.rows = [self.rows[row] if row in taken else next(free) for row in range(len(samples))]
 
     def _fill(self, bucket: int) -> None:
-        """The host's table: what it has not followed already."""
+        """Update the rows of the host's table that differ from the sequences."""
         table, count = self.host.numpy(), len(self.rows)
         drawn = np.array([sample.ids.count for sample in self.rows])
         pairs = enumerate(zip(self.rows, self.followed))
         moved = [] if self.rows == self.followed else [row for row, both in pairs if both[0] is not both[1]]
         other = {*moved, *range(len(self.followed), count), *np.flatnonzero(table[:count, 2] != drawn).tolist()}
-        self.followed = []  # until the steps are done
+        self.followed = []  # until the steps have run
         for row in other:
             sample = self.rows[row]
             newer = sample.ids.count
@@ -180,7 +187,7 @@ class DecodeGraphs:
         table.reshape(-1)[np.repeat(starts, counts) + np.arange(len(new))] = new
 
     def _follow(self, newest: Tensor, steps: int) -> None:
-        """The host's table as the device's has become, of rows that go on."""
+        """Advance the host's table as the device has advanced its own."""
         table, count = self.host.numpy(), len(self.rows)
         table[:count, 0] = newest.numpy()
         table[:count, 1:3] += steps
@@ -190,65 +197,61 @@ class DecodeGraphs:
 def captured_graph(work: Callable[[], None], pool: tuple[int, int] | None) -> Graph:
     try:
         return capture(work, pool)
-    except Exception as error:  # torch's, or those of a kernel's compiler
+    except Exception as error:  # of torch, or of a kernel's compiler
         raise CaptureFailed(first_line(error)) from error
 
 
 def padded_rows(rows: int) -> int:
-    """The number of rows that is captured for so many."""
+    """Rows, padded to a number that is captured."""
     if rows <= 32:
         return 1 << (rows - 1).bit_length()
     step = 32 if rows <= 256 else 64
     return -(-rows // step) * step
 
 
-# ---- Reading prompts by captured graphs: one for each size of pass, rounded up, so that no launch waits for the
-# host. Only for fused layers and torch's variable-length attention, which takes sequences of no length: what rounding
-# adds is tokens that belong to no sequence, and land on page 0, and keys that nobody sees. Until a size has come back
-# often enough to be worth recording, the same work runs launch by launch on tensors of the same size: the same
-# kernels, so the same numbers.
-
+# ---- prefill
 
 RUNS_BEFORE_CAPTURE = 2
-"""Of a size. A recording takes as long as about so many reads (a model of 30 layers on an H200: 90 ms, where a read
-takes 41 to 51 ms launch by launch and 6 ms recorded). So whoever reads a size once loses nothing, and whoever reads it
-always has spent about twice what knowing it beforehand would."""
+"""Eager prefills of a size before it is captured. A capture takes as long as about two of them (a model of 30 layers on
+an H200: 90 ms; a prefill takes 41 to 51 ms eagerly and 6 ms captured). So a size that comes once costs nothing extra,
+and one that comes always costs at most twice as much as if that had been known."""
 
 RUNS_BEFORE_EXACT_FIT = 256
-"""Of a size, where a larger one is recorded: with the same tokens and more places for sequences it takes at most a few
-milliseconds longer."""
+"""The same if a larger size is captured already: padding more sequences costs at most a few milliseconds."""
 
 COMMON_KEY_COUNTS = 2**12, 2**14, MOST_TOGETHER
-"""All places for keys are copied, used or not: a few conversations need not wait as long as many."""
+"""Padded numbers of keys. All of them are copied, used or not, so few conversations get a smaller size than many."""
 
-MAX_GRAPHS = 128  # sizes; what was used longest ago makes room
+MAX_GRAPHS = 128  # of prefills; the least recently used one is evicted
 
 
 class PrefillSize(NamedTuple):
+    """Padded size of a prefill."""
+
     tokens: int
     sequences: int
-    keys: int  # of all sequences, where some go on from what is in the cache; else 0
+    keys: int  # of all sequences, if some have a cached prefix; else 0
     longest: int  # keys
 
     @classmethod
     def of(cls, own: np.ndarray, whole: np.ndarray) -> "PrefillSize":
-        """For sequences of which so many tokens are read, of so many."""
+        """`own`: new tokens of each sequence; `whole`: all its tokens."""
         tokens, longest = _rounded(int(own.sum())), _power(int(whole.max()))
         if (own == whole).all():
             return cls(tokens, max(8, _power(len(own))), 0, longest)
-        # Few sizes: what environments say is never as long as the last time, and places for sequences cost little.
+        # Few sizes: observations of environments vary in length, and padding sequences costs little.
         keys = max(COMMON_KEY_COUNTS[0], _power(int(whole.sum())))
         return cls(tokens, max(min(tokens, 256), _power(len(own))), keys, longest)
 
     def holds(self, other: "PrefillSize") -> bool:
-        """Whether what is read in the other can be read in this one, by as many tokens."""
+        """Whether this size, with the same number of tokens, has room for the other."""
         same = self.tokens == other.tokens and (self.keys > 0) == (other.keys > 0)
         return same and all(own >= others for own, others in zip(self, other))
 
 
 def common_sizes(most: int, longest: int) -> list[PrefillSize]:
-    """What requests need that nobody knows yet, in passes of at most `most` tokens, of texts of at most `longest`: many
-    short prompts, a few longer ones, and what goes on from kept pages."""
+    """Sizes for unknown requests, in passes of at most `most` tokens, of sequences of at most `longest`: many short
+    prompts, a few longer ones, and prompts with cached prefixes."""
     sizes = sorted({_rounded(min(tokens, most)) for tokens in (128, 256, 512, *range(1024, most + 1024, 1024))})
     long, found = min(2048, _power(longest)), []
     for tokens in sizes:
@@ -261,11 +264,11 @@ def common_sizes(most: int, longest: int) -> list[PrefillSize]:
 
 @dataclass
 class PrefillGraph:
-    """A read of one size: what it works on."""
+    """The tensors of a prefill of one size, and its graph once it is captured."""
 
     tokens: Tensor  # [3, T]: ids, positions, places
-    sequences: Tensor  # [3, S]: where each ends, its last token, and where its keys end
-    keys: Tensor | None  # [K]: places of all sequences
+    sequences: Tensor  # [3, S]: end of each, its last token, end of its keys
+    keys: Tensor | None  # [K]: positions of all keys in the KV cache
     hidden_SD: Tensor
     longest: int
     graph: Graph | None = None
@@ -287,12 +290,14 @@ class PrefillGraph:
 
 
 class PrefillGraphs:
+    """Prefills by padded size, captured when a size comes back."""
+
     def __init__(self):
-        self.passes: dict[PrefillSize, PrefillGraph] = {}  # those that are recorded
-        self.times: Counter[PrefillSize] = Counter()  # that the others were read
+        self.passes: dict[PrefillSize, PrefillGraph] = {}  # captured ones
+        self.times: Counter[PrefillSize] = Counter()  # of eager prefills of other sizes
 
     def read(self, runner: ModelRunner, texts: list[tuple[list[int], int, list[int]]]) -> Tensor:
-        """Read (ids, how many are cached already, pages) and return each one's last hidden state [S, D]."""
+        """Prefill (ids, how many are cached, pages); returns the last hidden state of each [S, D]."""
         whole, done = (np.array(numbers) for numbers in zip(*((len(ids), done) for ids, done, _ in texts)))
         own, count = whole - done, len(texts)
         size, prepared = self._prepared(runner, PrefillSize.of(own, whole))
@@ -317,8 +322,8 @@ class PrefillGraphs:
         return prepared.hidden_SD[:count].clone()
 
     def prepare(self, runner: ModelRunner, most: int, longest: int) -> None:
-        """Record what requests will need that nobody knows yet (see `usual_sizes`)."""
-        for size in reversed(common_sizes(most, longest)):  # the largest first: the others find memory in its pool
+        """Capture `common_sizes`."""
+        for size in reversed(common_sizes(most, longest)):  # the largest first: the others reuse memory of its pool
             if size not in self.passes:
                 self.passes[size] = made = self._made(runner, size)
                 self._capture(runner, made)
@@ -338,11 +343,11 @@ class PrefillGraphs:
             self.passes[size] = fresh
             if len(self.passes) > MAX_GRAPHS:
                 oldest = next(iter(self.passes))
-                del self.passes[oldest], self.times[oldest]  # which must come back as often again
+                del self.passes[oldest], self.times[oldest]  # it must come back as often again
         return size, fresh
 
     def _used(self, size: PrefillSize) -> PrefillGraph:
-        self.passes[size] = found = self.passes.pop(size)  # used last
+        self.passes[size] = found = self.passes.pop(size)  # most recently used
         return found
 
     def _made(self, runner: ModelRunner, size: PrefillSize) -> PrefillGraph:
@@ -364,17 +369,18 @@ def _rounded(tokens: int) -> int:
 
 
 def _power(number: int) -> int:
-    """Of two, no smaller than this."""
+    """The next power of two."""
     return 1 << (number - 1).bit_length()
 
 
-# ---- The graphs captured for a policy, kept between calls while it still does what the policy does.
-
+# ---- graphs of a policy
 
 logger = logging.getLogger(__name__)
 
 
 class GraphCache:
+    """The graphs captured for a policy, kept between calls while they compute what the policy does."""
+
     def __init__(self, policy: Policy, max_num_seqs: int, *, possible: bool = True):
         self.policy, self.max_num_seqs = policy, max_num_seqs
         self.possible = possible and has_graphs(policy.device)
@@ -383,12 +389,12 @@ class GraphCache:
     def release(self) -> None:
         self.reads: PrefillGraphs | None = None
         self.decodes: DecodeGraphs | None = None
-        self._by_rows: dict[bool, tuple[SamplingKind, DecodeGraphs]] = {}  # with filters, and without
+        self._by_rows: dict[bool, tuple[SamplingKind, DecodeGraphs]] = {}  # by whether they filter
         self._hold_for: tuple = ()
-        self._rule: tuple = ()  # that they draw by
+        self._rule: tuple = ()  # sampling rule of `decodes`
 
     def follow(self, cache: KVCache, *, fused: bool) -> None:
-        """Drop what holds no longer; `fused`: the policy's layers are."""
+        """Drop graphs that are no longer valid for the policy and this cache; `fused`: with fused layers."""
         if not self.possible:
             return
         hold_for = fingerprint(self.policy, cache)
@@ -401,17 +407,17 @@ class GraphCache:
             self.reads = PrefillGraphs()
 
     def give_up(self, reason: CaptureFailed) -> None:
-        """Do not try again."""
+        """Run eagerly from now on."""
         logger.warning("the model cannot be captured as a graph and generates more slowly: %s", reason)
         self.release()
         self.possible = False
 
-    def decoding(self, cache: KVCache, sampling: SamplingParams, longest: int) -> DecodeGraphs | None:
-        """For such samples of at most `longest` tokens; None where the host has a part in every step."""
+    def decode_graphs(self, cache: KVCache, sampling: SamplingParams, longest: int) -> DecodeGraphs | None:
+        """With one sampling rule for all rows; None if the host takes part in every step."""
         if not self.possible or sampling.repetition_penalty != 1.0 or sampling.top_log_probs:
             return None
         if self.decodes is None or self._rule != sampling.rule or not self.decodes.holds(longest):
-            self.decodes = None  # its memory first
+            self.decodes = None  # free its memory first
             sampler = Sampler(sampling, self.policy.head.out_features, cache.keys.device)
             self.decodes, self._rule = DecodeGraphs(sampler, cache, self.max_num_seqs, longest), sampling.rule
         return self.decodes
@@ -419,27 +425,27 @@ class GraphCache:
     def decode_graphs_by_row(
         self, cache: KVCache, settings: Sequence[SamplingParams], longest: int
     ) -> DecodeGraphs | None:
-        """The same for samples of different settings, whose numbers may change from one run to the next."""
+        """With sampling parameters by row, which may change from one chunk to the next."""
         kind = SamplingKind.of(settings)
         if not self.possible or not all(can_capture(setting) for setting in settings):
             return None
         found = self._by_rows.get(kind.filtered)
         if found is None or not found[0].covers(kind) or not found[1].holds(longest):
             kind = kind if found is None else found[0].together_with(kind)
-            self._by_rows.pop(kind.filtered, None)  # its memory first
+            self._by_rows.pop(kind.filtered, None)  # free its memory first
             sampler = RowSampler.blank(kind, padded_rows(self.max_num_seqs), cache.keys.device)
             found = self._by_rows[kind.filtered] = kind, DecodeGraphs(sampler, cache, self.max_num_seqs, longest)
         return found[1]
 
 
 def can_capture(sampling: SamplingParams) -> bool:
-    """What else a row may ask for is not made of a fixed number of numbers, or is not kept from step to step."""
+    """Other parameters need tensors of varying size, or results that a graph does not store."""
     plain = sampling.repetition_penalty == 1 and sampling.top_log_probs == 0
     return plain and not sampling.logit_bias and not sampling.forbidden_tokens
 
 
 def fingerprint(policy: Policy, cache: KVCache) -> tuple:
-    """Changes when a graph no longer does what the policy does: tensors lie elsewhere, adapters are switched. Memory of
-    another size may lie where the last one lay."""
+    """Changes when graphs become invalid: tensors have other addresses, or adapters are switched. A cache of another
+    size may have the same address."""
     addresses = tuple(t.data_ptr() for t in (*policy.parameters(), *policy.buffers(), cache.keys, cache.values))
     return addresses, cache.pages, switches(policy)

@@ -28,7 +28,7 @@ from trimtab.rollout.builtin.linear import Int8Layers
 from trimtab.rollout.builtin.model_runner import ModelRunner, build_fused_layers, is_sharded, weights_fingerprint
 from trimtab.rollout.builtin.output_processor import append_tokens, trajectory_of
 from trimtab.rollout.builtin.prefill import Prefill
-from trimtab.rollout.builtin.sampler import RowSampler, Sampler, SamplerCache, SamplerOutput, alike
+from trimtab.rollout.builtin.sampler import RowSampler, Sampler, SamplerCache, SamplerOutput, same_rule
 from trimtab.rollout.builtin.scheduler import PromptState, ScheduledSequence, Scheduler, SequenceState
 from trimtab.rollout.engine import AT_WORK, BaseEngine, BaseSession, check_request
 from trimtab.rollout.episode import Task
@@ -185,7 +185,7 @@ class BuiltinSession(BaseSession):
             self.enter(self._runner)
             self._prefill = Prefill(self._runner, engine.captured, engine.max_num_batched_tokens)
             self._samplers = SamplerCache(self._vocabulary, self.device)
-        self._graphs = engine.captured.decoding(cache, self.sampling, self._longest)
+        self._graphs = engine.captured.decode_graphs(cache, self.sampling, self._longest)
         self._scheduler.add(self._new)
         self._new = []
 
@@ -215,7 +215,7 @@ class BuiltinSession(BaseSession):
         if not captured.possible:
             return None
         # Prepared graphs sample by row.
-        if not self._prepared and alike(running) and running[0].sampling.rule == self.sampling.rule:
+        if not self._prepared and same_rule(running) and running[0].sampling.rule == self.sampling.rule:
             return self._graphs
         settings = list({id(sample.sampling): sample.sampling for sample in running}.values())  # most are the same
         return captured.decode_graphs_by_row(self._runner.cache, settings, self._longest)

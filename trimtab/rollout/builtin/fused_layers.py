@@ -1,7 +1,7 @@
-"""The layers of Llama-like models (Llama, Mistral, Qwen2, Qwen3) with few launches, from the modules' own weights.
+"""Fused layers of Llama-like models (Llama, Mistral, Qwen2, Qwen3): few launches, with the modules' own weights.
 
-Which models those are, recognition.py finds out. Linear layers with adapters and with int8 weights have kernels of
-their own; a projection that is something else again is called as the module it is.
+model_runner.py decides which models are supported. Linear layers with LoRA and with int8 weights have their own
+kernels; a projection of another kind is called as the module that it is.
 """
 
 import contextlib
@@ -16,25 +16,27 @@ from torch import Tensor, nn
 
 from trimtab.models.hugging_face import first_line
 from trimtab.rollout.builtin.kv_cache import KVCache, KVShape
-from trimtab.rollout.builtin.linear import LoraLinear, adapted, int8_weights
+from trimtab.rollout.builtin.linear import LoraLinear, int8_weights, lora_linear
 
 logger = logging.getLogger(__name__)
 
-ROWS_OF_JOINED_PRODUCTS = 1024  # beyond, each product fills the device by itself
-CONSTANT = {"default", "linear", "llama3", "yarn"}  # kinds of rotary positions that know nothing of a sequence's length
+ROWS_OF_JOINED_PRODUCTS = 1024  # beyond, each product alone fills the device
+CONSTANT = {"default", "linear", "llama3", "yarn"}  # rope types that do not depend on the sequence's length
 
 Angles: TypeAlias = tuple[Tensor, Tensor]
 
 
 class FusedLayers:
+    """The decoder layers of one model."""
+
     def __init__(self, backbone: nn.Module, arguments: list[dict]):
-        """`arguments`: what each layer asks its attention for."""
+        """`arguments`: of each layer's attention call."""
         self.backbone, self.arguments = backbone, arguments
         self.all = range(len(backbone.layers))
         self.failed = False
 
     def give_up_after(self, error: Exception) -> bool:
-        """Whether it was a kernel that its compiler or the device would not have. Then the modules go on for good."""
+        """Whether a kernel failed to compile or launch. Then the modules are used from now on."""
         from triton import TritonError
 
         if isinstance(error, TritonError):
@@ -57,7 +59,7 @@ class FusedLayers:
         return cos[0].contiguous(), sin[0].contiguous()
 
     def all_angles(self, positions: int) -> Angles | None:
-        """Those of so many positions, from the first; None where a pass must ask for its own."""
+        """Those of the first positions; None if they depend on the pass."""
         embedding = self.backbone.embed_tokens
         if type(embedding) is not nn.Embedding or getattr(self.backbone.rotary_emb, "rope_type", None) not in CONSTANT:
             return None
@@ -71,7 +73,7 @@ class FusedLayers:
     def through(
         self, layers: range, stream: Tensor, angles: Angles, cache: KVCache, places_T: Tensor, attend
     ) -> Tensor:
-        """What these layers leave in the stream [T, D], in place; returns it normed."""
+        """Run these layers on the residual stream [T, D], in place; returns it normed."""
         from trimtab.rollout.builtin.kernels.layer_ops import add_norm
 
         backbone = self.backbone
@@ -91,7 +93,7 @@ class FusedLayers:
 def heads_of(
     attention: nn.Module, x_TD: Tensor, angles: Angles, keys: Tensor, values: Tensor, places_T: Tensor
 ) -> tuple[Tensor, ...]:
-    """Query, key and value [T, heads, W] with rotary positions; the latter two also in their pages."""
+    """Query, key and value [T, heads, W] with rotary positions; stores keys and values in their pages."""
     from trimtab.rollout.builtin.kernels.fused_linear import few_rows_heads, few_rows_heads_apply
     from trimtab.rollout.builtin.kernels.layer_ops import rotate_and_store
 
@@ -125,7 +127,7 @@ def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
 
 
 def summands(module: nn.Module, x_TD: Tensor) -> Tensor:
-    """What the module gives [T, D], or parts of its sum [parts, T, D]."""
+    """The output of a linear module [T, D], or parts that sum to it [parts, T, D]."""
     from trimtab.rollout.builtin.kernels.fused_linear import few_rows_apply, few_rows_parts
     from trimtab.rollout.builtin.kernels.int8_linear import can_multiply, int8_product
     from trimtab.rollout.builtin.kernels.lora_linear import lora_product
@@ -166,23 +168,24 @@ def _head_norms(attention: nn.Module) -> tuple[Tensor, Tensor, float] | None:
 
 
 def _described(modules: list[nn.Module], x_TD: Tensor) -> list[LoraLinear] | None:
-    """The layers, if they are for the kernels that know adapters and are made for wide models."""
+    """The layers for the LoRA kernels, if these apply. Without adapters, only if they are faster."""
     from trimtab.rollout.builtin.kernels.lora_linear import is_wide, lora_applies
 
-    layers = [layer for module in modules if (layer := adapted(module)) is not None]
+    layers = [layer for module in modules if (layer := lora_linear(module)) is not None]
     if len(layers) < len(modules) or not lora_applies(x_TD, layers):
         return None
     plain = all(type(module) is nn.Linear for module in modules)
     return layers if not plain or is_wide(x_TD, layers) else None
 
 
-# ---- Kernels of a layer compiled all at once, before a pass would compile one after another what it comes to. Triton
-# compiles a kernel at its first launch, in half a second, and a layer has a dozen. Compiled kernels are kept on disk;
-# there this is a few launches.
+# ---- precompilation
 
 
 def precompile(fused: FusedLayers, shape: KVShape, page: int, sizes: tuple[int, ...]) -> None:
-    """For passes of so many rows that decode with such pages."""
+    """Compile the kernels of a layer in parallel, for passes of these numbers of rows.
+
+    Triton compiles a kernel at its first launch, in half a second, and a layer has a dozen. With compiled kernels in
+    Triton's disk cache this is a few launches."""
     from trimtab.rollout.builtin.kernels.layer_ops import INTERPRETED
 
     if INTERPRETED:
@@ -191,9 +194,9 @@ def precompile(fused: FusedLayers, shape: KVShape, page: int, sizes: tuple[int, 
 
     def done(launch: Callable[[], object]) -> None:
         if fused.device.index is not None:
-            torch.accelerator.set_device_index(fused.device.index)  # a thread's own
-        torch.zeros(1, device=fused.device)  # and it meets its device only at a launch of torch's
-        # What fails here fails again in the pass itself, and is told there.
+            torch.accelerator.set_device_index(fused.device.index)  # set for each thread
+        torch.zeros(1, device=fused.device)  # initializes the device in this thread
+        # A failure occurs again in the pass itself, and is reported there.
         with torch.no_grad(), contextlib.suppress(Exception):
             launch()
 
@@ -203,13 +206,13 @@ def precompile(fused: FusedLayers, shape: KVShape, page: int, sizes: tuple[int, 
 
 @contextlib.contextmanager
 def one_loads_at_a_time() -> Iterator[None]:
-    """While threads compile. What launches a kernel is a Python module of its own, and Triton gives all of them one
-    name: two threads that load theirs at once may each get the other's."""
+    """A lock around Triton's loading of launchers. Each is a Python module, and all have the same name: two threads
+    that load at once may get each other's."""
     from triton.runtime import driver
 
     active, lock = driver.active, threading.Lock()
     load = getattr(active, "launcher_cls", None)
-    if load is None:  # as other versions may have it
+    if load is None:  # other versions of Triton
         yield
         return
 
@@ -225,7 +228,7 @@ def one_loads_at_a_time() -> Iterator[None]:
 
 
 def _launches(fused: FusedLayers, cache: KVCache, rows: int) -> list[Callable[[], object]]:
-    """What a layer launches, each on tensors of its own."""
+    """The launches of a layer, each with its own tensors."""
     from trimtab.rollout.builtin.kernels.layer_ops import add_norm
     from trimtab.rollout.builtin.kernels.paged_attention import paged_attention
 

@@ -1,11 +1,17 @@
-"""Rolling out with int8 weights: copies for the linear layers, one scale for each output, made anew for every call.
+"""Linear layers of the engine: int8 weights, and layers with LoRA adapters as kernels see them.
+
+int8: copies of the weights with one scale for each output, made again for every session.
 
     w ~ scale * round(w / scale),     scale = max |w| / 127 over the row of one output
 
-The trained weights are only read, so training goes on with them bit for bit. The LM head stays as it is, and so does
-what is not a plain linear layer (adapters, experts in one tensor, GPT-2's transposed layers). In half precision, up to
-many rows, kernels multiply by the copies as they are (kernels/int8.py); elsewhere a product unpacks its copy to the
-activations' dtype, which holds every code exactly. Both are products with the same weights.
+The trained weights are only read, so training is not affected. The LM head keeps its weights, and so does everything
+that is not a plain linear layer (adapters, experts in one tensor, GPT-2's transposed layers). In half precision and
+with few rows, kernels multiply by the copies (kernels/int8_linear.py); otherwise a copy is unpacked to the activations'
+dtype, which represents every code exactly. Both multiply by the same weights.
+
+LoRA: y = W x + b + s B (A x). Merging s B A into W would be faster and wrong: in half precision a weight does not
+change by less than half of its last bit, and a few optimizer steps change B by less. The rollout would be the base
+model's.
 """
 
 from dataclasses import dataclass
@@ -21,17 +27,17 @@ from trimtab.models.policy import Policy
 
 @dataclass(frozen=True, eq=False)
 class Int8Weight:
-    """What a linear layer multiplies by, in the place of its own `forward`."""
+    """int8 weights of a linear layer, callable in place of its `forward`."""
 
     words_OJ: Tensor
-    """int16: in the low byte a code of the first half of the inputs, in the high one the same place's of the second,
-    each plus 128. So a kernel has two numbers that stand side by side in one register."""
+    """int16: the low byte is a code of the first half of the inputs, the high byte the code at the same position of the
+    second half, each plus 128. So a kernel has both in one register."""
     scales_O: Tensor  # fp32
     bias_O: Tensor | None
     inner: int
 
     def codes(self, dtype: torch.dtype) -> Tensor:
-        """[O, I], which every dtype of activations holds exactly."""
+        """[O, I], exact in every dtype of activations."""
         if has_kernels(self.words_OJ.device):
             from trimtab.rollout.builtin.kernels.int8_linear import unpacked
 
@@ -51,7 +57,7 @@ class Int8Weight:
 
 
 class Int8Layers:
-    """Inside the context, the policy's linear layers multiply by int8 copies of the weights they have at its start."""
+    """Inside the context, the policy's linear layers multiply by int8 copies of their weights."""
 
     def __init__(self, policy: Policy):
         head = set(policy.head.modules())
@@ -71,7 +77,7 @@ class Int8Layers:
             assert weight_OI is not None
             codes, scales = quantised(weight_OI, way)
             fresh = packed(codes), scales
-            if layer in self._copies:  # in place: whoever knows the addresses may go on using them
+            if layer in self._copies:  # in place, so that captured graphs stay valid
                 for old, new in zip(self._copies[layer], fresh):
                     old.copy_(new)
             else:
@@ -80,15 +86,15 @@ class Int8Layers:
 
     def __exit__(self, *_) -> None:
         for layer in self.layers:
-            del layer.forward  # the instance's own; the class's is back
+            del layer.forward  # of the instance, so that the class's applies again
 
     def release(self) -> None:
         self._copies.clear()
 
 
 def quantised(weight_OI: Tensor, way: Local | None = None) -> tuple[Tensor, Tensor]:
-    """(int8 weights [O, I], fp32 scales [O]), symmetric for each output. `way`: how the layer is cut over processes, if
-    it is; scales are those of the whole layer, so that the policy is the same however it is cut."""
+    """(int8 weights [O, I], fp32 scales [O]), symmetric for each output. `way`: how the layer is split over a
+    tensor-parallel group; scales are those of the whole layer, so that results do not depend on the split."""
     largest_O = torch.linalg.vector_norm(weight_OI, torch.inf, 1, dtype=torch.float32)
     if way is not None:
         largest_O = way.of_whole_rows(largest_O)
@@ -97,28 +103,25 @@ def quantised(weight_OI: Tensor, way: Local | None = None) -> tuple[Tensor, Tens
 
 
 def packed(codes_OI: Tensor) -> Tensor:
-    """int16 [O, J], as in Int8Weight."""
+    """Codes as int16 words [O, J]; see Int8Weight."""
     even = F.pad(codes_OI, (0, codes_OI.shape[1] % 2))
     bytes_OJ2 = (even.view(torch.uint8) ^ 128).unflatten(1, (2, -1)).transpose(1, 2).contiguous()
     return bytes_OJ2.view(torch.int16)[..., 0]
 
 
 def int8_weights(modules: list[nn.Module]) -> list[Int8Weight] | None:
-    """What the modules multiply by now, if that is int8 in all of them."""
+    """The int8 weights of these modules, if all have some now."""
     found = [vars(module).get("forward") for module in modules]
     weights = [forward for forward in found if isinstance(forward, Int8Weight)]
     return weights if len(weights) == len(modules) else None
 
 
-# ---- Linear layers with low-rank adapters (PEFT's), as what kernels need to know of them. y = W x + b + s B (A x)
-# Merging s B A into W for a rollout would be faster still, and wrong: in half precision a weight does not change by
-# less than half of its last bit, and what a few optimiser steps write into B is less. The rollout would be the base
-# model's.
+# ---- LoRA
 
 
 @dataclass(frozen=True, eq=False)
 class LoraLinear:
-    """A linear layer that kernels can multiply by. One without an adapter has neither A nor B."""
+    """A linear layer for the LoRA kernels. Without an adapter it has neither A nor B."""
 
     weight_OI: Tensor
     bias_O: Tensor | None
@@ -131,8 +134,8 @@ class LoraLinear:
         return 0 if self.a_RI is None else len(self.a_RI)
 
 
-def adapted(module: nn.Module) -> LoraLinear | None:
-    """None: only the module itself knows what it does (4-bit or int8 weights, DoRA, several adapters at once)."""
+def lora_linear(module: nn.Module) -> LoraLinear | None:
+    """None: the kernels do not support the module (4-bit or int8 weights, DoRA, several adapters at once)."""
     if type(module) is nn.Linear:
         return None if "forward" in vars(module) else LoraLinear(module.weight, module.bias)
     if not hasattr(module, "lora_A"):

@@ -1,4 +1,10 @@
-"""Whether a policy still is what it was: keys and values that other weights have made must not be read."""
+"""The model runner: forward passes of the trainer's own model for prefill and decode.
+
+A pass goes through the model's modules, or through fused layers (fused_layers.py) if the model is Llama-like in
+structure and passes a self-check: every layer is run with a few tokens, in prefill and decode, on the residual stream
+that the modules gave it, and compared with its module. Over all layers rounding errors add up (in bf16 to 5 % at 32
+layers of 4,096), in one layer they are so small that a wrong one stands out.
+"""
 
 import contextlib
 import logging
@@ -41,7 +47,7 @@ _LOOKED_AT = 16  # numbers of every tensor
 
 
 def switches(policy: Policy) -> tuple:
-    """Adapters on or off, and functions that stand in for a module's own."""
+    """State of adapters, and number of modules with a replaced `forward`."""
     adapters = tuple(
         (module._disable_adapters, tuple(module.active_adapters), tuple(module.scaling.items()))
         for module in policy.modules()
@@ -51,14 +57,14 @@ def switches(policy: Policy) -> tuple:
 
 
 def is_sharded(policy: Policy) -> bool:
-    """Over processes."""
+    """Whether its parameters are sharded over processes."""
     return any(hasattr(module, "unshard") for module in policy.modules())
 
 
 @torch.no_grad()
 def weights_fingerprint(policy: Policy) -> tuple:
-    """Differs after every change: torch counts what is written in place, and to numbers that were written past its
-    count, through `.data`, a few are looked at in every tensor."""
+    """Differs after every change of weights: torch counts in-place writes; for writes that bypass its counters
+    (`.data`), a few numbers of every tensor are compared. Cached keys and values of other weights must not be used."""
     tensors = [*policy.parameters(), *policy.buffers()]
     counted = tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
     wide = widest(policy.device)
@@ -67,12 +73,12 @@ def weights_fingerprint(policy: Policy) -> tuple:
     return counted, switches(policy), numbers
 
 
-# ---- Forward passes of the trainer's own model while it generates: reading prompts, decoding one token a sequence.
+# ---- forward passes
 
 
 @contextlib.contextmanager
 def generating(policy: Policy, attention: CachedAttention | AttentionProbe) -> Iterator[None]:
-    """The policy's layers attend by this, in evaluation mode."""
+    """Switch the policy to evaluation mode with this attention."""
     register()
     before, training = policy.inner.config._attn_implementation, policy.training
     policy.inner.set_attn_implementation(NAME)
@@ -81,16 +87,16 @@ def generating(policy: Policy, attention: CachedAttention | AttentionProbe) -> I
     try:
         yield
     finally:
-        carry(policy.inner, None)  # nothing holds the memory any longer
+        carry(policy.inner, None)  # drop the reference to the KV cache
         policy.inner.set_attn_implementation(before)
         policy.train(training)
 
 
 class ModelRunner:
-    """To be entered: then the policy generates, until it is left."""
+    """A context manager: inside, the policy runs with the engine's attention."""
 
     def __init__(self, policy: Policy, cache: KVCache, fused: "FusedLayers | None" = None):
-        """`fused`: the policy's layers, where that can be done."""
+        """`fused`: the policy's layers, if they are supported."""
         self.policy, self.cache = policy, cache
         self.fused = None if fused is None or fused.failed else fused
         self.device = policy.device
@@ -98,9 +104,8 @@ class ModelRunner:
     @staticmethod
     @torch.no_grad()
     def measure(policy: Policy) -> tuple[KVShape, list[Arguments]]:
-        """What the model's layers keep of a token, and what each asks of its attention.
-
-        Asked of them, since configurations name it differently."""
+        """Shape of the KV cache and arguments of every attention call, recorded in a forward pass of one token, because
+        configurations name them differently."""
         attention = AttentionProbe()
         with generating(policy, attention):
             one = torch.zeros((1, 1), dtype=torch.long, device=policy.device)
@@ -123,7 +128,7 @@ class ModelRunner:
         self._generating.__exit__(*exception)
 
     def read(self, sequences: list[tuple[list[int], int, list[int]]]) -> Tensor:
-        """Read (ids, how many are cached already, pages) and return each one's last hidden state [S, D]."""
+        """Prefill (ids, how many are cached, pages); returns the last hidden state of each [S, D]."""
         spans, ids, positions, places, wholes, start = [], [], [], [], [], 0
         for tokens, done, pages in sequences:
             own = len(tokens) - done
@@ -141,16 +146,16 @@ class ModelRunner:
         return hidden[[span.start + span.length - 1 for span in spans]]
 
     def prefill_answers(self, prompts: list[tuple[list[int], list[tuple[list[int], list[int]]]]]) -> None:
-        """Read answers (ids, pages of the whole sequence) to prompts that are in their pages already. Each prompt's
-        tokens stand in the row for its answers to look at, and are stored nowhere: attention is that of one packed
-        row, where going on from pages would be several launches for every answer and layer."""
+        """Prefill answers (ids, pages of the whole sequence) to prompts that are cached. The prompts' tokens are in the
+        row again for the answers to attend to, and are stored on page 0: attention of one packed row is faster than
+        several launches for every answer and layer."""
         spans, ids, positions, places, start = [], [], [], [], 0
         for prompt, answers in prompts:
             before, first = len(prompt), start
             spans.append(Span(start, before))
             ids += prompt
             positions.append(np.arange(before))
-            places.append(np.zeros(before, dtype=np.int64))  # page 0, which nobody reads
+            places.append(np.zeros(before, dtype=np.int64))  # page 0, which is never read
             start += before
             for tokens, pages in answers:
                 whole = before + len(tokens)
@@ -177,7 +182,7 @@ class ModelRunner:
         return self._hidden(ids_T[None], positions_T[None], places_T)[0]
 
     def decode(self, tokens_B: Tensor, positions_B: Tensor, tables_BP: Tensor, idle_B: Tensor | None = None) -> Tensor:
-        """The next hidden state of every sequence [B, D], from its newest token. Idle ones leave nothing behind."""
+        """The next hidden state of every sequence [B, D], from its newest token. Idle ones write to page 0."""
         size = self.cache.size
         page = tables_BP.gather(1, (positions_B // size)[:, None])[:, 0]
         if idle_B is not None:
@@ -187,7 +192,7 @@ class ModelRunner:
         return self._hidden(tokens_B[:, None], positions_B[:, None], places)[:, 0]
 
     def decode_from(self, decode_inputs: "DecodeInputs", tables_BP: Tensor) -> Tensor:
-        """The same of fused layers, whose input is there."""
+        """The same with fused layers, from prepared inputs."""
         assert self.fused is not None
         self.attention.begin(DecodeMetadata(decode_inputs.places_B, tables_BP, decode_inputs.lengths_B))
         attend, places = self.attention.attend, decode_inputs.places_B
@@ -207,7 +212,7 @@ class ModelRunner:
             except Exception as error:
                 if not self.fused.give_up_after(error):
                     raise
-                self.fused = None  # and the modules write the same places anew
+                self.fused = None  # the modules overwrite the same positions
         inputs = {"input_ids": ids, "attention_mask": unpadded(ids), "position_ids": positions}
         return self.policy.inner.base_model(**inputs, use_cache=False).last_hidden_state
 
@@ -216,11 +221,7 @@ class ModelRunner:
         return np.asarray(pages)[token // size] * size + token % size
 
 
-# ---- Which models are Llama-like enough for fused layers. A model is recognised by its structure and then believed
-# only after every layer, read and decoded with a few tokens, does what its modules do. Each is given the stream that
-# the modules gave theirs: over all layers rounding adds up (in bf16 to 5 % at 32 layers of 4,096), of one it leaves
-# so little that a wrong one stands out. Anything else runs through its modules.
-
+# ---- fused layers: supported models and their self-check
 
 logger = logging.getLogger(__name__)
 
@@ -229,14 +230,14 @@ ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 WHOLE_TOLERANCE = 0.3
-READ = 9  # tokens, before one is decoded
+READ = 9  # tokens of the self-check's prefill, before one decode step
 
 
 def build_fused_layers(policy: Policy, shape: KVShape, arguments: list[dict], page: int) -> FusedLayers | None:
-    """The policy's layers fused, where the device has kernels and the numbers are its own. `page`: its tokens, in the
-    memory that they will work with."""
+    """The policy's fused layers, if the device has kernels, the model is supported and the self-check passes. `page`:
+    tokens of a page."""
     backbone = policy.inner.base_model
-    # Fused projections cut query, key and value into heads of one width.
+    # Fused projections split query, key and value into heads of one width.
     if shape.key_width != shape.value_width or not has_kernels(policy.device) or not is_supported(backbone):
         return None
     used = ("scaling", "sliding_window", "softcap")
@@ -246,7 +247,7 @@ def build_fused_layers(policy: Policy, shape: KVShape, arguments: list[dict], pa
         return fused if passes_self_check(fused, policy, shape, page) else None
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a device's compiler may fail in many ways, and the modules need none
+    except Exception as error:  # a kernel compiler may fail in many ways; the modules do not need it
         logger.warning("the model's layers are not fused and generate more slowly: %s", first_line(error))
         return None
 
@@ -259,15 +260,15 @@ def passes_self_check(fused: FusedLayers, policy: Policy, shape: KVShape, page: 
     found = _few_hidden_states(policy, _memory(shape, page, policy.device), followed)
     ends = _is_close(found, expected, torch.zeros_like(expected))
     whole = _few_hidden_states(policy, _memory(shape, page, policy.device), fused).float() - expected.float()
-    # From one layer to the next, where rounding has added up.
+    # Over all layers, with accumulated rounding errors.
     return followed.same and ends and bool(whole.norm() <= WHOLE_TOLERANCE * expected.float().norm())
 
 
 class CheckedLayers(FusedLayers):
-    """Each layer goes on from what the modules' last one left, and is compared with theirs."""
+    """Fused layers that each start from the residual stream of the modules, and are compared with them."""
 
     def __init__(self, fused: FusedLayers, passes: list[list[Tensor]]):
-        """`passes`: of each the stream [T, D] before every layer, and after the last."""
+        """`passes`: of each pass the residual stream [T, D] before every layer and after the last."""
         super().__init__(fused.backbone, fused.arguments)
         self.passes, self.same = iter(passes), True
 
@@ -291,7 +292,7 @@ def _is_close(found_TD: Tensor, expected_TD: Tensor, before_TD: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _streams(backbone: nn.Module) -> Iterator[list[list[Tensor]]]:
-    """Of each pass inside, the stream before every layer and after the last [T, D]."""
+    """Record the residual stream [T, D] before every layer and after the last, of each pass inside."""
     passes: list[list[Tensor]] = []
 
     def keep(module: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:

@@ -1,7 +1,8 @@
-"""From logits to tokens, exactly and reproducibly.
+"""The sampler: from logits to tokens, exactly and reproducibly.
 
-A sequence draws one number a token, u = hash(its seed, the position), and takes the token whose share of the cumulated
-probabilities u falls into. Its stream is its own: what else is in the batch changes nothing.
+A sequence uses one number for each token, u = hash(seed, position), and takes the token at which the cumulative
+probability exceeds u. So the rest of the batch changes nothing. `Sampler` has the same parameters for all rows;
+`RowSampler` has tensors of parameters, one entry for each row, and `SamplingKind` says what any of its rows needs.
 """
 
 import math
@@ -42,14 +43,16 @@ def _wrapped(constant: int) -> int:
 
 @dataclass
 class SamplerOutput:
+    """Sampled tokens with their log-probs."""
+
     tokens_B: Tensor
     log_probs_B: Tensor
-    plain_B: Tensor | None  # log-probs at temperature 1, where asked for
-    likely_BK: tuple[Tensor, Tensor] | None = None  # the most likely tokens and their log-probs, where asked for
+    plain_B: Tensor | None  # log-probs at temperature 1, if requested
+    likely_BK: tuple[Tensor, Tensor] | None = None  # the most likely tokens and their log-probs, if requested
 
     @classmethod
     def stacked(cls, steps: list["SamplerOutput"]) -> "SamplerOutput":
-        """Of several steps: [B, steps] each, and [B, steps, K]."""
+        """Several steps: [B, steps] each, and [B, steps, K]."""
         plain = None if steps[0].plain_B is None else torch.stack([s.plain_B for s in steps], 1)
         found = cls(torch.stack([s.tokens_B for s in steps], 1), torch.stack([s.log_probs_B for s in steps], 1), plain)
         if likely := [step.likely_BK for step in steps if step.likely_BK is not None]:
@@ -73,7 +76,7 @@ class SamplerOutput:
 
 
 class Sampler:
-    """One sampling setting, ready for logits of one vocabulary."""
+    """Samples all rows with the same parameters."""
 
     def __init__(self, sampling: SamplingParams, vocabulary: int, device: torch.device):
         self.sampling = sampling
@@ -84,7 +87,7 @@ class Sampler:
                 self.bias[token] = value
             self.bias[list(sampling.forbidden_tokens)] = float("-inf")
         self.stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
-        # Nothing but a temperature between the model's logits and the draw, once an answer may end.
+        # Only a temperature is applied to the logits, once an answer may end.
         self.plainly = (
             sampling.temperature > 0
             and self.bias is None
@@ -94,7 +97,7 @@ class Sampler:
         self.plain = sampling.plain_log_probs
 
     def stops_of(self, rows: int) -> Tensor:
-        """Tokens that end each of so many rows: the same ones [K]."""
+        """Stop tokens of all rows [K]."""
         return self.stops
 
     def draw(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> SamplerOutput:
@@ -124,7 +127,7 @@ class Sampler:
         temperature = self.sampling.temperature
         if not self.waits:
             tokens, log_probs = draw_plainly(logits_BV, seeds_B, drawn_B, temperature)
-        else:  # without stop tokens, in place and for the draw alone; then what they weigh is put back
+        else:  # mask stop tokens in place for sampling, then restore their logits
             early_B, stops_BK = drawn_B < self.sampling.min_new_tokens, logits_BV[:, self.stops]
             logits_BV[:, self.stops] = stops_BK.masked_fill(early_B[:, None], float("-inf"))
             tokens, drawn_from = draw_plainly(logits_BV, seeds_B, drawn_B, temperature)
@@ -137,7 +140,7 @@ class Sampler:
         return SamplerOutput(tokens, log_probs, plain, likeliest(logits_BV / temperature, most) if most else None)
 
     def _adjusted(self, logits: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> Tensor:
-        """What tokens are chosen from: the model's logits with everything the setting asks for."""
+        """Logits with penalty, bias and minimum length applied."""
         sampling = self.sampling
         if seen_BV is not None:
             penalty = sampling.repetition_penalty
@@ -151,7 +154,7 @@ class Sampler:
 
 
 def with_log_probs(tokens_B: Tensor, logits_BV: Tensor, raw_BV: Tensor, *, plain: bool, likely: int) -> SamplerOutput:
-    """`logits_BV`: at the temperature; `raw_BV`: at 1, for the plain ones; `likely`: so many most likely tokens."""
+    """`logits_BV`: at the temperature; `raw_BV`: at 1, for the plain ones; `likely`: how many alternatives."""
     at_one = log_probs_of(raw_BV, tokens_B) if plain else None
     return SamplerOutput(
         tokens_B, log_probs_of(logits_BV, tokens_B), at_one, likeliest(logits_BV, likely) if likely else None
@@ -169,18 +172,18 @@ def log_probs_of(logits_BV: Tensor, tokens_B: Tensor) -> Tensor:
 
 
 def likeliest(logits_BV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """So many tokens, as far as there are, and their log-probs."""
+    """The most likely tokens, at most `count`, and their log-probs."""
     top = logits_BV.topk(min(count, logits_BV.shape[-1]), -1)
     return top.indices, top.values - logits_BV.logsumexp(-1, keepdim=True)
 
 
 def likely_enough(logits_BV: Tensor, log_share: float | Tensor) -> Tensor:
-    """Everything below this share of the most likely token's probability at minus infinity."""
+    """min_p: tokens below this share of the largest probability at minus infinity."""
     return logits_BV.masked_fill(logits_BV < logits_BV.amax(-1, keepdim=True) + log_share, float("-inf"))
 
 
 def _filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Everything but the most likely tokens at minus infinity."""
+    """top_k and top_p: all other tokens at minus infinity."""
     ordered, places = logits.sort(-1, descending=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if top_k > 0:
@@ -188,23 +191,21 @@ def _filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         ordered = ordered.masked_fill(~keep, float("-inf"))
     if top_p < 1:
         shares = ordered.softmax(-1)
-        keep &= shares.cumsum(-1) - shares < top_p  # the token that crosses the line stays
+        keep &= shares.cumsum(-1) - shares < top_p  # the token that crosses top_p stays
     return torch.full_like(logits, float("-inf")).scatter(-1, places, ordered.masked_fill(~keep, float("-inf")))
 
 
-# ---- Drawing for rows that each have a setting of their own: the rule of sampler.py, with numbers that differ by
-# row. What all rows must do alike (whether anything is filtered, whether anybody waits) is the kind of the draw,
-# known to the host; the numbers are tensors.
+# ---- sampling parameters by row
 
 
 class SamplingKind(NamedTuple):
-    """What is done for all rows because one of them asks for it."""
+    """What must be computed for all rows because one of them needs it. Known to the host; the numbers are tensors."""
 
     filtered: bool  # top_k, top_p, min_p
     waits: bool  # min_new_tokens
-    stops: int  # the most stop tokens that one has
+    stops: int  # the largest number of stop tokens
     plain: bool
-    likely: int  # the most alternatives that one asks for
+    likely: int  # the largest number of alternatives
 
     @classmethod
     def of(cls, settings: Sequence[SamplingParams]) -> "SamplingKind":
@@ -218,7 +219,7 @@ class SamplingKind(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Nothing but a temperature lies between logits and draw, or the most likely token is taken."""
+        """Only a temperature is applied, or the most likely token is taken."""
         return not (self.filtered or self.waits or self.likely)
 
     def covers(self, other: "SamplingKind") -> bool:
@@ -230,12 +231,14 @@ class SamplingKind(NamedTuple):
 
 
 def numbers_of(setting: SamplingParams) -> tuple[float, ...]:
-    """What `RowSampler` has of a row."""
+    """Parameters of a row in `RowSampler.numbers_BN`."""
     greedy, least = setting.temperature == 0, math.log(setting.min_p) if setting.min_p > 0 else -math.inf
     return setting.temperature or 1.0, greedy, setting.top_k, setting.top_p, least, setting.min_new_tokens
 
 
 class RowSampler:
+    """Samples each row with its own parameters."""
+
     def __init__(self, settings: Sequence[SamplingParams], device: torch.device):
         self.kind = SamplingKind.of(settings)
         self.numbers_BN = torch.tensor([numbers_of(s) for s in settings], dtype=torch.float32, device=device)
@@ -250,13 +253,13 @@ class RowSampler:
 
     @classmethod
     def blank(cls, kind: SamplingKind, rows: int, device: torch.device) -> "RowSampler":
-        """For at most so many rows of this kind, which are told before every draw; without biases and penalties."""
+        """For at most `rows` rows of this kind, set by `follow` before sampling; without biases and penalties."""
         made = cls([SamplingParams()] * rows, device)
         made.kind, made.stops_BK = kind, torch.full((rows, kind.stops), -1, device=device)
         return made
 
     def follow(self, settings: Sequence[SamplingParams]) -> None:
-        """The first rows have these settings from now on, the others none; in the tensors that there are."""
+        """Set the parameters of the first rows in place; the others get defaults."""
         if len(settings) == len(self._followed) and all(map(is_, settings, self._followed)):
             return
         self._followed = list(settings)
@@ -271,7 +274,7 @@ class RowSampler:
         return self.kind.plain
 
     def stops_of(self, rows: int) -> Tensor:
-        """Tokens that end each of so many rows: its own [rows, K]."""
+        """Stop tokens of each row [rows, K]."""
         return self.stops_BK[:rows]
 
     def draw(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor, seen_BV: Tensor | None) -> SamplerOutput:
@@ -304,7 +307,7 @@ class RowSampler:
         if self.bias is not None:
             logits = logits.scatter_add(1, *self.bias)
         if self.kind.waits:
-            # Minus infinity at stop tokens that must wait; infinity, which is nobody's least, everywhere else.
+            # Minus infinity at masked stop tokens; infinity, which changes no minimum, elsewhere.
             stops = self.stops_of(len(logits))
             early = (drawn_B < self.numbers_BN[: len(logits), 5])[:, None] & (stops >= 0)
             limits = torch.full_like(stops, math.inf, dtype=logits.dtype).masked_fill(early, -math.inf)
@@ -313,7 +316,7 @@ class RowSampler:
 
 
 def _filtered_by_row(logits: Tensor, top_k_B1: Tensor, top_p_B1: Tensor) -> Tensor:
-    """As in sampler.py, row by row."""
+    """`_filtered` with parameters by row."""
     ordered, places = logits.sort(-1, descending=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     ordered = ordered.masked_fill((top_k_B1 > 0) & (rank >= top_k_B1), -math.inf)
@@ -331,16 +334,15 @@ def _filled(row: Sequence[float], width: int, filling: float) -> list[float]:
     return [*row, *[filling] * (width - len(row))]
 
 
-# ---- Which sampler draws for the samples at work: one for all of them, or each row by its own setting.
-
-
 class SamplerCache:
+    """Chooses a sampler for a batch, and keeps the last one."""
+
     def __init__(self, vocabulary: int, device: torch.device):
         self.vocabulary, self.device = vocabulary, device
         self._last: Sampler | None = None
 
     def of(self, samples: Sequence[SequenceState]) -> Sampler | RowSampler:
-        if not alike(samples):
+        if not same_rule(samples):
             return RowSampler([sample.sampling for sample in samples], self.device)
         setting = samples[0].sampling
         if self._last is None or self._last.sampling.rule != setting.rule:
@@ -348,7 +350,7 @@ class SamplerCache:
         return self._last
 
     def seen(self, samples: Sequence[SequenceState]) -> Tensor | None:
-        """With a repetition penalty: which tokens stand in each sample or its prompt, [samples, vocabulary]."""
+        """With a repetition penalty: which tokens each sequence contains [sequences, vocabulary]."""
         if all(sample.sampling.repetition_penalty == 1.0 for sample in samples):
             return None
         texts = [sample.text for sample in samples]
@@ -359,7 +361,7 @@ class SamplerCache:
         return seen
 
 
-def alike(samples: Sequence[SequenceState]) -> bool:
-    """Whether one rule draws for all of them."""
+def same_rule(samples: Sequence[SequenceState]) -> bool:
+    """Whether all sequences have the same sampling rule."""
     first = samples[0].sampling
     return all(sample.sampling is first or sample.sampling.rule == first.rule for sample in samples)

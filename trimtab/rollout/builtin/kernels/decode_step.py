@@ -1,7 +1,9 @@
-"""Both ends of a recorded decode step: what a row of the table says becomes the layers' input, and what was drawn moves
-the row on. As operations of their own they would be thirty launches that do next to nothing.
+"""Kernels at both ends of a captured decode step: inputs of the layers, sampling, and the advance of the table.
 
-A row of the table (graphs.py): newest token, position, tokens drawn, seed, limit, pages.
+As separate operations, inputs and advance would be thirty tiny launches. A row of the table (cuda_graphs.py): newest
+token, position, tokens drawn, seed, limit, pages. Sampling with only a temperature reads fp32 logits once: the first
+kernel computes maximum and sum of exponentials of each stretch of the vocabulary, the second finds the stretch and the
+token for the sequence's random number. Same rule as sampler.py, same tokens but for the rounding of sums.
 """
 
 from typing import NamedTuple
@@ -22,7 +24,7 @@ def _begin(
     own = table + row * table_row
     over = tl.load(own + 2) >= tl.load(own + 4)
     position = tl.where(over, 0, tl.load(own + 1))
-    page = tl.where(over, 0, tl.load(own + FIRST_PAGE + position // SIZE))  # page 0, which nobody reads
+    page = tl.where(over, 0, tl.load(own + FIRST_PAGE + position // SIZE))  # page 0, which is never read
     tl.store(places + row, page * SIZE + position % SIZE)
     tl.store(lengths + row, position + 1)
     column = tl.arange(0, COLUMNS)
@@ -36,7 +38,7 @@ def _begin(
 
 
 class DecodeInputs(NamedTuple):
-    """The layers' input: the stream, the angles of its positions, where keys go, how many are looked at."""
+    """Inputs of the layers: residual stream, rotary angles, positions of new keys in the cache, sequence lengths."""
 
     stream_BD: Tensor
     angles: tuple[Tensor, Tensor]
@@ -47,8 +49,7 @@ class DecodeInputs(NamedTuple):
 def decode_inputs(
     table_BC: Tensor, first_page: int, page_size: int, embedding_VD: Tensor, angles: tuple[Tensor, Tensor]
 ) -> DecodeInputs:
-    """`angles`: cosines and sines of every position that can be [P, W]. A row that has drawn what it may works on page
-    0 alone."""
+    """`angles`: cosines and sines of all positions [P, W]. A row at its limit uses page 0 only."""
     rows, width, turned = len(table_BC), embedding_VD.shape[1], angles[0].shape[1]
     assert table_BC.stride(1) == 1 and embedding_VD.is_contiguous() and all(x.is_contiguous() for x in angles)
     stream = torch.empty(rows, width, dtype=embedding_VD.dtype, device=embedding_VD.device)
@@ -96,9 +97,9 @@ def finish_step(
     table_BC: Tensor, tokens_B: Tensor, log_probs_B: Tensor, plain_B: Tensor | None,
     kept_tokens_SB: Tensor, kept_log_probs_KSB: Tensor, stops: Tensor, step: Tensor,
 ) -> None:  # fmt: skip
-    """Keep what was drawn in this step's row, and move the table's rows and the step on; a stop token ends a row.
+    """Store this step's tokens and log-probs, and advance the table's rows and the step; a stop token ends a row.
 
-    `stops`: of all rows [K], or each row's own [B, K], filled up with -1."""
+    `stops`: of all rows [K], or of each row [B, K], padded by -1."""
     rows, count = len(table_BC), stops.shape[-1]
     assert table_BC.stride(1) == 1 and kept_tokens_SB.stride(0) == kept_log_probs_KSB.stride(1)
     _move_on[1,](
@@ -110,11 +111,7 @@ def finish_step(
     )  # fmt: skip
 
 
-# ---- Drawing at a plain temperature, one for all rows or each row's own, from fp32 logits, reading them once. The
-# first kernel leaves each stretch of the vocabulary's highest logit and sum of exponentials; the second finds the
-# stretch that the sequence's own random number falls into, and the token inside it. Same rule as sampler.py, same
-# tokens but for the rounding of sums.
-
+# ---- sampling with only a temperature
 
 STRETCH = 2048
 
@@ -181,7 +178,7 @@ def _pick(
 def draw_plainly(
     logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor, temperature: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Tokens, and their log-probs at the temperature; as a tensor, each row's own."""
+    """Tokens and their log-probs at the temperature, which may be a tensor of one for each row."""
     rows, vocabulary = logits_BV.shape
     count = triton.cdiv(vocabulary, STRETCH)
     device = logits_BV.device

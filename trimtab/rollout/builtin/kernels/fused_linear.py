@@ -1,7 +1,12 @@
-"""Matrix products that share their input, in one launch and from the modules' own weights.
+"""Linear kernels: projections that share their input in one launch, with the modules' own weights, and for few rows.
 
 A launch for each of q, k and v would leave most of the device idle at a few hundred rows; a packed copy of the weights
-would have to follow every optimiser step.
+would have to follow every optimizer step.
+
+With few rows, time is spent reading weights and waiting for other launches. So what follows a product elementwise
+happens in its registers: rotary positions and the KV cache after q, k and v; the gate. Outputs that are too few to fill
+the device are computed as partial sums, which the next norm adds in order. Many steps of the inner dimension are in
+flight at once, and a launch overlaps with the one before it (layer_ops.py).
 """
 
 from typing import NamedTuple
@@ -112,11 +117,7 @@ def gated_linear(x_TD: Tensor, gate: nn.Linear, up: nn.Linear) -> Tensor:
     return out
 
 
-# ---- The matrix products of a layer for few rows, where time is spent reading weights and waiting for each other.
-# What follows a product elementwise happens in its registers: rotary positions and the KV memory after q, k and v;
-# the gate. Columns that are too few to fill the device are summed up in parts, which the next norm adds in their
-# order. Many steps of the inner dimension are under way at once, and a launch overlaps with the one before it
-# (overlap.py).
+# ---- few rows
 
 
 @triton.jit
@@ -240,7 +241,7 @@ def _few_rows_parts(
 
 
 class Tiles(NamedTuple):
-    """How a product is cut: rows, lines of weights and inner numbers of one step; parts of the inner dimension."""
+    """Tile sizes: rows, lines of weights and inner numbers of one step; parts of the inner dimension."""
 
     rows: int
     lines: int
@@ -279,8 +280,8 @@ def few_rows_heads(
     x_TD: Tensor, modules: list[nn.Linear], angles: tuple[Tensor, Tensor], keys: Tensor, values: Tensor,
     places_T: Tensor, head_norms: tuple[Tensor, Tensor, float] | None = None, tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """q, k and v side by side, with rotary positions (after the heads' own norms, for models that have them); keys and
-    values also into one layer's KV memory."""
+    """q, k and v side by side, with rotary positions (after head norms, if the model has them); stores keys and values
+    in one layer's KV cache."""
     (rows, inner), width = x_TD.shape, angles[0].shape[1]
     counts = [module.out_features // width for module in modules]
     assert keys.stride() == values.stride() and keys.stride(3) == 1 and counts[1] == counts[2]
@@ -311,7 +312,7 @@ def few_rows_gated(x_TD: Tensor, gate: nn.Linear, up: nn.Linear, tiles: Tiles | 
 
 
 def few_rows_parts(x_TD: Tensor, module: nn.Linear, tiles: Tiles | None = None) -> Tensor:
-    """What adds up to the module's output, in fp32 [parts, T, O]."""
+    """Partial sums of the module's output, in fp32 [parts, T, O]."""
     rows, inner = x_TD.shape
     tiles = tiles or _tiles_of_parts(rows, inner, module.out_features)
     share = triton.cdiv(triton.cdiv(inner, tiles.parts), tiles.inner) * tiles.inner

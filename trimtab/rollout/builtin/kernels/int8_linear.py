@@ -1,11 +1,11 @@
-"""Products with int8 weights: the codes are read as they are, become half precision in registers, and are scaled at the
-end, in fp32.
+"""int8 kernels: linear layers with int8 weights, converted to half precision in registers and scaled in fp32 at the
+end.
 
     out[m, o] = scale[o] * sum_i code[o, i] * x[m, i] + bias[o]
 
-A code is exact in half precision, so this is the product with the rounded weights and no others. With few rows the
-time is that of reading the weights, of which there are half the bytes. The weights are the left factor: each of their
-numbers is converted by one warp and goes into the product from its registers.
+A code is exact in half precision, so this is exactly the product with the rounded weights. With few rows the time is
+that of reading the weights, which are half as many bytes. The weights are the left factor: each number is converted by
+one warp and enters the product from its registers.
 """
 
 from typing import NamedTuple
@@ -141,7 +141,7 @@ def _added(parts, out, count, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 class Tiles(NamedTuple):
-    """How a product is cut: rows, outputs and words of one step; parts of the inner dimension."""
+    """Tile sizes: rows, outputs and words of one step; parts of the inner dimension."""
 
     rows: int
     outputs: int
@@ -172,8 +172,8 @@ def can_multiply(x_TI: Tensor, weights: list[Int8Weight]) -> bool:
 
 
 def int8_product(x_TI: Tensor, weights: list[Int8Weight], *, parts: bool = False, tiles: Tiles | None = None) -> Tensor:
-    """The outputs of one weight, or of three side by side [T, O]; with `parts` what adds up to them, in fp32
-    [splits, T, O], where one sum would leave most of the device idle."""
+    """Outputs of one weight, or of three side by side [T, O]; with `parts` partial sums in fp32 [splits, T, O], if one
+    sum would leave most of the device idle."""
     rows, inner = x_TI.shape
     joined = weights * 3 if len(weights) == 1 else weights
     widths = [len(weight.words_OJ) for weight in weights]
@@ -207,7 +207,7 @@ def int8_gated(x_TI: Tensor, gate: Int8Weight, up: Int8Weight, *, tiles: Tiles |
 
 
 def added(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of parts [splits, T, O]; what has none stays as it is."""
+    """The sum of parts [splits, T, O]; a tensor [T, O] is returned as it is."""
     if parts.ndim == 2:
         return parts
     out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)

@@ -1,4 +1,12 @@
-"""What tiles and launches must know of where kernels run."""
+"""Kernels between the linear layers (norms, rotary positions, gates), and what all kernels need to know of the device.
+
+Every kernel rounds where the Hugging Face module rounds, so that also in half precision the numbers are the trainer's
+but for the order of sums.
+
+With programmatic dependent launch (sm_90 and later) a kernel begins while the one before it still runs. It calls `wait`
+before it touches what others write, in every program: a kernel that waits for it then also waits for everything that
+this one has waited for.
+"""
 
 import functools
 
@@ -21,34 +29,30 @@ INTERPRETED = not isinstance(_nothing, triton.JITFunction)
 
 @functools.cache
 def shared_memory() -> int:
-    """Bytes that one program may have."""
+    """Bytes of shared memory that one program may use."""
     if INTERPRETED:
         return 2**30
     driver = triton.runtime.driver.active
     return driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
 
 
-# ---- Launches that begin while the one before them still works, where the device can (sm_90 and later). Such a
-# kernel calls `wait` before it touches what others write, and every program of it does: who waits for a kernel then
-# also waits for all that this one has waited for.
+# ---- programmatic dependent launch
 
 
 @triton.jit
 def wait(OVERLAPPED: tl.constexpr):
-    """For the launch before; and let the next one begin."""
+    """Wait for the previous launch, and let the next one begin."""
     if OVERLAPPED:
         gdc_wait()
         gdc_launch_dependents()
 
 
 def overlapped(device: torch.device) -> dict[str, bool]:
-    """How to launch a kernel that waits."""
+    """Launch options of a kernel that calls `wait`."""
     return {"OVERLAPPED": True, "launch_pdl": True} if overlaps_launches(device) else {"OVERLAPPED": False}
 
 
-# ---- What lies between the matrix products of a Llama-like layer, and products that share their input. Every kernel
-# rounds where the Hugging Face module rounds, so that in half precision too the numbers are the trainer's but for the
-# order of sums.
+# ---- norms, rotary positions, gates
 
 
 @triton.jit
@@ -155,8 +159,8 @@ def rotate_and_store(
     query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor,
     keys: Tensor, values: Tensor, places_T: Tensor, head_norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> None:  # fmt: skip
-    """Rotary positions in place (after the heads' own norms, for models that have them); keys and values into one
-    layer's KV memory."""
+    """Rotary positions in place (after head norms, if the model has them); stores keys and values in one layer's KV
+    cache."""
     tokens, queries, width = query_THD.shape
     heads = key_THD.shape[1]
     assert keys.stride() == values.stride() and keys.stride(3) == 1

@@ -1,11 +1,10 @@
-"""Products of layers with low-rank adapters, and of wide layers, for up to a thousand rows.
+"""LoRA kernels: linear layers with adapters, and wide ones without, for up to a thousand rows.
 
     out = W x + b + s B (A x)
 
-With few rows a program that multiplies its outputs' weights by all of x multiplies A by it on the way, which is few
-columns more; with many that would cost more than a launch of its own, for which nobody waits before the sum over x is
-done. B (A x) joins the sum before it is rounded.
-Tiles come by descriptors, for which a device may have an engine that fetches them without registers (sm_90 has).
+With few rows a program multiplies A along with the weights of its outputs, which is few columns more. With many rows a
+separate launch is cheaper, and no program waits for it before its sum over x is done. B (A x) is added before rounding.
+Tiles are loaded by tensor descriptors, which some devices fetch without registers (sm_90).
 """
 
 import torch
@@ -178,13 +177,13 @@ def lora_applies(x_TI: Tensor, layers: list[LoraLinear]) -> bool:
 
 
 def is_wide(x_TI: Tensor, layers: list[LoraLinear]) -> bool:
-    """Whether these kernels are faster than others for layers without adapters that share their input."""
+    """Whether these kernels are the fastest for layers without adapters that share their input."""
     return len(layers) > 1 and x_TI.shape[1] >= WIDE and FEW < len(x_TI) <= MANY
 
 
 def lora_product(x_TI: Tensor, layers: list[LoraLinear], *, parts: bool = False, tiles: Tiles | None = None) -> Tensor:
-    """The outputs of one layer, or of three side by side [T, O]; with `parts` what adds up to them, in fp32
-    [splits, T, O], where one sum would leave most of the device idle."""
+    """Outputs of one layer, or of three side by side [T, O]; with `parts` partial sums in fp32 [splits, T, O], if one
+    sum would leave most of the device idle."""
     rows, inner = x_TI.shape
     joined = layers * 3 if len(layers) == 1 else layers
     widths = [len(layer.weight_OI) for layer in layers]
@@ -221,7 +220,7 @@ def lora_gated(x_TI: Tensor, gate: LoraLinear, up: LoraLinear, *, tiles: Tiles |
 
 
 def _low_parts(x_TI: Tensor, layers: list[LoraLinear]) -> Tensor | None:
-    """Parts of A x of every layer [parts, layers, T, R]; None where it is made on the way."""
+    """Partial sums of A x of every layer [parts, layers, T, R]; None if the product kernel computes it."""
     rows, inner = x_TI.shape
     if not any(layer.rank for layer in layers) or rows <= FEW:
         return None
@@ -238,7 +237,7 @@ def _low_parts(x_TI: Tensor, layers: list[LoraLinear]) -> Tensor | None:
 
 
 def _operands(layers: list[LoraLinear], tiles: Tiles) -> list[TensorDescriptor | Tensor]:
-    """All weights, all A, all B. A layer without an adapter has its weights in their place, and a scale of nought."""
+    """All weights, all A, all B. A layer without an adapter has its weights in their place, and scale 0."""
     height = _height(layers)
     weights = [_tiled(layer.weight_OI, tiles.outputs, tiles.inner) for layer in layers]
     a = [_tiled(layer.weight_OI if layer.a_RI is None else layer.a_RI, height, tiles.inner) for layer in layers]

@@ -1,10 +1,10 @@
-"""How products of layers with adapters are cut into tiles, and what of that a device's shared memory holds."""
+"""Tile sizes of the LoRA kernels, and which of them fit into a device's shared memory."""
 
 from typing import NamedTuple
 
 
 class Tiles(NamedTuple):
-    """How a product is cut: rows, outputs and inputs of one step; parts of the inner dimension."""
+    """Tile sizes: rows, outputs and inputs of one step; parts of the inner dimension."""
 
     rows: int
     outputs: int
@@ -23,8 +23,8 @@ MARGIN = 2**10  # bytes of shared memory; what steps wait by takes 120
 
 
 def tiles_within(memory: int, tiles: Tiles, weights: int, height: int, *, on_the_way: bool) -> Tiles | None:
-    """Fewer steps ahead, then smaller tiles, where shared memory holds no more; None where it does not hold two steps
-    of the smallest. Of what comes after the steps, their memory is free again: A x and B, the result on its way."""
+    """Fewer stages, then smaller tiles, until they fit into shared memory; None if two stages of the smallest do not
+    fit. After the loop its memory is reused for A x and B, and for the result."""
     while True:
         lines = tiles.rows + weights * (tiles.outputs + (height if on_the_way else 0))
         after = max(2 * height * (tiles.rows + weights * tiles.outputs), 4 * tiles.rows * tiles.outputs)
@@ -44,7 +44,7 @@ def stages_of_low(height: int, memory: int) -> int:
 
 
 def smallest(rows: int) -> Tiles:
-    """Which of all that are chosen for so many rows needs the least."""
+    """Of all tiles for this many rows, those that need the least memory."""
     return Tiles(64 if rows <= FEW else 128, TILE, 32, 1, 4, 2)
 
 

@@ -1,8 +1,8 @@
-"""Attention of one new token a sequence against its pages of KV memory.
+"""Paged attention: one new token of each sequence against its pages of the KV cache.
 
-A program takes one KV head of one sequence with all the query heads that share it, and walks over the pages that are in
-use and inside the window, with a running softmax. Few sequences of great length are cut into splits, so that the
-device is full, and a second kernel puts the parts together.
+A program takes one KV head of one sequence with all query heads that share it, and loops over the pages inside the
+window with an online softmax. Few long sequences are split so that the device is full; a second kernel combines the
+parts.
 """
 
 import torch
@@ -138,9 +138,9 @@ def paged_attention(
     splits: int | None = None,
     early: bool | None = None,
 ) -> Tensor:
-    """`keys`, `values`: one layer's [pages, tokens a page, heads, width], whose widths may differ; `lengths_B`: tokens
-    to look at, 1 or more; `early`: a program's first block is asked for before the launch before has ended, which may
-    write the last token's keys and values but no others."""
+    """`keys`, `values`: one layer's [pages, tokens a page, heads, width], whose widths may differ; `lengths_B`: of the
+    sequences, 1 or more; `early`: a program loads its first block before the previous launch has ended, which may write
+    the last token's keys and values but no others."""
     rows, heads, width = query_BHD.shape
     kv_heads, page, value_width = keys.shape[2], keys.shape[1], values.shape[3]
     assert query_BHD.stride(2) == keys.stride(3) == values.stride(3) == 1
@@ -159,7 +159,7 @@ def paged_attention(
     block = page if page in (32, 64, 128) else 128 if group > 1 else 64
     block = min(block, 2**14 // (max(columns, value_columns) * keys.element_size()))
     launch = overlapped(query_BHD.device)
-    # Where programs are too few to hide each other's waiting, their first block comes while q, k and v are made.
+    # With too few programs to hide latency, their first block is loaded while q, k and v are computed.
     if early is None:
         early = launch["OVERLAPPED"] and splits == 1 and rows * kv_heads < PROGRAMS_TO_FILL_A_DEVICE
     _decode[kv_heads, rows, splits](

@@ -1,10 +1,11 @@
-"""Stop strings are found at the token that completes them, by decoding the end of an answer only."""
+"""Stop strings are found at the token that completes them, by decoding the end of an answer only. Every request has its
+own random stream; runs are resumed by it, so its numbers stay what they are."""
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from trimtab.rollout.sampling import stop_string_end
+from trimtab.rollout.sampling import request_seed, stop_string_end
 
 
 def by_bytes() -> Tokenizer:
@@ -92,3 +93,16 @@ def test_a_look_decodes_the_tail_and_not_the_answer():
     for looked in range(0, 2000, 8):
         assert stop_string_end(answer[: looked + 8], looked, 0, ("END",), decode) is None
     assert max(lengths) < 40
+
+
+@pytest.mark.parametrize(
+    "seed, request_number, expected",
+    [(0, 0, 8841707400507832957), (42, 7, 3422949151222215498), (-5, 123456789, 2211324015650395779)],
+)
+def test_seeds_are_what_they_were(seed, request_number, expected):
+    assert request_seed(seed, request_number) == expected
+
+
+def test_seeds_differ_and_fit_a_tensor_of_integers():
+    seeds = {request_seed(seed, request) for seed in range(20) for request in range(50)}
+    assert len(seeds) == 1000 and -(2**63) <= min(seeds) < 0 < max(seeds) < 2**63

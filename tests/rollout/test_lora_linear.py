@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.rollout.kernel_device import DEVICE
 from trimtab.rollout.builtin.kernels.int8_linear import added
 from trimtab.rollout.builtin.kernels.lora_linear import Tiles, lora_applies, lora_gated, lora_product
-from trimtab.rollout.builtin.linear import adapted
+from trimtab.rollout.builtin.linear import lora_linear
 
 peft = pytest.importorskip("peft")
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16  # the interpreter knows no bf16 products
@@ -44,7 +44,7 @@ def layers_with(targets, biased=False, rank=5, **options):
 def test_products_are_pefts(biased, rows, targets, rank, tiles):
     model = layers_with(targets, biased, rank)
     x = torch.randn(rows, 104, device=DEVICE, dtype=DTYPE)
-    q, k, v, up = found = [adapted(module) for module in (model.q, model.k, model.v, model.up)]
+    q, k, v, up = found = [lora_linear(module) for module in (model.q, model.k, model.v, model.up)]
     assert [layer.rank for layer in found] == [rank if name in targets else 0 for name in ("q", "k", "v", "up")]
     with torch.no_grad():  # PEFT itself rounds four times in half precision, and its sums may cancel
         side_by_side, gated = (y.to(DTYPE) for y in copy.deepcopy(model).float()(x.float()))
@@ -58,28 +58,28 @@ def test_products_are_pefts(biased, rows, targets, rank, tiles):
 def test_what_is_switched_off_or_merged_is_the_base_alone():
     model = layers_with(["q"])
     model.q.enable_adapters(False)
-    assert adapted(model.q).rank == 0 and adapted(model.q).weight_OI is model.q.base_layer.weight
+    assert lora_linear(model.q).rank == 0 and lora_linear(model.q).weight_OI is model.q.base_layer.weight
     model.q.enable_adapters(True)
     model.q.merge()
-    assert adapted(model.q).rank == 0
-    assert adapted(model.k).rank == 0
+    assert lora_linear(model.q).rank == 0
+    assert lora_linear(model.k).rank == 0
 
 
 def test_other_kinds_of_layers_are_left_to_themselves():
-    assert adapted(layers_with(["q"], use_dora=True).q) is None
-    assert adapted(torch.nn.Embedding(3, 4)) is None
+    assert lora_linear(layers_with(["q"], use_dora=True).q) is None
+    assert lora_linear(torch.nn.Embedding(3, 4)) is None
     replaced = torch.nn.Linear(8, 8)
     replaced.forward = lambda x: x  # as int8 does
-    assert adapted(replaced) is None
+    assert lora_linear(replaced) is None
     several = layers_with(["q"]).q
     several.update_layer("second", 4, lora_alpha=4, config=peft.LoraConfig(r=4))
     several.set_adapter(["default", "second"])
-    assert adapted(several) is None
+    assert lora_linear(several) is None
 
 
 def test_layers_that_differ_in_rank_or_are_of_odd_width_are_not_joined(monkeypatch):
     monkeypatch.setattr("trimtab.rollout.builtin.kernels.lora_linear.DTYPES", (DTYPE,))
-    q, k = adapted(layers_with(["q"], rank=4).q), adapted(layers_with(["k"], rank=8).k)
+    q, k = lora_linear(layers_with(["q"], rank=4).q), lora_linear(layers_with(["k"], rank=8).k)
     x = torch.zeros(3, 104, device=DEVICE, dtype=DTYPE)
     assert lora_applies(x, [q]) and lora_applies(x, [k]) and not lora_applies(x, [q, k])
     assert not lora_applies(x.double(), [q]) and not lora_applies(x.expand(2000, 3, 104)[:, 0], [q])
