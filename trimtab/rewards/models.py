@@ -44,6 +44,8 @@ IDLE: tuple[list[int], TokenBatch] = ([], TokenBatch.of([(np.zeros(2, dtype=np.i
 
 
 class ModelReward:
+    """The score of a reward model, or of any sequence classifier with one score."""
+
     concurrent = False
 
     def __init__(
@@ -67,7 +69,7 @@ class ModelReward:
 
         `messages_key`: the column that holds a sample's conversation (or its only user turn), for a model that has to
         render it anew. `normalize`: subtract the mean and divide by the deviation that config.json holds. A pass has at
-        most `max_tokens` tokens and `max_samples` samples of at most `max_len` tokens. `flag` names it in complaints.
+        most `max_tokens` tokens and `max_samples` samples of at most `max_len` tokens. `flag` names it in errors.
         """
         self.name, self.pretrain = Path(pretrain).name, pretrain
         self.device = device
