@@ -10,6 +10,7 @@ import pytest
 
 from tests.rewards.samples import request_of
 from trimtab import sandbox
+from trimtab.distributed.serialization import LARGEST_MESSAGE
 from trimtab.sandbox.calls import CallTimeout, SandboxError, UserCodeError, WorkerDied
 from trimtab.sandbox.pool import SandboxLimits, WorkerPool
 from trimtab.sandbox.process import WorkerProcess
@@ -79,6 +80,12 @@ def test_a_call_that_is_dropped_has_no_reply_and_its_process_serves_no_other(poo
     assert pool.result(call(pool, "pass")) == 1.0
     time.sleep(0.5)
     assert not session.inbox
+
+
+@pytest.mark.long
+def test_a_request_may_be_larger_than_any_reply(pool):
+    request = request_of(["pass"], note=["x" * (LARGEST_MESSAGE + 1)])
+    assert pool.result(pool.open("score", request, final=True)) == 1.0
 
 
 def test_the_run_unpickles_nothing():

@@ -244,9 +244,9 @@ def _aligned(size: int) -> int:
 
 # ---- frames: messages in a stream of bytes
 
-LARGEST_MESSAGE = 2**28
+LARGEST_MESSAGE = 2**28  # that is accepted; what is sent may be larger, such as all answers of a batch
 READ_BYTES = 2**20
-LENGTH = struct.Struct("!i")
+LENGTH, LONG_LENGTH = struct.Struct("!i"), struct.Struct("!iQ")
 
 
 class MessageTooLarge(Exception):
@@ -255,8 +255,8 @@ class MessageTooLarge(Exception):
 
 def frame(*parts: bytes) -> bytes:
     """The parts as one message with its length in front."""
-    message = b"".join(parts)
-    return LENGTH.pack(len(message)) + message
+    length = sum(map(len, parts))
+    return b"".join((LENGTH.pack(length) if length < 2**31 else LONG_LENGTH.pack(-1, length), *parts))
 
 
 class FrameDecoder:
@@ -307,7 +307,6 @@ class MessageSocket:
 
     def send(self, message: bytes) -> None:
         """Send now, or when `flush` is called and the socket has room."""
-        assert len(message) <= LARGEST_MESSAGE, f"a message of {len(message)} bytes"
         whole = frame(message)
         if not self._outgoing and len(whole) <= READ_BYTES:  # nearly always: nothing is copied to the buffer
             try:
@@ -323,7 +322,9 @@ class MessageSocket:
     def flush(self) -> None:
         try:
             while self._outgoing:
-                del self._outgoing[: self._end.send(memoryview(self._outgoing)[:READ_BYTES].tobytes())]
+                with memoryview(self._outgoing) as view:
+                    sent = self._end.send(view)
+                del self._outgoing[:sent]
         except BlockingIOError:
             return
         except OSError:  # `receive` reports that the other end is gone

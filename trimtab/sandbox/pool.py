@@ -375,8 +375,8 @@ class WorkerPool(SandboxPool):
                 os.write(self._waking, b".")
 
     def _deadline(self, worker: SandboxWorker) -> float:
-        """When a stateless call has taken too long."""
-        measured = worker.loaded and worker.asked and not self._shared
+        """When a stateless call has taken too long. Its time begins when the worker has the whole request."""
+        measured = worker.loaded and worker.asked and not self._shared and not worker.channel.has_more
         return worker.since + self.limits.seconds + self.grace if measured else math.inf
 
     # ---- the listener, in its own thread: the run may be busy with something else
@@ -438,7 +438,7 @@ class WorkerPool(SandboxPool):
             with self.state:
                 if worker not in self._workers:
                     return
-                worker.channel.flush()
+                worker.flush()
             heard = worker.heard()  # without the lock: only this thread reads
             with self.state:
                 for found in heard:

@@ -146,7 +146,7 @@ class SandboxWorker:
     is_new: bool = True  # the listener does not know it yet
     loaded: bool = False
     since: float = field(default_factory=time.monotonic)
-    """When it was started, heard of last, or called while it was idle."""
+    """When it was started, heard of or sent to last, or called while it was idle."""
     sessions: dict[int, Session] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
     """Keys of sessions whose call is not answered."""
@@ -166,6 +166,11 @@ class SandboxWorker:
             self.since = time.monotonic()
         self.asked.add(key)
         self.channel.send(message)
+
+    def flush(self) -> None:
+        if self.channel.has_more:
+            self.channel.flush()
+            self.since = time.monotonic()
 
     def forget(self, key: int) -> None:
         """Drop a session that lives there."""
