@@ -83,27 +83,32 @@ def main(handle: str, memory: str, seconds: str, threads: str, module: str, sour
         with contextlib.suppress(EOFError, OSError):  # the run has closed the connection, or is gone
             while True:
                 _, key, _, _, request = pickle.loads(connection.recv_bytes())
-                for reply in _results(service, key, service.split(request), float(seconds), int(memory)):
+                for is_result, reply in _replies(service, key, service.split(request), float(seconds), int(memory)):
                     connection.send_bytes(reply)
+                    if not is_result:  # the session is over
+                        break
     else:
         asyncio.run(_Conversation(connection, service, float(seconds), int(memory), int(threads)).serve())
 
 
-def _results(service: FunctionService, key: int, parts: list[Any], seconds: float, memory: int) -> Iterator[bytes]:
-    def failed(error: BaseException) -> bytes:
-        if isinstance(error, MemoryError):
-            return _encoded("stuck", key, out_of_memory(memory))
-        return _encoded("error", key, blame(error, service.file))
+_Reply = tuple[bool, bytes]  # whether it is a result, and the message
 
-    async def awaited(part: Any) -> bytes:
+
+def _replies(service: FunctionService, key: int, parts: list[Any], seconds: float, memory: int) -> Iterator[_Reply]:
+    def failed(error: BaseException) -> _Reply:
+        if isinstance(error, MemoryError):
+            return False, _encoded("stuck", key, out_of_memory(memory))
+        return False, _encoded("error", key, blame(error, service.file))
+
+    async def awaited(part: Any) -> _Reply:
         try:
-            return _encoded("result", key, await asyncio.wait_for(service.call(part), seconds))
+            return True, _encoded("result", key, await asyncio.wait_for(service.call(part), seconds))
         except TimeoutError:
-            return _encoded("late", key, f"took longer than {seconds:g} s")
+            return False, _encoded("late", key, f"took longer than {seconds:g} s")
         except BaseException as error:
             return failed(error)
 
-    async def gathered() -> list[bytes]:
+    async def gathered() -> list[_Reply]:
         return await asyncio.gather(*map(awaited, parts))
 
     if service.is_async:  # all at once: such a function mostly waits for others
@@ -111,7 +116,7 @@ def _results(service: FunctionService, key: int, parts: list[Any], seconds: floa
         return
     for part in parts:
         try:
-            reply = _encoded("result", key, service.call(part))
+            reply = True, _encoded("result", key, service.call(part))
         except BaseException as error:  # sys.exit in user code is an error like any other
             reply = failed(error)
         yield reply
