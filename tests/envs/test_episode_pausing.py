@@ -7,8 +7,7 @@ from tests.envs.fake_pool import Counting, Pool
 from tests.rollout.test_cuda_graphs import DoneAgain
 from trimtab.envs.environment_pool import Broken
 from trimtab.envs.types import Step, Task
-from trimtab.rollout.builtin import cuda_graphs as captured
-from trimtab.rollout.builtin import cuda_graphs as graphs
+from trimtab.rollout.builtin import cuda_graphs
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +31,11 @@ class Breaking(Pool):
 @pytest.mark.parametrize("slow", [0, 2])
 def test_what_is_heard_while_a_device_draws_changes_nothing(policy, slow, monkeypatch):
     expected = [plain(r) for r in play(player(policy, Pool()), rows=3, n=3)]
-    monkeypatch.setattr(captured, "has_graphs", lambda device: True)
-    monkeypatch.setattr(graphs, "capture", DoneAgain)
+    monkeypatch.setattr(cuda_graphs, "has_graphs", lambda device: True)
+    monkeypatch.setattr(cuda_graphs, "capture", DoneAgain)
     pool = Breaking(slow=slow)
     pool.recording, pool.broken, inside = False, 0, []
-    run = graphs.DecodeGraphs.run
+    run = cuda_graphs.DecodeGraphs.run
 
     def watched(recorded, runner, samples, steps, meanwhile):
         def heard():
@@ -47,7 +46,7 @@ def test_what_is_heard_while_a_device_draws_changes_nothing(policy, slow, monkey
 
         return run(recorded, runner, samples, steps, heard)
 
-    monkeypatch.setattr(graphs.DecodeGraphs, "run", watched)
+    monkeypatch.setattr(cuda_graphs.DecodeGraphs, "run", watched)
     engine = player(policy, pool)
     assert [plain(r) for r in play(engine, rows=3, n=3)] == expected
     assert any(inside) and pool.broken >= 4

@@ -7,12 +7,7 @@ import torch
 
 from tests.rollout.test_builtin_engine import policy_of, prompts
 from trimtab.models import attention as packed
-from trimtab.rollout.builtin import attention
-from trimtab.rollout.builtin import attention as continued
-from trimtab.rollout.builtin import cuda_graphs as captured
-from trimtab.rollout.builtin import cuda_graphs as graphs
-from trimtab.rollout.builtin import cuda_graphs as read_graphs
-from trimtab.rollout.builtin import prefill as reading
+from trimtab.rollout.builtin import attention, cuda_graphs, prefill
 from trimtab.rollout.builtin.cuda_graphs import PrefillGraphs, PrefillSize
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.kv_cache import KVCache
@@ -85,13 +80,13 @@ def read_at_once(policy):
 @pytest.mark.parametrize("most, parts", [(2**16, 1), (73, 3), (72, 4), (1, 7)])
 def test_going_on_in_one_row_equals_block_by_block_and_reading_at_once(family, most, parts, calls, monkeypatch):
     policy = policy_of(family)
-    monkeypatch.setattr(continued, "MOST_TOGETHER", most)
+    monkeypatch.setattr(attention, "MOST_TOGETHER", most)
     found, cache = read_on(policy)
     reads = [sequences for sequences in calls if sequences.key_rows is not None]
     assert len(reads) == parts * policy.inner.config.num_hidden_layers
     assert all(len(one.key_rows) <= max(most, max(WHOLE)) for one in reads)
     monkeypatch.undo()
-    monkeypatch.setattr(continued, "MOST_TOGETHER", most)
+    monkeypatch.setattr(attention, "MOST_TOGETHER", most)
     expected, other = read_on(policy)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found, read_at_once(policy), atol=1e-5, rtol=1e-5)
@@ -128,7 +123,7 @@ def made(monkeypatch):
             made.append(work)
             self.replay, self.pool = work, lambda: None
 
-    monkeypatch.setattr(graphs, "capture", Recorded)
+    monkeypatch.setattr(cuda_graphs, "capture", Recorded)
     return made
 
 
@@ -148,7 +143,7 @@ def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(read, cal
         torch.testing.assert_close(found[0][0], expected, atol=1e-5, rtol=1e-5)
         one = [(texts[0], 0, pages[0])]
         assert torch.allclose(reads.read(runner, one), expected[:1], atol=1e-5) and len(made) == 1  # another size
-        monkeypatch.setattr(read_graphs, "MAX_GRAPHS", 1)
+        monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 1)
         (first,) = reads.passes
         for _ in range(2):
             reads.read(runner, one)
@@ -160,7 +155,7 @@ def test_a_size_is_recorded_once_it_has_come_back_and_its_numbers_stay(read, cal
 
 @pytest.mark.parametrize("read", [(0,) * len(WHOLE), READ], ids=["whole", "going on"])
 def test_a_larger_size_that_was_prepared_is_read_in_with_the_same_numbers(read, calls, made, monkeypatch):
-    monkeypatch.setattr(read_graphs, "COMMON_KEY_COUNTS", (4096, 8192))
+    monkeypatch.setattr(cuda_graphs, "COMMON_KEY_COUNTS", (4096, 8192))
     policy, texts, reads = policy_of(), prompts(WHOLE), PrefillGraphs()
     expected = read_at_once(policy)
     runner, pages = reader(policy)
@@ -177,7 +172,7 @@ def test_a_larger_size_that_was_prepared_is_read_in_with_the_same_numbers(read, 
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         used = [*reads.passes][-1]  # last: the smallest that holds it
         assert used.keys == (4096 if any(read) else 0) and len(made) == 6
-        monkeypatch.setattr(read_graphs, "RUNS_BEFORE_EXACT_FIT", 4)
+        monkeypatch.setattr(cuda_graphs, "RUNS_BEFORE_EXACT_FIT", 4)
         for count in (7, 7):  # which often comes back has its own in the end
             assert torch.allclose(reads.read(runner, [*zip(texts, read, pages)]), expected, atol=1e-5)
             assert len(made) == count
@@ -196,9 +191,9 @@ def test_sizes_that_are_nearly_the_same_are_one():
 def test_kept_prompts_are_read_in_groups_whose_keys_fit(calls, monkeypatch):
     recorded = PrefillGraphs()
     follow = lambda self, cache, fused: setattr(self, "reads", recorded)  # noqa: E731
-    monkeypatch.setattr(captured.GraphCache, "follow", follow)
-    monkeypatch.setattr(reading, "MOST_TOGETHER", 100)
-    monkeypatch.setattr(graphs, "capture", lambda work, pool: pytest.fail("nothing comes back here"))
+    monkeypatch.setattr(cuda_graphs.GraphCache, "follow", follow)
+    monkeypatch.setattr(prefill, "MOST_TOGETHER", 100)
+    monkeypatch.setattr(cuda_graphs, "capture", lambda work, pool: pytest.fail("nothing comes back here"))
     policy, asked, sizes = policy_of(), prompts((33, 33, 33, 33)), []
     sampling = SamplingParams(max_new_tokens=1, temperature=0)
     engine = BuiltinEngine(policy, kv_tokens=1000)

@@ -15,13 +15,7 @@ from tests.tiny import tiny_model
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
-from trimtab.rollout.builtin import attention, fused_layers, sampler
-from trimtab.rollout.builtin import attention as continued
-from trimtab.rollout.builtin import cuda_graphs as captured
-from trimtab.rollout.builtin import cuda_graphs as graphs
-from trimtab.rollout.builtin import linear as int8
-from trimtab.rollout.builtin import model_runner as recognition
-from trimtab.rollout.builtin import sampler as row_sampler
+from trimtab.rollout.builtin import attention, cuda_graphs, fused_layers, linear, model_runner, sampler
 from trimtab.rollout.builtin.cuda_graphs import RUNS_BEFORE_CAPTURE
 from trimtab.rollout.builtin.engine import BuiltinEngine
 from trimtab.rollout.builtin.kernels import int8_linear as int8_kernels
@@ -38,7 +32,7 @@ TIGHT = {"kv_tokens": 160 if DEVICE == "cuda" else 40, "max_num_seqs": 3, "page_
 # The interpreter takes a second for a step.
 SHORT, NEW = (prompts((5, 17, 33, 1)), 20) if DEVICE == "cuda" else (prompts((3, 9)), 6)
 OUTLIVES = pytest.mark.skipif(DEVICE == "cpu", reason="what is done again is done with the session it was made in")
-USERS_OF_KERNELS = (attention, int8, recognition, row_sampler, sampler)
+USERS_OF_KERNELS = (attention, linear, model_runner, sampler)
 
 
 class DoneAgain:
@@ -51,14 +45,14 @@ class DoneAgain:
 def _kernels(monkeypatch):
     if DEVICE == "cpu":
         use_kernels(monkeypatch, True)
-        monkeypatch.setattr(graphs, "capture", DoneAgain)
+        monkeypatch.setattr(cuda_graphs, "capture", DoneAgain)
         monkeypatch.setattr(kernels, "PROGRAMS_TO_FILL_A_DEVICE", 1)
 
 
 def use_kernels(monkeypatch, use: bool) -> None:
     for module in USERS_OF_KERNELS:
         monkeypatch.setattr(module, "has_kernels", lambda device: use)
-    monkeypatch.setattr(captured, "has_graphs", lambda device: use)
+    monkeypatch.setattr(cuda_graphs, "has_graphs", lambda device: use)
 
 
 def policy_of(family="llama", dtype=torch.float32, **changes):
@@ -315,10 +309,10 @@ def test_reading_on_in_one_row_equals_block_by_block(family, kv_heads, most, mon
     """Also what lies in the cache; layers of their own (gpt2) and fused ones. Widths of 8, in half precision."""
     changes = {} if kv_heads is None else {"num_key_value_heads": kv_heads}
     policy = policy_of(family, torch.bfloat16, spread=0.05, **changes)
-    monkeypatch.setattr(continued, "MOST_TOGETHER", most)
+    monkeypatch.setattr(attention, "MOST_TOGETHER", most)
     texts, read = prompts((90, 7, 100, 1, 61, 90)), (80, 2, 99, 0, 15, 64)
     shape, arguments = ModelRunner.measure(policy)
-    fused = recognition.build_fused_layers(policy, shape, arguments, 16)
+    fused = model_runner.build_fused_layers(policy, shape, arguments, 16)
     hidden = []
     for applies in (attention.varlen_applies, lambda *_: False):
         monkeypatch.setattr(attention, "varlen_applies", applies)
@@ -354,7 +348,7 @@ def test_int8_kernels_sample_from_the_policy_that_unpacking_gives(family, monkey
     whole = [np.array(a.prompt_ids + a.ids) for a in given]
     batch = TokenBatch.of([(ids, np.arange(len(ids)) >= len(a.prompt_ids)) for ids, a in zip(whole, given)])
     use_kernels(monkeypatch, False)
-    with torch.no_grad(), int8.Int8Layers(policy):
+    with torch.no_grad(), linear.Int8Layers(policy):
         expected = policy(batch.to(torch.device(DEVICE))).log_probs_N.cpu().numpy()
     off = np.abs(np.concatenate([a.log_probs for a in given]) - expected)
     assert off.max() < 1e-4 if dtype == torch.float32 else off.mean() < 5e-2
@@ -366,7 +360,7 @@ def test_a_model_that_cannot_be_recorded_decodes_step_by_step(monkeypatch):
 
     policy, sampling = policy_of(), SamplingParams(max_new_tokens=NEW, temperature=0)
     expected = answers(policy, sampling)
-    monkeypatch.setattr(graphs, "capture", refuse)
+    monkeypatch.setattr(cuda_graphs, "capture", refuse)
     used = BuiltinEngine(policy)
     assert [a.ids for a in used.generate(SHORT, sampling)] == expected
     assert not used.captured.possible
@@ -430,8 +424,8 @@ def test_what_cannot_be_recorded_goes_step_by_step_and_the_others_are_recorded_a
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_prepared_reads_and_draws_for_all_and_nothing_else_is_recorded(dtype, monkeypatch):
     policy, made = policy_of(dtype=dtype), []
-    real = graphs.capture
-    monkeypatch.setattr(graphs, "capture", lambda work, pool: made.append(work) or real(work, pool))
+    real = cuda_graphs.capture
+    monkeypatch.setattr(cuda_graphs, "capture", lambda work, pool: made.append(work) or real(work, pool))
     settings, engine = SamplingParams(max_new_tokens=NEW), BuiltinEngine(policy, max_num_seqs=32)
     asked = prompts([5, 17, 33, 1] * 8, seed=3)
     expected = BuiltinEngine(policy, eager=True).generate(asked, settings, seeds=range(32))

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.rollout.kernel_device import DEVICE
-from trimtab.rollout.builtin import sampler as row_sampler
+from trimtab.rollout.builtin import sampler
 from trimtab.rollout.builtin.kernels.decode_step import draw_plainly
 from trimtab.rollout.builtin.kernels.fused_linear import gated_linear, joined_linear
 from trimtab.rollout.builtin.kernels.int8_linear import Tiles, added, int8_gated, int8_product, unpacked
@@ -195,9 +195,9 @@ def test_rows_by_kernel_draw_what_they_draw_without_it(plain, monkeypatch):
     settings = [SamplingParams(temperature=heat, plain_log_probs=plain) for heat in (0.0, 1.0, 0.4, 0.0, 2.0)]
     logits, seeds = noise(5, 5000), torch.arange(5, device=DEVICE)
     by_rows = RowSampler(settings, torch.device(DEVICE))
-    monkeypatch.setattr(row_sampler, "has_kernels", lambda device: False)
+    monkeypatch.setattr(sampler, "has_kernels", lambda device: False)
     expected = by_rows.draw(logits, seeds, seeds + 3, None)
-    monkeypatch.setattr(row_sampler, "has_kernels", lambda device: True)
+    monkeypatch.setattr(sampler, "has_kernels", lambda device: True)
     found = by_rows.draw(logits, seeds, seeds + 3, None)
     assert torch.equal(found.tokens_B, expected.tokens_B)
     torch.testing.assert_close(found.log_probs_B, expected.log_probs_B, atol=1e-5, rtol=1e-5)

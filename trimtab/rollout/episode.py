@@ -1,5 +1,7 @@
-"""The record of an episode: who said what, and what it was worth. It holds what a person reads and what another
-instance of the environment must be played to be where this one was; tokens lie beside it."""
+"""Tasks and episode records: messages, rewards and token ranges of every turn. Tokens are in the trajectory.
+
+A record is what a person reads, and what a new instance of the environment needs to be replayed to the same state.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,13 +9,13 @@ from typing import Any
 Message = dict[str, Any]  # role, content, and where they apply: tool_calls, tool_call_id, name
 
 VERBATIM = "verbatim"
-"""The role of a text that stands as it is: it is tokenised alone, and marks of a chat template are its author's."""
+"""The role of a text that no chat template formats: it is tokenized as it is."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One episode of one row. All samples of a group have one seed, so that they begin alike; what the policy draws in
-    them, it draws from streams of their own."""
+    """One episode of one row. All samples of a group have the same environment seed, so that they begin alike; the
+    policy samples each with its own random stream."""
 
     row: int  # of the prompt data
     sample: int  # which of the row's episodes
@@ -31,12 +33,12 @@ class Task:
 
 @dataclass
 class Said:
-    """A turn of the model, or what the world said to it."""
+    """A turn of the model, or an observation."""
 
     messages: list[Message]
-    start: int  # its tokens in the sequence of its branch, counted from behind the prompt
+    start: int  # its tokens in the sequence of its branch, counted after the prompt
     end: int
-    drawn: bool  # by the model; what stands between the runs of drawn tokens is the template's
+    drawn: bool  # by the model; tokens between turns are the template's
     text: str = ""
     finish: str = ""  # of a turn of the model: stop or length
     reward: float = 0.0  # of a turn of the model
@@ -49,8 +51,8 @@ class Episode:
     said: list[Said] = field(default_factory=list)
     opening: list[Message] | None = None  # what reset gave, if it did
     last_reward: float = 0.0  # of the episode as a whole, beside those of its turns
-    logs: dict[str, float] = field(default_factory=dict)  # figures of its own
-    begun: int = 1  # times from nothing: again where an environment failed, or answered another instance otherwise
+    logs: dict[str, float] = field(default_factory=dict)  # metrics of the environment
+    begun: int = 1  # attempts: again if an environment failed, or its replay differed
     problem: str | None = None  # why it failed, in the environment's words
 
     @property
@@ -59,11 +61,11 @@ class Episode:
 
     @property
     def turns(self) -> list[Said]:
-        """Those of the model."""
+        """Turns of the model."""
         return [said for said in self.said if said.drawn]
 
     def plain(self) -> dict[str, Any]:
-        """As JSON holds it; what lies inside is not copied."""
+        """As a JSON object; values are not copied."""
         return {**vars(self), "said": [dict(vars(said)) for said in self.said]}
 
     @classmethod

@@ -111,10 +111,6 @@ class SequenceState:
         return len(self.prompt.ids) + max(0, self.ids.count - 1)
 
     @property
-    def remaining(self) -> int:
-        return self.limit - self.ids.count
-
-    @property
     def text(self) -> list[int]:
         """Tokens of its prompt and its answer."""
         return self.prompt.ids + self.ids.array.tolist()
@@ -147,10 +143,10 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def schedule(self, most: int | None = None) -> list[ScheduledSequence]:
-        """Move waiting sequences that fit to the running ones, in order, at most `most`."""
+    def schedule(self) -> list[ScheduledSequence]:
+        """Move waiting sequences that fit to the running ones, in order."""
         admitted: list[ScheduledSequence] = []
-        while self.waiting and len(self.running) < self.max_num_seqs and (most is None or len(admitted) < most):
+        while self.waiting and len(self.running) < self.max_num_seqs:
             admission = self._admit_one(self.waiting[0])
             if admission is None:
                 break
