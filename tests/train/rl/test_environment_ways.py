@@ -143,9 +143,11 @@ def test_processes_that_are_stopped_inside_episodes_lose_none(folder, tmp_path, 
 def forgetful(folder: Path) -> Path:
     """A model whose template leaves out what it has said before."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    mark = "{{ message['content'] }}<eos>"
-    assert CHAT_TEMPLATE.count(mark) == 1
-    tokenizer.chat_template = CHAT_TEMPLATE.replace(mark, "{% if loop.last %}" + mark + "{% endif %}")
+    start, end = "{% generation %}", "{% endgeneration %}"
+    assert CHAT_TEMPLATE.count(start) == CHAT_TEMPLATE.count(end) == 1
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(start, start + "{% if loop.last %}").replace(
+        end, "{% endif %}" + end
+    )
     tokenizer.save_pretrained(folder / "model")
     return folder
 
