@@ -31,13 +31,11 @@ def serving(
     token: str | None,
 ) -> Iterator[str]:
     """The address for clients of OpenAI's protocol, until the block ends."""
-    try:
-        from trimtab.server.policy_server import PolicyServer
-        from trimtab.server.request_params import ServerDefaults
-        from trimtab.server.request_queue import EngineFailed, RequestQueue
-        from trimtab.server.sessions import ServedPolicy
-    except ImportError as error:
-        raise UserError(f"a policy server needs the package {error.name}: pip install 'trimtab[serve]'") from error
+    from trimtab.server.policy_server import PolicyServer
+    from trimtab.server.request_params import ServerDefaults
+    from trimtab.server.request_queue import EngineFailed, RequestQueue
+    from trimtab.server.sessions import ServedPolicy
+
     if engine.context is None:
         raise UserError(f"{name}: its config names no context, which a server must know; set max_position_embeddings")
     defaults = ServerDefaults(stops, policy.head.out_features)
@@ -61,11 +59,11 @@ def serving(
             queue.close(EngineFailed("the engine has ended"))
 
     address = server.start(port)
-    drawing = threading.Thread(target=work, args=(server.queue,), name="engine", daemon=True)
-    drawing.start()
+    thread = threading.Thread(target=work, args=(server.queue,), name="engine", daemon=True)
+    thread.start()
     try:
         yield f"{address}/v1"
     finally:
         server.stop()
         server.join()
-        drawing.join()
+        thread.join()

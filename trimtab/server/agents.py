@@ -118,7 +118,7 @@ def _sequences(turns: list[RecordedTurn]) -> list[Trajectory]:
 
 
 def _sequence(path: list[RecordedTurn], known: set[int]) -> Trajectory:
-    """`known`: turns that earlier branches have drawn; those of this one are added."""
+    """`known`: turns that earlier branches train; those of this branch are added."""
     found = Trajectory.empty(0, path[0].read.tolist())
     for number, turn in enumerate(path):
         if number:

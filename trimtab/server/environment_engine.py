@@ -56,12 +56,8 @@ def make_environment_engine(
     try:
         if pool.about.kind != "agent":
             return EnvironmentEngine(engine, pool, tokenizer, settings)
-        try:
-            from trimtab.server.agents import AgentServerEngine
-        except ImportError as error:
-            raise UserError(
-                f"an agent needs a server, and that the package {error.name}: pip install 'trimtab[serve]'"
-            ) from error
+        from trimtab.server.agents import AgentServerEngine
+
         return AgentServerEngine(engine, pool, tokenizer, settings)
     except BaseException:
         pool.close()

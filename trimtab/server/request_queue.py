@@ -149,7 +149,7 @@ class RequestQueue:
                 one.result.cancel()
 
     def put_all(self, request: CompletionRequest) -> list[QueuedRequest]:
-        """One queued request for each answer, with a seed of its own."""
+        """One queued request for each answer, each with its seed."""
         if (seed := request.seed) is None:
             seed = stream_seed(self.seed, request.session, next(self._numbers))
         seed = request_seed(seed, request.number) if request.number else seed

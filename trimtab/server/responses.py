@@ -178,8 +178,8 @@ def without_stop(text: str, rollout: Trajectory, params: RequestParams) -> str:
 
 def _usage(answers: list[Completion]) -> dict[str, int]:
     read = sum(len(completion.prompt_ids) for completion in answers)
-    drawn = sum(len(rollout.tokens) for completion in answers for rollout in completion.rollouts)
-    return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+    sampled = sum(len(rollout.tokens) for completion in answers for rollout in completion.rollouts)
+    return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
 
 def _shown_message(message: Message) -> Message:
