@@ -133,6 +133,41 @@ def test_no_two_parts_import_each_other():
     assert not {(low, high) for low, high in arrows if (high, low) in arrows}
 
 
+def import_graph() -> dict[str, set[str]]:
+    """The files that each file imports when it runs, at its top or inside a function."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        annotations = {
+            id(inner)
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            for inner in ast.walk(node)
+        }
+        graph[name] = set()
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom) and id(node) not in annotations:
+                found = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+                graph[name] |= {module.removeprefix("trimtab.") for module in found if module} & names.keys() - {name}
+    return graph
+
+
+def test_files_of_the_redesigned_folders_import_each_other_in_no_circle():
+    graph = import_graph()
+
+    def reachable(start: str) -> set[str]:
+        found: set[str] = set()
+        ahead = list(graph[start])
+        while ahead:
+            if (name := ahead.pop()) not in found:
+                found.add(name)
+                ahead += graph[name]
+        return found
+
+    folders = ("rollout.", "envs.", "rewards.", "sandbox.", "server.")
+    assert [name for name in graph if name.startswith(folders) and name in reachable(name)] == []
+
+
 @pytest.mark.parametrize("engine", ["builtin", "vllm"])
 def test_only_the_place_that_chooses_engines_knows_them(engine):
     package = f"trimtab.rollout.{engine}"

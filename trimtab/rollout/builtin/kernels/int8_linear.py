@@ -8,7 +8,7 @@ that of reading the weights, which are half as many bytes. The weights are the l
 one warp and enters the product from its registers.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -17,7 +17,9 @@ from torch import Tensor
 
 from trimtab.distributed.device import kind_of
 from trimtab.rollout.builtin.kernels.layer_ops import shared_memory
-from trimtab.rollout.builtin.linear import Int8Weight
+
+if TYPE_CHECKING:  # the weights' class calls these kernels
+    from trimtab.rollout.builtin.linear import Int8Weight
 
 
 @triton.jit
@@ -156,7 +158,7 @@ DTYPES = torch.bfloat16, torch.float16
 MOST_ROWS = 1024  # beyond, unpacking is little beside the product itself
 
 
-def can_multiply(x_TI: Tensor, weights: list[Int8Weight]) -> bool:
+def can_multiply(x_TI: Tensor, weights: list["Int8Weight"]) -> bool:
     """Not too many rows in half precision, weights alike in bias, of widths that make whole tiles."""
     return (
         x_TI.dtype in DTYPES
@@ -171,7 +173,9 @@ def can_multiply(x_TI: Tensor, weights: list[Int8Weight]) -> bool:
     )
 
 
-def int8_product(x_TI: Tensor, weights: list[Int8Weight], *, parts: bool = False, tiles: Tiles | None = None) -> Tensor:
+def int8_product(
+    x_TI: Tensor, weights: list["Int8Weight"], *, parts: bool = False, tiles: Tiles | None = None
+) -> Tensor:
     """Outputs of one weight, or of three side by side [T, O]; with `parts` partial sums in fp32 [splits, T, O], if one
     sum would leave most of the device idle."""
     rows, inner = x_TI.shape
@@ -192,7 +196,7 @@ def int8_product(x_TI: Tensor, weights: list[Int8Weight], *, parts: bool = False
     return out if tiles.splits > 1 else out[0]
 
 
-def int8_gated(x_TI: Tensor, gate: Int8Weight, up: Int8Weight, *, tiles: Tiles | None = None) -> Tensor:
+def int8_gated(x_TI: Tensor, gate: "Int8Weight", up: "Int8Weight", *, tiles: Tiles | None = None) -> Tensor:
     """silu(gate(x)) * up(x), of weights without bias."""
     rows, inner = x_TI.shape
     outputs, half = len(gate.words_OJ), inner // 2
@@ -215,7 +219,7 @@ def added(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def unpacked(weight: Int8Weight, dtype: torch.dtype) -> Tensor:
+def unpacked(weight: "Int8Weight", dtype: torch.dtype) -> Tensor:
     """Its codes [O, I]."""
     outputs, half = weight.words_OJ.shape
     out = torch.empty(outputs, 2 * half, dtype=dtype, device=weight.words_OJ.device)
