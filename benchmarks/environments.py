@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trimtab.envs.environment_pool import Ended, EnvironmentPool, Opened, SandboxLimits, Stepped
+from trimtab.envs.environment_pool import EndReply, EnvironmentPool, ResetReply, SandboxLimits, StepReply
 from trimtab.envs.loader import load
 from trimtab.envs.types import Task, Turn
 
@@ -91,7 +91,7 @@ def pooled(pool: EnvironmentPool, episodes: int) -> dict[int, float]:
             pool.reset(begun, Task(begun, 0, 0))
             begun += 1
         for reply in pool.finished(60.0):
-            if isinstance(reply, Opened | Stepped):
+            if isinstance(reply, ResetReply | StepReply):
                 number = turns[reply.episode]
                 turns[reply.episode] += 1
                 if number < TURNS:
@@ -99,7 +99,7 @@ def pooled(pool: EnvironmentPool, episodes: int) -> dict[int, float]:
                 else:
                     pool.end(reply.episode)
             else:
-                assert isinstance(reply, Ended), reply
+                assert isinstance(reply, EndReply), reply
                 rewards[reply.episode] = reply.reward
     return rewards
 

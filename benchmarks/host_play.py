@@ -27,8 +27,8 @@ import torch
 from host_cost import Captured, MadeUpGraphs, NothingRead, make_engine, no_logits
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from trimtab.envs.environment_engine import EnvironmentEngine
 from trimtab.envs.environment_pool import EnvironmentPool, SandboxLimits
-from trimtab.envs.episode_session import EnvironmentEngine
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.evaluate.person import tokenizer_of_a_person
 from trimtab.rollout.builtin import engine as builtin_engine

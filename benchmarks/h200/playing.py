@@ -128,7 +128,7 @@ def watch_engine(clock: Clock) -> None:
 
 
 def watch_agents(clock: Clock) -> None:
-    from trimtab.envs.episode_session import EnvironmentEngine, EnvironmentSession
+    from trimtab.envs.environment_engine import EnvironmentEngine, EnvironmentSession
 
     take = EnvironmentSession._handle
 

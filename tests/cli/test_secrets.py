@@ -63,7 +63,7 @@ def test_an_address_that_cannot_be_reached_is_named_without_its_credentials(task
     words = arguments(task, tmp_path, "grpo", "--use_wandb offline --num_episodes 1")
     place = words.index("--reward_verifier")
     words[place : place + 2] = ["--remote_rm_url", f"http://user:{PASSWORD}@127.0.0.1:9/get_reward?api_key={TOKEN}"]
-    monkeypatch.setattr("trimtab.rewards.client.HttpReward._pause", lambda *_: 0.0)
+    monkeypatch.setattr("trimtab.rewards.client.RemoteReward._pause", lambda *_: 0.0)
     assert run(words, monkeypatch) == 1
     output = capfd.readouterr()
     assert "http://127.0.0.1:9/get_reward" in output.err

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, LlamaForSequenceClassification
 
 from tests.rewards.running import running
-from tests.rewards.samples import request_of
+from tests.rewards.samples import make_reward_request
 from tests.tiny import tiny_model
 from tests.train.job_run import write_model
 from trimtab.cli.main import main
@@ -56,10 +56,10 @@ def test_a_process_reward_model_is_served_by_its_worst_or_last_step(tmp_path):
     write_model(tmp_path, seed=3)
     words = ["--reward_pretrain", str(tmp_path), "--placeholder_token", ".", "--reward_tokens", "y", "n"]
     reward = served_reward(parse(ServeRMOptions, [*words, "--step_separator", " "]))
-    result = reward(request_of(["1 2 3"], prompts=["sort"]))
+    result = reward(make_reward_request(["1 2 3"], prompts=["sort"]))
     assert result.rewards == result.logs["worst_step"] and result.logs["steps"] == [3.0]
     last = served_reward(parse(ServeRMOptions, [*words, "--step_reward", "last", "--step_separator", " "]))
-    assert last(request_of(["1 2 3"], prompts=["sort"])).rewards == result.logs["last_step"]
+    assert last(make_reward_request(["1 2 3"], prompts=["sort"])).rewards == result.logs["last_step"]
 
 
 def test_a_verifier_is_served():

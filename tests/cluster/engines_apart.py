@@ -14,7 +14,7 @@ from trimtab.config.jobs import RLOptions
 from trimtab.distributed.link import Link, Plan, join_as_receiver, seat
 from trimtab.distributed.staging import Place
 from trimtab.models.load import load_policy
-from trimtab.rewards.build import other_rewards
+from trimtab.rewards.build import non_model_rewards
 from trimtab.rollout.builtin.engine import BuiltinEngine, BuiltinSession
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.rollout.trajectory import Trajectory
@@ -80,7 +80,7 @@ def build_engines_apart(seconds: float, notes: Path | None = None) -> None:
         engine.exact, engine.seconds, engine.notes = False, seconds, notes
         if notes is not None:
             (notes / str(os.getpid())).write_text("built")
-        rewards = other_rewards(options, place.stop.requested)
+        rewards = non_model_rewards(options, place.stop.requested)
         return {"rollouts": Rollouts(engine, rewards, tokenizer, place.stop.requested, beside=True)}
 
     builders.build_engine_rollouts = build

@@ -8,7 +8,7 @@ from tests.envs.chat_templates import tokenizer_of
 from tests.envs.fake_pool import Pool
 from tests.tiny import tiny_model
 from trimtab.data.batches import TokenBatch
-from trimtab.envs.episode_session import EnvironmentEngine
+from trimtab.envs.environment_engine import EnvironmentEngine
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trimtab.envs.adapter import EnvironmentInfo
-from trimtab.envs.environment_pool import Broken, Ended, Opened, Stepped
+from trimtab.envs.environment_pool import EndReply, FailureReply, ResetReply, StepReply
 from trimtab.envs.types import Step, Task, Turn
 
 
@@ -52,18 +52,18 @@ class Pool:
         assert episode not in self.instances, "one episode at a time"
         instance = self.instances[episode] = self.make()
         self.made.append(instance)
-        self._reply("reset", episode, lambda: Opened(episode, instance.reset(task), list(instance.tools), 0.25))
+        self._reply("reset", episode, lambda: ResetReply(episode, instance.reset(task), list(instance.tools), 0.25))
 
     def step(self, episode: int, turn: Turn) -> None:
         instance = self.instances[episode]
-        self._reply("step", episode, lambda: Stepped(episode, instance.step(turn), seconds=0.5))
+        self._reply("step", episode, lambda: StepReply(episode, instance.step(turn), seconds=0.5))
 
     def end(self, episode: int) -> None:
         instance = self.instances[episode]
 
-        def end() -> Ended:
+        def end() -> EndReply:
             del self.instances[episode]
-            return Ended(episode, instance.get_reward(), {"ended": 1.0}, 0.125)
+            return EndReply(episode, instance.get_reward(), {"ended": 1.0}, 0.125)
 
         self._reply("end", episode, end)
 
@@ -92,6 +92,6 @@ class Pool:
                 return answer()
             except Fault as fault:
                 self.instances.pop(episode, None)
-                return Broken(episode, fault.words, fault.innocent)
+                return FailureReply(episode, fault.words, fault.innocent)
 
         self._waiting.append([self.slow, episode, guarded])

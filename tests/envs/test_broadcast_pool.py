@@ -17,8 +17,8 @@ from trimtab.distributed.device import find_device
 from trimtab.distributed.mesh import Mesh
 from trimtab.distributed.sharding import shard
 from trimtab.distributed.world import find_world, leave_world
+from trimtab.envs.environment_engine import EnvironmentEngine
 from trimtab.envs.environment_pool import BroadcastPool
-from trimtab.envs.episode_session import EnvironmentEngine
 from trimtab.errors import RunFailed, UserError
 from trimtab.models.policy import Policy
 from trimtab.models.sharded import decoder_layers

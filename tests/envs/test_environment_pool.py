@@ -10,13 +10,13 @@ import pytest
 
 from trimtab.envs import environment_pool
 from trimtab.envs.environment_pool import (
-    Broken,
-    Ended,
+    EndReply,
     EnvironmentPool,
-    LocalEnvironments,
-    Opened,
+    FailureReply,
+    LocalEnvironmentPool,
+    ResetReply,
     SandboxLimits,
-    Stepped,
+    StepReply,
 )
 from trimtab.envs.types import Step, Task, Turn
 from trimtab.errors import UserError
@@ -120,13 +120,13 @@ def one(pool):
 def opened(pool, *episodes):
     for episode in episodes:
         pool.reset(episode, Task(episode, 0, 0))
-    assert all(isinstance(reply, Opened) for reply in collected(pool, len(episodes)).values())
+    assert all(isinstance(reply, ResetReply) for reply in collected(pool, len(episodes)).values())
 
 
 def process_of(pool, episode):
     pool.step(episode, said("where"))
     reply = one(pool)
-    assert isinstance(reply, Stepped)
+    assert isinstance(reply, StepReply)
     return int(reply.step.messages[0]["content"].partition('"pid": ')[2].partition(",")[0])
 
 
@@ -191,7 +191,7 @@ def test_an_episode_is_opened_played_and_ended(pool):
     last = one(pool)
     assert last.step.done and '["hello", "bye"]' in last.step.messages[0]["content"]
     pool.end(7)
-    assert one(pool) == Ended(7, 2.0, {}, pytest.approx(0.0, abs=1.0))
+    assert one(pool) == EndReply(7, 2.0, {}, pytest.approx(0.0, abs=1.0))
     assert pool.finished(0.0) == []
     pool.reset(7, Task(0, 0, 0))
     assert one(pool).messages is None, "the row's own prompt, and a number may be used again"
@@ -223,7 +223,7 @@ def test_what_raises_breaks_its_episode_alone(pool):
     before = process_of(pool, len(FAULTS))
     for episode, (text, words) in enumerate(FAULTS.values()):
         pool.step(episode, said(text))
-        assert one(pool) == Broken(episode, words)
+        assert one(pool) == FailureReply(episode, words)
     assert process_of(pool, len(FAULTS)) == before
 
 
@@ -269,7 +269,7 @@ def test_a_call_that_takes_long_is_reported_once_while_it_is_waited_for(pool_of,
                 time.sleep(float(turn.text.removeprefix("wait ")))
                 return Step("awake")
 
-        pool = LocalEnvironments(World, SandboxLimits(1.5, 1, 4))
+        pool = LocalEnvironmentPool(World, SandboxLimits(1.5, 1, 4))
     else:
         pool = pool_of(seconds=1.5)
     for episode, sample in ((1, 0), (2, 3), (3, 4)):
@@ -286,7 +286,7 @@ def test_a_call_that_takes_long_is_reported_once_while_it_is_waited_for(pool_of,
     replies = []
     while len(replies) < 2:
         replies += pool.finished(0.5)
-    assert all(isinstance(reply, Broken) for reply in replies) and not capfd.readouterr().err
+    assert all(isinstance(reply, FailureReply) for reply in replies) and not capfd.readouterr().err
     pool.close()
 
 
@@ -298,7 +298,7 @@ def test_an_environment_that_is_always_slow_is_reported_once(monkeypatch, capsys
         time.sleep(0.25)
         calls.report()
         calls.report()
-        calls.answered(Opened(7, None))
+        calls.answered(ResetReply(7, None))
         assert capsys.readouterr().err.count("reset of row 7") == expected
 
 
@@ -318,7 +318,7 @@ def test_of_several_that_may_have_done_it_none_is_blamed_before_it_is_known(pool
     replies = []
     while len(replies) < 4:
         replies += pool.finished(10)
-    assert isinstance(replies[0], Stepped) and replies[0].episode == 1
+    assert isinstance(replies[0], StepReply) and replies[0].episode == 1
     assert [(reply.episode, reply.innocent) for reply in replies[1:]] == [(1, True), (2, False), (3, True)]
     assert process_of(pool, 4) == shared
 
@@ -327,8 +327,8 @@ def test_who_leaves_something_that_ends_the_process_later_is_no_innocent(pool_of
     pool = pool_of()
     opened(pool, 1)
     pool.step(1, said("do threading.Timer(0.2, os._exit, [5]).start()"))
-    assert isinstance(one(pool), Stepped)
-    assert one(pool) == Broken(1, "its process died (exit code 5)")
+    assert isinstance(one(pool), StepReply)
+    assert one(pool) == FailureReply(1, "its process died (exit code 5)")
 
 
 def test_the_last_lines_that_were_printed_are_named(pool_of, capfd):
@@ -346,10 +346,10 @@ def test_coroutines_wait_together_and_one_that_is_late_ends_alone(pool_of):
     for episode in range(99):
         pool.step(episode, said("wait 0.3"))
     replies = collected(pool, 100)
-    assert replies.pop(99) == Broken(99, "took longer than 2 s")
+    assert replies.pop(99) == FailureReply(99, "took longer than 2 s")
     assert max(int(reply.step.messages[0]["content"]) for reply in replies.values()) > 50
     pool.step(0, said("exit"))
-    assert one(pool) == Broken(0, "SystemExit: 4 (line 24)")
+    assert one(pool) == FailureReply(0, "SystemExit: 4 (line 24)")
     pool.end(1)
     assert one(pool).logs == {"close_failures": 1.0}
 
@@ -379,7 +379,7 @@ def test_waiting_for_a_thread_is_nobodys_time(pool_of):
     for episode in (1, 2, 3):
         pool.step(episode, said("wait 0.4"))
     for reply in collected(pool, 3).values():
-        assert isinstance(reply, Stepped) and 0.4 <= reply.seconds < 1.0
+        assert isinstance(reply, StepReply) and 0.4 <= reply.seconds < 1.0
 
 
 def test_an_episode_that_is_dropped_says_nothing_more(pool):
@@ -406,7 +406,7 @@ def test_what_no_tokenizer_can_read_is_made_readable_or_refused(pool):
     pool.step(1, said("do self.said = 'a' + chr(0xD800) + 'b'"))
     assert one(pool).step.messages[0]["content"] == "a?b"
     pool.step(2, said("do self.said = [{'role': 'user', 'content': 5}]"))
-    assert one(pool) == Broken(2, "TypeError: the content of a message is int 5: a text is needed")
+    assert one(pool) == FailureReply(2, "TypeError: the content of a message is int 5: a text is needed")
 
 
 CHILD = (
@@ -442,10 +442,10 @@ def test_a_fork_may_leave_alone(pool_of):
     opened(pool, 1)
     before = process_of(pool, 1)
     pool.step(1, said("do pid = os.fork(); pid or sys.exit(0); time.sleep(0.2)"))
-    assert isinstance(one(pool), Stepped)
+    assert isinstance(one(pool), StepReply)
     assert process_of(pool, 1) == before
     pool.step(1, said("do os._exit(1)"))
-    assert isinstance(one(pool), Broken), "the end of its process is seen, though the fork lives"
+    assert isinstance(one(pool), FailureReply), "the end of its process is seen, though the fork lives"
 
 
 def test_a_run_that_is_killed_takes_them_along(tmp_path):

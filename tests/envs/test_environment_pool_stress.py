@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab.envs.environment_pool import Broken, Ended, EnvironmentPool, Opened, SandboxLimits, Stepped
+from trimtab.envs.environment_pool import EndReply, EnvironmentPool, FailureReply, ResetReply, SandboxLimits, StepReply
 from trimtab.envs.types import Task, Turn
 
 CODE = """
@@ -68,15 +68,15 @@ class Player:
 
     def take(self, reply):
         episode = reply.episode
-        if isinstance(reply, Broken):
+        if isinstance(reply, FailureReply):
             self.tries[episode] = self.tries.get(episode, 0) + (not reply.innocent)
             self.innocent += reply.innocent
             self.failed += not reply.innocent
             self.begin(episode)
-        elif isinstance(reply, Opened):
+        elif isinstance(reply, ResetReply):
             assert reply.messages[0]["content"] == f"row {episode}"
             self.step(episode)
-        elif isinstance(reply, Stepped):
+        elif isinstance(reply, StepReply):
             assert reply.step.messages[0]["content"] == f"{episode} {self.sums[episode]}"
             if self.turns[episode] == TURNS:
                 self.pool.end(episode)
@@ -87,7 +87,7 @@ class Player:
             else:
                 self.step(episode)
         else:
-            assert isinstance(reply, Ended) and reply.reward == episode + self.sums.pop(episode)
+            assert isinstance(reply, EndReply) and reply.reward == episode + self.sums.pop(episode)
             self.ended += 1
 
     def play(self, first, count):

@@ -8,8 +8,8 @@ import pytest
 from tests.data.templates import CHATML, QWEN3
 from tests.envs.chat_templates import tokenizer_of
 from tests.envs.scripted_engine import ScriptedEngine
+from trimtab.envs.environment_engine import EnvironmentEngine
 from trimtab.envs.environment_pool import EnvironmentPool, SandboxLimits
-from trimtab.envs.episode_session import EnvironmentEngine
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.sampling import SamplingParams
 

@@ -5,7 +5,7 @@ import pytest
 from tests.envs.episodes import at_work, check_exact, go_on, make_policy, plain, play, player, sampling_of, stored
 from tests.envs.fake_pool import Counting, Pool
 from tests.rollout.test_cuda_graphs import DoneAgain
-from trimtab.envs.environment_pool import Broken
+from trimtab.envs.environment_pool import FailureReply
 from trimtab.envs.types import Step, Task
 from trimtab.rollout.builtin import cuda_graphs
 
@@ -24,7 +24,7 @@ class Breaking(Pool):
             self.broken += 1
             if self.broken % 4 == 0 and running[0] not in {reply.episode for reply in found}:
                 del self.instances[running[0]]
-                found.append(Broken(running[0], "its process was ended", innocent=True))
+                found.append(FailureReply(running[0], "its process was ended", innocent=True))
         return found
 
 

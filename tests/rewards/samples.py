@@ -5,7 +5,7 @@ from typing import Any
 from trimtab.rewards.types import RewardRequest, RewardResult
 
 
-def request_of(
+def make_reward_request(
     responses: list[str], labels: list[Any] | None = None, prompts: list[str] | None = None, **columns: list[Any]
 ) -> RewardRequest:
     prompts = prompts or [f"prompt {row}: " for row in range(len(responses))]

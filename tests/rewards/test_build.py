@@ -14,7 +14,7 @@ from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
 from trimtab.rewards import build
 from trimtab.rewards.build import check_columns
-from trimtab.rewards.functions import offer_functions
+from trimtab.rewards.functions import register_functions
 from trimtab.rewards.signatures import read_signature
 
 TEXT = {"input_key": "input", "input_template": None, "apply_chat_template": False, "prompt_max_len": 40}
@@ -52,7 +52,7 @@ def test_a_function_in_python_that_needs_a_column_is_refused():
     def any_of_them(completions, **columns): ...
 
     functions = {function.__name__: function for function in (needs, labels, may, any_of_them)}
-    with offer_functions(functions):
+    with register_functions(functions):
         told = refusal(ROWS, "evaluation", reward_func="given:may,given:needs")
         check_columns(
             {"train": ROWS}, dataclasses.replace(GRPO, reward_func="given:labels,given:may,given:any_of_them")

@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.rewards.samples import request_of
+from tests.rewards.samples import make_reward_request
 from trimtab.errors import UserError
-from trimtab.rewards.client import HttpReward
+from trimtab.rewards.client import RemoteReward
 from trimtab.rewards.types import RewardFailed
 from trimtab.sandbox import process as waiting
 from trimtab.sandbox.process import RunStopped, Waiter
@@ -127,8 +127,8 @@ def ask():
 
     def score(*urls, **how):
         how = {"pause": 0.001, "timeout": 5.0, **how}
-        clients.append(HttpReward(list(urls), **how))
-        return clients[-1](request_of(RESPONSES))
+        clients.append(RemoteReward(list(urls), **how))
+        return clients[-1](make_reward_request(RESPONSES))
 
     yield score
     for client in clients:
@@ -180,11 +180,11 @@ def test_a_figure_that_is_too_large_stops_nobody(serve, ask):
 @pytest.mark.parametrize("fault", ["slow", *DRIPPING])
 def test_a_run_that_is_told_to_stop_waits_no_longer(serve, fault):
     server, stop = serve(itertools.repeat(fault)), threading.Event()
-    client = HttpReward([server.url], waiter=Waiter(stop.is_set))
+    client = RemoteReward([server.url], waiter=Waiter(stop.is_set))
     threading.Timer(0.2, stop.set).start()
     began = time.monotonic()
     with pytest.raises(RunStopped):
-        client(request_of(RESPONSES))
+        client(make_reward_request(RESPONSES))
     client.close()
     assert time.monotonic() - began < 1.5
 
@@ -235,8 +235,8 @@ def test_the_protocol_is_found_out_although_the_server_fails_first(serve, ask):
 
 def test_the_bytes_of_a_paddlenlp_request_are_those_of_its_own_client(serve):
     server = serve(protocol="paddlenlp")
-    client = HttpReward([server.url], token="a secret")
-    client(request_of(["你 1", "2"], ["a\n", None], prompts=["<p>", '"']))
+    client = RemoteReward([server.url], token="a secret")
+    client(make_reward_request(["你 1", "2"], ["a\n", None], prompts=["<p>", '"']))
     client.close()
     assert server.bodies == [b'{"src": ["<p>", "\\""], "tgt": ["a\\n", ""], "response": ["\\u4f60 1", "2"]}']
     assert server.headers[0]["Content-Type"] == "application/json"
@@ -259,8 +259,8 @@ def test_several_addresses_share_the_samples_in_order(serve, ask):
 def test_what_one_address_cannot_answer_another_does(serve, ask):
     broken, good = serve(itertools.repeat(500)), serve()
     assert ask(broken.url, good.url, protocol="openrlhf").rewards == EXPECTED
-    refusing = serve(itertools.repeat(404))
-    assert ask(refusing.url, good.url, protocol="openrlhf").rewards == EXPECTED
+    as_observation_error = serve(itertools.repeat(404))
+    assert ask(as_observation_error.url, good.url, protocol="openrlhf").rewards == EXPECTED
 
 
 def test_requests_have_at_most_the_asked_number_of_samples(serve, ask):
@@ -273,8 +273,8 @@ def test_labels_of_every_kind_can_be_sent(serve):
     import numpy as np
 
     server = serve()
-    client = HttpReward([server.url])
-    client(request_of(["1", "2", "3"], [{"a": [1]}, np.array([1, 2]), None]))
+    client = RemoteReward([server.url])
+    client(make_reward_request(["1", "2", "3"], [{"a": [1]}, np.array([1, 2]), None]))
     client.close()
     assert json.loads(server.bodies[0])["labels"] == [{"a": [1]}, [1, 2], None]
 
@@ -282,15 +282,15 @@ def test_labels_of_every_kind_can_be_sent(serve):
 @pytest.mark.parametrize("url", ["localhost:5000", "ftp://x/y", "http://", ""])
 def test_an_address_that_is_none_is_one_line(url):
     with pytest.raises(UserError, match="--remote_rm_url"):
-        HttpReward([url])
+        RemoteReward([url])
 
 
 def test_a_protocol_that_nobody_speaks_is_one_line():
     with pytest.raises(UserError, match="one of openrlhf, paddlenlp"):
-        HttpReward(["http://localhost"], protocol="soap")
+        RemoteReward(["http://localhost"], protocol="soap")
 
 
 def test_nothing_is_asked_for_no_samples():
-    client = HttpReward(["http://127.0.0.1:9"])
-    assert len(client(request_of([]))) == 0
+    client = RemoteReward(["http://127.0.0.1:9"])
+    assert len(client(make_reward_request([]))) == 0
     client.close()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.rewards.samples import request_of
+from tests.rewards.samples import make_reward_request
 from trimtab.rewards.client import PROTOCOLS, ProtocolError, encode, protocol_of
 from trimtab.rewards.types import RewardFailed, RewardResult
 
@@ -11,7 +11,7 @@ OPENRLHF, PADDLENLP = PROTOCOLS["openrlhf"], PROTOCOLS["paddlenlp"]
 
 @pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=PROTOCOLS)
 def test_a_request_and_a_reply_come_through_unchanged(protocol):
-    request = request_of(["你好", "", "b"], ["x", "", "z"], ["p", "q", ""])
+    request = make_reward_request(["你好", "", "b"], ["x", "", "z"], ["p", "q", ""])
     assert protocol.read_request(protocol.request_body(request)) == request
     assert protocol_of(protocol.request_body(request)) is protocol
     result = RewardResult([1.0, -2.5, 0.0])
@@ -32,7 +32,7 @@ def test_openrlhfs_request_needs_the_query_alone():
 
 
 def test_paddlenlps_labels_are_texts():
-    body = PADDLENLP.request_body(request_of(["a", "b", "c"], [None, 7, {"k": "é"}]))
+    body = PADDLENLP.request_body(make_reward_request(["a", "b", "c"], [None, 7, {"k": "é"}]))
     assert body["tgt"] == ["", "7", '{"k": "é"}']
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rewards.samples import request_of
+from tests.rewards.samples import make_reward_request
 from trimtab.errors import UserError
 from trimtab.rewards.functions import FunctionReward
 from trimtab.rewards.types import RewardFailed, RewardRequest
@@ -56,7 +56,7 @@ SIGNATURES = {
 @pytest.mark.parametrize("code", SIGNATURES.values(), ids=SIGNATURES)
 def test_every_signature_is_recognised_and_keeps_the_order(reward_of, code):
     responses = ["x" * (1 + 7 * row % 23) for row in range(50)]
-    result = reward_of(code, workers=2)(request_of(responses, labels=responses, answer=responses))
+    result = reward_of(code, workers=2)(make_reward_request(responses, labels=responses, answer=responses))
     assert result.rewards == [float(len(response)) for response in responses] == result.scores
 
 
@@ -70,7 +70,7 @@ def test_verl_gets_its_columns_and_the_truth_where_its_own_data_have_it(reward_o
         "extra_info": [{"index": 4}, {"index": 5}],
         "reward_model": [{"ground_truth": "a"}, {"ground_truth": "b"}],
     }
-    result = reward_of(code, workers=1)(request_of(["a", "a"], **columns))
+    result = reward_of(code, workers=1)(make_reward_request(["a", "a"], **columns))
     assert result.rewards == [4.0, 5.0] and result.logs == {"same": [1.0, 0.0]}
 
 
@@ -86,19 +86,19 @@ def test_a_dict_has_rewards_scores_and_logs(reward_of):
         def reward_func(queries, prompts, labels):
             return {"rewards": [1, 2], "scores": [0.1, 0.2], "extra_logs": {"each": [3, 4], "all": 5.0}}
     """
-    result = reward_of(code)(request_of(["a", "b"]))
+    result = reward_of(code)(make_reward_request(["a", "b"]))
     assert result.rewards == [1.0, 2.0] and result.scores == [0.1, 0.2]
     assert result.logs == {"each": [3.0, 4.0], "all": [5.0, 5.0]}
 
 
 def test_a_tensor_is_a_list_of_rewards(reward_of):
     code = "import torch\ndef reward_func(queries, prompts, labels):\n    return torch.tensor([[1.5], [2.5]])[:, 0]"
-    assert reward_of(code)(request_of(["a", "b"])).rewards == [1.5, 2.5]
+    assert reward_of(code)(make_reward_request(["a", "b"])).rewards == [1.5, 2.5]
 
 
 def test_a_function_is_named_after_a_colon_where_there_are_several(reward_of):
     code = "def one(completions):\n    return [1.0]\ndef two(completions):\n    return [2.0]"
-    assert reward_of(code, "reward.py:two")(request_of(["a"])).rewards == [2.0]
+    assert reward_of(code, "reward.py:two")(make_reward_request(["a"])).rewards == [2.0]
     with pytest.raises(UserError, match=r"one, two could all be meant: .*reward.py|FILE.py:one"):
         reward_of(code)
 
@@ -106,7 +106,7 @@ def test_a_function_is_named_after_a_colon_where_there_are_several(reward_of):
 def test_a_file_imports_its_neighbours_and_says_whose_code_runs(reward_of, tmp_path):
     (tmp_path / "neighbour.py").write_text("VALUE = 7")
     reward = reward_of("from neighbour import VALUE\ndef f(completions):\n    return [VALUE] * len(completions)")
-    assert reward(request_of(["a"])).rewards == [7.0]
+    assert reward(make_reward_request(["a"])).rewards == [7.0]
     assert str(reward) == f"f (batches, 1 process), which runs the code of {tmp_path / 'reward.py'}"
 
 
@@ -160,17 +160,17 @@ def test_a_fault_names_its_row_and_the_next_request_is_answered(reward_of, code,
     responses = ["good"] * 20
     responses[13] = "bad"
     with pytest.raises(RewardFailed, match=f"row 13 .prompt 'prompt 13:'.: .*{words}") as caught:
-        reward(request_of(responses))
+        reward(make_reward_request(responses))
     assert caught.value.row == 13
-    assert len(reward(request_of(["good"] * 3))) == 3
+    assert len(reward(make_reward_request(["good"] * 3))) == 3
 
 
 @pytest.mark.parametrize("fault", HANGS.values(), ids=HANGS)
 def test_a_sample_that_takes_too_long_is_named_with_the_limit(reward_of, fault):
     reward = reward_of(SINGLE.format(fault), seconds=0.3, workers=1)
     with pytest.raises(RewardFailed, match=r"row 2 .prompt 'prompt 2:'.: took longer than 0.3 s"):
-        reward(request_of(["good", "good", "bad"]))
-    assert len(reward(request_of(["good"] * 3))) == 3
+        reward(make_reward_request(["good", "good", "bad"]))
+    assert len(reward(make_reward_request(["good"] * 3))) == 3
 
 
 @pytest.mark.parametrize("fault", HANGS.values(), ids=HANGS)
@@ -179,9 +179,9 @@ def test_a_batch_that_takes_too_long_is_named_with_its_time_and_the_limit_and_is
     began = time.monotonic()
     told = r"reward_func was ended after 0\.[3-9] s on a batch of 3 samples \(rows 0 to 2\): a call may take 0.3 s"
     with pytest.raises(RewardFailed, match=told) as caught:
-        reward(request_of(["good", "good", "bad"]))
+        reward(make_reward_request(["good", "good", "bad"]))
     assert caught.value.row is None and time.monotonic() - began < 1.0
-    assert len(reward(request_of(["good"] * 3))) == 3
+    assert len(reward(make_reward_request(["good"] * 3))) == 3
 
 
 CHILDREN = """
@@ -199,7 +199,7 @@ CHILDREN_LEFT = {"ends": "pass", "waits": "child.wait()", "dies": "__import__('o
 def test_what_a_function_started_ends_with_its_call_or_its_reward(reward_of, tmp_path, then):
     reward = reward_of(CHILDREN.format(place=str(tmp_path / "pid"), then=then), seconds=1.0)
     with contextlib.suppress(RewardFailed):
-        reward(request_of(["a"]))
+        reward(make_reward_request(["a"]))
     child = int((tmp_path / "pid").read_text())
     if then == "pass":
         assert not has_ended(child, 0.2), "a function may leave something running between its calls"
@@ -220,7 +220,7 @@ def test_what_a_function_started_ends_with_a_run_that_is_killed(tmp_path):
 
 
 def score_for_ever(place):
-    FunctionReward(place)(request_of(["a"]))
+    FunctionReward(place)(make_reward_request(["a"]))
 
 
 def has_ended(pid, seconds=5.0):
@@ -239,7 +239,7 @@ def has_ended(pid, seconds=5.0):
 def test_a_fault_of_the_batch_as_a_whole_says_so(reward_of):
     code = "def f(completions):\n    assert len(completions) < 4, 'too many'\n    return [1] * len(completions)"
     with pytest.raises(RewardFailed, match=r"rows 0 to 3 together, but on neither half .*too many") as caught:
-        reward_of(code)(request_of(["a"] * 4))
+        reward_of(code)(make_reward_request(["a"] * 4))
     assert caught.value.row is None
 
 
@@ -261,19 +261,19 @@ def test_a_fault_of_the_batch_as_a_whole_says_so(reward_of):
 def test_a_wrong_return_is_named(reward_of, value, words):
     reward = reward_of(f"def reward_func(queries, prompts, labels):\n    return {value}")
     with pytest.raises(RewardFailed, match=words):
-        reward(request_of(["a", "b", "c"]))
+        reward(make_reward_request(["a", "b", "c"]))
 
 
 def test_a_wrong_return_for_a_single_sample_names_the_row(reward_of):
     code = "def compute_score(solution_str, **others):\n    return float('inf') if solution_str == 'x' else 1"
     with pytest.raises(RewardFailed, match="row 5 is inf") as caught:
-        reward_of(code, workers=2)(request_of([*"abcdexfgh"]))
+        reward_of(code, workers=2)(make_reward_request([*"abcdexfgh"]))
     assert caught.value.row == 5
 
 
 def test_single_samples_beyond_the_limits_may_be_given_a_reward(reward_of):
     reward = reward_of(SINGLE.format("__import__('time').sleep(9)"), seconds=0.2, workers=1, stuck_reward=-1.0)
-    result = reward(request_of(["good", "bad", "bad", "good"]))
+    result = reward(make_reward_request(["good", "bad", "bad", "good"]))
     assert result.rewards == [4.0, -1.0, -1.0, 4.0]
     assert result.logs["stuck"] == [0.0, 1.0, 1.0, 0.0]
 
@@ -290,11 +290,11 @@ def test_samples_of_an_async_function_wait_together(reward_of):
             waiting -= 1
             return most
     """
-    assert max(reward_of(code)(request_of(["a"] * 9)).rewards) == 9.0
+    assert max(reward_of(code)(make_reward_request(["a"] * 9)).rewards) == 9.0
 
 
 def test_an_empty_request_calls_nobody(reward_of):
-    assert len(reward_of("def f(completions):\n    return 1 / 0")(request_of([]))) == 0
+    assert len(reward_of("def f(completions):\n    return 1 / 0")(make_reward_request([]))) == 0
 
 
 def test_a_worker_imports_neither_torch_nor_numpy():
@@ -305,7 +305,7 @@ def test_a_worker_imports_neither_torch_nor_numpy():
 
 def test_workers_end_with_their_reward_and_with_their_run(reward_of, tmp_path):
     reward = reward_of("import os\ndef f(completions):\n    return [os.getpid()]")
-    pid = int(reward(request_of(["a"])).rewards[0])
+    pid = int(reward(make_reward_request(["a"])).rewards[0])
     os.kill(pid, 0)
     reward.close()
     with pytest.raises(ProcessLookupError):
@@ -314,7 +314,7 @@ def test_workers_end_with_their_reward_and_with_their_run(reward_of, tmp_path):
 
 def test_the_example_rewards_what_it_says(reward_of):
     code = (Path(__file__).parents[2] / "examples" / "reward_func.py").read_text()
-    result = reward_of(code)(request_of(["it is 7", "8" * 2000], ["7", "7"]))
+    result = reward_of(code)(make_reward_request(["it is 7", "8" * 2000], ["7", "7"]))
     assert result.scores == [1.0, 0.0] and result.rewards == pytest.approx([1.0993, 0.0])
     assert result.logs["brief"] == pytest.approx([0.993, 0.0])
 
@@ -322,10 +322,10 @@ def test_the_example_rewards_what_it_says(reward_of):
 def test_a_file_that_breaks_during_the_run_is_a_failed_reward_and_not_a_mistake_of_the_command(reward_of):
     reward = reward_of(SINGLE.format("__import__('os')._exit(9)"), workers=1)
     with pytest.raises(RewardFailed, match="row 0"):
-        reward(request_of(["bad"]))
+        reward(make_reward_request(["bad"]))
     reward.file.write_text("not Python")
     with pytest.raises(RewardFailed, match="NameError"):
-        reward(request_of(["good"]))
+        reward(make_reward_request(["good"]))
 
 
 @pytest.mark.parametrize("code", [BATCHED, SINGLE], ids=["batched", "single"])
@@ -335,17 +335,17 @@ def test_a_run_that_is_told_to_stop_waits_no_longer(reward_of, code):
     threading.Timer(0.3, stop.set).start()
     began = time.monotonic()
     with pytest.raises(RunStopped):
-        reward(request_of(["bad"] * 4))
+        reward(make_reward_request(["bad"] * 4))
     reward.close()
     assert time.monotonic() - began < 2.0
 
 
 def test_numbers_too_large_for_a_computer_are_named_or_logged_as_infinite(reward_of):
     reward = reward_of("def f(completions):\n    return {'rewards': [1], 'extra_logs': {'a': -10**400}}")
-    assert reward(request_of(["a"])).logs == {"a": [-math.inf]}
+    assert reward(make_reward_request(["a"])).logs == {"a": [-math.inf]}
     for digits in (400, 5000):
         with pytest.raises(RewardFailed, match=r"too large for a number|Exceeds the limit"):
-            reward_of(f"def f(completions):\n    return [10**{digits}]")(request_of(["a"]))
+            reward_of(f"def f(completions):\n    return [10**{digits}]")(make_reward_request(["a"]))
 
 
 def test_trl_gets_messages_of_a_conversation_and_every_column_by_its_name(reward_of):
@@ -358,7 +358,7 @@ def test_trl_gets_messages_of_a_conversation_and_every_column_by_its_name(reward
     """
     columns = {"label": ["2", "2"], "other": [10, 20], "prompt": ["x", "y"]}
     talk = [[{"role": "user", "content": "1 + 1"}]] * 2
-    request = dataclasses.replace(request_of(["2", "3"], labels=["2", "2"], **columns), conversations=talk)
+    request = dataclasses.replace(make_reward_request(["2", "3"], labels=["2", "2"], **columns), conversations=talk)
     assert reward_of(code)(request).rewards == [11.0, 20.0]
 
 
@@ -371,7 +371,7 @@ def test_what_a_function_of_trl_logs_is_kept_and_its_trainer_is_nobody(reward_of
             log_metric("mean", 0.5)
             return [float(trainer_state is None), None]
     """
-    result = reward_of(code)(request_of(["a", "bb"]))
+    result = reward_of(code)(make_reward_request(["a", "bb"]))
     assert result.rewards[0] == 1.0 and math.isnan(result.rewards[1])
     assert result.logs == {"length": [1.0, 2.0], "mean": [0.5, 0.5]}
 
@@ -399,7 +399,7 @@ def test_several_batches_at_once_do_not_wait_for_each_other(reward_of, kind):
     code = MEETING.format(**MEETINGS[kind], result=result, pause="time.sleep(0.01)")
     reward = reward_of(code, seconds=30, workers=1, calls_at_once=4)
     with ThreadPoolExecutor(4) as threads:
-        for found in [threads.submit(reward, request_of(["x"], labels=[str(k)])) for k in range(4)]:
+        for found in [threads.submit(reward, make_reward_request(["x"], labels=[str(k)])) for k in range(4)]:
             assert found.result().rewards == [1.0]
 
 
@@ -407,7 +407,7 @@ def test_no_more_processes_are_started_than_are_needed_at_once(reward_of):
     reward = reward_of(
         "import os\ndef reward_func(queries, prompts, labels):\n    return [os.getpid()]", calls_at_once=9
     )
-    assert len({reward(request_of(["x"])).rewards[0] for _ in range(12)}) == 1
+    assert len({reward(make_reward_request(["x"])).rewards[0] for _ in range(12)}) == 1
     assert "up to 9 processes" in str(reward)
 
 
@@ -426,7 +426,7 @@ def reward_func(queries, prompts, labels):
 def test_what_a_function_prints_is_shown_up_to_a_limit(reward_of, capfd):
     reward = reward_of(PRINTS)
     for _ in range(2):
-        assert len(reward(request_of(["a", "b"]))) == 2
+        assert len(reward(make_reward_request(["a", "b"]))) == 2
     reward.close()
     shown = capfd.readouterr()
     assert shown.out == "" and shown.err.startswith("seen first\nnoise noise")
@@ -438,7 +438,7 @@ def test_a_little_is_shown_in_whole_also_what_was_printed_last(reward_of, capfd)
         "def reward_func(queries, prompts, labels):\n    print(labels)\n    return [1.0 for _ in labels]"
     )
     for _ in range(3):
-        reward(request_of(["a"], [1]))
+        reward(make_reward_request(["a"], [1]))
     reward.close()
     assert capfd.readouterr().err == "[1]\n" * 3
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.rewards.samples import request_of
+from tests.rewards.samples import make_reward_request
 from tests.train.job_run import write_model
 from trimtab.config.groups import LoadOptions
 from trimtab.config.objectives import StepRewardOptions
@@ -88,7 +88,7 @@ def test_an_answer_that_is_cut_is_judged_by_the_steps_that_are_left(folder):
 
 
 def test_outcomes_need_no_tokens(folder):
-    plain = request_of(RESPONSES, prompts=PROMPTS)
+    plain = make_reward_request(RESPONSES, prompts=PROMPTS)
     assert make(folder)(plain).rewards == make(folder)(sample_request()).rewards
 
 

@@ -11,10 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tests.rewards.running import running
-from tests.rewards.samples import request_of
+from tests.rewards.samples import make_reward_request
 from trimtab.data.knights import prompt_of, source_and_target
 from trimtab.embedded.knights_task import make_puzzles
-from trimtab.rewards.client import HttpReward
+from trimtab.rewards.client import RemoteReward
 from trimtab.rewards.types import RewardFailed
 from trimtab.rewards.verifiers import make_verifier
 
@@ -181,9 +181,9 @@ class TheirHandler(BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def asking(faults=(), **how):
     server = TheirServer(faults)
-    client = HttpReward([f"http://127.0.0.1:{server.server_port}"], pause=0.001, **how)
+    client = RemoteReward([f"http://127.0.0.1:{server.server_port}"], pause=0.001, **how)
     try:
-        yield server, lambda: client(request_of(list(GOLDEN), [SOLUTION] * 4, [PROMPT] * 4)).rewards
+        yield server, lambda: client(make_reward_request(list(GOLDEN), [SOLUTION] * 4, [PROMPT] * 4)).rewards
     finally:
         client.close()
         server.shutdown()

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tests.rewards.samples import Lengths, request_of
+from tests.rewards.samples import Lengths, make_reward_request
 from trimtab.rewards.reward_queue import RewardQueue
 from trimtab.rewards.types import RewardFailed
 
@@ -34,7 +34,7 @@ GROUPS = [["a", "bb"], ["ccc"], ["dddd", "e", "ff"]]
 def test_results_come_in_the_order_of_submission(concurrent):
     with RewardQueue(Watched(concurrent)) as rewards:
         for group in GROUPS:
-            rewards.submit(request_of(group))
+            rewards.submit(make_reward_request(group))
         assert [result.rewards for result in rewards.results()] == [[1.0, 2.0], [3.0], [4.0, 1.0, 2.0]]
         assert [r for part in rewards.results() for r in part.rewards] == [1.0, 2.0, 3.0, 4.0, 1.0, 2.0]
 
@@ -43,7 +43,7 @@ def test_the_first_samples_are_scored_before_the_last_ones_are_there():
     reward = Watched()
     with RewardQueue(reward) as rewards:
         for group in GROUPS:
-            rewards.submit(request_of(group))
+            rewards.submit(make_reward_request(group))
             # A group's score is there while the next one is still "being generated".
             assert reward.scored.acquire(timeout=30)
     assert reward.threads and threading.current_thread() not in reward.threads
@@ -53,7 +53,7 @@ def test_a_reward_that_runs_a_model_here_is_called_only_when_results_are_asked_f
     reward = Watched(concurrent=False)
     with RewardQueue(reward) as rewards:
         for group in GROUPS:
-            rewards.submit(request_of(group))
+            rewards.submit(make_reward_request(group))
         assert reward.seen == []
         list(rewards.results())
     assert reward.threads == {threading.current_thread()}
@@ -62,7 +62,7 @@ def test_a_reward_that_runs_a_model_here_is_called_only_when_results_are_asked_f
 def test_a_failure_is_raised_in_its_place_and_the_results_before_it_are_kept():
     with RewardQueue(Watched(concurrent=False, fails_at=1)) as rewards:
         for group in GROUPS:
-            rewards.submit(request_of(group))
+            rewards.submit(make_reward_request(group))
         results = rewards.results()
         assert next(results).rewards == [1.0, 2.0]
         with pytest.raises(RewardFailed, match="no reward for row 0") as caught:
@@ -73,11 +73,11 @@ def test_a_failure_is_raised_in_its_place_and_the_results_before_it_are_kept():
 def test_a_failure_is_raised_at_the_next_submission_so_that_nobody_generates_in_vain():
     reward = Watched(fails_at=0)
     with RewardQueue(reward) as rewards:
-        rewards.submit(request_of(GROUPS[0]))
+        rewards.submit(make_reward_request(GROUPS[0]))
         assert reward.scored.acquire(timeout=30)
         with pytest.raises(RewardFailed):
             for _ in range(1000):
-                rewards.submit(request_of(GROUPS[1]))
+                rewards.submit(make_reward_request(GROUPS[1]))
 
 
 def test_leaving_early_drops_what_has_not_begun():
@@ -92,7 +92,7 @@ def test_leaving_early_drops_what_has_not_begun():
     reward = Slow()
     with pytest.raises(KeyboardInterrupt), RewardQueue(reward) as rewards:
         for _ in range(20):
-            rewards.submit(request_of(GROUPS[0]))
+            rewards.submit(make_reward_request(GROUPS[0]))
         assert entered.wait(30)
         leave.set()
         raise KeyboardInterrupt

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rewards.samples import Lengths, request_of
+from tests.rewards.samples import Lengths, make_reward_request
 from trimtab.errors import RunFailed
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, WeightedReward, checked
 
@@ -80,26 +80,26 @@ def test_anything_else_is_refused_by_name(numbers, row, words):
 def test_weighted_rewards_are_summed_and_each_part_is_logged():
     first = Fixed("a", [1.0, 2.0], scores=[0.0, 1.0], logs={"figure": [8.0, 9.0]})
     second = Fixed("b", [10.0, 20.0], steps=[[(3, 1.0)], []])
-    result = WeightedReward([(first, 2.0), (second, 0.5)])(request_of(["x", "y"]))
+    result = WeightedReward([(first, 2.0), (second, 0.5)])(make_reward_request(["x", "y"]))
     assert result.rewards == [7.0, 14.0] and result.scores == [5.0, 12.0]
     assert result.logs == {"a": [1.0, 2.0], "a/figure": [8.0, 9.0], "b": [10.0, 20.0]}
     assert result.steps == [[(3, 0.5)], []]
 
 
 def test_two_parts_of_one_name_are_logged_apart():
-    result = WeightedReward([(Fixed("a", [1.0]), 1.0), (Fixed("a", [2.0]), 1.0)])(request_of(["x"]))
+    result = WeightedReward([(Fixed("a", [1.0]), 1.0), (Fixed("a", [2.0]), 1.0)])(make_reward_request(["x"]))
     assert result.logs == {"a_1": [1.0], "a_2": [2.0]}
 
 
 def test_a_part_that_does_not_apply_counts_for_nothing_and_a_sample_without_any_is_refused():
     first, second = Fixed("a", [math.nan, 2.0]), Fixed("b", [3.0, math.nan])
-    assert WeightedReward([(first, 1.0), (second, 2.0)])(request_of(["x", "y"])).rewards == [6.0, 2.0]
+    assert WeightedReward([(first, 1.0), (second, 2.0)])(make_reward_request(["x", "y"])).rewards == [6.0, 2.0]
     with pytest.raises(RewardFailed, match="row 0: none of a"):
-        WeightedReward([(first, 1.0)])(request_of(["x", "y"]))
+        WeightedReward([(first, 1.0)])(make_reward_request(["x", "y"]))
 
 
 def test_without_parts_every_reward_is_nothing():
-    result = WeightedReward([])(request_of(["x", "y"]))
+    result = WeightedReward([])(make_reward_request(["x", "y"]))
     assert result.rewards == result.scores == [0.0, 0.0] and not result.logs and result.steps is None
 
 

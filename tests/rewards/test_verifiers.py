@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.rewards.samples import request_of
+from tests.rewards.samples import make_reward_request
 from trimtab.errors import UserError
 from trimtab.rewards.types import RewardFailed
-from trimtab.rewards.verifiers import final_number, make_verifier, read_spelling
+from trimtab.rewards.verifiers import final_number, make_verifier, parse_verifier_spec
 
 HUGE = "9" * 20_000
 KK_LABEL = "(1) Zoey is a knight\n(2) Owen is a knave"
@@ -13,7 +13,7 @@ KK_RIGHT = "(1) Zoey is a knight\n(2) Owen is a knave"
 
 
 def score(name: str, response: str, label=None, prompt: str = "a question") -> float:
-    return make_verifier(name)(request_of([response], [label], [prompt])).rewards[0]
+    return make_verifier(name)(make_reward_request([response], [label], [prompt])).rewards[0]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_knights_and_knaves_has_four_totals(response, total):
 
 def test_the_solution_is_also_read_from_verls_ground_truth():
     column = [{"ground_truth": {"solution_text_format": KK_LABEL, "statements": "()"}}]
-    request = request_of([f"hm</think><answer>{KK_RIGHT}</answer>"], reward_model=column)
+    request = make_reward_request([f"hm</think><answer>{KK_RIGHT}</answer>"], reward_model=column)
     assert make_verifier("kk")(request).rewards == [3.0]
 
 
@@ -179,13 +179,13 @@ def test_length(spelling, size, expected):
 
 
 def test_verifiers_are_summed_with_their_weights_and_logged_apart():
-    result = make_verifier("gsm8k:1.0, format:0.2,length(99):0.5")(request_of([f"{GOOD}", "8"], ["7", "7"]))
+    result = make_verifier("gsm8k:1.0, format:0.2,length(99):0.5")(make_reward_request([f"{GOOD}", "8"], ["7", "7"]))
     assert result.rewards == pytest.approx([1.7, 0.5])
     assert result.logs == {"gsm8k": [1.0, 0.0], "format": [1.0, 0.0], "length": [1.0, 1.0]}
 
 
 def test_the_spelling_of_a_sum():
-    assert read_spelling(r"gsm8k:1.0,regex(a(b,c)\):d):-2e-1 , length(3)") == [
+    assert parse_verifier_spec(r"gsm8k:1.0,regex(a(b,c)\):d):-2e-1 , length(3)") == [
         ("gsm8k", None, 1.0),
         ("regex", r"a(b,c)\):d", -0.2),
         ("length", "3", 1.0),
@@ -216,22 +216,24 @@ def test_a_misspelt_sum_is_one_line(text, words):
 @pytest.mark.parametrize("name", ["gsm8k", "exact", "kk", "regex"])
 def test_a_row_without_a_label_is_named(name):
     with pytest.raises(RewardFailed, match="row 1 has no label") as caught:
-        make_verifier(name)(request_of(["1", "2"], [KK_LABEL, None]))
+        make_verifier(name)(make_reward_request(["1", "2"], [KK_LABEL, None]))
     assert caught.value.row == 1
 
 
 def test_a_label_of_the_wrong_kind_is_named():
     right = f"x</think><answer>{KK_RIGHT}</answer>"
     with pytest.raises(RewardFailed, match="kk: row 1: the label is no solution"):
-        make_verifier("kk")(request_of([right, right], [KK_LABEL, "42"]))
+        make_verifier("kk")(make_reward_request([right, right], [KK_LABEL, "42"]))
     with pytest.raises(RewardFailed, match=r"regex: row 0: the label '.' is not a regular"):
-        make_verifier("regex")(request_of(["x"], ["("]))
+        make_verifier("regex")(make_reward_request(["x"], ["("]))
 
 
 def test_every_verifier_gets_through_hostile_texts():
     # In quadratic time this would not end while anybody watches.
     hostile = ["<think>" * 100_000, "1,111" * 100_000, "- " * 100_000, "\\boxed{" * 100_000, " is a knight" * 50_000]
-    result = make_verifier("gsm8k,exact,format,kk,length(9)")(request_of(hostile, [KK_LABEL + " 5"] * len(hostile)))
+    result = make_verifier("gsm8k,exact,format,kk,length(9)")(
+        make_reward_request(hostile, [KK_LABEL + " 5"] * len(hostile))
+    )
     assert result.rewards == [-3.0, -3.0, -3.0, -3.0, -3.0]
 
 
@@ -256,12 +258,12 @@ def test_equal_expressions_are_equal(mathematics):
         (r"\boxed{\sqrt{2}}", r"$2^{1/2}$", 1),
     ]
     responses, labels, right = zip(*cases)
-    assert mathematics(request_of(list(responses), list(labels))).rewards == list(map(float, right))
+    assert mathematics(make_reward_request(list(responses), list(labels))).rewards == list(map(float, right))
 
 
 def test_an_expression_beyond_the_limits_is_not_equal(mathematics):
     hostile = r"\boxed{9^{9^{9^{9}}}}"
-    assert mathematics(request_of([hostile, r"\boxed{7}"], ["7", "7"])).rewards == [0.0, 1.0]
+    assert mathematics(make_reward_request([hostile, r"\boxed{7}"], ["7", "7"])).rewards == [0.0, 1.0]
 
 
 def test_mathematics_without_its_package_says_how_to_get_it(monkeypatch):

@@ -5,7 +5,7 @@ import torch
 
 from tests.rollout.kernel_device import DEVICE
 from trimtab.rollout.builtin.cuda_graphs import COLUMNS
-from trimtab.rollout.builtin.kernels.decode_step import decode_inputs, finish_step
+from trimtab.rollout.builtin.kernels.decode_step import advance_step, decode_inputs
 
 
 def table_of(rows, pages, page_size):
@@ -55,7 +55,7 @@ def test_what_was_drawn_is_kept_and_moves_the_table_on(rows, plain, stops):
     assert stops == [] or ended.sum() > 0
     expected[ended, 4] = 0
     given = (tokens, log_probs, plain_log_probs if plain else None)
-    finish_step(table, *given, kept_tokens, kept_log_probs, stop_tokens, step)
+    advance_step(table, *given, kept_tokens, kept_log_probs, stop_tokens, step)
     assert torch.equal(table, expected) and step.tolist() == [3]
     assert torch.equal(kept_tokens[2, :rows], tokens) and kept_tokens.count_nonzero() == tokens.count_nonzero()
     assert torch.equal(kept_log_probs[0, 2, :rows], log_probs)

@@ -9,11 +9,11 @@ from tests.rollout.test_kernels import noise
 from trimtab.rollout.builtin.kernels.fused_linear import (
     Tiles,
     few_rows_apply,
-    few_rows_gated,
-    few_rows_heads,
-    few_rows_parts,
+    small_batch_gate_up,
+    small_batch_qkv_rope,
+    small_batch_split_k,
 )
-from trimtab.rollout.builtin.kernels.layer_ops import rotate_and_store
+from trimtab.rollout.builtin.kernels.layer_ops import rope_and_cache
 
 # The interpreter knows no bf16 products.
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
@@ -32,14 +32,14 @@ def test_gated_products_equal_silu_times_up(rows, tiles):
     x, gate, up = noise(rows, 80, dtype=DTYPE), linear(80, 192), linear(80, 192)
     up.weight.data = up.weight + 0.1
     expected = F.silu(gate(x)) * up(x)
-    torch.testing.assert_close(few_rows_gated(x, gate, up, tiles), expected, **CLOSE)
+    torch.testing.assert_close(small_batch_gate_up(x, gate, up, tiles), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("tiles", [None, Tiles(16, 64, 32, 2, 3, False), Tiles(16, 64, 16, 3, 3, True)])
 @pytest.mark.parametrize("rows, inner", [(3, 80), (33, 96)])
 def test_parts_add_up_to_the_product(rows, inner, tiles):
     x, module = noise(rows, inner, dtype=DTYPE), linear(inner, 128)
-    found = few_rows_parts(x, module, tiles)
+    found = small_batch_split_k(x, module, tiles)
     assert found.dtype == torch.float32 and len(found) == (tiles.parts if tiles else 4)
     torch.testing.assert_close(found.sum(0), module(x).float(), **CLOSE)
 
@@ -62,9 +62,9 @@ def test_heads_are_rotated_and_stored_as_by_kernels_of_their_own(width, biased, 
     places = torch.randperm(64, generator=torch.Generator().manual_seed(0))[:rows].to(DEVICE)
     norms = (noise(width, dtype=DTYPE), noise(width, seed=1, dtype=DTYPE), 1e-6) if normed else None
     found_pages, pages = (torch.zeros(2, 8, page, 1, width, device=DEVICE, dtype=DTYPE) for _ in range(2))
-    found = few_rows_heads(x, modules, (cos, sin), *found_pages, places, norms, tiles)
+    found = small_batch_qkv_rope(x, modules, (cos, sin), *found_pages, places, norms, tiles)
     query, key, value = (module(x).unflatten(1, (-1, width)).contiguous() for module in modules)
-    rotate_and_store(query, key, value, cos, sin, *pages, places, norms)
+    rope_and_cache(query, key, value, cos, sin, *pages, places, norms)
     torch.testing.assert_close(found, torch.cat([query, key, value], 1).flatten(1), **CLOSE)
     torch.testing.assert_close(found_pages, pages, **CLOSE)
 

@@ -6,13 +6,13 @@ import torch.nn.functional as F
 
 from tests.rollout.kernel_device import DEVICE
 from trimtab.rollout.builtin import sampler
-from trimtab.rollout.builtin.kernels.decode_step import draw_plainly
-from trimtab.rollout.builtin.kernels.fused_linear import gated_linear, joined_linear
+from trimtab.rollout.builtin.kernels.decode_step import sample_temperature_only
+from trimtab.rollout.builtin.kernels.fused_linear import gated_linear, merged_linear
 from trimtab.rollout.builtin.kernels.int8_linear import Tiles, added, int8_gated, int8_product, unpacked
-from trimtab.rollout.builtin.kernels.layer_ops import add_norm, gated, rotate_and_store
+from trimtab.rollout.builtin.kernels.layer_ops import fused_add_rms_norm, gated, rope_and_cache
 from trimtab.rollout.builtin.kernels.paged_attention import paged_attention
 from trimtab.rollout.builtin.linear import Int8Weight, packed, quantised
-from trimtab.rollout.builtin.sampler import RowSampler, Sampler
+from trimtab.rollout.builtin.sampler import PerRequestSampler, Sampler
 from trimtab.rollout.sampling import SamplingParams
 
 
@@ -68,10 +68,10 @@ def test_norm_adds_to_the_stream_and_rounds_like_hugging_face(dtype):
     norm.weight.data = noise(96, dtype=dtype)
     new, stream = noise(7, 96, dtype=dtype), noise(7, 96, seed=1, dtype=dtype)
     summed = stream + new
-    out = add_norm(new, stream, norm.weight, 1e-5)
+    out = fused_add_rms_norm(new, stream, norm.weight, 1e-5)
     assert torch.equal(stream, summed)
     torch.testing.assert_close(out, norm(summed), atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 8e-3)
-    torch.testing.assert_close(add_norm(None, stream, norm.weight, 1e-5), out)
+    torch.testing.assert_close(fused_add_rms_norm(None, stream, norm.weight, 1e-5), out)
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -95,7 +95,7 @@ def test_rotary_positions_equal_hugging_faces_and_land_in_their_pages(normed):
         q, k = modules[0](q), modules[1](k)
         norms = modules[0].weight, modules[1].weight, 1e-6
     q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)
-    rotate_and_store(query, key, value, cos, sin, keys, values, places, norms)
+    rope_and_cache(query, key, value, cos, sin, keys, values, places, norms)
     torch.testing.assert_close(query, q)
     torch.testing.assert_close(key, k)
     torch.testing.assert_close(keys.flatten(0, 1)[places], k)
@@ -116,7 +116,7 @@ def test_joined_products_equal_separate_ones(biased):
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
     with torch.no_grad():
         expected = torch.cat([module(x) for module in modules], 1)
-        torch.testing.assert_close(joined_linear(x, modules), expected, **close)
+        torch.testing.assert_close(merged_linear(x, modules), expected, **close)
         if not biased:
             up = torch.nn.Linear(72, 192, bias=False, device=DEVICE, dtype=dtype)
             expected = F.silu(modules[0](x)) * up(x)
@@ -161,7 +161,10 @@ def test_every_int8_code_is_unpacked_exactly(inner):
 def test_parts_of_a_sum_are_added_to_the_stream_as_their_sum():
     parts, weight = noise(3, 5, 96), noise(96)
     streams = [noise(5, 96, seed=1) for _ in range(2)]
-    found = add_norm(parts, streams[0], weight, 1e-5), add_norm(parts.sum(0), streams[1], weight, 1e-5)
+    found = (
+        fused_add_rms_norm(parts, streams[0], weight, 1e-5),
+        fused_add_rms_norm(parts.sum(0), streams[1], weight, 1e-5),
+    )
     torch.testing.assert_close(*streams)
     torch.testing.assert_close(*found)
 
@@ -173,7 +176,7 @@ def test_plain_drawing_gives_the_samplers_tokens_and_log_probs(vocabulary, tempe
     logits[:, 1] = float("-inf")
     seeds = torch.arange(rows, device=DEVICE) * 7_919_000_000_000_000 - 3
     drawn = torch.arange(rows, device=DEVICE) % 5
-    tokens, log_probs = draw_plainly(logits, seeds, drawn, temperature)
+    tokens, log_probs = sample_temperature_only(logits, seeds, drawn, temperature)
     plain = Sampler(SamplingParams(temperature=temperature), vocabulary, torch.device("cpu"))
     expected = plain.draw(logits.cpu(), seeds.cpu(), drawn.cpu(), None)
     assert torch.equal(tokens.cpu(), expected.tokens_B)
@@ -183,10 +186,10 @@ def test_plain_drawing_gives_the_samplers_tokens_and_log_probs(vocabulary, tempe
 def test_rows_with_temperatures_of_their_own_draw_what_they_draw_alone():
     heats, logits = torch.tensor([0.3, 1.0, 2.5, 0.7], device=DEVICE), noise(4, 5000)
     seeds = torch.arange(4, device=DEVICE) * 7_919_000_000_000_000 - 3
-    tokens, log_probs = draw_plainly(logits, seeds, seeds * 0, torch.stack([heats, heats], 1)[:, 1])
+    tokens, log_probs = sample_temperature_only(logits, seeds, seeds * 0, torch.stack([heats, heats], 1)[:, 1])
     for row, heat in enumerate(heats.tolist()):
         one = slice(row, row + 1)
-        own, own_log_probs = draw_plainly(logits[one], seeds[one], seeds[one] * 0, heat)
+        own, own_log_probs = sample_temperature_only(logits[one], seeds[one], seeds[one] * 0, heat)
         assert tokens[row] == own[0] and log_probs[row] == own_log_probs[0]
 
 
@@ -194,7 +197,7 @@ def test_rows_with_temperatures_of_their_own_draw_what_they_draw_alone():
 def test_rows_by_kernel_draw_what_they_draw_without_it(plain, monkeypatch):
     settings = [SamplingParams(temperature=heat, plain_log_probs=plain) for heat in (0.0, 1.0, 0.4, 0.0, 2.0)]
     logits, seeds = noise(5, 5000), torch.arange(5, device=DEVICE)
-    by_rows = RowSampler(settings, torch.device(DEVICE))
+    by_rows = PerRequestSampler(settings, torch.device(DEVICE))
     monkeypatch.setattr(sampler, "has_kernels", lambda device: False)
     expected = by_rows.draw(logits, seeds, seeds + 3, None)
     monkeypatch.setattr(sampler, "has_kernels", lambda device: True)
@@ -210,5 +213,5 @@ def test_plain_drawing_passes_on_that_logits_are_not_numbers():
     logits = noise(3, 5000)
     logits[1, 4000] = float("nan")
     zeros = torch.zeros(3, dtype=torch.long, device=DEVICE)
-    tokens, log_probs = draw_plainly(logits, zeros, zeros, 1.0)
+    tokens, log_probs = sample_temperature_only(logits, zeros, zeros, 1.0)
     assert log_probs.isnan().tolist() == [False, True, False] and 0 <= int(tokens[1]) < 5000

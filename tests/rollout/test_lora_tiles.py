@@ -7,11 +7,11 @@ import pytest
 from trimtab.rollout.builtin.kernels.lora_tiles import (
     FEW,
     TILE,
+    fit_tiles,
     gated_tiles,
     product_tiles,
     smallest,
     stages_of_low,
-    tiles_within,
 )
 
 MEMORIES = H200, A100, CONSUMER = 232_448, 166_912, 101_376
@@ -37,11 +37,11 @@ def compiled_bytes(tiles, weights, rank, rows):
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_whatever_is_chosen_fits(memory):
     for tiles, weights, rank, rows, widths in reachable():
-        found = tiles_within(memory, tiles, weights, rank, on_the_way=rows <= FEW)
+        found = fit_tiles(memory, tiles, weights, rank, on_the_way=rows <= FEW)
         assert found is not None and found.stages >= 2
         assert compiled_bytes(found, weights, rank, rows) <= memory
         assert all(width % found.outputs == 0 for width in widths)
-        assert tiles_within(memory, smallest(rows), 2, rank, on_the_way=rows <= FEW) is not None
+        assert fit_tiles(memory, smallest(rows), 2, rank, on_the_way=rows <= FEW) is not None
     for rank in RANKS[1:]:
         assert stages_of_low(rank, memory) >= 2
         assert stages_of_low(rank, memory) * 2 * 128 * (64 + rank) + 120 <= memory
@@ -50,13 +50,13 @@ def test_whatever_is_chosen_fits(memory):
 def test_what_was_measured_stays_where_it_fits():
     for tiles, weights, rank, rows, _ in reachable():
         if rank <= 16:
-            assert tiles_within(H200, tiles, weights, rank, on_the_way=rows <= FEW) == tiles
+            assert fit_tiles(H200, tiles, weights, rank, on_the_way=rows <= FEW) == tiles
     # 245,848 bytes with five steps.
     few = product_tiles(37, 104, [128, 64, 64], False)
-    assert tiles_within(H200, few, 1, 64, on_the_way=True) == few._replace(stages=4)
+    assert fit_tiles(H200, few, 1, 64, on_the_way=True) == few._replace(stages=4)
 
 
 def test_what_does_not_fit_at_all_is_told():
-    assert tiles_within(16 * 2**10, product_tiles(1, 4096, [4096], False), 1, 128, on_the_way=True) is None
-    assert tiles_within(CONSUMER, product_tiles(512, 14_336, [4096], True), 1, 0, on_the_way=False).outputs < 256
+    assert fit_tiles(16 * 2**10, product_tiles(1, 4096, [4096], False), 1, 128, on_the_way=True) is None
+    assert fit_tiles(CONSUMER, product_tiles(512, 14_336, [4096], True), 1, 0, on_the_way=False).outputs < 256
     assert smallest(1).outputs == TILE

@@ -14,7 +14,7 @@ from trimtab.data.batches import TokenBatch
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.sampler import RowSampler, Sampler
+from trimtab.rollout.builtin.sampler import PerRequestSampler, Sampler
 from trimtab.rollout.sampling import SamplingParams
 
 TOKENIZER = make_tokenizer()
@@ -98,7 +98,7 @@ def test_a_row_by_its_own_numbers_draws_the_samplers_token_to_the_bit():
     settings = SETTINGS * 5
     logits, seeds = torch.randn(len(settings), 61, generator=generator) * 3, torch.arange(len(settings))
     seen, drawn = torch.rand(logits.shape, generator=generator) < 0.3, seeds % 7
-    found = RowSampler(settings, torch.device("cpu")).draw(logits, seeds, drawn, seen)
+    found = PerRequestSampler(settings, torch.device("cpu")).draw(logits, seeds, drawn, seen)
     for row, setting in enumerate(settings):
         one = slice(row, row + 1)
         own = seen[one] if setting.repetition_penalty != 1 else None
@@ -119,7 +119,7 @@ def test_min_p_leaves_what_is_likely_enough_before_top_p_is_counted(setting, cro
     logits, count = LOGITS.expand(len(SEEDS), -1), len(SEEDS)
     by_one = Sampler(setting, VOCABULARY, torch.device("cpu")).draw(logits, SEEDS, torch.zeros_like(SEEDS), None)
     settings = [setting, SamplingParams(temperature=0)] * (count // 2)
-    by_row = RowSampler(settings, torch.device("cpu")).draw(logits, SEEDS, torch.zeros_like(SEEDS), None)
+    by_row = PerRequestSampler(settings, torch.device("cpu")).draw(logits, SEEDS, torch.zeros_like(SEEDS), None)
     assert_frequencies(np.bincount(by_one.tokens_B.numpy(), minlength=VOCABULARY), expected)
     assert torch.equal(by_row.tokens_B[::2], by_one.tokens_B[::2])
     assert (by_row.tokens_B[1::2] == LOGITS.argmax()).all()
@@ -150,9 +150,9 @@ def test_settings_out_of_range_are_refused(setting):
 
 def test_rows_have_the_settings_that_were_told_last():
     hot, cold = replace(DEFAULT, temperature=2.0, stop_token_ids=(4,)), replace(DEFAULT, temperature=0.5)
-    followed = RowSampler.blank(RowSampler([hot, cold], torch.device("cpu")).kind, 4, torch.device("cpu"))
+    followed = PerRequestSampler.blank(PerRequestSampler([hot, cold], torch.device("cpu")).kind, 4, torch.device("cpu"))
     for settings in ([hot, cold], [hot, cold], [cold, hot, hot], [cold, hot], [hot]):
         followed.follow(settings)
-        expected = RowSampler([*settings, *[SamplingParams()] * (4 - len(settings))], torch.device("cpu"))
+        expected = PerRequestSampler([*settings, *[SamplingParams()] * (4 - len(settings))], torch.device("cpu"))
         assert torch.equal(followed.numbers_BN, expected.numbers_BN)
         assert followed.stops_BK[:, 0].tolist() == [4 if s is hot else -1 for s in [*settings, *[None] * 4][:4]]

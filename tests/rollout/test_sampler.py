@@ -83,7 +83,7 @@ def test_a_kernel_that_knows_no_stop_tokens_draws_without_them_while_they_must_w
     logits, seeds, drawn = LOGITS.repeat(1000, 1), SEEDS[:1000], SEEDS[:1000] % 6
     expected = Sampler(sampling, VOCABULARY, torch.device("cpu")).draw(logits, seeds, drawn, None)
     name = "trimtab.rollout.builtin.kernels.decode_step"
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace(draw_plainly=reference_draw))
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(sample_temperature_only=reference_draw))
     by_kernel = Sampler(sampling, VOCABULARY, torch.device("cpu"))._draw_by_kernel(logits, seeds, drawn)
     assert torch.equal(by_kernel.tokens_B, expected.tokens_B)
     torch.testing.assert_close(by_kernel.log_probs_B, expected.log_probs_B)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rewards.samples import request_of
+from tests.rewards.samples import make_reward_request
 from trimtab import sandbox
 from trimtab.distributed.serialization import LARGEST_MESSAGE
 from trimtab.sandbox.calls import CallTimeout, SandboxError, UserCodeError, WorkerDied
@@ -35,7 +35,7 @@ def pool(tmp_path):
 
 
 def call(pool, *codes):
-    return pool.open("score", request_of(list(codes)), final=True, replies=len(codes))
+    return pool.open("score", make_reward_request(list(codes)), final=True, replies=len(codes))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_call_that_is_dropped_has_no_reply_and_its_process_serves_no_other(poo
 
 @pytest.mark.long
 def test_a_request_may_be_larger_than_any_reply(pool):
-    request = request_of(["pass"], note=["x" * (LARGEST_MESSAGE + 1)])
+    request = make_reward_request(["pass"], note=["x" * (LARGEST_MESSAGE + 1)])
     assert pool.result(pool.open("score", request, final=True)) == 1.0
 
 

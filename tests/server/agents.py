@@ -4,7 +4,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from trimtab.envs.environment_pool import Broken, Ended
+from trimtab.envs.environment_pool import EndReply, FailureReply
 
 
 class Agents:
@@ -18,9 +18,9 @@ class Agents:
         def run():
             try:
                 reward = self.play(task, base_url, api_key, model)
-                self.replies.put(Ended(episode, reward, {"own": 1.0}, 0.25))
+                self.replies.put(EndReply(episode, reward, {"own": 1.0}, 0.25))
             except Exception as error:
-                self.replies.put(Broken(episode, str(error), innocent=getattr(error, "innocent", False)))
+                self.replies.put(FailureReply(episode, str(error), innocent=getattr(error, "innocent", False)))
 
         thread = threading.Thread(target=run, daemon=True)
         self.threads.append(thread)

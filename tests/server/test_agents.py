@@ -14,7 +14,7 @@ from trimtab.envs.environment_pool import EnvironmentPool, SandboxLimits
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.server.agents import AgentServerEngine
-from trimtab.server.environment_engine import make_environment_engine
+from trimtab.server.environment_factory import make_environment_engine
 
 CLIENT = httpx.Client(timeout=60)
 SAMPLING = SamplingParams(max_new_tokens=10, n=2, temperature=0.9, seed=1)

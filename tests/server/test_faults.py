@@ -449,11 +449,11 @@ def test_nobody_fails_for_the_request_of_another():
 
 
 def test_an_engine_that_cannot_begin_ends_the_server():
-    class Broken(Scripted):
+    class FailureReply(Scripted):
         def session(self, sampling):
             raise RuntimeError("no memory")
 
-    with running(Broken(None)) as server:
+    with running(FailureReply(None)) as server:
         until(lambda: server.server.queue.closed)
         assert server.client.get("/health").status_code == 503
         assert server.post(CHAT, messages=HELLO).status_code == 500

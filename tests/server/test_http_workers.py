@@ -172,11 +172,11 @@ def test_for_a_client_that_has_gone_nothing_is_drawn_by_the_engines_process(sess
 
 
 def test_an_engine_that_fails_is_told_in_the_same_words():
-    class Broken(Scripted):
+    class FailureReply(Scripted):
         def session(self, sampling):
             raise RuntimeError("no memory")
 
-    with running(Broken(None), processes=InThreads(1)) as server:
+    with running(FailureReply(None), processes=InThreads(1)) as server:
         until(lambda: server.server.queue.closed)
         reply = server.post(CHAT, messages=HELLO)
         assert reply.status_code == 500 and "no memory" in reply.json()["error"]["message"]

@@ -20,8 +20,8 @@ import httpx
 import pytest
 
 from tests.rewards.running import running
-from tests.rewards.samples import Lengths, request_of
-from trimtab.rewards.client import HttpReward
+from tests.rewards.samples import Lengths, make_reward_request
+from trimtab.rewards.client import RemoteReward
 from trimtab.rewards.types import BadSample, RewardFailed, RewardResult
 from trimtab.rewards.verifiers import make_verifier
 from trimtab.server import http
@@ -101,20 +101,20 @@ def test_no_answer_is_wrong_lost_or_swapped_among_ten_thousand_of_32_clients():
 
 
 def test_our_own_client_and_server_agree_in_both_protocols_and_on_scores_and_logs():
-    request = request_of(["abc", "d", ""], prompts=["p", "", "qq"])
+    request = make_reward_request(["abc", "d", ""], prompts=["p", "", "qq"])
     with running(Lengths()) as server:
         for path, protocol, scores in (
             ("/get_reward", "openrlhf", [4.0, 1.0, 2.0]),
             ("/", "paddlenlp", [3.0, 1.0, 0.0]),
         ):
-            client = HttpReward([server.url + path])
+            client = RemoteReward([server.url + path])
             result = client(request)
             assert result.rewards == [3.0, 1.0, 0.0] and result.scores == scores
             assert client.addresses[0].protocol.name == protocol
             client.close()
     with running(make_verifier("gsm8k:1.0,format:0.5")) as server:
-        client = HttpReward([server.url + "/get_reward"])
-        assert client(request_of(["7"], ["7"])).logs == {"gsm8k": [1.0], "format": [0.0]}
+        client = RemoteReward([server.url + "/get_reward"])
+        assert client(make_reward_request(["7"], ["7"])).logs == {"gsm8k": [1.0], "format": [0.0]}
         client.close()
 
 
@@ -423,8 +423,8 @@ def test_at_the_limit_of_descriptors_the_server_lives_and_its_log_stays_short():
             time.sleep(1.0)
             for connection in many:
                 connection.close()
-            client = HttpReward([url + "/get_reward"], pause=0.1)
-            assert client(request_of(["7"], ["7"])).rewards == [1.0]
+            client = RemoteReward([url + "/get_reward"], pause=0.1)
+            assert client(make_reward_request(["7"], ["7"])).rewards == [1.0]
             client.close()
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0 and len(process.stderr.read()) < 40_000

@@ -7,7 +7,7 @@ from tests.envs.chat_templates import tokenizer_of
 from tests.envs.episodes import CONTEXT, VOCABULARY, at_work, go_on, play, stored, trained
 from tests.envs.fake_pool import Counting, Fault, Pool
 from tests.vllm.conftest import engine_of, write_model
-from trimtab.envs.episode_session import EnvironmentEngine
+from trimtab.envs.environment_engine import EnvironmentEngine
 from trimtab.envs.types import EpisodeSettings
 from trimtab.models.selfcheck import choose_path
 

@@ -14,7 +14,7 @@ from trimtab.config.dump import redact
 from trimtab.config.jobs import GenerateOptions
 from trimtab.config.parse import parse_values
 from trimtab.files import new_temporary_folder, remove
-from trimtab.rewards.functions import offer_functions
+from trimtab.rewards.functions import register_functions
 from trimtab.running.preparing import prepared, trusting_code
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def generate(
                 arguments.values["output_path"] = str(home / "answers.jsonl")
             chosen = prepared(parse_values(GenerateOptions, arguments.values), arguments.given.aside)
             check_can_be_asked(chosen, arguments)
-            with without_keys(chosen), trusting_code(chosen), offer_functions(arguments.functions):
+            with without_keys(chosen), trusting_code(chosen), register_functions(arguments.functions):
                 return _rows(chosen, arguments, arguments.given.move_in(str(home)))
         finally:
             remove(home)

@@ -17,13 +17,13 @@ from trimtab.config.catalogue import options_of
 from trimtab.config.checks import check
 from trimtab.config.parse import value_of
 from trimtab.data.tokenizer import texts_of
-from trimtab.envs.environment_pool import EnvironmentPool, LocalEnvironments, SandboxLimits
+from trimtab.envs.environment_pool import EnvironmentPool, LocalEnvironmentPool, SandboxLimits
 from trimtab.envs.types import Message, Task
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.sampling import SamplingParams, request_seed
 from trimtab.rollout.trajectory import Trajectory
-from trimtab.server.environment_engine import episode_settings, make_environment_engine, open_pool
+from trimtab.server.environment_factory import episode_settings, make_environment_engine, open_pool
 
 SEEDS = 2**31  # a task's, as in training: below this
 LIMITS = [
@@ -78,20 +78,20 @@ def _options(environment: Environment, limits: Mapping[str, Any]) -> Environment
 
 
 @contextmanager
-def _world(environment: Environment, options: EnvironmentOptions) -> Iterator[EnvironmentPool | LocalEnvironments]:
+def _world(environment: Environment, options: EnvironmentOptions) -> Iterator[EnvironmentPool | LocalEnvironmentPool]:
     """The environments, which end with the call: a file may be edited before the next."""
-    world: EnvironmentPool | LocalEnvironments
+    world: EnvironmentPool | LocalEnvironmentPool
     if isinstance(environment, str):
         world = open_pool(options)
     else:
-        world = LocalEnvironments(environment, SandboxLimits(options.env_timeout, 1, options.env_threads))
+        world = LocalEnvironmentPool(environment, SandboxLimits(options.env_timeout, 1, options.env_threads))
     try:
         yield world
     finally:
         world.close()
 
 
-def _tasks(world: EnvironmentPool | LocalEnvironments, tasks: int | Sequence[Asked], stream: int) -> list[Task]:
+def _tasks(world: EnvironmentPool | LocalEnvironmentPool, tasks: int | Sequence[Asked], stream: int) -> list[Task]:
     tasks = int(tasks) if isinstance(tasks, np.integer) else tasks
     if isinstance(tasks, bool) or (isinstance(tasks, int) and tasks < 1):
         raise UserError(f"tasks is {tasks}; give a number above 0, or a list")

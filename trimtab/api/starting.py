@@ -33,7 +33,7 @@ Job = TypeVar("Job", bound=CallOptions)
 
 def train(verb: str, arguments: Arguments, *, on_iteration: "Listener | None" = None) -> Path:
     """Run the job, and return its folder."""
-    from trimtab.rewards.functions import offer_functions
+    from trimtab.rewards.functions import register_functions
     from trimtab.train.listening import heard_by
 
     if on_iteration is not None and not callable(on_iteration):
@@ -50,7 +50,7 @@ def train(verb: str, arguments: Arguments, *, on_iteration: "Listener | None" = 
         with (
             without_keys(options),
             trusting_code(options),
-            offer_functions(arguments.functions),
+            register_functions(arguments.functions),
             heard_by(on_iteration),
         ):
             if options.dry_run:

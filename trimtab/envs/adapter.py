@@ -1,4 +1,4 @@
-"""Adapters: environments of every shape behind one interface, and Trimtab's own shape.
+"""The base class of environment adapters, the adapter of Trimtab's own environments, and agent functions.
 
 A worker process plays an `EnvironmentAdapter`. An adapter checks and converts what the author's methods return, so that
 no code after it has to. A method of the author's may be a coroutine function; the adapter's method then returns an

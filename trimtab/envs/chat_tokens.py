@@ -34,7 +34,7 @@ class AppendError(UserError):
 
 
 @dataclass(frozen=True)
-class AnswerPlace:
+class AssistantSpan:
     """Where a template writes the last answer of a conversation."""
 
     marker: str  # the last text of the answer
@@ -73,7 +73,7 @@ class ChatAppender:
         # Other tokens may be stop tokens, too; but a template ends an answer with a special token.
         stopping = {tokenizer.eos_token, *(special & {*tokenizer.convert_ids_to_tokens(list(stops))})} - {None}
         self._special, self._stopping = _any_of(special | stopping), _any_of(stopping)
-        self._places: dict[str, AnswerPlace] = {}  # by probe conversation
+        self._places: dict[str, AssistantSpan] = {}  # by probe conversation
         self._cache: dict[str, list[int]] = {}  # samples begin alike, and observations repeat
         self._check()
 
@@ -130,7 +130,7 @@ class ChatAppender:
             raise self._refused("writes an answer otherwise when others follow it")
         return text, end.start(), end.end()
 
-    def _answer_place(self, before: list[Message]) -> AnswerPlace:
+    def _answer_place(self, before: list[Message]) -> AssistantSpan:
         key = json.dumps(before)
         if key not in self._places:
             text = self._text(before, prompt=False)
@@ -140,7 +140,7 @@ class ChatAppender:
             rest = text[text.rfind(marker) + len(marker) :]
             ends = [*self._stopping.finditer(rest)][:1] or [*self._special.finditer(rest)][-1:]
             between = rest[: ends[0].start()] if ends else rest.rstrip()
-            self._places[key] = AnswerPlace(marker, text.count(marker), between, bool(ends))
+            self._places[key] = AssistantSpan(marker, text.count(marker), between, bool(ends))
             _evict(self._places)  # tools may have many names
         return self._places[key]
 
@@ -399,7 +399,7 @@ class ChatTokens:
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation up to the model's next turn."""
-        with refusing():
+        with as_observation_error():
             if self.appender is not None:
                 return self.appender.opening(messages)
             return encode_text(self.tokenizer, self._text(messages))
@@ -409,7 +409,7 @@ class ChatTokens:
     ) -> list[int] | None:
         """The tokens of new messages after these tokens, which end with the model's turn. `before`: the conversation up
         to and with that turn. None: the template renders that conversation differently from these tokens."""
-        with refusing():
+        with as_observation_error():
             if self.appender is not None:
                 return tokens_after(self.appender, turn, new, self.stops)
             text = self._text([*before, *new])
@@ -444,7 +444,7 @@ class ChatTokens:
 
 
 @contextlib.contextmanager
-def refusing() -> Iterator[None]:
+def as_observation_error() -> Iterator[None]:
     """Turn a UserError of the template into an ObservationError."""
     try:
         yield

@@ -1,9 +1,9 @@
 """Pools of environments that play many episodes at once: in worker processes (`EnvironmentPool`), in this process
-(`LocalEnvironments`), or in the first process of a tensor-parallel group (`BroadcastPool`). Only `finished` and `rows`
-wait.
+(`LocalEnvironmentPool`), or in the first process of a tensor-parallel group (`BroadcastPool`). Only `finished` and
+`rows` wait.
 
-Every call of an episode (`reset`, `step`, `end`, `run`) is answered by one reply. After `Ended` or `Broken` the episode
-has no instance; its number may be used again.
+Every call of an episode (`reset`, `step`, `end`, `run`) is answered by one reply. After `EndReply` or `FailureReply`
+the episode has no instance; its number may be used again.
 """
 
 import inspect
@@ -35,7 +35,7 @@ from trimtab.sandbox.process import PATIENCE, PING_EVERY, Session, duration
 
 
 @dataclass(frozen=True)
-class Opened:
+class ResetReply:
     episode: int
     messages: list[Message] | None  # None: the row's own prompt
     tools: list[dict[str, Any]] = field(default_factory=list)  # schemas
@@ -43,7 +43,7 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Stepped:
+class StepReply:
     episode: int
     step: Step
     tool_calls: int = 0
@@ -53,7 +53,7 @@ class Stepped:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndReply:
     episode: int
     reward: float = 0.0
     logs: dict[str, float] = field(default_factory=dict)
@@ -61,24 +61,24 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Broken:
+class FailureReply:
     episode: int
     words: str
     innocent: bool = False  # its process was ended because of another episode
 
 
-Reply = Opened | Stepped | Ended | Broken
+Reply = ResetReply | StepReply | EndReply | FailureReply
 
 
 def _reply(found: Result | Failure) -> Reply:
     if isinstance(found, Failure):
-        return Broken(found.session.tag, str(found.error), found.innocent)
+        return FailureReply(found.session.tag, str(found.error), found.innocent)
     episode, values = found.session.tag, found.values
     if found.method == "reset":
-        return Opened(episode, **values)
+        return ResetReply(episode, **values)
     if found.method == "step":
-        return Stepped(episode, **values | {"step": Step(**values["step"])})
-    return Ended(episode, **values)
+        return StepReply(episode, **values | {"step": Step(**values["step"])})
+    return EndReply(episode, **values)
 
 
 # ---- reports of long waits
@@ -115,9 +115,9 @@ class PendingCalls:
     def answered(self, reply: Reply, now: float | None = None) -> None:
         """`now`: when the reply came."""
         call = self._calls.pop(reply.episode, None)
-        if call is not None and not isinstance(reply, Broken):
+        if call is not None and not isinstance(reply, FailureReply):
             self._longest = max(self._longest, (now or time.monotonic()) - call.since)
-        if isinstance(reply, Ended | Broken):
+        if isinstance(reply, EndReply | FailureReply):
             self._tasks.pop(reply.episode, None)
 
     def drop(self, episode: int) -> None:
@@ -153,7 +153,7 @@ class PendingCalls:
 
 
 class InstancePool(Protocol):
-    """Running environments or agents No method waits but `finished`."""
+    """Running environments or agents. No method waits but `finished`."""
 
     def drop(self, episode: int) -> None: ...
 
@@ -241,9 +241,9 @@ class Environments:
     def _take(self, found: Result | Failure) -> Reply:
         reply = _reply(found)
         self._pending.answered(reply, found.time if isinstance(found, Result) else None)
-        if isinstance(reply, Ended | Broken):
+        if isinstance(reply, EndReply | FailureReply):
             del self._sessions[reply.episode]
-        if isinstance(reply, Ended):
+        if isinstance(reply, EndReply):
             self._suspects.discard(reply.episode)
         elif isinstance(found, Failure) and found.suspect:
             self._suspects.add(reply.episode)
@@ -282,7 +282,7 @@ class EnvironmentPool(Environments):
             self._pool.drop(session)
 
 
-class LocalEnvironments(Environments):
+class LocalEnvironmentPool(Environments):
     """An environment in this process, for a class that no other process could import (LocalPool)."""
 
     def __init__(self, source: Any, limits: SandboxLimits):
@@ -301,7 +301,7 @@ class LocalEnvironments(Environments):
         return self.loaded.rows(count, seed)
 
 
-REPLY_TYPES: dict[str, type[Reply]] = {kind.__name__: kind for kind in (Opened, Stepped, Ended, Broken)}
+REPLY_TYPES: dict[str, type[Reply]] = {kind.__name__: kind for kind in (ResetReply, StepReply, EndReply, FailureReply)}
 
 
 class BroadcastPool:
@@ -366,5 +366,5 @@ def _encoded_reply(reply: Reply) -> list[Any]:
 
 
 def _decoded_reply(kind: str, values: dict[str, Any]) -> Reply:
-    step = {"step": Step(**values["step"])} if kind == Stepped.__name__ else {}
+    step = {"step": Step(**values["step"])} if kind == StepReply.__name__ else {}
     return REPLY_TYPES[kind](**{**values, **step})

@@ -1,4 +1,4 @@
-"""Episode engines: engines around an engine that return episodes instead of single answers.
+"""Base classes of engines whose requests are episodes, of environments and of agents, and their suspended episodes.
 
 This is what environments (episode_session.py) and agents at an endpoint have in common: one session at a time, and
 episodes that wait between sessions. An aborted episode keeps its instance, parked under the record that the caller was
@@ -76,7 +76,7 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
         """Keep the instance for a session that resumes from this very record."""
         self._parked[id(episode)] = (episode, active)
 
-    def unpark(self, episode: Episode | None) -> EpisodeT | None:
+    def resume_suspended(self, episode: Episode | None) -> EpisodeT | None:
         if self._session is not None:
             self._session.to_resume.discard(id(episode))  # a later record may get the same id
         return self._parked.pop(id(episode), (None, None))[1]
@@ -84,7 +84,7 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
     def parked(self) -> set[int]:
         return set(self._parked)
 
-    def drop_parked(self, records: Collection[int]) -> None:
+    def drop_suspended(self, records: Collection[int]) -> None:
         """Drop parked episodes that were not resumed."""
         for record in records:
             if (found := self._parked.pop(record, None)) is not None:
@@ -126,7 +126,7 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
 
     def close(self) -> None:
         """Close the pool, but not the inner engine, which belongs to the caller."""
-        self.drop_parked(list(self._parked))
+        self.drop_suspended(list(self._parked))
         self._instances.close()
 
 

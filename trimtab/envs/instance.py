@@ -12,7 +12,7 @@ from trimtab.envs.loader import load
 from trimtab.envs.tools import BadArguments, UnknownTool, call_tool, tool_schemas
 from trimtab.envs.types import Message, Step, Task, Turn
 from trimtab.sandbox.calls import Caller, CallStuck, CallTimeout, InstanceService
-from trimtab.sandbox.worker import split_place
+from trimtab.sandbox.worker import parse_source
 
 AGENT_PATIENCE = 64
 """Factor from the time limit of a call to that of an agent: it plays all turns of an episode, and waits for the policy
@@ -25,7 +25,7 @@ def load_service(source: str) -> InstanceService:
     """For worker processes: instances of the environment that `source` names."""
     loaded = load(source)
     return InstanceService(
-        asdict(loaded.about), str(split_place(source)[0]), functools.partial(EnvironmentInstance, loaded)
+        asdict(loaded.about), str(parse_source(source)[0]), functools.partial(EnvironmentInstance, loaded)
     )
 
 

@@ -20,7 +20,7 @@ from trimtab.envs.adapter import EnvironmentAdapter, EnvironmentFactory, Environ
 from trimtab.envs.tools import tool_schemas
 from trimtab.envs.verifiers_adapter import load_verifiers
 from trimtab.errors import UserError
-from trimtab.sandbox.worker import load_module, split_place
+from trimtab.sandbox.worker import load_module, parse_source
 
 EMBEDDED = Path(__file__).parents[1] / "embedded" / "environments"
 
@@ -49,7 +49,7 @@ def load(source: str) -> LoadedEnvironment:
         if name not in known:
             raise adapter.unknown_name(source, name, known)
         return with_tools(load_file(EMBEDDED / f"{name}.py", None))
-    file, attribute = split_place(source)
+    file, attribute = parse_source(source)
     if not file.is_file():
         raise UserError(f"environment {file}: no such file")
     return with_tools(load_file(file, attribute))

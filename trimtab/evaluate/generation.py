@@ -29,7 +29,7 @@ from trimtab.interrupts import StopRequest
 from trimtab.models.hugging_face import check_model_folder, quiet_transformers
 from trimtab.models.load import hollow_policy, load_frozen_policy
 from trimtab.models.policy import Policy
-from trimtab.rewards.build import build_reward, check_columns, contents, try_reward
+from trimtab.rewards.build import build_reward, check_columns, check_reward, contents
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rewards.types import RewardRequest, WeightedReward
 from trimtab.rollout.engine import Engine
@@ -63,9 +63,9 @@ def rehearse_generation(options: GenerateOptions) -> list[str]:
     check_columns({"prompt": store}, options)
     rows = prompts_of_iteration(store, options)
     prompts = len(rows)
-    tried = try_reward(options, find_device(), tokenizer, store) if is_scored(options) else []
+    tried = check_reward(options, find_device(), tokenizer, store) if is_scored(options) else []
     if options.plays:
-        from trimtab.server.environment_engine import check_environment
+        from trimtab.server.environment_factory import check_environment
 
         first = PromptBatch.of(store, [(rows[0], request_seed(options.seed, rows[0]))], rewarded=True)
         plain = not options.apply_chat_template
@@ -212,7 +212,7 @@ class Generation:
         """An engine of episodes around this one, if there is an environment."""
         if not self.options.plays:
             return None
-        from trimtab.server.environment_engine import episode_settings, make_environment_engine, open_pool
+        from trimtab.server.environment_factory import episode_settings, make_environment_engine, open_pool
 
         pool = open_pool(self.options, self.stop.requested)
         settings = episode_settings(self.options, plain=not self.options.apply_chat_template)
@@ -291,7 +291,7 @@ def load_job_tokenizer(options: GenerateOptions | ChatOptions | PlayOptions) -> 
 
 def load_prompts(options: GenerateOptions, tokenizer: Any) -> tuple[PromptStore, PromptReport]:
     if options.dataset is None:
-        from trimtab.server.environment_engine import environment_columns, environment_rows
+        from trimtab.server.environment_factory import environment_columns, environment_rows
 
         count = min(options.env_rows, options.max_samples)
         own = environment_rows(options, count, options.seed, instead="--dataset")["train"]

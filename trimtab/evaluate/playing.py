@@ -21,7 +21,7 @@ from trimtab.rollout.episode import Episode, Said
 from trimtab.rollout.factory import build_engine
 from trimtab.rollout.sampling import request_seed, stop_tokens
 from trimtab.rollout.trajectory import Finish, Trajectory
-from trimtab.server.environment_engine import LABEL, PROMPT, episode_settings, make_environment_engine, open_pool
+from trimtab.server.environment_factory import LABEL, PROMPT, episode_settings, make_environment_engine, open_pool
 
 SEEDS = 2**31  # a row's, as training gives them: below this
 

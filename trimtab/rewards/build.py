@@ -1,4 +1,4 @@
-"""The reward of a run, from its options: models, functions, servers and verifiers, added up with their weights."""
+"""Build the reward of a run from its options (models, functions, servers, verifiers), check it, and fingerprint it."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -18,15 +18,15 @@ from trimtab.distributed.mesh import Mesh
 from trimtab.errors import UserError
 from trimtab.models.fingerprint import weights_fingerprint
 from trimtab.models.sharded import frozen_is_split, share_rows
-from trimtab.rewards.client import HttpReward
-from trimtab.rewards.functions import CALLS_AT_ONCE, FunctionReward, GivenReward, given_function
+from trimtab.rewards.client import RemoteReward
+from trimtab.rewards.functions import CALLS_AT_ONCE, CallableReward, FunctionReward, find_function
 from trimtab.rewards.models import ModelReward, ProcessReward, load_classifier_reward
-from trimtab.rewards.requests import request_of
+from trimtab.rewards.requests import make_reward_request
 from trimtab.rewards.signatures import Signature, read_signature, recognize
 from trimtab.rewards.types import BadSample, EnvironmentReward, Reward, RewardFailed, RewardRequest, WeightedReward
 from trimtab.rewards.verifiers import make_verifier, verifiers_with_labels
 from trimtab.sandbox.process import Waiter
-from trimtab.sandbox.worker import split_place
+from trimtab.sandbox.worker import parse_source
 
 Parts = list[tuple[Reward, float]]  # rewards and their weights
 
@@ -39,7 +39,7 @@ def build_reward(
 ) -> WeightedReward:
     """The whole reward, in this process. `tokenizer`: the policy's; `stopped`: whether the run has been told to stop,
     which ends every wait (RunStopped)."""
-    return WeightedReward([*reward_models(options, device, tokenizer), *other_rewards(options, stopped)])
+    return WeightedReward([*reward_models(options, device, tokenizer), *non_model_rewards(options, stopped)])
 
 
 def reward_models(
@@ -57,7 +57,7 @@ def reward_models(
     return list(zip(models, options.reward_weights or (1.0,) * len(models)))
 
 
-def other_rewards(options: RLOptions | GenerateOptions, stopped: Callable[[], bool]) -> Parts:
+def non_model_rewards(options: RLOptions | GenerateOptions, stopped: Callable[[], bool]) -> Parts:
     """Functions, servers and verifiers, which are best close to the rollouts."""
     waiter = Waiter(stopped)
     files, addresses = _places(options)
@@ -66,13 +66,13 @@ def other_rewards(options: RLOptions | GenerateOptions, stopped: Callable[[], bo
     limits |= {"calls_at_once": CALLS_AT_ONCE} if by_groups else {}
     places = [*listed(options.reward_func), *files]
     rewards: list[Reward] = [
-        GivenReward(place) if place.startswith(GIVEN) else FunctionReward(place, waiter=waiter, **limits)
+        CallableReward(place) if place.startswith(GIVEN) else FunctionReward(place, waiter=waiter, **limits)
         for place in places
     ]
     if addresses:
         limits = {} if options.reward_timeout is None else {"timeout": options.reward_timeout}
         limits |= {"concurrency": CALLS_AT_ONCE * len(addresses)} if by_groups else {}
-        rewards.append(HttpReward(addresses, waiter=waiter, **limits))
+        rewards.append(RemoteReward(addresses, waiter=waiter, **limits))
     models = len(listed(options.reward_pretrain))
     weights = options.reward_weights[models:] if options.reward_weights else (1.0,) * len(rewards)
     parts: Parts = list(zip(rewards, weights, strict=True))
@@ -102,7 +102,7 @@ def contents(reward: WeightedReward) -> list[str | None]:
 def _contents(reward: Reward) -> str | None:
     if isinstance(reward, ModelReward):
         return weights_fingerprint(reward.model)
-    if isinstance(reward, GivenReward):
+    if isinstance(reward, CallableReward):
         return None if (text := reward.source()) is None else hashlib.blake2b(text, digest_size=16).hexdigest()
     if isinstance(reward, FunctionReward):
         return hashlib.blake2b(reward.file.read_bytes(), digest_size=16).hexdigest()
@@ -191,11 +191,11 @@ def _signatures(options: RLOptions | GenerateOptions) -> Iterator[tuple[str, Sig
     """The reward functions whose parameters are known before they run."""
     for place in [*listed(options.reward_func), *listed(options.remote_rm_url)]:
         if place.startswith(GIVEN):
-            name, found = place.removeprefix(GIVEN), recognize(given_function(place))
+            name, found = place.removeprefix(GIVEN), recognize(find_function(place))
         elif place.startswith(("http://", "https://")):
             continue
         else:
-            file, function = split_place(place)
+            file, function = parse_source(place)
             name, found = place, read_signature(file, function)
         if found is not None:
             yield name, found
@@ -207,7 +207,7 @@ def _signatures(options: RLOptions | GenerateOptions) -> Iterator[tuple[str, Sig
 MADE_UP = "I do not know."
 
 
-def try_reward(
+def check_reward(
     options: RLOptions | GenerateOptions, device: Device, tokenizer: PreTrainedTokenizerBase, store: PromptStore
 ) -> list[str]:
     """Call the reward on two made-up answers to the first prompt, one of which is its label, and report the rewards."""
@@ -218,7 +218,7 @@ def try_reward(
         if not reward.parts:
             return []
         for part, _ in reward.parts:
-            if isinstance(part, HttpReward):
+            if isinstance(part, RemoteReward):
                 part.attempts = 1  # a run waits for a server that is late; here the user waits
         request = _request(store, tokenizer)
         rewards = reward(request).rewards
@@ -237,4 +237,4 @@ def _request(store: PromptStore, tokenizer: PreTrainedTokenizerBase) -> RewardRe
     answers = [str(known) if known is not None else "Yes.", MADE_UP]
     ids = [tokenizer(answer, add_special_tokens=False)["input_ids"] or store.ids(0)[-1:] for answer in answers]
     responses = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return request_of(store, [0, 0], responses, [store.ids(0)] * 2, ids)
+    return make_reward_request(store, [0, 0], responses, [store.ids(0)] * 2, ids)

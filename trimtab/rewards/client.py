@@ -162,7 +162,7 @@ LONGEST_REPLY = 2**28
 SECONDS_TO_CLOSE = 5.0
 
 
-class RewardServer:
+class RewardEndpoint:
     """A server, and its protocol once that is known."""
 
     def __init__(self, url: str, protocol: str | None):
@@ -182,7 +182,7 @@ class RewardServer:
         return sorted(PROTOCOLS.values(), key=lambda protocol: protocol.name != self.first)
 
 
-class HttpReward:
+class RemoteReward:
     name = "remote"
     concurrent = True
 
@@ -208,7 +208,7 @@ class HttpReward:
         """
         if protocol is not None and protocol not in PROTOCOLS:
             raise UserError(f"reward protocol {protocol}: it must be one of {', '.join(PROTOCOLS)}")
-        self.addresses = [RewardServer(url, protocol) for url in urls]
+        self.addresses = [RewardEndpoint(url, protocol) for url in urls]
         self.timeout, self.attempts, self.pause, self.batch_size = timeout, attempts, pause, batch_size
         token = token or os.environ.get(TOKEN_VARIABLE)
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
@@ -283,7 +283,7 @@ class HttpReward:
                         break
         raise RewardFailed(f"no reward for {rows_text(rows)} after {len(failures)} attempts; the last: {failures[-1]}")
 
-    async def _ask(self, address: RewardServer, part: RewardRequest) -> RewardResult:
+    async def _ask(self, address: RewardEndpoint, part: RewardRequest) -> RewardResult:
         """The reply of an address, in its protocol or, while that is not known, in any."""
         failure: Exception | None = None
         for protocol in address.candidates():

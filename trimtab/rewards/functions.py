@@ -1,5 +1,5 @@
 """Rewards from users' Python functions: of a file, in worker processes with limits (FunctionReward), or of the calling
-program, in this process (GivenReward). signatures.py knows the kinds of functions.
+program, in this process (CallableReward). signatures.py knows the kinds of functions.
 
 An error names the row. Where a function takes a whole batch, the row is found by calling it again on halves of the
 batch; after that the run stops. A batch that takes too long is not called again: the message names the whole batch.
@@ -26,7 +26,7 @@ from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult, che
 from trimtab.sandbox.calls import CallTimeout, LoadFailed, SandboxError, UserCodeError, blame, jsonable
 from trimtab.sandbox.pool import SandboxLimits, WorkerPool
 from trimtab.sandbox.process import Waiter, duration
-from trimtab.sandbox.worker import split_place
+from trimtab.sandbox.worker import parse_source
 
 PARTS_A_WORKER = 4
 CALLS_AT_ONCE = 16  # where groups are scored as they finish: most functions that are slow wait for others
@@ -119,7 +119,7 @@ class FunctionReward(UserFunction):
         thread; up to as many processes are then started when they are needed. `stuck_reward`: the reward of a single
         sample that exceeds a limit; unset: the run stops.
         """
-        self.file, _ = split_place(place)
+        self.file, _ = parse_source(place)
         if not self.file.is_file():
             raise UserError(f"reward function {self.file}: no such file")
         self.seconds, self._stuck_reward = seconds, stuck_reward
@@ -234,7 +234,7 @@ _functions: contextvars.ContextVar[Mapping[str, Function] | None] = contextvars.
 
 
 @contextlib.contextmanager
-def offer_functions(functions: Mapping[str, Function]) -> Iterator[None]:
+def register_functions(functions: Mapping[str, Function]) -> Iterator[None]:
     """Inside, options may name these functions (`--reward_func given:NAME`), so that a run with one is described, saved
     and resumed like any other."""
     before = _functions.set(functions)
@@ -244,7 +244,7 @@ def offer_functions(functions: Mapping[str, Function]) -> Iterator[None]:
         _functions.reset(before)
 
 
-def given_function(place: str) -> Function:
+def find_function(place: str) -> Function:
     """The function that an option names."""
     function = (_functions.get() or {}).get(place.removeprefix(GIVEN))
     if function is None:
@@ -255,7 +255,7 @@ def given_function(place: str) -> Function:
     return function
 
 
-class GivenReward(UserFunction):
+class CallableReward(UserFunction):
     """A function of the calling program, without limits or worker processes.
 
     It is called one at a time and in the thread that trains, so that it may keep state, use the device or be stopped by
@@ -265,7 +265,7 @@ class GivenReward(UserFunction):
     concurrent = False
 
     def __init__(self, place: str):
-        name, function = place.removeprefix(GIVEN), given_function(place)
+        name, function = place.removeprefix(GIVEN), find_function(place)
         signature = recognize(function)
         if signature is None:
             raise UserError(f"the parameters of the reward {name} are none of {EXPECTED}")

@@ -1,4 +1,4 @@
-"""Prompts with the columns that rewards and environments read, and reward requests for their answers."""
+"""Prompt batches: prompts with the columns that rewards and environments read, as reward requests and tasks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -78,7 +78,7 @@ class PromptBatch:
         return self.others[index]
 
 
-def request_of(
+def make_reward_request(
     store: Rows,
     rows: Sequence[int],
     responses: Sequence[str],

@@ -29,7 +29,7 @@ class RewardQueue(Generic[Part, Result]):
 
     with RewardQueue(reward) as rewards:
         for group in engine:
-            rewards.submit(request_of(group))
+            rewards.submit(make_reward_request(group))
         for result in rewards.results(): ...
     """
 

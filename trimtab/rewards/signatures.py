@@ -1,4 +1,4 @@
-"""Reward functions of other projects' kinds: how one is recognized, and how it is called.
+"""Reward functions with the signatures of other projects, and the service that calls them in a worker process.
 
 | project  | signature                                                           | called      |
 |----------|---------------------------------------------------------------------|-------------|
@@ -20,7 +20,7 @@ from typing import Any
 
 from trimtab.rewards.types import RewardRequest
 from trimtab.sandbox.calls import FunctionService
-from trimtab.sandbox.worker import load_module, split_place
+from trimtab.sandbox.worker import load_module, parse_source
 
 PREFERRED = ("reward_func", "compute_score")
 MARKS = {"OpenRLHF": {"queries"}, "TRL": {"completions"}, "verl": {"solution_str"}}
@@ -134,7 +134,7 @@ class Signature:
 
 def load_service(source: str) -> FunctionService:
     """For worker processes: the function of FILE.py or FILE.py:FUNCTION."""
-    file, name = split_place(source)
+    file, name = parse_source(source)
     found = find_signature(load_module(file, "reward_file"), name)
     about = {
         "name": found.function.__name__,

@@ -232,7 +232,7 @@ class VerifierReward:
         self.name, self._score = name, kind.score
         self._arguments: tuple[Any, ...] = ()
         if argument is not None:
-            assert kind.read_argument is not None, "read_spelling has refused it"
+            assert kind.read_argument is not None, "parse_verifier_spec has refused it"
             self._arguments = (kind.read_argument(argument),)
         self._needs_label = _reads_label(name, argument)
 
@@ -257,7 +257,7 @@ class VerifierReward:
 
 def verifiers_with_labels(text: str | None) -> list[str]:
     """The verifiers of a spelling that compare with a label of the data."""
-    return [name for name, argument, _ in read_spelling(text) if _reads_label(name, argument)] if text else []
+    return [name for name, argument, _ in parse_verifier_spec(text) if _reads_label(name, argument)] if text else []
 
 
 def _reads_label(name: str, argument: str | None) -> bool:
@@ -266,7 +266,9 @@ def _reads_label(name: str, argument: str | None) -> bool:
 
 def make_verifier(text: str, waiter: Waiter | None = None) -> WeightedReward:
     """The weighted sum that `text` spells."""
-    return WeightedReward([(_make(name, argument, waiter), weight) for name, argument, weight in read_spelling(text)])
+    return WeightedReward(
+        [(_make(name, argument, waiter), weight) for name, argument, weight in parse_verifier_spec(text)]
+    )
 
 
 def _make(name: str, argument: str | None, waiter: Waiter | None) -> Reward:
@@ -285,7 +287,7 @@ NAME = re.compile(r"\s*([A-Za-z0-9_]+)")
 WEIGHT = re.compile(r"\s*(?::\s*([^,]*?)\s*)?(?:,|$)")
 
 
-def read_spelling(text: str) -> list[tuple[str, str | None, float]]:
+def parse_verifier_spec(text: str) -> list[tuple[str, str | None, float]]:
     """(name, argument, weight) of each part of NAME[(ARGUMENT)][:WEIGHT],... A bracket of an argument that has no
     partner is written with a backslash."""
     parts: list[tuple[str, str | None, float]] = []

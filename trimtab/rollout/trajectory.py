@@ -23,7 +23,7 @@ def _no_versions() -> np.ndarray:
 
 
 @dataclass
-class Alternatives:
+class TopLogprobs:
     """The most likely tokens at each position of an answer, the likeliest first."""
 
     tokens: np.ndarray  # int32 [tokens of the answer, top_log_probs]
@@ -46,7 +46,7 @@ class Trajectory:
     drawn: np.ndarray | None = None  # mask of the tokens that the model drew; None: all
     episode: Episode | None = None  # the environment's record, shared by all branches of an episode
     branch: int = 0  # index of this sequence in an episode whose history was rewritten
-    alternatives: Alternatives | None = None  # if requested, and there are tokens
+    alternatives: TopLogprobs | None = None  # if requested, and there are tokens
 
     def __post_init__(self) -> None:
         self.tokens = np.asarray(self.tokens, dtype=np.int32)

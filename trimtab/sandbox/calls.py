@@ -1,4 +1,4 @@
-"""Calls of user code inside a worker process: each within its time, in a thread or, if awaitable, on the event loop.
+"""Services of user code and the errors they raise: calls with timeouts, in a thread or on the event loop.
 
 User code is a service of one of two kinds. A function (`FunctionService`) has no state: it runs in the main thread, one
 request after another. Instances (`InstanceService`), such as environments, keep state between calls and live side by

@@ -474,7 +474,7 @@ class WorkerPool(SandboxPool):
             if worker in self._workers:
                 self._workers.remove(worker)
         if ending.error is None:
-            error: SandboxError = WorkerDied(worker.with_last_output(worker.process.how_it_died()))
+            error: SandboxError = WorkerDied(worker.with_last_output(worker.process.exit_reason()))
         else:
             worker.process.kill()
             error = ending.error

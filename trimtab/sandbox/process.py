@@ -1,4 +1,4 @@
-"""A worker process, as the run sees it: started, called, waited for, and ended with everything it started."""
+"""Worker processes and their call sessions, as the run sees them, and interruptible waits."""
 
 import contextlib
 import json
@@ -70,7 +70,7 @@ class WorkerProcess:
         # Its number stays its own until it is reaped.
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
-    def how_it_died(self) -> str:
+    def exit_reason(self) -> str:
         """How a process that has died, or is about to, did so; what it left running is ended."""
         deadline = time.monotonic() + SECONDS_TO_LEAVE  # for one that has closed its connection and lives
         while not self.has_died and time.monotonic() < deadline:

@@ -1,4 +1,6 @@
-"""A worker process, inside: `python -m trimtab.sandbox.worker HANDLE MEMORY SECONDS THREADS MODULE SOURCE`.
+"""The program of a worker process, and loading of user code by its source, `FILE.py[:NAME]`.
+
+    python -m trimtab.sandbox.worker HANDLE MEMORY SECONDS THREADS MODULE SOURCE
 
 It loads user code (MODULE.load_service(SOURCE)) and answers the pool's calls in JSON, so that the run unpickles nothing
 that user code returns. It imports neither torch nor anything else of weight unless the user's code does.
@@ -49,7 +51,7 @@ LAST_OUTPUT = 8192  # bytes of what a process printed last
 MOST_PRINTED, PRINTED_A_SECOND = 2**16, 2**8
 
 
-def split_place(place: str) -> tuple[Path, str | None]:
+def parse_source(place: str) -> tuple[Path, str | None]:
     """The file of FILE.py or FILE.py:NAME, and the name, if there is one."""
     file, colon, name = place.rpartition(":")
     file, wanted = (file, name) if colon and file.endswith(".py") else (place, None)
@@ -75,7 +77,7 @@ def main(handle: str, memory: str, seconds: str, threads: str, module: str, sour
     try:
         service: FunctionService | InstanceService = importlib.import_module(module).load_service(source)
     except BaseException as error:
-        words = str(error) if isinstance(error, UserError) else blame(error, str(split_place(source)[0]))
+        words = str(error) if isinstance(error, UserError) else blame(error, str(parse_source(source)[0]))
         connection.send_bytes(_encoded("unloadable", None, words))
         return
     connection.send_bytes(_encoded("loaded", None, service.about))

@@ -14,7 +14,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.distributed.watch import pulse
-from trimtab.envs.environment_pool import Broken, Ended, InstancePool, Reply
+from trimtab.envs.environment_pool import EndReply, FailureReply, InstancePool, Reply
 from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.rollout.engine import Engine
@@ -149,7 +149,7 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         """A partial episode is resumed only if its own agent is still paused. Otherwise the agent starts again, because
         its program's state is lost. An agent limits the length of its turns itself."""
         episode = partials[0].episode
-        if (parked := self.engine.unpark(episode)) is not None:
+        if (parked := self.engine.resume_suspended(episode)) is not None:
             parked.request = request
             self.active[parked.number] = parked
             return
@@ -187,7 +187,7 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
     def close(self) -> None:
         for agent in list(self.active.values()):
             self._leave(agent)
-        self.engine.drop_parked(self.to_resume)
+        self.engine.drop_suspended(self.to_resume)
         self.engine.server.queue.suspend(self.inner)
         self.inner.close()
         self.engine.session_closed()
@@ -204,14 +204,14 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
 
     def _take(self, agent: AgentEpisode, reply: Reply) -> None:
         refused = agent.record.refused
-        if isinstance(reply, Ended):
+        if isinstance(reply, EndReply):
             agent.reward, agent.logs, agent.seconds = reply.reward, reply.logs, agent.seconds + reply.seconds
             if agent.record.turns:
                 self._finish(agent, refused or "stop")
             else:
                 self._failed(agent, "the agent has ended without asking for a turn")
         else:
-            assert isinstance(reply, Broken), "an agent runs, and nothing else"
+            assert isinstance(reply, FailureReply), "an agent runs, and nothing else"
             if refused is not None and agent.record.turns:
                 # Agents often end with an error when the context is full, and then report no reward.
                 self._finish(agent, refused)
@@ -305,8 +305,8 @@ class AgentServerEngine(EpisodeEngine[AgentEpisode]):
         self.server.queue.hold(agent.session)
         super().park(agent, episode)
 
-    def unpark(self, episode: Episode | None) -> AgentEpisode | None:
-        if (agent := super().unpark(episode)) is not None:
+    def resume_suspended(self, episode: Episode | None) -> AgentEpisode | None:
+        if (agent := super().resume_suspended(episode)) is not None:
             self.server.queue.release(agent.session)
         return agent
 

@@ -35,11 +35,11 @@ from trimtab.server.request_params import (
     RequestParams,
     ServerDefaults,
     are_ids,
-    calls_are_read,
     chat_params,
     completion_params,
     generate_params,
     is_text,
+    parses_tool_calls,
     read_messages,
     read_tools,
 )
@@ -233,7 +233,7 @@ class CompletionEndpoints:
         self, fields: Fields, session: str | None, params: RequestParams, prompt: ChatPrompt
     ) -> Response:
         rollouts = await self._complete(prompt.ids, params, session, "messages")
-        messages = [self._message(rollout, prompt, params, calls=calls_are_read(fields)) for rollout in rollouts]
+        messages = [self._message(rollout, prompt, params, calls=parses_tool_calls(fields)) for rollout in rollouts]
         if session is not None:
             for rollout, message in zip(rollouts, messages):
                 key = prompt.format.history_keys([*prompt.messages, message])[-1]

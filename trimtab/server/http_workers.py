@@ -78,7 +78,7 @@ class HTTPWorkerProcesses:
                 socket.send_fds(self._process.socket, [b"."], [end.fileno() for end in (listening, *ends)])
                 self._process.socket.sendall(frame(json.dumps({**self._tokenizer, **settings}).encode()))
             except OSError:
-                raise UserError(f"--http_processes: {self._process.how_it_died()}") from None
+                raise UserError(f"--http_processes: {self._process.exit_reason()}") from None
         return [end for end, _ in pairs]
 
     def close(self) -> None:
@@ -257,7 +257,7 @@ class WorkerConnection(MessageProtocol):
             return None
         del self._requests[number]
         if error is None:
-            return ipc.encode_rollouts(number, [result.result() for result in done])
+            return ipc.encode_trajectories(number, [result.result() for result in done])
         for request in requests:
             request.result.cancel()
         return ipc.encode_error(number, error)
@@ -346,7 +346,7 @@ class EngineConnection(MessageProtocol):
     async def complete(self, request: CompletionRequest) -> list[Trajectory]:
         number = next(self._numbers)
         content = await self._reply(number, ipc.encode_request(number, request))
-        return ipc.decode_rollouts(content, request.prompt_ids)
+        return ipc.decode_trajectories(content, request.prompt_ids)
 
     async def forward(self, request: Request, body: bytes) -> Response:
         """The response of the engine's process to a whole HTTP request."""

@@ -19,7 +19,7 @@ import numpy as np
 from trimtab.distributed.serialization import FrameDecoder, frame
 from trimtab.errors import UserError
 from trimtab.rollout.sampling import SamplingParams
-from trimtab.rollout.trajectory import Alternatives, Finish, Trajectory
+from trimtab.rollout.trajectory import Finish, TopLogprobs, Trajectory
 from trimtab.server.http import Overloaded, ServerClosing
 from trimtab.server.request_queue import CompletionRequest, EngineFailed
 
@@ -113,7 +113,7 @@ _cached_sampling = lru_cache(1024)(_sampling)  # most requests have the same few
 # ---- what was sampled, or why nothing was
 
 
-def encode_rollouts(number: int, rollouts: Sequence[Trajectory]) -> bytes:
+def encode_trajectories(number: int, rollouts: Sequence[Trajectory]) -> bytes:
     parts: list[bytes] = []
     for rollout in rollouts:
         likely = rollout.alternatives
@@ -125,7 +125,7 @@ def encode_rollouts(number: int, rollouts: Sequence[Trajectory]) -> bytes:
     return encode(COMPLETED, number, *parts)
 
 
-def decode_rollouts(content: memoryview, prompt_ids: list[int]) -> list[Trajectory]:
+def decode_trajectories(content: memoryview, prompt_ids: list[int]) -> list[Trajectory]:
     rollouts: list[Trajectory] = []
     place = 0
 
@@ -142,7 +142,7 @@ def decode_rollouts(content: memoryview, prompt_ids: list[int]) -> list[Trajecto
         rollout = Trajectory(0, len(rollouts), prompt_ids, tokens, log_probs, FINISH_REASONS[finish])
         if width:
             likely = numbers(np.int32, count * width), numbers(np.float32, count * width)
-            rollout.alternatives = Alternatives(*(values.reshape(count, width) for values in likely))
+            rollout.alternatives = TopLogprobs(*(values.reshape(count, width) for values in likely))
         rollouts.append(rollout)
     return rollouts
 

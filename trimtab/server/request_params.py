@@ -269,7 +269,7 @@ def read_tools(fields: Fields) -> list[dict[str, Any]]:
     return found
 
 
-def calls_are_read(fields: Fields) -> bool:
+def parses_tool_calls(fields: Fields) -> bool:
     return bool(fields.body.get("tools")) and fields.body.get("tool_choice") != "none"
 
 

@@ -1,4 +1,4 @@
-"""The request queue between endpoints and the engine: any thread puts requests in, one thread runs the engine.
+"""The request queue between endpoints and the engine, whose one thread runs it, and the metrics of both.
 
 Requests that arrive while others are decoded join the running batch. The engine runs in a thread of the server
 (`EngineThread`), or in a loop that has an open session anyway (agents in training, a Learner).

@@ -1,4 +1,4 @@
-"""Sessions: the exact tokens of each conversation, and the served policy, which turns messages into prompts.
+"""Sessions with the exact tokens of each conversation, and the served policy: its chat format, tokens and limits.
 
 A client that speaks in messages sends the whole conversation again at every turn. Where a session is named, the prompt
 of its next turn is the exact tokens of the turn before with the new messages appended, so that nothing that was sampled

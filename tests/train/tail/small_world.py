@@ -73,7 +73,7 @@ def write_world(folder: Path, words: list[str] = WORDS, prompt: str = "a b b", *
 
 def make_run(folder: Path, monkeypatch, *words: str, reward=reward_of, **changes) -> TailRun:
     """A run in this process, before its first step; `changes` go past the checks of the options."""
-    monkeypatch.setattr(builders, "other_rewards", lambda *_: [(TableReward(reward), 1.0)])
+    monkeypatch.setattr(builders, "non_model_rewards", lambda *_: [(TableReward(reward), 1.0)])
     typed = (
         f"--pretrain {folder}/model --prompt_data {folder}/prompts.jsonl --input_key prompt "
         f"--reward_verifier length(0-2) --rollout_batch_size 1 --generate_max_len {LENGTH} "

@@ -138,7 +138,7 @@ Arguments = dict[str, Any]
 @dataclass
 class PrefillMetadata:
     row: PackedRow
-    places_T: Tensor
+    slot_mapping_T: Tensor
     continued: CachedPrefill | SinglePart | None = None  # if some sequences have a cached prefix
 
 
@@ -177,7 +177,7 @@ class CachedAttention:
             self.cache.store(layer, *new, current.places_B)
             return self._decode(current, query, layer, new, arguments)
         assert current is not None
-        self.cache.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), current.places_T)
+        self.cache.store(layer, key[0].transpose(0, 1), value[0].transpose(0, 1), current.slot_mapping_T)
         return self._read(current, query, key, value, layer, arguments)
 
     def attend(self, layer: int, query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, arguments: Arguments) -> Tensor:

@@ -31,7 +31,7 @@ from trimtab.rollout.builtin.attention import MOST_TOGETHER, SinglePart, VarlenP
 from trimtab.rollout.builtin.fused_layers import precompile
 from trimtab.rollout.builtin.kv_cache import KVCache
 from trimtab.rollout.builtin.model_runner import ModelRunner, switches
-from trimtab.rollout.builtin.sampler import RowSampler, Sampler, SamplerOutput, SamplingKind
+from trimtab.rollout.builtin.sampler import PerRequestSampler, Sampler, SamplerOutput, SamplingFeatures
 from trimtab.rollout.builtin.scheduler import SequenceState
 from trimtab.rollout.sampling import SamplingParams
 
@@ -48,7 +48,7 @@ class DecodeGraphs:
     chunk_size = 24  # decode steps of a chunk, and
     long_chunk_size = 64  # while no sequence waits
 
-    def __init__(self, sampler: Sampler | RowSampler, cache: KVCache, max_num_seqs: int, longest: int):
+    def __init__(self, sampler: Sampler | PerRequestSampler, cache: KVCache, max_num_seqs: int, longest: int):
         """`longest`: tokens of a sequence."""
         self.sampler, self.size = sampler, cache.size
         self.pages = 1 << (-(-longest // cache.size) - 1).bit_length()
@@ -78,7 +78,7 @@ class DecodeGraphs:
         self._ensure_captured(runner, bucket)
         self._fill(bucket)
         self.table[:bucket].copy_(self.host[:bucket], non_blocking=True)
-        if isinstance(self.sampler, RowSampler):
+        if isinstance(self.sampler, PerRequestSampler):
             self.sampler.follow([sample.sampling for sample in self.rows])
         self.step.zero_()
         for _ in range(steps):
@@ -116,14 +116,14 @@ class DecodeGraphs:
     def _step(self, runner: ModelRunner, rows: int) -> None:
         if self.angles is None or runner.fused is None:
             return self._step_by_parts(runner, rows)
-        from trimtab.rollout.builtin.kernels.decode_step import decode_inputs, finish_step
+        from trimtab.rollout.builtin.kernels.decode_step import advance_step, decode_inputs
 
         table = self.table[:rows]
         given = decode_inputs(table, COLUMNS, self.size, runner.fused.embedding_VD, self.angles)
         hidden = runner.decode_from(given, table[:, COLUMNS:])
         result = self.sampler.draw(runner.logits(hidden), table[:, 3], table[:, 2], None)
         kept, stops = (self.tokens, self.log_probs), self.sampler.stops_of(rows)
-        finish_step(table, result.tokens_B, result.log_probs_B, result.plain_B, *kept, stops, self.step)
+        advance_step(table, result.tokens_B, result.log_probs_B, result.plain_B, *kept, stops, self.step)
 
     def _step_by_parts(self, runner: ModelRunner, rows: int) -> None:
         table = self.table[:rows]
@@ -389,7 +389,7 @@ class GraphCache:
     def release(self) -> None:
         self.reads: PrefillGraphs | None = None
         self.decodes: DecodeGraphs | None = None
-        self._by_rows: dict[bool, tuple[SamplingKind, DecodeGraphs]] = {}  # by whether they filter
+        self._by_rows: dict[bool, tuple[SamplingFeatures, DecodeGraphs]] = {}  # by whether they filter
         self._hold_for: tuple = ()
         self._rule: tuple = ()  # sampling rule of `decodes`
 
@@ -426,14 +426,14 @@ class GraphCache:
         self, cache: KVCache, settings: Sequence[SamplingParams], longest: int
     ) -> DecodeGraphs | None:
         """With sampling parameters by row, which may change from one chunk to the next."""
-        kind = SamplingKind.of(settings)
+        kind = SamplingFeatures.of(settings)
         if not self.possible or not all(can_capture(setting) for setting in settings):
             return None
         found = self._by_rows.get(kind.filtered)
         if found is None or not found[0].covers(kind) or not found[1].holds(longest):
             kind = kind if found is None else found[0].together_with(kind)
             self._by_rows.pop(kind.filtered, None)  # free its memory first
-            sampler = RowSampler.blank(kind, padded_rows(self.max_num_seqs), cache.keys.device)
+            sampler = PerRequestSampler.blank(kind, padded_rows(self.max_num_seqs), cache.keys.device)
             found = self._by_rows[kind.filtered] = kind, DecodeGraphs(sampler, cache, self.max_num_seqs, longest)
         return found[1]
 

@@ -25,11 +25,12 @@ from trimtab.models.rotary import generated_context
 from trimtab.rollout.builtin.cuda_graphs import CaptureFailed, DecodeGraphs, GraphCache
 from trimtab.rollout.builtin.kv_cache import PAGE_SIZE, KVCacheManager
 from trimtab.rollout.builtin.linear import Int8Layers
-from trimtab.rollout.builtin.model_runner import ModelRunner, build_fused_layers, is_sharded, weights_fingerprint
+from trimtab.rollout.builtin.model_runner import ModelRunner, is_sharded, weights_fingerprint
 from trimtab.rollout.builtin.output_processor import append_tokens, trajectory_of
 from trimtab.rollout.builtin.prefill import Prefill
-from trimtab.rollout.builtin.sampler import RowSampler, Sampler, SamplerCache, SamplerOutput, same_rule
+from trimtab.rollout.builtin.sampler import PerRequestSampler, Sampler, SamplerCache, SamplerOutput, same_params
 from trimtab.rollout.builtin.scheduler import PromptState, ScheduledSequence, Scheduler, SequenceState
+from trimtab.rollout.builtin.supported_models import build_fused_layers
 from trimtab.rollout.engine import AT_WORK, BaseEngine, BaseSession, check_request
 from trimtab.rollout.episode import Task
 from trimtab.rollout.sampling import SamplingParams, check_sampling_params, request_seed
@@ -215,7 +216,7 @@ class BuiltinSession(BaseSession):
         if not captured.possible:
             return None
         # Prepared graphs sample by row.
-        if not self._prepared and same_rule(running) and running[0].sampling.rule == self.sampling.rule:
+        if not self._prepared and same_params(running) and running[0].sampling.rule == self.sampling.rule:
             return self._graphs
         settings = list({id(sample.sampling): sample.sampling for sample in running}.values())  # most are the same
         return captured.decode_graphs_by_row(self._runner.cache, settings, self._longest)
@@ -275,7 +276,12 @@ class BuiltinSession(BaseSession):
         return torch.tensor([s.seed for s in samples], device=self.device)
 
     def _draw(
-        self, hidden: Tensor, sampler: Sampler | RowSampler, seeds: Tensor, drawn: Tensor | None, seen: Tensor | None
+        self,
+        hidden: Tensor,
+        sampler: Sampler | PerRequestSampler,
+        seeds: Tensor,
+        drawn: Tensor | None,
+        seen: Tensor | None,
     ) -> SamplerOutput:
         drawn = torch.zeros_like(seeds) if drawn is None else drawn
         found = sampler.draw(self._runner.logits(hidden), seeds, drawn, seen)

@@ -1,6 +1,6 @@
 """Fused layers of Llama-like models (Llama, Mistral, Qwen2, Qwen3): few launches, with the modules' own weights.
 
-model_runner.py decides which models are supported. Linear layers with LoRA and with int8 weights have their own
+supported_models.py decides which models have them. Linear layers with LoRA and with int8 weights have their own
 kernels; a projection of another kind is called as the module that it is.
 """
 
@@ -65,51 +65,53 @@ class FusedLayers:
             return None
         return self.angles(torch.arange(positions, device=embedding.weight.device))
 
-    def hidden(self, ids_T: Tensor, positions_T: Tensor, cache: KVCache, places_T: Tensor, attend) -> Tensor:
+    def hidden(self, ids_T: Tensor, positions_T: Tensor, cache: KVCache, slot_mapping_T: Tensor, attend) -> Tensor:
         """Last hidden states [T, D]; `attend(layer, query, key, value, arguments)` sees the cache filled."""
         stream = self.backbone.embed_tokens(ids_T)
-        return self.through(self.all, stream, self.angles(positions_T), cache, places_T, attend)
+        return self.through(self.all, stream, self.angles(positions_T), cache, slot_mapping_T, attend)
 
     def through(
-        self, layers: range, stream: Tensor, angles: Angles, cache: KVCache, places_T: Tensor, attend
+        self, layers: range, stream: Tensor, angles: Angles, cache: KVCache, slot_mapping_T: Tensor, attend
     ) -> Tensor:
         """Run these layers on the residual stream [T, D], in place; returns it normed."""
-        from trimtab.rollout.builtin.kernels.layer_ops import add_norm
+        from trimtab.rollout.builtin.kernels.layer_ops import fused_add_rms_norm
 
         backbone = self.backbone
         new = None
         for index in layers:
             layer = backbone.layers[index]
             attention, norm = layer.self_attn, layer.input_layernorm
-            x = add_norm(new, stream, norm.weight, norm.variance_epsilon)
-            heads = heads_of(attention, x, angles, cache.keys[index], cache.values[index], places_T)
+            x = fused_add_rms_norm(new, stream, norm.weight, norm.variance_epsilon)
+            heads = qkv_rope(attention, x, angles, cache.keys[index], cache.values[index], slot_mapping_T)
             mixed = attend(index, *heads, self.arguments[index])
             norm = layer.post_attention_layernorm
-            x = add_norm(summands(attention.o_proj, mixed.flatten(1)), stream, norm.weight, norm.variance_epsilon)
-            new = summands(layer.mlp.down_proj, opened(layer.mlp, x))
-        return add_norm(new, stream, backbone.norm.weight, backbone.norm.variance_epsilon)
+            x = fused_add_rms_norm(
+                linear_partials(attention.o_proj, mixed.flatten(1)), stream, norm.weight, norm.variance_epsilon
+            )
+            new = linear_partials(layer.mlp.down_proj, opened(layer.mlp, x))
+        return fused_add_rms_norm(new, stream, backbone.norm.weight, backbone.norm.variance_epsilon)
 
 
-def heads_of(
-    attention: nn.Module, x_TD: Tensor, angles: Angles, keys: Tensor, values: Tensor, places_T: Tensor
+def qkv_rope(
+    attention: nn.Module, x_TD: Tensor, angles: Angles, keys: Tensor, values: Tensor, slot_mapping_T: Tensor
 ) -> tuple[Tensor, ...]:
     """Query, key and value [T, heads, W] with rotary positions; stores keys and values in their pages."""
-    from trimtab.rollout.builtin.kernels.fused_linear import few_rows_heads, few_rows_heads_apply
-    from trimtab.rollout.builtin.kernels.layer_ops import rotate_and_store
+    from trimtab.rollout.builtin.kernels.fused_linear import few_rows_heads_apply, small_batch_qkv_rope
+    from trimtab.rollout.builtin.kernels.layer_ops import rope_and_cache
 
     modules = [attention.q_proj, attention.k_proj, attention.v_proj]
     width = angles[0].shape[1]
     if few_rows_heads_apply(x_TD, modules, width):
-        made = few_rows_heads(x_TD, modules, angles, keys, values, places_T, _head_norms(attention))
+        made = small_batch_qkv_rope(x_TD, modules, angles, keys, values, slot_mapping_T, _head_norms(attention))
         parts = made.split([module.out_features for module in modules], 1)
         return tuple(part.unflatten(1, (-1, width)) for part in parts)
     query, key, value = (part.unflatten(1, (-1, width)) for part in _projections(attention, x_TD))
-    rotate_and_store(query, key, value, *angles, keys, values, places_T, _head_norms(attention))
+    rope_and_cache(query, key, value, *angles, keys, values, slot_mapping_T, _head_norms(attention))
     return query, key, value
 
 
 def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
-    from trimtab.rollout.builtin.kernels.fused_linear import can_join, joined_linear
+    from trimtab.rollout.builtin.kernels.fused_linear import can_join, merged_linear
     from trimtab.rollout.builtin.kernels.int8_linear import can_multiply, int8_product
     from trimtab.rollout.builtin.kernels.lora_linear import lora_product
 
@@ -120,20 +122,20 @@ def _projections(attention: nn.Module, x_TD: Tensor) -> tuple[Tensor, ...]:
     elif (layers := _described(modules, x_TD)) is not None:
         joined = lora_product(x_TD, layers)
     elif len(x_TD) <= ROWS_OF_JOINED_PRODUCTS and can_join(x_TD, modules):
-        joined = joined_linear(x_TD, modules)
+        joined = merged_linear(x_TD, modules)
     else:
         return tuple(module(x_TD) for module in modules)
     return joined.split([module.out_features for module in modules], 1)
 
 
-def summands(module: nn.Module, x_TD: Tensor) -> Tensor:
+def linear_partials(module: nn.Module, x_TD: Tensor) -> Tensor:
     """The output of a linear module [T, D], or parts that sum to it [parts, T, D]."""
-    from trimtab.rollout.builtin.kernels.fused_linear import few_rows_apply, few_rows_parts
+    from trimtab.rollout.builtin.kernels.fused_linear import few_rows_apply, small_batch_split_k
     from trimtab.rollout.builtin.kernels.int8_linear import can_multiply, int8_product
     from trimtab.rollout.builtin.kernels.lora_linear import lora_product
 
     if few_rows_apply(x_TD, [module]) and module.bias is None:
-        return few_rows_parts(x_TD, module)
+        return small_batch_split_k(x_TD, module)
     weights = int8_weights([module])
     if weights is not None and can_multiply(x_TD, weights):
         return int8_product(x_TD, weights, parts=True)
@@ -143,14 +145,14 @@ def summands(module: nn.Module, x_TD: Tensor) -> Tensor:
 
 
 def opened(mlp: nn.Module, x_TD: Tensor) -> Tensor:
-    from trimtab.rollout.builtin.kernels.fused_linear import can_join, few_rows_apply, few_rows_gated, gated_linear
+    from trimtab.rollout.builtin.kernels.fused_linear import can_join, few_rows_apply, gated_linear, small_batch_gate_up
     from trimtab.rollout.builtin.kernels.int8_linear import can_multiply, int8_gated
     from trimtab.rollout.builtin.kernels.layer_ops import gated
     from trimtab.rollout.builtin.kernels.lora_linear import lora_gated
 
     modules = [mlp.gate_proj, mlp.up_proj]
     if few_rows_apply(x_TD, modules) and modules[0].bias is None:
-        return few_rows_gated(x_TD, *modules)
+        return small_batch_gate_up(x_TD, *modules)
     weights = int8_weights(modules)
     if weights is not None and weights[0].bias_O is None and can_multiply(x_TD, weights):
         return int8_gated(x_TD, *weights)
@@ -229,7 +231,7 @@ def one_loads_at_a_time() -> Iterator[None]:
 
 def _launches(fused: FusedLayers, cache: KVCache, rows: int) -> list[Callable[[], object]]:
     """The launches of a layer, each with its own tensors."""
-    from trimtab.rollout.builtin.kernels.layer_ops import add_norm
+    from trimtab.rollout.builtin.kernels.layer_ops import fused_add_rms_norm
     from trimtab.rollout.builtin.kernels.paged_attention import paged_attention
 
     layer, arguments = fused.backbone.layers[0], fused.arguments[0]
@@ -242,7 +244,7 @@ def _launches(fused: FusedLayers, cache: KVCache, rows: int) -> list[Callable[[]
     keys, values, width = cache.keys[0], cache.values[0], cache.shape.key_width
 
     def normed(new: torch.Tensor | None) -> Callable[[], object]:
-        return lambda: add_norm(new, stream.clone(), norm.weight, norm.variance_epsilon)
+        return lambda: fused_add_rms_norm(new, stream.clone(), norm.weight, norm.variance_epsilon)
 
     def attended() -> object:
         query, scale = mixed.unflatten(1, (-1, width)), arguments.get("scaling") or width**-0.5
@@ -252,9 +254,9 @@ def _launches(fused: FusedLayers, cache: KVCache, rows: int) -> list[Callable[[]
 
     return [
         normed(None),
-        lambda: normed(summands(attention.o_proj, mixed))(),
-        lambda: heads_of(attention, stream, fused.angles(zeros), keys, values, zeros),
+        lambda: normed(linear_partials(attention.o_proj, mixed))(),
+        lambda: qkv_rope(attention, stream, fused.angles(zeros), keys, values, zeros),
         lambda: opened(mlp, stream),
-        lambda: summands(mlp.down_proj, inside),
+        lambda: linear_partials(mlp.down_proj, inside),
         attended,
     ]

@@ -1,4 +1,4 @@
-"""The KV cache: tensors of keys and values in pages of tokens, and how large they are."""
+"""The KV cache: tensors of keys and values in pages of tokens, and the manager that sizes them and owns their pages."""
 
 from dataclasses import dataclass
 
@@ -54,10 +54,10 @@ class KVCache:
         dimensions = (shape.layers, pages + 1, self.size, shape.heads, width)
         return torch.zeros(dimensions, dtype=shape.dtype, device=self.device)
 
-    def store(self, layer: int, keys_THD: Tensor, values_THD: Tensor, places_T: Tensor) -> None:
-        """`places_T`: page x size + offset of every token."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, places_T, keys_THD)
-        self.values[layer].flatten(0, 1).index_copy_(0, places_T, values_THD)
+    def store(self, layer: int, keys_THD: Tensor, values_THD: Tensor, slot_mapping_T: Tensor) -> None:
+        """`slot_mapping_T`: page x size + offset of every token."""
+        self.keys[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, keys_THD)
+        self.values[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, values_THD)
 
     def copy_pages(self, pairs: list[tuple[int, int]]) -> None:
         if not pairs:

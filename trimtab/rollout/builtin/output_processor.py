@@ -7,7 +7,7 @@ from trimtab.errors import UserError
 from trimtab.rollout.builtin.sampler import SamplerOutput
 from trimtab.rollout.builtin.scheduler import SequenceState
 from trimtab.rollout.sampling import at_stop_tokens, stop_string_end
-from trimtab.rollout.trajectory import Alternatives, Finish, Trajectory
+from trimtab.rollout.trajectory import Finish, TopLogprobs, Trajectory
 
 
 def append_tokens(
@@ -72,5 +72,5 @@ def trajectory_of(sample: SequenceState, finish: Finish, version: int) -> Trajec
     versions = sample.partial.versions_with(len(ids), version)
     rollout = Trajectory(prompt.index, sample.number, prompt.ids, ids, log_probs, finish, versions=versions)
     rollout.plain_log_probs = sample.plain_log_probs.array if sample.sampling.plain_log_probs else None
-    rollout.alternatives = None if sample.likely is None else Alternatives(*(c.array for c in sample.likely))
+    rollout.alternatives = None if sample.likely is None else TopLogprobs(*(c.array for c in sample.likely))
     return rollout

@@ -20,7 +20,7 @@ class Prefill:
         """Fill all pages of these sequences, also with the tokens that preempted ones have sampled."""
         cache = self.runner.cache
         cache.copy_pages([a.prompt_copy for a in admissions if a.prompt_copy])
-        self._prefill_prompts([a.sample.prompt for a in admissions if a.read_prompt])
+        self._prefill_prompts([a.sample.prompt for a in admissions if a.needs_prefill])
         cache.copy_pages([a.copy for a in admissions if a.copy])
         self._restore_preempted([a.sample for a in admissions if len(a.sample.ids) > 1])
 

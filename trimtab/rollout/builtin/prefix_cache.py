@@ -1,4 +1,4 @@
-"""Block pool and prefix cache: which pages of the KV cache are in use, and which a later prompt can share.
+"""Block pool and prefix cache (a radix tree): which pages of the KV cache are in use, which a later prompt can share.
 
 Numbers only; the tensors are in kv_cache.py. Page 0 belongs to no sequence: keys and values that are not needed are
 written there.

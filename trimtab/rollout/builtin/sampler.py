@@ -2,7 +2,8 @@
 
 A sequence uses one number for each token, u = hash(seed, position), and takes the token at which the cumulative
 probability exceeds u. So the rest of the batch changes nothing. `Sampler` has the same parameters for all rows;
-`RowSampler` has tensors of parameters, one entry for each row, and `SamplingKind` says what any of its rows needs.
+`PerRequestSampler` has tensors of parameters, one entry for each row, and `SamplingFeatures` says what any of its rows
+needs.
 """
 
 import math
@@ -115,26 +116,26 @@ class Sampler:
             tokens = chosen_from.argmax(-1)
         else:
             if sampling.min_p > 0:
-                chosen_from = likely_enough(chosen_from, math.log(sampling.min_p))
+                chosen_from = min_p_mask(chosen_from, math.log(sampling.min_p))
             if sampling.top_k > 0 or sampling.top_p < 1:
                 chosen_from = _filtered(chosen_from, sampling.top_k, sampling.top_p)
-            tokens = drawn_from(chosen_from, seeds_B, drawn_B)
+            tokens = sample_from_logits(chosen_from, seeds_B, drawn_B)
         return with_log_probs(tokens, logits, raw, plain=sampling.plain_log_probs, likely=sampling.top_log_probs)
 
     def _draw_by_kernel(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> SamplerOutput:
-        from trimtab.rollout.builtin.kernels.decode_step import draw_plainly
+        from trimtab.rollout.builtin.kernels.decode_step import sample_temperature_only
 
         temperature = self.sampling.temperature
         if not self.waits:
-            tokens, log_probs = draw_plainly(logits_BV, seeds_B, drawn_B, temperature)
+            tokens, log_probs = sample_temperature_only(logits_BV, seeds_B, drawn_B, temperature)
         else:  # mask stop tokens in place for sampling, then restore their logits
             early_B, stops_BK = drawn_B < self.sampling.min_new_tokens, logits_BV[:, self.stops]
             logits_BV[:, self.stops] = stops_BK.masked_fill(early_B[:, None], float("-inf"))
-            tokens, drawn_from = draw_plainly(logits_BV, seeds_B, drawn_B, temperature)
+            tokens, sample_from_logits = sample_temperature_only(logits_BV, seeds_B, drawn_B, temperature)
             logits_BV[:, self.stops] = stops_BK
             picked = logits_BV.gather(-1, tokens[:, None])[:, 0] / temperature
-            whole = torch.logaddexp(picked - drawn_from, (stops_BK / temperature).logsumexp(-1))
-            log_probs = torch.where(early_B, picked - whole, drawn_from)
+            whole = torch.logaddexp(picked - sample_from_logits, (stops_BK / temperature).logsumexp(-1))
+            log_probs = torch.where(early_B, picked - whole, sample_from_logits)
         plain = log_probs_of(logits_BV, tokens) if self.sampling.plain_log_probs else None
         most = self.sampling.top_log_probs
         return SamplerOutput(tokens, log_probs, plain, likeliest(logits_BV / temperature, most) if most else None)
@@ -161,7 +162,7 @@ def with_log_probs(tokens_B: Tensor, logits_BV: Tensor, raw_BV: Tensor, *, plain
     )
 
 
-def drawn_from(logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> Tensor:
+def sample_from_logits(logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> Tensor:
     shares = logits_BV.softmax(-1).cumsum(-1)
     u = uniform(seeds_B, drawn_B).to(shares.dtype)[:, None] * shares[:, -1:]
     return torch.searchsorted(shares, u, right=True)[:, 0].clamp(max=logits_BV.shape[-1] - 1)
@@ -177,7 +178,7 @@ def likeliest(logits_BV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return top.indices, top.values - logits_BV.logsumexp(-1, keepdim=True)
 
 
-def likely_enough(logits_BV: Tensor, log_share: float | Tensor) -> Tensor:
+def min_p_mask(logits_BV: Tensor, log_share: float | Tensor) -> Tensor:
     """min_p: tokens below this share of the largest probability at minus infinity."""
     return logits_BV.masked_fill(logits_BV < logits_BV.amax(-1, keepdim=True) + log_share, float("-inf"))
 
@@ -198,7 +199,7 @@ def _filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 # ---- sampling parameters by row
 
 
-class SamplingKind(NamedTuple):
+class SamplingFeatures(NamedTuple):
     """What must be computed for all rows because one of them needs it. Known to the host; the numbers are tensors."""
 
     filtered: bool  # top_k, top_p, min_p
@@ -208,7 +209,7 @@ class SamplingKind(NamedTuple):
     likely: int  # the largest number of alternatives
 
     @classmethod
-    def of(cls, settings: Sequence[SamplingParams]) -> "SamplingKind":
+    def of(cls, settings: Sequence[SamplingParams]) -> "SamplingFeatures":
         return cls(
             any(s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0) for s in settings),
             any(s.min_new_tokens > 0 and s.stop_token_ids for s in settings),
@@ -222,26 +223,26 @@ class SamplingKind(NamedTuple):
         """Only a temperature is applied, or the most likely token is taken."""
         return not (self.filtered or self.waits or self.likely)
 
-    def covers(self, other: "SamplingKind") -> bool:
+    def covers(self, other: "SamplingFeatures") -> bool:
         return all(own >= others for own, others in zip(self, other))
 
-    def together_with(self, other: "SamplingKind") -> "SamplingKind":
+    def together_with(self, other: "SamplingFeatures") -> "SamplingFeatures":
         sizes = max(self.stops, other.stops), self.plain or other.plain, max(self.likely, other.likely)
-        return SamplingKind(self.filtered or other.filtered, self.waits or other.waits, *sizes)
+        return SamplingFeatures(self.filtered or other.filtered, self.waits or other.waits, *sizes)
 
 
-def numbers_of(setting: SamplingParams) -> tuple[float, ...]:
-    """Parameters of a row in `RowSampler.numbers_BN`."""
+def params_row(setting: SamplingParams) -> tuple[float, ...]:
+    """Parameters of a row in `PerRequestSampler.numbers_BN`."""
     greedy, least = setting.temperature == 0, math.log(setting.min_p) if setting.min_p > 0 else -math.inf
     return setting.temperature or 1.0, greedy, setting.top_k, setting.top_p, least, setting.min_new_tokens
 
 
-class RowSampler:
+class PerRequestSampler:
     """Samples each row with its own parameters."""
 
     def __init__(self, settings: Sequence[SamplingParams], device: torch.device):
-        self.kind = SamplingKind.of(settings)
-        self.numbers_BN = torch.tensor([numbers_of(s) for s in settings], dtype=torch.float32, device=device)
+        self.kind = SamplingFeatures.of(settings)
+        self.numbers_BN = torch.tensor([params_row(s) for s in settings], dtype=torch.float32, device=device)
         self.stops_BK = _padded([s.stop_token_ids for s in settings], -1, torch.long, device)
         biases = [{**s.logit_bias, **dict.fromkeys(s.forbidden_tokens, -math.inf)} for s in settings]
         self.bias: tuple[Tensor, Tensor] | None = None
@@ -252,7 +253,7 @@ class RowSampler:
         self._followed: list[SamplingParams] = []
 
     @classmethod
-    def blank(cls, kind: SamplingKind, rows: int, device: torch.device) -> "RowSampler":
+    def blank(cls, kind: SamplingFeatures, rows: int, device: torch.device) -> "PerRequestSampler":
         """For at most `rows` rows of this kind, set by `follow` before sampling; without biases and penalties."""
         made = cls([SamplingParams()] * rows, device)
         made.kind, made.stops_BK = kind, torch.full((rows, kind.stops), -1, device=device)
@@ -265,7 +266,7 @@ class RowSampler:
         self._followed = list(settings)
         others = [SamplingParams()] * (len(self.numbers_BN) - len(settings))
         rows = [*settings, *others]
-        self.numbers_BN.copy_(torch.tensor([numbers_of(s) for s in rows], dtype=torch.float32))
+        self.numbers_BN.copy_(torch.tensor([params_row(s) for s in rows], dtype=torch.float32))
         if self.kind.stops:
             self.stops_BK.copy_(torch.tensor([_filled(s.stop_token_ids, self.kind.stops, -1) for s in rows]))
 
@@ -286,15 +287,15 @@ class RowSampler:
         chosen_from = self._adjusted(raw, drawn_B, seen_BV) / temperature
         first = chosen_from.argmax(-1)
         if self.kind.filtered:
-            chosen_from = _filtered_by_row(likely_enough(chosen_from, least), top_k, top_p)
-        tokens = torch.where(greedy[:, 0] > 0, first, drawn_from(chosen_from, seeds_B, drawn_B))
+            chosen_from = _filtered_by_row(min_p_mask(chosen_from, least), top_k, top_p)
+        tokens = torch.where(greedy[:, 0] > 0, first, sample_from_logits(chosen_from, seeds_B, drawn_B))
         return with_log_probs(tokens, raw / temperature, raw, plain=self.kind.plain, likely=self.kind.likely)
 
     def _draw_by_kernel(self, logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor) -> SamplerOutput:
-        from trimtab.rollout.builtin.kernels.decode_step import draw_plainly
+        from trimtab.rollout.builtin.kernels.decode_step import sample_temperature_only
 
         temperature, greedy = self.numbers_BN[: len(logits_BV), :2].unbind(1)
-        tokens, log_probs = draw_plainly(logits_BV, seeds_B, drawn_B, temperature)
+        tokens, log_probs = sample_temperature_only(logits_BV, seeds_B, drawn_B, temperature)
         picked, first = logits_BV.gather(-1, tokens[:, None])[:, 0], logits_BV.max(-1)
         log_probs = torch.where(greedy > 0, log_probs + (first.values - picked) / temperature, log_probs)
         tokens = torch.where(greedy > 0, first.indices, tokens)
@@ -341,9 +342,9 @@ class SamplerCache:
         self.vocabulary, self.device = vocabulary, device
         self._last: Sampler | None = None
 
-    def of(self, samples: Sequence[SequenceState]) -> Sampler | RowSampler:
-        if not same_rule(samples):
-            return RowSampler([sample.sampling for sample in samples], self.device)
+    def of(self, samples: Sequence[SequenceState]) -> Sampler | PerRequestSampler:
+        if not same_params(samples):
+            return PerRequestSampler([sample.sampling for sample in samples], self.device)
         setting = samples[0].sampling
         if self._last is None or self._last.sampling.rule != setting.rule:
             self._last = Sampler(setting, self.vocabulary, self.device)
@@ -361,7 +362,7 @@ class SamplerCache:
         return seen
 
 
-def same_rule(samples: Sequence[SequenceState]) -> bool:
+def same_params(samples: Sequence[SequenceState]) -> bool:
     """Whether all sequences have the same sampling rule."""
     first = samples[0].sampling
     return all(sample.sampling is first or sample.sampling.rule == first.rule for sample in samples)

@@ -122,7 +122,7 @@ class ScheduledSequence:
 
     sample: SequenceState
     copy: tuple[int, int] | None  # (from page, to page)
-    read_prompt: bool = False  # the prompt needs a prefill,
+    needs_prefill: bool = False  # the prompt needs a prefill,
     prompt_copy: tuple[int, int] | None = None  # after this copy
 
 
@@ -187,7 +187,7 @@ class Scheduler:
             prompt.pages = []
             return None
         self._to_copy += tail
-        admission.read_prompt = True
+        admission.needs_prefill = True
         admission.prompt_copy = (tail[0], fresh[0]) if tail else None
         return admission
 

@@ -24,7 +24,7 @@ from trimtab.models.hugging_face import from_pretrained
 from trimtab.rollout.engine import BaseEngine, BaseSession, check_request
 from trimtab.rollout.episode import Task
 from trimtab.rollout.sampling import SamplingParams, check_sampling_params, request_seed, stop_string_end
-from trimtab.rollout.trajectory import Alternatives, Finish, Trajectory, partials_to_run
+from trimtab.rollout.trajectory import Finish, TopLogprobs, Trajectory, partials_to_run
 from trimtab.rollout.vllm.worker_extension import AdapterFolder, rank_that_fits
 
 
@@ -142,7 +142,7 @@ class VLLMRequest:
         drawn = np.array([flat.logprobs[start] for start in flat.start_indices[:new]], dtype=np.float32)
         return np.concatenate([self.partial.log_probs, drawn])
 
-    def alternatives(self, count: int) -> Alternatives | None:
+    def alternatives(self, count: int) -> TopLogprobs | None:
         """vLLM lists the sampled token first at each position, then the most likely ones."""
         most = self.sampling.top_log_probs
         if not most or self.output is None:
@@ -150,7 +150,7 @@ class VLLMRequest:
         flat = self.output.logprobs
         starts = [start + 1 for start in flat.start_indices[:count]]
         tokens = np.array([flat.token_ids[start : start + most] for start in starts], dtype=np.int32)
-        return Alternatives(
+        return TopLogprobs(
             tokens, np.array([flat.logprobs[start : start + most] for start in starts], dtype=np.float32)
         )
 

@@ -12,7 +12,7 @@ from trimtab.distributed.cluster.losses import EngineLost
 from trimtab.distributed.roles import Group
 from trimtab.distributed.serialization import NotSerializable
 from trimtab.errors import OutOfMemory, UserError
-from trimtab.rewards.requests import PromptBatch, request_of
+from trimtab.rewards.requests import PromptBatch, make_reward_request
 from trimtab.rewards.types import RewardFailed, RewardResult, RewardSum
 from trimtab.rollout.sampling import SamplingParams
 from trimtab.train.pass_limit import NoRoom
@@ -136,7 +136,7 @@ class Asking:
         responses = texts_of(self.tokenizer, response_ids) if self._texts else [""] * len(rows)
         played = experience.episodes is not None
         openings = self.tokenizer.batch_decode(prompt_ids) if played else []
-        request = request_of(prompts, rows, responses, prompt_ids, response_ids, openings=openings)
+        request = make_reward_request(prompts, rows, responses, prompt_ids, response_ids, openings=openings)
         request = request.with_columns(self._columns)
         bounds = [len(rows) * rank // size for rank in range(size + 1)]
         shares = [range(start, end) for start, end in itertools.pairwise(bounds)]

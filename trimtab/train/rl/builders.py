@@ -20,7 +20,7 @@ from trimtab.models.critic import Critic
 from trimtab.models.load import Loaded, load_policy
 from trimtab.models.load_reward import load_reward_model
 from trimtab.models.policy import Policy
-from trimtab.rewards.build import Parts, other_rewards, reward_models
+from trimtab.rewards.build import Parts, non_model_rewards, reward_models
 from trimtab.rollout.engine import Engine
 from trimtab.rollout.factory import build_engine, build_vllm_engine
 from trimtab.train.launch import load_job_tokenizer
@@ -40,7 +40,7 @@ def build_actor(options: RLOptions, place: Place) -> dict[str, Any]:
     roles: dict[str, Any] = {"actor": actor_of(options, loaded, tokenizer, place)}
     if not options.engines_apart:
         # Those of a tensor group write the same answers, which are judged once.
-        rewards = other_rewards(options, place.stop.requested) if place.mesh.tensor.leads else []
+        rewards = non_model_rewards(options, place.stop.requested) if place.mesh.tensor.leads else []
         roles["rollouts"] = rollouts_of(options, loaded.model, rewards, tokenizer, place)
     if has_reference(options) and options.lora_rank > 0:
         roles["reference"] = scorer(options, place, loaded)
@@ -52,7 +52,7 @@ def build_engine_rollouts(options: RLOptions, place: Place) -> dict[str, Any]:
     tokenizer = load_job_tokenizer(options)
     engine = build_vllm_engine(options.pretrain, tokenizer, **engine_settings(options, place))
     stopped = place.stop.requested
-    rewards, player = other_rewards(options, stopped), player_of(options, engine, tokenizer, stopped)
+    rewards, player = non_model_rewards(options, stopped), player_of(options, engine, tokenizer, stopped)
     return {"rollouts": Rollouts(engine, rewards, tokenizer, stopped, player=player, beside=True)}
 
 

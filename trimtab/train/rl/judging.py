@@ -13,7 +13,7 @@ from typing import Any, overload
 from trimtab.data.tokenizer import texts_of
 from trimtab.rewards.build import Parts
 from trimtab.rewards.functions import CALLS_AT_ONCE
-from trimtab.rewards.requests import PromptBatch, request_of
+from trimtab.rewards.requests import PromptBatch, make_reward_request
 from trimtab.rewards.types import RewardFailed, RewardRequest, RewardResult
 from trimtab.rollout.trajectory import Trajectory
 from trimtab.sandbox.process import RunStopped
@@ -47,7 +47,7 @@ class Several:
         ids = [r.prompt_ids for r in rollouts], Drawn(rollouts)
         episodes = [r.episode for r in rollouts if r.episode is not None]
         openings = self.tokenizer.batch_decode(ids[0]) if episodes else []
-        return request_of(self.questions, [r.prompt for r in rollouts], responses, *ids, episodes, openings)
+        return make_reward_request(self.questions, [r.prompt for r in rollouts], responses, *ids, episodes, openings)
 
 
 class Drawn(Sequence[list[int]]):

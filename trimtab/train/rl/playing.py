@@ -32,9 +32,9 @@ def player_of(
     engines generate the same. `stopped`: ends waits of a single process, unless episodes outlive updates."""
     if not options.plays:
         return None
+    from trimtab.envs.environment_engine import EnvironmentEngine
     from trimtab.envs.environment_pool import BroadcastPool
-    from trimtab.envs.episode_session import EnvironmentEngine
-    from trimtab.server.environment_engine import episode_settings, make_environment_engine, never, open_pool
+    from trimtab.server.environment_factory import episode_settings, make_environment_engine, never, open_pool
 
     settings = episode_settings(options, plain=not options.apply_chat_template)
     if tensor is None or tensor.size == 1:
@@ -80,7 +80,7 @@ def load_stores(
     """The prompts of training and, if there are any, of evaluation: from data, or the environment's own rows."""
     if options.prompt_data is not None:
         return load_prompt_stores(options, tokenizer)
-    from trimtab.server.environment_engine import environment_columns, environment_rows
+    from trimtab.server.environment_factory import environment_columns, environment_rows
 
     count, held_out = min(options.env_rows, options.max_samples), options.env_eval_rows
     rows = environment_rows(options, count, options.seed, eval_count=held_out, instead="--prompt_data")

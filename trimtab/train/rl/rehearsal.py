@@ -9,7 +9,7 @@ from trimtab.distributed.cluster.layout import table
 from trimtab.distributed.device import find_device
 from trimtab.distributed.staging import Unit
 from trimtab.models.load import policy_skeleton
-from trimtab.rewards.build import check_columns, try_reward
+from trimtab.rewards.build import check_columns, check_reward
 from trimtab.rewards.requests import PromptBatch
 from trimtab.rollout.factory import require_packed
 from trimtab.rollout.sampling import request_seed
@@ -62,10 +62,10 @@ def rehearse_rl(
     if options.teacher_model:
         check_teacher(options, tokenizer)
     note = critic_start(options, tokenizer)[1] if options.estimator.critic else None
-    rewarded = try_reward(options, device, tokenizer, stores["train"])
+    rewarded = check_reward(options, device, tokenizer, stores["train"])
     played: list[str] = []
     if options.plays:
-        from trimtab.server.environment_engine import check_environment
+        from trimtab.server.environment_factory import check_environment
 
         first = PromptBatch.of(stores["train"], [(0, request_seed(options.seed, 0))], rewarded=True)
         plain = not options.apply_chat_template

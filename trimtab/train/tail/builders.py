@@ -15,7 +15,7 @@ from trimtab.models.borrowed import BorrowingPolicy
 from trimtab.models.load import load_policy
 from trimtab.models.modulated import ModulatedPolicy, TwistModel, twist_of
 from trimtab.models.policy import Policy
-from trimtab.rewards.build import Parts, other_rewards
+from trimtab.rewards.build import Parts, non_model_rewards
 from trimtab.rollout.sampling import stop_tokens
 from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.rl.builders import actor_of, has_reference, optimiser_of, rollouts_of, scorer
@@ -39,7 +39,7 @@ def build_actor(options: TailOptions, place: Place) -> dict[str, Any]:
     if options.method == "repulse" and options.proposal_lora_rank > 0:
         borrowing = _borrowing_policy(loaded.model, options, place)
     kind = Actor if options.method == "ppo" else TailActor
-    rewards = other_rewards(options, place.stop.requested)
+    rewards = non_model_rewards(options, place.stop.requested)
     roles: dict[str, Any] = {
         "actor": actor_of(options, loaded, tokenizer, place, kind),
         "rollouts": rollouts_of(options, loaded.model, rewards, tokenizer, place),

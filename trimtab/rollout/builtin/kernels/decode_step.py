@@ -93,7 +93,7 @@ def _move_on(
     tl.store(step, at + 1)
 
 
-def finish_step(
+def advance_step(
     table_BC: Tensor, tokens_B: Tensor, log_probs_B: Tensor, plain_B: Tensor | None,
     kept_tokens_SB: Tensor, kept_log_probs_KSB: Tensor, stops: Tensor, step: Tensor,
 ) -> None:  # fmt: skip
@@ -175,7 +175,7 @@ def _pick(
     tl.store(log_probs + row, picked - top - tl.log(total))
 
 
-def draw_plainly(
+def sample_temperature_only(
     logits_BV: Tensor, seeds_B: Tensor, drawn_B: Tensor, temperature: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     """Tokens and their log-probs at the temperature, which may be a tensor of one for each row."""

@@ -1,4 +1,4 @@
-"""Linear kernels: projections that share their input in one launch, with the modules' own weights, and for few rows.
+"""Fused linear kernels: QKV with rotary positions and KV store, gate and up with SiLU, split-K for small batches.
 
 A launch for each of q, k and v would leave most of the device idle at a few hundred rows; a packed copy of the weights
 would have to follow every optimizer step.
@@ -90,7 +90,7 @@ def can_join(x_TD: Tensor, modules: list[nn.Module]) -> bool:
     )
 
 
-def joined_linear(x_TD: Tensor, modules: list[nn.Module]) -> Tensor:
+def merged_linear(x_TD: Tensor, modules: list[nn.Module]) -> Tensor:
     """The outputs of three Linear modules side by side."""
     rows, inner = x_TD.shape
     weights, biases = [m.weight for m in modules], [m.bias for m in modules]
@@ -276,9 +276,9 @@ def few_rows_heads_apply(x_TD: Tensor, modules: list[nn.Module], width: int) -> 
     return width in (64, 128) and few_rows_apply(x_TD, modules, most)
 
 
-def few_rows_heads(
+def small_batch_qkv_rope(
     x_TD: Tensor, modules: list[nn.Linear], angles: tuple[Tensor, Tensor], keys: Tensor, values: Tensor,
-    places_T: Tensor, head_norms: tuple[Tensor, Tensor, float] | None = None, tiles: Tiles | None = None,
+    slot_mapping_T: Tensor, head_norms: tuple[Tensor, Tensor, float] | None = None, tiles: Tiles | None = None,
 ) -> Tensor:  # fmt: skip
     """q, k and v side by side, with rotary positions (after head norms, if the model has them); stores keys and values
     in one layer's KV cache."""
@@ -291,14 +291,14 @@ def few_rows_heads(
     tiles = tiles or _tiles_of_heads(rows, sum(counts), width if head_norms else TILE, width)
     _few_rows_heads[triton.cdiv(rows, tiles.rows), sum(counts) * width // tiles.lines](
         x_TD, *weights, *(weights if biases[0] is None else biases), *angles, query_norm, key_norm, out, keys, values,
-        places_T, epsilon, rows, inner, x_TD.stride(0), out.stride(0), *keys.stride()[:3],
+        slot_mapping_T, epsilon, rows, inner, x_TD.stride(0), out.stride(0), *keys.stride()[:3],
         QUERIES=counts[0], HEADS=counts[1], HALF=width // 2, PAGE=keys.shape[1], BIASED=biases[0] is not None,
         NORMED=head_norms is not None, **tiles.launch(inner, inner, x_TD.device),
     )  # fmt: skip
     return out
 
 
-def few_rows_gated(x_TD: Tensor, gate: nn.Linear, up: nn.Linear, tiles: Tiles | None = None) -> Tensor:
+def small_batch_gate_up(x_TD: Tensor, gate: nn.Linear, up: nn.Linear, tiles: Tiles | None = None) -> Tensor:
     """silu(gate(x)) * up(x), of modules without bias."""
     rows, inner = x_TD.shape
     out = torch.empty(rows, gate.out_features, dtype=x_TD.dtype, device=x_TD.device)
@@ -311,7 +311,7 @@ def few_rows_gated(x_TD: Tensor, gate: nn.Linear, up: nn.Linear, tiles: Tiles | 
     return out
 
 
-def few_rows_parts(x_TD: Tensor, module: nn.Linear, tiles: Tiles | None = None) -> Tensor:
+def small_batch_split_k(x_TD: Tensor, module: nn.Linear, tiles: Tiles | None = None) -> Tensor:
     """Partial sums of the module's output, in fp32 [parts, T, O]."""
     rows, inner = x_TD.shape
     tiles = tiles or _tiles_of_parts(rows, inner, module.out_features)

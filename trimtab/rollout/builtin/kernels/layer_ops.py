@@ -1,4 +1,4 @@
-"""Kernels between the linear layers (norms, rotary positions, gates), and what all kernels need to know of the device.
+"""Kernels between the linear layers: RMSNorm, rotary positions with KV store, SiLU-and-multiply; dependent launches.
 
 Every kernel rounds where the Hugging Face module rounds, so that also in half precision the numbers are the trainer's
 but for the order of sums.
@@ -77,7 +77,7 @@ def _add_norm(
     tl.store(out + row * WIDTH + column, normed.to(x.dtype), kept)
 
 
-def add_norm(new: Tensor | None, stream_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+def fused_add_rms_norm(new: Tensor | None, stream_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """Adds `new` (if any) to the residual stream in place; returns the stream's RMS norm. `new`: [T, D], or parts of
     its sum in fp32 [parts, T, D]."""
     width = stream_TD.shape[-1]
@@ -155,9 +155,9 @@ def _rotate_and_store(
     tl.store(values + target + HALF, tl.load(place + HALF, kept, 0.0), kept)
 
 
-def rotate_and_store(
+def rope_and_cache(
     query_THD: Tensor, key_THD: Tensor, value_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor,
-    keys: Tensor, values: Tensor, places_T: Tensor, head_norms: tuple[Tensor, Tensor, float] | None = None,
+    keys: Tensor, values: Tensor, slot_mapping_T: Tensor, head_norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> None:  # fmt: skip
     """Rotary positions in place (after head norms, if the model has them); stores keys and values in one layer's KV
     cache."""
@@ -166,7 +166,7 @@ def rotate_and_store(
     assert keys.stride() == values.stride() and keys.stride(3) == 1
     query_norm, key_norm, epsilon = head_norms or (cos_TD, cos_TD, 0.0)
     _rotate_and_store[tokens,](
-        query_THD, key_THD, value_THD, cos_TD, sin_TD, query_norm, key_norm, keys, values, places_T, epsilon,
+        query_THD, key_THD, value_THD, cos_TD, sin_TD, query_norm, key_norm, keys, values, slot_mapping_T, epsilon,
         query_THD.stride(0), key_THD.stride(0), value_THD.stride(0), *keys.stride()[:3],
         QUERIES=queries, QUERY_ROWS=triton.next_power_of_2(queries), HEADS=heads,
         HEAD_ROWS=triton.next_power_of_2(heads), HALF=width // 2, COLUMNS=triton.next_power_of_2(width // 2),

@@ -20,11 +20,11 @@ from trimtab.rollout.builtin.kernels.lora_tiles import (
     TILE,
     WIDE,
     Tiles,
+    fit_tiles,
     gated_tiles,
     product_tiles,
     smallest,
     stages_of_low,
-    tiles_within,
 )
 from trimtab.rollout.builtin.linear import LoraLinear
 
@@ -262,4 +262,4 @@ def _sizes(layers: list[LoraLinear], low: Tensor | None, tiles: Tiles) -> dict[s
 def fitting(tiles: Tiles, weights: int, layers: list[LoraLinear], rows: int) -> Tiles | None:
     """`weights`: of how many a program multiplies; by A of each too, where that is done on the way."""
     adapted = any(layer.rank for layer in layers)
-    return tiles_within(shared_memory(), tiles, weights, _height(layers) if adapted else 0, on_the_way=rows <= FEW)
+    return fit_tiles(shared_memory(), tiles, weights, _height(layers) if adapted else 0, on_the_way=rows <= FEW)

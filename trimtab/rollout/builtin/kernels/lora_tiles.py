@@ -22,7 +22,7 @@ FEW, MANY = 64, 512  # rows
 MARGIN = 2**10  # bytes of shared memory; what steps wait by takes 120
 
 
-def tiles_within(memory: int, tiles: Tiles, weights: int, height: int, *, on_the_way: bool) -> Tiles | None:
+def fit_tiles(memory: int, tiles: Tiles, weights: int, height: int, *, on_the_way: bool) -> Tiles | None:
     """Fewer stages, then smaller tiles, until they fit into shared memory; None if two stages of the smallest do not
     fit. After the loop its memory is reused for A x and B, and for the result."""
     while True:

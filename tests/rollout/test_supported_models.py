@@ -8,7 +8,8 @@ from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.attention import DecodeMetadata
 from trimtab.rollout.builtin.fused_layers import FusedLayers
-from trimtab.rollout.builtin.model_runner import ModelRunner, passes_self_check
+from trimtab.rollout.builtin.model_runner import ModelRunner
+from trimtab.rollout.builtin.supported_models import passes_self_check
 
 LAYERS = 12
 
@@ -16,7 +17,7 @@ LAYERS = 12
 def erring(errors):
     """The modules' own numbers, off by so much in some layers."""
 
-    def through(self, layers, stream, angles, cache, places_T, attend):
+    def through(self, layers, stream, angles, cache, slot_mapping_T, attend):
         decoding = isinstance(attend.__self__._pass, DecodeMetadata)
         shape = (-1, 1) if decoding else (1, -1)
         x = stream.view(*shape, stream.shape[1])

@@ -1,4 +1,4 @@
-"""Environments around an engine: prompts become episodes, which come out as rollouts.
+"""The environment engine: its requests are episodes (reset, generate, step, observe), its results trajectories.
 
 `EnvironmentEngine` is an engine itself, so that every caller of one can have episodes instead of single answers. Its
 session generates turns in the inner engine's open session while environments answer other episodes:
@@ -16,8 +16,8 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from trimtab.distributed.watch import pulse
-from trimtab.envs.chat_tokens import ChatTokens, ObservationError, refusing
-from trimtab.envs.environment_pool import Broken, Ended, EnvironmentInstances, Opened, Reply, Stepped
+from trimtab.envs.chat_tokens import ChatTokens, ObservationError, as_observation_error
+from trimtab.envs.environment_pool import EndReply, EnvironmentInstances, FailureReply, Reply, ResetReply, StepReply
 from trimtab.envs.episode_engine import EpisodeEngine, EpisodeSession
 from trimtab.envs.episode_state import EpisodePhase, EpisodeSnapshot, EpisodeState
 from trimtab.envs.types import EpisodeSettings, Message, Step, Task, Turn
@@ -72,7 +72,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
     def begin(
         self, request: int, seed: int, task: Task, prompt_ids: list[int], limit: int, partials: list[Trajectory]
     ) -> None:
-        if (parked := self.engine.unpark(partials[0].episode)) is not None:  # its environment is still there
+        if (parked := self.engine.resume_suspended(partials[0].episode)) is not None:  # its environment is still there
             parked.request, parked.limit = request, limit
             self.active[parked.number] = parked
             if parked.phase is EpisodePhase.GENERATING:
@@ -128,7 +128,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         for number in self.active:
             self.engine.pool.drop(number)
         self.active.clear()
-        self.engine.drop_parked(self.to_resume)
+        self.engine.drop_suspended(self.to_resume)
         self.engine.session_closed()
 
     # ---- replies of environments
@@ -142,14 +142,14 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
                 self._handle(state, reply)
 
     def _handle(self, state: EpisodeState, reply: Reply) -> None:
-        if isinstance(reply, Broken):
+        if isinstance(reply, FailureReply):
             self._failed(state, reply)
             return
         state.counters["seconds_environment"] += reply.seconds
         try:
-            if isinstance(reply, Opened):
+            if isinstance(reply, ResetReply):
                 self._opened(state, reply)
-            elif isinstance(reply, Ended):
+            elif isinstance(reply, EndReply):
                 self._ended(state, reply)
             elif state.phase is EpisodePhase.REPLAYING:
                 self._replayed(state, reply)
@@ -157,7 +157,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
                 self._stepped(state, reply)
         except ObservationError as error:
             self.engine.pool.drop(state.number)
-            self._failed(state, Broken(state.number, str(error)))
+            self._failed(state, FailureReply(state.number, str(error)))
 
     # ---- the beginning and the end of an episode
 
@@ -165,7 +165,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         self.active[state.number] = state
         self.engine.pool.reset(state.number, state.task)
 
-    def _opened(self, state: EpisodeState, reply: Opened) -> None:
+    def _opened(self, state: EpisodeState, reply: ResetReply) -> None:
         state.chat = self.engine.chat_tokens(reply.tools, self.sampling.stop_token_ids)
         prompt = first_tokens(state.chat, reply, state.task, state.prompt_ids)
         known = self._prompts.setdefault(state.request, prompt)
@@ -183,7 +183,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         state.finish, state.phase = finish, EpisodePhase.ENDING
         self.engine.pool.end(state.number)
 
-    def _ended(self, state: EpisodeState, reply: Ended) -> None:
+    def _ended(self, state: EpisodeState, reply: EndReply) -> None:
         assert state.finish is not None
         state.count_tools()
         state.last_reward = reply.reward
@@ -208,7 +208,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
             self._end(state, "context")
             return
         stops = own.get("stop_strings")
-        with refusing():
+        with as_observation_error():
             request = self.inner.add(
                 trajectory.whole_ids,
                 seed=request_seed(state.seed, state.now.turns),
@@ -246,7 +246,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
             state.phase = EpisodePhase.STEPPING
         self.engine.pool.step(state.number, Turn(said.text, said.messages[0], ids, finish, number, room))
 
-    def _stepped(self, state: EpisodeState, reply: Stepped) -> None:
+    def _stepped(self, state: EpisodeState, reply: StepReply) -> None:
         step = reply.step
         state.last_tools = {name: getattr(reply, name) for name in ("tool_calls", "tool_failures", "unknown_tools")}
         state.logs.update(step.logs)
@@ -304,7 +304,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         else:
             self._generate(state)
 
-    def _replayed(self, state: EpisodeState, reply: Stepped) -> None:
+    def _replayed(self, state: EpisodeState, reply: StepReply) -> None:
         index = next_answered(state.now.said, state.replayed)
         assert index is not None and state.chat is not None
         step, answer = reply.step, state.now.said[index + 1]
@@ -330,7 +330,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
 
     # ---- retries and aborts
 
-    def _failed(self, state: EpisodeState, reply: Broken) -> None:
+    def _failed(self, state: EpisodeState, reply: FailureReply) -> None:
         """Retry the episode; if its retries are used up, all samples of its request fail."""
         self._leave_engine([state])
         if reply.innocent:  # replay it in a new instance
@@ -369,7 +369,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
             state.now = replace(state.now, request=None, part=part if len(part.tokens) else None)
 
 
-def first_tokens(chat: ChatTokens, reply: Opened, task: Task, prompt_ids: list[int]) -> list[int]:
+def first_tokens(chat: ChatTokens, reply: ResetReply, task: Task, prompt_ids: list[int]) -> list[int]:
     """The tokens that an episode begins with: what `reset` returned, or the row's prompt. The prompt is rendered again
     if there are tools, because the template writes them with it."""
     first = task.asked if reply.messages is None and reply.tools else reply.messages

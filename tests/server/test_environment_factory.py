@@ -6,7 +6,7 @@ import pytest
 
 from trimtab.config.jobs import GRPOOptions
 from trimtab.errors import UserError
-from trimtab.server import environment_engine
+from trimtab.server import environment_factory as environment_engine
 
 OPTIONS = GRPOOptions(environment="verifiers:a_module", env_rows=6)
 

@@ -19,7 +19,7 @@ from tests.envs.episodes import (
 )
 from tests.envs.fake_pool import Counting, Fault, Pool
 from tests.envs.test_chat_tokens import REFUSED, templates
-from trimtab.envs.environment_pool import Stepped
+from trimtab.envs.environment_pool import StepReply
 from trimtab.envs.types import Step
 from trimtab.rollout.engine import Engine, Session
 
@@ -273,7 +273,7 @@ def test_tools_of_a_turn_that_is_told_twice_count_once(policy):
     class Calling(Pool):
         def step(self, episode, turn):
             instance = self.instances[episode]
-            self._reply("step", episode, lambda: Stepped(episode, instance.step(turn), 2, 1, 1, 0.5))
+            self._reply("step", episode, lambda: StepReply(episode, instance.step(turn), 2, 1, 1, 0.5))
 
     broken = []
 

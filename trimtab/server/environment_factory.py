@@ -13,8 +13,15 @@ from transformers import PreTrainedTokenizerBase
 from trimtab.config.agents import EnvironmentOptions
 from trimtab.data.sources import own_rows
 from trimtab.envs.chat_tokens import ChatTokens, ObservationError
-from trimtab.envs.environment_pool import Broken, EnvironmentPool, LocalEnvironments, Opened, Reply, SandboxLimits
-from trimtab.envs.episode_session import EnvironmentEngine, first_tokens
+from trimtab.envs.environment_engine import EnvironmentEngine, first_tokens
+from trimtab.envs.environment_pool import (
+    EnvironmentPool,
+    FailureReply,
+    LocalEnvironmentPool,
+    Reply,
+    ResetReply,
+    SandboxLimits,
+)
 from trimtab.envs.types import EpisodeSettings, Task
 from trimtab.errors import UserError
 from trimtab.rollout.engine import Engine
@@ -48,7 +55,7 @@ def episode_settings(options: EnvironmentOptions, *, plain: bool) -> EpisodeSett
 
 def make_environment_engine(
     engine: Engine,
-    pool: EnvironmentPool | LocalEnvironments,
+    pool: EnvironmentPool | LocalEnvironmentPool,
     tokenizer: PreTrainedTokenizerBase,
     settings: EpisodeSettings | None = None,
 ) -> Engine:
@@ -127,9 +134,9 @@ def check_environment(
     finally:
         pool.close()
     (reply,) = replies
-    if isinstance(reply, Broken):
+    if isinstance(reply, FailureReply):
         raise UserError(f"{options.environment_flag} was tried and failed: {reply.words}")
-    assert isinstance(reply, Opened)
+    assert isinstance(reply, ResetReply)
     try:
         first_tokens(ChatTokens(tokenizer, reply.tools, (), settings), reply, task, prompt_ids)
     except ObservationError as error:
@@ -138,7 +145,7 @@ def check_environment(
     return [f"{line}; it opens with {_first_observation(reply)}{f'; tools: {tools}' if tools else ''}"]
 
 
-def _first_observation(reply: Opened) -> str:
+def _first_observation(reply: ResetReply) -> str:
     if reply.messages is None:
         return "the prompt"
     content = str(reply.messages[-1].get("content"))
