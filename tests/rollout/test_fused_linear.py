@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tests.rollout.kernel_device import DEVICE
 from tests.rollout.test_kernels import noise
 from trimtab.rollout.builtin.kernels.fused_linear import (
-    Tiles,
+    LinearTiles,
     few_rows_apply,
     small_batch_gate_up,
     small_batch_qkv_rope,
@@ -26,7 +26,7 @@ def linear(inner, outputs, bias=False):
 
 
 # 80 numbers leave a step half empty.
-@pytest.mark.parametrize("tiles", [None, Tiles(16, 64, 32, 1, 3, False), Tiles(32, 128, 64, 1, 3, True)])
+@pytest.mark.parametrize("tiles", [None, LinearTiles(16, 64, 32, 1, 3, False), LinearTiles(32, 128, 64, 1, 3, True)])
 @pytest.mark.parametrize("rows", [1, 40])
 def test_gated_products_equal_silu_times_up(rows, tiles):
     x, gate, up = noise(rows, 80, dtype=DTYPE), linear(80, 192), linear(80, 192)
@@ -35,7 +35,7 @@ def test_gated_products_equal_silu_times_up(rows, tiles):
     torch.testing.assert_close(small_batch_gate_up(x, gate, up, tiles), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("tiles", [None, Tiles(16, 64, 32, 2, 3, False), Tiles(16, 64, 16, 3, 3, True)])
+@pytest.mark.parametrize("tiles", [None, LinearTiles(16, 64, 32, 2, 3, False), LinearTiles(16, 64, 16, 3, 3, True)])
 @pytest.mark.parametrize("rows, inner", [(3, 80), (33, 96)])
 def test_parts_add_up_to_the_product(rows, inner, tiles):
     x, module = noise(rows, inner, dtype=DTYPE), linear(inner, 128)
@@ -48,9 +48,9 @@ def test_parts_add_up_to_the_product(rows, inner, tiles):
     "width, biased, normed, tiles",
     [
         (64, False, False, None),
-        (64, True, False, Tiles(16, 32, 32, 1, 3, False)),
-        (128, True, False, Tiles(16, 64, 64, 1, 3, True)),
-        (64, False, True, Tiles(32, 64, 32, 1, 3, False)),
+        (64, True, False, LinearTiles(16, 32, 32, 1, 3, False)),
+        (128, True, False, LinearTiles(16, 64, 64, 1, 3, True)),
+        (64, False, True, LinearTiles(32, 64, 32, 1, 3, False)),
         (128, False, True, None),
     ],
 )

@@ -8,10 +8,10 @@ from tests.rollout.kernel_device import DEVICE
 from trimtab.rollout.builtin import sampler
 from trimtab.rollout.builtin.kernels.decode_step import sample_temperature_only
 from trimtab.rollout.builtin.kernels.fused_linear import gated_linear, merged_linear
-from trimtab.rollout.builtin.kernels.int8_linear import Tiles, added, int8_gated, int8_product, unpacked
+from trimtab.rollout.builtin.kernels.int8_linear import Int8Tiles, added, dequantize_int8, int8_gated, int8_product
 from trimtab.rollout.builtin.kernels.layer_ops import fused_add_rms_norm, gated, rope_and_cache
 from trimtab.rollout.builtin.kernels.paged_attention import paged_attention
-from trimtab.rollout.builtin.linear import Int8Weight, packed, quantised
+from trimtab.rollout.builtin.linear import Int8Weight, packed, quantize_int8
 from trimtab.rollout.builtin.sampler import PerRequestSampler, Sampler
 from trimtab.rollout.sampling import SamplingParams
 
@@ -124,13 +124,15 @@ def test_joined_products_equal_separate_ones(biased):
 
 
 def int8_weight(outputs, inner, seed=0, bias=None):
-    codes, scales = quantised(noise(outputs, inner, seed=seed))
+    codes, scales = quantize_int8(noise(outputs, inner, seed=seed))
     return Int8Weight(packed(codes), scales, bias, inner), codes.double() * scales[:, None].double()
 
 
 # 48 words make half a step of the inner dimension, and leave a third part nothing to do.
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("rows, tiles", [(1, None), (20, Tiles(16, 64, 32, 3, 4, 3)), (70, Tiles(32, 64, 16, 2, 2, 3))])
+@pytest.mark.parametrize(
+    "rows, tiles", [(1, None), (20, Int8Tiles(16, 64, 32, 3, 4, 3)), (70, Int8Tiles(32, 64, 16, 2, 2, 3))]
+)
 def test_int8_products_are_those_of_the_rounded_weights(rows, tiles, biased):
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     x = noise(rows, 96, dtype=dtype)
@@ -155,7 +157,7 @@ def test_every_int8_code_is_unpacked_exactly(inner):
     codes = torch.arange(-127, 128, dtype=torch.int8).repeat(6)[: 5 * inner].view(5, inner).to(DEVICE)
     weight = Int8Weight(packed(codes), torch.ones(5, device=DEVICE), None, inner)
     for dtype in [torch.float32, torch.float16, torch.bfloat16][: 1 if DEVICE == "cpu" else 3]:
-        assert torch.equal(unpacked(weight, dtype), codes.to(dtype))
+        assert torch.equal(dequantize_int8(weight, dtype), codes.to(dtype))
 
 
 def test_parts_of_a_sum_are_added_to_the_stream_as_their_sum():

@@ -15,7 +15,7 @@ from trimtab.models.lora import add_adapters
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.rollout.builtin.linear import Int8Weight, packed, quantised
+from trimtab.rollout.builtin.linear import Int8Weight, packed, quantize_int8
 from trimtab.rollout.sampling import SamplingParams
 
 SAMPLING = SamplingParams(max_new_tokens=16, n=2, seed=3)
@@ -54,7 +54,7 @@ def test_answers_are_those_of_rounded_weights_and_close_to_the_trained_ones(fami
 
 def test_a_weight_is_off_by_half_a_step_at_most():
     weight = torch.randn(5, 33) * torch.tensor([1e-3, 1.0, 50.0, 0.0, 1.0])[:, None]
-    codes, scales = quantised(weight)
+    codes, scales = quantize_int8(weight)
     assert codes.dtype == torch.int8 and torch.isfinite(scales).all()
     assert ((codes * scales[:, None] - weight).abs() <= scales[:, None] / 2 * 1.0001).all()
 

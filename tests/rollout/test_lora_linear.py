@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.rollout.kernel_device import DEVICE
 from trimtab.rollout.builtin.kernels.int8_linear import added
-from trimtab.rollout.builtin.kernels.lora_linear import Tiles, lora_applies, lora_gated, lora_product
+from trimtab.rollout.builtin.kernels.lora_linear import LoraTiles, lora_applies, lora_gated, lora_product
 from trimtab.rollout.builtin.linear import lora_linear
 
 peft = pytest.importorskip("peft")
@@ -38,7 +38,7 @@ def layers_with(targets, biased=False, rank=5, **options):
 
 
 # A third part of the inner dimension has nothing to do with 104 inputs in steps of 64.
-@pytest.mark.parametrize("tiles", [None, Tiles(16, 64, 64, 3, 4, 3), Tiles(32, 32, 32, 2, 4, 2, swapped=True)])
+@pytest.mark.parametrize("tiles", [None, LoraTiles(16, 64, 64, 3, 4, 3), LoraTiles(32, 32, 32, 2, 4, 2, swapped=True)])
 @pytest.mark.parametrize("targets, rank", [(["q", "k", "v", "up"], 5), (["q", "v"], 16), (["k", "up"], 40)])
 @pytest.mark.parametrize("biased, rows", [(False, 37), (True, 37), (False, 70)])  # the last makes A x beforehand
 def test_products_are_pefts(biased, rows, targets, rank, tiles):

@@ -31,7 +31,7 @@ from trimtab.sandbox.pool import (
     SandboxPool,
     WorkerPool,
 )
-from trimtab.sandbox.process import PATIENCE, PING_EVERY, Session, duration
+from trimtab.sandbox.process import PATIENCE, PING_EVERY, CallSession, duration
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Environments:
         """`name`: what reports call the environment; `seconds`: that a call may take."""
         self._pool, self.about = pool, EnvironmentInfo(**pool.about)
         self._inbox: deque[Result | Failure] = deque()
-        self._sessions: dict[int, Session] = {}  # of episodes
+        self._sessions: dict[int, CallSession] = {}  # of episodes
         self._suspects: set[int] = set()  # episodes that may have ended their process
         self._pending = PendingCalls(name, seconds)
 

@@ -37,10 +37,10 @@ from trimtab.sandbox.calls import (
 from trimtab.sandbox.process import (
     LOOK_EVERY,
     PING_EVERY,
+    CallSession,
     Output,
     RunStopped,
     SandboxWorker,
-    Session,
     Waiter,
     WorkerProcess,
     duration,
@@ -68,7 +68,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class Result:
-    session: Session
+    session: CallSession
     method: str
     values: Any
     time: float = field(default_factory=time.monotonic)
@@ -78,7 +78,7 @@ class Result:
 class Failure:
     """The session is over."""
 
-    session: Session
+    session: CallSession
     error: SandboxError
     innocent: bool = False
     """Its process was ended because of another session, or it is not known whose fault it was."""
@@ -96,7 +96,7 @@ class SandboxPool:
         """`stopped`: whether the run has been told to stop, which ends every wait (RunStopped)."""
         self.state = threading.Condition()
         self._stopped = stopped
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, CallSession] = {}
         self._keys = itertools.count(1)
 
     def open(
@@ -108,10 +108,10 @@ class SandboxPool:
         careful: bool = False,
         inbox: "deque[Result | Failure] | None" = None,
         tag: Any = None,
-    ) -> Session:
+    ) -> CallSession:
         """Open a session with its first call. `final`: the call is the only one; `replies`: results of that call;
         `inbox`: where they go, for sessions that share one."""
-        session = Session(next(self._keys), deque() if inbox is None else inbox, tag)
+        session = CallSession(next(self._keys), deque() if inbox is None else inbox, tag)
         with self.state:
             self._sessions[session.key] = session
             self._place(session, careful=careful)
@@ -119,14 +119,14 @@ class SandboxPool:
             self._send(session, "open", method, final, *arguments)
         return session
 
-    def call(self, session: Session, method: str, *arguments: Any, final: bool = False) -> None:
+    def call(self, session: CallSession, method: str, *arguments: Any, final: bool = False) -> None:
         """The next call of a session. Where it has failed, the failure is in its inbox, or has been."""
         with self.state:
             if session.key in self._sessions:
                 session.method, session.final, session.expected = method, final, 1
                 self._send(session, "call", method, final, *arguments)
 
-    def drop(self, session: Session) -> None:
+    def drop(self, session: CallSession) -> None:
         """End a session, whatever it does; it has no further replies."""
         with self.state:
             kept = [reply for reply in session.inbox if reply.session is not session]
@@ -143,7 +143,7 @@ class SandboxPool:
                 self.state.wait(min(seconds, LOOK_EVERY))
             return bool(inbox)
 
-    def result(self, session: Session, seconds: float = math.inf, report: str | None = None) -> Any:
+    def result(self, session: CallSession, seconds: float = math.inf, report: str | None = None) -> Any:
         """The next result of a session with an inbox of its own. Raises a SandboxError, or RunStopped."""
         if not Waiter(self._stopped).until(lambda left: self.wait(session.inbox, left), seconds, report):
             raise CallTimeout(f"took longer than {seconds:g} s")
@@ -152,31 +152,31 @@ class SandboxPool:
             raise reply.error
         return reply.values
 
-    def is_loading(self, session: Session) -> bool:
+    def is_loading(self, session: CallSession) -> bool:
         """Whether the process of a session has yet to load the user's code."""
         return session.worker is not None and not session.worker.loaded
 
     def close(self) -> None:
         raise NotImplementedError
 
-    def _place(self, session: Session, *, careful: bool) -> None:
+    def _place(self, session: CallSession, *, careful: bool) -> None:
         raise NotImplementedError
 
-    def _send(self, session: Session, kind: str, *call: Any) -> None:
+    def _send(self, session: CallSession, kind: str, *call: Any) -> None:
         raise NotImplementedError
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: CallSession) -> None:
         """The session was dropped."""
         raise NotImplementedError
 
-    def _finished(self, session: Session) -> None:
+    def _finished(self, session: CallSession) -> None:
         """All replies of its current call are there."""
 
     def _check(self) -> None:
         if self._stopped():
             raise RunStopped
 
-    def _hear(self, kind: str, key: int, values: Any) -> Session | None:
+    def _hear(self, kind: str, key: int, values: Any) -> CallSession | None:
         """A reply to a session, if it has not been dropped."""
         session = self._sessions.get(key)
         if session is None:
@@ -193,7 +193,9 @@ class SandboxPool:
         self.state.notify_all()
         return session
 
-    def _fail(self, session: Session, error: SandboxError, *, innocent: bool = False, suspect: bool = False) -> None:
+    def _fail(
+        self, session: CallSession, error: SandboxError, *, innocent: bool = False, suspect: bool = False
+    ) -> None:
         session.expected -= 1
         del self._sessions[session.key]
         session.inbox.append(Failure(session, error, innocent, suspect))
@@ -224,13 +226,13 @@ class LocalPool(SandboxPool):
         self._thread.join()
         self._loop.close()
 
-    def _place(self, session: Session, *, careful: bool) -> None:
+    def _place(self, session: CallSession, *, careful: bool) -> None:
         """There is one place."""
 
-    def _send(self, session: Session, kind: str, *call: Any) -> None:
+    def _send(self, session: CallSession, kind: str, *call: Any) -> None:
         self._loop.call_soon_threadsafe(self._server.receive, kind, session.key, *call)
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: CallSession) -> None:
         self._send(session, "drop")
 
     def _receive(self, kind: str, key: int | None, values: Any) -> None:
@@ -329,7 +331,7 @@ class WorkerPool(SandboxPool):
         process = WorkerProcess("trimtab.sandbox.worker", self._arguments, output=self._output)
         return SandboxWorker(process, MessageSocket(process.socket), careful)
 
-    def _place(self, session: Session, *, careful: bool) -> None:
+    def _place(self, session: CallSession, *, careful: bool) -> None:
         """In the process with the fewest sessions; in a new one where each has some, as long as there may be more."""
         fit = [worker for worker in self._workers if worker.careful == careful]
         if len(fit) < self.count and all(worker.sessions for worker in fit):
@@ -339,12 +341,12 @@ class WorkerPool(SandboxPool):
         assert self._shared or not session.worker.sessions, "a function has no more calls than processes"
         session.worker.sessions[session.key] = session
 
-    def _send(self, session: Session, kind: str, *call: Any) -> None:
+    def _send(self, session: CallSession, kind: str, *call: Any) -> None:
         assert session.worker is not None
         session.worker.send(kind, session.key, *call)
         self._wake(session.worker)
 
-    def _forget(self, session: Session) -> None:
+    def _forget(self, session: CallSession) -> None:
         worker = session.worker
         assert worker is not None
         if self._shared:
@@ -357,7 +359,7 @@ class WorkerPool(SandboxPool):
                 self._unwanted.append(worker)
                 self._wake(None)
 
-    def _finished(self, session: Session) -> None:
+    def _finished(self, session: CallSession) -> None:
         assert session.worker is not None
         session.worker.answered(session.key)
         if session.key not in self._sessions:

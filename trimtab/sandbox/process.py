@@ -122,7 +122,7 @@ PING_EVERY = 0.5  # seconds, where calls are waited for
 
 
 @dataclass(eq=False)
-class Session:
+class CallSession:
     """A series of calls in one worker: of an instance, or one call of a stateless function."""
 
     key: int
@@ -147,7 +147,7 @@ class SandboxWorker:
     loaded: bool = False
     since: float = field(default_factory=time.monotonic)
     """When it was started, heard of or sent to last, or called while it was idle."""
-    sessions: dict[int, Session] = field(default_factory=dict)
+    sessions: dict[int, CallSession] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
     """Keys of sessions whose call is not answered."""
     _queue: deque[tuple[int, bytes]] = field(default_factory=deque)

@@ -25,7 +25,7 @@ from trimtab.models.rotary import generated_context
 from trimtab.rollout.builtin.cuda_graphs import CaptureFailed, DecodeGraphs, GraphCache
 from trimtab.rollout.builtin.kv_cache import PAGE_SIZE, KVCacheManager
 from trimtab.rollout.builtin.linear import Int8Layers
-from trimtab.rollout.builtin.model_runner import ModelRunner, is_sharded, weights_fingerprint
+from trimtab.rollout.builtin.model_runner import ModelRunner, is_sharded, sampled_weights
 from trimtab.rollout.builtin.output_processor import append_tokens, trajectory_of
 from trimtab.rollout.builtin.prefill import Prefill
 from trimtab.rollout.builtin.sampler import PerRequestSampler, Sampler, SamplerCache, SamplerOutput, same_params
@@ -388,7 +388,7 @@ class BuiltinEngine(BaseEngine):
     def _reset_stale_cache(self) -> None:
         """Also if weights changed without a call of `weights_changed`."""
         if self._cache_outlives_calls:
-            weights = weights_fingerprint(self.policy)
+            weights = sampled_weights(self.policy)
             if weights != self._cached_weights:
                 self.memory.reset_prefix_cache()
             self._cached_weights = weights

@@ -6,7 +6,7 @@ int8: copies of the weights with one scale for each output, made again for every
 
 The trained weights are only read, so training is not affected. The LM head keeps its weights, and so does everything
 that is not a plain linear layer (adapters, experts in one tensor, GPT-2's transposed layers). In half precision and
-with few rows, kernels multiply by the copies (kernels/int8_linear.py); otherwise a copy is unpacked to the activations'
+with few rows, kernels multiply by the copies (kernels/int8_linear.py); otherwise a copy is dequantize_int8 to the activations'
 dtype, which represents every code exactly. Both multiply by the same weights.
 
 LoRA: y = W x + b + s B (A x). Merging s B A into W would be faster and wrong: in half precision a weight does not
@@ -39,9 +39,9 @@ class Int8Weight:
     def codes(self, dtype: torch.dtype) -> Tensor:
         """[O, I], exact in every dtype of activations."""
         if has_kernels(self.words_OJ.device):
-            from trimtab.rollout.builtin.kernels.int8_linear import unpacked
+            from trimtab.rollout.builtin.kernels.int8_linear import dequantize_int8
 
-            return unpacked(self, dtype)
+            return dequantize_int8(self, dtype)
         bytes_O2J = self.words_OJ.view(torch.uint8).unflatten(1, (-1, 2)).transpose(1, 2)
         return bytes_O2J.to(dtype, memory_format=torch.contiguous_format).sub_(128).flatten(1)[:, : self.inner]
 
@@ -75,7 +75,7 @@ class Int8Layers:
             parts = layer._parameters if way is None else way.parts(layer)
             weight_OI = parts["weight"]
             assert weight_OI is not None
-            codes, scales = quantised(weight_OI, way)
+            codes, scales = quantize_int8(weight_OI, way)
             fresh = packed(codes), scales
             if layer in self._copies:  # in place, so that captured graphs stay valid
                 for old, new in zip(self._copies[layer], fresh):
@@ -92,7 +92,7 @@ class Int8Layers:
         self._copies.clear()
 
 
-def quantised(weight_OI: Tensor, way: Local | None = None) -> tuple[Tensor, Tensor]:
+def quantize_int8(weight_OI: Tensor, way: Local | None = None) -> tuple[Tensor, Tensor]:
     """(int8 weights [O, I], fp32 scales [O]), symmetric for each output. `way`: how the layer is split over a
     tensor-parallel group; scales are those of the whole layer, so that results do not depend on the split."""
     largest_O = torch.linalg.vector_norm(weight_OI, torch.inf, 1, dtype=torch.float32)

@@ -54,7 +54,7 @@ def is_sharded(policy: Policy) -> bool:
 
 
 @torch.no_grad()
-def weights_fingerprint(policy: Policy) -> tuple:
+def sampled_weights(policy: Policy) -> tuple:
     """Differs after every change of weights: torch counts in-place writes; for writes that bypass its counters
     (`.data`), a few numbers of every tensor are compared. Cached keys and values of other weights must not be used."""
     tensors = [*policy.parameters(), *policy.buffers()]

@@ -240,7 +240,7 @@ def _few_rows_parts(
     tl.store(place, total.to(out.dtype.element_ty), (row < rows)[:, None])
 
 
-class Tiles(NamedTuple):
+class LinearTiles(NamedTuple):
     """Tile sizes: rows, lines of weights and inner numbers of one step; parts of the inner dimension."""
 
     rows: int
@@ -278,7 +278,7 @@ def few_rows_heads_apply(x_TD: Tensor, modules: list[nn.Module], width: int) -> 
 
 def small_batch_qkv_rope(
     x_TD: Tensor, modules: list[nn.Linear], angles: tuple[Tensor, Tensor], keys: Tensor, values: Tensor,
-    slot_mapping_T: Tensor, head_norms: tuple[Tensor, Tensor, float] | None = None, tiles: Tiles | None = None,
+    slot_mapping_T: Tensor, head_norms: tuple[Tensor, Tensor, float] | None = None, tiles: LinearTiles | None = None,
 ) -> Tensor:  # fmt: skip
     """q, k and v side by side, with rotary positions (after head norms, if the model has them); stores keys and values
     in one layer's KV cache."""
@@ -298,7 +298,7 @@ def small_batch_qkv_rope(
     return out
 
 
-def small_batch_gate_up(x_TD: Tensor, gate: nn.Linear, up: nn.Linear, tiles: Tiles | None = None) -> Tensor:
+def small_batch_gate_up(x_TD: Tensor, gate: nn.Linear, up: nn.Linear, tiles: LinearTiles | None = None) -> Tensor:
     """silu(gate(x)) * up(x), of modules without bias."""
     rows, inner = x_TD.shape
     out = torch.empty(rows, gate.out_features, dtype=x_TD.dtype, device=x_TD.device)
@@ -311,7 +311,7 @@ def small_batch_gate_up(x_TD: Tensor, gate: nn.Linear, up: nn.Linear, tiles: Til
     return out
 
 
-def small_batch_split_k(x_TD: Tensor, module: nn.Linear, tiles: Tiles | None = None) -> Tensor:
+def small_batch_split_k(x_TD: Tensor, module: nn.Linear, tiles: LinearTiles | None = None) -> Tensor:
     """Partial sums of the module's output, in fp32 [parts, T, O]."""
     rows, inner = x_TD.shape
     tiles = tiles or _tiles_of_parts(rows, inner, module.out_features)
@@ -333,25 +333,25 @@ def _height(rows: int) -> int:
     return min(64, max(16, triton.next_power_of_2(rows)))
 
 
-def _tiles_of_heads(rows: int, heads: int, least_lines: int, width: int) -> Tiles:
+def _tiles_of_heads(rows: int, heads: int, least_lines: int, width: int) -> LinearTiles:
     lines, height = max(TILE, least_lines), _height(rows)
     if rows > 64:
-        return Tiles(64, lines, 64, 1, 5, swapped=False)
+        return LinearTiles(64, lines, 64, 1, 5, swapped=False)
     while height > 16 and 2 * heads * width // lines * triton.cdiv(rows, height) <= PROCESSORS:
         height //= 2
-    return Tiles(height, lines, 64, 1, 8, swapped=True)
+    return LinearTiles(height, lines, 64, 1, 8, swapped=True)
 
 
-def _tiles_of_gated(rows: int, outputs: int) -> Tiles:
+def _tiles_of_gated(rows: int, outputs: int) -> LinearTiles:
     large = 2 * outputs // 128 * triton.cdiv(rows, 64) >= PROCESSORS - 4
-    return Tiles(_height(rows), 128 if large else TILE, 64, 1, 6, swapped=True)
+    return LinearTiles(_height(rows), 128 if large else TILE, 64, 1, 6, swapped=True)
 
 
-def _tiles_of_parts(rows: int, inner: int, outputs: int) -> Tiles:
+def _tiles_of_parts(rows: int, inner: int, outputs: int) -> LinearTiles:
     height, count = _height(rows), 1
     while count < 4 and 2 * count * outputs // TILE * triton.cdiv(rows, height) <= PROCESSORS:
         count *= 2
     while height > 16 and 2 * count * outputs // TILE * triton.cdiv(rows, height) <= PROCESSORS:
         height //= 2
     step = 128 if inner % (128 * count) == 0 else 64
-    return Tiles(height, TILE, step, count, 8, swapped=True)
+    return LinearTiles(height, TILE, step, count, 8, swapped=True)

@@ -142,7 +142,7 @@ def _added(parts, out, count, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + place, total.to(out.dtype.element_ty), place < count)
 
 
-class Tiles(NamedTuple):
+class Int8Tiles(NamedTuple):
     """Tile sizes: rows, outputs and words of one step; parts of the inner dimension."""
 
     rows: int
@@ -174,7 +174,7 @@ def can_multiply(x_TI: Tensor, weights: list["Int8Weight"]) -> bool:
 
 
 def int8_product(
-    x_TI: Tensor, weights: list["Int8Weight"], *, parts: bool = False, tiles: Tiles | None = None
+    x_TI: Tensor, weights: list["Int8Weight"], *, parts: bool = False, tiles: Int8Tiles | None = None
 ) -> Tensor:
     """Outputs of one weight, or of three side by side [T, O]; with `parts` partial sums in fp32 [splits, T, O], if one
     sum would leave most of the device idle."""
@@ -196,11 +196,11 @@ def int8_product(
     return out if tiles.splits > 1 else out[0]
 
 
-def int8_gated(x_TI: Tensor, gate: "Int8Weight", up: "Int8Weight", *, tiles: Tiles | None = None) -> Tensor:
+def int8_gated(x_TI: Tensor, gate: "Int8Weight", up: "Int8Weight", *, tiles: Int8Tiles | None = None) -> Tensor:
     """silu(gate(x)) * up(x), of weights without bias."""
     rows, inner = x_TI.shape
     outputs, half = len(gate.words_OJ), inner // 2
-    tiles = tiles or _fitting(Tiles(_height(rows), TILE, *((128, 1, 4, 3) if rows <= 64 else (32, 1, 4, 4))), 2)
+    tiles = tiles or _fitting(Int8Tiles(_height(rows), TILE, *((128, 1, 4, 3) if rows <= 64 else (32, 1, 4, 4))), 2)
     out = torch.empty(rows, outputs, dtype=x_TI.dtype, device=x_TI.device)
     _gated[triton.cdiv(rows, tiles.rows), outputs // tiles.outputs](
         x_TI, gate.words_OJ, up.words_OJ, gate.scales_O, up.scales_O, out,
@@ -219,7 +219,7 @@ def added(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def unpacked(weight: "Int8Weight", dtype: torch.dtype) -> Tensor:
+def dequantize_int8(weight: "Int8Weight", dtype: torch.dtype) -> Tensor:
     """Its codes [O, I]."""
     outputs, half = weight.words_OJ.shape
     out = torch.empty(outputs, 2 * half, dtype=dtype, device=weight.words_OJ.device)
@@ -232,7 +232,7 @@ def unpacked(weight: "Int8Weight", dtype: torch.dtype) -> Tensor:
 # ---- measured on an H200, at the shapes of models of 1.7 and 8 billion parameters
 
 
-def _product_tiles(rows: int, half: int, widths: list[int], parts: bool) -> Tiles:
+def _product_tiles(rows: int, half: int, widths: list[int], parts: bool) -> Int8Tiles:
     large = rows > 128 and all(width % 128 == 0 for width in widths)
     outputs, warps = (128, 8) if large else (TILE, 4)
     if parts or rows > 128:
@@ -243,14 +243,14 @@ def _product_tiles(rows: int, half: int, widths: list[int], parts: bool) -> Tile
     most = 8 if rows <= 64 else 4
     while parts and splits < most and programs * splits * 2 <= (128 if large else 256) and half >= 2 * splits * words:
         splits *= 2
-    return _fitting(Tiles(_height(rows), outputs, words, splits, warps, stages), 1)
+    return _fitting(Int8Tiles(_height(rows), outputs, words, splits, warps, stages), 1)
 
 
 def _height(rows: int) -> int:
     return min(128, max(16, triton.next_power_of_2(rows)))
 
 
-def _fitting(tiles: Tiles, weights: int) -> Tiles:
+def _fitting(tiles: Int8Tiles, weights: int) -> Int8Tiles:
     """Shorter steps, on devices with less shared memory."""
     words = tiles.words
     while words > 32 and 2 * words * (weights * tiles.outputs + 2 * tiles.rows) * tiles.stages > shared_memory():

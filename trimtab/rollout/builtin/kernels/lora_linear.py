@@ -19,7 +19,7 @@ from trimtab.rollout.builtin.kernels.lora_tiles import (
     MANY,
     TILE,
     WIDE,
-    Tiles,
+    LoraTiles,
     fit_tiles,
     gated_tiles,
     product_tiles,
@@ -181,7 +181,9 @@ def is_wide(x_TI: Tensor, layers: list[LoraLinear]) -> bool:
     return len(layers) > 1 and x_TI.shape[1] >= WIDE and FEW < len(x_TI) <= MANY
 
 
-def lora_product(x_TI: Tensor, layers: list[LoraLinear], *, parts: bool = False, tiles: Tiles | None = None) -> Tensor:
+def lora_product(
+    x_TI: Tensor, layers: list[LoraLinear], *, parts: bool = False, tiles: LoraTiles | None = None
+) -> Tensor:
     """Outputs of one layer, or of three side by side [T, O]; with `parts` partial sums in fp32 [splits, T, O], if one
     sum would leave most of the device idle."""
     rows, inner = x_TI.shape
@@ -204,7 +206,7 @@ def lora_product(x_TI: Tensor, layers: list[LoraLinear], *, parts: bool = False,
     return out if tiles.splits > 1 else out[0]
 
 
-def lora_gated(x_TI: Tensor, gate: LoraLinear, up: LoraLinear, *, tiles: Tiles | None = None) -> Tensor:
+def lora_gated(x_TI: Tensor, gate: LoraLinear, up: LoraLinear, *, tiles: LoraTiles | None = None) -> Tensor:
     """silu(gate(x)) * up(x), of layers without bias."""
     rows, inner = x_TI.shape
     layers, outputs = [gate, up], len(gate.weight_OI)
@@ -236,7 +238,7 @@ def _low_parts(x_TI: Tensor, layers: list[LoraLinear]) -> Tensor | None:
     return out
 
 
-def _operands(layers: list[LoraLinear], tiles: Tiles) -> list[TensorDescriptor | Tensor]:
+def _operands(layers: list[LoraLinear], tiles: LoraTiles) -> list[TensorDescriptor | Tensor]:
     """All weights, all A, all B. A layer without an adapter has its weights in their place, and scale 0."""
     height = _height(layers)
     weights = [_tiled(layer.weight_OI, tiles.outputs, tiles.inner) for layer in layers]
@@ -252,14 +254,14 @@ def _height(layers: list[LoraLinear]) -> int:
     return max(LEAST_RANK, triton.next_power_of_2(max(layer.rank for layer in layers)))
 
 
-def _sizes(layers: list[LoraLinear], low: Tensor | None, tiles: Tiles) -> dict[str, int]:
+def _sizes(layers: list[LoraLinear], low: Tensor | None, tiles: LoraTiles) -> dict[str, int]:
     return {
         "RANK": max(layer.rank for layer in layers), "R": _height(layers), "PARTS": 0 if low is None else len(low),
         "BM": tiles.rows, "BN": tiles.outputs, "BK": tiles.inner, "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
 
 
-def fitting(tiles: Tiles, weights: int, layers: list[LoraLinear], rows: int) -> Tiles | None:
+def fitting(tiles: LoraTiles, weights: int, layers: list[LoraLinear], rows: int) -> LoraTiles | None:
     """`weights`: of how many a program multiplies; by A of each too, where that is done on the way."""
     adapted = any(layer.rank for layer in layers)
     return fit_tiles(shared_memory(), tiles, weights, _height(layers) if adapted else 0, on_the_way=rows <= FEW)
