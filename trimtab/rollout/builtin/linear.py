@@ -6,8 +6,8 @@ int8: copies of the weights with one scale for each output, made again for every
 
 The trained weights are only read, so training is not affected. The LM head keeps its weights, and so does everything
 that is not a plain linear layer (adapters, experts in one tensor, GPT-2's transposed layers). In half precision and
-with few rows, kernels multiply by the copies (kernels/int8_linear.py); otherwise a copy is dequantize_int8 to the activations'
-dtype, which represents every code exactly. Both multiply by the same weights.
+with few rows, kernels multiply by the copies (kernels/int8_linear.py); otherwise a copy is dequantized to the
+activations' dtype, which represents every code exactly. Both multiply by the same weights.
 
 LoRA: y = W x + b + s B (A x). Merging s B A into W would be faster and wrong: in half precision a weight does not
 change by less than half of its last bit, and a few optimizer steps change B by less. The rollout would be the base
