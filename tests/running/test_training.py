@@ -7,7 +7,7 @@ import pytest
 from trimtab.api.starting import Hearing
 from trimtab.config.jobs import SFTOptions
 from trimtab.distributed.watch import LINE
-from trimtab.errors import RunFailed
+from trimtab.errors import RunFailed, UserError
 from trimtab.running import training
 
 
@@ -41,3 +41,14 @@ def test_python_raises_what_the_launcher_says_of_a_killed_process():
     hearing("the last checkpoint is here", True)
     with pytest.raises(RunFailed, match=r"^process 1 was ended by signal 9 \(SIGKILL\); the last checkpoint is here$"):
         hearing.check(137)
+
+
+def test_a_mistake_is_raised_though_another_process_tells_later_that_it_lost_its_connection():
+    hearing = Hearing("sft")
+    hearing("process 1 ended with exit code 2:", True)
+    hearing("  trimtab sft: error: no column 'nothing'", True)
+    hearing("trimtab sft: failed: lost its connection to another process of this run (closed by peer)", True)
+    with pytest.raises(UserError, match="no column 'nothing'"):
+        hearing.check(2)
+    with pytest.raises(RunFailed, match="lost its connection"):
+        hearing.check(1)

@@ -227,9 +227,10 @@ class Hearing:
         name = f"trimtab {self.verb}: "
         if killed := next((line for line in self._lines if KILLED.match(line)), None):
             raise RunFailed(f"{killed}; {self._lines[-1]}")
-        kinds: dict[str, type[Error]] = {f"{name}error: ": UserError, f"{name}failed: ": RunFailed}
-        for line in reversed(self._lines):
-            for words, kind in kinds.items():
+        kinds: list[tuple[str, type[Error]]] = [(f"{name}failed: ", RunFailed), (f"{name}error: ", UserError)]
+        # A mistake ends one process with code 2, and others lose their connection to it: their lines may come later.
+        for words, kind in reversed(kinds) if code == 2 else kinds:
+            for line in reversed(self._lines):
                 if words in line:
                     raise kind(line.partition(words)[2])
         if code > 128:
