@@ -73,7 +73,7 @@ def test_what_the_template_keeps_stays_one_sequence_of_the_tokens_that_were_draw
     assert any(tokenizer.encode(tokenizer.decode(r.ids), add_special_tokens=False) != r.ids for r in kept)
 
 
-@pytest.mark.parametrize("way", ["parked", "stored"])
+@pytest.mark.parametrize("way", ["suspended", "stored"])
 @pytest.mark.parametrize("advances", [8, 14])
 def test_episodes_in_several_sequences_go_on_from_their_drafts(policy, way, advances):
     expected = [plain(r) for r in play(player(policy, Pool(slow=1), FORGETFUL, history="template"), n=2)]

@@ -53,7 +53,7 @@ def test_what_is_heard_while_a_device_draws_changes_nothing(policy, slow, monkey
 
 
 @pytest.mark.short(7)
-@pytest.mark.parametrize("way", ["parked", "stored", "beside"])
+@pytest.mark.parametrize("way", ["suspended", "stored", "beside"])
 @pytest.mark.parametrize("advances", [7, 15, 1, 11, 4])
 def test_episodes_go_on_from_drafts_as_if_nothing_had_been(policy, advances, way):
     expected = {(r.prompt, r.sample): plain(r) for r in play(player(policy, Pool(slow=1)), n=2)}
@@ -85,7 +85,7 @@ def test_episodes_go_on_from_drafts_as_if_nothing_had_been(policy, advances, way
     assert {(r.prompt, r.sample): plain(r) for r in rollouts} == expected
     check_exact(policy, rollouts)
     assert all(r.episode.begun == 1 for r in rollouts)
-    if way == "parked" and advances >= 7:
+    if way == "suspended" and advances >= 7:
         assert len(pool.made) == made, "nothing was played again"
     assert not pool.instances
 

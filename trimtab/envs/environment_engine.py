@@ -72,11 +72,12 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
     def begin(
         self, request: int, seed: int, task: Task, prompt_ids: list[int], limit: int, partials: list[Trajectory]
     ) -> None:
-        if (parked := self.engine.resume_suspended(partials[0].episode)) is not None:  # its environment is still there
-            parked.request, parked.limit = request, limit
-            self.active[parked.number] = parked
-            if parked.phase is EpisodePhase.GENERATING:
-                self._generate(parked)
+        # Of a suspended episode the environment is still there.
+        if (suspended := self.engine.resume_suspended(partials[0].episode)) is not None:
+            suspended.request, suspended.limit = request, limit
+            self.active[suspended.number] = suspended
+            if suspended.phase is EpisodePhase.GENERATING:
+                self._generate(suspended)
             return
         state = EpisodeState(next(self.engine.numbers), request, seed, task, prompt_ids, limit)
         state.restore(partials)
@@ -194,7 +195,7 @@ class EnvironmentSession(EpisodeSession[EpisodeState]):
         del self.active[state.number]
         episode = state.record(problem)
         if finish == "abort" and state.phase not in (EpisodePhase.RESETTING, EpisodePhase.REPLAYING):
-            self.engine.park(state, episode)
+            self.engine.suspend_episode(state, episode)
         self.finish(state.rollouts(finish, episode, self.sampling.plain_log_probs))
 
     # ---- turns

@@ -1,8 +1,8 @@
 """Base classes of engines whose requests are episodes, of environments and of agents, and their suspended episodes.
 
-This is what environments (episode_session.py) and agents at an endpoint have in common: one session at a time, and
-episodes that wait between sessions. An aborted episode keeps its instance, parked under the record that the caller was
-given; a later session that resumes from this very record goes on with the instance.
+This is what environments (environment_engine.py) and agents at an endpoint have in common: one session at a time, and
+episodes that wait between sessions. An aborted episode is suspended: it keeps its instance, under the record that the
+caller was given; a later session that resumes from this very record goes on with the instance.
 """
 
 import itertools
@@ -35,8 +35,8 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
         self.numbers = itertools.count()
         self._instances = pool
         self._session: EpisodeSession[EpisodeT] | None = None
-        self._parked: dict[int, tuple[Episode, EpisodeT]] = {}  # by the identity of the record
-        self._inbox: dict[int, Reply] = {}  # replies to parked episodes
+        self._suspended: dict[int, tuple[Episode, EpisodeT]] = {}  # by the identity of the record
+        self._inbox: dict[int, Reply] = {}  # replies to suspended episodes
 
     # ---- the engine as callers see it
 
@@ -47,7 +47,7 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
         return self._session
 
     def batch_session(self, sampling: SamplingParams) -> Session:
-        """A session for one call, such as an evaluation's: it resumes nothing, and parked episodes stay parked."""
+        """A session for one call, such as an evaluation's: it resumes none of the suspended episodes."""
         session = self.session(sampling)
         session.to_resume.clear()
         return session
@@ -62,32 +62,32 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
     # ---- for sessions
 
     def replies(self, seconds: float) -> list[Reply]:
-        """New replies, and earlier ones to episodes that were parked then. Replies to parked episodes are kept."""
-        parked = {active.number for _, active in self._parked.values()}
-        found = [self._inbox.pop(number) for number in list(self._inbox) if number not in parked]
+        """New replies, and kept ones to episodes that are resumed. Replies to suspended episodes are kept."""
+        suspended = {active.number for _, active in self._suspended.values()}
+        found = [self._inbox.pop(number) for number in list(self._inbox) if number not in suspended]
         for reply in self._instances.finished(0.0 if found else seconds):
-            if reply.episode in parked:
+            if reply.episode in suspended:
                 self._inbox[reply.episode] = reply
             else:
                 found.append(reply)
         return found
 
-    def park(self, active: EpisodeT, episode: Episode) -> None:
+    def suspend_episode(self, active: EpisodeT, episode: Episode) -> None:
         """Keep the instance for a session that resumes from this very record."""
-        self._parked[id(episode)] = (episode, active)
+        self._suspended[id(episode)] = (episode, active)
 
     def resume_suspended(self, episode: Episode | None) -> EpisodeT | None:
         if self._session is not None:
             self._session.to_resume.discard(id(episode))  # a later record may get the same id
-        return self._parked.pop(id(episode), (None, None))[1]
+        return self._suspended.pop(id(episode), (None, None))[1]
 
-    def parked(self) -> set[int]:
-        return set(self._parked)
+    def suspended(self) -> set[int]:
+        return set(self._suspended)
 
     def drop_suspended(self, records: Collection[int]) -> None:
-        """Drop parked episodes that were not resumed."""
+        """Drop suspended episodes that were not resumed."""
         for record in records:
-            if (found := self._parked.pop(record, None)) is not None:
+            if (found := self._suspended.pop(record, None)) is not None:
                 self.drop(found[1])
 
     def drop(self, active: EpisodeT) -> None:
@@ -126,7 +126,7 @@ class EpisodeEngine(BaseEngine, Generic[EpisodeT]):
 
     def close(self) -> None:
         """Close the pool, but not the inner engine, which belongs to the caller."""
-        self.drop_suspended(list(self._parked))
+        self.drop_suspended(list(self._suspended))
         self._instances.close()
 
 
@@ -139,7 +139,7 @@ class EpisodeSession(BaseSession, Generic[EpisodeT]):
         self.inner = engine.engine.session(replace(sampling, n=1))
         self.active: dict[int, EpisodeT] = {}  # by number
         self._finished: list[Trajectory] = []
-        self.to_resume = engine.parked()
+        self.to_resume = engine.suspended()
         """Records that are dropped at the end of the session unless they were resumed."""
 
     def add(

@@ -74,7 +74,7 @@ class PersonSession(BaseSession):
         task: Task | None = None,
         sampling: SamplingParams | None = None,
     ) -> int:
-        assert partials is None, "nobody is asked to go on in the middle of a word"
+        assert partials is None, "a person's answer has no partial rollout"
         request, self.requests = self.requests, self.requests + 1
         self._new.append(request)
         self._waiting[request] = (prompt_ids, limit or (sampling or self.sampling).max_new_tokens)

@@ -50,7 +50,7 @@ class Said:
 class Episode:
     said: list[Said] = field(default_factory=list)
     opening: list[Message] | None = None  # what reset gave, if it did
-    last_reward: float = 0.0  # of the episode as a whole, beside those of its turns
+    last_reward: float = 0.0  # of the whole episode, added to those of its turns
     logs: dict[str, float] = field(default_factory=dict)  # metrics of the environment
     begun: int = 1  # attempts: again if an environment failed, or its replay differed
     problem: str | None = None  # why it failed, in the environment's words

@@ -17,7 +17,7 @@ MOST_ALTERNATIVES = 20  # as many as vLLM and the protocol of OpenAI give
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled: in a whole call, or in a request with parameters of its own."""
+    """How tokens are sampled: in a whole call, or in one request with its own parameters."""
 
     max_new_tokens: int = 128
     n: int = 1
@@ -79,7 +79,7 @@ _BITS = 2**64 - 1
 
 
 def request_seed(seed: int, request: int) -> int:
-    """The seed of request number `request` among those that share a seed, as an int64."""
+    """The seed of request number `request` among the requests that share a seed, as an int64."""
     mixed = _mix((seed + _mix((request + 1) & _BITS)) & _BITS)
     return mixed - 2**64 if mixed >= 2**63 else mixed
 

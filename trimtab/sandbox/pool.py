@@ -136,7 +136,7 @@ class SandboxPool:
                 self._forget(session)
 
     def wait(self, inbox: "deque[Result | Failure]", seconds: float) -> bool:
-        """Whether a reply is there, or comes within so many seconds."""
+        """Whether a reply is there, or comes within this many seconds."""
         with self.state:
             if not inbox:
                 self._check()
@@ -144,7 +144,7 @@ class SandboxPool:
             return bool(inbox)
 
     def result(self, session: CallSession, seconds: float = math.inf, report: str | None = None) -> Any:
-        """The next result of a session with an inbox of its own. Raises a SandboxError, or RunStopped."""
+        """The next result of a session with its own inbox. Raises a SandboxError, or RunStopped."""
         if not Waiter(self._stopped).until(lambda left: self.wait(session.inbox, left), seconds, report):
             raise CallTimeout(f"took longer than {seconds:g} s")
         reply = session.inbox.popleft()

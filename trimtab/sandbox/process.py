@@ -251,7 +251,7 @@ class Waiter:
                 future.cancel()
 
     def look(self, passed: float, report: str | None) -> None:
-        """After so many seconds of waiting: raise RunStopped if the run was stopped, report a long wait."""
+        """After this many seconds of waiting: raise RunStopped if the run was stopped, report a long wait."""
         if self.stopped():
             raise RunStopped
         if report is not None and passed >= self._report_after:

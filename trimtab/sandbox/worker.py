@@ -47,7 +47,7 @@ from trimtab.sandbox.calls import (
 
 MARK = "TRIMTAB_PROCESS"  # a variable that all processes started by a worker inherit
 LAST_OUTPUT = 8192  # bytes of what a process printed last
-# Output that is passed on: at most so many bytes at once, and later so many a second.
+# Output that is passed on: a number of bytes at once, and later a number a second.
 MOST_PRINTED, PRINTED_A_SECOND = 2**16, 2**8
 
 
@@ -332,7 +332,7 @@ def end_marked(mark: str) -> None:
     wanted = f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         number = int(folder.name)
-        # Suppressed: other users' processes, and those that have ended meanwhile.
+        # Suppressed: other users' processes, and processes that have already ended.
         with contextlib.suppress(OSError):
             if number == os.getpid() or wanted not in (folder / "environ").read_bytes().split(b"\0"):
                 continue

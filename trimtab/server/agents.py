@@ -149,9 +149,9 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         """A partial episode is resumed only if its own agent is still paused. Otherwise the agent starts again, because
         its program's state is lost. An agent limits the length of its turns itself."""
         episode = partials[0].episode
-        if (parked := self.engine.resume_suspended(episode)) is not None:
-            parked.request = request
-            self.active[parked.number] = parked
+        if (suspended := self.engine.resume_suspended(episode)) is not None:
+            suspended.request = request
+            self.active[suspended.number] = suspended
             return
         self._start(request, seed, task, prompt_ids, 1 if episode is None else episode.begun + 1, 0)
 
@@ -161,7 +161,7 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
         queue = self.engine.server.queue
         if self._finished or not self.active:
             return self.take_finished()
-        with pulse.waiting():  # an agent has a limit of its own
+        with pulse.waiting():  # the agent limits its own time
             asked = queue.wait(POLL_SECONDS)
         if asked:
             queue.step(self.inner, steps)
@@ -247,7 +247,7 @@ class AgentServerSession(EpisodeSession[AgentEpisode]):
             del self.active[agent.number]
             rollouts = agent.rollouts("abort")
             assert rollouts[0].episode is not None, "they have one"
-            self.engine.park(agent, rollouts[0].episode)
+            self.engine.suspend_episode(agent, rollouts[0].episode)
             self._finished += rollouts
 
 
@@ -300,10 +300,10 @@ class AgentServerEngine(EpisodeEngine[AgentEpisode]):
         self.server.sessions.drop(agent.session)
         self.server.queue.cancel([agent.session])
 
-    def park(self, agent: AgentEpisode, episode: Episode) -> None:
+    def suspend_episode(self, agent: AgentEpisode, episode: Episode) -> None:
         """The agent may be waiting for its next turn, which the engine must not sample meanwhile."""
         self.server.queue.hold(agent.session)
-        super().park(agent, episode)
+        super().suspend_episode(agent, episode)
 
     def resume_suspended(self, episode: Episode | None) -> AgentEpisode | None:
         if (agent := super().resume_suspended(episode)) is not None:

@@ -303,8 +303,8 @@ def make_policy_app(
     forward: Forward | None = None,
 ) -> Starlette:
     """`token`: what requests must bring; `version`: of the weights; `forward`: in an HTTP worker, how the engine's
-    process answers requests of sessions, and those that need what all workers know. `state.gate` of the app admits
-    requests."""
+    process answers requests of sessions, and requests that need the state of all workers. `state.gate` of the app
+    admits requests."""
     gate = RequestGate(give_up=lambda: backend.close(ServerClosing()))
     endpoints = CompletionEndpoints(policy, backend, sessions)
 

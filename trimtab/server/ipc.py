@@ -56,7 +56,7 @@ class MessageProtocol(asyncio.Protocol):
         self._decoder = FrameDecoder(LARGEST_MESSAGE)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop has transport classes of its own
+        self.transport = cast(asyncio.Transport, transport)  # uvloop has its own transport classes
 
     def data_received(self, data: bytes) -> None:
         for message in self._decoder.feed(data):

@@ -44,7 +44,7 @@ def stages_of_low(height: int, memory: int) -> int:
 
 
 def smallest(rows: int) -> LoraTiles:
-    """Of all tiles for this many rows, those that need the least memory."""
+    """Of all tiles for this many rows, the ones with the least memory."""
     return LoraTiles(64 if rows <= FEW else 128, TILE, 32, 1, 4, 2)
 
 
