@@ -225,7 +225,9 @@ def test_a_model_missing_from_an_existing_folder_is_a_warning_because_it_may_be_
     assert warning == "--pretrain: there is no sft in the folder runs, so runs/sft is taken for a hub name"
 
 
-@pytest.mark.parametrize("content", [b"", b" \n", gzip.compress(b"\n")])
+@pytest.mark.parametrize(
+    "content", [b"", b" \n", gzip.compress(b"\n", mtime=0)], ids=["empty", "blank", "gzip of a blank line"]
+)
 def test_a_data_file_without_rows_is_refused(tmp_path, content):
     file = tmp_path / ("rows.jsonl.gz" if content[:2] == b"\x1f\x8b" else "rows.jsonl")
     file.write_bytes(content)
