@@ -35,7 +35,7 @@ from trimtab.train.dpo import train_dpo
 from trimtab.train.plan.hardware import GIB, Hardware
 from trimtab.train.plan.split.plan import share_of
 from trimtab.train.plan.work import supposed
-from trimtab.train.rl import learner
+from trimtab.train.rl import trainer
 from trimtab.train.rl.launch import train_rl
 from trimtab.train.sft import train_sft
 
@@ -118,7 +118,7 @@ def run_process(verb: str, folder: Path, words: str, environment: dict[str, str]
     os.environ.update(environment)
     devices._keep_freed_memory = lambda: None
     ctypes.CDLL("libc.so.6").mallopt(-3, 2**16)  # from 64 KiB on every block is mapped, and unmapped when freed
-    supervised.save_model = learner.save_model = lambda *_, **__: None
+    supervised.save_model = trainer.save_model = lambda *_, **__: None
     quiet_transformers()
     options = options_of(verb, folder, words)
     before, peak, done = private_bytes(), 0, threading.Event()

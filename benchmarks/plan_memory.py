@@ -44,7 +44,7 @@ from trimtab.train.metrics import read_rows
 from trimtab.train.plan.hardware import of_device
 from trimtab.train.plan.plan import make_plan
 from trimtab.train.plan.work import supposed
-from trimtab.train.rl import learner
+from trimtab.train.rl import trainer
 from trimtab.train.rl.launch import train_rl
 from trimtab.train.sft import train_sft
 
@@ -162,7 +162,7 @@ def draw_weights_on_the_device() -> None:
         return Verdict("packed", "", 0.0)
 
     load.choose_path = trusted  # a comparison in fp32 with the model's own attention, meant for the CPU
-    supervised.save_model = learner.save_model = lambda *_, **__: None
+    supervised.save_model = trainer.save_model = lambda *_, **__: None
 
 
 def run_case(train: Callable, make_options: Callable[[], Any], answer: Any) -> None:

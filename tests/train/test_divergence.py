@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests import warm
 from tests.train.every_loop import LOOPS, model, newest_two, words
 from trimtab.train.optimiser import Optimiser, StepReport
-from trimtab.train.rl.learner import Learner
+from trimtab.train.rl.trainer import Trainer
 from trimtab.train.supervised import SupervisedRun
 
 
@@ -63,7 +63,7 @@ def nan_losses(bad):
         return plain(run, stop)
 
     SupervisedRun.train_step = train_step
-    update = Learner.update
+    update = Trainer.update
 
     def updated(learner, batches, *, totals, step, **settings):
         if step in bad:
@@ -71,7 +71,7 @@ def nan_losses(bad):
             learner.share = lambda *given, **more: spoilt(share(learner, *given, **more))
         return update(learner, batches, totals=totals, step=step, **settings)
 
-    Learner.update = updated
+    Trainer.update = updated
 
 
 def infinite_moment(at, prefix="exp_avg_sq/"):

@@ -18,7 +18,7 @@ from trimtab.distributed.world import World
 from trimtab.train.integrity import unsealed
 from trimtab.train.metrics import read_rows
 from trimtab.train.plan.passes import is_wanted, with_default_tokens, with_planned_passes
-from trimtab.train.rl.learner import Actor
+from trimtab.train.rl.trainer import PolicyTrainer
 
 CPU, ACCELERATOR = Device(torch.device("cpu"), "CPU"), Device(torch.device("meta"), "an accelerator")
 
@@ -151,8 +151,8 @@ def test_an_rl_run_cuts_by_tokens_and_one_of_padded_rows_by_samples(tmp_path, mo
     assert main(words) == 0
     assert "passes of up to 2,048 tokens" in capsys.readouterr().out
     assert json.loads((tmp_path / "out/manifest.json").read_text())["passes"] == {"tokens": 2048}
-    described = Actor.describe  # the built-in engine takes no such model, but vLLM does
-    monkeypatch.setattr(Actor, "describe", lambda actor: described(actor) | {"path": "padded"})
+    described = PolicyTrainer.describe  # the built-in engine takes no such model, but vLLM does
+    monkeypatch.setattr(PolicyTrainer, "describe", lambda actor: described(actor) | {"path": "padded"})
     assert main([*words, "--overwrite"]) == 0
     assert "passes of up to" not in capsys.readouterr().out
     assert json.loads((tmp_path / "out/manifest.json").read_text())["passes"] == {"samples": 4}

@@ -87,12 +87,12 @@ def test_a_dead_process_ends_the_run_with_its_own_words(folder, tmp_path):
 
 
 def fail_in_update():
-    from trimtab.train.rl.learner import Actor
+    from trimtab.train.rl.trainer import PolicyTrainer
 
     def update(*_, **__):
         raise ValueError("the second process has had enough")
 
-    Actor.update = update
+    PolicyTrainer.update = update
 
 
 def test_a_signal_that_only_the_second_process_gets_stops_both_and_nothing_is_lost(folder, usual, tmp_path):

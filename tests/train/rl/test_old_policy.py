@@ -4,8 +4,8 @@ import pytest
 
 from tests.train.rl.rl_run import arguments, rows, without, write_task
 from trimtab.cli.main import main
-from trimtab.train.rl.learner import Actor
 from trimtab.train.rl.loop import RLRun
+from trimtab.train.rl.trainer import PolicyTrainer
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +18,8 @@ def trained(task, out, monkeypatch, left: bool, *more: str) -> tuple[list[dict],
     asked for log-probs."""
     asked = []
     monkeypatch.setattr(RLRun, "leaves_kl_to_update", left)
-    own = Actor.log_probs
-    monkeypatch.setattr(Actor, "log_probs", lambda self, slices: asked.append(1) or own(self, slices))
+    own = PolicyTrainer.log_probs
+    monkeypatch.setattr(PolicyTrainer, "log_probs", lambda self, slices: asked.append(1) or own(self, slices))
     words = without(arguments(task, out, "grpo"), "--max_epochs", "--train_batch_size", "--eval_dataset")
     words = [word for word in words if word != "--keep_dropout"]
     assert main([*words, "--train_batch_size", "16", "--max_steps", "3", "--bf16", *more]) == 0

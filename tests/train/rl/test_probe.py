@@ -10,8 +10,8 @@ from trimtab.cli.main import main
 from trimtab.errors import RunFailed
 from trimtab.rollout.builtin.attention import CachedAttention
 from trimtab.rollout.builtin.engine import BuiltinEngine
-from trimtab.train.rl.learner import Actor
 from trimtab.train.rl.probe import Probe
+from trimtab.train.rl.trainer import PolicyTrainer
 
 
 class Prompts:
@@ -107,7 +107,7 @@ def wrong_from(monkeypatch):
 
 
 def test_in_fp32_a_wrong_engine_ends_the_run_before_the_first_update(wrong_from, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Actor, "update", lambda *_, **__: pytest.fail("these answers are another policy's"))
+    monkeypatch.setattr(PolicyTrainer, "update", lambda *_, **__: pytest.fail("these answers are another policy's"))
     assert wrong_from(0, tmp_path, 1) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "failed" in line]
     assert "log-probs of" in line and "in fp32 0.01 is the limit" in line and "use --rollout_engine vllm" in line

@@ -27,11 +27,11 @@ from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.optimiser import Optimiser
 from trimtab.train.reference import Reference
 from trimtab.train.rl.checks import critic_start, first_reward
-from trimtab.train.rl.learner import Actor, CriticLearner, ReferenceRole
 from trimtab.train.rl.playing import player_of
 from trimtab.train.rl.rewarding import RewardModels
 from trimtab.train.rl.rollouts import Rollouts
 from trimtab.train.rl.sending import Sending, handover_of
+from trimtab.train.rl.trainer import CriticTrainer, PolicyTrainer, ReferenceRole
 
 
 def build_actor(options: RLOptions, place: Place) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def build_critic(options: RLOptions, place: Place) -> dict[str, Any]:
     if options.normalize_reward and name == first_reward(options):
         loaded.model.mean, loaded.model.deviation = loaded.model.config.mean, loaded.model.config.std
     optimiser = optimiser_of(options, loaded.model.model, options.critic_learning_rate, place)
-    return {"critic": CriticLearner(options, loaded.model, optimiser, tokenizer, place.device, place.mesh)}
+    return {"critic": CriticTrainer(options, loaded.model, optimiser, tokenizer, place.device, place.mesh)}
 
 
 def build_reward_models(options: RLOptions, place: Place) -> dict[str, Any]:
@@ -88,7 +88,9 @@ def has_reference(options: RLOptions) -> bool:
     return options.init_kl_coef > 0
 
 
-def actor_of(options: RLOptions, loaded: Loaded, tokenizer: Any, place: Place, kind: type[Actor] = Actor) -> Actor:
+def actor_of(
+    options: RLOptions, loaded: Loaded, tokenizer: Any, place: Place, kind: type[PolicyTrainer] = PolicyTrainer
+) -> PolicyTrainer:
     optimiser = optimiser_of(options, loaded.model.model, options.actor_learning_rate, place)
     actor = kind(options, loaded.model, optimiser, tokenizer, place.device, place.mesh)
     if options.engines_apart:

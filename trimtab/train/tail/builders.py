@@ -19,7 +19,7 @@ from trimtab.rewards.build import Parts, non_model_rewards
 from trimtab.rollout.sampling import stop_tokens
 from trimtab.train.launch import load_job_tokenizer
 from trimtab.train.rl.builders import actor_of, has_reference, optimiser_of, rollouts_of, scorer
-from trimtab.train.rl.learner import Actor
+from trimtab.train.rl.trainer import PolicyTrainer
 from trimtab.train.tail.measures import BadWords, bad_tokens
 from trimtab.train.tail.proposal import (
     BorrowingProposal,
@@ -38,7 +38,7 @@ def build_actor(options: TailOptions, place: Place) -> dict[str, Any]:
     borrowing = None
     if options.method == "repulse" and options.proposal_lora_rank > 0:
         borrowing = _borrowing_policy(loaded.model, options, place)
-    kind = Actor if options.method == "ppo" else TailActor
+    kind = PolicyTrainer if options.method == "ppo" else TailActor
     rewards = non_model_rewards(options, place.stop.requested)
     roles: dict[str, Any] = {
         "actor": actor_of(options, loaded, tokenizer, place, kind),

@@ -18,21 +18,21 @@ from trimtab.models.modulated import ModulatedPolicy, TwistModel
 from trimtab.models.packed import scoring
 from trimtab.train.pass_limit import memory_guard
 from trimtab.train.rl.batches import Slice, batches_of
-from trimtab.train.rl.learner import Actor, fetched
+from trimtab.train.rl.trainer import PolicyTrainer, fetched
 from trimtab.train.tail.objective import policy_share, twist_share
 from trimtab.train.task import Share, Totals
 
 TWIST = "twist.safetensors"
 
 
-class TailActor(Actor):
+class TailActor(PolicyTrainer):
     """The policy."""
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:
         return policy_share(self.model, batch, totals)
 
 
-class ProposalModel(Actor):
+class ProposalModel(PolicyTrainer):
     """A language model q of its own: log psi = log q - log p, with p as it was."""
 
     def share(self, batch: TokenBatch, totals: Totals, **settings: Any) -> Share:

@@ -41,7 +41,7 @@ from trimtab.train.task import Share, Totals
 from trimtab.train.tensor_parts import HeldParts, TensorParts, all_finite, write_parts
 
 
-class Learner(Role):
+class Trainer(Role):
     called: str  # its model
 
     def __init__(
@@ -156,7 +156,7 @@ class Learner(Role):
         save_model(self.model, self.tokenizer, folder, mesh=self.mesh, bf16=self.options.bf16)
 
 
-class Actor(Learner):
+class PolicyTrainer(Trainer):
     called = "policy"
     model: Policy
     origin: Loaded | None = None  # what was read, before anything was learnt
@@ -246,7 +246,7 @@ class Actor(Learner):
             return fetched(found)
 
 
-class CriticLearner(Learner):
+class CriticTrainer(Trainer):
     called = "critic"
     model: Critic
 
