@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trimtab.algos import mismatch
+from trimtab.algos.policy_losses import NOTICEABLE, mismatch_weights
 from trimtab.data.batches import TokenBatch
 from trimtab.embedded.sort_task import CHARACTERS, SPECIAL_TOKENS, make_model, make_tokenizer
 from trimtab.models.handover import Handover
@@ -154,7 +154,7 @@ def learn(policy: Policy, optimiser: torch.optim.Optimizer, groups: list[Group])
             drawn.append(draft.log_probs)
     batch = TokenBatch.of(examples)
     now_N, then_N = policy(batch).log_probs_N, torch.from_numpy(np.concatenate(drawn))
-    weights_N = mismatch.weights("tis", now_N, then_N, batch.owners_N, len(examples), *RANGE)
+    weights_N = mismatch_weights("tis", now_N, then_N, batch.owners_N, len(examples), *RANGE)
     loss = -(weights_N * torch.tensor(advantages, dtype=torch.float32) * now_N).mean()
     optimiser.zero_grad()
     loss.backward()
@@ -228,7 +228,7 @@ def told(kind: str, rows: np.ndarray, arrivals: list, rewards: list[float], draw
             if high == 99
             else f"{low}-{high}"
         )
-        off = np.abs(weight[mask] - 1) > mismatch.NOTICEABLE
+        off = np.abs(weight[mask] - 1) > NOTICEABLE
         figures = f"{gap[mask].mean():9.4f} {gap[mask].max():8.3f} {before[mask].mean():7.4f} {after[mask].mean():8.4f}"
         print(f"{name:>5} {mask.sum():>7,} {figures} {off.mean():>19.1%}")
     moved = kept > 1e-5

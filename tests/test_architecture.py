@@ -298,7 +298,7 @@ def test_other_words_are_not_taken_for_one(word):
         ("models", "data.pairs", False),
         ("data", "models.load", False),
         ("report", "train.metrics", False),
-        ("algos", "algos.dpo", True),
+        ("algos", "algos.tail", True),
         ("algos", "errors", False),
     ],
 )

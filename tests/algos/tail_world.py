@@ -8,10 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from trimtab.algos import ctl, repulse
-from trimtab.algos.answers import token_scale
-from trimtab.algos.reinforce import loss
-from trimtab.algos.tail_weights import log_ratios, tilted
+from trimtab.algos.group_rewards import token_scale
+from trimtab.algos.policy_losses import reinforce_loss
+from trimtab.algos.tail import ctl_advantages, log_ratios, push_down_advantages, tilted_weights, twist_step_weights
 
 
 @dataclass(frozen=True)
@@ -115,12 +114,12 @@ def proposal_loss(
     twist_N = proposal_N - policy_N
     old_N = proposal_N.detach() if sampler is None else world.token_log_probs(sampler, chosen)
     ratios_GA = log_ratios(policy_N, old_N, owners_N, answers).view(-1, group)
-    weights_GA = tilted(rewards[chosen].view(-1, group), beta, ratios_GA)
+    weights_GA = tilted_weights(rewards[chosen].view(-1, group), beta, ratios_GA)
     steps_N = None
     if second_term:
-        steps_N = ctl.step_weights(policy_N - old_N, twist_N.detach(), owners_N, torch.arange(answers) // group)
-    advantages_N = scaled(ctl.advantages(weights_GA.flatten(), steps_N, owners_N), owners_N, answers, reduction)
-    return loss(twist_N, advantages_N).sum() / answers
+        steps_N = twist_step_weights(policy_N - old_N, twist_N.detach(), owners_N, torch.arange(answers) // group)
+    advantages_N = scaled(ctl_advantages(weights_GA.flatten(), steps_N, owners_N), owners_N, answers, reduction)
+    return reinforce_loss(twist_N, advantages_N).sum() / answers
 
 
 def push_down_loss(
@@ -142,6 +141,6 @@ def push_down_loss(
     if proposal is not None:
         old_N = world.token_log_probs(proposal, chosen).detach()
         ratios_GA = log_ratios(policy_N.detach(), old_N, owners_N, answers).view(-1, group)
-    weights_GA = tilted(rewards[chosen].view(-1, group), beta, ratios_GA)
-    advantages_N = repulse.push_down(weights_GA.flatten(), kappa, group)[owners_N]
-    return loss(policy_N, scaled(advantages_N, owners_N, answers, reduction)).sum() / answers
+    weights_GA = tilted_weights(rewards[chosen].view(-1, group), beta, ratios_GA)
+    advantages_N = push_down_advantages(weights_GA.flatten(), kappa, group)[owners_N]
+    return reinforce_loss(policy_N, scaled(advantages_N, owners_N, answers, reduction)).sum() / answers

@@ -8,7 +8,7 @@ import torch
 
 from tests.algos.one_step import STEP, answer_log_probs, assert_same_step, causal_lm, rows_of, step_of
 from tests.train.job_run import make_run, step_gradient, write_model, write_rows
-from trimtab.algos.distillation import divergence, forward_kl, jensen_shannon, reverse_kl
+from trimtab.algos.supervised_losses import divergence, forward_kl, jensen_shannon, reverse_kl
 from trimtab.config.jobs import KDOptions
 from trimtab.embedded.sort_task import make_rows, make_tokenizer, prompt_of, reference_of
 from trimtab.errors import UserError

@@ -26,7 +26,7 @@ from tests.algos.one_step import (
     trl_step,
 )
 from tests.train.job_run import make_run, preference_rows, step_gradient, write_model, write_rows
-from trimtab.algos.dpo import dpo_loss, ipo_loss, log_odds_ratio
+from trimtab.algos.preference_losses import dpo_loss, ipo_loss, log_odds_ratio
 from trimtab.config.jobs import DPOOptions
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.train.dpo import DPOTask

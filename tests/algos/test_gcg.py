@@ -1,6 +1,6 @@
 import torch
 
-from trimtab.algos.gcg import candidates, promising, token_gradient
+from trimtab.algos.tail import candidate_suffixes, promising_tokens, token_gradient
 
 
 def test_the_token_gradient_is_that_of_the_one_hot_choice():
@@ -16,15 +16,15 @@ def test_the_token_gradient_is_that_of_the_one_hot_choice():
 def test_promising_tokens_are_the_most_negative_that_are_allowed():
     gradient = torch.tensor([[3.0, -1.0, -5.0, 0.0], [-1.0, -2.0, -9.0, 4.0]])
     forbidden = torch.tensor([False, False, True, False])
-    assert promising(gradient, 2, forbidden).tolist() == [[1, 3], [1, 0]]
-    assert promising(gradient, 99, forbidden).shape == (2, 3)
+    assert promising_tokens(gradient, 2, forbidden).tolist() == [[1, 3], [1, 0]]
+    assert promising_tokens(gradient, 99, forbidden).shape == (2, 3)
 
 
 def test_candidates_change_the_asked_number_of_places_to_promising_tokens_of_these_places():
     suffix = torch.arange(100, 106)
     tokens = torch.arange(12).view(6, 2)
     for replaced in (1, 3, 6):
-        drawn = candidates(suffix, tokens, 400, replaced, torch.Generator().manual_seed(0))
+        drawn = candidate_suffixes(suffix, tokens, 400, replaced, torch.Generator().manual_seed(0))
         differs = drawn != suffix
         assert (differs.sum(1) == replaced).all()
         for place in range(6):
@@ -33,5 +33,7 @@ def test_candidates_change_the_asked_number_of_places_to_promising_tokens_of_the
 
 def test_the_same_seed_draws_the_same_candidates():
     suffix, tokens = torch.arange(6), torch.arange(60).view(6, 10)
-    first, again, other = (candidates(suffix, tokens, 9, 1, torch.Generator().manual_seed(s)) for s in (1, 1, 2))
+    first, again, other = (
+        candidate_suffixes(suffix, tokens, 9, 1, torch.Generator().manual_seed(s)) for s in (1, 1, 2)
+    )
     assert first.equal(again) and not first.equal(other)

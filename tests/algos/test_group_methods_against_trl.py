@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from tests.algos.one_step import answer_log_probs, causal_lm, step_of
 from tests.train.job_run import relative_difference, write_model
-from trimtab.algos import group_rewards, kl, policy_loss
+from trimtab.algos.group_rewards import SHAPED_BY
+from trimtab.algos.policy_losses import kl_estimate, ppo_loss
 from trimtab.config.estimators import ESTIMATORS
 from trimtab.embedded.sort_task import make_tokenizer
 
@@ -84,7 +85,7 @@ def plain_log_probs(folder, model: nn.Module) -> tuple[nn.Module, Tensor]:
 
 def shaped(estimator: str) -> Tensor:
     """Rewards of all answers after the estimator's shaping."""
-    return group_rewards.SHAPED_BY[ESTIMATORS[estimator].group](torch.tensor(REWARDS).view(-1, SAMPLES)).flatten()
+    return SHAPED_BY[ESTIMATORS[estimator].group](torch.tensor(REWARDS).view(-1, SAMPLES)).flatten()
 
 
 def on_tokens(values_S: Tensor) -> Tensor:
@@ -130,17 +131,17 @@ def test_the_clipped_loss_equals_trls_grpo(folder, estimator, settings, dual_cli
     policy, log_probs_N = plain_log_probs(folder, trl.models.policy)
     old_N = plain_log_probs(folder, trl.models.old)[1].detach()
     advantages_N = on_tokens(shaped(estimator))
-    loss_N, clipped_N = policy_loss.clipped(log_probs_N, old_N, advantages_N, 0.1, 0.15, dual_clip)
+    loss_N, clipped_N = ppo_loss(log_probs_N, old_N, advantages_N, 0.1, 0.15, dual_clip)
     if beta:
         reference_N = plain_log_probs(folder, trl.models.reference)[1].detach()
-        loss_N = loss_N + beta * kl.estimate(log_probs_N, reference_N, "k3")
+        loss_N = loss_N + beta * kl_estimate(log_probs_N, reference_N, "k3")
     tokens = len(ANSWERS) * LIMIT if estimator == "dr_grpo" else len(log_probs_N)
     loss = loss_N.sum() / tokens
 
     assert 0.1 < clipped_N.float().mean() < 0.9
     assert loss.item() == pytest.approx(trl.loss, rel=1e-5, abs=1e-5)
     assert_same_gradient(policy, loss, trl)
-    without_dual_clip = policy_loss.clipped(log_probs_N, old_N, advantages_N, 0.1, 0.15)[1]
+    without_dual_clip = ppo_loss(log_probs_N, old_N, advantages_N, 0.1, 0.15)[1]
     assert trl.metrics["clip_ratio/region_mean"] == pytest.approx([without_dual_clip.float().mean().item()])
     assert (clipped_N != without_dual_clip).any() == (dual_clip is not None)
 
@@ -160,7 +161,7 @@ def test_the_clipped_loss_of_whole_answers_equals_trls_rloo(folder, rloo):
     policy, log_probs_N = plain_log_probs(folder, trl.models.policy)
     old_N = plain_log_probs(folder, trl.models.old)[1].detach()
     log_probs_S, old_S = (torch.stack([part.sum() for part in x.split(LENGTHS)]) for x in (log_probs_N, old_N))
-    loss_S, clipped_S = policy_loss.clipped(log_probs_S, old_S, shaped("rloo"), 0.1, 0.15)
+    loss_S, clipped_S = ppo_loss(log_probs_S, old_S, shaped("rloo"), 0.1, 0.15)
     assert clipped_S.any() and not clipped_S.all()
     assert loss_S.mean().item() == pytest.approx(trl.loss, rel=1e-5)
     assert_same_gradient(policy, loss_S.mean(), trl)
@@ -169,5 +170,5 @@ def test_the_clipped_loss_of_whole_answers_equals_trls_rloo(folder, rloo):
 def test_before_the_weights_move_the_token_loss_has_the_gradient_of_trls_rloo(folder, rloo):
     trl = rloo(off_policy=False)
     policy, log_probs_N = plain_log_probs(folder, trl.models.policy)
-    loss_N, _ = policy_loss.clipped(log_probs_N, log_probs_N.detach(), on_tokens(shaped("rloo")), 0.1, 0.15)
+    loss_N, _ = ppo_loss(log_probs_N, log_probs_N.detach(), on_tokens(shaped("rloo")), 0.1, 0.15)
     assert_same_gradient(policy, loss_N.sum() / len(ANSWERS), trl)

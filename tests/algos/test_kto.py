@@ -21,7 +21,7 @@ from tests.algos.one_step import (
     trl_step,
 )
 from tests.train.job_run import labelled_rows, make_run, step_gradient, write_model, write_rows
-from trimtab.algos.kto import kl_baseline, kto_loss
+from trimtab.algos.preference_losses import kl_baseline, kto_loss
 from trimtab.config.jobs import KTOOptions
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.train.kto import KTOTask

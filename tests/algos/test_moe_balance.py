@@ -3,7 +3,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from tests.samples import batch_of
 from tests.tiny import tiny_model
-from trimtab.algos.moe_balance import load_balancing_loss
+from trimtab.algos.supervised_losses import load_balancing_loss
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from tests.algos.flat import flat
-from trimtab.algos.advantages import discounted_sums, gae, whiten
+from trimtab.algos.advantages import discounted_sums, gae, token_rewards, whiten
 from trimtab.algos.group_rewards import SHAPED_BY
-from trimtab.algos.kl import estimate
-from trimtab.algos.policy_loss import clipped
-from trimtab.algos.token_rewards import per_token
+from trimtab.algos.policy_losses import kl_estimate, ppo_loss
 from trimtab.config.estimators import ESTIMATORS
 
 END = 0
@@ -83,7 +81,7 @@ def mean_gradient(advantages: Advantages, samples: int) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for rollout in itertools.product(range(len(ANSWERS)), repeat=samples):
         log_probs_N = token_log_probs(log_probs, list(rollout))
-        loss_N, _ = clipped(log_probs_N, log_probs_N.detach(), advantages(list(rollout)), 0.2, 0.2)
+        loss_N, _ = ppo_loss(log_probs_N, log_probs_N.detach(), advantages(list(rollout)), 0.2, 0.2)
         weight = torch.tensor([probabilities[a] for a in rollout], dtype=torch.float64).prod()
         total = total - weight * loss_N.sum() / samples
     return gradient(total)
@@ -99,8 +97,8 @@ def estimated(
         rewards = torch.tensor([[REWARDS[a] for a in rollout]], dtype=torch.float64)
         shaped_S = SHAPED_BY[ESTIMATORS[estimator].group](rewards)[0]
         log_probs_N = token_log_probs(TABLE.detach().log_softmax(1), rollout)
-        kl_N = estimate(log_probs_N, token_log_probs(REFERENCE, rollout), "k1") if beta else None
-        rewards_N = per_token(shaped_S, kl_N, beta, remaining_N, owners_N)
+        kl_N = kl_estimate(log_probs_N, token_log_probs(REFERENCE, rollout), "k1") if beta else None
+        rewards_N = token_rewards(shaped_S, kl_N, beta, remaining_N, owners_N)
         if values is None:
             return discounted_sums(rewards_N, remaining_N, 1.0)
         return gae(rewards_N, values(rollout), remaining_N, 1.0, lam)[0]

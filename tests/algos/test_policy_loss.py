@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trimtab.algos.policy_loss import clipped
+from trimtab.algos.policy_losses import ppo_loss
 
 RATIOS = [0.3, 0.79, 0.81, 1.0, 1.27, 1.29, 2.9, 3.1, 8.0]
 ADVANTAGES = [-2.0, -0.5, 0.0, 0.5, 2.0]
@@ -30,7 +30,7 @@ def test_loss_slope_and_clipped_tokens_equal_the_definition_by_cases(dual_clip):
     cases = [(ratio, advantage) for ratio in RATIOS for advantage in ADVANTAGES]
     old = torch.linspace(-4, -1, len(cases))
     log_probs = (old + torch.tensor([math.log(ratio) for ratio, _ in cases])).requires_grad_()
-    loss, was_clipped = clipped(log_probs, old, torch.tensor([a for _, a in cases]), LOW, HIGH, dual_clip)
+    loss, was_clipped = ppo_loss(log_probs, old, torch.tensor([a for _, a in cases]), LOW, HIGH, dual_clip)
     loss.sum().backward()
     losses, slopes, stopped = zip(*(token(*case, dual_clip) for case in cases), strict=True)
     assert loss.tolist() == pytest.approx(list(losses), abs=1e-5)
@@ -41,7 +41,7 @@ def test_loss_slope_and_clipped_tokens_equal_the_definition_by_cases(dual_clip):
 def test_before_the_first_update_the_gradient_is_reinforces():
     log_probs = torch.tensor([-1.0, -0.2, -3.0], requires_grad=True)
     advantages = torch.tensor([2.0, -1.5, 0.3])
-    loss, was_clipped = clipped(log_probs, log_probs.detach(), advantages, LOW, HIGH, dual_clip=3.0)
+    loss, was_clipped = ppo_loss(log_probs, log_probs.detach(), advantages, LOW, HIGH, dual_clip=3.0)
     loss.sum().backward()
     assert torch.equal(log_probs.grad, -advantages)
     assert not was_clipped.any()

@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.algos.one_step import STEP, assert_same_step, chat_ids, rows_of, step_of, trl_arguments, trl_step
 from tests.train.job_run import make_run, preference_rows, step_gradient, write_model, write_rows
-from trimtab.algos.reward_model import pairwise_loss
+from trimtab.algos.preference_losses import pairwise_loss
 from trimtab.config.jobs import RMOptions
 from trimtab.embedded.sort_task import make_tokenizer
 from trimtab.errors import UserError

@@ -5,7 +5,7 @@ import torch
 
 from tests.samples import batch_of, random_examples
 from tests.tiny import tiny_model
-from trimtab.algos.sft import sft_loss_sum
+from trimtab.algos.supervised_losses import sft_loss_sum
 from trimtab.models.policy import Policy
 from trimtab.models.selfcheck import choose_path
 

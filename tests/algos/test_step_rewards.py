@@ -19,8 +19,7 @@ from tests.algos.test_policy_gradient_by_enumeration import (
     mean_gradient,
 )
 from trimtab.algos.advantages import discounted_sums
-from trimtab.algos.group_rewards import SHAPED_BY
-from trimtab.algos.step_rewards import STEPS_SHAPED_BY
+from trimtab.algos.group_rewards import SHAPED_BY, STEPS_SHAPED_BY
 from trimtab.config.estimators import ESTIMATORS
 
 GROUPED = ("rloo", "reinforce_baseline", "group_norm", "dr_grpo")

@@ -11,10 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from trimtab.algos import ctl, kl, reinforce, repulse
-from trimtab.algos.answers import token_scale
-from trimtab.algos.reward_transforms import minus_exponential, minus_indicator
-from trimtab.algos.tail_weights import effective_samples, log_ratios, tilted
+from trimtab.algos.group_rewards import token_scale
+from trimtab.algos.policy_losses import kl_estimate, reinforce_loss
+from trimtab.algos.tail import (
+    answer_returns,
+    ctl_advantages,
+    effective_samples,
+    log_ratios,
+    minus_exponential,
+    minus_indicator,
+    push_down_advantages,
+    push_down_factor,
+    reinforce_advantages,
+    tilted_weights,
+    twist_step_weights,
+)
 
 GROUP = 3
 REWARDS = [0.4, -2.1, 1.3, -0.6, 0.2, -3.0]
@@ -71,7 +82,7 @@ def found_weights(batch: Batch, policy_N: Tensor, proposal_N: Tensor | None) -> 
     ratios_GA = None
     if proposal_N is not None:
         ratios_GA = log_ratios(policy_N, proposal_N, batch.owners, len(batch.lengths)).view(-1, GROUP)
-    return tilted(rewards_S().view(-1, GROUP), BETA, ratios_GA)
+    return tilted_weights(rewards_S().view(-1, GROUP), BETA, ratios_GA)
 
 
 def check(loss: Tensor, trained_N: Tensor, column: list[list[float]], coefficients: list[list[float]]) -> None:
@@ -93,7 +104,7 @@ def test_weights_are_the_softmax_of_p_times_the_potential_over_q(batch):
 
 
 def test_weights_stay_finite_however_unlikely_the_answers_are():
-    weights_GA = tilted(torch.tensor([[-9.0, 7.0, -8.9]]), -30.0, torch.tensor([[-900.0, 4000.0, -901.0]]))
+    weights_GA = tilted_weights(torch.tensor([[-9.0, 7.0, -8.9]]), -30.0, torch.tensor([[-900.0, 4000.0, -901.0]]))
     assert weights_GA.isfinite().all() and weights_GA.sum().item() == pytest.approx(1)
 
 
@@ -120,11 +131,11 @@ def test_reinforce_with_and_without_a_transform(batch, reduction, transform, bas
     policy, start = batch.column(1), batch.column(3)
     policy_N, owners_N = flat(policy, trained=True), batch.owners
     ours, plain = TRANSFORMS[transform]
-    kl_N = kl.estimate(policy_N.detach(), flat(start), "k1").double()
-    returns_S = reinforce.returns(ours(rewards_S()), kl_N, LAMBDA, owners_N)
-    advantages_N = reinforce.advantages(returns_S.view(-1, GROUP), baseline).flatten()[owners_N]
+    kl_N = kl_estimate(policy_N.detach(), flat(start), "k1").double()
+    returns_S = answer_returns(ours(rewards_S()), kl_N, LAMBDA, owners_N)
+    advantages_N = reinforce_advantages(returns_S.view(-1, GROUP), baseline).flatten()[owners_N]
     scale_N = token_scale(owners_N, 6, reduction).double()
-    loss = reinforce.loss(policy_N, advantages_N * scale_N).sum() / 6
+    loss = reinforce_loss(policy_N, advantages_N * scale_N).sum() / 6
 
     returns = expected_returns(policy, start, [plain(reward) for reward in REWARDS])
     advantages = leave_one_out(returns) if baseline is None else [value - baseline for value in returns]
@@ -150,9 +161,9 @@ def test_contrastive_twist_learning(batch, reduction, second_term, family):
     weights_GA = found_weights(batch, policy_N, proposal_N)
     steps_N = None
     if second_term:
-        steps_N = ctl.step_weights(policy_N - proposal_N, twist_N.detach(), owners_N, torch.arange(6) // GROUP)
+        steps_N = twist_step_weights(policy_N - proposal_N, twist_N.detach(), owners_N, torch.arange(6) // GROUP)
     scale_N = token_scale(owners_N, 6, reduction).double()
-    loss = reinforce.loss(twist_N, ctl.advantages(weights_GA.flatten(), steps_N, owners_N) * scale_N).sum() / 6
+    loss = reinforce_loss(twist_N, ctl_advantages(weights_GA.flatten(), steps_N, owners_N) * scale_N).sum() / 6
 
     weights = expected_weights(policy, proposal)
     coefficients = []
@@ -183,8 +194,8 @@ def test_the_push_down_term_with_the_proposal_s_answers_and_with_the_policy_s_ow
     policy, proposal = batch.column(1), None if own_samples else batch.column(2)
     owners_N, policy_N = batch.owners, flat(policy, trained=True)
     weights_GA = found_weights(batch, policy_N.detach(), None if own_samples else flat(proposal))
-    advantages_N = repulse.push_down(weights_GA.flatten(), repulse.kappa(ALPHA, GROUP, scale), GROUP)[owners_N]
-    loss = reinforce.loss(policy_N, advantages_N * token_scale(owners_N, 6, reduction).double()).sum() / 6
+    advantages_N = push_down_advantages(weights_GA.flatten(), push_down_factor(ALPHA, GROUP, scale), GROUP)[owners_N]
+    loss = reinforce_loss(policy_N, advantages_N * token_scale(owners_N, 6, reduction).double()).sum() / 6
 
     groups = len(REWARDS) / GROUP
     weights = expected_weights(policy, proposal)

@@ -7,11 +7,20 @@ import torch
 from torch import Tensor
 
 from tests.algos.tail_world import EQUAL, RAGGED, World, gradient, proposal_loss, push_down_loss, scaled
-from trimtab.algos import ctl, kl, reinforce
-from trimtab.algos.answers import sums
-from trimtab.algos.repulse import kappa
-from trimtab.algos.reward_transforms import minus_exponential
-from trimtab.algos.tail_weights import effective_samples, log_ratios, tilted
+from trimtab.algos.group_rewards import answer_sums
+from trimtab.algos.policy_losses import kl_estimate, reinforce_loss
+from trimtab.algos.tail import (
+    answer_returns,
+    ctl_advantages,
+    effective_samples,
+    log_ratios,
+    minus_exponential,
+    modulated_log_probs,
+    push_down_factor,
+    reinforce_advantages,
+    tilted_weights,
+    twist_step_weights,
+)
 
 WORLDS = pytest.mark.parametrize("world", [EQUAL, RAGGED], ids=["equal", "ragged"])
 LAMBDA = 0.4
@@ -50,10 +59,10 @@ def test_reinforce_with_kl_in_the_return_climbs_reward_less_kl(world, group):
     def loss_of(chosen: list[int]) -> Tensor:
         _, _, owners_N = world.places(chosen)
         log_probs_N = world.token_log_probs(table, chosen)
-        kl_N = kl.estimate(log_probs_N.detach(), world.token_log_probs(start, chosen), "k1").double()
-        returns_S = reinforce.returns(rewards[chosen], kl_N, LAMBDA, owners_N)
-        advantages_N = reinforce.advantages(returns_S.view(1, group)).flatten()[owners_N]
-        return reinforce.loss(log_probs_N, scaled(advantages_N, owners_N, group, "token_sum")).sum() / group
+        kl_N = kl_estimate(log_probs_N.detach(), world.token_log_probs(start, chosen), "k1").double()
+        returns_S = answer_returns(rewards[chosen], kl_N, LAMBDA, owners_N)
+        advantages_N = reinforce_advantages(returns_S.view(1, group)).flatten()[owners_N]
+        return reinforce_loss(log_probs_N, scaled(advantages_N, owners_N, group, "token_sum")).sum() / group
 
     log_probs = world.log_probs(table)
     objective = (log_probs.exp() * (rewards - LAMBDA * (log_probs - world.log_probs(start)))).sum()
@@ -133,7 +142,7 @@ def test_weights_are_uniform_when_q_is_sigma(world):
     _, _, owners_N = world.places(everything)
     policy_N, proposal_N = (world.token_log_probs(table, everything) for table in (policy, proposal))
     ratios = log_ratios(policy_N, proposal_N, owners_N, len(everything))
-    weights = tilted(rewards[None], beta, ratios[None])
+    weights = tilted_weights(rewards[None], beta, ratios[None])
     torch.testing.assert_close(weights, torch.full_like(weights, 1 / len(everything)))
     torch.testing.assert_close(effective_samples(weights), torch.tensor([float(len(everything))]).double())
 
@@ -170,15 +179,15 @@ def test_ctl_on_exact_gradients_takes_p_times_a_head_to_sigma(world):
     answers = len(chosen)
     rows, tokens, owners_N = world.places(chosen)
     ratio_N = world.token_log_probs(policy, chosen) - world.token_log_probs(uniform, chosen)
-    weights_GA = tilted(rewards[chosen][None], beta, sums(ratio_N, owners_N, answers)[None])
+    weights_GA = tilted_weights(rewards[chosen][None], beta, answer_sums(ratio_N, owners_N, answers)[None])
     head = torch.zeros_like(policy, requires_grad=True)
     for _ in range(1000):
         twist_N = head[rows, tokens]
-        steps_N = ctl.step_weights(ratio_N, twist_N.detach(), owners_N, torch.zeros(answers, dtype=torch.int64))
-        loss = reinforce.loss(twist_N, ctl.advantages(weights_GA.flatten(), steps_N, owners_N)).sum()
+        steps_N = twist_step_weights(ratio_N, twist_N.detach(), owners_N, torch.zeros(answers, dtype=torch.int64))
+        loss = reinforce_loss(twist_N, ctl_advantages(weights_GA.flatten(), steps_N, owners_N)).sum()
         with torch.no_grad():
             head -= 2 * gradient(loss, head)
-    proposal = ctl.modulated(policy, head.detach())
+    proposal = modulated_log_probs(policy, head.detach())
     assert divergence_from(world, proposal, world.sigma(policy, rewards, beta)) < 1e-8
 
 
@@ -211,7 +220,7 @@ def test_the_push_down_term_descends_on_kappa_log_z(world, scale):
     """One group of all answers, weighted as a proposal would be that gives each equally often."""
     policy, rewards, beta, alpha = world.table(1), world.rewards(), -1.0, 0.3
     everything = list(range(len(world.answers)))
-    multiplier = kappa(alpha, len(everything), scale)
+    multiplier = push_down_factor(alpha, len(everything), scale)
     proposal = world.table_of(torch.full((len(everything),), 1 / len(everything), dtype=torch.float64))
     loss = push_down_loss(world, policy, proposal, everything, len(everything), rewards, beta, multiplier, "token_sum")
     assert multiplier == (alpha if scale == "per_group" else alpha / len(everything))

@@ -9,9 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from trimtab.algos import ctl, reinforce, repulse
-from trimtab.algos.answers import token_scale
-from trimtab.algos.tail_weights import log_ratios, tilted
+from trimtab.algos.group_rewards import token_scale
+from trimtab.algos.policy_losses import reinforce_loss
+from trimtab.algos.tail import (
+    ctl_advantages,
+    log_ratios,
+    push_down_advantages,
+    reinforce_advantages,
+    tilted_weights,
+    twist_step_weights,
+)
 
 VOCABULARY, BAD, GROUP, SAMPLED = 200, 4, 250, 200_000
 KAPPA, BETA = 0.02, -10.0
@@ -64,19 +71,19 @@ def run(seed: int, with_proposal: bool) -> tuple[float, float]:
 
     for _ in range(SAMPLED // (GROUP * (1 + with_proposal))):
         own = policy.sample(generator)
-        advantages_N = reinforce.advantages(reward(own)[None]).flatten()[owners_N]
-        loss = reinforce.loss(policy.log_probs(own), advantages_N * scale_N).sum() / GROUP
+        advantages_N = reinforce_advantages(reward(own)[None]).flatten()[owners_N]
+        loss = reinforce_loss(policy.log_probs(own), advantages_N * scale_N).sum() / GROUP
         if with_proposal:
             drawn = proposal.sample(generator)
             policy_N, proposal_N = policy.log_probs(drawn), proposal.log_probs(drawn)
             fixed_N, old_N = policy_N.detach(), proposal_N.detach()
             ratios_S = log_ratios(fixed_N, old_N, owners_N, GROUP)
-            weights_GA = tilted(reward(drawn)[None], BETA, ratios_S[None])
-            steps_N = ctl.step_weights(fixed_N - old_N, old_N - fixed_N, owners_N, one_group)
-            learnt_N = ctl.advantages(weights_GA.flatten(), steps_N, owners_N) * scale_N
-            proposal.step(reinforce.loss(proposal_N - fixed_N, learnt_N).sum() / GROUP)
-            pushed_N = repulse.push_down(weights_GA.flatten(), KAPPA, GROUP)[owners_N] * scale_N
-            loss = loss + reinforce.loss(policy_N, pushed_N).sum() / GROUP
+            weights_GA = tilted_weights(reward(drawn)[None], BETA, ratios_S[None])
+            steps_N = twist_step_weights(fixed_N - old_N, old_N - fixed_N, owners_N, one_group)
+            learnt_N = ctl_advantages(weights_GA.flatten(), steps_N, owners_N) * scale_N
+            proposal.step(reinforce_loss(proposal_N - fixed_N, learnt_N).sum() / GROUP)
+            pushed_N = push_down_advantages(weights_GA.flatten(), KAPPA, GROUP)[owners_N] * scale_N
+            loss = loss + reinforce_loss(policy_N, pushed_N).sum() / GROUP
         policy.step(loss)
     joint = policy.joint()
     bad = (rewards_VV < 0).double().log() + joint

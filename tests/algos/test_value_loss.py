@@ -5,14 +5,14 @@ import statistics
 import pytest
 import torch
 
-from trimtab.algos.value_loss import clipped, explained_variance
+from trimtab.algos.policy_losses import explained_variance, value_loss
 
 VALUES, OLD, RETURNS = [0.0, 0.1, 0.5, 0.5, -0.5, -0.5], [0.0] * 6, [1.0, 1.0, 1.0, 0.3, -1.0, 0.1]
 
 
 def loss_and_slopes(clip):
     values = torch.tensor(VALUES, requires_grad=True)
-    loss, was_clipped = clipped(values, torch.tensor(OLD), torch.tensor(RETURNS), clip)
+    loss, was_clipped = value_loss(values, torch.tensor(OLD), torch.tensor(RETURNS), clip)
     loss.sum().backward()
     return loss.tolist(), values.grad.tolist(), was_clipped.tolist()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.docs.pages import DOCS, blocks
-from trimtab.algos.repulse import kappa, push_down
+from trimtab.algos.tail import push_down_advantages, push_down_factor
 from trimtab.config.rl_jobs import TailOptions
 from trimtab.embedded import bad_word_task
 from trimtab.rewards.types import RewardResult
@@ -79,7 +79,10 @@ def test_repulse_has_forty_lines_and_its_numbers_are_those_of_the_tail_job(ran):
     assert_gradients(gathered["policy"][0], models["policy"])
     assert gathered["policy"][1] == {"per": len(own)}
     omega = torch.full((4,), 0.25)
-    assert push_down(omega, kappa(ran["ALPHA"], ran["N"], "per_sample"), ran["N"]).tolist() == [-0.25] * 4
+    assert (
+        push_down_advantages(omega, push_down_factor(ran["ALPHA"], ran["N"], "per_sample"), ran["N"]).tolist()
+        == [-0.25] * 4
+    )
 
 
 def clone(one):

@@ -1,16 +1,25 @@
-"""Advantages of tokens from rewards of tokens, over ragged sequences that lie one after another.
+"""Advantages of tokens: rewards of sequences to rewards of tokens, discounted sums, GAE, whitening.
 
-    discounted sum   A_t = sum over s >= t of discount^(s - t) r_s                 REINFORCE and the group methods
-    GAE              A_t = sum over s >= t of (gamma lam)^(s - t) delta_s          Schulman et al. 2016
+Sequences are ragged and lie one after another; `remaining_N` says how many tokens of its sequence come after a token.
+
+    token rewards    r_t = -beta KL_t,   at the last token of a sequence + clip(R)        Ziegler et al. 2019
+    overlong         R - factor min(length - (max_new_tokens - buffer), buffer) / buffer  DAPO: Yu et al. 2025
+                     where that length is positive: answers in the buffer before the length limit are punished
+    discounted sum   A_t = sum over s >= t of discount^(s - t) r_s                        REINFORCE and group methods
+    GAE              A_t = sum over s >= t of (gamma lam)^(s - t) delta_s                 PPO: Schulman et al. 2016
                      delta_t = r_t + gamma V_{t+1} - V_t,   return = A + V
                      V = 0 after the end; after a cut, the critic's V of the state there (Pardo et al. 2018)
-    whitening        (A - mean) / sqrt(max(var, 1e-8))                             over all tokens of the rollout
+    whitening        (A - mean) / sqrt(max(var, 1e-8))                                    over all tokens of the rollout
+    running norm     (R - mean) / (sqrt(M / n) + 1e-8), over all rewards of the run so far; rewards of an iteration are
+                     joined first: with d the difference of means, n = a + b, mean = mean_a + d b / n,
+                     M = M_a + M_b + d^2 a b / n                                          Chan et al. 1979
 
 GAE is the discounted sum of its deltas. A sum over T tokens takes log2(T) steps: a sum over 2w tokens is one over w
-plus discount^w times the one that starts w later. `remaining_N` says how many tokens of the sequence come after one.
+plus discount^w times the one that starts w later.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -89,3 +98,54 @@ def whiten(values_N: Tensor, scale: bool = True) -> Tensor:
     if not scale:
         return centred_N
     return centred_N * centred_N.square().mean().clamp(min=1e-8).rsqrt()
+
+
+# ---- token rewards
+
+
+def token_rewards(
+    rewards_S: Tensor,
+    kl_N: Tensor | None,
+    coefficient: float,
+    remaining_N: Tensor,
+    owners_N: Tensor,
+    clip: tuple[float, float] | None = None,
+) -> Tensor:
+    """Reward of each token; without `kl_N` all but the last of a sequence get 0. `clip`: lowest and highest R."""
+    if clip is not None:
+        rewards_S = rewards_S.clamp(*clip)
+    last = (remaining_N == 0).nonzero()[:, 0]
+    rewards_N = rewards_S.new_zeros(len(owners_N)).index_put((last,), rewards_S[owners_N[last]])
+    return rewards_N if kl_N is None else rewards_N - coefficient * kl_N
+
+
+def overlong_penalty(lengths_S: Tensor, max_new_tokens: int, buffer: float, factor: float) -> Tensor:
+    """What is subtracted from each sequence's reward: 0 up to the buffer, `factor` at its end."""
+    return factor * (lengths_S - (max_new_tokens - buffer)).clamp(0, buffer) / buffer
+
+
+# ---- running mean and deviation of rewards
+
+
+NO_MOMENTS = (0.0, 0.0, 0.0)
+"""The moments (n, mean, M) before anything was seen."""
+
+
+def joined_moments(moments: Sequence[float], new_S: Tensor) -> tuple[float, float, float]:
+    seen, mean, squares = moments
+    new_S = new_S.double()
+    new, own = len(new_S), float(new_S.mean())
+    total, difference = seen + new, own - mean
+    squares += float((new_S - own).square().sum()) + difference**2 * seen * new / total
+    return total, mean + difference * new / total, squares
+
+
+def moment_standardised(rewards_S: Tensor, moments: Sequence[float], *, centred: bool = True) -> Tensor:
+    """Not `centred`: parts of rewards, which add up to them."""
+    mean = moments[1] if centred else 0.0
+    return ((rewards_S.double() - mean) / (moment_deviation(moments) + 1e-8)).to(rewards_S.dtype)
+
+
+def moment_deviation(moments: Sequence[float]) -> float:
+    seen, _, squares = moments
+    return math.sqrt(squares / seen)

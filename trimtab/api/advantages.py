@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from trimtab.algos.advantages import whiten
-from trimtab.algos.group_rewards import SHAPED_BY
-from trimtab.algos.groups import for_answers
+from trimtab.algos.group_rewards import SHAPED_BY, for_answers
 from trimtab.api.suggesting import suggested
 from trimtab.config.estimators import ESTIMATORS
 from trimtab.errors import UserError

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trimtab.algos import cispo, gspo, kl, policy_loss, reinforce
-from trimtab.algos.answers import sums, token_scale
-from trimtab.algos.dpo import dpo_loss
-from trimtab.algos.sft import sft_loss_sum
+from trimtab.algos.group_rewards import answer_sums, token_scale
+from trimtab.algos.policy_losses import cispo_loss, gspo_loss, kl_estimate, ppo_loss, reinforce_loss
+from trimtab.algos.preference_losses import dpo_loss
+from trimtab.algos.supervised_losses import sft_loss_sum
 from trimtab.api.samples import Sample
 from trimtab.api.suggesting import suggested
 from trimtab.errors import UserError
@@ -44,7 +44,7 @@ class LossInputs:
 
     def sums(self, values_N: Tensor) -> Tensor:
         """The sum over the tokens of each sample: [samples]."""
-        return sums(values_N, self.owners_N, len(self.samples))
+        return answer_sums(values_N, self.owners_N, len(self.samples))
 
 
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Any]]]
@@ -74,10 +74,10 @@ def ppo(
 ) -> tuple[Tensor, dict[str, Any]]:
     low, high = eps_clip_low_high or (eps_clip, eps_clip)
     log_probs_N, old_N, advantages_N = _policy_columns(inputs)
-    return _surrogate(inputs, *policy_loss.clipped(log_probs_N, old_N, advantages_N, low, high, dual_clip), **others)
+    return _surrogate(inputs, *ppo_loss(log_probs_N, old_N, advantages_N, low, high, dual_clip), **others)
 
 
-def gspo_loss(
+def gspo(
     inputs: LossInputs,
     *,
     eps_clip: float = 0.2,
@@ -85,17 +85,17 @@ def gspo_loss(
     **others: Any,
 ) -> tuple[Tensor, dict[str, Any]]:
     low, high = eps_clip_low_high or (eps_clip, eps_clip)
-    found = gspo.clipped(*_policy_columns(inputs), inputs.owners_N, len(inputs.samples), low, high)
+    found = gspo_loss(*_policy_columns(inputs), inputs.owners_N, len(inputs.samples), low, high)
     return _surrogate(inputs, *found, **others)
 
 
-def cispo_loss(inputs: LossInputs, *, eps_clip: float = 0.2, **others: Any) -> tuple[Tensor, dict[str, Any]]:
-    return _surrogate(inputs, *cispo.weighted(*_policy_columns(inputs), eps_clip), **others)
+def cispo(inputs: LossInputs, *, eps_clip: float = 0.2, **others: Any) -> tuple[Tensor, dict[str, Any]]:
+    return _surrogate(inputs, *cispo_loss(*_policy_columns(inputs), eps_clip), **others)
 
 
 def policy_gradient(inputs: LossInputs, **others: Any) -> tuple[Tensor, dict[str, Any]]:
     assert inputs.advantages_N is not None
-    return _surrogate(inputs, reinforce.loss(inputs.log_probs_N, inputs.advantages_N), None, **others)
+    return _surrogate(inputs, reinforce_loss(inputs.log_probs_N, inputs.advantages_N), None, **others)
 
 
 def sft(inputs: LossInputs, *, token_reduction: str = "token_sum") -> tuple[Tensor, dict[str, Any]]:
@@ -119,8 +119,8 @@ def dpo(
 
 LOSSES = {
     "ppo": Known(ppo, ("log_probs", "advantages")),
-    "gspo": Known(gspo_loss, ("log_probs", "advantages")),
-    "cispo": Known(cispo_loss, ("log_probs", "advantages")),
+    "gspo": Known(gspo, ("log_probs", "advantages")),
+    "cispo": Known(cispo, ("log_probs", "advantages")),
     "policy_gradient": Known(policy_gradient, ("advantages",)),
     "sft": Known(sft),
     "dpo": Known(dpo, ("reference",), together=2),
@@ -151,11 +151,11 @@ def _surrogate(
     if inputs.old_N is not None:
         gap_N = log_probs_N.detach() - inputs.old_N
         figures |= {"log_prob_gap": gap_N.abs().sum()}
-        figures |= {"policy_kl": kl.estimate(inputs.old_N, log_probs_N.detach(), "k3").sum()}
+        figures |= {"policy_kl": kl_estimate(inputs.old_N, log_probs_N.detach(), "k3").sum()}
     loss = (loss_N * weights_N).sum()
     if kl_coef:
         assert inputs.reference_N is not None
-        kl_N = kl.estimate(log_probs_N, inputs.reference_N, kl_estimator)
+        kl_N = kl_estimate(log_probs_N, inputs.reference_N, kl_estimator)
         figures["kl"] = kl_N.detach().sum()
         loss = loss + kl_coef * (kl_N * weights_N).sum()
     if entropy_loss_coef:

@@ -17,7 +17,7 @@ class Estimator:
     """How an answer's reward is seen against the others of its prompt: a word of SHAPED_BY in
     algos/group_rewards.py."""
     steps: bool = True
-    """Whether algos/step_rewards.py says the same of the steps of answers; else --step_reward steps is refused."""
+    """Whether algos/group_rewards.py says the same of the steps of answers; else --step_reward steps is refused."""
     critic: bool = False
     """Advantages are GAE's, from a critic's values; else sums of the rewards to come."""
     whitened: bool = False

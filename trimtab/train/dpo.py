@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from trimtab.algos.dpo import dpo_loss, ipo_loss, log_odds_ratio
+from trimtab.algos.preference_losses import dpo_loss, ipo_loss, log_odds_ratio
 from trimtab.config.jobs import DPOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device

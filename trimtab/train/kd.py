@@ -6,8 +6,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from trimtab.algos.distillation import divergence
-from trimtab.algos.sft import sft_loss_sum
+from trimtab.algos.supervised_losses import divergence, sft_loss_sum
 from trimtab.config.jobs import KDOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.tokenizer import load_tokenizer

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab.algos.kto import kl_baseline, kto_loss
+from trimtab.algos.preference_losses import kl_baseline, kto_loss
 from trimtab.config.jobs import KTOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.labelled import LabelledStore, build_labelled_store

@@ -2,7 +2,7 @@
 
 import torch
 
-from trimtab.algos.process_reward import hard_step_loss, soft_step_loss
+from trimtab.algos.preference_losses import hard_step_loss, soft_step_loss
 from trimtab.config.jobs import PRMOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.step_formats import reward_token_ids

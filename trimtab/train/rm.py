@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from trimtab.algos.reward_model import pairwise_loss
+from trimtab.algos.preference_losses import pairwise_loss
 from trimtab.config.jobs import RMOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.distributed.device import Device

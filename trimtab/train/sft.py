@@ -1,6 +1,6 @@
 """Supervised fine-tuning as a task of the supervised loop."""
 
-from trimtab.algos.sft import sft_loss_sum
+from trimtab.algos.supervised_losses import sft_loss_sum
 from trimtab.config.jobs import KDOptions, SFTOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.tokens import build_sft_store

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.algos.moe_balance import load_balancing_loss
+from trimtab.algos.supervised_losses import load_balancing_loss
 from trimtab.config.jobs import SupervisedOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.data.order import SampleOrder

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from trimtab.algos.kl import estimate as kl_estimate
+from trimtab.algos.policy_losses import kl_estimate
 from trimtab.config.jobs import GRPOOptions, PPOOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import PolicyOutput

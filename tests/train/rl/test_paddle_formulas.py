@@ -8,7 +8,7 @@ import torch
 
 from tests.train.rl.test_experience import make
 from tests.train.rl.test_objective import batch_of
-from trimtab.algos import running
+from trimtab.algos.advantages import NO_MOMENTS, joined_moments
 from trimtab.config.jobs import PPOOptions
 from trimtab.models.policy import PolicyOutput
 from trimtab.train.rl.objective import policy_share
@@ -77,7 +77,7 @@ def test_running_normalisation_comes_after_the_length_penalty_and_before_the_cli
     punished = experience.rewards_S.double().numpy() + np.minimum(-(lengths - (6 - 4)) / 4 * 2.0, 0)
     assert experience.rewards_S.double() - penalties(experience, options) == pytest.approx(punished, abs=1e-6)
     before = np.array([5.0, -3.0, 1.0])
-    moments = running.joined(running.joined(running.NONE, torch.tensor(before)), torch.tensor(punished))
+    moments = joined_moments(joined_moments(NO_MOMENTS, torch.tensor(before)), torch.tensor(punished))
     figures = shape(experience, options, 0.0, moments)
     everything = np.concatenate([before, punished])
     assert figures["reward_mean_so_far"] == pytest.approx(everything.mean())

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trimtab.algos.gcg import token_gradient
+from trimtab.algos.tail import token_gradient
 from trimtab.data.batches import TokenBatch
 from trimtab.models.packed import scoring
 from trimtab.models.policy import Policy

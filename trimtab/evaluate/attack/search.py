@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.algos.gcg import candidates, promising
+from trimtab.algos.tail import candidate_suffixes, promising_tokens
 from trimtab.errors import UserError
 from trimtab.evaluate.attack.losses import SuffixLoss
 
@@ -106,10 +106,10 @@ class Search:
         current = state.pool[0][1]
         gradient_LV = self.loss.gradient(current)
         forbidden_V = self.vocabulary.forbidden_V.to(gradient_LV.device)
-        tokens_LK = promising(gradient_LV, self.settings.top_k, forbidden_V).cpu()
+        tokens_LK = promising_tokens(gradient_LV, self.settings.top_k, forbidden_V).cpu()
         generator = torch.Generator().manual_seed(_step_seed(self.settings.seed, state.step))
         replaced = min(self.settings.replaced, len(current))
-        drawn = candidates(torch.tensor(current), tokens_LK, self.settings.width, replaced, generator).tolist()
+        drawn = candidate_suffixes(torch.tensor(current), tokens_LK, self.settings.width, replaced, generator).tolist()
         if self.settings.filter_ids:
             drawn = self.vocabulary.stable(drawn)
         return min(zip(self.loss.of(drawn), drawn), default=None)

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from trimtab.algos.groups import for_groups
+from trimtab.algos.group_rewards import for_groups
 from trimtab.data.prompts import PromptStore
 from trimtab.evaluate.tail_risk import mean, rate
 from trimtab.rollout.sampling import SamplingParams, request_seed

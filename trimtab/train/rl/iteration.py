@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.algos import running
+from trimtab.algos.advantages import NO_MOMENTS
 from trimtab.errors import RunFailed
 from trimtab.train.rl.alarms import alarms
 from trimtab.train.rl.episode_figures import episode_figures
@@ -34,7 +34,7 @@ class Counters:
     first_entropy: float = 0.0
     at_bound: int = 0  # iterations in a row whose oldest answers were as old as may be
     start_is_measured: bool = False
-    reward_moments: Sequence[float] = running.NONE  # of all rewards, with --running_reward_norm
+    reward_moments: Sequence[float] = NO_MOMENTS  # of all rewards, with --running_reward_norm
 
     def count(self, applied: bool) -> None:
         """An update that was applied, or skipped because its loss or gradient was not finite."""

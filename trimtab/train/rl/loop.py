@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from trimtab.algos import running
-from trimtab.algos.kl import adapted
+from trimtab.algos.advantages import joined_moments
+from trimtab.algos.policy_losses import adapted_kl_coefficient
 from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
 from trimtab.distributed.cluster.losses import EngineLost
@@ -263,7 +263,7 @@ class RLRun:
         if not options.running_reward_norm:
             return shape(experience, options, counters.kl_coefficient)
         rewards_E = experience.rewards_S[experience.firsts_E] - penalties(experience, options)
-        counters.reward_moments = running.joined(counters.reward_moments, rewards_E[experience.drawn_E])
+        counters.reward_moments = joined_moments(counters.reward_moments, rewards_E[experience.drawn_E])
         return shape(experience, options, counters.kl_coefficient, counters.reward_moments)
 
     def updates_of(self, work: Iteration) -> list[list[int]]:
@@ -412,7 +412,7 @@ class RLRun:
             row["kl_coefficient"] = counters.kl_coefficient
             if options.kl_target is not None:
                 args = (row["kl"], options.kl_target, options.kl_horizon, row["samples"])
-                counters.kl_coefficient = adapted(counters.kl_coefficient, *args)
+                counters.kl_coefficient = adapted_kl_coefficient(counters.kl_coefficient, *args)
         self.files.keep_samples(counters.iteration, work.experience)
         for process, told in self.supply.spans().items():
             self.files.time_line.tell(process, told, counters.iteration)

@@ -13,9 +13,17 @@ here. To change what is learnt, change it here.
 import torch
 from torch import Tensor
 
-from trimtab.algos import cispo, gspo, kl, mismatch, policy_loss, value_loss
 from trimtab.algos.advantages import discounted_sums
-from trimtab.algos.moe_balance import load_balancing_loss
+from trimtab.algos.policy_losses import (
+    cispo_loss,
+    gspo_loss,
+    is_corrected,
+    kl_estimate,
+    mismatch_weights,
+    ppo_loss,
+    value_loss,
+)
+from trimtab.algos.supervised_losses import load_balancing_loss
 from trimtab.config.jobs import RLOptions
 from trimtab.data.batches import TokenBatch
 from trimtab.models.critic import Critic
@@ -51,14 +59,14 @@ def policy_share(
     if options.mismatch_correction is not None:
         sequences = batch.owners_N, len(batch.spans)
         kind, bounds = options.mismatch_correction, options.mismatch_range
-        correction_N = mismatch.weights(kind, old_N, extra["sampled_N"], *sequences, *bounds)
+        correction_N = mismatch_weights(kind, old_N, extra["sampled_N"], *sequences, *bounds)
         loss_N = loss_N * correction_N
         figures["correction"] = correction_N.sum() / totals["seen_tokens"]
-        figures["corrected_share"] = mismatch.corrected(correction_N).sum() / totals["seen_tokens"]
+        figures["corrected_share"] = is_corrected(correction_N).sum() / totals["seen_tokens"]
     figures["policy_loss"] = (loss_N * weights_N).sum()
     loss = options.policy_loss_coef * figures["policy_loss"]
     if options.use_kl_loss and "reference_N" in extra:
-        kl_N = kl.estimate(log_probs_N, extra["reference_N"], options.kl_estimator)
+        kl_N = kl_estimate(log_probs_N, extra["reference_N"], options.kl_estimator)
         if options.kl_clip is not None:
             kl_N = kl_N.clamp(-options.kl_clip, options.kl_clip)
         figures["kl_loss"] = (kl_N * weights_N).sum()
@@ -81,7 +89,7 @@ def measured_kl(
 ) -> dict[str, Tensor]:
     """The KL to the reference of an iteration's only update. Where it is a part of the rewards, advantages get it."""
     extra = batch.extra
-    kl_N = kl.estimate(old_N, extra["reference_N"], options.kl_estimator)
+    kl_N = kl_estimate(old_N, extra["reference_N"], options.kl_estimator)
     figures = {"kl": kl_N.sum() / totals["tokens"], "kl_answer": kl_N.sum() / totals["answers"]}
     if not options.use_kl_loss:
         longest = min(max(span.length for span in batch.spans), len(kl_N)) - 1
@@ -96,10 +104,10 @@ def surrogate(log_probs_N: Tensor, old_N: Tensor, batch: TokenBatch, options: RL
     advantages_N = batch.extra["advantages_N"]
     low, high = options.eps_clip_low_high or (options.eps_clip, options.eps_clip)
     if options.policy_loss_type == "gspo":
-        return gspo.clipped(log_probs_N, old_N, advantages_N, batch.owners_N, len(batch.spans), low, high)
+        return gspo_loss(log_probs_N, old_N, advantages_N, batch.owners_N, len(batch.spans), low, high)
     if options.policy_loss_type == "cispo":
-        return cispo.weighted(log_probs_N, old_N, advantages_N, high)
-    return policy_loss.clipped(log_probs_N, old_N, advantages_N, low, high, options.dual_clip)
+        return cispo_loss(log_probs_N, old_N, advantages_N, high)
+    return ppo_loss(log_probs_N, old_N, advantages_N, low, high, options.dual_clip)
 
 
 def token_weights(batch: TokenBatch, totals: Totals, options: RLOptions) -> Tensor:
@@ -125,7 +133,7 @@ def agreement(log_probs_N: Tensor, old_N: Tensor, sampled_N: Tensor, tokens: flo
     gap_N = log_probs_N - sampled_N
     return {
         "log_prob": log_probs_N.sum() / tokens,
-        "policy_kl": kl.estimate(old_N, log_probs_N, "k3").sum() / tokens,
+        "policy_kl": kl_estimate(old_N, log_probs_N, "k3").sum() / tokens,
         "log_prob_gap": gap_N.abs().sum() / tokens,
         "log_prob_ratio": gap_N.exp().sum() / tokens,
     }
@@ -142,7 +150,7 @@ def value_share(critic: Critic, batch: AnswerBatch, totals: Totals, options: RLO
     """`batch.extra`: values_N as they were, and returns_N."""
     values_N = critic(batch)
     extra = batch.extra
-    loss_N, clipped_N = value_loss.clipped(values_N, extra["values_N"], extra["returns_N"], options.value_clip)
+    loss_N, clipped_N = value_loss(values_N, extra["values_N"], extra["returns_N"], options.value_clip)
     loss = (loss_N * token_weights(batch, totals, options)).sum()
     figures = {"loss": loss.detach(), "clip_fraction": clipped_N.sum() / totals["tokens"]}
     return Share(loss, figures)

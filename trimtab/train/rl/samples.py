@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trimtab.algos.groups import for_groups
+from trimtab.algos.group_rewards import for_groups
 from trimtab.train.rl.experience import Experience
 
 GROUPS = 2  # of an iteration

@@ -16,14 +16,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trimtab.algos import kl, running, turn_rewards
-from trimtab.algos.advantages import discounted_sums, gae, whiten
-from trimtab.algos.answers import sums
-from trimtab.algos.group_rewards import SHAPED_BY, compared, equal_groups
-from trimtab.algos.groups import for_answers, for_groups
-from trimtab.algos.step_rewards import STEPS_SHAPED_BY
-from trimtab.algos.token_rewards import overlong_penalty, per_token
-from trimtab.algos.value_loss import explained_variance
+from trimtab.algos.advantages import (
+    discounted_sums,
+    gae,
+    moment_deviation,
+    moment_standardised,
+    overlong_penalty,
+    token_rewards,
+    whiten,
+)
+from trimtab.algos.group_rewards import (
+    SHAPED_BY,
+    STEPS_SHAPED_BY,
+    answer_sums,
+    compared,
+    equal_groups,
+    for_answers,
+    for_groups,
+    rewards_before_turn,
+    turn_deviations,
+    turn_end_rewards,
+)
+from trimtab.algos.policy_losses import explained_variance, kl_estimate
 from trimtab.config.jobs import RLOptions
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.trajectories import totals
@@ -51,15 +65,15 @@ def shape(
     penalty_E = penalties(experience, options)
     rewards_E, groups_E = experience.rewards_S[experience.firsts_E] - penalty_E, experience.groups_E
     if moments is not None:
-        rewards_E = running.standardised(rewards_E, moments)
+        rewards_E = moment_standardised(rewards_E, moments)
     turns = Turns.of(experience) if options.turn_reward == "returns" and experience.episodes is not None else None
     if turns is not None and moments is not None:
-        turns.rewards_K = running.standardised(turns.rewards_K, moments, centred=False)
+        turns.rewards_K = moment_standardised(turns.rewards_K, moments, centred=False)
     shaped_E, unit_E = against_groups(rewards_E, groups_E, drawn_E, turns, estimator.group)
     kl_N = None
     if experience.reference_N is not None and experience.old_N is not None:
-        kl_N = kl.estimate(experience.old_N, experience.reference_N, options.kl_estimator)
-    rewards_N = per_token(
+        kl_N = kl_estimate(experience.old_N, experience.reference_N, options.kl_estimator)
+    rewards_N = token_rewards(
         shaped_E if turns is None else torch.zeros_like(shaped_E),
         None if options.use_kl_loss or kl_N is None else time.sorted(kl_N),
         kl_coefficient,
@@ -68,7 +82,7 @@ def shape(
         options.reward_clip_range,
     )
     if turns is not None:
-        own_K = turn_rewards.at_ends(shaped_E, unit_E, turns.rewards_K, turns.episodes_K, options.reward_clip_range)
+        own_K = turn_end_rewards(shaped_E, unit_E, turns.rewards_K, turns.episodes_K, options.reward_clip_range)
         rewards_N = rewards_N.index_add(0, time.places_N[turns.tokens_K], own_K)
     if experience.step_scores is not None and any(experience.step_scores):
         scores_K, tokens_K = experience.steps()
@@ -94,21 +108,21 @@ def shape(
         learnt_N = learnt_S[experience.owners_N]
         experience.advantages_N = torch.zeros_like(advantages_N)
         experience.advantages_N[learnt_N] = whitened(advantages_N[learnt_N], options)
-    figures = described(experience, rewards_E, sums(rewards_N, time.owners_N, len(rewards_E)), kl_N)
+    figures = described(experience, rewards_E, answer_sums(rewards_N, time.owners_N, len(rewards_E)), kl_N)
     figures["advantage_size"] = experience.advantages_N.abs().mean()
     if experience.step_scores is not None or turns is not None:
         equal_G = equal_rewards(experience, rewards_E)
         if experience.step_scores is not None:
             equal_G &= equal_steps(experience, options)
         if turns is not None:
-            before_K = turn_rewards.before(turns.rewards_K, turns.episodes_K)
+            before_K = rewards_before_turn(turns.rewards_K, turns.episodes_K)
             taught_K = (before_K != 0) & (unit_E[turns.episodes_K] != 0)
             equal_G[groups_E[turns.episodes_K[taught_K]]] = False
         figures["equal_groups"] = share_of_several(equal_G, experience)
     if experience.episodes is not None or not bool(drawn_E.all()):
         figures["empty_samples"] = (~drawn_E).sum()
     if moments is not None:
-        figures |= {"reward_mean_so_far": moments[1], "reward_std_so_far": running.deviation(moments)}
+        figures |= {"reward_mean_so_far": moments[1], "reward_std_so_far": moment_deviation(moments)}
     if options.overlong_buffer_len is not None:
         figures["overlong_penalty"] = penalty_E.mean()
     if learnt_S is not None:
@@ -130,7 +144,7 @@ def against_groups(
         unit_E = for_answers(compared, groups_E, rewards_E, counted_S=drawn_E)
     if turns is None or by != "standardised":
         return for_answers(SHAPED_BY[by], groups_E, rewards_E, counted_S=drawn_E), unit_E
-    deviations_E = turn_rewards.deviations(rewards_E, turns.rewards_K, turns.episodes_K, groups_E, drawn_E)
+    deviations_E = turn_deviations(rewards_E, turns.rewards_K, turns.episodes_K, groups_E, drawn_E)
     unit_E = unit_E / (deviations_E + 1e-9)
     return for_answers(SHAPED_BY["minus_mean"], groups_E, rewards_E, counted_S=drawn_E) * unit_E, unit_E
 

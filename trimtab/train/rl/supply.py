@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trimtab.algos.group_rewards import equal_groups, within
-from trimtab.algos.groups import for_groups
+from trimtab.algos.group_rewards import equal_groups, for_groups, within
 from trimtab.config.jobs import RLOptions
 from trimtab.data.order import SampleOrder
 from trimtab.errors import UserError

@@ -11,10 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trimtab.algos import reinforce
-from trimtab.algos.answers import sums
-from trimtab.algos.kl import estimate
-from trimtab.algos.tail_weights import log_ratios
+from trimtab.algos.group_rewards import answer_sums
+from trimtab.algos.policy_losses import kl_estimate
+from trimtab.algos.tail import answer_returns, log_ratios
 from trimtab.config.jobs import TailOptions
 from trimtab.config.tail import GPT2_BAD_TOKENS
 from trimtab.data.prompts import PromptStore
@@ -112,9 +111,9 @@ class Measures:
         run.passes.fill(own, "old_N", run.roles.actor, "log_probs")
         run.passes.fill(own, "reference_N", run.roles.initial, "log_probs")
         owners_N, answers = own.owners_N, len(own)
-        kl_N = estimate(own.old_N, own.reference_N, "k1")
-        returns_S = reinforce.returns(own.rewards_S, kl_N, self.options.init_kl_coef, owners_N)
-        kl_S, surprisal_S = sums(kl_N, owners_N, answers), -sums(own.old_N, owners_N, answers)
+        kl_N = kl_estimate(own.old_N, own.reference_N, "k1")
+        returns_S = answer_returns(own.rewards_S, kl_N, self.options.init_kl_coef, owners_N)
+        kl_S, surprisal_S = answer_sums(kl_N, owners_N, answers), -answer_sums(own.old_N, owners_N, answers)
         columns = (own.rewards_S, returns_S, kl_S / own.lengths_S, surprisal_S)
         return tail_files.HeldOut(*(column.numpy() for column in columns))
 

@@ -9,7 +9,7 @@
 import torch
 from torch import Tensor
 
-from trimtab.algos import reinforce
+from trimtab.algos.policy_losses import reinforce_loss
 from trimtab.data.batches import TokenBatch
 from trimtab.models.policy import Policy
 from trimtab.train.rl.objective import agreement
@@ -19,13 +19,13 @@ from trimtab.train.task import Share, Totals
 def policy_share(policy: Policy, batch: TokenBatch, totals: Totals) -> Share:
     """`batch.extra`: advantages_N, and sampled_N where the answers are the policy's own."""
     log_probs_N = policy(batch).log_probs_N
-    loss = reinforce.loss(log_probs_N, batch.extra["advantages_N"]).sum() / totals["answers"]
+    loss = reinforce_loss(log_probs_N, batch.extra["advantages_N"]).sum() / totals["answers"]
     return Share(loss, {"loss": loss.detach(), **_agreement(log_probs_N, batch, totals)})
 
 
 def twist_share(log_twist_N: Tensor, batch: TokenBatch, totals: Totals) -> Share:
     """`batch.extra`: advantages_N."""
-    loss = reinforce.loss(log_twist_N, batch.extra["advantages_N"]).sum() / totals["answers"]
+    loss = reinforce_loss(log_twist_N, batch.extra["advantages_N"]).sum() / totals["answers"]
     return Share(loss, {"loss": loss.detach()})
 
 

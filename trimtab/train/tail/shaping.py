@@ -12,11 +12,22 @@ from functools import partial
 
 from torch import Tensor
 
-from trimtab.algos import ctl, kl, reinforce, repulse
-from trimtab.algos.answers import sums, token_scale
-from trimtab.algos.groups import for_answers, for_groups
-from trimtab.algos.reward_transforms import minus_exponential, minus_indicator
-from trimtab.algos.tail_weights import effective_samples, log_ratios, tilted
+from trimtab.algos.group_rewards import answer_sums, for_answers, for_groups, token_scale
+from trimtab.algos.policy_losses import kl_estimate
+from trimtab.algos.tail import (
+    annealed,
+    answer_returns,
+    ctl_advantages,
+    effective_samples,
+    log_ratios,
+    minus_exponential,
+    minus_indicator,
+    push_down_advantages,
+    push_down_factor,
+    reinforce_advantages,
+    tilted_weights,
+    twist_step_weights,
+)
 from trimtab.config.jobs import TailOptions
 from trimtab.train.rl.experience import Experience
 from trimtab.train.rl.shaping import described
@@ -29,14 +40,14 @@ def shape_own(experience: Experience, options: TailOptions, kl_coefficient: floa
     owners_N, groups_S = experience.owners_N, experience.groups_S
     kl_N = None
     if experience.reference_N is not None:
-        kl_N = kl.estimate(experience.old_N, experience.reference_N, "k1")
+        kl_N = kl_estimate(experience.old_N, experience.reference_N, "k1")
     low, high = options.reward_clip_range
     rewards_S = transformed(experience.rewards_S, options).clamp(low, high)
-    returns_S = reinforce.returns(rewards_S, kl_N, kl_coefficient, owners_N)
+    returns_S = answer_returns(rewards_S, kl_N, kl_coefficient, owners_N)
     baseline = {"expectation": None, "hardcoded": options.reinforce_hardcoded_baseline, "none": 0.0}
-    against = partial(reinforce.advantages, baseline=baseline[options.reinforce_baseline_type])
+    against = partial(reinforce_advantages, baseline=baseline[options.reinforce_baseline_type])
     advantages_S = for_answers(against, groups_S, returns_S)
-    raw_S = reinforce.returns(experience.rewards_S, kl_N, kl_coefficient, owners_N)
+    raw_S = answer_returns(experience.rewards_S, kl_N, kl_coefficient, owners_N)
     figures = described(experience, rewards_S, raw_S, kl_N)
     if options.method == "base_proposal":
         weights_S = weights_of(experience, options)
@@ -64,8 +75,8 @@ def shape_proposed(experience: Experience, options: TailOptions) -> tuple[Figure
     weights_S = weights_of(experience, options, ratios_S)
     steps_N = None
     if options.proposal_loss == "ctl":
-        steps_N = ctl.step_weights(ratio_N, experience.twist_N, owners_N, experience.groups_S)
-    experience.advantages_N = scaled(ctl.advantages(weights_S, steps_N, owners_N), experience, options)
+        steps_N = twist_step_weights(ratio_N, experience.twist_N, owners_N, experience.groups_S)
+    experience.advantages_N = scaled(ctl_advantages(weights_S, steps_N, owners_N), experience, options)
     pushed_S = pushed(weights_S, experience, options)
     figures = {"reward": experience.rewards_S.mean(), "length": experience.lengths_S.float().mean()}
     figures |= weighing(weights_S, experience.policy_N, experience)
@@ -76,26 +87,26 @@ def weights_of(experience: Experience, options: TailOptions, *ratios_S: Tensor) 
     """omega of every answer."""
 
     def weigh(rewards_GA: Tensor, ratios_GA: Tensor | None = None) -> Tensor:
-        return tilted(rewards_GA, options.target_dist_beta, ratios_GA)
+        return tilted_weights(rewards_GA, options.target_dist_beta, ratios_GA)
 
     return for_answers(weigh, experience.groups_S, experience.rewards_S, *ratios_S)
 
 
 def pushed(weights_S: Tensor, experience: Experience, options: TailOptions) -> Tensor:
-    return repulse.push_down(weights_S, pushing(options), len(experience) / experience.groups)
+    return push_down_advantages(weights_S, pushing(options), len(experience) / experience.groups)
 
 
 def at_progress(options: TailOptions, progress: float) -> TailOptions:
     """With alpha and beta as they are after this share of the training."""
     if options.start_alpha is None and options.start_target_dist_beta is None:
         return options
-    alpha = repulse.annealed(options.start_alpha, options.alpha, progress)
-    beta = repulse.annealed(options.start_target_dist_beta, options.target_dist_beta, progress)
+    alpha = annealed(options.start_alpha, options.alpha, progress)
+    beta = annealed(options.start_target_dist_beta, options.target_dist_beta, progress)
     return dataclasses.replace(options, alpha=alpha, target_dist_beta=beta)
 
 
 def pushing(options: TailOptions) -> float:
-    return repulse.kappa(options.alpha, options.n_samples_per_prompt, options.push_down_scale)
+    return push_down_factor(options.alpha, options.n_samples_per_prompt, options.push_down_scale)
 
 
 def scaled(advantages_N: Tensor, experience: Experience, options: TailOptions) -> Tensor:
@@ -110,7 +121,7 @@ def weighing(weights_S: Tensor, policy_N: Tensor | None, experience: Experience)
         "largest_weight": for_groups(lambda weights_GA: weights_GA.amax(1), groups_S, weights_S).mean(),
     }
     if policy_N is not None:
-        weighed_S = weights_S * sums(policy_N, experience.owners_N, len(experience))
+        weighed_S = weights_S * answer_sums(policy_N, experience.owners_N, len(experience))
         figures["target_log_prob"] = for_groups(lambda weighed_GA: weighed_GA.sum(1), groups_S, weighed_S).mean()
     return figures
 

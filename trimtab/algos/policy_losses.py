@@ -1,0 +1,139 @@
+"""What a policy minimises: PPO, GSPO, CISPO and REINFORCE, off-policy correction, KL; and what a critic minimises.
+
+    PPO         rho = pi / pi_old,   L = -min(rho A, clip(rho, 1 - low, 1 + high) A)          Schulman et al. 2017
+                low < high: DAPO's "clip higher" (Yu et al. 2025)
+                dual clip c > 1: for A < 0 the surrogate is at least c A                      Ye et al. 2020
+    GSPO        PPO with one ratio for a whole answer,                                        Zheng et al. 2025
+                rho = exp(mean over the answer's tokens of log pi - log pi_old)
+    CISPO       L = -stop_gradient(min(rho, 1 + high)) A log pi                               MiniMax 2025
+    REINFORCE   L = -A log pi                                                                 Williams 1992
+
+GRPO, RLOO and REINFORCE++ are PPO's loss on other advantages (group_rewards.py). In the first pass over a rollout
+rho = 1, nothing is clipped, and PPO's gradient is REINFORCE's. GSPO hands the loss of an answer out to its tokens
+alike; with answers of one token it is PPO. CISPO clips the importance weight, not the token's gradient: every token
+keeps one, also where PPO would cut it off, and while rho <= 1 + high it is that of -rho A.
+
+Off-policy correction, where the sampled policy is not quite the trained one (another engine, older weights):
+
+    w = pi_old / pi_sampled of each token, without gradient, times the token's loss; with equal log-probs w = 1
+    tis         min(w, high)                                           truncated importance sampling
+    icepop      w where low <= w <= high, else 0                       tokens that disagree too much are left out
+    sequence    1 where low <= exp(mean over the answer of log w) <= high, else 0       whole answers are left out
+
+KL to the reference, estimated from sampled tokens, and its adaptive coefficient:
+
+    d = log pi - log ref of the sampled token, fp32:   k1 = d,   k2 = d^2 / 2,   k3 = e^(-d) - 1 + d     Schulman 2020
+    beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) samples / horizon)                     Ziegler et al. 2019
+
+Over samples of pi, k1 and k3 have mean KL(pi || ref), k2 nearly so when the two are close; k3 is never negative.
+As losses they differ: the mean gradient of k2 is that of KL(pi || ref), of k3 that of KL(ref || pi), of k1 zero.
+
+    critic      L = 1/2 max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2),   without clip 1/2 (V - G)^2
+                explained variance = 1 - Var(G - V) / Var(G)        1: exact; 0: no better than a constant
+"""
+
+import torch
+from torch import Tensor
+
+from trimtab.algos.group_rewards import answer_sums
+
+
+def ppo_loss(
+    log_probs_N: Tensor, old_N: Tensor, advantages_N: Tensor, low: float, high: float, dual_clip: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, and which tokens a clip has cut off from the gradient."""
+    ratio_N = (log_probs_N - old_N).exp()
+    unclipped_N = ratio_N * advantages_N
+    surrogate_N = torch.minimum(unclipped_N, ratio_N.clamp(1 - low, 1 + high) * advantages_N)
+    if dual_clip is not None:
+        bounded_N = torch.maximum(surrogate_N, dual_clip * advantages_N)
+        surrogate_N = torch.where(advantages_N < 0, bounded_N, surrogate_N)
+    return -surrogate_N, surrogate_N != unclipped_N
+
+
+def gspo_loss(
+    log_probs_N: Tensor, old_N: Tensor, advantages_N: Tensor, owners_N: Tensor, answers: int, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token, and which tokens a clip has cut off from the gradient."""
+    lengths_S = answer_sums(log_probs_N.new_ones(len(log_probs_N)), owners_N, answers)
+    mean_S = answer_sums(log_probs_N - old_N, owners_N, answers) / lengths_S
+    advantages_S = answer_sums(advantages_N, owners_N, answers) / lengths_S
+    loss_S, clipped_S = ppo_loss(mean_S, mean_S.new_zeros(answers), advantages_S, low, high)
+    return loss_S[owners_N], clipped_S[owners_N]
+
+
+def cispo_loss(log_probs_N: Tensor, old_N: Tensor, advantages_N: Tensor, high: float) -> tuple[Tensor, Tensor]:
+    """Loss of each token, and which tokens' weights are clipped."""
+    ratio_N = (log_probs_N - old_N).exp().detach()
+    return -ratio_N.clamp(max=1 + high) * advantages_N * log_probs_N, ratio_N > 1 + high
+
+
+def reinforce_loss(log_probs_N: Tensor, advantages_N: Tensor) -> Tensor:
+    """Loss of each token."""
+    return -advantages_N * log_probs_N
+
+
+# ---- off-policy correction
+
+
+NOTICEABLE = 0.1
+"""How far from 1 the weight of a token is that counts as corrected."""
+
+
+def mismatch_weights(
+    kind: str, old_N: Tensor, sampled_N: Tensor, owners_N: Tensor, answers: int, low: float, high: float
+) -> Tensor:
+    log_w_N = (old_N - sampled_N).detach()
+    if kind == "tis":
+        return log_w_N.exp().clamp(max=high)
+    if kind == "icepop":
+        w_N = log_w_N.exp()
+        return torch.where((low <= w_N) & (w_N <= high), w_N, 0.0)
+    assert kind == "sequence", kind
+    lengths_S = answer_sums(torch.ones_like(log_w_N), owners_N, answers)
+    w_S = (answer_sums(log_w_N, owners_N, answers) / lengths_S).exp()
+    return ((low <= w_S) & (w_S <= high)).to(log_w_N.dtype)[owners_N]
+
+
+def is_corrected(weights_N: Tensor) -> Tensor:
+    """Which tokens count noticeably more or less than they would without a correction."""
+    return (weights_N - 1).abs() > NOTICEABLE
+
+
+# ---- KL to the reference
+
+
+def kl_estimate(log_probs_N: Tensor, reference_N: Tensor, kind: str) -> Tensor:
+    """KL of each token; `kind` is k1, k2 or k3."""
+    d = log_probs_N.float() - reference_N.float()
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return d.square() / 2
+    assert kind == "k3", kind
+    return torch.expm1(-d) + d
+
+
+def adapted_kl_coefficient(coefficient: float, kl: float, target: float, horizon: int, samples: int) -> float:
+    """The next coefficient, after `samples` sequences whose mean KL was `kl`."""
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * samples / horizon)
+
+
+# ---- the critic
+
+
+def value_loss(values_N: Tensor, old_N: Tensor, returns_N: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """Loss of each token, and which tokens the clip has cut off from the gradient."""
+    error_N = (values_N - returns_N).square()
+    if clip is None:
+        return error_N / 2, torch.zeros_like(error_N, dtype=torch.bool)
+    clipped_error_N = (values_N.clamp(old_N - clip, old_N + clip) - returns_N).square()
+    return torch.maximum(error_N, clipped_error_N) / 2, clipped_error_N > error_N
+
+
+def explained_variance(values_N: Tensor, returns_N: Tensor) -> Tensor:
+    """0 where the returns do not vary, so that there is nothing to explain."""
+    variance = returns_N.var(correction=0)
+    explained = 1 - (returns_N - values_N).var(correction=0) / variance
+    return torch.where(variance > 1e-8, explained, 0.0)
